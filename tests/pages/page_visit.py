@@ -28,6 +28,10 @@ SETTLED = """
 """Runs before the page's own scripts. Settled: no request, and no change of the document for 100 ms."""
 
 
+TWO_FRAMES = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+"""After them, elements know of a new size of the window."""
+
+
 class Visit:
     """One browser page over the dashboard, and everything that went wrong on it."""
 
@@ -51,6 +55,7 @@ class Visit:
 
     def settle(self) -> Page:
         """Waits until nothing changes any more."""
+        self.page.evaluate(TWO_FRAMES)
         self.page.wait_for_function("() => window.hasSettled()")
         return self.page
 

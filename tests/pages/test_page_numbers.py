@@ -80,7 +80,11 @@ def test_overview_shows_progress_and_health(visitor: Visit, record: Run):
 
 def test_charts_of_the_overview_end_with_the_last_step(visitor: Visit, record: Run):
     page = visitor.open("first/overview")
-    for title, metric in {"Reward": "reward/all_groups/mean", "Entropy": "entropy", "Gradient norm": "grad_norm"}.items():
+    for title, metric in {
+        "Reward": "reward/all_groups/mean",
+        "Entropy": "entropy",
+        "Gradient norm": "grad_norm",
+    }.items():
         chart = page.locator("figure", has=page.get_by_text(title, exact=True))
         assert shows(chart.locator(".v").inner_text(), known(values_of(record, metric))[-1]), title
 
@@ -158,7 +162,8 @@ def test_an_exported_trace_has_the_spans_of_the_view(visitor: Visit, record: Run
     assert info is not None
     begin = info.started_at
     inside = rows(
-        record, f'select name, start, "end" from spans where "end" >= {begin + 40} and start <= {begin + 60} order by start'
+        record,
+        f'select name, start, "end" from spans where "end" >= {begin + 40} and start <= {begin + 60} order by start',
     )
     assert len(events) == len(inside)
     shown = sorted((event["ts"] / 1e6, event["dur"] / 1e6) for event in events)

@@ -84,7 +84,11 @@ def _computed(metric: str, where: str, histogram: bool) -> str:
     pad = "CASE WHEN max(x) > min(x) THEN 0 ELSE greatest(0.5, 1e-6 * abs(min(x))) END"
     stats = f"SELECT step, {moments}, {quantiles}, min(x) - {pad} AS low, max(x) + {pad} AS high FROM v GROUP BY step"
     with_gini = name == metric and name not in WITHOUT_GINI
-    parts = {"v": values, "stats": stats, "ginis": _GINI if with_gini else "SELECT step, NULL::DOUBLE AS gini FROM stats"}
+    parts = {
+        "v": values,
+        "stats": stats,
+        "ginis": _GINI if with_gini else "SELECT step, NULL::DOUBLE AS gini FROM stats",
+    }
     joined = "stats JOIN ginis USING (step)"
     if histogram:
         parts["bins"] = _BINS

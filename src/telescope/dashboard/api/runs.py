@@ -47,7 +47,9 @@ def compare(request: Request, registry: Runs, runs_: Annotated[str, Query(alias=
 
 
 @router.get("/events", response_class=StreamingResponse, summary="Server-sent events: tables that grew, status")
-def events(request: Request, registry: Runs, run: Annotated[list[str], Query(min_length=1, max_length=100)]) -> Response:
+def events(
+    request: Request, registry: Runs, run: Annotated[list[str], Query(min_length=1, max_length=100)]
+) -> Response:
     stores = registry.stores()
     # A page may name a run that is gone beside one that is there.
     found = {run_id: stores[run_id].run for run_id in run if run_id in stores}

@@ -1,0 +1,174 @@
+"""Pages by keyboard alone, and views that are addresses."""
+
+from __future__ import annotations
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+from tests.pages.page_visit import Visit, visit
+
+PAGES = ("overview", "metrics", "rollouts", "timeline", "infra", "evals", "logs", "compare")
+
+WATCH_FOCUS = """() => {
+  window.focused = new Set();
+  document.addEventListener("focusin", (event) => window.focused.add(event.target));
+  const controls = "a[href], button, input, select, textarea, summary, [role=button], [role=slider], [tabindex='0']";
+  window.controls = [...document.querySelectorAll(controls)].filter((one) =>
+    one.checkVisibility({ visibilityProperty: true }) && !one.disabled && one.tabIndex >= 0 &&
+    !one.closest("dialog, [popover]"));
+  return window.controls.length;
+}"""
+
+NOT_FOCUSED = """() => window.controls
+  .filter((one) => one.isConnected && !window.focused.has(one))
+  .map((one) => one.outerHTML.slice(0, 160))"""
+
+MOUSE_ONLY = """() => [...document.querySelectorAll("body *")]
+  .filter((one) => getComputedStyle(one).cursor === "pointer")
+  .filter((one) => getComputedStyle(one.parentElement).cursor !== "pointer")
+  .filter((one) => !one.closest("a[href], button, input, select, label, summary, [tabindex='0'], [role=listbox]"))
+  .filter((one) => !one.querySelector("a[href], button, input, select"))
+  .map((one) => one.outerHTML.slice(0, 160))"""
+"""What a mouse can press, outside of everything that the keyboard reaches."""
+
+
+def place(name: str) -> str:
+    return f"first/{name}" if name != "runs" else ""
+
+
+def view(page: Page) -> tuple[str, str, list[str]]:
+    """What a page shows: its address, its text, and the state of its controls."""
+    states = page.locator("main button[aria-pressed], main input, main select, main [aria-checked]").evaluate_all(
+        "(all) => all.map((one) => `${one.value ?? ''} ${one.checked ?? ''} ${one.ariaPressed} ${one.ariaChecked}`)"
+    )
+    return page.url, page.locator("main").inner_text(), states
+
+
+@pytest.mark.parametrize("name", ["runs", *PAGES])
+def test_tab_reaches_every_control(visitor: Visit, name: str):
+    page = visitor.open(place(name), {"with": "second"} if name == "compare" else None)
+    for _ in range(page.evaluate(WATCH_FOCUS) + 20):
+        page.keyboard.press("Tab")
+    assert page.evaluate(NOT_FOCUSED) == []
+    assert page.evaluate(MOUSE_ONLY) == []
+
+
+def test_the_palette_opens_a_page_a_metric_and_a_run(visitor: Visit):
+    page = visitor.open("first/overview")
+    for text, url in (
+        ("timeline", "#/first/timeline"),
+        ("grad_norm", "metric=grad_norm"),
+        ("second", "#/second/overview"),
+    ):
+        page.keyboard.press("Control+k")
+        expect(page.get_by_role("combobox", name="Search everything")).to_be_focused()
+        page.keyboard.type(text)
+        page.keyboard.press("Enter")
+        page.wait_for_url(lambda address, url=url: url in address)
+        visitor.settle()
+
+
+def test_keys_lead_to_every_page_and_are_listed(visitor: Visit):
+    page = visitor.open("first/overview")
+    page.keyboard.press("?")
+    keys = page.get_by_role("dialog", name="Keys")
+    expect(keys).to_contain_text("next run") if page.url.endswith("#/") else expect(keys).to_contain_text("step before")
+    page.keyboard.press("Escape")
+    expect(keys).to_be_hidden()
+    for key, name in {
+        "m": "metrics",
+        "s": "rollouts",
+        "t": "timeline",
+        "i": "infra",
+        "e": "evals",
+        "l": "logs",
+    }.items():
+        page.keyboard.press("g")
+        page.keyboard.press(key)
+        page.wait_for_url(f"**/#/first/{name}*")
+        visitor.settle()
+
+
+def test_keys_move_through_steps_groups_and_answers(visitor: Visit):
+    page = visitor.open("first/rollouts", {"step": 5})
+    title = page.get_by_label("Conversation").locator(".ttl b")
+    expect(title).to_have_text("20-0")
+    for key, sample in (("l", "20-1"), ("l", "20-2"), ("h", "20-1"), ("j", "21-1"), ("k", "20-1")):
+        page.keyboard.press(key)
+        expect(title).to_have_text(sample)
+    for key, step in (("]", 6), ("]", 7), ("[", 6)):
+        page.keyboard.press(key)
+        page.wait_for_url(f"**step={step}*")
+    page.keyboard.press("/")
+    expect(page.get_by_label("Search all answers and prompts")).to_be_focused()
+    page.keyboard.press("Escape")
+    page.keyboard.press("Escape")
+    page.wait_for_url(lambda address: "step=" not in address)
+
+
+def act(page: Page, name: str) -> None:
+    """Chooses something on a page with each kind of its controls."""
+    match name:
+        case "runs":
+            page.get_by_role("button", name="steps").click()
+            page.get_by_role("searchbox", name="Filter runs").fill("first")
+        case "overview":
+            ruler = page.get_by_label("Progress").locator("svg")
+            ruler.drag_to(ruler, source_position={"x": 200, "y": 20}, target_position={"x": 500, "y": 20})
+        case "metrics":
+            page.get_by_role("button", name="Time", exact=True).click()
+            page.get_by_role("button", name="Std", exact=True).click()
+            page.get_by_role("button", name="Log", exact=True).click()
+            page.get_by_role("slider", name="Smooth").fill("0.9")
+            page.get_by_role("searchbox", name="Filter metrics").fill("norm")
+        case "rollouts":
+            page.get_by_role("checkbox", name="discarded").click()
+            page.get_by_label("Order").select_option("-completion_tokens")
+            page.get_by_label("Search all answers and prompts").fill("answer_2")
+            page.get_by_role("listbox").get_by_role("option").nth(2).click()
+            page.get_by_role("button", name="raw").click()
+        case "timeline":
+            page.keyboard.press("]")
+            page.keyboard.press("+")
+            page.keyboard.press("ArrowRight")
+        case "infra":
+            page.keyboard.press("]")
+        case "logs":
+            page.get_by_role("button", name="info", exact=True).click()
+            page.get_by_label("Search all lines").fill("step 3")
+        case "compare":
+            page.get_by_role("button", name="Everything").click()
+            page.get_by_role("searchbox", name="Filter settings").fill("m")
+
+
+@pytest.mark.parametrize("name", ["runs", *(name for name in PAGES if name != "evals")])
+def test_an_address_opens_the_same_view_elsewhere(visitor: Visit, browser: Browser, name: str):
+    page = visitor.open(place(name), {"with": "second"} if name == "compare" else None)
+    before = page.url
+    act(page, name)
+    visitor.settle()
+    # The address follows typing and zooming after a moment.
+    page.wait_for_timeout(300)
+    visitor.settle()
+    assert page.url != before
+    with visit(browser, visitor.address) as other:
+        other.page.goto(page.url)
+        other.settle()
+        assert view(other.page) == view(page)
+
+
+def test_back_undoes_a_selection(visitor: Visit):
+    page = visitor.open("first/rollouts", {"step": 5})
+    title = page.get_by_label("Conversation").locator(".ttl b")
+    expect(title).to_have_text("20-0")
+    page.keyboard.press("j")
+    expect(title).to_have_text("21-0")
+    page.go_back()
+    expect(title).to_have_text("20-0")
+
+
+def test_copy_link_copies_the_address(visitor: Visit):
+    page = visitor.open("first/metrics", {"smooth": "0.5"})
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name="Copy link").click()
+    expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    assert page.evaluate("() => navigator.clipboard.readText()") == page.url
