@@ -6,6 +6,7 @@ import { number } from "../format";
 import { onCursor, setCursor, useCursor } from "../state/cursor";
 import { useTheme } from "../state/theme";
 import type { Value } from "../types";
+import type { Heat } from "./heat";
 import { lastRow, nearest } from "./math";
 import { align, draw, placeCrosshair } from "./plot";
 
@@ -41,6 +42,10 @@ export interface Line {
 export interface ChartProps {
   title: string;
   unit?: string;
+  /** Beside the unit where there is room. */
+  note?: string;
+  /** Histograms under the lines, in the color of the first line. */
+  heat?: Heat | null;
   x: number[];
   lines: Line[];
   /** Charts with the same axis share the crosshair. */
@@ -101,7 +106,7 @@ export function Chart(props: ChartProps) {
       plot.current = null;
       instance.destroy();
     };
-  }, [drawn, size, dark, props.log, props.low, props.high, props.xEnd, props.zoom?.from, props.zoom?.to, props.withoutOutliers, props.right]);
+  }, [drawn, size, dark, props.log, props.low, props.high, props.xEnd, props.zoom?.from, props.zoom?.to, props.withoutOutliers, props.right, props.heat]);
 
   useEffect(() => onCursor(() => plot.current && placeCrosshair(plot.current, overlay.current!, latest.current)), []);
 
@@ -128,6 +133,7 @@ export function Chart(props: ChartProps) {
           </b>
         )}
         <span className="u">{unit}</span>
+        {props.note && <span className="u note">{props.note}</span>}
         <Values {...props} axis={axis} format={format} />
         {props.after}
       </figcaption>
@@ -142,12 +148,10 @@ export function Chart(props: ChartProps) {
 /** Names differ at their ends: where room is short, the part before the last slash is cut. */
 function Name({ text }: { text: string }) {
   const at = text.lastIndexOf("/") + 1;
-  const tail = text.slice(at);
-  if (at === 0 || tail.length > 24) return <span className="cut">{text}</span>;
   return (
     <>
-      <span className="cut">{text.slice(0, at)}</span>
-      <span className="tail">{tail}</span>
+      {at > 0 && <span className="cut">{text.slice(0, at)}</span>}
+      <span className="tail">{text.slice(at)}</span>
     </>
   );
 }

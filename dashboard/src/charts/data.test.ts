@@ -1,6 +1,7 @@
 import { expect, test } from "vitest";
 import type { Distribution } from "../types";
-import { axisEnd, clock, distributionOf, isTwoValued } from "./data";
+import { NO_STEPS } from "../state/steps";
+import { axisEnd, bandsOf, clock, type DrawnRun, drawnLines, heatOf, isTwoValued, statisticColumn } from "./data";
 
 const distribution = (p25: number[], p50: number[], p75: number[]): Distribution => {
   const all = (value: number) => p25.map(() => value);
@@ -15,14 +16,6 @@ test("a reward of many values has bands", () => {
   expect(isTwoValued(distribution([0.2, 0.3], [0.5, 0.4], [0.7, 0.9]))).toBe(false);
 });
 
-test("step metrics lead to the distribution of their samples", () => {
-  expect(distributionOf("reward/total/mean")).toEqual({ metric: "reward", environment: "" });
-  expect(distributionOf("reward/wordle/mean")).toEqual({ metric: "reward", environment: "wordle" });
-  expect(distributionOf("sample_metrics/countdown/format")).toEqual({ metric: "sample_metrics/format", environment: "countdown" });
-  expect(distributionOf("reward/all_groups/mean")).toBeNull();
-  expect(distributionOf("entropy")).toBeNull();
-});
-
 test("seconds on an axis are minutes or hours", () => {
   expect(clock(75)).toBe("1:15");
   expect(clock(3660)).toBe("1:01 h");
@@ -32,4 +25,34 @@ test("the axis of a live run ends at its plan, or where data fill half of it", (
   expect(axisEnd(47, 60)).toBe(59);
   expect(axisEnd(10, 300)).toBe(19);
   expect(axisEnd(60, null)).toBe(59);
+});
+
+const run = (steps: number[], more: Partial<DrawnRun> = {}): DrawnRun => ({
+  id: "a", name: "a", color: "--c1", steps: { ...NO_STEPS, step: steps, metrics: { m: steps.map((step) => 10 * step) } }, x: steps, ...more,
+});
+
+test("a distribution lies at the steps of its run, and a step without one is a gap", () => {
+  const given = { ...distribution([0.1, 0.2], [0.5, 0.4], [0.7, 0.8]), step: [1, 3] };
+  expect(statisticColumn(run([1, 2, 3]), given, "mean")).toEqual([0.5, null, 0.5]);
+  expect(bandsOf(run([1, 2, 3]), given, "percentiles", 0)[1]).toMatchObject({ low: [0.1, null, 0.2], high: [0.7, null, 0.8] });
+  expect(bandsOf(run([1, 2, 3]), given, "range", 0)).toEqual([{ low: [0, null, 0], high: [1, null, 1], opacity: 0.14 }]);
+});
+
+test("the range of two values is shown, their percentiles are not", () => {
+  const given = distribution([0], [0], [1]);
+  expect(bandsOf(run([0]), given, "range", 0).length).toBe(1);
+  expect(bandsOf(run([0]), given, "percentiles", 0)).toEqual([]);
+});
+
+test("histograms lie at the places of their steps on the axis, without superseded steps", () => {
+  const given = { ...distribution([0, 0, 0], [0, 0, 0], [1, 1, 1]), low: [0, 1, 2], high: [1, 2, 3], histogram: [[1], null, [3]] };
+  const heat = heatOf(run([0, 2], { x: [5, 70] }), given);
+  expect(heat).toEqual({ x: [5, 70], low: [0, 2], high: [1, 3], counts: [[1], [3]] });
+  expect(heatOf(run([0]), distribution([0], [0], [1]))).toBeNull();
+});
+
+test("a run without values has no line, and only the first has bands", () => {
+  const runs = [run([0, 1]), run([0]), run([0, 1])];
+  const lines = drawnLines(runs, (one, order) => (order === 1 ? [null] : one.steps.metrics.m), 0, [{ low: [], high: [], opacity: 1 }]);
+  expect(lines.map((line) => [line.values, Boolean(line.bands)])).toEqual([[[0, 10], true], [[0, 10], false]]);
 });

@@ -7,16 +7,22 @@ import { NUM_COLORS, runColor } from "../state/theme";
 import { useOthers } from "../state/url";
 import type { Distribution, RunInfo, StepColumns, Value } from "../types";
 import type { Band, Line } from "./Chart";
+import type { Heat } from "./heat";
 import { smooth, stdBand } from "./math";
+import type { Statistic } from "./sources";
 
 export type XAxis = "step" | "time" | "tokens";
-export type BandKind = "none" | "std" | "percentiles";
+/** How the samples of a step spread around the line: as bands, or as a heat map. */
+export const BANDS = ["none", "std", "percentiles", "range", "heat"] as const;
+export type BandKind = (typeof BANDS)[number];
 
 /** A run as charts draw it. */
 export interface DrawnRun {
   id: string;
   name: string;
   color: string;
+  /** Dashes, where there are more runs than colors. */
+  dash?: number[];
   steps: StepColumns;
   x: number[];
 }
@@ -29,8 +35,10 @@ function placesOf(steps: StepColumns, axis: XAxis): number[] {
   return places.map((place) => (last = place ?? last));
 }
 
+const DASHES: (number[] | undefined)[] = [undefined, [6, 3], [2, 3]];
+
 function drawnRun(id: string, name: string, order: number, steps: StepColumns, axis: XAxis): DrawnRun {
-  return { id, name, color: runColor(order), steps, x: placesOf(steps, axis) };
+  return { id, name, color: runColor(order), dash: DASHES[Math.floor(order / NUM_COLORS) % DASHES.length], steps, x: placesOf(steps, axis) };
 }
 
 /** Returns the run of the page and, as far as they are read, those drawn over it. */
@@ -59,11 +67,19 @@ export function isTwoValued(distribution: Distribution): boolean {
   return known.length > 0 && extreme.length >= 0.8 * known.length;
 }
 
+/** Returns a column of a distribution on the run's steps. */
+function onSteps(run: DrawnRun, distribution: Distribution): (values: Value[]) => Value[] {
+  const rows = new Map(distribution.step.map((step, row) => [step, row]));
+  return (values) => run.steps.step.map((step) => values[rows.get(step) ?? -1] ?? null);
+}
+
 /** Returns the bands of a distribution on the run's steps; smoothed as its line is. */
 export function bandsOf(run: DrawnRun, distribution: Distribution | undefined, kind: BandKind, keep: number): Band[] {
-  if (!distribution || kind === "none" || isTwoValued(distribution)) return [];
-  const rows = new Map(distribution.step.map((step, row) => [step, row]));
-  const at = (values: Value[]) => smooth(run.steps.step.map((step) => values[rows.get(step) ?? -1] ?? null), keep);
+  if (!distribution || kind === "none" || kind === "heat") return [];
+  if (kind !== "range" && isTwoValued(distribution)) return [];
+  const column = onSteps(run, distribution);
+  const at = (values: Value[]) => smooth(column(values), keep);
+  if (kind === "range") return [{ low: at(distribution.min), high: at(distribution.max), opacity: 0.14 }];
   if (kind === "std") {
     const band = stdBand(distribution.mean, distribution.std, distribution.min, distribution.max);
     return [{ low: at(band.low), high: at(band.high), opacity: 0.16 }];
@@ -74,39 +90,33 @@ export function bandsOf(run: DrawnRun, distribution: Distribution | undefined, k
   ];
 }
 
-/** Returns one line a run for a metric; runs without it have none. */
-export function linesOf(runs: DrawnRun[], metric: string, keep: number, bands: Band[] = []): Line[] {
+/** Returns the histograms of a distribution at the run's places on the axis; null without any. */
+export function heatOf(run: DrawnRun, distribution: Distribution | undefined): Heat | null {
+  if (!distribution?.histogram.some((counts) => counts !== null)) return null;
+  const place = new Map(run.steps.step.map((step, row) => [step, run.x[row]!]));
+  const rows = distribution.step.map((_, row) => row).filter((row) => place.has(distribution.step[row]!));
+  const pick = <T>(column: T[]) => rows.map((row) => column[row]!);
+  return { x: rows.map((row) => place.get(distribution.step[row]!)!), low: pick(distribution.low), high: pick(distribution.high), counts: pick(distribution.histogram) };
+}
+
+/** Returns a statistic of a distribution as a column over the run's steps. */
+export const statisticColumn = (run: DrawnRun, distribution: Distribution | undefined, statistic: Statistic): Value[] | undefined =>
+  distribution && onSteps(run, distribution)(distribution[statistic]);
+
+/** Returns one line a run; runs without values have none. `valuesOf` gets a run and its order. */
+export function drawnLines(runs: DrawnRun[], valuesOf: (run: DrawnRun, order: number) => Value[] | undefined, keep: number, bands: Band[] = []): Line[] {
   return runs.flatMap((run, order) => {
-    const values = run.steps.metrics[metric];
+    const values = valuesOf(run, order);
     if (!values?.some((value) => value !== null)) return [];
-    const line: Line = { label: run.name, color: run.color, x: run.x, values: smooth(values, keep), width: order === 0 ? 2 : 1.5 };
-    if (order >= NUM_COLORS) line.dash = [5, 3];
+    const line: Line = { label: run.name, color: run.color, dash: run.dash, x: run.x, values: smooth(values, keep), width: order === 0 ? 2 : 1.5 };
     if (keep > 0) line.raw = values;
     if (order === 0 && bands.length > 0) line.bands = bands;
     return [line];
   });
 }
 
-/** Returns the name under which the distribution of a step metric is kept, and its environment; null if it has none. */
-export function distributionOf(metric: string): { metric: string; environment: string } | null {
-  const known: Record<string, string> = {
-    "reward/total/mean": "reward",
-    "advantage/all/mean": "advantage",
-    "staleness/steps/mean": "age",
-    "rollouts/turns/mean": "num_turns",
-    "rollouts/tokens_prompt/mean": "prompt_tokens",
-    "rollouts/tokens_completion/mean": "completion_tokens",
-    "rollouts/tokens_environment/mean": "environment_tokens",
-    "rollouts/tokens_total/mean": "total_tokens",
-  };
-  const direct = known[metric];
-  if (direct) return { metric: direct, environment: "" };
-  const sample = /^sample_metrics\/([^/]+)\/(.+)$/.exec(metric);
-  if (sample) return { metric: `sample_metrics/${sample[2]}`, environment: sample[1]! };
-  const reward = /^reward\/([^/]+)\/mean$/.exec(metric);
-  if (reward && !["all_groups", "overlong_penalty"].includes(reward[1]!)) return { metric: "reward", environment: reward[1]! };
-  return null;
-}
+/** Returns one line a run for a step metric. */
+export const linesOf = (runs: DrawnRun[], metric: string, keep: number): Line[] => drawnLines(runs, (run) => run.steps.metrics[metric], keep);
 
 /** Returns seconds as `m:ss` or `h:mm` for an axis. */
 export function clock(seconds: number): string {

@@ -6,6 +6,7 @@ import { cursorNow } from "../state/cursor";
 import { color } from "../state/theme";
 import type { Value } from "../types";
 import type { ChartProps, Line } from "./Chart";
+import { type Heat, heatGrid } from "./heat";
 import { lastRow, logTicks, nearest, stepTicks, ticks, valueRange } from "./math";
 
 const AXIS_HEIGHT = 20;
@@ -95,6 +96,7 @@ export function draw(host: HTMLElement, latest: { current: ChartProps }, drawn: 
     const whiskers = line.whiskers ? [line.whiskers.low, line.whiskers.high] : [];
     return [line.raw ?? line.values, line.values, ...edges, ...whiskers].map((values) => inZoom(values, xs));
   });
+  if (props.heat) ranged.push(inZoom(props.heat.low, props.heat.x), inZoom(props.heat.high, props.heat.x));
   if (lines.some((line) => line.area)) ranged.push([0]);
   const [yLow, yHigh] = valueRange(ranged, {
     low: props.low,
@@ -182,6 +184,7 @@ export function draw(host: HTMLElement, latest: { current: ChartProps }, drawn: 
       series,
       bands,
       hooks: {
+        drawAxes: [(u) => latest.current.heat && paintHeat(u, latest.current.heat)],
         draw: [(u) => decorate(u, latest.current, drawn)],
         setSelect: [
           (u) => {
@@ -196,6 +199,38 @@ export function draw(host: HTMLElement, latest: { current: ChartProps }, drawn: 
     drawn.data,
     host,
   );
+}
+
+const CELL_HEIGHT = 5;
+const CELL_WIDTH = 2;
+const RAMP = ["--r0", "--r1", "--r2", "--r3", "--r4"];
+
+/** Paints histograms: the more of a step's samples lie in a cell, the further it is on the ramp. */
+function paintHeat(plot: uPlot, heat: Heat): void {
+  const context = plot.ctx;
+  const ratio = devicePixelRatio || 1;
+  const { left, top, width, height } = plot.bbox;
+  const { min, max } = plot.scales.x!;
+  if (min == null || max == null) return;
+  const columns = Math.max(1, Math.floor(width / (CELL_WIDTH * ratio)));
+  const rows = Math.max(1, Math.floor(height / (CELL_HEIGHT * ratio)));
+  const grid = heatGrid(heat, min, max, columns, rows, (value) => 1 - (plot.valToPos(value, "y", true) - top) / height);
+  const most = grid.reduce((a, b) => Math.max(a, b), 0);
+  if (most === 0) return;
+  const colors = ramp(RAMP.map(color), 24);
+  for (let column = 0; column < columns; column += 1) {
+    const from = left + Math.floor((column * width) / columns);
+    const to = left + Math.floor(((column + 1) * width) / columns);
+    for (let row = 0; row < rows; row += 1) {
+      const share = grid[column * rows + row]! / most;
+      if (share <= 0) continue;
+      // The square root separates small shares, which are most of the cells.
+      context.fillStyle = colors[Math.ceil(Math.sqrt(share) * (colors.length - 1))]!;
+      const bottom = top + height - Math.floor((row * height) / rows);
+      const upper = top + height - Math.floor(((row + 1) * height) / rows);
+      context.fillRect(from, upper, to - from, bottom - upper);
+    }
+  }
 }
 
 function decimals(value: number): number | undefined {
@@ -297,6 +332,17 @@ function measuring(): CanvasRenderingContext2D {
   measure ??= document.createElement("canvas").getContext("2d")!;
   measure.font = FONT;
   return measure;
+}
+
+/** Returns `count` colors along a ramp of hex colors. */
+function ramp(stops: string[], count: number): string[] {
+  const channels = stops.map((hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)));
+  return Array.from({ length: count }, (_, i) => {
+    const at = (i / (count - 1)) * (stops.length - 1);
+    const below = channels[Math.floor(at)]!;
+    const above = channels[Math.ceil(at)]!;
+    return `rgb(${below.map((value, channel) => Math.round(value + (above[channel]! - value) * (at % 1))).join(" ")})`;
+  });
 }
 
 /** Returns a hex color with an opacity. */

@@ -41,6 +41,9 @@ DERIVED = {
 NUM_SEARCHES = 16
 """Searches whose hits are kept, so that the pages of one result are scanned for once."""
 
+MOST_TAG_VALUES = 50
+"""Values of a tag that pages offer as a filter."""
+
 NO_HITS = pa.table({"attempt": pa.array([], pa.int64()), "sample_id": pa.array([], pa.string())})
 
 UNREAD = object()
@@ -77,6 +80,8 @@ class RunStore:
         self._known_cutoffs: tuple[tuple[int, int], dict[int, int]] | None = None
         self._searches: dict[str, tuple[int, pa.Table]] = {}
         self._steps = StepColumns()
+        self._tags: dict[str, set[str]] = {}
+        self._num_tagged = 0
 
     def refresh(self, *names: str) -> dict[str, int]:
         """Reads the new rows of tables. Returns the number of rows of each."""
@@ -119,6 +124,25 @@ class RunStore:
             self.visible()
             self._steps.read(self)
             return (self._steps.num_rows, *self._steps.visible(since, self._cutoffs()))
+
+    def tags(self) -> dict[str, list[str]]:
+        """Returns the values of each tag of the samples, none for a tag with more than `MOST_TAG_VALUES`."""
+        with self._lock:
+            self.refresh("samples")
+            ((end,),) = self.fetch("SELECT count(*) FROM samples")
+            fresh = self.fetch(
+                "SELECT DISTINCT tag.key, tag.value FROM "
+                "(SELECT unnest(map_entries(tags)) AS tag FROM samples WHERE rowid >= ?)",
+                [self._num_tagged],
+            )
+            self._num_tagged = end
+            for name, value in fresh:
+                known = self._tags.setdefault(name, set())
+                if len(known) <= MOST_TAG_VALUES:
+                    known.add(value)
+            return {
+                name: sorted(values) if len(values) <= MOST_TAG_VALUES else [] for name, values in self._tags.items()
+            }
 
     def distinct(self, column: str, where: str) -> list[Any]:
         """Returns the values of a column of `samples`, sorted, without null. Kept until there are new rows."""

@@ -11,6 +11,7 @@ ANSWERS = {
     "/api/compare": "/api/compare?runs=first,below~second",
     "/api/runs/{run}/health": "/api/runs/first/health",
     "/api/runs/{run}/distribution": "/api/runs/first/distribution",
+    "/api/runs/{run}/tags": "/api/runs/first/tags",
     "/api/runs/{run}/evals": "/api/runs/first/evals",
     "/api/runs/{run}/evals/{attempt}/{eval_id:path}/samples": "/api/runs/first/evals/1/e/samples",
     "/api/runs/{run}/groups": "/api/runs/first/groups?step=4",

@@ -101,3 +101,15 @@ def test_requests_at_the_same_time_do_not_mix(root):
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(ask, texts)) == [{step} for step in range(12)] * 2
+
+
+def test_tags_of_new_samples_are_added_and_ids_are_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("telescope.dashboard.store.MOST_TAG_VALUES", 4)
+    with Recorder(tmp_path / "run") as recorder:
+        client = client_of(tmp_path)
+        assert client.get("/api/runs/run/tags").json() == {}
+        for values, expected in ((["b", "a"], ["a", "b"]), (["c"], ["a", "b", "c"]), (["d", "e"], [])):
+            for value in values:
+                recorder.write("samples", {"sample_id": value, "step": 0, "tags": {"level": value}})
+            assert recorder.flush()
+            assert client.get("/api/runs/run/tags").json() == {"level": expected}

@@ -1,30 +1,13 @@
 /** One metric of all runs, drawn when it comes into view. */
 
-import { useEffect, useMemo, useRef, useState } from "react";
-import { runPath } from "../../api";
-import { type BandKind, bandsOf, distributionOf, type DrawnRun, isTwoValued, linesOf, type XAxis } from "../../charts/data";
+import { useEffect, useRef, useState } from "react";
+import type { DrawnRun } from "../../charts/data";
 import { Chart } from "../../charts/Chart";
 import { download, downloadPng, fileName, linesCsv } from "../../charts/export";
 import { Menu } from "../../shell/Menu";
 import { useLayouts } from "../../state/layouts";
-import { useVersion } from "../../state/live";
-import { useResource } from "../../state/resource";
-import type { Distribution, Value } from "../../types";
-
-/** What the toolbar and the ruler decide for all charts. */
-export interface View {
-  axis: XAxis;
-  keep: number;
-  band: BandKind;
-  log: boolean;
-  trim: boolean;
-  zoom: { from: number; to: number } | null;
-  onZoom: (zoom: { from: number; to: number } | null) => void;
-  xEnd?: number;
-  xStart?: number;
-  xFormat?: (x: number) => string;
-  xTicks?: (low: number, high: number, wanted: number) => number[];
-}
+import type { Value } from "../../types";
+import { useSeries, type View } from "./series";
 
 interface MetricChartProps {
   metric: string;
@@ -74,21 +57,19 @@ export function MetricChart(props: MetricChartProps) {
 
 function Seen({ metric, runs, view, open, close, remove, move }: MetricChartProps) {
   const first = runs[0]!;
-  const has = distributionOf(metric);
-  const wanted = has !== null && view.band !== "none";
-  const version = useVersion(first.id, "step_stats", "steps");
-  const distribution = useResource<Distribution>(wanted ? runPath(first.id, "distribution") : null, has ? { metric: has.metric, environment: has.environment } : {}, version).data;
-  const bands = useMemo(() => bandsOf(first, distribution, view.band, view.keep), [first, distribution, view.band, view.keep]);
-  const lines = useMemo(() => linesOf(runs, metric, view.keep, bands), [runs, metric, view.keep, bands]);
+  const { lines, heat, note, low, high } = useSeries(metric, runs, view);
   const canvas = useRef<HTMLCanvasElement | null>(null);
   const { pinned, setPinned } = useLayouts();
   const isPinned = pinned.includes(metric);
-  const bandWords = bands.length === 0 ? (distribution && view.band !== "none" && isTwoValued(distribution) ? "two values" : "") : view.band === "std" ? "mean ± std" : "p5 to p95, p25 to p75";
   const file = fileName(`${first.name}_${metric}`);
   return (
     <Chart
       title={metric}
-      unit={[unitOf(metric), bands.length > 0 && runs.length > 1 ? `${bandWords} of ${first.name}` : bandWords].filter(Boolean).join(", ")}
+      unit={unitOf(metric)}
+      note={note}
+      heat={heat}
+      low={low}
+      high={high}
       x={first.x}
       lines={lines}
       axis={view.axis}
@@ -121,7 +102,7 @@ function Seen({ metric, runs, view, open, close, remove, move }: MetricChartProp
               run: () =>
                 download(
                   `${file}.csv`,
-                  new Blob([linesCsv(view.axis, runs.flatMap((run) => (run.steps.metrics[metric] ? [{ label: run.name, x: run.x, values: run.steps.metrics[metric] }] : [])))], { type: "text/csv" }),
+                  new Blob([linesCsv(view.axis, lines.map((line) => ({ label: line.label, x: line.x!, values: line.raw ?? line.values })))], { type: "text/csv" }),
                 ),
             },
             ...(remove ? [{ title: "Remove from this layout", run: remove }] : []),

@@ -18,9 +18,12 @@ interface MetricTreeProps {
   shown: Set<string>;
   toggle: (metric: string) => void;
   open: (metric: string) => void;
+  /** On a narrow page the tree lies over it, when it is opened. */
+  opened: boolean;
+  close: () => void;
 }
 
-export function MetricTree({ run, names, shown, toggle, open }: MetricTreeProps) {
+export function MetricTree({ run, names, shown, toggle, open, opened, close }: MetricTreeProps) {
   const [search, setSearch] = useParam("search");
   const [closed, setClosed] = useState<Set<string>>(new Set());
   const list = useRef<HTMLDivElement>(null);
@@ -39,8 +42,11 @@ export function MetricTree({ run, names, shown, toggle, open }: MetricTreeProps)
       return next;
     });
   return (
-    <aside className="tree" aria-label="Metrics">
+    <aside className={`tree ${opened ? "opened" : ""}`} aria-label="Metrics">
       <div className="hd">
+        <button className="btn narrow" onClick={close}>
+          Close
+        </button>
         <input className="field" type="search" placeholder={`Filter ${count(names.length)} metrics`} aria-label="Filter metrics" value={search} onChange={(event) => setSearch(event.target.value, true)} />
         <div className="cols s f">
           <span>section / group / metric</span>

@@ -27,3 +27,8 @@ test("every metric has one chart in the layout of all", () => {
 test("the first layout holds only what the run measured", () => {
   expect(mainSections(["entropy"])).toEqual([{ title: "Optimizer", metrics: ["entropy"] }]);
 });
+
+test("the first layout has each sample metric once, by its mean", () => {
+  const names = ["sample_metrics/a/correct", "sample_metrics/a/correct/std", "sample_metrics/a/correct/gini"];
+  expect(mainSections(names)).toEqual([{ title: "Learning", metrics: ["sample_metrics/a/correct"] }]);
+});

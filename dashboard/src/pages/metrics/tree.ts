@@ -1,5 +1,6 @@
 /** The names of metrics as a tree: section, group, metric. */
 
+import { statisticOf } from "../../charts/sources";
 import type { Section } from "../../state/layouts";
 
 export interface TreeRow {
@@ -64,7 +65,7 @@ export function allSections(names: string[]): Section[] {
 
 /** Returns the charts to begin with, of those that the runs have. */
 export function mainSections(names: string[]): Section[] {
-  const sample = names.filter((name) => name.startsWith("sample_metrics/")).slice(0, 8);
+  const sample = names.filter((name) => name.startsWith("sample_metrics/") && statisticOf(name)?.statistic === "mean").slice(0, 8);
   const wanted: Section[] = [
     { title: "Learning", metrics: ["reward/all_groups/mean", "reward/total/mean", "reward/gini_mean", ...sample] },
     { title: "Optimizer", metrics: ["entropy", "kl_divergence_inference", "grad_norm", "loss/policy"] },

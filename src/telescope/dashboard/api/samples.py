@@ -67,6 +67,11 @@ def distribution(
     return Reply(request, curves.distribution(store, metric, environment, tag, histogram=histogram))
 
 
+@router.get("/tags", response_model=dict[str, list[str]], summary="Values of each tag of the samples")
+def tags(request: Request, store: Store) -> Reply:
+    return Reply(request, store.tags())
+
+
 @router.get("/evals", response_model=list[models.EvalRow], summary="Evals of a run")
 def evals(request: Request, store: Store) -> Reply:
     return Reply(request, curves.evals(store))

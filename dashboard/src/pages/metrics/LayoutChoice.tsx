@@ -1,0 +1,80 @@
+/** The layout of charts: chosen, changed, saved under a name. */
+
+import { useMemo, useState } from "react";
+import { Menu } from "../../shell/Menu";
+import { formatSections, type Layout, parseSections, useLayouts } from "../../state/layouts";
+import { setParams, useParam } from "../../state/url";
+import { allSections, mainSections } from "./tree";
+
+const MAIN = "main";
+const ALL = "all";
+
+/** The chosen layout; a changed one is in the address until it is saved. */
+export function useLayout(names: string[]) {
+  const { layouts } = useLayouts();
+  const [name] = useParam("layout", MAIN);
+  const [charts] = useParam("charts");
+  const base: Layout = useMemo(() => {
+    const own = layouts.find((layout) => layout.name === name);
+    if (own) return own;
+    return name === ALL ? { name: ALL, sections: allSections(names) } : { name: MAIN, sections: mainSections(names) };
+  }, [name, layouts, names]);
+  const layout = useMemo(() => (charts ? { name: base.name, sections: parseSections(charts) } : base), [base, charts]);
+  return {
+    layout,
+    edited: charts !== "",
+    choose: (next: string) => setParams({ layout: next === MAIN ? null : next, charts: null }),
+    change: (next: Layout) => setParams({ charts: formatSections(next.sections) }),
+  };
+}
+
+const titleOf = (name: string): string => (name === MAIN ? "Main" : name === ALL ? "All metrics" : name);
+
+export function LayoutChoice({ layout, edited, choose }: { layout: Layout; edited: boolean; choose: (name: string) => void }) {
+  const { layouts, save, remove } = useLayouts();
+  const own = layouts.some((other) => other.name === layout.name);
+  const [naming, setNaming] = useState<string | null>(null);
+  const keep = (name: string) => {
+    const clean = name.trim();
+    if (!clean || clean === MAIN || clean === ALL) return;
+    save({ name: clean, sections: layout.sections });
+    setNaming(null);
+    choose(clean);
+  };
+  if (naming !== null)
+    return (
+      <form
+        className="naming"
+        onSubmit={(event) => {
+          event.preventDefault();
+          keep(naming);
+        }}
+      >
+        <input className="field" autoFocus placeholder="Name of the layout" aria-label="Name of the layout" value={naming} onChange={(event) => setNaming(event.target.value)} onKeyDown={(event) => event.key === "Escape" && setNaming(null)} />
+        <button className="btn">Save</button>
+      </form>
+    );
+  return (
+    <span className="layout nb">
+      <span className="d">Layout</span>
+      <Menu
+        label="Choose a layout"
+        button={
+          <>
+            <b>{titleOf(layout.name)}</b> {edited && <span className="f">edited </span>}▾
+          </>
+        }
+        items={[
+          ...[MAIN, ALL, ...layouts.map((other) => other.name)].map((name) => ({ title: titleOf(name), run: () => choose(name) })),
+          { title: "Save under a name…", run: () => setNaming(own ? layout.name : "") },
+          ...(own ? [{ title: `Delete “${layout.name}”`, run: () => (remove(layout.name), choose(MAIN)) }] : []),
+        ]}
+      />
+      {edited && (
+        <button className="btn" onClick={() => (own ? keep(layout.name) : setNaming(""))}>
+          Save
+        </button>
+      )}
+    </span>
+  );
+}

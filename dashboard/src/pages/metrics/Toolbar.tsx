@@ -1,0 +1,109 @@
+/** What all charts of the page share: axis, smoothing, spread, scale, and which samples they show. */
+
+import type { ReactNode } from "react";
+import { runPath } from "../../api";
+import type { BandKind, XAxis } from "../../charts/data";
+import { Menu } from "../../shell/Menu";
+import { useVersion } from "../../state/live";
+import { useResource } from "../../state/resource";
+import { useParam } from "../../state/url";
+import type { Environment } from "../../types";
+
+const AXES: [XAxis, string][] = [
+  ["step", "Step"],
+  ["time", "Time"],
+  ["tokens", "Tokens"],
+];
+const SPREADS: [BandKind, string][] = [
+  ["none", "None"],
+  ["std", "Standard deviation"],
+  ["percentiles", "Percentiles"],
+  ["range", "Minimum to maximum"],
+  ["heat", "Heat map"],
+];
+
+interface ToolbarProps {
+  run: string;
+  environments: readonly Environment[];
+  keep: number;
+  openTree: () => void;
+  children: ReactNode;
+}
+
+export function Toolbar({ run, environments, keep, openTree, children }: ToolbarProps) {
+  const [axis, setAxis] = useParam("axis", "step");
+  const [, setSmoothing] = useParam("smooth", "0.6");
+  const [band, setBand] = useParam("band", "percentiles");
+  return (
+    <div className="toolbar">
+      <button className="btn narrow" onClick={openTree}>
+        All metrics
+      </button>
+      {children}
+      <span className="seg" role="group" aria-label="Axis">
+        {AXES.map(([name, title]) => (
+          <button key={name} aria-pressed={axis === name} onClick={() => setAxis(name)}>
+            {title}
+          </button>
+        ))}
+      </span>
+      <label className="smooth">
+        Smooth
+        <input type="range" min={0} max={0.98} step={0.02} value={keep} onChange={(event) => setSmoothing(event.target.value, true)} />
+        <b>{keep.toFixed(2)}</b>
+      </label>
+      <Choice label="Spread" title={SPREADS.find(([name]) => name === band)?.[1] ?? band} items={SPREADS.map(([name, title]) => ({ title, run: () => setBand(name) }))} />
+      <Samples run={run} environments={environments} />
+      <span className="seg" role="group" aria-label="Scale">
+        <Toggle name="log" title="Log" hint="Logarithmic axes (l)" />
+        <Toggle name="trim" title="Trim" hint="Axes leave out the outermost 2 % on each side" />
+        <Toggle name="fit" title="Fit" hint="Axes follow the values, also where an environment declares a range" />
+      </span>
+    </div>
+  );
+}
+
+function Toggle({ name, title, hint }: { name: string; title: string; hint: string }) {
+  const [value, set] = useParam(name);
+  return (
+    <button aria-pressed={value === "1"} title={hint} onClick={() => set(value === "1" ? null : "1")}>
+      {title}
+    </button>
+  );
+}
+
+function Choice({ label, title, items }: { label: string; title: string; items: { title: string; run: () => void }[] }) {
+  return (
+    <span className="layout nb">
+      <span className="d">{label}</span>
+      <Menu
+        label={`Choose: ${label.toLowerCase()}`}
+        button={
+          <>
+            <b>{title}</b> ▾
+          </>
+        }
+        items={items}
+      />
+    </span>
+  );
+}
+
+/** Which samples the charts show, where there is a choice. */
+function Samples({ run, environments }: { run: string; environments: readonly Environment[] }) {
+  const [environment, setEnvironment] = useParam("environment");
+  const [tag, setTag] = useParam("tag");
+  const tags = useResource<Record<string, string[]>>(runPath(run, "tags"), {}, useVersion(run, "samples")).data ?? {};
+  const names = [...new Set(environments.filter((one) => one.purpose === "training").map((one) => one.name))];
+  const values = Object.entries(tags)
+    .sort(([a], [b]) => a.localeCompare(b))
+    .flatMap(([name, all]) => [...all].sort((a, b) => a.localeCompare(b, undefined, { numeric: true })).map((value) => `${name}=${value}`));
+  return (
+    <>
+      {(names.length > 1 || environment) && (
+        <Choice label="Environment" title={environment || "all"} items={[{ title: "all", run: () => setEnvironment(null) }, ...names.map((name) => ({ title: name, run: () => setEnvironment(name) }))]} />
+      )}
+      {(values.length > 1 || tag) && <Choice label="Tag" title={tag || "any"} items={[{ title: "any", run: () => setTag(null) }, ...values.map((value) => ({ title: value, run: () => setTag(value) }))]} />}
+    </>
+  );
+}

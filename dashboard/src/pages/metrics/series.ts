@@ -1,0 +1,83 @@
+/** What a chart of a metric draws: the lines of all runs, and how the samples of the first one spread. */
+
+import { useMemo } from "react";
+import { address, runPath } from "../../api";
+import type { Line } from "../../charts/Chart";
+import { type BandKind, bandsOf, type DrawnRun, drawnLines, heatOf, isTwoValued, statisticColumn, type XAxis } from "../../charts/data";
+import type { Heat } from "../../charts/heat";
+import { type DeclaredRange, declaredRange, type Filter, sourceOf, statisticOf } from "../../charts/sources";
+import { useVersions } from "../../state/live";
+import { useResources } from "../../state/resource";
+import type { Distribution, Environment, Value } from "../../types";
+
+/** What the toolbar and the ruler decide for all charts. */
+export interface View {
+  axis: XAxis;
+  keep: number;
+  band: BandKind;
+  log: boolean;
+  trim: boolean;
+  /** Axes show at least the range that environments declare. */
+  full: boolean;
+  filter: Filter;
+  environments: readonly Environment[];
+  zoom: { from: number; to: number } | null;
+  onZoom: (zoom: { from: number; to: number } | null) => void;
+  xEnd?: number;
+  xStart?: number;
+  xFormat?: (x: number) => string;
+  xTicks?: (low: number, high: number, wanted: number) => number[];
+}
+
+interface Series extends DeclaredRange {
+  lines: Line[];
+  heat: Heat | null;
+  /** What the bands are, and which samples are meant. */
+  note: string;
+}
+
+const WORDS: Record<BandKind, string> = { none: "", std: "mean ± std", percentiles: "p5 to p95, p25 to p75", range: "min to max", heat: "share of samples" };
+
+export function useSeries(metric: string, runs: DrawnRun[], view: View): Series {
+  const first = runs[0]!;
+  const { filter, band, keep } = view;
+  const source = sourceOf(metric, filter, (name) => name in first.steps.metrics);
+  const statistic = source?.kind === "samples" ? source : statisticOf(metric);
+  const spread = statistic?.statistic === "mean" && band !== "none" ? band : "none";
+  const filtered = source?.kind === "samples";
+  const read = statistic && filtered ? runs : statistic && spread !== "none" ? [first] : [];
+  const keys = read.map((run, order) =>
+    address(runPath(run.id, "distribution"), {
+      metric: statistic!.metric,
+      environment: statistic!.environment,
+      tag: filtered ? source.tag : "",
+      histogram: spread === "heat" && order === 0 ? "true" : null,
+    }),
+  );
+  const versions = useVersions(read.map((run) => run.id), "step_stats", "steps");
+  const found = useResources<Distribution>(keys, versions).map((one) => one.data);
+  return useMemo(() => {
+    const bands = bandsOf(first, found[0], spread, keep);
+    const heat = spread === "heat" ? heatOf(first, found[0]) : null;
+    const valuesOf = (run: DrawnRun, order: number) =>
+      filtered ? statisticColumn(run, found[order], statistic!.statistic) : source?.kind === "metric" ? run.steps.metrics[source.name] : undefined;
+    const lines = drawnLines(runs, valuesOf, keep, bands);
+    // The color of the first run is that of the cells under it.
+    if (heat && lines[0]) lines[0] = { ...lines[0], color: "--ink" };
+    const two = found[0] !== undefined && (spread === "std" || spread === "percentiles") && isTwoValued(found[0]);
+    const words = two ? "two values" : bands.length > 0 || heat ? `${WORDS[spread]}${runs.length > 1 ? ` of ${first.name}` : ""}` : "";
+    const note = [words, source?.kind === "metric" && !source.filtered ? "all samples" : ""].filter(Boolean).join(", ");
+    return { lines, heat, note, ...(view.full && !view.trim && !view.log ? reached(declaredRange(metric, filter, view.environments), lines) : {}) };
+    // The parts of `found` are stable, the array is not; `source` follows from the others.
+  }, [runs, metric, keep, spread, view.full, view.trim, view.log, view.environments, filter.environment, filter.tag, ...found]);
+}
+
+/** Returns a declared range as far as the values keep to it; an end that they cross is free. */
+function reached({ low, high }: DeclaredRange, lines: Line[]): DeclaredRange {
+  const within = (inside: (value: number) => boolean) =>
+    lines.every((line) => [line.raw ?? line.values, ...(line.bands ?? []).flatMap((one) => [one.low, one.high])].every((values: Value[]) => values.every((value) => value === null || inside(value))));
+  return {
+    ...(low !== undefined && within((value) => value >= low) ? { low } : {}),
+    ...(high !== undefined && within((value) => value <= high) ? { high } : {}),
+  };
+}
