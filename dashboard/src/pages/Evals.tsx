@@ -10,7 +10,7 @@ import { Failure, Quiet } from "../shell/App";
 import { useKeys } from "../shell/keys";
 import { useVersion } from "../state/live";
 import { useResource } from "../state/resource";
-import { useEvals, useRunId, useRunInfo, useRuns, useStatus } from "../state/run";
+import { useEvals, useEvalsOf, useRunId, useRunInfo, useRuns, useStatus } from "../state/run";
 import { runColor } from "../state/theme";
 import { setParams, useOthers, useParam } from "../state/url";
 import type { EvalRow } from "../types";
@@ -268,8 +268,7 @@ function Curve({ name, curve }: { name: string; curve: EvalRow[] }) {
   const runs = useRuns().data?.runs;
   const run = useRunId();
   const mine = runs?.find((row) => row.id === run)?.name ?? "this run";
-  // The number of runs over this one is at most five.
-  const theirs = [useEvals(others[0] ?? null), useEvals(others[1] ?? null), useEvals(others[2] ?? null), useEvals(others[3] ?? null), useEvals(others[4] ?? null)].map((one) => one.data);
+  const theirs = useEvalsOf(others);
   const lines = useMemo(() => {
     const all = [{ label: mine, rows: curve }, ...others.map((id, i) => ({ label: runs?.find((row) => row.id === id)?.name ?? id, rows: curveOf((theirs[i] ?? []).filter((row) => row.name === name)) }))];
     return all.flatMap(({ label, rows }, i): Line[] => {

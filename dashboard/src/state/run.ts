@@ -3,8 +3,8 @@
 import { useEffect, useMemo, useRef, useState } from "react";
 import { runPath } from "../api";
 import type { EvalRow, Health, RunInfo, Runs } from "../types";
-import { useConnection, useVersion } from "./live";
-import { type Resource, useResource } from "./resource";
+import { useConnection, useEvents, useVersion, useVersions } from "./live";
+import { type Resource, useResource, useResources } from "./resource";
 import { usePlace } from "./url";
 
 /** How often the page of runs looks for news. An unchanged list is not sent again. */
@@ -49,6 +49,13 @@ export function useHealth(run: string | null): Resource<Health> {
 
 export function useEvals(run: string | null): Resource<EvalRow[]> {
   return useResource<EvalRow[]>(run === null ? null : runPath(run, "evals"), {}, useVersion(run, "evals"));
+}
+
+/** Returns the evals of several runs, which are followed. */
+export function useEvalsOf(runs: string[]): (EvalRow[] | undefined)[] {
+  useEvents(runs);
+  const versions = useVersions(runs, "evals");
+  return useResources<EvalRow[]>(runs.map((run) => runPath(run, "evals")), versions).map((one) => one.data);
 }
 
 /** Returns the status to show: that of the newest event, else that of the run's row. */
