@@ -340,6 +340,7 @@ export interface Sentence {
 export interface Spans {
   merged: boolean;
   count: number[];
+  attempt: Value[];
   component: string[];
   name: string[];
   rank: Value[];
