@@ -16,6 +16,20 @@ export interface Alert {
   resolved: boolean;
 }
 
+/** The model of a run. `kv_bytes_per_token` is of keys and values in bfloat16, over all layers. */
+export interface Architecture {
+  name: string | null;
+  source: string | null;
+  config: Record<string, unknown>;
+  model_type: string | null;
+  layers: Value;
+  parameters: Value;
+  active_parameters: Value;
+  kv_bytes_per_token: Value;
+  max_position_embeddings: Value;
+  parts: ModelPart[];
+}
+
 /** A start of a run: a row of the table `attempts`. */
 export interface Attempt {
   attempt: number;
@@ -247,6 +261,37 @@ export interface MetricRange {
   max: Value;
 }
 
+/** A part of a model: how many there are, their sizes in words, and the parameters of one. */
+export interface ModelPart {
+  part: string;
+  count: number;
+  sizes: string;
+  parameters: number;
+}
+
+/** What a run does right now. Everything but `live` is empty when it has ended or does not say. */
+export interface Now {
+  live: boolean;
+  time: Value;
+  phase: string | null;
+  step: Value;
+  version: Value;
+  num_generating: Value;
+  num_slots: Value;
+  num_waiting: Value;
+  num_open_groups: Value;
+  num_finished_groups: Value;
+  tokens_per_second: Value;
+  seconds_left: Value;
+  eval_done: Value;
+  eval_total: Value;
+  oldest_seconds: Value;
+  tokens_in_flight: number;
+  trainer: string | null;
+  servers: Server[];
+  components: Record<string, string>;
+}
+
 /** A folder that could not be read, and why. */
 export interface Problem {
   path: string;
@@ -268,6 +313,7 @@ export interface RunInfo {
   attempts: Attempt[];
   environments: Environment[];
   result: Record<string, unknown>;
+  checkpoints: number[];
 }
 
 /** A run in the list of runs. `key` stays when its folder moves; runs of one `experiment` differ in their seed. */
@@ -334,6 +380,12 @@ export interface Samples {
 export interface Sentence {
   text: string;
   metrics: string[];
+}
+
+/** An inference server and its current activity. */
+export interface Server {
+  name: string;
+  doing: string;
 }
 
 /** Intervals as columns. `merged`: rows stand for `count` spans of one lane and kind. */

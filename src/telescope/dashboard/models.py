@@ -111,6 +111,62 @@ class RunInfo(BaseModel):
     attempts: list[Attempt]
     environments: list[Environment]
     result: dict[str, Any]
+    checkpoints: list[int]
+
+
+class Server(BaseModel):
+    """An inference server and its current activity."""
+
+    name: str
+    doing: str
+
+
+class Now(BaseModel):
+    """What a run does right now. Everything but `live` is empty when it has ended or does not say."""
+
+    live: bool
+    time: Number
+    phase: str | None
+    step: int | None
+    version: int | None
+    num_generating: int | None
+    num_slots: int | None
+    num_waiting: int | None
+    num_open_groups: int | None
+    num_finished_groups: int | None
+    tokens_per_second: Number
+    seconds_left: Number
+    eval_done: int | None
+    eval_total: int | None
+    oldest_seconds: Number
+    tokens_in_flight: int
+    trainer: str | None
+    servers: list[Server]
+    components: dict[str, str]
+
+
+class ModelPart(BaseModel):
+    """A part of a model: how many there are, their sizes in words, and the parameters of one."""
+
+    part: str
+    count: int
+    sizes: str
+    parameters: int
+
+
+class Architecture(BaseModel):
+    """The model of a run. `kv_bytes_per_token` is of keys and values in bfloat16, over all layers."""
+
+    name: str | None
+    source: str | None
+    config: dict[str, Any]
+    model_type: str | None
+    layers: int | None
+    parameters: int | None
+    active_parameters: int | None
+    kv_bytes_per_token: int | None
+    max_position_embeddings: int | None
+    parts: list[ModelPart]
 
 
 class StepColumns(BaseModel):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -14,6 +16,10 @@ from telescope.dashboard.steps import StepMetrics
 from telescope.dashboard.store import RunStore
 from telescope.health import rules, verdict
 from telescope.health.rules import EvalPoint, History
+from telescope.record.reader import Run
+
+CHECKPOINT = re.compile(r"step_(\d+)")
+"""Name of the folder of a checkpoint."""
 
 
 def run_rows(registry: Registry, names: Sequence[str] = ()) -> dict[str, Any]:
@@ -70,7 +76,7 @@ def run_info(registry: Registry, run_id: str) -> dict[str, Any]:
         "user_set": user_set,
         "attempts": [
             {
-                **row,
+                **{name: value for name, value in row.items() if name != "model_config"},
                 "notes": row["notes"] or [],
                 **{name: dict(row[name] or ()) for name in ("versions", "topology")},
             }
@@ -78,7 +84,17 @@ def run_info(registry: Registry, run_id: str) -> dict[str, Any]:
         ],
         "environments": [row for row in environments if row["attempt"] == newest],
         "result": store.run.result,
+        "checkpoints": checkpoints_of(store.run),
     }
+
+
+def checkpoints_of(run: Run) -> list[int]:
+    """Returns the numbers of finished steps whose checkpoints are in the run directory."""
+    try:
+        names = [entry.name for entry in os.scandir(run.files.checkpoints) if entry.is_dir()]
+    except OSError:
+        return []  # no folder, or one that is not readable here: the run keeps its checkpoints elsewhere
+    return sorted(int(match[1]) for name in names if (match := CHECKPOINT.fullmatch(name)))
 
 
 def steps(store: RunStore, since: int) -> dict[str, Any]:

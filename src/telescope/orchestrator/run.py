@@ -92,6 +92,7 @@ class _TrainingRun:
             reaper = stack.enter_context(Reaper())
             stack.enter_context(self._directory.open_record(console=self._view is None))
             self._status.record_alerts(self._directory.alerts.add)
+            self._directory.recorder.describe_now(self._status.now)
             keep_code(
                 self._directory.path, self._directory.recorder.attempt,
                 max_mb=self._config.wandb_code_max_file_size_mb, exclude=self._config.wandb_code_exclude_patterns,

@@ -5,6 +5,7 @@ Owns the order in which the record is opened and closed. `telescope.record` owns
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import yaml
 
 from telescope.config import TelescopeConfig
 from telescope.config.loader import choose_run_dir
+from telescope.config.model_source import files_here
 from telescope.errors import UserError
 from telescope.orchestrator.status import RunSummary
 from telescope.record.alerts import Alerts
@@ -106,7 +108,8 @@ class RunDirectory:
             except OSError as error:
                 logger.error("config.yaml of the last attempt cannot be replaced: %s", error)
         self._has_started = True
-        self.recorder.write("attempts", {**self._attempt, "topology": topology, "first_step": first_step})
+        started = {"topology": topology, "first_step": first_step, "model_config": self._model_config()}
+        self.recorder.write("attempts", {**self._attempt, **started})
 
     def begin_next_attempt(self, note: str) -> None:
         """Begins another attempt in this process: rows from now on are of that one. Call `started` next."""
@@ -126,6 +129,15 @@ class RunDirectory:
             attempt=self._attempt,
             num_steps=config.number_of_steps,
         )
+
+    def _model_config(self) -> str | None:
+        try:
+            files = files_here(self._config)
+            content = files.read_object("config.json") if files is not None else None
+        except UserError as error:  # a run with its own backend may have a model of another format
+            logger.info("The model's config.json is not recorded: %s", error)
+            return None
+        return None if content is None else json.dumps(content)
 
     def evaluated_before(self, accuracy: float) -> None:
         """Writes the accuracy before training to `run.json`."""

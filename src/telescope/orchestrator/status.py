@@ -78,6 +78,15 @@ class RunStatus:
     _alerts: list[dict[str, Any]] = field(default_factory=list)
     _add_alert: Callable[[dict[str, Any]], None] | None = None
 
+    def now(self) -> dict[str, Any]:
+        """Returns what the run does now, for `now.json`. May be called from any thread."""
+        numbers = (
+            *("phase", "step", "num_steps", "version", "num_generating", "num_slots", "num_open_groups"),
+            *("num_finished_groups", "eval_done", "eval_total"),
+        )
+        rest = {"tokens_per_second": self.tokens_per_second(), "seconds_left": self.seconds_left()}
+        return {name: getattr(self, name) for name in numbers} | rest | {"components": dict(self.components)}
+
     def set_component(self, component: str, doing: str) -> None:
         """Sets the current activity of a component (trainer, server, loop)."""
         self.components[component] = doing

@@ -58,6 +58,8 @@ class RunFiles:
         """One folder of segments per table."""
         self.in_flight = self.tables / "in_flight.json"
         """The samples that are being generated now."""
+        self.now = self.tables / "now.json"
+        """What the run does now, see `orchestrator.status`."""
         self.writer_lock = self.tables / ".writer.lock"
         """Lock file of the process that writes the tables."""
 

@@ -149,6 +149,17 @@ class Run:
                 logger.warning("record: %s cannot be read: %s", self.files.in_flight, error)
         return rows_to_table(SAMPLES, rows)[0]
 
+    def now(self) -> dict[str, Any] | None:
+        """Returns what a live run does: `time`, `phase`, `components`, ... None if it is not live or does not say."""
+        if self.status != "live":
+            return None
+        try:
+            value = read_json(self.files.now)
+        except (OSError, ValueError) as error:
+            logger.warning("record: %s cannot be read: %s", self.files.now, error)
+            return None
+        return value if isinstance(value, dict) else None
+
     def attempts(self) -> list[dict[str, Any]]:
         """Returns the attempts, oldest first."""
         return sorted(self.table("attempts", all_attempts=True).to_pylist(), key=lambda row: row["attempt"] or 0)

@@ -21,7 +21,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,7 @@ class Recorder:
         self._closing = False
         self._closing_deadline = float("inf")
         self._small_files: dict[Path, Any] = {}
+        self._now: Callable[[], Mapping[str, Any]] | None = None
         self._error: str | None = None
         self._reported_drops = 0
         self._writers: dict[str, TableWriter] = {}
@@ -139,6 +140,10 @@ class Recorder:
     def set_in_flight(self, rows: list[dict[str, Any]]) -> None:
         """Replaces the list of samples in flight, rows of `samples`. Returns at once."""
         self.replace_json(self.files.in_flight, {"attempt": self.attempt, "time": time.time(), "rows": rows})
+
+    def describe_now(self, source: Callable[[], Mapping[str, Any]]) -> None:
+        """Writes what `source` returns to `now.json` at every flush. It is called in the recorder's thread."""
+        self._now = source
 
     def replace_json(self, path: Path, value: Any) -> None:
         """Replaces a small JSON file at the next flush. Returns at once.
@@ -213,6 +218,7 @@ class Recorder:
             for name in TABLES:
                 self._flush_table(name, cut.get(name, 0))
             self._write_small_files()
+            self._write_now()
         except (OSError, UserError) as error:
             self._note_failure(error)
             return False
@@ -285,6 +291,7 @@ class Recorder:
     def _final_merge(self) -> None:
         try:
             self.files.in_flight.unlink(missing_ok=True)
+            self.files.now.unlink(missing_ok=True)
             for name in TABLES:
                 if time.monotonic() > self._closing_deadline - 2 * CLOSING_GRACE_SECONDS:
                     return
@@ -316,6 +323,16 @@ class Recorder:
             except (TypeError, ValueError, RuntimeError) as error:
                 self._log_once(str(path), "record: %s cannot be written as JSON: %s", path, error)
             del pending[path]
+
+    def _write_now(self) -> None:
+        if self._now is None:
+            return
+        try:
+            value = {"attempt": self.attempt, "time": time.time(), **self._now()}
+        except Exception as error:  # the rows are worth more than this file
+            self._log_once("now", "record: %s is not written: %r", self.files.now, error)
+            return
+        replace_json(self.files.now, value)
 
     def _write_heartbeat(self) -> None:
         now = time.monotonic()

@@ -126,6 +126,7 @@ ATTEMPTS = Table(
             INTEGER,
             "First step that this attempt trains. Rows of earlier attempts from this step on are hidden.",
         ),
+        Column("model_config", TEXT, "`config.json` of the model, as JSON; null if it is not on the driver's machine."),
         Column("host", TEXT, "Machine of the driver."),
         Column("pid", INTEGER, "Process of the driver."),
     ),

@@ -197,6 +197,35 @@ def test_a_second_writer_is_refused_with_the_process_of_the_first(tmp_path):
     Recorder(tmp_path).close()
 
 
+def test_what_a_run_does_now_is_shown_while_it_is_live(tmp_path):
+    recorder = Recorder(tmp_path, flush_seconds=600)
+    info = begin_run(recorder, name="demo", config_hash="c", config_json="{}")
+    assert Run(tmp_path).now() is None
+    recorder.describe_now(lambda: {"phase": "training", "components": {"trainer": "waiting for a batch"}})
+    assert recorder.flush()
+    now = Run(tmp_path).now()
+    assert now is not None
+    assert (now["attempt"], now["phase"]) == (1, "training")
+    assert now["components"] == {"trainer": "waiting for a batch"}
+    end_run(recorder, info, "finished", config_json="{}")
+    assert recorder.flush()
+    assert Run(tmp_path).now() is None
+    recorder.close()
+    assert not (tmp_path / "tables" / "now.json").exists()
+
+
+def test_rows_are_written_when_the_state_of_the_run_cannot_be(tmp_path, caplog):
+    def fails():
+        raise RuntimeError("a bug")
+
+    with Recorder(tmp_path, flush_seconds=600) as recorder:
+        recorder.describe_now(fails)
+        recorder.write("steps", {"step": 0, "metrics": {}})
+        assert recorder.flush() and recorder.flush()
+    assert Run(tmp_path).table("steps").num_rows == 1
+    assert [record.message for record in caplog.records if "a bug" in record.message] != []
+
+
 def test_samples_in_flight_are_shown_while_the_run_is_live(tmp_path):
     from telescope.record.run_info import begin_run
 

@@ -6,6 +6,8 @@ from pydantic import TypeAdapter
 ANSWERS = {
     "/api/runs": "/api/runs",
     "/api/fields": "/api/fields",
+    "/api/runs/{run}/now": "/api/runs/first/now",
+    "/api/runs/{run}/model": "/api/runs/first/model",
     "/api/runs/{run}": "/api/runs/first",
     "/api/runs/{run}/steps": "/api/runs/first/steps",
     "/api/compare": "/api/compare?runs=first,below~second",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Callable
@@ -102,3 +103,29 @@ def test_a_failed_run_reports_its_incomplete_record(
     error = capsys.readouterr().err
     assert "telescope: trainer rank 0 exited\n" in error
     assert f"The record in {tmp_path / 'run'} is incomplete: " in error
+
+
+def test_the_model_s_config_is_recorded_with_the_start(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": 2}')
+    config = config_of(run_dir=str(tmp_path / "run"), use_wandb=False, model=str(tmp_path / "model"))
+    directory = RunDirectory.create(config, [])
+    with directory.open_record(console=False):
+        directory.started({"driver": "here"}, 0)
+    (attempt,) = Run(tmp_path / "run").attempts()
+    assert json.loads(attempt["model_config"]) == {"model_type": "qwen3", "num_hidden_layers": 2}
+
+
+def test_a_run_whose_model_is_elsewhere_starts_without_its_config(tmp_path: Path) -> None:
+    config = config_of(run_dir=str(tmp_path / "run"), use_wandb=False, model=str(tmp_path / "gone"))
+    directory = RunDirectory.create(config, [])
+    with directory.open_record(console=False):
+        directory.started({}, 0)
+    assert Run(tmp_path / "run").attempts()[0]["model_config"] is None
+
+
+def test_the_state_of_a_run_is_plain_values() -> None:
+    status = RunStatus("demo", 60)
+    status.set_component("trainer", "waiting for a batch")
+    assert json.loads(json.dumps(status.now())) == status.now()
+    assert status.now()["components"] == {"trainer": "waiting for a batch"}

@@ -9,7 +9,9 @@ from fastapi.responses import Response, StreamingResponse
 
 from telescope.dashboard import models, runs
 from telescope.dashboard.api import Reply, Row, Runs, Store
+from telescope.dashboard.architecture import architecture_of
 from telescope.dashboard.events import run_events
+from telescope.dashboard.now import now_of
 
 router = APIRouter(prefix="/api")
 
@@ -39,6 +41,18 @@ def steps(request: Request, store: Store, since: Row = 0) -> Reply:
 @router.get("/runs/{run}/health", response_model=models.Health, summary="Verdict, health, alerts, progress")
 def health(request: Request, registry: Runs, run: str) -> Reply:
     return Reply(request, runs.health_of(registry, run))
+
+
+@router.get("/runs/{run}/now", response_model=models.Now, summary="What a live run does right now")
+def now(request: Request, store: Store) -> Reply:
+    return Reply(request, now_of(store.run))
+
+
+@router.get(
+    "/runs/{run}/model", response_model=models.Architecture, summary="Layers, sizes, parameters of its model"
+)
+def model(request: Request, store: Store) -> Reply:
+    return Reply(request, architecture_of(store.run))
 
 
 @router.get("/compare", response_model=models.Comparison, summary="Differences between runs")

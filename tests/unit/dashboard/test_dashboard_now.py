@@ -1,0 +1,102 @@
+"""What a live run does, its model and its checkpoints."""
+
+import json
+import time
+
+import pytest
+from fastapi.testclient import TestClient
+from tests.unit.dashboard.conftest import write_run
+
+from telescope.config.model_shape import ModelShape, known_shape
+from telescope.dashboard.app import create_app
+from telescope.dashboard.architecture import architecture_of, parts_of
+from telescope.orchestrator.status import RunStatus
+from telescope.record.reader import Run
+from telescope.record.recorder import Recorder
+from telescope.record.run_info import begin_run
+
+CONFIG = {
+    **{"model_type": "qwen2", "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 283},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
+}
+
+
+@pytest.fixture
+def live(tmp_path):
+    """A live run, its recorder and requests to it."""
+    with Recorder(tmp_path / "run") as recorder:
+        begin_run(recorder, name="run", config_hash="c", config_json=json.dumps({"values": {"model": "somewhere"}}))
+        yield recorder, TestClient(create_app([tmp_path]), base_url="http://localhost")
+
+
+def test_a_live_run_shows_phase_requests_queue_and_servers(live):
+    recorder, client = live
+    status = RunStatus("run", 60, phase="training", step=12, num_generating=5, num_slots=8)
+    for part in ("trainer", "server 10", "server 2", "batches"):
+        status.set_component(part, f"{part} works")
+    recorder.describe_now(status.now)
+    recorder.set_in_flight([{"sample_id": "a", "started_at": time.time() - 30, "completion_tokens": 7}])
+    for server, waiting in ((0, 9.0), (0, 2.0), (1, 1.0)):
+        gauge = {"name": "vllm:num_requests_waiting", "component": "inference", "server": server}
+        recorder.write("gauges", {"time": time.time(), **gauge, "value": waiting})
+    assert recorder.flush()
+    now = client.get("/api/runs/run/now").json()
+    assert now["live"] and now["trainer"] == "trainer works"
+    assert [now[name] for name in ("phase", "step", "num_generating", "num_slots")] == ["training", 12, 5, 8]
+    assert [server["name"] for server in now["servers"]] == ["server 2", "server 10"]
+    assert now["components"] == {"batches": "batches works"}
+    assert (now["num_waiting"], now["tokens_in_flight"]) == (3, 7)
+    assert now["oldest_seconds"] >= 30
+
+
+def test_an_ended_run_does_nothing_now(client):
+    now = client.get("/api/runs/first/now").json()
+    assert not now["live"] and now["phase"] is None and now["servers"] == []
+
+
+def test_the_checkpoints_of_a_run_are_listed(tmp_path):
+    write_run(tmp_path / "run", "grpo")
+    for name in ("step_10", "step_2", ".partial-step_12", "step_x"):
+        (tmp_path / "run" / "checkpoints" / name).mkdir(parents=True)
+    client = TestClient(create_app([tmp_path]), base_url="http://localhost")
+    assert client.get("/api/runs/run").json()["checkpoints"] == [2, 10]
+
+
+def test_the_parts_of_a_model_add_up_to_its_parameters():
+    shapes = [ModelShape.from_config(CONFIG), known_shape("Qwen/Qwen3-30B-A3B"), known_shape("Qwen/Qwen2.5-7B")]
+    for shape in shapes:
+        assert sum(part["count"] * part["parameters"] for part in parts_of(shape)) == shape.num_parameters
+
+
+def test_the_model_is_that_of_the_newest_attempt(tmp_path):
+    with Recorder(tmp_path) as recorder:
+        for attempt, layers in ((1, 2), (2, 4)):
+            config = json.dumps({**CONFIG, "num_hidden_layers": layers})
+            recorder.write("attempts", {"attempt": attempt, "model_config": config})
+    found = architecture_of(Run(tmp_path))
+    assert (found["layers"], found["source"], found["model_type"]) == (4, "attempt 2", "qwen2")
+    assert found["active_parameters"] == found["parameters"]
+
+
+def test_the_model_of_an_older_record_is_found_in_its_files(tmp_path):
+    Recorder(tmp_path).close()
+    (tmp_path / "checkpoints" / "step_4" / "hf_meta").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_4" / "hf_meta" / "config.json").write_text(json.dumps(CONFIG))
+    assert architecture_of(Run(tmp_path))["source"] == "checkpoints/step_4/hf_meta/config.json"
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{")
+    assert architecture_of(Run(tmp_path))["layers"] == 4
+
+
+def test_a_well_known_model_has_its_sizes_without_a_file(tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "config.yaml").write_text("model: Qwen/Qwen3-30B-A3B\n")
+    found = architecture_of(Run(tmp_path))
+    assert found["source"] == "a table of well-known models"
+    assert found["active_parameters"] == pytest.approx(3.3e9, rel=0.05)
+
+
+def test_an_unknown_model_has_no_parts(tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    found = architecture_of(Run(tmp_path))
+    assert (found["parts"], found["parameters"], found["source"]) == ([], None, None)
