@@ -2,7 +2,8 @@
 #
 #   make setup PYTHON=/path/to/python3.12     with that Python
 #   make setup ACCELERATOR=cpu|cuda           instead of what is found
-#   make setup BROWSER=1                      also Chromium by apt-get, as root, for the tests of the pages
+#   make setup CHROMIUM=1                     also Chromium by apt-get, as root, for the tests of the pages
+#   make test CHROMIUM=0                      never installs Chromium (by default as root, where apt-get is)
 #   make demo ARGS="--seed 1"                 with other settings of the run
 
 .DEFAULT_GOAL := help
@@ -21,7 +22,7 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup:  ## make .venv: torch, vLLM and Ray for this machine (a few minutes the first time)
-	@PYTHON="$(PYTHON)" ACCELERATOR="$(ACCELERATOR)" BROWSER="$(BROWSER)" scripts/set_up.sh
+	@PYTHON="$(PYTHON)" ACCELERATOR="$(ACCELERATOR)" CHROMIUM="$(CHROMIUM)" scripts/set_up.sh
 
 # On a GPU: vLLM's build for GPUs has no CPU engine, and kernels want attention heads of 64 numbers.
 demo: setup  ## watch a small language model learn arithmetic on this machine (10 minutes, no GPU needed)
@@ -35,6 +36,8 @@ demo: setup  ## watch a small language model learn arithmetic on this machine (1
 	$(PY) -m telescope.cli.main tiny-model --output $$model $$heads > /dev/null || exit; \
 	echo "== the run"; \
 	exec $(PY) train.py --config configs/examples/demo_countdown.yaml --model $$model $$where $(ARGS)
+
+test test-all test-pages: export CHROMIUM ?= auto
 
 # One recipe, so that the tiers run in this order whatever -j says, and the first that fails ends it.
 test: setup  ## before every change lands: lint, types and all tests but the slow ones (18 minutes on two cores)
@@ -60,7 +63,7 @@ test-reference: setup  ## every algorithm against loops written from the papers
 test-integration: setup  ## tests with a fake engine
 	@$(PYTEST) -m "not e2e and not slow" $(PARALLEL) tests/integration $(ARGS)
 test-dashboard: setup run-dashboard  ## types and tests of the pages of `telescope ui`
-test-pages: setup run-pages  ## the pages in Chromium (make setup BROWSER=1 installs it)
+test-pages: setup run-pages  ## the pages in Chromium (root on Debian: installs it)
 e2e: setup  ## tests with Ray, vLLM and the trainer
 	@$(PYTEST) -m "e2e and not slow" $(PARALLEL) $(E2E) $(ARGS)
 

@@ -1,7 +1,7 @@
-"""Installs Chromium for the tests of the pages, where that was asked for.
+"""Installs Chromium for the tests of the pages.
 
-The set-up runs it after `.venv` is ready. Without permission it installs nothing, because a package of the system is
-the user's decision. `make setup BROWSER=1` (or `make test BROWSER=1`) gives it, to root on a machine with apt-get.
+The set-up runs it after `.venv` is ready. `CHROMIUM` decides: 0 or nothing (`make setup`) installs nothing, 1 installs
+or fails, and auto (`make test`) installs as root on a machine with apt-get, and elsewhere leaves those tests out.
 """
 
 from __future__ import annotations
@@ -18,21 +18,28 @@ TIMEOUT_SECONDS = 600
 PACKAGES = ("chromium", "fonts-dejavu-core")
 """Without a font, pages would show boxes."""
 
+WITHOUT = "CHROMIUM=0 goes on without it."
+
 
 class InstallError(Exception):
     """Chromium cannot be installed; the message is the full explanation with the fix."""
 
 
 def install() -> str | None:
-    """Installs Chromium if it is missing and wanted. Returns what it did in one line, None if nothing was left to do.
+    """Installs Chromium if it is missing and wanted. Returns what it did in one line, or None.
 
     Raises `InstallError` if it is wanted and cannot be installed.
     """
-    if find_chromium() is not None or os.environ.get("BROWSER", "0") in ("", "0"):
+    wanted = os.environ.get("CHROMIUM") or "0"
+    if wanted not in ("0", "1", "auto"):
+        raise InstallError(f"CHROMIUM={wanted} must be 0, 1 or auto")
+    if wanted == "0" or find_chromium() is not None:
         return None
     apt = shutil.which("apt-get")
     if apt is None or os.geteuid() != 0:
-        raise InstallError(f"BROWSER={os.environ['BROWSER']} needs root and apt-get. {MISSING}")
+        if wanted == "auto":
+            return None
+        raise InstallError(f"CHROMIUM=1 needs root and apt-get. {MISSING}")
     started = time.monotonic()
     run([apt, "update"])
     run([apt, "install", "--yes", "--no-install-recommends", *PACKAGES])
@@ -49,10 +56,10 @@ def run(command: list[str]) -> None:
             command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        raise InstallError(f"`{' '.join(command)}` took more than {TIMEOUT_SECONDS} s") from None
+        raise InstallError(f"`{' '.join(command)}` took more than {TIMEOUT_SECONDS} s. {WITHOUT}") from None
     if finished.returncode != 0:
         lines = (finished.stdout + finished.stderr).strip().splitlines()[-12:]
-        raise InstallError(f"`{' '.join(command)}` failed:\n  " + "\n  ".join(lines))
+        raise InstallError(f"`{' '.join(command)}` failed. {WITHOUT}\n  " + "\n  ".join(lines))
 
 
 def main() -> int:

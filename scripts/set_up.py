@@ -61,8 +61,7 @@ def main() -> int:
             set_up(kind, use_pip=arguments.pip)
             # Prints one line if it did something. Without Node.js it says what is missing; training needs no pages.
             subprocess.run([sys.executable, str(ROOT / "scripts" / "build_dashboard.py"), "--quiet"], check=False)
-            # Installs a browser only with BROWSER=1, and then must succeed.
-            if os.environ.get("BROWSER"):
+            if os.environ.get("CHROMIUM"):
                 run([VENV_PYTHON, ROOT / "scripts" / "install_browser.py"])
     except SetUpError as error:
         print(f"set-up: {error}", file=sys.stderr)

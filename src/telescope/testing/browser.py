@@ -29,7 +29,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 """Commands of Chromium, by distribution."""
 
 MISSING = (
-    "no Chromium found: the tests of the pages in a browser need one. On Debian: make setup BROWSER=1 as root, "
+    "no Chromium found: the tests of the pages in a browser need one. On Debian: make setup CHROMIUM=1 as root, "
     "or apt-get install chromium. Elsewhere: .venv/bin/playwright install chromium"
 )
 

@@ -20,7 +20,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTy
     apt.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("PLAYWRIGHT_BROWSERS_PATH", str(tmp_path))
-    monkeypatch.setenv("BROWSER", "1")
+    monkeypatch.setenv("CHROMIUM", "1")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with load_script("install_browser") as module:
         yield module
@@ -41,14 +41,26 @@ def test_a_missing_browser_is_installed_when_wanted(script: ModuleType, tmp_path
 def test_nothing_is_installed_unasked(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str | None
 ):
-    monkeypatch.delenv("BROWSER") if value is None else monkeypatch.setenv("BROWSER", value)
+    monkeypatch.delenv("CHROMIUM") if value is None else monkeypatch.setenv("CHROMIUM", value)
     assert script.install() is None
     assert asked(tmp_path) == []
 
 
 def test_without_root_the_error_names_what_to_do(script: ModuleType, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(script.InstallError, match=r"BROWSER=1 needs root.*playwright install chromium"):
+    with pytest.raises(script.InstallError, match=r"CHROMIUM=1 needs root.*playwright install chromium"):
+        script.install()
+
+
+def test_make_test_leaves_the_pages_out_without_root(script: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CHROMIUM", "auto")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert script.install() is None
+
+
+def test_another_value_is_refused(script: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CHROMIUM", "yes")
+    with pytest.raises(script.InstallError, match="CHROMIUM=yes must be 0, 1 or auto"):
         script.install()
 
 
