@@ -28,10 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from telescope.dashboard.app import create_app
-from telescope.record.files import RunFiles
 from telescope.record.recorder import Recorder
 from telescope.record.run_info import begin_run, end_run
-from telescope.record.table_writer import TableWriter
 from telescope.record.tables import TABLES
 
 GROUP = 8
@@ -40,8 +38,8 @@ NUM_METRICS = 120
 """Metrics of a step, as many as a run has."""
 ANSWER_WORDS = 150
 SPANS_PER_SAMPLE = 4
-CHUNK_STEPS = 25
-"""Steps whose rows are written at once."""
+CHUNK_STEPS = 4
+"""Steps whose rows are written at once: with 128 samples, a file of samples (`rollout_block_size`)."""
 SECONDS = 20.0
 """Duration of a step."""
 T0 = 1_800_000_000.0
@@ -123,26 +121,20 @@ def measure(run_dir: Path, num_steps: int, repeats: int) -> list[dict[str, Any]]
 def write_run(run_dir: Path, num_steps: int, num_samples: int) -> None:
     """Writes a finished run of the given shape, with random numbers and texts."""
     config = json.dumps({"values": {"model": "generated", "algorithm": "grpo", "environments": []}, "user_set": []})
+    chosen = random.Random(0)
     with Recorder(run_dir) as recorder:
         info = begin_run(
             recorder, name=run_dir.name, config_hash="generated", config_json=config, first_step=0, num_steps=num_steps
         )
+        for first in range(0, num_steps, CHUNK_STEPS):
+            rows: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
+            for step in range(first, min(first + CHUNK_STEPS, num_steps)):
+                add_step(rows, chosen, step, num_samples)
+            for name, added in rows.items():
+                for row in added:
+                    recorder.write(name, row)
+            recorder.flush()
         end_run(recorder, info, "finished", config_json=config)
-    chosen = random.Random(0)
-    writers = {name: TableWriter(TABLES[name], RunFiles(run_dir).table(name)) for name in TABLES}
-    for first in range(0, num_steps, CHUNK_STEPS):
-        rows: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
-        for step in range(first, min(first + CHUNK_STEPS, num_steps)):
-            add_step(rows, chosen, step, num_samples)
-        for name, added in rows.items():
-            for row in added:
-                row["attempt"] = 1
-            if added:
-                writers[name].append(added)
-                writers[name].compact()
-    for writer in writers.values():
-        writer.finish()
-        writer.sweep(0.0)
 
 
 def add_step(rows: dict[str, list[dict[str, Any]]], chosen: random.Random, step: int, num_samples: int) -> None:

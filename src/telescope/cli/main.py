@@ -23,6 +23,7 @@ from telescope.utils.text import did_you_mean, plain
 # In the order of the help: what a user needs first comes first.
 COMMANDS = (
     *("train", "ui", "eval", "chat", "convert", "verify", "config", "doctor", "tiny_model", "envs", "runs", "query"),
+    "compact",
 )
 OWN_ARGUMENTS = ("train", "eval", "chat", "verify")
 """Commands with a flag for every field of the schema; they parse their own arguments."""

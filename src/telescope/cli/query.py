@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def choose_runs(wanted: list[str], root: Path) -> list[Run]:
-    """Returns the runs that `wanted` names, or all runs in `root`.
+    """Returns the runs that `wanted` names (`query --run`, `compact`), or all runs in `root`.
 
     A name is a folder, a name below `root`, or `latest`. Raises `UserError` for an unknown or ambiguous name.
     """
@@ -69,7 +69,7 @@ def choose_runs(wanted: list[str], root: Path) -> list[Run]:
     runs = find_runs(root)
     if not runs:
         raise UserError(
-            f"No runs in {str(root)!r}. Set --root to the folder of the runs, or --run to the folder of one run."
+            f"No runs in {str(root)!r}. Set --root to the folder of the runs, or name the folder of one run."
         )
     return [_choose(name, runs) for name in dict.fromkeys(wanted)] if wanted else runs
 
@@ -85,9 +85,9 @@ def _choose(name: str, runs: list[Run]) -> Run:
         return matching[0]
     if matching:
         labels = ", ".join(run.label for run in matching)
-        raise UserError(f"--run {name!r}: {len(matching)} runs have that name. Use one of the folders: {labels}.")
+        raise UserError(f"{len(matching)} runs have the name {name!r}. Use one of the folders: {labels}.")
     known = sorted({LATEST} | {run.label for run in runs} | {run.info.name for run in runs if run.info})
-    raise UserError(f"--run {name!r}: there is no such run.{did_you_mean(name, known)} `telescope runs` lists them.")
+    raise UserError(f"There is no run {name!r}.{did_you_mean(name, known)} `telescope runs` lists them.")
 
 
 def print_result(result: Result, form: str, out: TextIO) -> None:

@@ -104,14 +104,10 @@ def _top_p(config: TelescopeConfig, top_p: float) -> str:
     return f"{remark}; the loss does not."
 
 
-EVENT_UPLOADS = "upload of events and samples"
 PARALLELISM = "context parallelism"
 MEGATRON = "the Megatron backend"
 
 FIELD_STATUS: dict[str, str] = {
-    "event_tail_window_seconds": EVENT_UPLOADS,
-    "event_block_duration_seconds": EVENT_UPLOADS,
-    "rollout_block_size": EVENT_UPLOADS,
     "fsdp_context_parallel_size": PARALLELISM,
     **dict.fromkeys((
         "weight_broadcast_free_grad_buffers", "megatron_tensor_parallel_size", "megatron_pipeline_parallel_size",

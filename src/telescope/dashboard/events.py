@@ -14,7 +14,6 @@ from urllib.parse import quote, unquote
 import pydantic_core
 
 from telescope.record.reader import Run
-from telescope.record.segments import snapshot
 from telescope.record.tables import TABLES
 
 LIVE_SECONDS = 1.0
@@ -45,7 +44,7 @@ class TableSizes:
             except OSError:
                 continue
             if self._seen.get(name, (0, 0))[0] != modified:
-                self._seen[name] = (modified, snapshot(folder).end)
+                self._seen[name] = (modified, self._run.num_rows(name))
         return {name: rows for name, (_, rows) in self._seen.items()}
 
 

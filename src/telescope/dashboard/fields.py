@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from telescope.health.rules import WINDOW
 from telescope.record.reader import Run
-from telescope.record.segments import superseded
+from telescope.record.superseded import superseded
 
 CONFIG, LAST, EVAL = "config.", "last.", "eval."
 
@@ -37,9 +37,7 @@ MOST_EXAMPLES = 4
 def values_of(run: Run, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns all fields of a run: settings, means of the last 10 steps, and the newest accuracy of each eval."""
     fields = {CONFIG + name: value for name, value in config.items()}
-    segments = run.segments("steps")
-    end = segments[-1].end if segments else 0
-    steps, _ = run.rows_since("steps", max(0, end - 3 * WINDOW), ["attempt", "step", "metrics"])
+    steps, _ = run.rows_since("steps", max(0, run.num_rows("steps") - 3 * WINDOW), ["attempt", "step", "metrics"])
     if steps.num_rows:
         steps = steps.filter(pc.invert(superseded(steps, run.cutoffs())))
     rows = [dict(row) for row in steps["metrics"].to_pylist()[-WINDOW:] if row]

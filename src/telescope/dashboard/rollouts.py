@@ -207,7 +207,7 @@ def _few_texts(store: RunStore, rows: Sequence[Row]) -> bool:
     steps = [row["step"] for row in rows if row["step"] is not None]
     if not steps or max(steps) - min(steps) <= NEAR_STEPS:
         return True
-    return sum(segment.num_bytes for segment in store.run.segments("samples")) <= SMALL_BYTES
+    return sum(file.num_bytes for file in store.run.table_files("samples")) <= SMALL_BYTES
 
 
 def _beginnings(store: RunStore, members: Sequence[Row]) -> dict[tuple[int, str], Row]:

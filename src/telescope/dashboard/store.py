@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import duckdb
@@ -19,9 +20,9 @@ import pyarrow as pa
 
 from telescope.dashboard.steps import StepColumns, StepMetrics
 from telescope.errors import UserError
-from telescope.record.query import file_pattern, sql_text
-from telescope.record.reader import READ_ATTEMPTS, Run, is_readable
-from telescope.record.segments import superseded_sql
+from telescope.record.query import all_rows, exclude_damaged, sql_text
+from telescope.record.reader import READ_ATTEMPTS, Run
+from telescope.record.superseded import superseded_sql
 from telescope.record.tables import TABLES
 
 LONG_COLUMNS = {
@@ -199,7 +200,7 @@ class RunStore:
 
     def _read(self, name: str) -> None:
         cursor = self._cursors.get(name)
-        if cursor and self._end(name) < cursor:
+        if cursor and self.run.num_rows(name) < cursor:
             self._database.execute(f"DROP TABLE {name}")
             self._searches.clear()
             del self._cursors[name]
@@ -218,10 +219,6 @@ class RunStore:
             self._database.unregister("fresh")
         self._cursors[name] = end
 
-    def _end(self, name: str) -> int:
-        segments = self.run.segments(name)
-        return segments[-1].end if segments else 0
-
     def _cutoffs(self) -> dict[int, int]:
         state = (self._cursors["attempts"], self._cursors["steps"])
         if self._known_cutoffs is None or self._known_cutoffs[0] != state:
@@ -229,28 +226,22 @@ class RunStore:
         return self._known_cutoffs[1]
 
     def _scan(self, text: str, cursor: int) -> pa.Table:
-        """Reads the segments from row `cursor` on, for samples that contain `text`."""
+        """Reads the files from row `cursor` on, for samples that contain `text`."""
         pattern = sql_text("%" + text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%")
         columns = ("prompt_text", "completion_text")
         matches = " OR ".join(f"{column} ILIKE {pattern} ESCAPE '\\'" for column in columns)
         return self._files("samples", "attempt, sample_id", matches, cursor)
 
     def _files(self, name: str, columns: str, where: str, cursor: int = 0) -> pa.Table:
-        """Returns rows of a table from its files, superseded ones too. Starts again when a file was merged away."""
+        """Returns rows of a table from its files, superseded ones too. Starts again when a file was compacted."""
         for attempt in range(READ_ATTEMPTS):
-            paths = [segment.path for segment in self.run.segments(name) if segment.end > cursor]
-            if not paths:
-                schema = TABLES[name].schema
-                return schema.empty_table() if columns == "*" else schema.empty_table().select(["attempt", "sample_id"])
-            files = ", ".join(sql_text(file_pattern(path)) for path in paths)
-            source = f"read_parquet([{files}], union_by_name = true)"
+            files: list[tuple[Run, Path]] = []
             try:
                 with duckdb.connect(":memory:") as connection:
-                    return connection.sql(f"SELECT {columns} FROM {source} WHERE {where}").to_arrow_table()
+                    source = all_rows(connection, self.run, name, 0, files, cursor)
+                    return connection.sql(f"SELECT {columns} FROM ({source}) WHERE {where}").to_arrow_table()
             except duckdb.Error:
-                damaged = [path for path in paths if not is_readable(path)]
-                for path in damaged:
-                    self.run.exclude(path)
-                if attempt == READ_ATTEMPTS - 1 or not (damaged or not all(path.exists() for path in paths)):
+                damaged = exclude_damaged(files)
+                if attempt == READ_ATTEMPTS - 1 or not (damaged or not all(path.exists() for _, path in files)):
                     raise
         raise AssertionError("the last attempt returns or raises")

@@ -25,7 +25,7 @@ from telescope.record.alerts import Alerts
 from telescope.record.files import RunFiles, replace_file, replace_json
 from telescope.record.log_files import LogFiles
 from telescope.record.logging import setup_logging
-from telescope.record.recorder import Recorder
+from telescope.record.recorder import FileSizes, Recorder
 from telescope.record.run_info import RunInfo, attempt_row, begin_run, end_run, next_attempt, write_run_json
 from telescope.trackers.sink import TrackerSink
 
@@ -80,7 +80,14 @@ class RunDirectory:
         """
         config = self._config
         self.recorder = Recorder(
-            self.path, attempt=next_attempt(self.path), flush_seconds=config.metrics_logger_interval_seconds
+            self.path,
+            attempt=next_attempt(self.path),
+            flush_seconds=config.metrics_logger_interval_seconds,
+            sizes=FileSizes(
+                tail_seconds=config.event_tail_window_seconds,
+                block_seconds=config.event_block_duration_seconds,
+                block_rollouts=config.rollout_block_size,
+            ),
         )
         self.alerts = Alerts(self.recorder, config.alert_command, config.wandb_run_name)
         with ExitStack() as stack:

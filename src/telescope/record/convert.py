@@ -34,6 +34,8 @@ def rows_to_table(table: Table, rows: Sequence[Mapping[str, Any]]) -> tuple[pa.T
 
 def conform(data: pa.Table, schema: pa.Schema) -> pa.Table:
     """Returns `data` with exactly the columns of `schema`. Missing ones are null."""
+    if data.schema.equals(schema):
+        return data
     columns = [
         data.column(field.name).cast(field.type)
         if field.name in data.column_names

@@ -55,7 +55,7 @@ class RunFiles:
         self.wandb = root / "wandb"
         """Folder of W&B's files."""
         self.tables = root / "tables"
-        """One folder of segments per table."""
+        """One folder per table, see `table_files`."""
         self.in_flight = self.tables / "in_flight.json"
         """The samples that are being generated now."""
         self.now = self.tables / "now.json"
@@ -64,7 +64,7 @@ class RunFiles:
         """Lock file of the process that writes the tables."""
 
     def table(self, name: str) -> Path:
-        """The folder of a table's segments."""
+        """The folder of a table's files."""
         return self.tables / name
 
     def log(self, component: str) -> Path:

@@ -3,11 +3,11 @@
 Each table is a view with the rows of all runs and a column `run`.
 
 Owns the views, the check that a statement only reads, and errors that suggest the right name. Does not own files
-(`reader`, `segments`) or printing (`cli.query`).
+(`reader`, `table_files`) or printing (`cli.query`).
 
 Invariants: nothing is written, attached or downloaded, and no file is read except the tables of the runs. A view has
-each row once and hides superseded steps, like `reader.Run.table`. A query starts again when a live run merges its files
-away, and when files are damaged; damaged files are left out and counted by `reader.Run.num_unreadable`.
+each row once and hides superseded steps, like `reader.Run.table`. A query starts again when files were compacted
+meanwhile, and when files are damaged; damaged files are left out and counted by `reader.Run.num_unreadable`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from telescope.errors import UserError
 from telescope.record.reader import READ_ATTEMPTS, Run, is_readable
-from telescope.record.segments import superseded_sql
+from telescope.record.superseded import superseded_sql
 from telescope.record.tables import IN_FLIGHT, SAMPLES, TABLES, type_name
 from telescope.utils.text import did_you_mean, plain
 
@@ -100,9 +100,9 @@ class Database:
                 self._create_views(connection, _mentioned(sql), files)
                 return _fetch(connection, sql)
             except duckdb.Error as error:
-                # A file that was merged away meanwhile is no error: its rows are in another file now.
+                # A file that was compacted meanwhile is no error: its rows are in another file now.
                 replaced = isinstance(error, duckdb.IOException) and not all(path.exists() for _, path in files)
-                again = replaced or (not isinstance(error, _ABOUT_THE_QUERY) and _exclude_damaged(files))
+                again = replaced or (not isinstance(error, _ABOUT_THE_QUERY) and exclude_damaged(files))
                 if attempt == READ_ATTEMPTS - 1 or not again:
                     raise
         raise AssertionError("the last attempt returns or raises")
@@ -111,18 +111,13 @@ class Database:
         self, connection: duckdb.DuckDBPyConnection, names: Sequence[str], files: list[tuple[Run, Path]]
     ) -> None:
         """Creates the views `names`, and adds the files that they read to `files`."""
-        # Tables behind the views are in their own schema, where SHOW TABLES does not list them.
-        connection.execute("CREATE SCHEMA IF NOT EXISTS loaded")
         for name in names:
             selects = [f"SELECT '' AS run, * FROM ({_empty(name)})"]
             for place, run in enumerate(self._runs):
                 if name in TABLES and not TABLES[name].latest_wins:
-                    part = _visible_rows(run, name, files)
+                    part = _visible_rows(connection, run, name, place, files)
                 else:
-                    part = f"FROM loaded.{name}_{place}"
-                    connection.register("copied", _small_table(run, name))
-                    connection.execute(f"CREATE OR REPLACE TABLE loaded.{name}_{place} AS FROM copied")
-                    connection.unregister("copied")
+                    part = load(connection, f"{name}_{place}", _small_table(run, name))
                 selects.append(f"SELECT {sql_text(run.label)} AS run, * FROM ({part})")
             connection.execute(f"CREATE OR REPLACE VIEW {name} AS " + " UNION ALL BY NAME ".join(selects))
 
@@ -138,7 +133,7 @@ def _fetch(connection: duckdb.DuckDBPyConnection, sql: str) -> Result:
     return Result(columns, relation.fetchall())
 
 
-def _exclude_damaged(files: Sequence[tuple[Run, Path]]) -> bool:
+def exclude_damaged(files: Sequence[tuple[Run, Path]]) -> bool:
     """Reads every file and excludes unreadable ones from its run. Returns whether there were any."""
     damaged = [(run, path) for run, path in files if not is_readable(path)]
     for run, path in damaged:
@@ -151,29 +146,58 @@ def file_pattern(path: Path) -> str:
     return _GLOB.sub(r"[\g<0>]", str(path))
 
 
-def _visible_rows(run: Run, name: str, files: list[tuple[Run, Path]]) -> str:
+def _visible_rows(
+    connection: duckdb.DuckDBPyConnection, run: Run, name: str, place: int, files: list[tuple[Run, Path]]
+) -> str:
     """Returns a query for the rows of a run's table, without superseded ones."""
-    rows = _all_rows(run, name, files)
+    rows = all_rows(connection, run, name, place, files)
     superseded = superseded_sql(run.cutoffs())
     if TABLES[name].by_step:
         return f"SELECT * FROM ({rows}) WHERE NOT {superseded}"
     if TABLES[name].of_sample and superseded != "false":
-        hidden = f"SELECT attempt, sample_id FROM ({_all_rows(run, 'samples', files)}) WHERE {superseded}"
+        samples = all_rows(connection, run, "samples", place, files)
+        hidden = f"SELECT attempt, sample_id FROM ({samples}) WHERE {superseded}"
         return f"SELECT * FROM ({rows}) ANTI JOIN ({hidden}) USING (attempt, sample_id)"
     return rows
 
 
-def _all_rows(run: Run, name: str, files: list[tuple[Run, Path]]) -> str:
-    paths = [segment.path for segment in run.segments(name)]
+def all_rows(
+    connection: duckdb.DuckDBPyConnection,
+    run: Run,
+    name: str,
+    place: int,
+    files: list[tuple[Run, Path]],
+    cursor: int = 0,
+) -> str:
+    """Returns a query for all rows of a table in the files from row `cursor` on, and loads the newest rows.
+
+    Adds the other files that it reads to `files`. `place` tells runs of one connection apart.
+    """
+    found = run.table_files(name, cursor)
+    tails = [file.rows for file in found if file.rows is not None]
+    paths = [file.path for file in found if file.rows is None]
     files += [(run, path) for path in paths]
-    if not paths:
-        return _empty(name)
-    listed = ", ".join(sql_text(file_pattern(path)) for path in paths)
-    return f"({_empty(name)}) UNION ALL BY NAME FROM read_parquet([{listed}], union_by_name = true)"
+    parts = [f"({_empty(name)})"]
+    if paths:
+        listed = ", ".join(sql_text(file_pattern(path)) for path in paths)
+        parts.append(f"FROM read_parquet([{listed}], union_by_name = true)")
+    if tails:
+        parts.append(load(connection, f"{name}_{place}", pa.concat_tables(tails, promote_options="default")))
+    return " UNION ALL BY NAME ".join(parts)
+
+
+def load(connection: duckdb.DuckDBPyConnection, name: str, data: pa.Table) -> str:
+    """Copies a table into a database. Returns a query for its rows."""
+    # In a schema of their own, where SHOW TABLES does not list them.
+    connection.execute("CREATE SCHEMA IF NOT EXISTS loaded")
+    connection.register("copied", data)
+    connection.execute(f"CREATE OR REPLACE TABLE loaded.{name} AS FROM copied")
+    connection.unregister("copied")
+    return f"FROM loaded.{name}"
 
 
 def _empty(name: str) -> str:
-    """Returns a query for no rows with the current columns. Older segments may lack some."""
+    """Returns a query for no rows with the current columns. Older files may lack some."""
     columns = TABLES.get(name, SAMPLES).columns
     typed = ", ".join(f'NULL::{type_name(column.type)} AS "{column.name}"' for column in columns)
     return f"SELECT {typed} LIMIT 0"

@@ -3,8 +3,8 @@
 Owns the view of one run's tables and the list of runs in a folder. Does not write, lock or keep files open, so a reader
 never affects a run. SQL over several runs is in `query`.
 
-Invariants: a read shows a prefix of what was written, each row once, also while the run writes and merges. A later read
-shows the same prefix or a longer one. Steps that a later attempt superseded are hidden by default.
+Invariants: a read shows a prefix of what was written, each row once, also while the run writes. A later read shows the
+same prefix or a longer one. Steps that a later attempt superseded are hidden by default.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from telescope.errors import UserError
 from telescope.record.convert import conform, rows_to_table
 from telescope.record.files import RunFiles, read_json
 from telescope.record.run_info import RunInfo, read_heartbeat, read_run_json, status_now
-from telescope.record.segments import SEGMENT_NAME, Segment, cutoffs, snapshot, superseded
+from telescope.record.superseded import cutoffs, superseded
+from telescope.record.table_files import AFTER_ALL_ROWS, BLOCK_NAME, TableFile, list_files
 from telescope.record.tables import SAMPLES, TABLES, Table
 from telescope.utils.text import single_line
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 READ_ATTEMPTS = 10
-"""How often a read starts again because a listed file was replaced before it was opened."""
+"""How often a read starts again because a listed file is damaged, or was compacted before it was opened."""
 
 SEARCH_DEPTH = 3
 """Folder levels below a root that are searched for runs."""
@@ -129,8 +130,8 @@ class Run:
     def rows_since(self, name: str, cursor: int, columns: Sequence[str] | None = None) -> tuple[pa.Table, int]:
         """Returns the rows of a table from row `cursor` on, and the next cursor.
 
-        Includes superseded rows. Start with 0. Segments before the cursor are not opened, so the cost depends only on
-        new rows.
+        Includes superseded rows. Start with 0. Files before the cursor are not opened, so the cost depends only on new
+        rows.
         """
         definition = _definition(name)
         return self._read(name, cursor, list(columns) if columns is not None else list(definition.column_names))
@@ -165,7 +166,7 @@ class Run:
         return sorted(self.table("attempts", all_attempts=True).to_pylist(), key=lambda row: row["attempt"] or 0)
 
     def cutoffs(self) -> dict[int, int]:
-        """Returns the first superseded step per attempt, see `segments`."""
+        """Returns the first superseded step per attempt, see `superseded`."""
         first_steps = {row["attempt"]: row["first_step"] for row in self.attempts() if row["attempt"] is not None}
         if len(first_steps) < 2:
             return {}
@@ -220,35 +221,44 @@ class Run:
             return {}
         return value if isinstance(value, dict) else {}
 
-    def segments(self, name: str) -> list[Segment]:
-        """Returns the current files of a table, in order. Warns of lost and damaged ones and leaves them out."""
-        selection = snapshot(self.files.table(name))
-        for first, end in selection.gaps:
+    def table_files(self, name: str, cursor: int = 0) -> list[TableFile]:
+        """Returns the files with the rows of a table from `cursor` on, in order, each row once.
+
+        Warns of lost and damaged ones and leaves them out.
+        """
+        listing = list_files(self.files.table(name), cursor)
+        for first, end in listing.gaps:
             self._warn_once(
                 self.files.table(name) / str(first), f"rows {first} to {end} of table {name} are missing from disk"
             )
-        return [segment for segment in selection.segments if self._ends_like_parquet(segment)]
+        for path in listing.damaged:
+            self.exclude(path)
+        return [file for file in listing.files if file.rows is not None or self._ends_like_parquet(file.path)]
+
+    def num_rows(self, name: str) -> int:
+        """Returns the number of rows of a table, superseded and lost ones included."""
+        return list_files(self.files.table(name), AFTER_ALL_ROWS).end
 
     def _read(self, name: str, cursor: int, columns: list[str]) -> tuple[pa.Table, int]:
         schema = pa.schema([field for field in _definition(name).schema if field.name in columns])
         for attempt in range(READ_ATTEMPTS):
             pieces = [schema.empty_table()]
-            segments = [segment for segment in self.segments(name) if segment.end > cursor]
+            files = self.table_files(name, cursor)
             try:
-                for segment in segments:
+                for file in files:
                     try:
-                        pieces.append(_read_segment(segment, cursor, schema))
+                        pieces.append(_read_file(file, cursor, schema))
                     except _DAMAGE as error:
                         if not _is_damage(error):
                             raise
-                        self.exclude(segment.path)
+                        self.exclude(file.path)
             except FileNotFoundError:
-                # Merged and removed since the listing; its rows are in another file now.
+                # Compacted since the listing; its rows are in another file now.
                 if attempt == READ_ATTEMPTS - 1:
                     raise
                 continue
             break
-        return pa.concat_tables(pieces), max([cursor, *(segment.end for segment in segments)])
+        return pa.concat_tables(pieces), max([cursor, *(file.end for file in files)])
 
     def _without_superseded_samples(self, rows: pa.Table) -> pa.Table:
         samples, _ = self._read("samples", 0, ["attempt", "sample_id", "step"])
@@ -261,27 +271,28 @@ class Run:
         return len(self._unreadable)
 
     def exclude(self, path: Path) -> None:
-        """Excludes a damaged segment from reads and warns of it."""
-        match = SEGMENT_NAME.match(path.name)
+        """Excludes a damaged file from reads and warns of it."""
+        match = BLOCK_NAME.match(path.name)
         rows = f"rows {int(match[1])} to {int(match[2])}" if match else "the rows"
         self._warn_once(path, f"{path} is damaged: {rows} of its table are lost")
 
-    def _ends_like_parquet(self, segment: Segment) -> bool:
+    def _ends_like_parquet(self, path: Path) -> bool:
         """Returns whether a file ends like a Parquet file. A power failure can truncate it."""
-        if segment.path in self._unreadable:
+        if path in self._unreadable:
             return False
-        if segment.path in self._readable:
+        if path in self._readable:
             return True
         try:
-            with segment.path.open("rb") as file:
-                file.seek(max(0, segment.num_bytes - len(_PARQUET_MAGIC)))
+            with path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - len(_PARQUET_MAGIC)))
                 complete = file.read() == _PARQUET_MAGIC
         except FileNotFoundError:
-            return True  # Replaced since the listing; opening it leads to a new listing.
+            return True  # Compacted since the listing; opening it leads to a new listing.
         if complete:
-            self._readable.add(segment.path)
+            self._readable.add(path)
         else:
-            self.exclude(segment.path)
+            self.exclude(path)
         return complete
 
     def _warn_once(self, what: Path, message: str) -> None:
@@ -345,15 +356,18 @@ def _definition(name: str) -> Table:
         raise UserError(f"There is no table {name!r}. The tables are {', '.join(sorted(TABLES))}.") from None
 
 
-def _read_segment(segment: Segment, cursor: int, schema: pa.Schema) -> pa.Table:
-    with pq.ParquetFile(segment.path) as file:
-        present = [name for name in schema.names if name in file.schema_arrow.names]
-        data = file.read(columns=present) if present else pa.table({"rows": pa.nulls(segment.num_rows)})
-    return conform(data, schema).slice(max(0, cursor - segment.first))
+def _read_file(file: TableFile, cursor: int, schema: pa.Schema) -> pa.Table:
+    if file.rows is not None:
+        data = file.rows
+    else:
+        with pq.ParquetFile(file.path) as block:
+            present = [name for name in schema.names if name in block.schema_arrow.names]
+            data = block.read(columns=present) if present else pa.table({"rows": pa.nulls(file.end - file.first)})
+    return conform(data, schema).slice(max(0, cursor - file.first))
 
 
 def is_readable(path: Path) -> bool:
-    """Returns whether all of a segment can be read. True for a removed one."""
+    """Returns whether all of a block can be read. True for a removed one."""
     try:
         with pq.ParquetFile(path) as file:
             file.read()

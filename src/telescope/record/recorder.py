@@ -1,10 +1,10 @@
 """The writer of a run's record, in its own thread.
 
-    any thread --write--> PendingRows --every flush_seconds--> segments   (one thread, the only writer of the tables)
+    any thread --write--> PendingRows --every flush_seconds--> files of tables   (one thread, their only writer)
                           (bounded)                            in_flight.json, heartbeat.json
 
-Owns the thread, the pending rows, and the behavior when the disk fails. Does not own the format of the files
-(`segments`, `table_writer`) or the meaning of rows (`tables`).
+Owns the thread, the pending rows, when files end, and the behavior when the disk fails. Does not own the format of the
+files (`table_files`, `table_writer`) or the meaning of rows (`tables`).
 
 Invariants:
 - `write` neither blocks nor fails because of the disk: a run never waits for its record.
@@ -35,18 +35,39 @@ from telescope.record.tables import COLUMN_NAMES, TABLES, Keep
 
 logger = logging.getLogger(__name__)
 
-GRACE_SECONDS = 30.0
-"""How long a replaced segment stays, so that a query from before the merge can finish."""
-
-CLOSING_GRACE_SECONDS = 0.5
-"""The same at the end of a run. Longer than a reader's listing (`segments.LISTING_SECONDS`)."""
-
 CHUNK_ROWS = 8_192
-CHUNK_BYTES = 32 * 2**20
-"""Largest segment of one flush. Bounds the memory of a conversion and the work of a retry."""
+CHUNK_BYTES = 16 * 2**20
+"""Most rows that are converted at once. Bounds the memory of a conversion and the work of a retry."""
+
+BLOCK_BYTES = 32 * 2**20
+"""Rows without compression that become a block at any time. Bounds the memory of writing one, and of reading tails."""
+
+MAX_TAILS = 64
+"""Tails that become a block at any time."""
+
+MAX_ROLLOUT_BLOCKS = 64
+"""A block of rollouts has this share of them at least, so that a long run has few files."""
+
+CLOSING_SECONDS = 1.0
+"""Time that `close` leaves for releasing the directory."""
+
+ROLLOUT_TABLES = frozenset(("groups", "samples", "eval_samples", "turns", "tool_calls", "info", "tokens"))
+"""Tables whose blocks end with the number of samples. Those of other tables end with time."""
 
 MAX_RETRY_SECONDS = 30.0
 """Longest time between two tries while the disk fails. The first is one flush interval."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileSizes:
+    """When the files of tables end, see `docs/record.md`."""
+
+    tail_seconds: float = 60.0
+    """`event_tail_window_seconds`."""
+    block_seconds: float = 1800.0
+    """`event_block_duration_seconds`."""
+    block_rollouts: int = 500
+    """`rollout_block_size`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +94,14 @@ class Recorder:
         *,
         attempt: int = 1,
         flush_seconds: float = 2.0,
+        sizes: FileSizes | None = None,
         max_pending_rows: int = 50_000,
         max_pending_bytes: int = 256 * 2**20,
-        grace_seconds: float = GRACE_SECONDS,
     ) -> None:
         self.files = RunFiles(run_dir)
         self.attempt = attempt
         self._flush_seconds = flush_seconds
-        self._grace_seconds = grace_seconds
+        self.sizes = sizes or FileSizes()
         self._pending = PendingRows(max_pending_rows, max_pending_bytes)
         self._wake_rows = max(1, max_pending_rows // 4)
         self._wake_bytes = max(1, max_pending_bytes // 4)
@@ -173,7 +194,7 @@ class Recorder:
             )
 
     def close(self, timeout: float = 30.0) -> bool:
-        """Writes pending rows, merges small files, and ends the thread. Returns whether every row is on disk.
+        """Writes pending rows, turns tails into blocks, and ends the thread. Returns whether every row is on disk.
 
         Waits at most `timeout` seconds; after that, a hanging disk blocks only the daemon thread. May be called again.
         """
@@ -211,7 +232,7 @@ class Recorder:
                 return
 
     def _cycle(self, cut: dict[str, int]) -> bool:
-        """Flushes the rows before `cut` and merges some files. Returns False if the disk failed; the rows then wait."""
+        """Flushes the rows before `cut` and ends files. Returns False if the disk failed; the rows then wait."""
         try:
             self._writer_lock.acquire()
             self._write_heartbeat()
@@ -223,7 +244,7 @@ class Recorder:
             self._note_failure(error)
             return False
         self._note_success()
-        self._merge()
+        self._end_files()
         return True
 
     def _flush_table(self, name: str, cut: int) -> None:
@@ -245,18 +266,32 @@ class Recorder:
             with self._lock:
                 self._pending.written(name, rows)
 
-    def _merge(self) -> None:
-        """Does at most one merge per table, to keep flushes on time."""
+    def _end_files(self) -> None:
+        """Ends tails and writes blocks that are due."""
+        samples = self._writers.get("samples")
+        least = max(self.sizes.block_rollouts, samples.num_rows // MAX_ROLLOUT_BLOCKS) if samples else 0
+        enough_rollouts = samples is not None and samples.num_tail_rows >= least
         for name, writer in self._writers.items():
             try:
-                writer.compact()
-                writer.sweep(self._grace_seconds)
+                if self._is_block_due(name, writer, enough_rollouts):
+                    writer.close_block()
+                else:
+                    writer.end_tail(self.sizes.tail_seconds)
             except OSError as error:
-                # For example too little space. The rows are on disk already; the merge is tried again.
-                self._log_once(f"merge {name}", "record: small files of table %s are not merged: %s", name, error)
+                # For example too little space. The rows are on disk already; this is tried again.
+                self._log_once(f"block {name}", "record: a file of table %s cannot be ended: %s", name, error)
+
+    def _is_block_due(self, name: str, writer: TableWriter, enough_rollouts: bool) -> bool:
+        if not writer.num_tails:
+            return False
+        if writer.num_tail_bytes >= BLOCK_BYTES or writer.num_tails >= MAX_TAILS:
+            return True
+        if name in ROLLOUT_TABLES:
+            return enough_rollouts
+        return time.monotonic() - writer.tails_began >= self.sizes.block_seconds
 
     def _finish(self, cut: dict[str, int]) -> None:
-        """Does the last writes. Retries while time is left, then merges and cleans up."""
+        """Does the last writes. Retries while time is left, then turns tails into blocks."""
         # A removed directory is not worth pending for.
         while (
             self._error is not None
@@ -274,7 +309,7 @@ class Recorder:
             )
             self._overwrite_run_json()
         else:
-            self._final_merge()
+            self._close_blocks()
         self._report_drops()
         self._writer_lock.release()
 
@@ -288,20 +323,17 @@ class Recorder:
         except OSError as error:
             logger.error("The end of the run cannot be written to %s: %s", self.files.run_json, error)
 
-    def _final_merge(self) -> None:
+    def _close_blocks(self) -> None:
         try:
             self.files.in_flight.unlink(missing_ok=True)
             self.files.now.unlink(missing_ok=True)
             for name in TABLES:
-                if time.monotonic() > self._closing_deadline - 2 * CLOSING_GRACE_SECONDS:
+                if time.monotonic() > self._closing_deadline - CLOSING_SECONDS:
                     return
                 if self.files.table(name).is_dir():
-                    self._writer(name).finish()
-            time.sleep(min(CLOSING_GRACE_SECONDS, self._grace_seconds))
-            for writer in self._writers.values():
-                writer.sweep(0.0)
+                    self._writer(name).close_block()
         except OSError as error:
-            logger.warning("record: the small files of %s are not merged: %s", self.files.run_dir, error)
+            logger.warning("record: the tails of %s remain: %s", self.files.run_dir, error)
 
     def _writer(self, name: str) -> TableWriter:
         if name not in self._writers:

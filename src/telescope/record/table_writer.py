@@ -1,11 +1,11 @@
-"""The folder of one table: appends segments, merges them, and removes replaced ones.
+"""The folder of one table: appends rows to its tail, and turns tails into blocks.
 
-Owns the files of one table. Synchronous and single-threaded; called by the recorder's thread. Does not buffer or retry:
-`OSError` is raised to the caller and leaves the folder unchanged.
+Owns the files of one table (`table_files` describes them). Synchronous and single-threaded; called by the recorder's
+thread. Does not buffer or retry: `OSError` is raised to the caller, and the rows are not in the table.
 
-Invariants: a segment appears complete, by a rename. A merge is on disk (fsync of file and folder) before its inputs are
-removed, at least `grace_seconds` later, so that a reader's listing never misses rows. A row is rewritten once per
-level, and never after its file is sealed.
+Invariants: a row is written twice, into a tail without compression and into a block with it. A new file appears
+complete, by a rename. A block is on disk (fsync of file and folder) before its tails are removed; a tail is on disk
+before the next one begins. The folder's modification time changes with every append.
 """
 
 from __future__ import annotations
@@ -13,37 +13,32 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from telescope.record.convert import conform, rows_to_table
-from telescope.record.files import TEMPORARY_PREFIX, temporary_name
+from telescope.record.files import TEMPORARY_PREFIX, replace_file, temporary_name
 from telescope.record.pending import Row
-from telescope.record.segments import (
-    SEALED_BYTES,
-    Segment,
-    covered,
-    final_merges,
-    list_segments,
-    next_merge,
-    segment_name,
-    select,
-)
+from telescope.record.table_files import TableFile, block_name, list_files, list_tails, tail_name
 from telescope.record.tables import Table
 
 logger = logging.getLogger(__name__)
 
-MERGE_BUFFER_ROWS = 16_384
-MERGE_BUFFER_BYTES = 16 * 2**20
-"""Approximate memory of a merge, and size of a row group of its result."""
+TAIL_BYTES = 8 * 2**20
+"""Largest tail, up to one flush more. A reader that follows a run reads the newest tail at every look."""
+
+ROW_GROUP_ROWS = 16_384
+ROW_GROUP_BYTES = 16 * 2**20
+"""Approximate memory of writing a block, and size of its row groups."""
 
 _CATEGORIES = frozenset(
     (
-        *("environment", "status", "reason", "stop_reason", "eval_name", "eval_id", "failure_kind"),
-        *("name", "component", "level", "place", "role"),
+        *("environment", "status", "reason", "stop_reason", "eval_name", "eval_id", "failure_kind", "metric"),
+        *("name", "component", "level", "place", "role", "source", "kind", "node"),
     )
 )
 """Columns with few distinct values, which a dictionary makes small."""
@@ -52,100 +47,86 @@ _FILTERED = frozenset(("attempt", "step", "status", "time", "start", "group_id",
 """Columns that queries filter by: statistics let a reader skip row groups. Others would only enlarge small files."""
 
 
-class UnreadableSegmentError(Exception):
-    """A segment is not a valid Parquet file, for example after a power failure."""
-
-    def __init__(self, segment: Segment, cause: Exception) -> None:
-        super().__init__(f"{segment.path}: {cause}")
-        self.segment = segment
-
-
 class TableWriter:
-    """Writer of one table. Removes the unfinished files of earlier writers. Raises `OSError`."""
+    """Writer of one table. Takes over the files of earlier writers. Raises `OSError`."""
 
     def __init__(self, table: Table, directory: Path) -> None:
         self._table = table
         self._directory = directory
         self._reported: set[str] = set()
-        self._unreadable: set[Path] = set()
+        self._tail: Path | None = None
+        self._tail_bytes = 0
+        self._tail_began = 0.0
         directory.mkdir(parents=True, exist_ok=True)
         for path in directory.glob(f"{TEMPORARY_PREFIX}*"):
             path.unlink(missing_ok=True)
-        found = list_segments(directory)
-        self._segments = list(select(found).segments)
-        self._replaced = [(time.monotonic(), segment.path) for segment in covered(found)]
-        self._next_row = max((segment.end for segment in found), default=0)
+        tails, listing = list_tails(directory), list_files(directory)
+        self.num_rows = max([listing.end, *(first + 1 for first, path in tails if path in listing.damaged)])
+        """Rows of the table."""
+        self._num_rows_in_blocks = min([self.num_rows, *(first for first, _ in tails)])
+        self.num_tails, self.num_tail_bytes, self.tails_began = 0, 0, 0.0
+        """Tails and their bytes, and when the first of them began (`time.monotonic()`)."""
+        if tails:
+            self.close_block()
+
+    @property
+    def num_tail_rows(self) -> int:
+        """Rows that are in no block."""
+        return self.num_rows - self._num_rows_in_blocks
 
     def append(self, rows: Sequence[Row]) -> int:
-        """Writes `rows` as one new segment. Returns its bytes."""
+        """Appends `rows` to the tail. Returns the bytes written."""
         data, problems = rows_to_table(self._table, rows)
         for column, problem in problems.items():
             self._report_once(column, f"has values that do not fit and are recorded as null, the first: {problem}")
-        first, end = self._next_row, self._next_row + data.num_rows
-        path = self._directory / segment_name(first, end, 0)
-        temporary = temporary_name(path)
-        try:
-            # A small segment is merged soon and compressed then. A sealed one is never merged, so it is compressed now.
-            compression = "none" if data.nbytes < SEALED_BYTES else "zstd"
-            with _open_parquet(temporary, data.schema, compression=compression) as file:
-                file.write_table(data)
-            os.rename(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        num_bytes = path.stat().st_size
-        self._segments.append(Segment(path, first, end, 0, num_bytes))
-        self._next_row = end
+        content = b"".join(batch.serialize() for batch in data.to_batches())
+        if self._tail is not None:
+            self._extend(self._tail, content)
+        else:
+            content = data.schema.serialize().to_pybytes() + content
+            self._begin(self._directory / tail_name(self.num_rows), content)
+        self._tail_bytes += len(content)
+        self.num_tail_bytes += len(content)
+        self.num_rows += data.num_rows
+        return len(content)
+
+    def end_tail(self, seconds: float) -> None:
+        """Ends the tail if it is large or began `seconds` ago. The next rows begin another one."""
+        tail = self._tail
+        if tail is not None and (self._tail_bytes >= TAIL_BYTES or time.monotonic() - self._tail_began >= seconds):
+            sync(tail)
+            self._tail = None
+
+    def close_block(self) -> int:
+        """Turns the tails into a block. Returns its bytes."""
+        listing = list_files(self._directory, self._num_rows_in_blocks)
+        tails = [
+            replace(file, end=min(file.end, self.num_rows), rows=file.rows.slice(0, self.num_rows - file.first))
+            for file in listing.files
+            if file.rows is not None
+        ]
+        self._tail = None  # also after a failure: a block has whole tails
+        num_bytes = sum(write_block(self._table, self._directory, run) for run in neighbors(tails))
+        for first, path in list_tails(self._directory):
+            if first >= self._num_rows_in_blocks and path not in listing.damaged:
+                path.unlink(missing_ok=True)
+        self.num_tails, self.num_tail_bytes, self._num_rows_in_blocks = 0, 0, self.num_rows
         return num_bytes
 
-    def compact(self) -> int:
-        """Does one merge if one is due. Returns the bytes written."""
-        due = next_merge(self._mergeable())
-        return self._merge(due, due[0].level + 1) if due else 0
+    def _begin(self, tail: Path, content: bytes) -> None:
+        replace_file(tail, content)
+        self._tail, self._tail_bytes, self._tail_began = tail, 0, time.monotonic()
+        self.tails_began = self.tails_began if self.num_tails else self._tail_began
+        self.num_tails += 1
 
-    def finish(self) -> int:
-        """Merges the remaining small segments. Returns the bytes written."""
-        return sum(self._merge(run, max(each.level for each in run)) for run in final_merges(self._mergeable()))
-
-    def sweep(self, grace_seconds: float) -> int:
-        """Removes files that were replaced at least `grace_seconds` ago. Returns how many remain."""
-        now = time.monotonic()
-        while self._replaced and now - self._replaced[0][0] >= grace_seconds:
-            self._replaced[0][1].unlink(missing_ok=True)
-            self._replaced.pop(0)
-        return len(self._replaced)
-
-    def _mergeable(self) -> list[Segment]:
-        return [segment for segment in self._segments if segment.path not in self._unreadable]
-
-    def _merge(self, inputs: Sequence[Segment], level: int) -> int:
-        """Replaces neighbors with one segment of `level`. Returns its bytes, 0 if an input is unreadable."""
-        first, end = inputs[0].first, inputs[-1].end
-        path = self._directory / segment_name(first, end, level)
-        temporary = temporary_name(path)
+    def _extend(self, tail: Path, content: bytes) -> None:
         try:
-            with _open_parquet(temporary, _common_schema(self._table, inputs)) as file:
-                for data in _in_pieces(inputs, file.schema):
-                    file.write_table(data)
-            _sync(temporary)
-            os.rename(temporary, path)
-            _sync(self._directory)
-        except UnreadableSegmentError as error:
-            temporary.unlink(missing_ok=True)
-            self._unreadable.add(error.segment.path)
-            self._report_once(error.segment.path.name, f"cannot be read and is not merged: {error}")
-            return 0
+            write_at(tail, self._tail_bytes, content)
+            os.utime(self._directory)  # which otherwise changes only with the names in it
         except BaseException:
-            temporary.unlink(missing_ok=True)
+            # The rows are appended again, to another tail, and hide what this one has of them.
+            self._tail = None
             raise
-        num_bytes = path.stat().st_size
-        now = time.monotonic()
-        gone = {segment.path for segment in inputs}
-        place = self._segments.index(inputs[0])
-        self._segments = [segment for segment in self._segments if segment.path not in gone]
-        self._segments.insert(place, Segment(path, first, end, level, num_bytes))
-        self._replaced += [(now, segment.path) for segment in inputs]
-        return num_bytes
 
     def _report_once(self, what: str, message: str) -> None:
         if what not in self._reported:
@@ -153,63 +134,89 @@ class TableWriter:
             logger.warning("record: %s.%s %s", self._table.name, what, message)
 
 
-def _open_parquet(path: Path, schema: pa.Schema, *, compression: str = "zstd") -> pq.ParquetWriter:
-    return pq.ParquetWriter(
-        path,
-        schema,
-        compression=compression,
-        store_schema=False,
-        use_dictionary=[name for name in schema.names if name in _CATEGORIES],
-        write_statistics=[name for name in schema.names if name in _FILTERED],
-    )
+def neighbors(files: Iterable[TableFile]) -> list[list[TableFile]]:
+    """Splits ordered files where rows are missing between them."""
+    runs: list[list[TableFile]] = []
+    for file in files:
+        if runs and runs[-1][-1].end == file.first:
+            runs[-1].append(file)
+        else:
+            runs.append([file])
+    return runs
 
 
-def _common_schema(table: Table, inputs: Iterable[Segment]) -> pa.Schema:
-    """Returns the current columns, then those that a newer version added."""
-    fields = {field.name: field for field in table.schema}
-    for segment in inputs:
-        with _opened(segment) as file:
-            for field in file.schema_arrow:
-                fields.setdefault(field.name, field)
-    return pa.schema(list(fields.values()))
-
-
-def _opened(segment: Segment) -> pq.ParquetFile:
+def write_block(table: Table, directory: Path, files: Sequence[TableFile]) -> int:
+    """Writes the rows of neighboring files as one block. Returns its bytes. Raises what pyarrow raises for damage."""
+    path = directory / block_name(files[0].first, files[-1].end)
+    temporary = temporary_name(path)
     try:
-        file = pq.ParquetFile(segment.path)
-    except (pa.ArrowException, OSError) as error:
-        raise UnreadableSegmentError(segment, error) from error
-    if file.metadata.num_rows != segment.num_rows:
-        file.close()
-        raise UnreadableSegmentError(segment, ValueError(f"it holds {file.metadata.num_rows} rows"))
-    return file
+        with _open_parquet(temporary, _common_schema(table, files)) as block:
+            for data in _row_groups(files, block.schema):
+                block.write_table(data)
+        sync(temporary)
+        os.rename(temporary, path)
+        sync(directory)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return path.stat().st_size
 
 
-def _in_pieces(inputs: Iterable[Segment], schema: pa.Schema) -> Iterable[pa.Table]:
-    """Yields the rows of all inputs, in order, as bounded tables."""
-    pending: list[pa.Table] = []
-    num_rows = num_bytes = 0
-    for segment in inputs:
-        with _opened(segment) as file:
-            for group in range(file.num_row_groups):
-                try:
-                    data = conform(file.read_row_group(group), schema)
-                except (pa.ArrowException, OSError) as error:
-                    raise UnreadableSegmentError(segment, error) from error
-                pending.append(data)
-                num_rows += data.num_rows
-                num_bytes += data.nbytes
-                if num_rows >= MERGE_BUFFER_ROWS or num_bytes >= MERGE_BUFFER_BYTES:
-                    yield pa.concat_tables(pending)
-                    pending, num_rows, num_bytes = [], 0, 0
-    if pending:
-        yield pa.concat_tables(pending)
+def write_at(path: Path, offset: int, content: bytes) -> None:
+    """Writes `content` into an existing file."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(content)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Makes a file, or the names in a folder, survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _open_parquet(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
+    return pq.ParquetWriter(
+        path,
+        schema,
+        compression="zstd",
+        store_schema=False,
+        use_dictionary=[name for name in schema.names if name in _CATEGORIES],
+        write_statistics=[name for name in schema.names if name in _FILTERED],
+    )
+
+
+def _common_schema(table: Table, files: Iterable[TableFile]) -> pa.Schema:
+    """Returns the current columns, then those that a newer version added."""
+    fields = {field.name: field for field in table.schema}
+    for file in files:
+        for field in file.rows.schema if file.rows is not None else pq.read_schema(file.path):
+            fields.setdefault(field.name, field)
+    return pa.schema(list(fields.values()))
+
+
+def _row_groups(files: Iterable[TableFile], schema: pa.Schema) -> Iterator[pa.Table]:
+    """Yields the rows of all files, in order, in tables of bounded size."""
+    pending: list[pa.Table] = []
+    for data in (data for file in files for data in _tables_of(file)):
+        pending.append(conform(data, schema))
+        if (
+            sum(each.num_rows for each in pending) >= ROW_GROUP_ROWS
+            or sum(each.nbytes for each in pending) >= ROW_GROUP_BYTES
+        ):
+            yield pa.concat_tables(pending)
+            pending = []
+    if pending:
+        yield pa.concat_tables(pending)
+
+
+def _tables_of(file: TableFile) -> Iterator[pa.Table]:
+    if file.rows is not None:
+        yield file.rows
+        return
+    with pq.ParquetFile(file.path) as block:
+        for group in range(block.num_row_groups):
+            yield block.read_row_group(group)

@@ -70,7 +70,7 @@ class Table:
 
     @property
     def schema(self) -> pa.Schema:
-        """Arrow schema of a new segment."""
+        """Arrow schema of a new file."""
         return pa.schema([pa.field(column.name, column.type) for column in self.columns])
 
     @property

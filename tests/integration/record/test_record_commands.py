@@ -1,9 +1,10 @@
-"""`telescope runs` and `telescope query`, from the command line to the output."""
+"""`telescope runs`, `query` and `compact`, from the command line to the output."""
 
 import csv
 import io
 import json
 import random
+import shutil
 import tempfile
 from dataclasses import asdict, replace
 
@@ -11,9 +12,10 @@ import pytest
 
 from telescope.cli.main import main
 from telescope.cli.query import print_result
-from telescope.record import Recorder
+from telescope.record import Recorder, table_writer
 from telescope.record.query import Result
 from telescope.record.reader import Run
+from telescope.record.recorder import FileSizes
 from telescope.record.run_info import begin_run, end_run
 
 
@@ -150,9 +152,9 @@ def test_several_runs_are_compared(ask):
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (("SELECT 1", "--run", "demo"), ["2 runs have that name", "first, second"]),
-        (("SELECT 1", "--run", "thrid"), ["no such run", "Did you mean 'third'?"]),
-        (("SELECT 1", "--run", "latst"), ["no such run", "Did you mean 'latest'?"]),
+        (("SELECT 1", "--run", "demo"), ["2 runs have the name 'demo'", "first, second"]),
+        (("SELECT 1", "--run", "thrid"), ["no run 'thrid'", "Did you mean 'third'?"]),
+        (("SELECT 1", "--run", "latst"), ["no run 'latst'", "Did you mean 'latest'?"]),
         (("SELECT reward FROM steps",), ["no column 'reward'", "reward_mean"]),
         (("SELECT * FROM step",), ["no table 'step'", "Did you mean 'steps'?"]),
         (("DROP VIEW steps",), ["read-only"]),
@@ -341,3 +343,49 @@ def test_the_tables_are_described(capsys):
     out = capsys.readouterr().out
     assert "steps: One row per training step." in out
     assert "map(varchar, double)" in out
+
+
+def test_a_killed_run_is_compacted_into_one_file_per_table(tmp_path, capsys):
+    recorder = Recorder(tmp_path / "run", sizes=FileSizes(block_rollouts=1, tail_seconds=0.0))
+    for step in range(5):
+        recorder.write("samples", {"sample_id": str(step), "step": step})
+        recorder.write("steps", {"step": step, "metrics": {"entropy": 0.5}})
+        assert recorder.flush(30)
+    shutil.copytree(tmp_path / "run", tmp_path / "killed")
+    recorder.close()
+    before = [Run(tmp_path / "killed").table(name) for name in ("samples", "steps")]
+    assert main(["compact", "killed", "--root", str(tmp_path)]) == 0
+    assert "10 files" in capsys.readouterr().out
+    assert [Run(tmp_path / "killed").table(name) for name in ("samples", "steps")] == before
+    assert [path.suffix for path in sorted((tmp_path / "killed" / "tables").glob("*/*"))] == [".parquet"] * 2
+    assert main(["compact", str(tmp_path / "killed")]) == 0, "once more changes nothing"
+    assert "2 files" in capsys.readouterr().out
+
+
+def test_a_live_run_is_not_compacted(tmp_path, capsys):
+    with Recorder(tmp_path / "run") as recorder:
+        begin_run(recorder, name="run", config_hash="", config_json="{}")
+        assert recorder.flush(30)
+        assert main(["compact", str(tmp_path / "run")]) == 2
+        assert "is live. Compact it when it has ended" in capsys.readouterr().err
+    (tmp_path / "run" / "run.json").unlink()
+    with Recorder(tmp_path / "run") as recorder:
+        assert recorder.flush(30)
+        assert main(["compact", str(tmp_path / "run")]) == 2
+        assert "is in use" in capsys.readouterr().err
+
+
+def test_a_compaction_without_space_says_so_and_loses_nothing(tmp_path, capsys, monkeypatch):
+    with Recorder(tmp_path / "run", sizes=FileSizes(block_seconds=0.0)) as recorder:
+        for step in range(2):
+            recorder.write("steps", {"step": step})
+            assert recorder.flush(30)
+
+    def fail(path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(table_writer, "sync", fail)
+    assert main(["compact", str(tmp_path / "run")]) == 1
+    assert "No space left on device. Nothing is lost." in capsys.readouterr().err
+    assert Run(tmp_path / "run").table("steps")["step"].to_pylist() == [0, 1]
+    assert not list(tmp_path.rglob(".writing-*"))

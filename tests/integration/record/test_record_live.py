@@ -1,20 +1,18 @@
-"""A record is readable while it is written, merged and killed."""
+"""A record is readable while it is written and killed."""
 
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from telescope.record import segments
+from telescope.record.compact import compact
 from telescope.record.files import TEMPORARY_PREFIX
 from telescope.record.query import Database
 from telescope.record.reader import Run
+from telescope.record.table_files import block_name
 from telescope.record.table_writer import TableWriter
 from telescope.record.tables import GAUGES
 
@@ -41,10 +39,10 @@ def test_a_concurrent_reader_sees_only_a_growing_prefix(tmp_path):
     with start(tmp_path) as process:
         flushed(process)
         run, seen, rows, cursor = Run(tmp_path), 0, [], 0
-        levels, files = set(), 0
+        kinds: set[str] = set()
+        files = reads = 0
         deadline = time.monotonic() + WAIT_SECONDS
-        reads = 0
-        while (2 not in levels or reads < 40) and time.monotonic() < deadline:
+        while (len(kinds) < 2 or files < 4 or reads < 40) and time.monotonic() < deadline:
             reads += 1
             steps = numbers(run, "steps", "step")
             samples = numbers(run, "samples", "sample_id")
@@ -54,17 +52,16 @@ def test_a_concurrent_reader_sees_only_a_growing_prefix(tmp_path):
             seen = len(steps)
             new, cursor = run.rows_since("gauges", cursor, ["value"])
             rows += new["value"].to_pylist()
-            levels |= {segment.level for segment in segments.snapshot(run.files.table("steps")).segments}
-            files = max(files, len(list(run.files.table("steps").iterdir())))
-        assert {0, 1, 2} <= levels, "the reads went across merges of merges"
+            kinds |= {file.path.suffix for file in run.table_files("samples")}
+            files = max(files, len(list(run.files.table("samples").glob("*.parquet"))))
+        assert kinds == {".arrows", ".parquet"} and files >= 4, "the reads went across tails and blocks"
         assert rows == list(range(len(rows))), "following with a cursor misses no row and repeats none"
-        assert files < 200, "replaced files are removed while the run goes on"
         assert run.status == "live"
         total, _ = process.communicate("", timeout=WAIT_SECONDS)
     last = int(total.split()[-1])
     assert numbers(run, "steps", "step") == list(range(last))
     assert run.status == "finished"
-    assert all(len(list(folder.iterdir())) == 1 for folder in run.files.tables.iterdir() if folder.is_dir())
+    assert not list(run.files.tables.rglob("*.arrows")), "an ended run has Parquet files only"
 
 
 def test_concurrent_queries_count_each_row_once(tmp_path):
@@ -103,67 +100,21 @@ def test_flushed_rows_survive_kill_9_and_the_next_attempt_appends(tmp_path):
     assert not list(tmp_path.rglob(f"{TEMPORARY_PREFIX}*")), "files that were cut off are removed by the next writer"
 
 
-@settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
-@given(
-    st.lists(
-        st.one_of(
-            *[st.integers(1, 4).map(lambda size: ("append", size))] * 3,
-            st.sampled_from([("compact", 0), ("sweep", 0), ("reopen", 0), ("finish", 0)]),
-        ),
-        min_size=10,
-        max_size=60,
-    )
-)
-def test_all_rows_exist_once_after_every_operation_of_a_writer(tmp_path_factory, operations):
-    run_dir = tmp_path_factory.mktemp("run")
-    directory = run_dir / "tables" / "gauges"
-    writer, count = TableWriter(GAUGES, directory), 0
-    run = Run(run_dir)
-    with patch.object(segments, "FAN_IN", 3):
-        for name, size in operations:
-            if name == "append":
-                writer.append([{"value": count + place} for place in range(size)])
-                count += size
-            elif name == "reopen":
-                writer = TableWriter(GAUGES, directory)
-            elif name == "sweep":
-                writer.sweep(0.0)
-            else:
-                getattr(writer, name)()
-            assert numbers(run, "gauges", "value") == list(range(count))
-
-
-def test_bytes_written_per_flush_stay_flat_over_a_long_run(tmp_path):
-    writer = TableWriter(GAUGES, tmp_path)
-    row = {"attempt": 1, "time": 1.0, "name": "queue_depth", "component": "orchestrator", "value": 1.0}
-    windows = []
-    for window in range(4):
-        num_bytes = 0
-        for place in range(segments.FAN_IN**2):
-            num_bytes += writer.append([{**row, "time": float(window * 1000 + place)}] * 10)
-            while merged := writer.compact():
-                num_bytes += merged
-            writer.sweep(0.0)
-        windows.append(num_bytes)
-    assert max(windows) <= 1.1 * windows[0]
-    assert len(list(tmp_path.iterdir())) == 4
-
-
 @pytest.mark.parametrize("damage", [b"", b"PAR1 cut off"])
 def test_a_file_damaged_by_a_power_failure_loses_only_its_own_rows(tmp_path, caplog, damage):
     directory = tmp_path / "tables" / "gauges"
     writer = TableWriter(GAUGES, directory)
     for number in range(40):
         writer.append([{"value": number}])
-    (directory / segments.segment_name(20, 21, 0)).write_bytes(damage)
-    writer = TableWriter(GAUGES, directory)
-    while writer.compact():
-        pass
-    writer.finish()
-    writer.sweep(0.0)
-    expected = [number for number in range(40) if number != 20]
+        writer.close_block()
+    (directory / block_name(20, 21)).write_bytes(damage)
+    TableWriter(GAUGES, directory).append([{"value": 40}])
+    expected = [number for number in range(41) if number != 20]
     run = Run(tmp_path)
     assert numbers(run, "gauges", "value") == expected
-    assert Database([run]).execute("SELECT count(*) FROM gauges").rows == [(39,)]
+    assert Database([run]).execute("SELECT count(*) FROM gauges").rows == [(40,)]
     assert sum("is damaged" in record.message for record in caplog.records) == 1
-    assert len(list(directory.iterdir())) == 3
+    compact(run)
+    assert numbers(Run(tmp_path), "gauges", "value") == expected
+    names = sorted(path.name for path in directory.iterdir())
+    assert names == [block_name(0, 20), block_name(20, 21), block_name(21, 41)]

@@ -10,15 +10,16 @@ import pytest
 
 from telescope.errors import UserError
 from telescope.record import Recorder
+from telescope.record.compact import compact
 from telescope.record.query import Database
 from telescope.record.reader import Run, find_runs, list_runs
 from telescope.record.run_info import begin_run, end_run, next_attempt
-from telescope.record.segments import segment_name
+from telescope.record.table_files import block_name
 
 
 def write_attempt(run_dir, steps, *, name="demo", status="finished", first_step=None, reward=0.0, error=None):
     """An attempt that trains `steps`, with two samples and turns each, a log line each, and a discarded sample."""
-    with Recorder(run_dir, attempt=next_attempt(run_dir), flush_seconds=0.01, grace_seconds=0.0) as recorder:
+    with Recorder(run_dir, attempt=next_attempt(run_dir), flush_seconds=0.01) as recorder:
         info = begin_run(
             recorder, name=name, config_hash="abc", config_json='{"seed": 1}', tags=["t"], first_step=first_step
         )
@@ -109,11 +110,13 @@ def test_a_query_covers_all_runs_and_reads_odd_paths_literally(tmp_path):
 def test_files_of_another_version_are_read(tmp_path):
     write_attempt(tmp_path, range(2))
     older = pa.table({"step": pa.array([2], pa.int64()), "color": ["red"]})
-    pq.write_table(older, tmp_path / "tables" / "steps" / segment_name(2, 3, 0))
+    pq.write_table(older, tmp_path / "tables" / "steps" / block_name(2, 3))
     run = Run(tmp_path)
     assert column(run, "steps", "reward_mean") == [0.0, 0.1, None]
     assert run.sql("SELECT step, reward_mean, color FROM steps ORDER BY step").rows[2] == (2, None, "red")
     write_attempt(tmp_path, [3], first_step=3)
+    assert Run(tmp_path).sql("SELECT color FROM steps WHERE step = 2").rows == [("red",)]
+    compact(Run(tmp_path))
     assert Run(tmp_path).sql("SELECT color FROM steps WHERE step = 2").rows == [("red",)], "a merge keeps it"
 
 

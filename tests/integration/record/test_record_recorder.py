@@ -14,6 +14,7 @@ import pytest
 from telescope.errors import UserError
 from telescope.record import Recorder
 from telescope.record.reader import Run
+from telescope.record.recorder import FileSizes
 from telescope.record.run_info import begin_run, end_run, read_run_json, status_now
 from telescope.record.table_writer import TableWriter
 from telescope.record.tables import TABLES
@@ -52,6 +53,52 @@ def test_rows_are_flushed_by_themselves(tmp_path):
         time.sleep(0.01)
     assert Run(tmp_path).table("steps")["attempt"].to_pylist() == [1]
     recorder.close()
+
+
+def names(run_dir: Path, table: str) -> list[str]:
+    """Suffixes of a table's files, in the order of their rows."""
+    return [path.suffix for path in sorted((run_dir / "tables" / table).iterdir())]
+
+
+def flush_twice(recorder: Recorder) -> None:
+    for number in range(2):
+        for table in ("samples", "turns"):
+            recorder.write(table, {"sample_id": str(number)})
+        recorder.write("spans", {"name": "forward"})
+        assert recorder.flush(30)
+
+
+def test_new_rows_go_into_one_tail_for_a_window_of_time(tmp_path):
+    for name, seconds, expected in (("long", 600.0, [".arrows"]), ("short", 0.0, [".arrows"] * 2)):
+        with Recorder(tmp_path / name, flush_seconds=600, sizes=FileSizes(tail_seconds=seconds)) as recorder:
+            flush_twice(recorder)
+            assert names(tmp_path / name, "spans") == names(tmp_path / name, "samples") == expected
+
+
+def test_events_are_a_block_after_a_duration(tmp_path):
+    with Recorder(tmp_path, flush_seconds=600, sizes=FileSizes(block_seconds=0.0)) as recorder:
+        flush_twice(recorder)
+        assert names(tmp_path, "spans") == [".parquet"] * 2
+        assert names(tmp_path, "samples") == [".arrows"]
+
+
+def test_rollouts_are_a_block_after_a_number_of_samples(tmp_path):
+    with Recorder(tmp_path, flush_seconds=600, sizes=FileSizes(block_rollouts=2)) as recorder:
+        flush_twice(recorder)
+        assert names(tmp_path, "samples") == names(tmp_path, "turns") == [".parquet"]
+        assert names(tmp_path, "spans") == [".arrows"]
+        recorder.write("samples", {"sample_id": "2"})
+        assert recorder.flush(30)
+        assert names(tmp_path, "samples") == [".parquet", ".arrows"]
+
+
+def test_a_long_run_has_few_files(tmp_path):
+    with Recorder(tmp_path, flush_seconds=600, sizes=FileSizes(block_rollouts=1)) as recorder:
+        for number in range(2000):
+            recorder.write("samples", {"sample_id": str(number)})
+            if number % 5 == 0:
+                recorder.flush(30)
+        assert len(names(tmp_path, "samples")) < 250
 
 
 def test_a_row_may_be_changed_after_it_was_written(tmp_path):

@@ -65,8 +65,8 @@ def test_a_run_that_was_replaced_is_read_from_the_start(tmp_path):
 def test_a_damaged_file_is_left_out_and_named(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         write_step(recorder, 0)
-    (segment,) = Run(tmp_path / "run").segments("samples")
-    segment.path.write_bytes(segment.path.read_bytes()[:-20])
+    (file,) = Run(tmp_path / "run").table_files("samples")
+    file.path.write_bytes(file.path.read_bytes()[:-20])
     client = client_of(tmp_path)
     assert client.get("/api/runs/run/samples?search=answer").json()["total"] == 0
     assert client.get("/api/runs/run/steps").json()["step"] == [0]

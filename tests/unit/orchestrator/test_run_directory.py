@@ -17,6 +17,7 @@ from telescope.orchestrator import run as run_module
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus, summarize
 from telescope.record.reader import Run
+from telescope.record.recorder import FileSizes
 
 
 def news_until(directory: RunDirectory, wanted: Callable[[str], bool]) -> list[str]:
@@ -129,3 +130,18 @@ def test_the_state_of_a_run_is_plain_values() -> None:
     status.set_component("trainer", "waiting for a batch")
     assert json.loads(json.dumps(status.now())) == status.now()
     assert status.now()["components"] == {"trainer": "waiting for a batch"}
+
+
+def test_the_fields_of_the_record_set_its_interval_and_its_files(tmp_path: Path) -> None:
+    config = config_of(
+        run_dir=str(tmp_path / "run"), use_wandb=False, metrics_logger_interval_seconds=0.05, rollout_block_size=1,
+        event_tail_window_seconds=7, event_block_duration_seconds=8,
+    )  # fmt: skip
+    directory = RunDirectory.create(config, [])
+    with directory.open_record(console=False) as recorder:
+        recorder.write("samples", {"sample_id": "a"})
+        deadline = time.monotonic() + 30
+        while not list((tmp_path / "run" / "tables" / "samples").glob("*.parquet")):
+            assert time.monotonic() < deadline, "a row is on disk after an interval, and a file of one rollout ends"
+            time.sleep(0.01)
+        assert recorder.sizes == FileSizes(tail_seconds=7, block_seconds=8, block_rollouts=1)

@@ -116,19 +116,24 @@ class LoggingSection(Section):
     torch_memory_sample_interval_seconds: Seconds = 0.1
     """PyTorch memory sampling interval, in seconds: the allocator state of each trainer rank."""
     event_tail_window_seconds: WholeSeconds = 60
-    """Tail window for event aggregation, in seconds."""
+    """Tail window for event aggregation, in seconds: how long new rows of a table go into one small file, its tail.
+    Then that file is synced to disk, and another begins: a power failure loses the rows of one window at most."""
     event_block_duration_seconds: WholeSeconds = 1800
-    """Duration of event blocks, in seconds."""
+    """Duration of event blocks, in seconds: after it the tails of a table (spans, gauges, logs, steps, ...) become one
+    Parquet file. Tables of rollouts use `rollout_block_size`. 32 MiB of rows become one at any time."""
     event_upload_interval_seconds: WholeSeconds = 5
     """Event upload interval, in seconds: how often changed files of the record are uploaded to W&B. A growing file of
     more than 1 MB is uploaded less often."""
     metrics_logger_interval_seconds: Seconds = 2.0
-    """Metrics logger flush interval, in seconds: how long a row may wait in memory before it is on disk."""
+    """Metrics logger flush interval, in seconds: how long a row may wait in memory before it is in a file. A kill loses
+    the rows of one interval at most."""
     ray_torch_memory_drain_interval_seconds: Seconds = 0.5
     """Interval for draining Ray torch memory metrics, in seconds: how often the driver asks each rank for its
     samples."""
     rollout_block_size: Count = 500
-    """Block size for rollout event grouping, in rollouts."""
+    """Block size for rollout event grouping, in rollouts: after so many samples the tails of the tables of rollouts
+    (samples, turns, groups, tokens, ...) become one Parquet file each. From 64 files on, a file has more: 1/64 of the
+    run's samples."""
     record_tokens: Literal["none", "all"] | Annotated[int, Field(ge=0, le=65_536)] = 8
     """Samples per step whose tokens are recorded in the table `tokens`: logprobs of engine and trainer, entropy, policy
     version and loss mask of each token, about 20 bytes a token. `none`, a number, or `all`. They are spread evenly over

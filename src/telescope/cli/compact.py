@@ -1,0 +1,48 @@
+"""`telescope compact`: few large files for ended runs. Parses arguments and prints; `record.compact` merges."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from telescope.cli.query import choose_runs
+from telescope.cli.runs import DEFAULT_ROOT, warn_of_unreadable
+from telescope.errors import RunError
+from telescope.record.compact import compact
+from telescope.utils.text import plain
+
+EXIT_INCOMPLETE = 1
+"""Exit code when damaged files remain."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Registers the subcommand on `telescope`'s parser."""
+    parser = subparsers.add_parser(
+        "compact",
+        help="merge the files of ended runs",
+        description="Merge the files of each table of ended runs into few large ones, for archives and for faster "
+        "queries. Rows and their order stay. A live run is refused. May be interrupted at any time and repeated. "
+        "Exits with 1 when files are damaged; those stay.",
+        epilog="example: telescope compact latest",
+    )
+    parser.add_argument("run", nargs="+", metavar="RUN", help="a run: its folder, its name, or latest")
+    parser.add_argument("--root", type=Path, default=DEFAULT_ROOT, help="folder of the runs (default: runs)")
+    parser.set_defaults(func=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compacts the runs and prints what changed. Returns the exit code."""
+    runs = choose_runs(arguments.run, arguments.root)
+    for each in runs:
+        try:
+            done = compact(each)
+        except OSError as error:
+            folder = str(each.files.run_dir)
+            raise RunError(
+                f"{folder!r} cannot be compacted: {error}. Nothing is lost. Free space or fix its permissions, and try "
+                "again."
+            ) from error
+        before, after = (f"{num_bytes / 2**20:.1f} MiB" for num_bytes in (done.bytes_before, done.bytes_after))
+        print(plain(f"{each.label}: {done.files_before} files, {before} -> {done.files_after} files, {after}"))
+    return EXIT_INCOMPLETE if warn_of_unreadable(runs, "the record") else 0

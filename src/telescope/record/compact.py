@@ -1,0 +1,109 @@
+"""Merges the files of an ended run into few large ones, for archives.
+
+Invariants: merged files are on disk (fsync) before their inputs are removed, so that a kill loses nothing: what remains
+of the inputs is skipped by readers and removed by the next `compact`. A live run is refused, and a run that is being
+compacted cannot be resumed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from telescope.errors import UserError
+from telescope.record.files import WriterLock
+from telescope.record.reader import Run, is_readable
+from telescope.record.table_files import TableFile, block_name, list_blocks, list_tails
+from telescope.record.table_writer import neighbors, write_block
+from telescope.record.tables import TABLES
+
+FILE_BYTES = 256 * 2**20
+"""Files become one until they have this size."""
+
+GRACE_SECONDS = 1.0
+"""How long merged files stay beside their inputs, so that a reader that listed a folder before sees the inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compaction:
+    """Number and bytes of the files of all tables."""
+
+    files_before: int
+    bytes_before: int
+    files_after: int
+    bytes_after: int
+
+
+def compact(run: Run) -> Compaction:
+    """Merges the files of each table of an ended run. Damaged files stay.
+
+    Raises `UserError` if the run is live, or being resumed or compacted by another process, and `OSError`.
+    """
+    path = run.files.run_dir
+    if run.status == "live":
+        raise UserError(f"{str(path)!r} is live. Compact it when it has ended.")
+    lock = WriterLock(run.files)
+    lock.acquire()
+    try:
+        before = _sizes(run)
+        replaced = [path for name in TABLES for path in _merge(run, name)]
+        if replaced:
+            time.sleep(GRACE_SECONDS)
+            for path in replaced:
+                path.unlink(missing_ok=True)
+        return Compaction(*before, *_sizes(run))
+    finally:
+        lock.release()
+
+
+def _merge(run: Run, name: str) -> list[Path]:
+    """Merges the files of a table. Returns those whose rows other files have now."""
+    folder = run.files.table(name)
+    whole = []
+    for file in run.table_files(name):
+        if file.rows is not None or _is_whole(file):
+            whole.append(file)
+        else:
+            run.exclude(file.path)
+    blocks: list[tuple[int, int, Path]] = []
+    for group in (part for run_of_files in neighbors(whole) for part in _by_size(run_of_files)):
+        first, end = group[0].first, group[-1].end
+        if len(group) > 1 or group[0].rows is not None:
+            write_block(TABLES[name], folder, group)
+            blocks.append((first, end, folder / block_name(first, end)))
+        else:
+            blocks.append((first, end, group[0].path))
+    found = [(block.first, block.end, block.path) for block in list_blocks(folder)]
+    found += [(first, first + 1, path) for first, path in list_tails(folder)]
+    return [
+        path
+        for first, end, path in found
+        if any(low <= first and end <= high and path != block for low, high, block in blocks)
+    ]
+
+
+def _is_whole(block: TableFile) -> bool:
+    return is_readable(block.path) and pq.read_metadata(block.path).num_rows == block.end - block.first
+
+
+def _by_size(files: Sequence[TableFile]) -> list[list[TableFile]]:
+    """Splits ordered files into runs of about `FILE_BYTES`."""
+    groups: list[list[TableFile]] = [[]]
+    num_bytes = 0
+    for file in files:
+        if num_bytes >= FILE_BYTES:
+            groups.append([])
+            num_bytes = 0
+        groups[-1].append(file)
+        num_bytes += file.num_bytes
+    return groups
+
+
+def _sizes(run: Run) -> tuple[int, int]:
+    """Returns the number of files of all tables, and their bytes."""
+    sizes = [path.stat().st_size for name in TABLES for path in run.files.table(name).glob("*") if path.is_file()]
+    return len(sizes), sum(sizes)

@@ -1,0 +1,151 @@
+"""The files of a table: their names, their tails, and which of them have each row once.
+
+    tables/samples/000000000000-000000000640.parquet   block: rows [0, 640), never changed
+    tables/samples/000000000640.arrows                 tail: rows from 640 on, an Arrow IPC stream
+    tables/samples/000000000704.arrows                 the newest tail, which grows at every flush
+
+Rows are counted from 0 over the whole run. Tails become one block, which has their rows and replaces them. Blocks of
+earlier versions have a level in their name (`000000000000-000000000640.1.parquet`), which has no meaning anymore.
+
+Invariants: the rows on disk are `[0, n)`. A file appears complete, by a rename. A tail is removed after its block has
+appeared, and a reader lists tails before blocks: rows that are missing from its tails are in its blocks. There is no
+manifest: names, and the number of rows of the newest tail, show which files to open and which rows are missing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import pyarrow as pa
+
+BLOCK_NAME = re.compile(r"^(\d+)-(\d+)(?:\.\d+)?\.parquet$")
+TAIL_NAME = re.compile(r"^(\d+)\.arrows$")
+
+AFTER_ALL_ROWS = 2**62
+"""A cursor: nothing is listed, and the number of rows is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableFile:
+    """One file of a table: rows `[first, end)`."""
+
+    path: Path
+    first: int
+    end: int
+    rows: pa.Table | None = None
+    """The rows of a tail. None for a block, which may be too large for memory."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size on disk."""
+        return self.path.stat().st_size
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Ordered files that have each row once, missing row ranges, and tails that are no Arrow streams."""
+
+    files: tuple[TableFile, ...]
+    gaps: tuple[tuple[int, int], ...]
+    end: int
+    """One past the last row of the table."""
+    damaged: tuple[Path, ...] = ()
+
+
+def block_name(first: int, end: int) -> str:
+    """Returns the file name of a block. Names sort in the order of the rows."""
+    return f"{first:012d}-{end:012d}.parquet"
+
+
+def tail_name(first: int) -> str:
+    """Returns the file name of a tail."""
+    return f"{first:012d}.arrows"
+
+
+def list_files(directory: Path, cursor: int = 0) -> Listing:
+    """Returns the files with the rows of a table from row `cursor` on.
+
+    Safe while the table is written. Earlier tails are not read.
+    """
+    tails, damaged = _read_tails(directory, cursor)
+    return replace(select([*list_blocks(directory), *tails], cursor), damaged=tuple(damaged))
+
+
+def list_blocks(directory: Path) -> list[TableFile]:
+    """Returns all blocks, including those that others cover."""
+    matches = [match for name in _names(directory) if (match := BLOCK_NAME.match(name))]
+    return [TableFile(directory / match[0], int(match[1]), int(match[2])) for match in matches]
+
+
+def list_tails(directory: Path) -> list[tuple[int, Path]]:
+    """Returns the first row and the path of each tail, in order."""
+    matches = [match for name in _names(directory) if (match := TAIL_NAME.match(name))]
+    return sorted((int(match[1]), directory / match[0]) for match in matches)
+
+
+def select(files: Iterable[TableFile], cursor: int = 0) -> Listing:
+    """Chooses files that have each row from `cursor` on once, the widest at each row."""
+    chosen: list[TableFile] = []
+    gaps: list[tuple[int, int]] = []
+    end, position = 0, cursor
+    for file in sorted(files, key=lambda file: (file.first, -file.end)):
+        end = max(end, file.end)
+        if file.end <= position:
+            continue
+        if file.first > position:
+            gaps.append((position, file.first))
+        chosen.append(file)
+        position = file.end
+    return Listing(tuple(chosen), tuple(gaps), end)
+
+
+def read_tail(path: Path) -> pa.Table | None:
+    """Returns the complete rows of a tail. None: its block has replaced it.
+
+    A kill can cut off the last rows of a tail. Raises `pa.ArrowInvalid` if the file is no Arrow stream.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    batches: list[pa.RecordBatch] = []
+    try:
+        stream = pa.ipc.open_stream(content)
+    except (pa.ArrowException, OSError) as error:
+        raise pa.ArrowInvalid(f"{path}: {error}") from error
+    try:
+        for batch in stream:
+            batch.validate(full=True)
+            batches.append(batch)
+    except (pa.ArrowException, OSError):
+        pass  # The rest was not written completely.
+    return pa.Table.from_batches(batches, stream.schema)
+
+
+def _read_tails(directory: Path, cursor: int) -> tuple[list[TableFile], list[Path]]:
+    tails, damaged = [], []
+    for (first, path), (following, _) in pairwise([*list_tails(directory), (AFTER_ALL_ROWS + 1, directory)]):
+        if following <= cursor:
+            continue
+        try:
+            rows = read_tail(path)
+        except pa.ArrowInvalid:
+            damaged.append(path)
+            continue
+        if rows is not None:
+            # After a failed write, the next tail begins with rows that may be in this one too.
+            rows = rows.slice(0, following - first)
+            tails.append(TableFile(path, first, first + rows.num_rows, rows))
+    return tails, damaged
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except FileNotFoundError:
+        return []
