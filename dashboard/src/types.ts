@@ -234,6 +234,18 @@ export interface HealthCell {
   attention: boolean;
 }
 
+/** A sample that is being generated. `start_version` is the policy version when its group was opened. */
+export interface InFlight {
+  attempt: number;
+  sample_id: string;
+  group_id: Value;
+  sample_index: Value;
+  environment: string | null;
+  start_version: Value;
+  prompt_tokens: Value;
+  started_at: Value;
+}
+
 /** A log line. `row` is its place in the table, the cursor of `since` and `before`. */
 export interface LogLine {
   row: number;

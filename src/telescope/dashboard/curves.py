@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from telescope.dashboard.samples import NUMBERS
 from telescope.dashboard.store import NotFoundError, Row, RunStore
 from telescope.errors import UserError
 from telescope.record.query import sql_text
@@ -14,12 +15,6 @@ HISTOGRAM = ("low", "high", "histogram")
 
 WITHOUT_GINI = ("advantage", "age", "prompt_tokens")
 """Numbers that have no Gini coefficient in `step_stats` either."""
-
-COLUMNS = (
-    *("reward", "advantage", "prompt_tokens", "completion_tokens", "environment_tokens", "total_tokens"),
-    *("num_turns", "age", "penalty"),
-)
-"""Numbers of a sample that have a column of their own."""
 
 NUM_BINS = 20
 """Bins of a histogram, as many as `step_stats` has."""
@@ -68,10 +63,10 @@ def _computed(metric: str, where: str, histogram: bool) -> str:
     name = metric.removeprefix("discarded/")
     if name.startswith("sample_metrics/"):
         value = f"metrics[{sql_text(name.removeprefix('sample_metrics/'))}]"
-    elif name in COLUMNS:
+    elif name in NUMBERS:
         value = name
     else:
-        known = ", ".join(COLUMNS)
+        known = ", ".join(NUMBERS)
         raise UserError(f"metric={metric!r} has no distribution. Use {known}, or sample_metrics/NAME.")
     status = "kept" if name == metric else "discarded"
     values = (

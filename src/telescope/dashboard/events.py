@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -27,6 +28,8 @@ KEEPALIVE_SECONDS = 20.0
 
 RETRY_MILLISECONDS = 1000
 
+IN_FLIGHT = "in_flight"
+
 
 class TableSizes:
     """Rows of each table of a run. A folder that did not change is not listed again."""
@@ -45,7 +48,11 @@ class TableSizes:
                 continue
             if self._seen.get(name, (0, 0))[0] != modified:
                 self._seen[name] = (modified, self._run.num_rows(name))
-        return {name: rows for name, (_, rows) in self._seen.items()}
+        sizes = {name: rows for name, (_, rows) in self._seen.items()}
+        with suppress(OSError):
+            # No table: a file that is replaced. Its time stands for its rows.
+            sizes[IN_FLIGHT] = self._run.files.in_flight.stat().st_mtime_ns
+        return sizes
 
 
 async def run_events(
@@ -104,7 +111,7 @@ def parse_id(text: str | None) -> dict[str, Sizes]:
         run_id, colon, tables = part.partition(":")
         pairs = (pair.partition("=") for pair in tables.split(","))
         if colon:
-            known = {name: int(rows) for name, _, rows in pairs if name in TABLES and rows.isdecimal()}
+            known = {name: int(rows) for name, _, rows in pairs if name in (*TABLES, IN_FLIGHT) and rows.isdecimal()}
             found[unquote(run_id)] = known
     return found
 

@@ -327,6 +327,19 @@ class Group(BaseModel):
     samples: list[GroupSample]
 
 
+class InFlight(BaseModel):
+    """A sample that is being generated. `start_version` is the policy version when its group was opened."""
+
+    attempt: int
+    sample_id: str
+    group_id: int | None
+    sample_index: int | None
+    environment: str | None
+    start_version: int | None
+    prompt_tokens: int | None
+    started_at: Number
+
+
 class Facet(BaseModel):
     """A value of a column and how many samples of the search have it."""
 

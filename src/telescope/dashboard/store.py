@@ -1,7 +1,7 @@
 """Tables of one run in an in-memory database that grows with the run.
 
 Owns which rows have been read and what the queries of the pages run on. Long texts and token arrays stay in the files:
-`texts` reads them for a few samples, `search` scans them. Does not own the formats (`record.reader`) or what a page
+`of_sample` reads them for one sample, `search` scans them. Does not own the formats (`record.reader`) or what a page
 asks.
 
 Invariants: a row is read once, so a request costs what is new since the last one. A run directory that was replaced by
@@ -11,7 +11,8 @@ another is read from the start. Nothing is written into a run.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ DERIVED = {
 NUM_SEARCHES = 16
 """Searches whose hits are kept, so that the pages of one result are scanned for once."""
 
+EXPORTED_AT_ONCE = 2000
+"""Samples that an export reads at once, with their texts."""
+
 MOST_TAG_VALUES = 50
 """Values of a tag that pages offer as a filter."""
 
@@ -58,6 +62,27 @@ class NotFoundError(UserError):
     """No run, sample or eval has this id."""
 
 
+class View:
+    """Queries over the tables of a run at one moment."""
+
+    def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
+        self._connection = connection
+
+    def fetch(self, sql: str, parameters: Parameters = ()) -> list[tuple[Any, ...]]:
+        """Returns the rows of a query as tuples."""
+        return self._connection.execute(sql, parameters).fetchall()
+
+    def rows(self, sql: str, parameters: Parameters = ()) -> list[Row]:
+        """Returns the rows of a query. Maps are dictionaries."""
+        result = self._connection.execute(sql, parameters)
+        columns = [column[0] for column in result.description or ()]
+        return [dict(zip(columns, row, strict=True)) for row in result.fetchall()]
+
+    def columns(self, sql: str, parameters: Parameters = ()) -> pa.Table:
+        """Returns the result of a query as an Arrow table."""
+        return self._connection.sql(sql, params=parameters).to_arrow_table()
+
+
 class RunStore:
     """Queries over one run. Safe to use from several threads. Call `refresh` first.
 
@@ -67,6 +92,7 @@ class RunStore:
     def __init__(self, run: Run) -> None:
         self.run = run
         self._lock = threading.RLock()
+        self._searching = threading.Lock()
         self._identity: object = UNREAD
 
     def _reset(self) -> None:
@@ -98,18 +124,29 @@ class RunStore:
 
     def fetch(self, sql: str, parameters: Parameters = ()) -> list[tuple[Any, ...]]:
         """Returns the rows of a query over refreshed tables as tuples."""
-        return self._execute(sql, parameters).fetchall()
+        with self.view() as view:
+            return view.fetch(sql, parameters)
 
     def rows(self, sql: str, parameters: Parameters = ()) -> list[Row]:
         """Returns the rows of a query over refreshed tables. Maps are dictionaries."""
-        relation = self._execute(sql, parameters)
-        columns = [column[0] for column in relation.description or ()]
-        return [dict(zip(columns, row, strict=True)) for row in relation.fetchall()]
+        with self.view() as view:
+            return view.rows(sql, parameters)
 
     def columns(self, sql: str, parameters: Parameters = ()) -> pa.Table:
-        """Returns the result of a query as an Arrow table."""
+        """Returns the result of a query over refreshed tables as an Arrow table."""
+        with self.view() as view:
+            return view.columns(sql, parameters)
+
+    @contextmanager
+    def view(self, **tables: pa.Table) -> Iterator[View]:
+        """Gives queries over the refreshed tables as they are now, and over further `tables`."""
         with self._lock:
-            return self._database.cursor().sql(sql, params=parameters).to_arrow_table()
+            connection = self._database.cursor()
+        with connection:
+            connection.begin()
+            for name, table in tables.items():
+                connection.register(name, table)
+            yield View(connection)
 
     def visible(self) -> str:
         """Returns an SQL condition for the rows of a step, or of a sample or eval of it, that are not superseded."""
@@ -155,48 +192,42 @@ class RunStore:
             self._values[column] = (state, [value for (value,) in found])
         return self._values[column][1]
 
-    def search(self, text: str) -> None:
-        """Fills the table `hits` (attempt, sample_id) with samples whose prompt or answer contains `text`.
+    def search(self, text: str) -> pa.Table:
+        """Returns attempt and sample_id of the samples whose prompt or answer contains `text`. Ignores case.
 
-        Ignores case. Call it, and query `hits`, within one `with store.exclusive()`.
+        Waits for other searches only, and scans what is new since the last search for this text.
         """
-        (end,) = self.refresh("samples").values()
-        done, hits = self._searches.get(text, (0, NO_HITS))
-        if done < end:
-            fresh = self._scan(text, done)
-            hits = pa.concat_tables([hits, fresh.cast(NO_HITS.schema)])
-            self._searches.pop(text, None)
+        with self._searching:
+            (end,) = self.refresh("samples").values()
+            done, hits = self._searches.pop(text, (0, NO_HITS))
+            if done < end:
+                hits = pa.concat_tables([hits, self._scan(text, done).cast(NO_HITS.schema)])
             self._searches[text] = (end, hits)
             while len(self._searches) > NUM_SEARCHES:
                 self._searches.pop(next(iter(self._searches)))
-        self._database.register("found", hits)
-        self._database.execute("CREATE OR REPLACE TABLE hits AS FROM found")
-        self._database.unregister("found")
+            return hits
 
-    def exclusive(self) -> threading.RLock:
-        """Returns the lock of the store."""
-        return self._lock
+    def whole_samples(self, chosen: pa.Table) -> Iterator[Row]:
+        """Yields the whole rows of some samples (attempt, sample_id, step) from the files, ordered by step."""
+        ordered = chosen.sort_by([("step", "ascending"), ("attempt", "ascending")])
+        for first in range(0, ordered.num_rows, EXPORTED_AT_ONCE):
+            piece = ordered.slice(first, EXPORTED_AT_ONCE).to_pylist()
+            keys = ", ".join(f"({int(row['attempt'])}, {sql_text(row['sample_id'])})" for row in piece)
+            steps = f"step BETWEEN {int(piece[0]['step'])} AND {int(piece[-1]['step'])}"
+            found = self._files("samples", "*", f"{steps} AND (attempt, sample_id) IN ({keys})")
+            yield from found.to_pylist(maps_as_pydicts="lossy")
 
-    def texts(self, tables: Sequence[str], attempt: int, sample_id: str, step: int | None) -> dict[str, list[Row]]:
-        """Returns the whole rows of one sample in each of `tables`, from the files."""
-        found = {}
-        for table in tables:
-            where = f"attempt = {int(attempt)} AND sample_id = {sql_text(sample_id)}"
-            if step is not None and TABLES[table].by_step:
-                where += f" AND step = {int(step)}"
-            rows = self._files(table, "*", where).to_pylist(maps_as_pydicts="lossy")
-            found[table] = [dict.fromkeys(TABLES[table].column_names) | row for row in rows]
-        return found
+    def of_sample(self, table: str, attempt: int, sample_id: str, where: str = "true") -> list[Row]:
+        """Returns the whole rows of one sample in a table, from the files."""
+        own = f"attempt = {int(attempt)} AND sample_id = {sql_text(sample_id)} AND {where}"
+        rows = self._files(table, "*", own).to_pylist(maps_as_pydicts="lossy")
+        return [dict.fromkeys(TABLES[table].column_names) | row for row in rows]
 
     def beginnings(self, where: str, length: int, columns: str = "") -> dict[tuple[int, str], Row]:
         """Returns the first characters of `prompt` and `answer` by attempt and sample, of the samples of `where`."""
         shown = f"left(prompt_text, {length}) AS prompt, left(completion_text, {length}) AS answer"
         found = self._files("samples", f"attempt, sample_id, {shown}{columns}", where)
         return {(row["attempt"], row["sample_id"]): row for row in found.to_pylist(maps_as_pydicts="lossy")}
-
-    def _execute(self, sql: str, parameters: Parameters) -> duckdb.DuckDBPyConnection:
-        with self._lock:
-            return self._database.cursor().execute(sql, parameters)
 
     def _read(self, name: str) -> None:
         cursor = self._cursors.get(name)

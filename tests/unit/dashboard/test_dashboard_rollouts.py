@@ -1,14 +1,22 @@
 """Groups, samples, distributions, evals, spans, gauges and logs, against numbers from the rows that were written."""
 
+import json
 import statistics
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from fastapi.testclient import TestClient
 from tests.unit.dashboard.conftest import NUM_STEPS, SAMPLES_PER_GROUP, T0, sample_rows
 
-from telescope.dashboard import curves, rollouts
-from telescope.dashboard.rollouts import _edges, add_tokens
+from telescope.dashboard import curves, rollouts, samples, store
+from telescope.dashboard.app import create_app
+from telescope.dashboard.rollouts import add_tokens
+from telescope.dashboard.samples import _edges
+from telescope.dashboard.store import RunStore
 from telescope.orchestrator.step_stats import distribution
+from telescope.record.recorder import Recorder
 
 RUN = "/api/runs/first"
 ALL = [row for step in range(NUM_STEPS) for row in sample_rows(step)]
@@ -43,6 +51,13 @@ def test_groups_of_superseded_steps_are_hidden(client):
         ("search=make 7 of&status=kept", lambda row: row["step"] == 7 and row["status"] == "kept"),
         ("search=' OR 1=1 --", lambda row: False),
         ("environment=a' OR '1'='1", lambda row: False),
+        ("tag=level%3D1&tag=level%3D2", lambda row: row["tags"]["level"] in "12"),
+        ("tag=level%3D1&tag=none%3Dx", lambda row: False),
+        ("tag=a' OR '1'='1%3Dx", lambda row: False),
+        ("range=completion_tokens%3D20..30", lambda row: 20 <= row["completion_tokens"] <= 30),
+        ("range=correct%3D0.5..&range=step_none%3D..1", lambda row: False),
+        ("range=correct%3D0.5..&tag=level%3D0", lambda row: row["reward"] > 0.5 and row["tags"]["level"] == "0"),
+        ("range=advantage%3D..-0.5", lambda row: row["advantage"] is not None and row["advantage"] <= -0.5),
     ],
 )  # fmt: skip
 def test_filters_and_search_find_what_a_loop_over_the_rows_finds(client, query, passes):
@@ -58,6 +73,9 @@ def test_facets_count_the_search_without_their_own_filter(client):
     assert counts["status"] == {"discarded": SAMPLES_PER_GROUP, "kept": 3 * SAMPLES_PER_GROUP}
     assert counts["environment"] == {"countdown": 8, "wordle": 4}
     assert sum(counts["reward"].values()) == 12
+    assert counts["tag:level"] == {"0": 4, "1": 4, "2": 4, "3": 0}
+    body = client.get(f"{RUN}/samples?tag=level%3D3&step_max=0").json()
+    assert [one["count"] for one in body["facets"]["tag:level"]] == [4, 4, 4, 4] and body["total"] == 4
 
 
 def test_samples_are_sorted_and_paged(client):
@@ -70,9 +88,72 @@ def test_samples_are_sorted_and_paged(client):
     assert client.get(f"{RUN}/samples?sort=prompt_text").status_code == 400
 
 
+def test_samples_are_sorted_by_a_metric_of_the_environment(client):
+    rows = client.get(f"{RUN}/samples?sort=-metric:correct&limit=200").json()["rows"]
+    assert [row["metrics"]["correct"] for row in rows] == sorted((row["reward"] for row in ALL), reverse=True)
+
+
+@pytest.mark.parametrize("piece", [7, 2000])
+def test_an_export_has_the_whole_rows_of_the_selection_in_the_order_of_steps(client, monkeypatch, piece):
+    monkeypatch.setattr(store, "EXPORTED_AT_ONCE", piece)
+    answer = client.get(f"{RUN}/samples.jsonl?search=answer_1&status=kept")
+    rows = [json.loads(line) for line in answer.text.splitlines()]
+    expected = [row for row in ALL if row["sample_index"] == 1 and row["status"] == "kept"]
+    assert [row["sample_id"] for row in rows] == [row["sample_id"] for row in expected]
+    for name in ("prompt_text", "completion_text", "golden", "metrics", "tags", "reward"):
+        assert [row[name] for row in rows] == [row[name] for row in expected]
+    assert answer.headers["x-total-count"] == str(len(expected))
+    assert 'filename="first-samples.jsonl"' in answer.headers["content-disposition"]
+
+
+def test_a_limited_export_has_the_first_of_the_order_and_says_how_many_there_are(client):
+    answer = client.get(f"{RUN}/samples.jsonl?sort=-completion_tokens&limit=5")
+    lengths = sorted(json.loads(line)["completion_tokens"] for line in answer.text.splitlines())
+    assert lengths == sorted(row["completion_tokens"] for row in ALL)[-5:]
+    assert answer.headers["x-total-count"] == str(len(ALL))
+
+
+def test_an_export_of_nothing_is_empty(client):
+    assert client.get(f"{RUN}/samples.jsonl?search=nowhere").text == ""
+
+
+def test_samples_in_flight_are_those_of_a_live_run(tmp_path):
+    row = {"group_id": 3, "environment": "wordle", "start_version": 2, "prompt_tokens": 9}
+    with Recorder(tmp_path / "run") as recorder:
+        client = TestClient(create_app([tmp_path]), base_url="http://localhost")
+        assert client.get("/api/runs/run/in_flight").json() == []
+        recorder.set_in_flight(
+            [{**row, "sample_id": f"3-{i}", "sample_index": i, "started_at": T0 - i} for i in range(2)]
+        )
+        assert recorder.flush()
+        found = client.get("/api/runs/run/in_flight").json()
+    assert [one["sample_id"] for one in found] == ["3-1", "3-0"]
+    assert found[0] == {**row, "attempt": 1, "sample_id": "3-1", "sample_index": 1, "started_at": T0 - 1}
+    assert client.get("/api/runs/run/in_flight").json() == []
+
+
+def test_a_search_keeps_no_other_request_waiting(root, monkeypatch):
+    client = TestClient(create_app([root]), base_url="http://localhost")
+    scanning, done = threading.Event(), threading.Event()
+    scan = RunStore._scan
+
+    def slow(self, *arguments):
+        scanning.set()
+        assert done.wait(30)
+        return scan(self, *arguments)
+
+    monkeypatch.setattr(RunStore, "_scan", slow)
+    with ThreadPoolExecutor(1) as pool:
+        search = pool.submit(client.get, f"{RUN}/samples?search=answer_2")
+        assert scanning.wait(30)
+        assert client.get(f"{RUN}/samples?status=kept").json()["total"] == len(ALL) * 3 // 4
+        done.set()
+        assert search.result().json()["total"] == len(ALL) // 4
+
+
 def test_a_list_over_many_steps_of_a_large_record_reads_no_texts(client, monkeypatch):
-    monkeypatch.setattr(rollouts, "SMALL_BYTES", 0)
-    monkeypatch.setattr(rollouts, "NEAR_STEPS", 1)
+    monkeypatch.setattr(samples, "SMALL_BYTES", 0)
+    monkeypatch.setattr(samples, "NEAR_STEPS", 1)
     assert client.get(f"{RUN}/samples?limit=500").json()["rows"][0]["completion"] == ""
     assert client.get(f"{RUN}/samples?step_min=3&step_max=4").json()["rows"][0]["completion"].startswith("the answer")
 
@@ -162,6 +243,12 @@ def test_an_unknown_distribution_is_refused(client):
     [
         ("samples?reward=many", 400),
         ("samples?reward=1 to many", 400),
+        ("samples?tag=level", 400),
+        ("samples?range=reward", 400),
+        ("samples?range=reward%3D..", 400),
+        ("samples?range=reward%3D0..inf", 400),
+        ("samples.jsonl?sort=prompt_text", 400),
+        ("samples.jsonl?limit=0", 422),
         ("distribution?metric=", 400),
         (f"samples?step_min={2**63}", 422),
         (f"samples?offset={2**63}", 422),

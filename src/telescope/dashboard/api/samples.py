@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
-from fastapi import APIRouter, HTTPException, Query, Request
+from fastapi import APIRouter, Depends, HTTPException, Query, Request
+from fastapi.responses import StreamingResponse
 
 from telescope.dashboard import curves, models, rollouts
+from telescope.dashboard import samples as samples_of
 from telescope.dashboard.api import Integer, OptionalRow, Reply, Row, Store
+
+MOST_EXPORTED = 100_000
+"""Samples of one export. `X-Total-Count` has the number of all that pass the filters."""
+
+FILE_NAME = re.compile(r"[^\w.~-]")
 
 router = APIRouter(prefix="/api/runs/{run}")
 
@@ -19,10 +27,9 @@ def groups(request: Request, store: Store, step: Integer | None = None, since: O
     return Reply(request, rollouts.groups(store, step, since))
 
 
-@router.get("/samples", response_model=models.Samples, summary="Search, filter and sort samples")
-def samples(
-    request: Request,
-    store: Store,
+def _filters(
+    tag: Annotated[list[str], Query(default_factory=list, description="NAME=VALUE")],
+    range_: Annotated[list[str], Query(alias="range", default_factory=list, description="NAME=LOW..HIGH")],
     search: str = "",
     status: str = "",
     environment: str = "",
@@ -32,22 +39,53 @@ def samples(
     eval_name: str = "",
     step_min: Integer | None = None,
     step_max: Integer | None = None,
+) -> samples_of.Filters:
+    facets = {"status": status, "environment": environment, "reward": reward, "age": age}
+    return samples_of.Filters(
+        search=search,
+        facets={**facets, "stop_reason": stop_reason, "eval_name": eval_name},
+        tags=tag,
+        ranges=range_,
+        step_min=step_min,
+        step_max=step_max,
+    )
+
+
+Filters = Annotated[samples_of.Filters, Depends(_filters)]
+
+
+@router.get("/samples", response_model=models.Samples, summary="Search, filter and sort samples")
+def samples(
+    request: Request,
+    store: Store,
+    filters: Filters,
     sort: str = "step",
     offset: Row = 0,
     limit: Annotated[int, Query(ge=0, le=10_000)] = 100,
 ) -> Reply:
-    facets = {"status": status, "environment": environment, "reward": reward, "age": age}
-    found = rollouts.samples(
-        store,
-        facets={**facets, "stop_reason": stop_reason, "eval_name": eval_name},
-        search=search,
-        step_min=step_min,
-        step_max=step_max,
-        sort=sort,
-        offset=offset,
-        limit=limit,
-    )
-    return Reply(request, found)
+    return Reply(request, samples_of.samples(store, filters, sort=sort, offset=offset, limit=limit))
+
+
+@router.get("/samples.jsonl", response_class=StreamingResponse, summary="Whole samples as lines of JSON")
+def export(
+    run: str,
+    store: Store,
+    filters: Filters,
+    sort: str = "step",
+    limit: Annotated[int, Query(ge=1, le=MOST_EXPORTED)] = MOST_EXPORTED,
+) -> StreamingResponse:
+    total, lines = samples_of.export(store, filters, sort=sort, limit=limit)
+    headers = {
+        "Content-Disposition": f'attachment; filename="{FILE_NAME.sub("_", run)}-samples.jsonl"',
+        "X-Total-Count": str(total),
+        "Cache-Control": "no-store",
+    }
+    return StreamingResponse(lines, media_type="application/x-ndjson", headers=headers)
+
+
+@router.get("/in_flight", response_model=list[models.InFlight], summary="Samples that are being generated")
+def in_flight(request: Request, store: Store) -> Reply:
+    return Reply(request, rollouts.in_flight(store))
 
 
 @router.get("/samples/{attempt}/{sample_id:path}", response_model=models.Sample, summary="Everything about a sample")

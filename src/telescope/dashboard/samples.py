@@ -1,0 +1,239 @@
+"""Search, filters and order of samples, and their export: plain data for the API.
+
+Filters, sorting and facets run on the columns that the store keeps in memory; texts are read from the files for the
+rows of an answer only. A query works on its own view of the tables, so a search keeps no other request waiting.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pydantic_core
+
+from telescope.dashboard.store import NO_HITS, Row, RunStore, View
+from telescope.errors import UserError
+from telescope.record.query import sql_text
+
+BEGINNING = 200
+"""Characters of a prompt or an answer in a list."""
+
+NEAR_STEPS = 20
+SMALL_BYTES = 32 * 2**20
+"""Rows of a list come with their texts when they lie within so many steps, or when the record is this small.
+Otherwise a list that is ordered by reward would read every text of the run."""
+
+FACETS = ("status", "environment", "reward", "age", "stop_reason", "eval_name")
+MOST_VALUES = 12
+"""Distinct rewards that a facet lists one by one; more are shown as ranges."""
+NUM_RANGES = 5
+MOST_TAGS = 6
+"""Tags that are facets. Filters work with every tag."""
+
+NUMBERS = (
+    *("reward", "advantage", "prompt_tokens", "completion_tokens", "environment_tokens", "total_tokens"),
+    *("num_turns", "age", "penalty"),
+)
+"""Columns that a range can limit. Any other name is one of a sample metric."""
+
+SORTS = (*NUMBERS, "step", "started_at", "finished_at", "status", "environment", "group_id")
+
+METRIC = "metric:"
+"""In front of a sample metric by which to sort."""
+
+_RANGE = re.compile(r"^(\S+) to (\S+)$")
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Which samples are meant. `tags` are `name=value`, `ranges` are `name=low..high` with an end that may be missing.
+
+    Values of one facet or tag are alternatives; all else must hold together.
+    """
+
+    search: str = ""
+    facets: Mapping[str, str] | None = None
+    tags: Sequence[str] = ()
+    ranges: Sequence[str] = ()
+    step_min: int | None = None
+    step_max: int | None = None
+
+    def conditions(self) -> tuple[list[str], dict[str, str]]:
+        """Returns SQL conditions: those that always hold, and those of each facet. Raises `UserError`."""
+        base = [_within(text) for text in self.ranges]
+        for sign, value in ((">=", self.step_min), ("<=", self.step_max)):
+            if value is not None:
+                base.append(f"step {sign} {int(value)}")
+        facets = self.facets or {}
+        chosen = {name: _condition(name, facets[name].split(",")) for name in FACETS if facets.get(name)}
+        values: dict[str, list[str]] = defaultdict(list)
+        for tag in self.tags:
+            name, equals, value = tag.partition("=")
+            if not equals:
+                raise UserError(f"tag={tag!r} has no value. Write it as NAME=VALUE.")
+            values[name].append(sql_text(value))
+        chosen |= {f"tag:{name}": f"tags[{sql_text(name)}] IN ({', '.join(some)})" for name, some in values.items()}
+        return base, chosen
+
+
+def samples(store: RunStore, filters: Filters, *, sort: str, offset: int, limit: int) -> dict[str, Any]:
+    """Returns one page of the samples that pass all filters, with counts of each facet.
+
+    A facet counts the samples that pass the filters of the others. Raises `UserError` for an unknown order or filter.
+    """
+    order = _order(sort)
+    base, conditions = filters.conditions()
+    visible = store.visible()
+    base.append(visible)
+    tags = [name for name, values in sorted(store.tags().items()) if len(values) > 1][:MOST_TAGS]
+    hits = store.search(filters.search.strip()) if filters.search.strip() else None
+    with store.view(hits=NO_HITS if hits is None else hits) as view:
+        source = "samples" if hits is None else "(FROM samples SEMI JOIN hits USING (attempt, sample_id))"
+        where = " AND ".join([*base, *conditions.values()])
+        ((total,),) = view.fetch(f"SELECT count(*) FROM {source} WHERE {where}")
+        rows = view.rows(
+            f"SELECT * FROM {source} WHERE {where} ORDER BY {order} LIMIT {int(limit)} OFFSET {int(offset)}"
+        )
+        names = {**dict(zip(FACETS, FACETS, strict=True)), **{f"tag:{tag}": f"tags[{sql_text(tag)}]" for tag in tags}}
+        grouped = _grouped(view, {name: names[name] for name in names if name not in conditions}, source, where)
+        for name in conditions.keys() & names.keys():
+            others = " AND ".join([*base, *(text for other, text in conditions.items() if other != name)])
+            grouped |= _grouped(view, {name: names[name]}, source, others)
+    every = {name: store.distinct(name, visible) for name in FACETS} | {f"tag:{tag}": store.tags()[tag] for tag in tags}
+    counts = {name: _facet(name, values, grouped[name]) for name, values in every.items()}
+    texts = beginnings(store, rows) if _few_texts(store, rows) else {}
+    for row in rows:
+        row["metrics"], row["tags"] = row["metrics"] or {}, row["tags"] or {}
+        text = texts.get((row["attempt"], row["sample_id"]), {})
+        row["prompt"], row["completion"] = text.get("prompt") or "", text.get("answer") or ""
+    return {"total": total, "rows": rows, "facets": counts}
+
+
+def export(store: RunStore, filters: Filters, *, sort: str, limit: int) -> tuple[int, Iterator[bytes]]:
+    """Returns the number of samples that pass all filters, and the first `limit` of them as lines of JSON.
+
+    Lines have all columns and are in the order of the record.
+    """
+    order = _order(sort)
+    base, conditions = filters.conditions()
+    where = " AND ".join([*base, store.visible(), *conditions.values()])
+    store.refresh("samples")
+    hits = store.search(filters.search.strip()) if filters.search.strip() else None
+    with store.view(hits=NO_HITS if hits is None else hits) as view:
+        source = "samples" if hits is None else "(FROM samples SEMI JOIN hits USING (attempt, sample_id))"
+        ((total,),) = view.fetch(f"SELECT count(*) FROM {source} WHERE {where}")
+        chosen = view.columns(
+            f"SELECT attempt, sample_id, step FROM {source} WHERE {where} ORDER BY {order} LIMIT {int(limit)}"
+        )
+    return total, (pydantic_core.to_json(row, inf_nan_mode="null") + b"\n" for row in store.whole_samples(chosen))
+
+
+def beginnings(store: RunStore, members: Sequence[Row]) -> dict[tuple[int, str], Row]:
+    """Returns the beginnings of the texts of some rows of `samples`, see `RunStore.beginnings`."""
+    steps = [row["step"] for row in members if row["step"] is not None]
+    if not steps:
+        return {}
+    ids = ", ".join(str(group) for group in {row["group_id"] for row in members})
+    return store.beginnings(f"step BETWEEN {min(steps)} AND {max(steps)} AND group_id IN ({ids})", BEGINNING)
+
+
+def _few_texts(store: RunStore, rows: Sequence[Row]) -> bool:
+    """Returns whether the beginnings of these rows are quick to read: in a small record, or all within a few steps."""
+    steps = [row["step"] for row in rows if row["step"] is not None]
+    if not steps or max(steps) - min(steps) <= NEAR_STEPS:
+        return True
+    return sum(file.num_bytes for file in store.run.table_files("samples")) <= SMALL_BYTES
+
+
+def _order(sort: str) -> str:
+    """Returns an SQL order. Raises `UserError` for an unknown one."""
+    name = sort.removeprefix("-")
+    if name.startswith(METRIC):
+        column = f"metrics[{sql_text(name.removeprefix(METRIC))}]"
+    elif name in SORTS:
+        column = name
+    else:
+        raise UserError(
+            f"sort={sort!r} is not possible. Use {', '.join(SORTS)}, or {METRIC}NAME for a sample metric, with - in "
+            "front for descending."
+        )
+    return f"{column} {'DESC' if sort.startswith('-') else 'ASC'} NULLS LAST, attempt, group_id, sample_index"
+
+
+def _within(text: str) -> str:
+    """Returns an SQL condition for a range `name=low..high`. Raises `UserError`."""
+    name, equals, ends = text.rpartition("=")
+    low, dots, high = ends.partition("..")
+    if not equals or not dots or not (low or high):
+        raise UserError(f"range={text!r} is not a range. Write it as NAME=LOW..HIGH, with one end at least.")
+    column = name if name in NUMBERS else f"metrics[{sql_text(name)}]"
+    parts = ((">=", low), ("<=", high))
+    # A value that is no number is larger than all others.
+    return " AND ".join([f"NOT isnan({column})", *(f"{column} {sign} {_number(end)!r}" for sign, end in parts if end)])
+
+
+def _condition(name: str, values: Sequence[str]) -> str:
+    """Returns an SQL condition for the chosen values of a facet."""
+    if name not in ("reward", "age"):
+        return f"{name} IN ({', '.join(sql_text(value) for value in values)})"
+    each = []
+    for value in values:
+        bounds = _RANGE.match(value)
+        low, high = (_number(bounds[1]), _number(bounds[2])) if bounds else (_number(value), _number(value))
+        each.append(f"({name} >= {low!r} AND {name} <= {high!r})")
+    return f"({' OR '.join(each)})"
+
+
+def _grouped(view: View, names: Mapping[str, str], source: str, where: str) -> dict[str, dict[Any, int]]:
+    """Returns how many samples have each value of each expression, in one pass over them."""
+    counted: dict[str, dict[Any, int]] = {name: {} for name in names}
+    if names:
+        columns = ", ".join(f"{expression} AS c{place}" for place, expression in enumerate(names.values()))
+        cells = [f"c{place}" for place in range(len(names))]
+        sets = ", ".join(f"({cell})" for cell in cells)
+        shown = ", ".join(f"grouping({cell}), {cell}" for cell in cells)
+        inner = f"SELECT {columns} FROM {source} WHERE {where}"
+        for number, *found in view.fetch(f"SELECT count(*), {shown} FROM ({inner}) GROUP BY GROUPING SETS ({sets})"):
+            place = next(place for place in range(len(names)) if found[2 * place] == 0)
+            counted[list(names)[place]][found[2 * place + 1]] = number
+    return counted
+
+
+def _facet(name: str, every: Sequence[Any], counted: Mapping[Any, int]) -> list[dict[str, Any]]:
+    """Returns each value with its count. Values without any stay, with 0; many rewards become ranges."""
+    if name == "reward" and len(every) > MOST_VALUES:
+        ranges = []
+        for low, high in pairwise(_edges(every[0], every[-1])):
+            inside = sum(count for value, count in counted.items() if value is not None and low <= value <= high)
+            ranges.append({"value": f"{low:g} to {high:g}", "count": inside})
+        return ranges
+    return [{"value": _shown(value), "count": counted.get(value, 0)} for value in every]
+
+
+def _edges(low: float, high: float) -> list[float]:
+    """Returns round edges of ranges that cover [low, high]."""
+    width = (high - low) / NUM_RANGES
+    unit = 10.0 ** math.floor(math.log10(width))
+    width = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= width)
+    first = math.floor(low / width)
+    return [width * number for number in range(first, math.ceil(high / width) + 1)]
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _number(text: str) -> float:
+    """Reads a number of a filter. Raises `UserError` for anything else."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise UserError(f"{text!r} is not a number. Use a value or a range that a facet lists, such as `0 to 0.5`.")
+    return number
