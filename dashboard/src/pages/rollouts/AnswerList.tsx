@@ -1,10 +1,11 @@
 import { useVirtualizer } from "@tanstack/react-virtual";
 import { useEffect, useRef, useState } from "react";
-import { get } from "../../api";
+import { get, type Query } from "../../api";
 import { number } from "../../format";
 import { promptLine } from "./conversation";
 import { Plain } from "./SafeText";
 import { fate, level, type RewardScale } from "./squares";
+import type { Value } from "../../types";
 import type { SamplePage, SampleRow } from "./types";
 
 const ROW = 20;
@@ -22,9 +23,24 @@ export const SORTS: [value: string, title: string][] = [
   ["-age", "oldest weights"],
 ];
 
+const METRIC = "metric:";
+
+/** Orders by a metric of the environment. */
+export const metricSorts = (name: string): [value: string, title: string][] => [
+  [`-${METRIC}${name}`, `highest ${name}`],
+  [`${METRIC}${name}`, `lowest ${name}`],
+];
+
+/** Returns the number that a list in this order shows beside the reward. */
+function besideReward(row: SampleRow, sort: string): Value {
+  const column = sort.replace(/^-/, "");
+  if (column.startsWith(METRIC)) return row.metrics[column.slice(METRIC.length)] ?? null;
+  return column === "advantage" || column === "age" ? row[column] : row.completion_tokens;
+}
+
 interface AnswerListProps {
   path: string;
-  query: Record<string, string | number | null>;
+  query: Query;
   version: string;
   first: SamplePage | undefined;
   sort: string;
@@ -67,7 +83,6 @@ export function AnswerList({ path, query, version, first, sort, sample, scaleOf,
     const at = items.find((item) => rowAt(item.index)?.sample_id === sample)?.index;
     if (at !== undefined) rows.scrollToIndex(at, { align: "auto" });
   }, [sample]);
-  const column = sort.replace(/^-/, "");
   return (
     <div className="gl" ref={box} role="listbox" aria-label="Answers of all steps" tabIndex={0}>
       <div style={{ height: rows.getTotalSize(), position: "relative" }}>
@@ -76,7 +91,6 @@ export function AnswerList({ path, query, version, first, sort, sample, scaleOf,
           const style = { transform: `translateY(${start}px)` };
           if (!row) return <div key={index} className="ar f" style={style}>…</div>;
           const filled = level(row.reward, scaleOf(row.environment));
-          const extra = column === "completion_tokens" || column === "advantage" || column === "age" ? row[column] : row.completion_tokens;
           return (
             <div
               key={`${row.attempt}/${row.sample_id}`}
@@ -90,7 +104,7 @@ export function AnswerList({ path, query, version, first, sort, sample, scaleOf,
               <span className="f r">{number(row.step)}</span>
               <span className="sq"><i className={filled === null ? "none" : `l${filled}`} /></span>
               <span className="cut"><Plain text={row.prompt ? promptLine(row.prompt) : row.sample_id} /> <span className="f"><Plain text={row.completion ?? ""} /></span></span>
-              <span className="r">{number(extra)}</span>
+              <span className="r">{number(besideReward(row, sort))}</span>
               <span className="r">{number(row.reward, 2)}</span>
               <span className="s cut">{row.eval_name ?? fate({ ...row, reward_mean: row.reward }, scaleOf(row.environment))}</span>
             </div>

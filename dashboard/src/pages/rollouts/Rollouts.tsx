@@ -12,10 +12,12 @@ import { useRunId, useRunInfo, useStatus } from "../../state/run";
 import { column, useSteps } from "../../state/steps";
 import { setParams, usePlace, useRange, useSearchText } from "../../state/url";
 import type { Value } from "../../types";
-import { AnswerList, PAGE_ROWS, SORTS } from "./AnswerList";
+import { AnswerList, metricSorts, PAGE_ROWS, SORTS } from "./AnswerList";
 import { ConversationPane, type Shown } from "./ConversationPane";
-import { chosenFacets, Facets } from "./Facets";
+import { Export, Facets, Ranges } from "./Facets";
+import { noFilters, queryOf } from "./filters";
 import { GroupList, Squares } from "./GroupList";
+import { InFlight } from "./InFlight";
 import { Numbers } from "./Numbers";
 import { chosen, moveAnswer, moveGroup } from "./select";
 import { rewardScale, type RewardScale } from "./squares";
@@ -54,18 +56,24 @@ export function Rollouts() {
 
   const groupsVersion = useVersion(run, "groups");
   const groups = useResource<Group[]>(step === null ? null : runPath(run, "groups"), { step }, step === newest ? groupsVersion : "");
-  const list = params.list === "answers" ? "answers" : "groups";
+  const list = params.list === "answers" ? "answers" : params.list === "flight" && live ? "flight" : "groups";
 
   const [draft, setDraft] = useSearchText((search) => ({ search, list: search ? "answers" : null }));
 
   const sort = params.sort ?? "step";
-  const query = { ...chosenFacets(params), search: params.search ?? "", sort, step_min: range?.from ?? null, step_max: range?.to ?? null };
+  const query = queryOf(params, range);
   const samplesPath = runPath(run, "samples");
   const samplesVersion = useVersion(run, "samples");
   const page = useResource<SamplePage>(samplesPath, { ...query, offset: 0, limit: PAGE_ROWS }, samplesVersion);
   // The counts of the last answer stay while the next one is read, so that the row of facets keeps its place.
   const counts = useRef<SamplePage>(undefined);
   if (page.data) counts.current = page.data;
+
+  const seenMetrics = useRef<string[]>([]);
+  const metrics = useMemo(() => {
+    const names = (page.data?.rows ?? []).flatMap((row) => Object.keys(row.metrics));
+    return (seenMetrics.current = [...new Set([...seenMetrics.current, ...names])].sort());
+  }, [page.data]);
 
   const environments = useMemo(() => new Map((info?.environments ?? []).map((one) => [one.name, one])), [info]);
   const rows = useRef<SampleRow[]>([]);
@@ -124,6 +132,7 @@ export function Rollouts() {
   if (steps && steps.step.length === 0 && page.data?.total === 0) {
     return <Quiet title="No answer yet." text="The first group appears here when its answers are scored. The page updates by itself." />;
   }
+  const groupSize = info?.config.group_size;
   const group = all.find((one) => one.samples.some((answer) => answer.id === selected)) ?? null;
   const scale = scaleOf(shownDetail?.environment ?? "");
   const keptGroups = all.filter((one) => one.status === "kept").length;
@@ -137,7 +146,10 @@ export function Rollouts() {
           <input className="field" type="search" placeholder="Search all answers and prompts" aria-label="Search all answers and prompts" value={draft} onChange={(event) => setDraft(event.target.value)} />
         </div>
         <Facets counts={counts.current?.facets ?? {}} total={counts.current?.total ?? 0} />
-        <span className="total d">{page.error ? <span className="w">{page.error.message}</span> : `${count(counts.current?.total)} answers`}</span>
+        <Ranges metrics={metrics} />
+        <span className="total d">
+          {page.error ? <span className="w">{page.error.message}</span> : `${count(counts.current?.total)} answers`} <Export path={samplesPath} total={counts.current?.total ?? 0} />
+        </span>
       </section>
       <section className="p1" aria-label="Steps and groups">
         {steps && steps.step.length > 0 && (
@@ -150,21 +162,26 @@ export function Rollouts() {
             <span className="cut">
               <b>Step {number(step)}</b> <span className="d">{count(all.length)} groups, {[`${count(keptGroups)} kept`, ...others].join(", ")}</span>
             </span>
+          ) : list === "flight" ? (
+            <b>In flight</b>
           ) : (
             <span>
               <b>All steps</b>{" "}
               <select className="sort" aria-label="Order" value={sort} onChange={(event) => setParams({ sort: event.target.value === "step" ? null : event.target.value })}>
-                {SORTS.map(([value, title]) => <option key={value} value={value}>{title}</option>)}
+                {[...SORTS, ...metrics.flatMap(metricSorts)].map(([value, title]) => <option key={value} value={value}>{title}</option>)}
               </select>
             </span>
           )}
           {list === "groups" && fresh > 0 && <button className="link d nb" onClick={() => setParams({ step: String(newest), sample: null })}>{fresh} newer</button>}
           <span className="seg small" role="group" aria-label="List">
-            <button aria-pressed={list === "groups"} onClick={() => setParams({ list: null, search: null, ...Object.fromEntries(Object.keys(chosenFacets(params)).map((name) => [name, null])) })}>step</button>
+            <button aria-pressed={list === "groups"} onClick={() => setParams({ list: null, ...noFilters() })}>step</button>
             <button aria-pressed={list === "answers"} onClick={() => setParams({ list: "answers" })}>all</button>
+            {live && <button aria-pressed={list === "flight"} onClick={() => setParams({ list: "flight" })}>in flight</button>}
           </span>
         </div>
-        {list === "groups" ? (
+        {list === "flight" ? (
+          <InFlight run={run} version={newest === null ? null : newest + 1} size={typeof groupSize === "number" ? groupSize : null} />
+        ) : list === "groups" ? (
           <GroupList groups={all} scaleOf={scaleOf} group={inGroups?.group ?? null} sample={selected} onSelect={(id) => select(id)} />
         ) : (
           <AnswerList path={samplesPath} query={query} version={samplesVersion} first={page.data} sort={sort} sample={selected} scaleOf={scaleOf} onSelect={selectRow} onRows={(known) => (rows.current = known)} />

@@ -1,4 +1,5 @@
 import { expect, test } from "vitest";
+import { flightGroups } from "./flight";
 import { chosen, moveAnswer, moveGroup } from "./select";
 import { fate, gini, level, median, rewardScale } from "./squares";
 import type { Group } from "./types";
@@ -42,4 +43,14 @@ test("a discarded group says why in words", () => {
   expect(fate({ status: "discarded", reason: "zero_advantage", reward_mean: 1 }, scale)).toBe("all right");
   expect(fate({ status: "discarded", reason: "max_async", reward_mean: 1 }, scale)).toBe("too old");
   expect(fate({ status: "cancelled", reason: "run_ended", reward_mean: null }, scale)).toBe("run ended");
+});
+
+test("samples in flight stand with their group, the longest first", () => {
+  const row = (group: number, index: number, started: number) => ({
+    attempt: 1, sample_id: `${group}-${index}`, group_id: group, sample_index: index, environment: "e", start_version: 3, prompt_tokens: 9, started_at: started,
+  });
+  expect(flightGroups([row(7, 0, 10), row(8, 1, 11), row(7, 2, 12)])).toEqual([
+    { attempt: 1, id: 7, environment: "e", running: [0, 2], startedAt: 10, version: 3 },
+    { attempt: 1, id: 8, environment: "e", running: [1], startedAt: 11, version: 3 },
+  ]);
 });
