@@ -51,9 +51,7 @@ def _in_flight(run: Run) -> tuple[float | None, int]:
 
 def _waiting(run: Run) -> int | None:
     """Returns the requests that wait in the engines, by their newest gauges. None if they are not recorded."""
-    segments = run.segments("gauges")
-    end = segments[-1].end if segments else 0
-    rows, _ = run.rows_since("gauges", max(0, end - NEWEST_GAUGES), ["name", "server", "value"])
+    rows, _ = run.rows_since("gauges", max(0, run.num_rows("gauges") - NEWEST_GAUGES), ["name", "server", "value"])
     rows = rows.filter(pc.equal(rows["name"], WAITING))
     newest = dict(zip(rows["server"].to_pylist(), rows["value"].to_pylist(), strict=True))
     return int(sum(newest.values())) if newest else None

@@ -66,9 +66,9 @@ class Filters:
     def conditions(self) -> tuple[list[str], dict[str, str]]:
         """Returns SQL conditions: those that always hold, and those of each facet. Raises `UserError`."""
         base = [_within(text) for text in self.ranges]
-        for sign, value in ((">=", self.step_min), ("<=", self.step_max)):
-            if value is not None:
-                base.append(f"step {sign} {int(value)}")
+        for sign, end in ((">=", self.step_min), ("<=", self.step_max)):
+            if end is not None:
+                base.append(f"step {sign} {int(end)}")
         facets = self.facets or {}
         chosen = {name: _condition(name, facets[name].split(",")) for name in FACETS if facets.get(name)}
         values: dict[str, list[str]] = defaultdict(list)
