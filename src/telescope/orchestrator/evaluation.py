@@ -197,7 +197,8 @@ class Evaluation:
                 self.status.generated(sample.num_completion_tokens)
                 self.status.progressed()
             used.add(sample.server_index)
-            for table, row in record_rows.rows_of_eval_sample(plan, version, item, sample):
+            tokens = self.config.record_tokens == "all"
+            for table, row in record_rows.rows_of_eval_sample(plan, version, item, sample, tokens=tokens):
                 self.recorder.write(table, row)
             if sample.version_range not in ((version, version), (-1, -1)):
                 raise InfrastructureError(f"tokens of versions {sample.version_range} in an eval of version {version}")

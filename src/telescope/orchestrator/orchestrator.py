@@ -154,7 +154,9 @@ class Orchestrator:
         self._staleness = Staleness(config.max_off_policy_steps)
         self._max_returns = max_requeues
         self._openings = itertools.count(start.num_openings)
-        self._step_recorder = StepRecorder(services.recorder, services.step_log, status)
+        self._step_recorder = StepRecorder(
+            services.recorder, services.step_log, status, all_tokens=config.record_tokens == "all"
+        )
         self._streak = DiscardStreak(DISCARD_LIMIT_BATCHES * config.prompts_batch_size_for_trainer)
         self._stop_requested = False
         self._supervisor: Supervisor | None = None

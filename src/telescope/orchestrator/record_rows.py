@@ -133,7 +133,7 @@ def in_flight_rows(groups: Iterable[Group]) -> list[dict[str, Any]]:
 
 
 def turn_rows(sample: Trajectory) -> list[dict[str, Any]]:
-    """Returns the rows of `turns`: messages of model and environment in order, with logprob and version per token."""
+    """Returns the rows of `turns`: messages of model and environment in order."""
     rows: list[dict[str, Any]] = []
     for index, turn in enumerate(sample.turns):
         asked_at = sample.turns[index - 1].ended_at if index else turn.started_at
@@ -147,9 +147,6 @@ def turn_rows(sample: Trajectory) -> list[dict[str, Any]]:
                     "role": role,
                     "text": text,
                     "num_tokens": len(added),
-                    "token_ids": added,
-                    "logprobs": None,
-                    "versions": None,
                     "started_at": asked_at,
                     "ended_at": turn.started_at,
                     "restarts": turn.restarts,
@@ -163,9 +160,6 @@ def turn_rows(sample: Trajectory) -> list[dict[str, Any]]:
                 "role": "assistant",
                 "text": turn.text,
                 "num_tokens": len(turn.generation.token_ids_N),
-                "token_ids": turn.generation.token_ids_N,
-                "logprobs": turn.generation.logprobs_N,
-                "versions": turn.generation.version_N,
                 "started_at": turn.started_at,
                 "ended_at": turn.ended_at,
                 "restarts": None,
@@ -254,9 +248,12 @@ def eval_row(
 
 
 def rows_of_eval_sample(
-    plan: PlannedEval, version: int, item: EvalItem, sample: Trajectory
+    plan: PlannedEval, version: int, item: EvalItem, sample: Trajectory, *, tokens: bool = False
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Returns the rows of a finished sample of an eval, each with its table. The sample follows its details."""
+    """Returns the rows of a finished sample of an eval, each with its table. The sample follows its details.
+
+    `tokens`: also those of `untrained_tokens_rows`.
+    """
     step = version - 1
     link = {
         "eval_id": plan.id_at(version),
@@ -267,23 +264,35 @@ def rows_of_eval_sample(
         "sample_uid": item.prompt.sample_uid,
     }
     row = sample_row(sample, item.prompt.text, status="eval", reason=None, step=step, eval_name=plan.name)
-    return [*detail_rows(sample), ("samples", row), ("eval_samples", link)]
+    numbers = [("tokens", row) for row in untrained_tokens_rows(sample, step)] if tokens else []
+    return [*detail_rows(sample), *numbers, ("samples", row), ("eval_samples", link)]
 
 
-def tokens_row(tokens: SampleTokens, step: int) -> dict[str, Any]:
+def tokens_row(tokens: SampleTokens, step: int | None) -> dict[str, Any]:
     """Returns one row of `tokens`."""
-    sample_id, _, part = tokens.sample_id.partition("/")  # see `Trajectory.to_train_samples`
+    sample_id, _, part = tokens.sample_id.partition("/")  # see `Trajectory.sequences`
     return {
         "sample_id": sample_id,
         "part": int(part or 0),
         "step": step,
         "token_ids": tokens.token_ids_L.astype(np.int32),
-        "trained": tokens.trained_L.tolist(),
+        "trained": tokens.trained_L,
         "engine_logprobs": tokens.engine_logprob_L.astype(np.float32),
         "trainer_logprobs": tokens.trainer_logprob_L,
         "entropies": tokens.entropy_L,
         "versions": tokens.version_L,
     }
+
+
+def untrained_tokens_rows(sample: Trajectory, step: int | None) -> list[dict[str, Any]]:
+    """Returns the rows of `tokens` of a sample that no step trains, without numbers of the trainer."""
+    rows = []
+    for part in sample.sequences() if sample.turns else ():
+        nan_L = np.full(part.length, np.nan, dtype=np.float32)
+        mask_L = np.zeros(part.length, dtype=bool)
+        arrays = part.token_ids_L, mask_L, part.engine_logprob_L, part.version_L, nan_L, nan_L
+        rows.append(tokens_row(SampleTokens(part.sample_id, *arrays), step))
+    return rows
 
 
 def trainer_span_row(span: Span, step: int | None) -> dict[str, Any]:

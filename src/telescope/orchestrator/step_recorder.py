@@ -54,10 +54,16 @@ class TrainedStep:
 
 
 class StepRecorder:
-    """Writes to the record, the step log and the run status."""
+    """Writes to the record, the step log and the run status.
 
-    def __init__(self, recorder: Recorder, step_log: StepLogPort, status: RunStatus) -> None:
+    `all_tokens`: also of the tokens of samples that are not trained (`record_tokens`).
+    """
+
+    def __init__(
+        self, recorder: Recorder, step_log: StepLogPort, status: RunStatus, *, all_tokens: bool = False
+    ) -> None:
         self._recorder = recorder
+        self._all_tokens = all_tokens
         self._step_log = step_log
         self._status = status
         self._discards = DiscardCounts()
@@ -225,7 +231,11 @@ class StepRecorder:
         if not sample.turns:
             row["prompt_tokens"] = row["total_tokens"] = len(group.prompt.token_ids)
         write("samples", row)
+        status = row["status"]
         for table, row in record_rows.detail_rows(sample):
             write(table, row)
+        if self._all_tokens and status != "kept":
+            for row in record_rows.untrained_tokens_rows(sample, outcome["step"]):
+                write("tokens", row)
         for row in record_rows.request_span_rows(sample):
             write("spans", row)

@@ -5,7 +5,8 @@ latter, below a marker line: `python -m telescope.record.tables docs/record.md`)
 rows first when memory runs out. Does not own how rows are written (`recorder`, `table_writer`) or read (`reader`).
 
 Invariants: a column never changes its type or meaning. A new column is added at the end of its table, and earlier rows
-read as null. All times are Unix seconds (UTC, float64), so that a difference is a duration.
+read as null. SQL also reads columns that only earlier versions wrote. All times are Unix seconds (UTC, float64), so
+that a difference is a duration.
 """
 
 from __future__ import annotations
@@ -370,19 +371,10 @@ TURNS = Table(
         Column("turn", INTEGER, "Place in the conversation, from 0."),
         Column("role", TEXT, "`system`, `user`, `assistant`, `tool` or `environment`."),
         Column("text", TEXT, "The text, decoded."),
-        Column("num_tokens", INTEGER, "Its length in tokens."),
-        Column(
-            "token_ids",
-            INT32_LIST,
-            "Token ids; null unless kept for this sample. Ids of a reply with several messages are in its first row.",
-        ),
-        Column("logprobs", FLOAT32_LIST, "The engine's logprob of each sampled token; null unless kept."),
-        Column("versions", INT32_LIST, "Policy version of each sampled token; null unless kept."),
+        Column("num_tokens", INTEGER, "Its length in tokens. Of a reply with several messages, the first has all."),
         Column("started_at", TIME, "When its request was sent, or the environment was called."),
         Column("ended_at", TIME, "When the answer arrived."),
-        Column(
-            "restarts", BOOLEAN, "For a reply: the next prompt was rendered again, and the ids are the whole prompt."
-        ),
+        Column("restarts", BOOLEAN, "For a reply: the next prompt was rendered again, and `num_tokens` is its length."),
         Column("divergence", TEXT, "For a reply: how its join differs from the chat template; null if it does not."),
     ),
     key=("attempt", "sample_id", "turn"),
@@ -427,14 +419,12 @@ INFO = Table(
 
 TOKENS = Table(
     "tokens",
-    "One row per training sequence that `record_tokens` chooses: one number per token in each list.",
+    "One row per sequence of a sample that `record_tokens` chooses: one number per token in each list.",
     (
         ATTEMPT,
         Column("sample_id", TEXT, "Its sample."),
-        Column(
-            "part", INTEGER, "Place among the training sequences of the sample, from 0. Turns that restart begin one."
-        ),
-        Column("step", INTEGER, "Step that trained it."),
+        Column("part", INTEGER, "Place among the sequences of the sample, from 0. Turns that restart begin one."),
+        Column("step", INTEGER, "Step of the sample."),
         Column("token_ids", INT32_LIST, "Token ids of prompt, answers and what the environment added."),
         Column("trained", BOOLEAN_LIST, "Whether the token has a loss: the mask."),
         Column("engine_logprobs", FLOAT32_LIST, "The engine's logprob; 0 where the model did not sample the token."),

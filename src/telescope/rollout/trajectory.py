@@ -10,6 +10,7 @@ The turns before it become a separate training sample, with the same reward.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -157,14 +158,21 @@ class Trajectory:
         return "\n".join(turn.text for turn in self.turns)
 
     def to_train_samples(self) -> list[TrainSample]:
-        """Converts it to training samples: one, or one per segment between restarts, in order.
+        """Converts a scored sample to training samples, see `sequences`."""
+        samples = self.sequences()
+        for sample in samples:
+            sample.reward = self.total_reward
+        return samples
 
-        Each has token ids with a trained flag, the engine's logprob and the policy version per token.
+    def sequences(self) -> list[TrainSample]:
+        """Returns its token sequences: one, or one per segment between restarts, in order. It needs a turn.
+
+        Each has token ids with a trained flag, the engine's logprob and the policy version per token; no reward.
         """
         segments = self._segments()
         if len(segments) == 1:
-            return [self._train_sample(self.sample_id, segments[0])]
-        return [self._train_sample(f"{self.sample_id}/{part}", turns) for part, turns in enumerate(segments)]
+            return [self._sequence(self.sample_id, segments[0])]
+        return [self._sequence(f"{self.sample_id}/{part}", turns) for part, turns in enumerate(segments)]
 
     def _segments(self) -> list[list[Turn]]:
         """Splits the turns where one restarts. Returns at least one segment, which may be empty."""
@@ -175,7 +183,7 @@ class Trajectory:
             segments[-1].append(turn)
         return segments
 
-    def _train_sample(self, sample_id: str, turns: list[Turn]) -> TrainSample:
+    def _sequence(self, sample_id: str, turns: list[Turn]) -> TrainSample:
         ids, trained, logprobs, versions = [], [], [], []
         for turn in turns:
             num_added = len(turn.added_token_ids)
@@ -192,5 +200,5 @@ class Trajectory:
             trained_L=np.concatenate(trained),
             engine_logprob_L=np.concatenate(logprobs),
             version_L=np.concatenate(versions),
-            reward=self.total_reward,
+            reward=math.nan,
         )

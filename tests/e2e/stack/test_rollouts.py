@@ -37,21 +37,23 @@ async def test_reward_rises_over_several_turns(stack: Stack) -> None:
 
 
 async def test_the_tokens_of_several_turns_are_those_of_the_template(stack: Stack) -> None:
-    run = await stack.run(environment="puzzle_series", number_of_steps=3)
+    run = await stack.run(environment="puzzle_series", number_of_steps=3, record_tokens="all")
     tokenizer = AutoTokenizer.from_pretrained(stack.parts.config.model)
     turns = turns_of(run)
+    tokens = {row["sample_id"]: row for row in run.record.table("tokens").to_pylist()}
     kept = [sample for sample in run.samples(status="kept") if sample["num_turns"] == 2]
     assert kept
     for sample in kept:
         first, reply, second_answer = turns[sample["sample_id"]]
         assert [row["role"] for row in (first, reply, second_answer)] == ["assistant", "user", "assistant"]
+        ids, versions = tokens[sample["sample_id"]]["token_ids"], tokens[sample["sample_id"]]["versions"]
         prompt = tokenizer(sample["prompt_text"], add_special_tokens=False)["input_ids"]
-        joined = [*prompt, *first["token_ids"], *reply["token_ids"]]
-        written = tokenizer.decode(joined)
+        assert ids[: len(prompt)] == prompt
+        written = tokenizer.decode(ids[: len(prompt) + first["num_tokens"] + reply["num_tokens"]])
         closed = first["text"] + "<|im_end|>\n"  # sampled, or added where the answer was cut off
         assert written == f"{sample['prompt_text']}{closed}<|im_start|>user\n{reply['text']}<|im_end|>\n" + PROMPTED
         assert sample["divergences"] == []
-        assert len(second_answer["token_ids"]) == len(second_answer["versions"])
+        assert sum(version >= 0 for version in versions) == first["num_tokens"] + second_answer["num_tokens"]
     (described,) = run.record.table("environments").to_pylist()
     assert (described["name"], described["is_multi_turn"], described["not_extendable"]) == ("puzzle_series", True, None)
 

@@ -32,10 +32,14 @@ async def test_reward_and_held_out_accuracy_rise(stack: Stack, long_run: LongRun
 
 
 async def test_asynchronous_mode_records_the_version_of_each_token(stack: Stack) -> None:
-    run = await stack.run(number_of_steps=5, max_async_rollout=2)
-    turns = run.record.table("turns").to_pylist()
-    assert all(len(turn["versions"]) == len(turn["token_ids"]) == len(turn["logprobs"]) for turn in turns)
-    seen = {version for turn in turns for version in turn["versions"]}
+    run = await stack.run(number_of_steps=5, max_async_rollout=2, record_tokens="all")
+    rows = run.record.table("tokens").to_pylist()
+    lists = ("token_ids", "engine_logprobs", "trainer_logprobs", "entropies", "versions", "trained")
+    assert all(len({len(row[name]) for name in lists}) == 1 for row in rows)
+    assert {row["sample_id"] for row in rows} == {
+        sample["sample_id"] for sample in run.samples() if sample["num_turns"]
+    }
+    seen = {version for row in rows for version in row["versions"]} - {-1}
     assert min(seen) == 0
     assert max(seen) > 0
     assert all(0 <= sample["age"] <= 3 for sample in run.samples(status="kept"))

@@ -6,12 +6,14 @@ import asyncio
 import os
 import signal
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.integration.orchestrator.harness import Ground, Harness, harness
+from transformers import AutoTokenizer
 
 from telescope.record.reader import Run
 from telescope.testing.fake_engine import FakeEngineSettings
@@ -45,6 +47,7 @@ async def test_the_trained_tokens_are_those_of_the_conversation(ground: Ground, 
     async with harness(ground, tmp_path, **ROUNDS) as run:
         await run.run()
         batches = trained(run)
+    tokenizer = AutoTokenizer.from_pretrained(ground.tokenizer)
     turns = turns_of(tmp_path)
     kept = [row for row in Run(tmp_path).table("samples").to_pylist() if row["status"] == "kept"]
     assert set(batches) == {row["sample_id"] for row in kept}
@@ -53,8 +56,13 @@ async def test_the_trained_tokens_are_those_of_the_conversation(ground: Ground, 
         assert [turn["role"] for turn in said] == ["assistant", "user", "assistant", "user", "assistant"]
         assert [turn["text"] for turn in said if turn["role"] == "user"] == ["round 1", "round 2"]
         ids, sampled = batches[row["sample_id"]]
-        assert ids[row["prompt_tokens"] :] == [token for turn in said for token in turn["token_ids"]]
-        assert sampled == [token for turn in said if turn["role"] == "assistant" for token in turn["token_ids"]]
+        ends = np.cumsum([row["prompt_tokens"], *(turn["num_tokens"] for turn in said)])
+        parts = [ids[begin:end] for begin, end in pairwise(ends)]
+        assert ends[-1] == len(ids)
+        assert sampled == [
+            token for turn, part in zip(said, parts, strict=True) if turn["role"] == "assistant" for token in part
+        ]
+        assert [tokenizer.decode(part) for part in parts[::2]] == [turn["text"] for turn in said[::2]]
         assert row["completion_tokens"] == len(sampled)
         assert row["environment_tokens"] == len(ids) - len(sampled) - row["prompt_tokens"]
 
@@ -111,7 +119,7 @@ async def test_an_environment_process_that_is_killed_costs_no_sample(ground: Gro
 async def test_evals_of_conversations_run_beside_training_at_one_version_each(ground: Ground, tmp_path: Path) -> None:
     evals = [{"name": "rounds", "eval_every": 1, "kwargs": {"max_turns": 6}}]  # longer than a training step
     servers = {"inference_num_workers": 2, "eval_num_servers": 1, "number_of_steps": 10}
-    async with harness(ground, tmp_path, engine=SLOW, evals=evals, **servers, **ROUNDS) as run:
+    async with harness(ground, tmp_path, engine=SLOW, evals=evals, record_tokens="all", **servers, **ROUNDS) as run:
         await run.run()
     record = Run(tmp_path)
     assert record.table("steps").num_rows == 10
@@ -120,12 +128,14 @@ async def test_evals_of_conversations_run_beside_training_at_one_version_each(gr
     assert finished and any(row["status"] == "skipped" for row in rows)
     links = record.table("eval_samples").to_pylist()
     samples = {row["sample_id"]: row for row in record.table("samples").to_pylist()}
+    tokens = {row["sample_id"]: row for row in record.table("tokens").to_pylist()}
     turns = turns_of(tmp_path)
     for row in finished:
         of_eval = [link["sample_id"] for link in links if link["eval_id"] == row["eval_id"]]
         assert len(of_eval) == row["num_scored"] == 64
         said = [turn for sample_id in of_eval for turn in turns[sample_id] if turn["role"] == "assistant"]
         assert len(said) == 64 * 6
-        assert {version for turn in said for version in turn["versions"]} == {row["version"]}
+        versions = {version for sample_id in of_eval for version in tokens[sample_id]["versions"]}
+        assert versions == {-1, row["version"]}
     assert {row["server"] for row in samples.values() if row["eval_name"]} == {1}
     assert {row["server"] for row in samples.values() if not row["eval_name"] and row["status"] == "kept"} == {0}

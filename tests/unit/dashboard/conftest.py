@@ -66,8 +66,12 @@ def write_step(recorder: Recorder, step: int) -> None:
     for row in rows:
         recorder.write("samples", row)
         turn = {"sample_id": row["sample_id"], "turn": 0, "role": "assistant", "text": row["completion_text"]}
-        tokens = {"num_tokens": 3, "token_ids": [1, 2, 3], "logprobs": [-0.1, -0.2, float("nan")]}
-        recorder.write("turns", {**turn, **tokens})
+        recorder.write("turns", {**turn, "num_tokens": 3})
+        numbers = {
+            name: [0.0, -0.1, -0.2, float("nan")] for name in ("engine_logprobs", "trainer_logprobs", "entropies")
+        }
+        tokens = {"token_ids": [9, 1, 2, 3], "trained": [False] + [True] * 3, "versions": [-1] + [step] * 3, **numbers}
+        recorder.write("tokens", {"sample_id": row["sample_id"], "part": 0, "step": step, **tokens})
         span = {"name": "generate", "component": "rollout", "server": 0, "step": step, "sample_id": row["sample_id"]}
         times = {"start": row["started_at"], "end": row["generated_at"], "attributes": {"lane": str(row["lane"])}}
         recorder.write("spans", {**span, **times})

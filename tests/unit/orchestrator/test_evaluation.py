@@ -155,7 +155,8 @@ async def test_an_eval_averages_the_scores_and_records_each_sample() -> None:
     assert len(rows) == 10
     turns = written.of("turns")
     assert {(turn["sample_id"], turn["turn"]) for turn in turns} == {(row["sample_id"], 0) for row in rows}
-    assert all(turn["num_tokens"] == len(turn["token_ids"]) > 0 for turn in turns)
+    assert all(turn["num_tokens"] == row["completion_tokens"] > 0 for turn, row in zip(turns, rows, strict=True))
+    assert not written.of("tokens"), "a number of samples per step is of those that are trained"
     assert not written.of("groups"), "an eval uses no prompt numbers"
     assert result.accuracy == pytest.approx(sum(row["metrics"]["correct"] for row in rows) / 10)
     assert (result.version, result.num_items, result.num_scored, result.temperature) == (0, 10, 10, 0.0)

@@ -107,6 +107,20 @@ def test_tokens_name_their_sample_and_their_part_of_it() -> None:
     assert [(row["sample_id"], row["part"]) for row in rows] == [("5-0", 0), ("5-0", 2)]
 
 
+def test_a_sample_that_is_not_trained_has_tokens_without_the_trainer_s_numbers() -> None:
+    masked = sample(1, None, lengths=(3, 2), version=4)
+    (row,) = record_rows.untrained_tokens_rows(masked, 7)
+    sampled = row["versions"] >= 0
+    assert (row["sample_id"], row["step"], sampled.sum(), set(row["versions"][sampled])) == (
+        masked.sample_id,
+        7,
+        5,
+        {4},
+    )
+    assert not row["trained"].any() and np.isnan(row["trainer_logprobs"]).all() and np.isnan(row["entropies"]).all()
+    assert record_rows.untrained_tokens_rows(sample(1, None, lengths=()), 7) == []
+
+
 def test_each_key_of_a_note_is_a_row_at_its_turn() -> None:
     rows = rows_of_everything()["info"]
     assert [(row["number"], row["turn"], row["key"], row["value"]) for row in rows] == [

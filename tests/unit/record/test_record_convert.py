@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telescope.record.convert import conform, rows_to_table
-from telescope.record.tables import SAMPLES, STEPS, TABLES, TURNS
+from telescope.record.tables import SAMPLES, STEPS, TABLES, TOKENS
 
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()) | st.binary(max_size=5),
@@ -40,17 +40,17 @@ def test_numpy_values_are_numbers():
 
 
 def test_token_arrays_and_lists_are_equal():
-    values = {"token_ids": np.array([1, 2], np.int64), "logprobs": np.array([-0.5, -1.0], np.float32)}
-    lists = {"token_ids": [1, 2], "logprobs": [-0.5, -1.0]}
-    table, problems = rows_to_table(TURNS, [values, {}, lists, {"token_ids": np.empty(0, np.int32)}])
+    values = {"token_ids": np.array([1, 2], np.int64), "engine_logprobs": np.array([-0.5, -1.0], np.float32)}
+    lists = {"token_ids": [1, 2], "engine_logprobs": [-0.5, -1.0]}
+    table, problems = rows_to_table(TOKENS, [values, {}, lists, {"token_ids": np.empty(0, np.int32)}])
     assert not problems
     assert table["token_ids"].to_pylist() == [[1, 2], None, [1, 2], []]
-    assert table["logprobs"].to_pylist() == [[-0.5, -1.0], None, [-0.5, -1.0], None]
+    assert table["engine_logprobs"].to_pylist() == [[-0.5, -1.0], None, [-0.5, -1.0], None]
 
 
 def test_token_arrays_that_do_not_fit_are_null_and_named():
     arrays = [np.array([1, 2]), np.array([2**40]), np.array([0.5]), np.array([[1]]), np.array(["a"])]
-    table, problems = rows_to_table(TURNS, [{"token_ids": array} for array in arrays])
+    table, problems = rows_to_table(TOKENS, [{"token_ids": array} for array in arrays])
     assert table["token_ids"].to_pylist() == [[1, 2], [None], [None], [None], [None]]
     assert list(problems) == ["token_ids"]
 

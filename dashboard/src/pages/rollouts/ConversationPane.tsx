@@ -57,6 +57,7 @@ export function ConversationPane({ detail, title, shown, setShown, search, child
           ))}
         </div>
         {colored && <ColorKey view={view} />}
+        {views.length === 0 && <span className="s f" title="record_tokens sets for how many samples of a step">no numbers of tokens recorded</span>}
       </div>
       {detail.failure_message && (
         <div className="msg">

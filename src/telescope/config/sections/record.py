@@ -135,9 +135,9 @@ class LoggingSection(Section):
     (samples, turns, groups, tokens, ...) become one Parquet file each. From 64 files on, a file has more: 1/64 of the
     run's samples."""
     record_tokens: Literal["none", "all"] | Annotated[int, Field(ge=0, le=65_536)] = 8
-    """Samples per step whose tokens are recorded in the table `tokens`: logprobs of engine and trainer, entropy, policy
-    version and loss mask of each token, about 20 bytes a token. `none`, a number, or `all`. They are spread evenly over
-    the batch."""
+    """Samples per step whose tokens are recorded in the table `tokens`: id, logprobs of engine and trainer, entropy,
+    policy version and loss mask of each token, about 20 bytes a token. `none`, a number, or `all`. A number is spread
+    evenly over the batch; `all` includes samples that are not trained, of discarded groups and of evals."""
     alert_command: str | list[Text] | None = None
     """Command that is run for each alert of the run, such as `notify.sh` or `[python, notify.py]`. It gets the alert as
     JSON on standard input and in `TELESCOPE_ALERT_KIND`, `_LEVEL`, `_MESSAGE`, `_ADVICE`, `_STEP`, `_RUN` and
