@@ -1,6 +1,7 @@
 import { useMemo } from "react";
 import { duration, NONE, number, signed } from "../../format";
 import { elsewhere, format, place } from "../../state/url";
+import { pairs, startWords } from "./compare";
 import { Plain } from "./SafeText";
 import { fate, gini, median, type RewardScale } from "./squares";
 import { ratio, tokensOf } from "./tokens";
@@ -63,7 +64,42 @@ function mismatchOf(detail: Detail): { tokens: number; mean: number; largest: nu
   };
 }
 
-export function Numbers({ detail, group, scale }: { detail: Detail; group: Group | null; scale: RewardScale }) {
+/** The numbers of two samples beside each other. */
+function Both({ first, second }: { first: Detail; second: Detail }) {
+  return (
+    <section className="sec both">
+      <table>
+        <thead>
+          <tr>
+            <th>Both</th>
+            <th className="r">{first.sample_id}</th>
+            <th className="r">{second.sample_id}</th>
+          </tr>
+        </thead>
+        <tbody>
+          {pairs(first, second).map((pair) => (
+            <tr key={pair.name} className={pair.first === pair.second ? "same" : ""}>
+              <td className="cut" title={pair.name}>{pair.name}</td>
+              <td className="r" title={pair.first}>{pair.first}</td>
+              <td className="r" title={pair.second}>{pair.second}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+      <p className="d">{startWords(first.completion_text ?? "", second.completion_text ?? "")}</p>
+    </section>
+  );
+}
+
+interface NumbersProps {
+  detail: Detail;
+  group: Group | null;
+  scale: RewardScale;
+  /** The sample beside this one. */
+  pinned?: Detail;
+}
+
+export function Numbers({ detail, group, scale, pinned }: NumbersProps) {
   const rewards = (group?.samples ?? []).map((sample) => sample.reward).filter((reward): reward is number => reward !== null);
   const lengths = (group?.samples ?? []).map((sample) => sample.length).filter((length): length is number => length !== null);
   const time = timing(detail);
@@ -73,6 +109,7 @@ export function Numbers({ detail, group, scale }: { detail: Detail; group: Group
 
   return (
     <aside className="p3" aria-label="Numbers">
+      {pinned && <Both first={pinned} second={detail} />}
       <div className="sec top3">
         <div><span className="s f">reward</span><b className="big">{number(detail.reward)}</b></div>
         <div><span className="s f">advantage</span><b className="big">{signed(detail.advantage, 2)}</b></div>

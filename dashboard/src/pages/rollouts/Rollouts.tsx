@@ -15,7 +15,7 @@ import type { Value } from "../../types";
 import { AnswerList, metricSorts, PAGE_ROWS, SORTS } from "./AnswerList";
 import { ConversationPane, type Shown } from "./ConversationPane";
 import { Export, Facets, Ranges } from "./Facets";
-import { noFilters, queryOf } from "./filters";
+import { noFilters, numChosen, queryOf } from "./filters";
 import { GroupList, Squares } from "./GroupList";
 import { InFlight } from "./InFlight";
 import { Numbers } from "./Numbers";
@@ -133,6 +133,7 @@ export function Rollouts() {
     return <Quiet title="No answer yet." text="The first group appears here when its answers are scored. The page updates by itself." />;
   }
   const groupSize = info?.config.group_size;
+  const numFilters = numChosen(params);
   const group = all.find((one) => one.samples.some((answer) => answer.id === selected)) ?? null;
   const scale = scaleOf(shownDetail?.environment ?? "");
   const keptGroups = all.filter((one) => one.status === "kept").length;
@@ -145,10 +146,16 @@ export function Rollouts() {
         <div className="sf">
           <input className="field" type="search" placeholder="Search all answers and prompts" aria-label="Search all answers and prompts" value={draft} onChange={(event) => setDraft(event.target.value)} />
         </div>
-        <Facets counts={counts.current?.facets ?? {}} total={counts.current?.total ?? 0} />
-        <Ranges metrics={metrics} />
+        <div className={`fl ${params.filters === "1" ? "open" : ""}`}>
+          <Facets counts={counts.current?.facets ?? {}} total={counts.current?.total ?? 0} />
+          <Ranges metrics={metrics} />
+        </div>
         <span className="total d">
-          {page.error ? <span className="w">{page.error.message}</span> : `${count(counts.current?.total)} answers`} <Export path={samplesPath} total={counts.current?.total ?? 0} />
+          <button className="link" aria-expanded={params.filters === "1"} onClick={() => setParams({ filters: params.filters === "1" ? null : "1" }, true)}>
+            {params.filters === "1" ? "fewer filters" : numFilters > 0 ? `all filters, ${numFilters} on` : "all filters"}
+          </button>
+          <span>{page.error ? <span className="w">{page.error.message}</span> : `${count(counts.current?.total)} answers`}</span>
+          <Export path={samplesPath} total={counts.current?.total ?? 0} />
         </span>
       </section>
       <section className="p1" aria-label="Steps and groups">
@@ -209,7 +216,7 @@ export function Rollouts() {
       ) : (
         <section className="p2">{detail.error ? <Quiet title="This answer was not found." text={detail.error.message} /> : null}</section>
       )}
-      {shownDetail && <Numbers detail={shownDetail} group={group} scale={scale} />}
+      {shownDetail && <Numbers detail={shownDetail} group={group} scale={scale} pinned={pinId && pinId !== selected ? pinned.data : undefined} />}
     </div>
   );
 }

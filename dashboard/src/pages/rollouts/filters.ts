@@ -89,7 +89,8 @@ export function queryOf(params: Params, steps: StepRange | null): Query {
 /** Returns the change of the address that ends all filters. */
 export const noFilters = (): Record<string, null> => Object.fromEntries(OWN.map((name) => [name, null]));
 
-export const isFiltered = (params: Params): boolean => OWN.some((name) => params[name]);
+/** Returns how many filters are on, beside the search. */
+export const numChosen = (params: Params): number => OWN.filter((name) => name !== "search").reduce((sum, name) => sum + parseList(params[name]).length, 0);
 
 /** An export holds so many samples at most. */
 export const MOST_EXPORTED = 100_000;
