@@ -29,9 +29,15 @@ export function runPath(run: string, ...rest: (string | number)[]): string {
 export const get = <T>(path: string, query: Query = {}, signal?: AbortSignal): Promise<T> =>
   ask<T>(address(path, query), { signal, headers: { accept: "application/json" } });
 
+/** Characters that a browser surely sends for a page that is being closed: 64 KiB. */
+const SENT_AT_END = 16_000;
+
 /** Replaces a document that the user keeps. */
-export const put = <T>(path: string, body: unknown): Promise<T> =>
-  ask<T>(path, { method: "PUT", headers: { accept: "application/json", "content-type": "application/json" }, body: JSON.stringify(body) });
+export function put<T>(path: string, document: unknown): Promise<T> {
+  const body = JSON.stringify(document);
+  const headers = { accept: "application/json", "content-type": "application/json" };
+  return ask<T>(path, { method: "PUT", keepalive: body.length < SENT_AT_END, headers, body });
+}
 
 async function ask<T>(path: string, request: RequestInit): Promise<T> {
   const answer = await fetch(path, request);

@@ -20,14 +20,15 @@ const page = (load: () => Promise<Record<string, unknown>>, name: string) =>
 
 export const ROUTES: Route[] = [
   { page: "runs", title: "Runs", key: "r", ofRun: false, component: page(() => import("./pages/runs/Runs"), "Runs") },
-  { page: "overview", title: "Overview", key: "o", ofRun: true, component: page(() => import("./pages/Overview"), "Overview") },
+  { page: "overview", title: "Overview", key: "o", ofRun: true, component: page(() => import("./pages/overview/Overview"), "Overview") },
   { page: "metrics", title: "Metrics", key: "m", ofRun: true, component: page(() => import("./pages/Metrics"), "Metrics") },
   { page: "rollouts", title: "Rollouts", key: "s", ofRun: true, component: page(() => import("./pages/rollouts/Rollouts"), "Rollouts") },
   { page: "timeline", title: "Timeline", key: "t", ofRun: true, component: page(() => import("./pages/timeline/Timeline"), "Timeline") },
   { page: "infra", title: "Infra", key: "i", ofRun: true, component: page(() => import("./pages/infra/Infra"), "Infra") },
   { page: "evals", title: "Evals", key: "e", ofRun: true, component: page(() => import("./pages/Evals"), "Evals") },
   { page: "logs", title: "Logs", key: "l", ofRun: true, component: page(() => import("./pages/logs/Logs"), "Logs") },
-  { page: "compare", title: "Compare config and code", key: "d", ofRun: true, hidden: true, component: page(() => import("./pages/Compare"), "Compare") },
+  { page: "code", title: "Code", key: "c", ofRun: true, hidden: true, component: page(() => import("./pages/code/Code"), "Code") },
+  { page: "compare", title: "Compare config and code", key: "d", ofRun: true, hidden: true, component: page(() => import("./pages/compare/Compare"), "Compare") },
 ];
 
 export const routeOf = (name: string): Route | undefined => ROUTES.find((route) => route.page === name);

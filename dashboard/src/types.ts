@@ -45,25 +45,48 @@ export interface Attempt {
   pid: Value;
 }
 
-/** The code of the newest attempt of a run. */
-export interface CodeVersion {
-  run: string;
-  git_commit: string | null;
-  git_dirty: boolean | null;
-  versions: Record<string, string>;
+/** Code of an attempt: git state, uncommitted changes as a diff, files. `attempts` are those that have code. */
+export interface Code {
+  attempts: number[];
+  attempt: Value;
+  git: Record<string, unknown>;
+  left_out: string[];
+  changes: string;
+  files: CodePath[];
 }
 
-/** Differences of configs and code between runs. */
+/** Differences of the code of two runs, in the newest attempts that have code. */
+export interface CodeDifference {
+  files: FileDifference[];
+  num_equal: number;
+}
+
+/** A file of the code. `text` is null if it is binary or too large. */
+export interface CodeFile {
+  path: string;
+  size: number;
+  text: string | null;
+}
+
+/** A file of the code, and its bytes. */
+export interface CodePath {
+  path: string;
+  size: number;
+}
+
+/** Settings of runs, those that differ or all, and the code and machines of their newest attempts. */
 export interface Comparison {
   runs: string[];
   config: ConfigDifference[];
-  code: CodeVersion[];
+  num_differing: number;
+  attempts: Start[];
 }
 
-/** A setting that differs: one value per run, in the order of the request. */
+/** A setting: one value per run, in the order of the request. `bookkeeping`: a name, folder or port. */
 export interface ConfigDifference {
   key: string;
   values: unknown[];
+  bookkeeping: boolean;
 }
 
 /** The distribution of a number of the samples, per step. `histogram`: samples in equal bins from low to high. */
@@ -166,6 +189,15 @@ export interface Field {
   runs: number;
   values: number;
   examples: unknown[];
+}
+
+/** A file that was `added`, `removed` or `changed`. `diff` is null if it is not compared line by line. */
+export interface FileDifference {
+  path: string;
+  status: string;
+  added: Value;
+  removed: Value;
+  diff: string | null;
 }
 
 /** A gauge of the run. */
@@ -415,6 +447,17 @@ export interface Spans {
   sample_id: (string | null)[];
   start: number[];
   end: number[];
+}
+
+/** Code and machines of the newest attempt of a run. */
+export interface Start {
+  run: string;
+  started_at: Value;
+  git_commit: string | null;
+  git_dirty: boolean | null;
+  host: string | null;
+  versions: Record<string, string>;
+  topology: Record<string, string>;
 }
 
 /** Rows of steps as columns. `next` is the cursor of the next request. */

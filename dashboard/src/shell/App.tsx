@@ -10,6 +10,7 @@ import { elsewhere, go, usePlace } from "../state/url";
 import { CompareDialog } from "./CompareDialog";
 import { Header } from "./Header";
 import { KeysDialog, startKeys, useKeys } from "./keys";
+import { NoteDialog } from "./NoteDialog";
 import { Palette } from "./Palette";
 import { Ruler } from "./Ruler";
 
@@ -53,6 +54,7 @@ export function App() {
       </main>
       <Palette opened={opened === "palette"} close={() => open(null)} openOther={open} />
       <KeysDialog opened={opened === "keys"} close={() => open(null)} />
+      {place.run !== null && info.data && <NoteDialog run={place.run} />}
       <CompareDialog opened={opened === "compare"} close={() => open(null)} />
     </>
   );

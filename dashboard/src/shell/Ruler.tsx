@@ -3,18 +3,21 @@
  * an eval of version v at v. Dragging selects the range of the page, a double click clears it.
  */
 
-import { useEffect, useRef, useState } from "react";
+import { useEffect, useMemo, useRef, useState } from "react";
 import { ticks } from "../charts/math";
 import { count, duration } from "../format";
 import { useEvals, useHealth, useRunId, useRunInfo, useStatus } from "../state/run";
+import { useNotes } from "../state/notes";
 import { useSteps } from "../state/steps";
 import { place, setParams, usePlace, useRange } from "../state/url";
 import { useKeys } from "./keys";
+import { checkpointMarks } from "./marks";
 
 export function Ruler() {
   const run = useRunId();
   const { steps } = useSteps(run);
-  const info = useRunInfo(run).data?.info;
+  const read = useRunInfo(run).data;
+  const info = read?.info;
   const health = useHealth(run).data;
   const evals = useEvals(run).data ?? [];
   const { live } = useStatus(run);
@@ -66,6 +69,9 @@ export function Ruler() {
   const shown = drag && drag.from !== drag.to ? { from: Math.min(drag.from, drag.to), to: Math.max(drag.from, drag.to) } : range;
   const labels = ticks(0, end, Math.max(2, Math.min(10, Math.floor(width / 90)))).filter((tick) => Number.isInteger(tick) && tick > 0);
   const minor = end <= width / 5 ? Array.from({ length: end + 1 }, (_, i) => i) : ticks(0, end, Math.max(4, width / 8));
+  const attempts = (read?.attempts ?? []).filter((attempt) => attempt.first_step !== null && attempt.first_step > 0);
+  const checkpoints = useMemo(() => checkpointMarks(steps, read?.checkpoints ?? []), [steps, read?.checkpoints]);
+  const notes = useNotes(run).notes.filter((note) => note.step !== null && note.step < end);
   const versions = [...new Set(evals.map((row) => row.version))];
   const alerts = (health?.alerts ?? []).filter((alert) => alert.step !== null && alert.level !== "info");
   return (
@@ -95,10 +101,25 @@ export function Ruler() {
           <rect x={0} y={24} width={X(done)} height={3} fill="var(--ink)" />
           {shown && <Selection from={X(shown.from)} to={X(shown.to + 1)} />}
           {!Number.isNaN(selected) && <Selection from={X(selected)} to={X(selected + 1)} />}
+          {attempts.map(({ attempt, first_step }) => (
+            <path key={attempt} d={`M${X(first_step!)} 13v22`} stroke="var(--ink2)" strokeDasharray="2 2">
+              <title>{`attempt ${attempt} from step ${first_step}`}</title>
+            </path>
+          ))}
+          {notes.map((note) => (
+            <path key={note.id} d={`M${X(note.step! + 0.5) - 3.5} 3.5h7v5h-3l-2 2.5v-2.5h-2z`} fill="var(--ground)" stroke="var(--ink3)">
+              <title>{`step ${note.step}: ${note.text}`}</title>
+            </path>
+          ))}
           {versions.map((version) => (
             <path key={version} d={`M${X(version)} 28l4 4-4 4-4-4z`} fill="var(--ground)" stroke="var(--ink2)" strokeWidth={1.2}>
               <title>{`eval after ${version} steps`}</title>
             </path>
+          ))}
+          {checkpoints.map(({ step: at, kept }) => (
+            <rect key={at} x={X(at) - 2} y={30} width={4} height={4} fill={kept ? "var(--ink)" : "var(--ground)"} stroke={kept ? "none" : "var(--ink3)"}>
+              <title>{kept ? `checkpoint after ${at} steps` : `checkpoint after ${at} steps, not in the run directory any more`}</title>
+            </rect>
           ))}
           {alerts.map((alert, i) => (
             <path key={i} d={`M${X(alert.step! + 0.5)} 2l5 9h-10z`} fill={alert.resolved ? "var(--ink3)" : "var(--warn)"}>

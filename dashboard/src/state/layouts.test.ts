@@ -39,9 +39,9 @@ test("a saved layout replaces that of its name", () => {
 });
 
 test("what is kept is read, and nonsense is nothing", () => {
-  expect(parseKept({ layouts: [layout], pinned: ["a", 1] })).toEqual({ layouts: [layout], pinned: ["a"] });
-  expect(parseKept(null)).toEqual({ layouts: [], pinned: [] });
-  expect(parseKept({ layouts: [{ name: 1 }, null] })).toEqual({ layouts: [], pinned: [] });
+  expect(parseKept({ layouts: [layout], other: 1 })).toEqual({ layouts: [layout] });
+  expect(parseKept(null)).toEqual({ layouts: [] });
+  expect(parseKept({ layouts: [{ name: 1 }, null] })).toEqual({ layouts: [] });
 });
 
 test("sections survive the address", () => {

@@ -1,4 +1,4 @@
-/** Layouts of the metrics page, and charts pinned to the overview. */
+/** Layouts of the metrics page. */
 
 import { useMemo } from "react";
 import { useDocument } from "./documents";
@@ -15,7 +15,6 @@ export interface Layout {
 
 interface Kept {
   layouts: Layout[];
-  pinned: string[];
 }
 
 /** Returns what is kept; what has another form is left out. */
@@ -28,7 +27,7 @@ export function parseKept(value: unknown): Kept {
       name: layout.name,
       sections: layout.sections.map((section) => ({ title: String(section?.title ?? ""), metrics: strings(section?.metrics) })),
     }));
-  return { layouts, pinned: strings(raw.pinned) };
+  return { layouts };
 }
 
 /** Returns the layout with a metric added to its last section, or without it where it was. */
@@ -77,7 +76,7 @@ export function saveLayout(layouts: Layout[], layout: Layout): Layout[] {
 
 export function useLayouts() {
   const { value, change } = useDocument<unknown>("layouts");
-  const { layouts, pinned } = useMemo(() => parseKept(value), [value]);
+  const { layouts } = useMemo(() => parseKept(value), [value]);
   const keep = (next: (old: Kept) => Partial<Kept>) =>
     change((old) => {
       const kept = parseKept(old);
@@ -85,8 +84,6 @@ export function useLayouts() {
     });
   return {
     layouts,
-    pinned,
-    setPinned: (metrics: string[]) => keep(() => ({ pinned: metrics })),
     save: (layout: Layout) => keep((old) => ({ layouts: saveLayout(old.layouts, layout) })),
     remove: (name: string) => keep((old) => ({ layouts: old.layouts.filter((layout) => layout.name !== name) })),
   };

@@ -1,10 +1,11 @@
 /** The run on the page: what the header, the ruler and every page read. */
 
-import { useEffect, useMemo, useRef, useState } from "react";
+import { useMemo, useRef } from "react";
 import { runPath } from "../api";
 import type { EvalRow, Health, RunInfo, Runs } from "../types";
 import { useConnection, useEvents, useVersion, useVersions } from "./live";
 import { type Resource, useResource, useResources } from "./resource";
+import { useTick } from "./tick";
 import { usePlace } from "./url";
 
 /** How often the page of runs looks for news. An unchanged list is not sent again. */
@@ -16,17 +17,7 @@ export function useRuns(): Resource<Runs> {
 
 /** Returns the runs with fields, read again while the page is seen. A new choice of fields keeps the old rows meanwhile. */
 export function useLiveRuns(fields: string[]): Resource<Runs> {
-  const [tick, setTick] = useState(0);
-  useEffect(() => {
-    const look = () => document.visibilityState === "visible" && setTick((old) => old + 1);
-    const timer = setInterval(look, FOLLOW_MS);
-    document.addEventListener("visibilitychange", look);
-    return () => {
-      clearInterval(timer);
-      document.removeEventListener("visibilitychange", look);
-    };
-  }, []);
-  const read = useResource<Runs>("/api/runs", { fields: fields.join(",") }, tick);
+  const read = useResource<Runs>("/api/runs", { fields: fields.join(",") }, useTick(FOLLOW_MS));
   const before = useRef<Runs | undefined>(undefined);
   if (read.data) before.current = read.data;
   return { ...read, data: read.data ?? before.current };
@@ -40,7 +31,7 @@ export function useRunId(): string {
 }
 
 export function useRunInfo(run: string | null): Resource<RunInfo> {
-  return useResource<RunInfo>(run === null ? null : runPath(run), {}, useVersion(run, "attempts", "runs"));
+  return useResource<RunInfo>(run === null ? null : runPath(run), {}, useVersion(run, "attempts", "runs", "steps"));
 }
 
 export function useHealth(run: string | null): Resource<Health> {

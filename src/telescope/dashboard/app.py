@@ -14,7 +14,8 @@ from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
 from starlette.middleware.gzip import GZipMiddleware
 
 from telescope import __version__
-from telescope.dashboard.api import runs, samples, timeline, user
+from telescope.dashboard.api import code, runs, samples, timeline, user
+from telescope.dashboard.code import Snapshots
 from telescope.dashboard.documents import ConflictError, Documents, user_folder
 from telescope.dashboard.registry import Registry
 from telescope.dashboard.safety import Safety
@@ -47,7 +48,8 @@ def create_app(
     )
     app.state.registry = Registry(roots)
     app.state.documents = Documents(documents or user_folder())
-    for subject in (runs, samples, timeline, user):
+    app.state.snapshots = Snapshots()
+    for subject in (runs, code, samples, timeline, user):
         app.include_router(subject.router)
     _add_pages(app, static)
     app.add_middleware(GZipMiddleware, minimum_size=COMPRESSED_BYTES, compresslevel=1)

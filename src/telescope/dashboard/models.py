@@ -443,27 +443,75 @@ class Logs(BaseModel):
 
 
 class ConfigDifference(BaseModel):
-    """A setting that differs: one value per run, in the order of the request."""
+    """A setting: one value per run, in the order of the request. `bookkeeping`: a name, folder or port."""
 
     key: str
     values: list[Any]
+    bookkeeping: bool
 
 
-class CodeVersion(BaseModel):
-    """The code of the newest attempt of a run."""
+class Start(BaseModel):
+    """Code and machines of the newest attempt of a run."""
 
     run: str
+    started_at: Number
     git_commit: str | None
     git_dirty: bool | None
+    host: str | None
     versions: dict[str, str]
+    topology: dict[str, str]
 
 
 class Comparison(BaseModel):
-    """Differences of configs and code between runs."""
+    """Settings of runs, those that differ or all, and the code and machines of their newest attempts."""
 
     runs: list[str]
     config: list[ConfigDifference]
-    code: list[CodeVersion]
+    num_differing: int
+    attempts: list[Start]
+
+
+class CodePath(BaseModel):
+    """A file of the code, and its bytes."""
+
+    path: str
+    size: int
+
+
+class Code(BaseModel):
+    """Code of an attempt: git state, uncommitted changes as a diff, files. `attempts` are those that have code."""
+
+    attempts: list[int]
+    attempt: int | None
+    git: dict[str, Any]
+    left_out: list[str]
+    changes: str
+    files: list[CodePath]
+
+
+class CodeFile(BaseModel):
+    """A file of the code. `text` is null if it is binary or too large."""
+
+    path: str
+    size: int
+    text: str | None
+
+
+class FileDifference(BaseModel):
+    """A file that was `added`, `removed` or `changed`. `diff` is null if it is not compared line by line."""
+
+    path: str
+    status: str
+    added: int | None
+    removed: int | None
+    diff: str | None
+
+
+class CodeDifference(BaseModel):
+    """Differences of the code of two runs, in the newest attempts that have code."""
+
+    files: list[FileDifference]
+    num_equal: int
 
 
 class Document(BaseModel):

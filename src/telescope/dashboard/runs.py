@@ -10,13 +10,16 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from telescope.dashboard.fields import experiment, known_fields
+from telescope.dashboard.fields import BOOKKEEPING, experiment, known_fields
 from telescope.dashboard.registry import Listing, Registry, config_of, json_object
 from telescope.dashboard.steps import StepMetrics
 from telescope.dashboard.store import RunStore
 from telescope.health import rules, verdict
 from telescope.health.rules import EvalPoint, History
 from telescope.record.reader import Run
+
+MAPS = ("versions", "topology")
+"""Columns of `attempts` that are maps."""
 
 CHECKPOINT = re.compile(r"step_(\d+)")
 """Name of the folder of a checkpoint."""
@@ -78,7 +81,7 @@ def run_info(registry: Registry, run_id: str) -> dict[str, Any]:
             {
                 **{name: value for name, value in row.items() if name != "model_config"},
                 "notes": row["notes"] or [],
-                **{name: dict(row[name] or ()) for name in ("versions", "topology")},
+                **{name: dict(row[name] or ()) for name in MAPS},
             }
             for row in attempts
         ],
@@ -147,18 +150,19 @@ def eval_points(store: RunStore) -> list[EvalPoint]:
     return [EvalPoint(f"{name}#{number}" if numbers[name] > 1 else name, *rest) for name, number, *rest in rows]
 
 
-def compare(registry: Registry, run_ids: list[str]) -> dict[str, Any]:
-    """Returns the settings in which runs differ, and their code versions."""
+def compare(registry: Registry, run_ids: list[str], *, equal: bool = False) -> dict[str, Any]:
+    """Returns the settings in which runs differ, or all, and the code and machines of their newest attempts."""
     stores = [registry.store(run_id) for run_id in run_ids]
     configs = [config_of(store.run)[0] for store in stores]
     names = dict.fromkeys(name for config in configs for name in config)
     differing = [name for name in names if any(config.get(name) != configs[0].get(name) for config in configs)]
-    code = []
+    attempts = []
     for run_id, store in zip(run_ids, stores, strict=True):
         newest = (store.run.attempts() or [{}])[-1]
-        versions = dict(newest.get("versions") or ())
-        code.append(
-            {"run": run_id, **{name: newest.get(name) for name in ("git_commit", "git_dirty")}, "versions": versions}
-        )
-    rows = [{"key": name, "values": [config.get(name) for config in configs]} for name in differing]
-    return {"runs": run_ids, "config": rows, "code": code}
+        kept = {name: newest.get(name) for name in ("started_at", "git_commit", "git_dirty", "host")}
+        attempts.append({"run": run_id, **kept, **{name: dict(newest.get(name) or ()) for name in MAPS}})
+    rows = [
+        {"key": name, "values": [config.get(name) for config in configs], "bookkeeping": name in BOOKKEEPING}
+        for name in (names if equal else differing)
+    ]
+    return {"runs": run_ids, "config": rows, "num_differing": len(differing), "attempts": attempts}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
+import tarfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +120,18 @@ def write_step(recorder: Recorder, step: int) -> None:
     recorder.write("logs", {"time": T0 + step, "level": "INFO", "component": "driver", "message": f"step {step} of it"})
 
 
+def write_code(path: Path, files: Mapping[str, str | bytes], git: Mapping[str, Any] | None = None) -> None:
+    """Writes an archive of code with these files."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    described = {"git.json": json.dumps({"commit": "c0ffee", "left_out": ["data.bin (9 bytes)"], **(git or {})})}
+    with tarfile.open(path, "w:gz") as archive:
+        for name, text in {**files, **described}.items():
+            content = text if isinstance(text, bytes) else text.encode()
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+
+
 def write_run(run_dir: Path, algorithm: str, *, resumed: bool = False) -> None:
     """Writes a finished run. A resumed one has a second attempt from step 10 on."""
     config = {"model": "tiny", "algorithm": algorithm, "environments": [{"name": "countdown"}, {"name": "wordle"}]}
@@ -137,6 +152,7 @@ def write_run(run_dir: Path, algorithm: str, *, resumed: bool = False) -> None:
                 alert = {"time": T0, "level": "warning", "kind": "server", "step": 2}
                 recorder.write("alerts", {**alert, "message": "Server 0 restarted. Look at its log."})
             end_run(recorder, info, "finished", config_json=text)
+    write_code(run_dir / "code" / "attempt-1.tar.gz", {"sources/train.py": f"algorithm = {algorithm!r}\n"})
     replace_json(RunFiles(run_dir).summary, {"heldout_after": 0.5})
 
 

@@ -6,6 +6,9 @@ from pydantic import TypeAdapter
 ANSWERS = {
     "/api/runs": "/api/runs",
     "/api/fields": "/api/fields",
+    "/api/runs/{run}/code": "/api/runs/first/code",
+    "/api/runs/{run}/code/file": "/api/runs/first/code/file?path=sources/train.py",
+    "/api/runs/{run}/code/diff": "/api/runs/first/code/diff?against=below~second",
     "/api/runs/{run}/now": "/api/runs/first/now",
     "/api/runs/{run}/model": "/api/runs/first/model",
     "/api/runs/{run}": "/api/runs/first",

@@ -118,8 +118,11 @@ def test_new_rows_of_a_live_run_appear(tmp_path):
 
 def test_compare_lists_only_settings_that_differ(client):
     body = client.get("/api/compare?runs=first,below~second").json()
-    assert body["config"] == [{"key": "algorithm", "values": ["grpo", "rloo"]}]
-    assert [row["run"] for row in body["code"]] == ["first", "below~second"]
+    assert body["config"] == [{"key": "algorithm", "values": ["grpo", "rloo"], "bookkeeping": False}]
+    assert [row["run"] for row in body["attempts"]] == ["first", "below~second"]
+    every = client.get("/api/compare?runs=first,below~second&equal=true").json()
+    assert [row["key"] for row in every["config"]] == ["model", "algorithm", "environments"]
+    assert every["num_differing"] == body["num_differing"] == 1
 
 
 def test_an_unknown_run_and_an_unknown_address_say_so(client):

@@ -5,7 +5,7 @@ import type { DrawnRun } from "../../charts/data";
 import { Chart } from "../../charts/Chart";
 import { download, downloadPng, fileName, linesCsv } from "../../charts/export";
 import { Menu } from "../../shell/Menu";
-import { useLayouts } from "../../state/layouts";
+import { useOverviewCharts } from "../../state/overviewCharts";
 import type { Value } from "../../types";
 import { useSeries, type View } from "./series";
 
@@ -59,8 +59,7 @@ function Seen({ metric, runs, view, open, close, remove, move }: MetricChartProp
   const first = runs[0]!;
   const { lines, heat, note, low, high } = useSeries(metric, runs, view);
   const canvas = useRef<HTMLCanvasElement | null>(null);
-  const { pinned, setPinned } = useLayouts();
-  const isPinned = pinned.includes(metric);
+  const { isPinned, pin } = useOverviewCharts();
   const file = fileName(`${first.name}_${metric}`);
   return (
     <Chart
@@ -92,7 +91,7 @@ function Seen({ metric, runs, view, open, close, remove, move }: MetricChartProp
           items={[
             ...(open ? [{ title: "Open large", run: open }] : []),
             ...(close ? [{ title: "Close", run: close }] : []),
-            { title: isPinned ? "Take off the overview" : "Pin to the overview", run: () => setPinned(isPinned ? pinned.filter((other) => other !== metric) : [...pinned, metric]) },
+            { title: isPinned(metric) ? "Take off the overview" : "Pin to the overview", run: () => pin(metric) },
             {
               title: "Save as PNG",
               run: () => canvas.current && downloadPng(`${file}.png`, metric, canvas.current, lines.map((line) => ({ text: line.label, color: line.color }))),

@@ -16,7 +16,6 @@ const COLUMNS: [metric: string, title: string][] = [
   ["timing_step_total", "step, s"],
 ];
 const MOST_SETTINGS = 3;
-const NOT_SHOWN = ["run_dir", "wandb_run_name", "wandb_tags", "wandb_project", "inference_base_port", "otlp_receiver_port"];
 
 export function RunTable({ runs, axis }: { runs: DrawnRun[]; axis: XAxis }) {
   const at = useCursor(axis);
@@ -24,7 +23,7 @@ export function RunTable({ runs, axis }: { runs: DrawnRun[]; axis: XAxis }) {
   const others = useOthers();
   const comparison = useResource<Comparison>(runs.length > 1 ? "/api/compare" : null, { runs: runs.map((run) => run.id).join(",") }).data;
   if (runs.length < 2) return null;
-  const differing = (comparison?.config ?? []).filter((row) => !NOT_SHOWN.includes(row.key)).slice(0, MOST_SETTINGS);
+  const differing = (comparison?.config ?? []).filter((row) => !row.bookkeeping).slice(0, MOST_SETTINGS);
   const value = (run: DrawnRun, metric: string) => {
     const values = run.steps.metrics[metric] ?? [];
     if (at !== null && at > (run.x.at(-1) ?? -Infinity)) return null;

@@ -1,19 +1,23 @@
 /** Alerts, what changed, the config, attempts and environments of a run. */
 
 import { useState } from "react";
-import { count, moment, NONE, number, setting } from "../../format";
+import { count, moment, number, setting } from "../../format";
 import { useResource } from "../../state/resource";
 import { useRuns } from "../../state/run";
-import { useOthers, useParam } from "../../state/url";
+import { elsewhere, format, useOthers, useParam, usePlace } from "../../state/url";
 import type { Attempt, Comparison, Environment, Health, RunInfo } from "../../types";
 import { Alerts } from "./Alerts";
+import { Model } from "./Model";
+import { Notes } from "./Notes";
 
 export function Side({ info, health }: { info: RunInfo; health: Health | undefined }) {
   return (
     <aside className="right">
       {health && <Alerts alerts={health.alerts} />}
       <Result info={info} />
+      <Notes run={info.info.id} />
       <Config info={info} />
+      <Model run={info.info.id} />
       <Environments environments={info.environments} />
       <Attempts attempts={info.attempts} />
     </aside>
@@ -83,6 +87,7 @@ function Differences({ run }: { run: string }) {
   const others = useOthers();
   const rest = all.filter((other) => other.id !== run);
   const [chosen, setChosen] = useParam("against", others[0] ?? rest[0]?.id ?? "");
+  const place = usePlace();
   const { data, error } = useResource<Comparison>(chosen ? "/api/compare" : null, { runs: `${chosen},${run}` });
   if (rest.length === 0) return <p className="f">There is no other run here.</p>;
   return (
@@ -116,6 +121,13 @@ function Differences({ run }: { run: string }) {
         </table>
       )}
       {data?.config.length === 0 && <p className="f">The two configs are equal.</p>}
+      {data && (
+        <p className="s more">
+          <a className="link" href={format(elsewhere(place, { page: "code" }, { against: chosen }))}>
+            Compare code
+          </a>
+        </p>
+      )}
     </>
   );
 }
@@ -144,6 +156,7 @@ function Environments({ environments }: { environments: Environment[] }) {
 
 function Attempts({ attempts }: { attempts: Attempt[] }) {
   const [opened, open] = useState(false);
+  const place = usePlace();
   const newest = attempts.at(-1);
   if (!newest) return null;
   const shown = opened ? [...attempts].reverse() : [newest];
@@ -162,7 +175,14 @@ function Attempts({ attempts }: { attempts: Attempt[] }) {
           <table className="cfg">
             <tbody>
               <Fact name={attempts.length > 1 ? `attempt ${attempt.attempt}` : "started"} value={`${moment(attempt.started_at)}${attempt.first_step ? `, from step ${attempt.first_step}` : ""}`} />
-              <Fact name="code" value={attempt.git_commit ? `${attempt.git_commit.slice(0, 7)}${attempt.git_dirty ? ", changed" : ", clean"}` : NONE} />
+              <tr>
+                <td className="d">code</td>
+                <td className="r">
+                  <a className="link" href={format(elsewhere(place, { page: "code" }, { attempt: String(attempt.attempt) }))}>
+                    {attempt.git_commit ? `${attempt.git_commit.slice(0, 7)}${attempt.git_dirty ? ", changed" : ", clean"}` : "files"}
+                  </a>
+                </td>
+              </tr>
               {Object.entries(attempt.topology).map(([name, value]) => (
                 <Fact key={name} name={name} value={value} />
               ))}

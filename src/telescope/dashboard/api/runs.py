@@ -48,16 +48,14 @@ def now(request: Request, store: Store) -> Reply:
     return Reply(request, now_of(store.run))
 
 
-@router.get(
-    "/runs/{run}/model", response_model=models.Architecture, summary="Layers, sizes, parameters of its model"
-)
+@router.get("/runs/{run}/model", response_model=models.Architecture, summary="Layers, sizes, parameters of its model")
 def model(request: Request, store: Store) -> Reply:
     return Reply(request, architecture_of(store.run))
 
 
 @router.get("/compare", response_model=models.Comparison, summary="Differences between runs")
-def compare(request: Request, registry: Runs, runs_: Annotated[str, Query(alias="runs")]) -> Reply:
-    return Reply(request, runs.compare(registry, [run for run in runs_.split(",") if run]))
+def compare(request: Request, registry: Runs, runs_: Annotated[str, Query(alias="runs")], equal: bool = False) -> Reply:
+    return Reply(request, runs.compare(registry, [run for run in runs_.split(",") if run], equal=equal))
 
 
 @router.get("/events", response_class=StreamingResponse, summary="Server-sent events: tables that grew, status")

@@ -1,0 +1,180 @@
+/** Health of a run: verdict, health cells, charts; alerts and config at the side. */
+
+import { useMemo, useState } from "react";
+import { runPath } from "../../api";
+import { Chart, type ChartProps } from "../../charts/Chart";
+import { axisEnd, type DrawnRun, linesOf, useDrawnRuns } from "../../charts/data";
+import { Spark } from "../../charts/Spark";
+import { NONE, number, unbroken } from "../../format";
+import { Failure, Quiet } from "../../shell/App";
+import { Chooser, type Option } from "../../shell/Chooser";
+import { useVersion } from "../../state/live";
+import { chartOf, metricOf, STANDARD, useOverviewCharts } from "../../state/overviewCharts";
+import { useResource } from "../../state/resource";
+import { useHealth, useRunId, useRunInfo, useStatus } from "../../state/run";
+import { column, useSteps } from "../../state/steps";
+import { elsewhere, go, usePlace, useRange } from "../../state/url";
+import type { Distribution, Health, RunInfo, StepColumns, Value } from "../../types";
+import { place as placeOfMetric } from "../metrics/tree";
+import { keepOf, standardCharts } from "./charts";
+import { Now } from "./Now";
+import { Side } from "./Side";
+import "./overview.css";
+
+export function Overview() {
+  const run = useRunId();
+  const info = useRunInfo(run);
+  const health = useHealth(run);
+  const { steps, error } = useSteps(run);
+  if (error && !steps) return <Failure error={error} />;
+  if (!info.data || !steps) return null;
+  return (
+    <div className="overview">
+      <div className="left">
+        {health.data && <Verdict health={health.data} />}
+        <Live info={info.data} />
+        {steps.step.length === 0 ? (
+          <Waiting info={info.data} />
+        ) : (
+          <>
+            {health.data && <Strip health={health.data} steps={steps} />}
+            <Charts info={info.data} steps={steps} />
+          </>
+        )}
+      </div>
+      <Side info={info.data} health={health.data} />
+    </div>
+  );
+}
+
+function Live({ info }: { info: RunInfo }) {
+  return useStatus(info.info.id).live ? <Now info={info} /> : null;
+}
+
+function Waiting({ info }: { info: RunInfo }) {
+  const { live } = useStatus(info.info.id);
+  return live ? (
+    <Quiet title="No step yet." text="The charts begin when the first training step has ended. This page updates by itself." />
+  ) : (
+    <Quiet title="This run ended before its first step." text="Its logs show what it did until then." />
+  );
+}
+
+/** Marks the numbers of a sentence. */
+function strong(text: string) {
+  return unbroken(text).split(/([−-]?\d+(?:[.,]\d+)?(?:[ \u202f]?%)?)/).map((part, i) => (i % 2 ? <b key={i}>{part}</b> : part));
+}
+
+function Verdict({ health }: { health: Health }) {
+  const [first, ...rest] = health.verdict;
+  if (!first) return null;
+  return (
+    <section className="verdict">
+      <h1 title={first.metrics.length ? `From ${first.metrics.join(", ")}` : undefined}>{unbroken(first.text)}</h1>
+      {rest.length > 0 && (
+        <p>
+          {rest.map((sentence, i) => (
+            <span key={i} title={sentence.metrics.length ? `From ${sentence.metrics.join(", ")}` : undefined}>
+              {strong(sentence.text)}{" "}
+            </span>
+          ))}
+        </p>
+      )}
+    </section>
+  );
+}
+
+function Strip({ health, steps }: { health: Health; steps: StepColumns }) {
+  const place = usePlace();
+  return (
+    <section className="strip" aria-label="Health">
+      {health.cells.map((cell) => {
+        const open = () => go(elsewhere(place, { page: "metrics" }, { metric: cell.metric.split(" / ")[0]! }));
+        return (
+          <button key={cell.name} className={`hc ${cell.attention ? "bad" : ""}`} onClick={open} title={cell.metric}>
+            <span className="l cut">{cell.title}</span>
+            <span className="n">
+              {cell.latest === null ? NONE : number(cell.latest)}
+              {cell.latest !== null && cell.unit === "%" ? "\u202f%" : ""}
+            </span>
+            <Spark values={cellValues(cell.metric, steps)} color={cell.attention ? "var(--warn)" : "var(--ink)"} keep={keepOf(steps)} />
+            <span className="wd cut">{cell.words}</span>
+          </button>
+        );
+      })}
+    </section>
+  );
+}
+
+/** Returns the values of a health cell's line. A cell may divide one metric by another: `a / b`. */
+function cellValues(metric: string, steps: StepColumns): Value[] {
+  const [top, bottom] = metric.split(" / ");
+  const values = column(steps, top!);
+  if (!bottom) return values;
+  const by = column(steps, bottom);
+  return values.map((value, i) => (value === null || !by[i] ? null : value / by[i]!));
+}
+
+function Charts({ info, steps }: { info: RunInfo; steps: StepColumns }) {
+  const run = info.info.id;
+  const [zoom, setZoom] = useRange();
+  const { live } = useStatus(run);
+  const { charts: chosen, pin, set } = useOverviewCharts();
+  const [choosing, choose] = useState(false);
+  const reward = useResource<Distribution>(runPath(run, "distribution"), { metric: "reward" }, useVersion(run, "step_stats", "steps")).data;
+  const runs = useDrawnRuns(info, steps, "step");
+  const charts = useMemo(() => standardCharts(runs, info, reward), [runs, info, reward]);
+  const common: Pick<ChartProps, "zoom" | "onZoom" | "xEnd"> = {
+    zoom,
+    onZoom: (next) => setZoom(next && { from: Math.max(0, Math.round(next.from)), to: Math.round(next.to) }),
+    xEnd: Math.max(axisEnd((steps.step.at(-1) ?? -1) + 1, live ? info.info.num_steps : null), ...runs.map((one) => one.x.at(-1) ?? 0)),
+  };
+  const place = usePlace();
+  const shown = chosen.filter((id) => charts.has(id) || runs.some((one) => one.steps.metrics[metricOf(id) ?? ""]));
+  return (
+    <section className="plots" aria-label="Charts">
+      <div className="grid">
+        {shown.map((id) => {
+          const metric = metricOf(id);
+          const standard = charts.get(id);
+          if (standard) return <Chart key={id} {...standard} {...common} />;
+          return <Pinned key={id} metric={metric!} runs={runs} common={common} open={() => go(elsewhere(place, { page: "metrics" }, { metric: metric! }))} remove={() => pin(metric!)} />;
+        })}
+      </div>
+      <p className="more">
+        <button className="link" onClick={() => choose(true)}>
+          Choose charts
+        </button>
+      </p>
+      <Chooser title="Charts of the overview" opened={choosing} close={() => choose(false)} options={choosing ? chartOptions(runs) : []} chosen={chosen} onChange={set} reset={() => set(null)} />
+    </section>
+  );
+}
+
+/** Returns the standard charts, and every metric that a run has. */
+function chartOptions(runs: DrawnRun[]): Option[] {
+  const names = [...new Set(runs.flatMap((run) => Object.keys(run.steps.metrics)))].sort();
+  return [
+    ...STANDARD.map(({ id, title }) => ({ id, title, section: "Of several metrics" })),
+    ...names.map((name) => ({ id: chartOf(name), title: name, section: placeOfMetric(name)[0] })),
+  ];
+}
+
+function Pinned({ metric, runs, common, open, remove }: { metric: string; runs: DrawnRun[]; common: Partial<ChartProps>; open: () => void; remove: () => void }) {
+  const lines = useMemo(() => linesOf(runs, metric, keepOf(runs[0]!.steps)), [runs, metric]);
+  return (
+    <Chart
+      title={metric}
+      x={runs[0]!.x}
+      lines={lines}
+      onTitle={open}
+      {...common}
+      after={
+        <button className="over" onClick={remove} aria-label={`Take ${metric} off the overview`} title="Take off the overview">
+          ×
+        </button>
+      }
+    />
+  );
+}
+

@@ -1,0 +1,130 @@
+/** The standard charts of the overview. A chart without a value is left out. */
+
+import type { ChartProps, Line } from "../../charts/Chart";
+import { bandsOf, type DrawnRun, linesOf } from "../../charts/data";
+import { smooth, stack } from "../../charts/math";
+import { NONE, number } from "../../format";
+import { column } from "../../state/steps";
+import type { Distribution, RunInfo, StepColumns, Value } from "../../types";
+
+/** Smoothing of up to 100 steps; longer runs have as many bends. */
+const KEEP = 0.6;
+export const keepOf = (steps: StepColumns): number => Math.min(0.98, 1 - (1 - KEEP) * Math.min(1, 100 / Math.max(1, steps.step.length)));
+
+const has = (run: DrawnRun, metric: string): boolean => run.steps.metrics[metric]?.some((value) => value !== null) ?? false;
+
+/** Returns the standard charts of runs by their ids. */
+export function standardCharts(runs: DrawnRun[], info: RunInfo, reward: Distribution | undefined): Map<string, ChartProps> {
+  const first = runs[0]!;
+  const { steps, x } = first;
+  const get = (metric: string) => column(steps, metric);
+  const keep = keepOf(steps);
+  const line = (metric: string) => linesOf(runs, metric, keep);
+  const out = new Map<string, ChartProps>();
+  const simple = (id: string, title: string, unit: string, metric: string, more: Partial<ChartProps> = {}) => {
+    if (runs.some((run) => has(run, metric))) out.set(id, { title, unit, x, lines: line(metric), ...more });
+  };
+
+  const rewardLines = linesOf(runs, "reward/all_groups/mean", keep);
+  const bands = bandsOf(first, reward, "percentiles", keep).slice(1);
+  if (rewardLines[0] && bands.length > 0) rewardLines[0].bands = bands;
+  if (rewardLines[0] && runs.length === 1) rewardLines[0].direct = "all";
+  if (has(first, "reward/total/mean"))
+    rewardLines.push({
+      label: "kept",
+      color: "--ink2",
+      values: smooth(get("reward/total/mean"), keep),
+      x,
+      dash: [3, 3],
+      width: 1.2,
+      head: false,
+      silent: true,
+      direct: runs.length === 1 ? "kept" : undefined,
+    });
+  const range = info.environments.filter((environment) => environment.purpose === "training");
+  const oneRange = range.length > 0 && range.every((environment) => environment.reward_min === range[0]!.reward_min && environment.reward_max === range[0]!.reward_max);
+  out.set("reward", {
+    title: "Reward",
+    unit: bands.length ? "mean of all groups, p25 to p75 of the kept" : "mean of all groups",
+    x,
+    lines: rewardLines,
+    low: oneRange ? (range[0]!.reward_min ?? undefined) : undefined,
+    high: oneRange ? (range[0]!.reward_max ?? undefined) : undefined,
+    right: runs.length === 1 ? 44 : 8,
+  });
+
+  if (has(first, "discarded/zero_advantage/pct")) {
+    const wrong = get("discarded/zero_advantage_all_zero/pct");
+    const right = get("discarded/zero_advantage_all_positive/pct");
+    const total = get("discarded/zero_advantage/pct");
+    const same = total.map((value, i) => (value === null ? null : Math.max(0, value - (wrong[i] ?? 0) - (right[i] ?? 0))));
+    const parts: [string, string, Value[]][] = [
+      ["all wrong", "--neg", wrong],
+      ["all right", "--pos", right],
+      ["all the same", "--q", same],
+    ];
+    const used = parts.filter(([, , values]) => values.some((value) => value !== null && value > 1e-6));
+    const edges = stack(used.map(([, , values]) => values));
+    const lines: Line[] = used.map(([label, color], i) => ({ label, color, values: edges[i]!, x, area: true, direct: label, silent: true }));
+    if (lines.length === 0) lines.push({ label: "none", color: "--ink2", values: total, x });
+    out.set("signal", {
+      title: "Groups without signal",
+      unit: "%",
+      x,
+      lines,
+      low: 0,
+      right: used.length ? 70 : 8,
+      read: (at) => readRow(steps, total, at, (value) => `${number(value, 0)}\u202f%`),
+    });
+  }
+
+  simple("entropy", "Entropy", "nats a token", "entropy", { low: 0 });
+  simple("kl", "KL to engine", "nats a token", "kl_divergence_inference", { low: 0 });
+
+  if (has(first, "timing_step_total")) {
+    const total = get("timing_step_total");
+    const backward = get("timing_backward_total");
+    const forward = get("timing_forward_total");
+    const background = get("weight_sync/background");
+    const sync = get("timing_weight_sync_total").map((value, i) => (background[i] ? 0 : value));
+    const waits = get("timing_waiting_for_data");
+    const other = total.map((value, i) =>
+      value === null ? null : Math.max(0, value - (backward[i] ?? 0) - (forward[i] ?? 0) - (sync[i] ?? 0) - (waits[i] ?? 0)),
+    );
+    const parts: [string, string, Value[]][] = [
+      ["backward", "--bw", backward],
+      ["forward", "--fw", forward],
+      ["other", "--red", other],
+      ["sync", "--sync", sync],
+      ["waits", "--q", waits],
+    ];
+    const edges = stack(parts.map(([, , values]) => values));
+    out.set("time", {
+      title: "Step time",
+      unit: "s, stacked",
+      x,
+      lines: parts.map(([label, color], i) => ({ label, color, values: edges[i]!, x, area: true, direct: label, silent: true })),
+      low: 0,
+      right: 70,
+      read: (at) => readRow(steps, total, at, (value) => `${number(value, 2)} s`),
+    });
+  }
+
+  const clip = info.config.grad_clip;
+  const largest = Math.max(...runs.flatMap((run) => column(run.steps, "grad_norm").map((value) => value ?? 0)));
+  const marked = typeof clip === "number" && largest > 0.4 * clip;
+  simple("gradient", "Gradient norm", marked ? `clip at ${number(clip as number)}` : "", "grad_norm", {
+    low: 0,
+    marks: marked ? [{ y: clip as number }] : [],
+    high: marked ? Math.max(1.2 * (clip as number), 1.06 * largest) : undefined,
+  });
+  simple("gini", "Reward Gini", "in a group", "reward/gini_mean", { low: 0, high: 1 });
+  simple("length", "Answer length", "tokens, mean", "rollouts/tokens_completion/mean");
+  return out;
+}
+
+function readRow(steps: StepColumns, values: Value[], at: number | null, write: (value: number) => string): string {
+  const row = at === null ? values.length - 1 : steps.step.indexOf(at);
+  const value = values[row];
+  return value == null ? NONE : write(value);
+}

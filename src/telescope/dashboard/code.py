@@ -1,0 +1,170 @@
+"""Code that a run started with: files, uncommitted changes, and the difference to another run's.
+
+Reads `code/attempt-<n>.tar.gz` (`record.code_snapshot`). A file is named by its path inside the archive and looked up
+there: nothing is unpacked to disk. The newest archives stay in memory.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import tarfile
+import threading
+import zlib
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from telescope.dashboard.store import NotFoundError
+from telescope.errors import UserError
+from telescope.record.reader import Run
+
+NUM_ARCHIVES = 4
+"""Archives in memory: two runs that are compared, and the ones before."""
+
+MAX_TOTAL_BYTES = 128 * 2**20
+"""Twice what a snapshot holds. A larger archive was not written by a run."""
+
+MAX_FILE_BYTES = 2 * 2**20
+"""Largest text that an answer holds."""
+
+MAX_DIFF_LINES = 10_000
+"""Lines of both files together that are compared line by line; the search for equal lines is quadratic."""
+
+MAX_ANSWER_BYTES = 4 * 2**20
+"""Diffs of one answer. Later files are listed without; they can be asked for one by one."""
+
+GIT, CHANGES = "git.json", "changes.diff"
+
+_NAME = re.compile(r"attempt-(\d+)\.tar\.gz")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The files of an archive by path, and its description."""
+
+    attempt: int
+    git: dict[str, Any]
+    changes: str
+    files: dict[str, bytes]
+
+
+class Snapshots:
+    """Reads archives. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[Path, int], Snapshot] = OrderedDict()
+
+    def of(self, run: Run, attempt: int | None = None) -> Snapshot:
+        """Returns the code of an attempt, by default of the newest one that has any. Raises `NotFoundError`."""
+        found = archives(run)
+        chosen = max(found, default=0) if attempt is None else attempt
+        if chosen not in found:
+            which = f"attempt {attempt}" if attempt is not None else "this run"
+            raise NotFoundError(f"The record has no code of {which}.")
+        path = found[chosen]
+        try:
+            key = (path, path.stat().st_mtime_ns)
+            with self._lock:
+                if key not in self._known:
+                    self._known[key] = _read(path, chosen)
+                self._known.move_to_end(key)
+                while len(self._known) > NUM_ARCHIVES:
+                    self._known.popitem(last=False)
+                return self._known[key]
+        except (OSError, EOFError, zlib.error, tarfile.TarError, ValueError) as error:
+            raise UserError(f"{path.name} cannot be read: {error}") from error
+
+
+def archives(run: Run) -> dict[int, Path]:
+    """Returns the archive of each attempt that has one."""
+    folder = run.files.code
+    named = [(match, path) for path in folder.glob("attempt-*.tar.gz") if (match := _NAME.fullmatch(path.name))]
+    return {int(match[1]): path for match, path in named}
+
+
+def overview(snapshots: Snapshots, run: Run, attempt: int | None) -> dict[str, Any]:
+    """Returns git state, uncommitted changes and the list of files. Without any code, `attempt` is null."""
+    found = sorted(archives(run))
+    if not found and attempt is None:
+        return {"attempts": [], "attempt": None, "git": {}, "left_out": [], "changes": "", "files": []}
+    snapshot = snapshots.of(run, attempt)
+    git = {name: value for name, value in snapshot.git.items() if name != "left_out"}
+    return {
+        "attempts": found,
+        "attempt": snapshot.attempt,
+        "git": git,
+        "left_out": list(snapshot.git.get("left_out") or []),
+        "changes": snapshot.changes,
+        "files": [{"path": path, "size": len(content)} for path, content in sorted(snapshot.files.items())],
+    }
+
+
+def file(snapshots: Snapshots, run: Run, attempt: int | None, path: str) -> dict[str, Any]:
+    """Returns the text of a file, null if it is not UTF-8 or too large. Raises `NotFoundError`."""
+    snapshot = snapshots.of(run, attempt)
+    if path not in snapshot.files:
+        raise NotFoundError(f"The code of attempt {snapshot.attempt} has no file {path!r}.")
+    content = snapshot.files[path]
+    return {"path": path, "size": len(content), "text": _text(content)}
+
+
+def difference(snapshots: Snapshots, old: Run, new: Run, path: str = "") -> dict[str, Any]:
+    """Returns the files that differ between the newest code of two runs, or one `path` of them, with unified diffs."""
+    before, after = snapshots.of(old).files, snapshots.of(new).files
+    paths = sorted(before.keys() | after.keys())
+    changed = [name for name in paths if before.get(name) != after.get(name)]
+    room = MAX_ANSWER_BYTES
+    rows = []
+    for name in changed:
+        if path in ("", name):
+            rows.append(_compared(name, before.get(name), after.get(name), room))
+            room -= len(rows[-1]["diff"] or "")
+    return {"files": rows, "num_equal": len(paths) - len(changed)}
+
+
+def _compared(path: str, before: bytes | None, after: bytes | None, room: int) -> dict[str, Any]:
+    status = "added" if before is None else "removed" if after is None else "changed"
+    old, new = _text(before or b""), _text(after or b"")
+    row: dict[str, Any] = {"path": path, "status": status, "added": None, "removed": None, "diff": None}
+    if old is None or new is None or room <= 0:
+        return row
+    lines = old.splitlines(), new.splitlines()
+    if min(map(len, lines)) and sum(map(len, lines)) > MAX_DIFF_LINES:
+        return row
+    diff = list(difflib.unified_diff(*lines, path, path, lineterm=""))[2:]
+    added = sum(line.startswith("+") for line in diff)
+    removed = sum(line.startswith("-") for line in diff)
+    return {**row, "added": added, "removed": removed, "diff": "\n".join(diff)}
+
+
+def _text(content: bytes) -> str | None:
+    """Returns a text, None for a binary or a too large file."""
+    if len(content) > MAX_FILE_BYTES or b"\0" in content:
+        return None
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _read(path: Path, attempt: int) -> Snapshot:
+    """Reads an archive. Raises `ValueError` for one that is too large."""
+    files: dict[str, bytes] = {}
+    total = 0
+    with tarfile.open(path, "r|gz") as archive:
+        for member in archive:
+            if not member.isreg():
+                continue
+            total += member.size
+            if total > MAX_TOTAL_BYTES:
+                raise ValueError(f"it holds more than {MAX_TOTAL_BYTES // 2**20} MiB")
+            content = archive.extractfile(member)
+            assert content is not None, "a regular file has content"
+            files[member.name] = content.read()
+    git = json.loads(files.pop(GIT, b"{}"))
+    changes = files.pop(CHANGES, b"").decode("utf-8", "replace")
+    return Snapshot(attempt, git if isinstance(git, dict) else {}, changes, files)
