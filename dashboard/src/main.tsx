@@ -5,6 +5,11 @@ import "./base.css";
 import "./charts/charts.css";
 import "./shell/shell.css";
 import { App } from "./shell/App";
+import { readAhead } from "./state/run";
+import { place } from "./state/url";
+
+const { run } = place();
+if (run !== null) readAhead(run);
 
 createRoot(document.getElementById("root")!).render(
   <StrictMode>

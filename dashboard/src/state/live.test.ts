@@ -63,8 +63,8 @@ test("runs share one connection, which ends with the last of them", async () => 
   const source = await watched("first", "second", "first");
   expect(sources.open.map((one) => one.url)).toEqual(["/api/events?run=first&run=second"]);
   source.send("tables", { run: "second", tables: { steps: 3 } });
-  expect(versionOf("second", "steps", "logs")).toBe("/0/3/0");
-  expect(versionOf("first", "steps")).toBe("/0/0");
+  expect(versionOf("second", "steps", "logs")).toBe("0/0/3/0");
+  expect(versionOf("first", "steps")).toBe("0/0/0");
   stops.splice(0).forEach((stop) => stop());
   await vi.advanceTimersByTimeAsync(0);
   expect(sources.open).toEqual([]);
@@ -72,9 +72,22 @@ test("runs share one connection, which ends with the last of them", async () => 
 
 test("a status changes what is read", async () => {
   const source = await watched("run");
-  const before = versionOf("run", "samples");
-  source.send("status", { run: "run", status: "finished" });
-  expect(versionOf("run", "samples")).not.toBe(before);
+  const versions = [versionOf("run", "samples")];
+  for (const status of ["live", "finished", "live"]) {
+    source.send("status", { run: "run", status });
+    versions.push(versionOf("run", "samples"));
+  }
+  expect(new Set(versions).size).toBe(4);
+});
+
+test("the first events of an ended run read nothing again, and those of a resume do", async () => {
+  const source = await watched("ended");
+  const before = versionOf("ended", "steps");
+  source.send("status", { run: "ended", status: "finished" });
+  source.send("tables", { run: "ended", tables: { steps: 3 } });
+  expect(versionOf("ended", "steps")).toBe(before);
+  source.send("tables", { run: "ended", tables: { steps: 4 } });
+  expect(versionOf("ended", "steps")).not.toBe(before);
 });
 
 test("a lost connection that comes back reads everything again", async () => {

@@ -9,6 +9,10 @@ import { follow } from "../api";
 interface RunState {
   versions: Record<string, number>;
   status: string | null;
+  /** How often the status changed; what a page reads before the first event is that of an ended run already. */
+  changes: number;
+  /** The tables of a run that had ended when it was opened. */
+  ended: Record<string, number> | null;
 }
 
 interface Connection {
@@ -17,7 +21,7 @@ interface Connection {
   reconnects: number;
 }
 
-const NOTHING: RunState = { versions: {}, status: null };
+const NOTHING: RunState = { versions: {}, status: null, changes: 0, ended: null };
 /** How long a page in the background stays connected. */
 export const HIDDEN_MS = 30_000;
 
@@ -40,8 +44,15 @@ function update(run: string, change: Partial<RunState>): void {
 }
 
 const events = {
-  onTables: (run: string, tables: Record<string, number>) => update(run, { versions: { ...stateOf(run).versions, ...tables } }),
-  onStatus: (run: string, status: string) => update(run, { status }),
+  onTables: (run: string, tables: Record<string, number>) => {
+    const { versions, status, ended } = stateOf(run);
+    const first = Object.keys(versions).length === 0;
+    update(run, { versions: { ...versions, ...tables }, ended: first && status !== null && status !== "live" ? tables : ended });
+  },
+  onStatus: (run: string, status: string) => {
+    const { status: before, changes } = stateOf(run);
+    update(run, { status, changes: before === null && status !== "live" ? changes : changes + 1 });
+  },
   onConnected: (connected: boolean) => {
     const back = connected && connection.connected === false;
     connection = { connected, reconnects: connection.reconnects + (back ? 1 : 0) };
@@ -108,8 +119,8 @@ function subscribe(listener: () => void): () => void {
 
 /** Returns a text that changes when one of the tables grew: the `version` of useResource. */
 export function versionOf(run: string, ...tables: string[]): string {
-  const { versions, status } = stateOf(run);
-  return [status ?? "", connection.reconnects, ...tables.map((table) => versions[table] ?? 0)].join("/");
+  const { versions, changes, ended } = stateOf(run);
+  return [changes, connection.reconnects, ...tables.map((table) => (versions[table] ?? 0) - (ended?.[table] ?? 0))].join("/");
 }
 
 export function useVersion(run: string | null, ...tables: string[]): string {

@@ -3,8 +3,9 @@
 import { useMemo, useRef } from "react";
 import { runPath } from "../api";
 import type { EvalRow, Health, RunInfo, Runs } from "../types";
-import { useConnection, useEvents, useVersion, useVersions } from "./live";
-import { type Resource, useResource, useResources } from "./resource";
+import { useConnection, useEvents, useVersion, useVersions, versionOf } from "./live";
+import { read, type Resource, useResource, useResources } from "./resource";
+import { readSteps } from "./steps";
 import { useTick } from "./tick";
 import { usePlace } from "./url";
 
@@ -17,10 +18,10 @@ export function useRuns(): Resource<Runs> {
 
 /** Returns the runs with fields, read again while the page is seen. A new choice of fields keeps the old rows meanwhile. */
 export function useLiveRuns(fields: string[]): Resource<Runs> {
-  const read = useResource<Runs>("/api/runs", { fields: fields.join(",") }, useTick(FOLLOW_MS));
+  const listed = useResource<Runs>("/api/runs", { fields: fields.join(",") }, useTick(FOLLOW_MS));
   const before = useRef<Runs | undefined>(undefined);
-  if (read.data) before.current = read.data;
-  return { ...read, data: read.data ?? before.current };
+  if (listed.data) before.current = listed.data;
+  return { ...listed, data: listed.data ?? before.current };
 }
 
 /** Returns the id of the run in the address. Pages of a run call it. */
@@ -28,6 +29,14 @@ export function useRunId(): string {
   const { run } = usePlace();
   if (run === null) throw new Error("This page needs a run.");
   return run;
+}
+
+/** Starts the reads that each page of a run makes, before the code of the page has arrived. */
+export function readAhead(run: string): void {
+  void read(runPath(run), versionOf(run, "attempts", "runs"));
+  void readSteps(run, versionOf(run, "steps"));
+  void read(runPath(run, "health"), versionOf(run, "steps", "alerts"));
+  void read(runPath(run, "evals"), versionOf(run, "evals"));
 }
 
 export function useRunInfo(run: string | null): Resource<RunInfo> {

@@ -71,12 +71,13 @@ async def run_events(
             before = sent.get(run_id, {})
             grown = {name: rows for name, rows in now.items() if before.get(name) != rows}
             sent[run_id] = now
-            if grown:
-                silent = 0.0
-                yield _event("tables", {"run": run_id, "tables": grown}, format_id(sent))
+            # First, because a page need not read the tables of an ended run again when it learns their sizes.
             if state != states.get(run_id):
                 states[run_id] = state
                 yield _event("status", {"run": run_id, "status": state}, format_id(sent))
+            if grown:
+                silent = 0.0
+                yield _event("tables", {"run": run_id, "tables": grown}, format_id(sent))
             due[run_id] = LIVE_SECONDS if state == "live" else ENDED_SECONDS
         seconds = min(due.values())
         silent += seconds
