@@ -25,6 +25,7 @@ import pyarrow as pa
 from telescope.errors import UserError
 from telescope.record.reader import READ_ATTEMPTS, Run, is_readable
 from telescope.record.superseded import superseded_sql
+from telescope.record.table_files import TableFile
 from telescope.record.tables import IN_FLIGHT, SAMPLES, TABLES, type_name
 from telescope.utils.text import did_you_mean, plain
 
@@ -175,15 +176,22 @@ def all_rows(
     """
     found = run.table_files(name, cursor)
     tails = [file.rows for file in found if file.rows is not None]
-    paths = [file.path for file in found if file.rows is None]
-    files += [(run, path) for path in paths]
-    parts = [f"({_empty(name)})"]
-    if paths:
-        listed = ", ".join(sql_text(file_pattern(path)) for path in paths)
-        parts.append(f"FROM read_parquet([{listed}], union_by_name = true)")
+    blocks = [file for file in found if file.rows is None]
+    files += [(run, block.path) for block in blocks]
+    rows = block_rows(name, blocks)
     if tails:
-        parts.append(load(connection, f"{name}_{place}", pa.concat_tables(tails, promote_options="default")))
-    return " UNION ALL BY NAME ".join(parts)
+        tail = load(connection, f"{name}_{place}", pa.concat_tables(tails, promote_options="default"))
+        rows = f"{rows} UNION ALL BY NAME {tail}"
+    return rows
+
+
+def block_rows(name: str, blocks: Sequence[TableFile]) -> str:
+    """Returns a query for the rows of some blocks of a table, with all its columns."""
+    rows = f"({_empty(name)})"
+    if blocks:
+        listed = ", ".join(sql_text(file_pattern(block.path)) for block in blocks)
+        rows = f"{rows} UNION ALL BY NAME FROM read_parquet([{listed}], union_by_name = true)"
+    return rows
 
 
 def load(connection: duckdb.DuckDBPyConnection, name: str, data: pa.Table) -> str:

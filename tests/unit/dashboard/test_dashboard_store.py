@@ -1,6 +1,7 @@
 """The tables in memory: new rows, damaged files, replaced runs, and requests at the same time."""
 
 import shutil
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import duckdb
@@ -90,6 +91,27 @@ def test_an_empty_run_has_empty_pages(tmp_path):
     ):
         assert client.get(f"/api/runs/run{path}").status_code == 200, path
     assert client.get("/api/runs/run/distribution").json()["step"] == []
+
+
+def test_a_table_that_is_being_read_delays_no_other(root, monkeypatch):
+    store = RunStore(Run(root / "first"))
+    reads, go_on = threading.Event(), threading.Event()
+    read_blocks = store._read_blocks
+
+    def slow(name, *arguments):
+        if name == "samples":
+            reads.set()
+            assert go_on.wait(30)
+        return read_blocks(name, *arguments)
+
+    monkeypatch.setattr(store, "_read_blocks", slow)
+    with ThreadPoolExecutor(1) as pool:
+        samples = pool.submit(store.refresh, "samples")
+        assert reads.wait(30)
+        assert len(store.steps()[1]["step"]) == 12
+        assert not samples.done()
+        go_on.set()
+        assert samples.result()["samples"] > 0
 
 
 def test_requests_at_the_same_time_do_not_mix(root):
