@@ -116,7 +116,8 @@ def act(page: Page, name: str) -> None:
             ruler.drag_to(ruler, source_position={"x": 200, "y": 20}, target_position={"x": 500, "y": 20})
         case "metrics":
             page.get_by_role("button", name="Time", exact=True).click()
-            page.get_by_role("button", name="Std", exact=True).click()
+            page.get_by_title("Choose: spread").click()
+            page.get_by_role("menuitem", name="Standard deviation").click()
             page.get_by_role("button", name="Log", exact=True).click()
             page.get_by_role("slider", name="Smooth").fill("0.9")
             page.get_by_role("searchbox", name="Filter metrics").fill("norm")
