@@ -94,7 +94,8 @@ class RunStore:
         self._identity: object = UNREAD
         # Taken in this order. Reading a large table delays only who asks for it.
         self._searching = threading.Lock()
-        self._counting = threading.Lock()
+        self._tagging = threading.Lock()
+        self._stepping = threading.Lock()
         self._reading = {name: threading.Lock() for name in TABLES}
         self._lock = threading.Lock()
 
@@ -163,14 +164,14 @@ class RunStore:
 
         Superseded steps are left out.
         """
-        with self._counting:
+        with self._stepping:
             self.visible()
             self._steps.read(self)
             return (self._steps.num_rows, *self._steps.visible(since, self._cutoffs()))
 
     def tags(self) -> dict[str, list[str]]:
         """Returns the values of each tag of the samples, none for a tag with more than `MOST_TAG_VALUES`."""
-        with self._counting:
+        with self._tagging:
             self.refresh("samples")
             ((end,),) = self.fetch("SELECT count(*) FROM samples")
             fresh = self.fetch(
@@ -220,7 +221,8 @@ class RunStore:
             keys = ", ".join(f"({int(row['attempt'])}, {sql_text(row['sample_id'])})" for row in piece)
             steps = f"step BETWEEN {int(piece[0]['step'])} AND {int(piece[-1]['step'])}"
             found = self._files("samples", "*", f"{steps} AND (attempt, sample_id) IN ({keys})")
-            yield from found.to_pylist(maps_as_pydicts="lossy")
+            order = [(name, "ascending") for name in ("step", "attempt", "group_id", "sample_index")]
+            yield from found.sort_by(order).to_pylist(maps_as_pydicts="lossy")
 
     def of_sample(self, table: str, attempt: int, sample_id: str, where: str = "true") -> list[Row]:
         """Returns the whole rows of one sample in a table, from the files."""
