@@ -22,7 +22,9 @@ export function Spark({ values, height = 30, keep = 0.6, color = "var(--ink)", r
     if (known.length === 0) return null;
     const low = Math.min(...known);
     const high = Math.max(...known);
-    const y = (value: number) => (high === low ? height - 4 : height - 4 - ((value - low) / (high - low)) * (height - 8));
+    // Values that differ by rounding alone are equal.
+    const flat = high - low <= 1e-9 * Math.max(Math.abs(high), Math.abs(low));
+    const y = (value: number) => (flat ? height - 4 : height - 4 - ((value - low) / (high - low)) * (height - 8));
     const path = (line: Value[]) => {
       let text = "";
       let on = false;

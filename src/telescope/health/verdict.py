@@ -127,23 +127,24 @@ def step_seconds(started: Values, ended: Values) -> float | None:
 
 RULE_KINDS = frozenset(rule.__name__ for rule in rules.RULES)
 
-_SERVER = re.compile(r"^server (\d+) is (down|back)")
+_SERVER = re.compile(r"^(server \d+) is (?:down|back)")
+_EVAL = re.compile(r"^(?:eval )?(\S+) at version \d+")
 
 
 def alerts(rows: Sequence[Mapping[str, Any]], newest_attempt: int, found: Sequence[Finding]) -> list[dict[str, Any]]:
     """Returns recorded alerts, newest first, as `rows` are.
 
-    Resolved is what a rule does not find any more, a server that is back, anything of an earlier attempt, and what only
-    informs.
+    Resolved is what a rule does not find any more, a server that is back, an eval with a later result, anything of an
+    earlier attempt, and what only informs.
     """
     now = {finding.kind for finding in found}
-    back: set[str] = set()
+    works: set[str] = set()
     shown = []
     for row in rows:
         message = row["message"] or ""
-        server = _SERVER.match(message)
-        if server and server[2] == "back":
-            back.add(server[1])
+        about = _SERVER.match(message) or _EVAL.match(message)
+        if about and row["level"] == "info":
+            works.add(about[1])
         title, _, text = message.partition(". ")
         shown.append(
             {
@@ -154,7 +155,7 @@ def alerts(rows: Sequence[Mapping[str, Any]], newest_attempt: int, found: Sequen
                 "resolved": row["level"] == "info"
                 or (row["attempt"] or 0) < newest_attempt
                 or (row["kind"] in RULE_KINDS and row["kind"] not in now)
-                or bool(server and server[1] in back),
+                or bool(about and about[1] in works),
             }
         )
     return shown

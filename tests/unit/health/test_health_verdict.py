@@ -102,6 +102,9 @@ def test_an_alert_is_resolved_once_its_cause_is_gone() -> None:
     seen = history({rules.TRUNCATED: [90.0] * 10})
     rows = [
         row("server", "server 1 is back with the current weights", level="info"),
+        row("eval", "math500 at version 40: accuracy 0.612", level="info"),
+        row("eval", "eval math500 at version 20 was skipped: its servers serve rollouts"),
+        row("eval", "eval aime at version 20 was skipped: its servers serve rollouts"),
         row("server", "server 0 is down: killed"),
         row("server", "server 1 is down: killed"),
         row("truncation", "90 % of the answers are cut off."),
@@ -109,7 +112,7 @@ def test_an_alert_is_resolved_once_its_cause_is_gone() -> None:
         row("checkpoint", "the checkpoint was not written", attempt=1),
     ]
     shown = verdict.alerts(rows, 2, rules.findings(seen))
-    assert [alert["resolved"] for alert in shown] == [True, False, True, False, True, True]
+    assert [alert["resolved"] for alert in shown] == [True, True, True, False, False, True, False, True, True]
 
 
 def test_an_alert_of_an_earlier_version_has_its_advice_in_its_message() -> None:

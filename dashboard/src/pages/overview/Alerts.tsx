@@ -1,4 +1,4 @@
-/** Alerts: open ones with what to try, then resolved ones. Each leads to its moment. */
+/** Alerts: open ones with what to try, then resolved ones and notes. Each leads to its moment. */
 
 import { useState } from "react";
 import { moment, unbroken } from "../../format";
@@ -6,26 +6,27 @@ import { format, usePlace } from "../../state/url";
 import type { Alert } from "../../types";
 import { placeOf } from "./alerts";
 
-/** Resolved alerts that are shown at first. */
-const FEW = 5;
+/** Resolved alerts and notes that are shown at first. */
+const FEW = 6;
 
 export function Alerts({ alerts }: { alerts: Alert[] }) {
   const [all, showAll] = useState(false);
   const open = alerts.filter((alert) => !alert.resolved);
-  const resolved = alerts.filter((alert) => alert.resolved);
-  const words = [open.length && `${open.length} open`, resolved.length && `${resolved.length} resolved`].filter(Boolean).join(", ");
-  const hidden = all ? 0 : resolved.length - FEW;
+  const resolved = alerts.filter((alert) => alert.resolved && alert.level !== "info");
+  const notes = alerts.filter((alert) => alert.level === "info");
+  const rest = [...resolved, ...notes];
+  const words = [open.length && `${open.length} open`, resolved.length && `${resolved.length} resolved`, notes.length && `${notes.length} notes`].filter(Boolean).join(", ");
   return (
     <section className="sec">
       <h2>
         Alerts <span>{words || "none"}</span>
-        {resolved.length > FEW && (
+        {rest.length > FEW && (
           <button className="link" aria-pressed={all} onClick={() => showAll(!all)}>
-            {all ? "fewer" : `${hidden} more`}
+            {all ? "fewer" : `${rest.length - FEW} more`}
           </button>
         )}
       </h2>
-      {[...open, ...(all ? resolved : resolved.slice(0, FEW))].map((alert, i) => (
+      {[...open, ...(all ? rest : rest.slice(0, FEW))].map((alert, i) => (
         <One key={i} alert={alert} />
       ))}
     </section>
