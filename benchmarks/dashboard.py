@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import sys
 import tempfile
@@ -28,22 +27,12 @@ from rich.console import Console
 from rich.table import Table
 
 from telescope.dashboard.app import create_app
-from telescope.record.recorder import Recorder
-from telescope.record.run_info import begin_run, end_run
-from telescope.record.tables import TABLES
+from telescope.testing.demo_run.curves import Story
+from telescope.testing.demo_run.steps import GROUP_SIZE
+from telescope.testing.demo_run.writer import RunWriter
 
-GROUP = 8
-"""Samples of a prompt."""
-NUM_METRICS = 120
-"""Metrics of a step, as many as a run has."""
-ANSWER_WORDS = 150
-SPANS_PER_SAMPLE = 4
-CHUNK_STEPS = 4
-"""Steps whose rows are written at once: with 128 samples, a file of samples (`rollout_block_size`)."""
-SECONDS = 20.0
-"""Duration of a step."""
-T0 = 1_800_000_000.0
-WORDS = ("so", "the", "sum", "of", "these", "two", "numbers", "is", "not", "quite", "seven", "then", "we", "check")
+GAUGE_SECONDS = 5.0
+"""Time between two readings of all gauges."""
 
 
 def main() -> int:
@@ -81,6 +70,11 @@ def measure(run_dir: Path, num_steps: int, repeats: int) -> list[dict[str, Any]]
     ((run_id,),) = ([row["id"]] for row in client.get("/api/runs").json()["runs"])
     run = f"/api/runs/{run_id}"
     middle = num_steps // 2
+    steps = client.get(f"{run}/steps").json()
+    begin, end = steps["started_at"][middle], steps["ended_at"][min(middle + 3, num_steps - 1)]
+    groups = [group for step in range(middle, middle + 2) for group in client.get(f"{run}/groups?step={step}").json()]
+    ids = [group["samples"][0]["id"] for group in groups][: repeats + 1]
+    client = TestClient(create_app([run_dir]), base_url="http://localhost")
     addresses: list[list[str]] = [
         ["/api/runs"],
         [run],
@@ -91,12 +85,12 @@ def measure(run_dir: Path, num_steps: int, repeats: int) -> list[dict[str, Any]]
         [f"{run}/samples?limit=100"],
         [f"{run}/samples?limit=100&status=kept&step_min={place}" for place in range(repeats + 1)],
         [f"{run}/samples?limit=100&reward={place % 2}&sort=-completion_tokens" for place in range(repeats + 1)],
-        [f"{run}/samples?limit=100&search=number {place}" for place in range(repeats + 1)],
-        [f"{run}/samples?limit=100&search=number 1&offset={100 * place}" for place in range(repeats + 1)],
-        [f"{run}/samples/1/{middle * GROUP + place}-0" for place in range(repeats + 1)],
+        [f"{run}/samples?limit=100&search=numbers {place + 10}" for place in range(repeats + 1)],
+        [f"{run}/samples?limit=100&search=numbers 1&offset={100 * place}" for place in range(repeats + 1)],
+        [f"{run}/samples/1/{sample}" for sample in ids],
         [f"{run}/spans?limit=40000&buckets=2000"],
-        [f"{run}/spans?start={T0 + SECONDS * middle}&end={T0 + SECONDS * (middle + 3)}"],
-        [f"{run}/gauges?names=queue_depth&points=400"],
+        [f"{run}/spans?start={begin}&end={end}"],
+        [f"{run}/gauges?names=lanes_used&points=400"],
         [f"{run}/logs"],
         [f"{run}/logs?search=step {place}" for place in range(repeats + 1)],
     ]
@@ -119,73 +113,14 @@ def measure(run_dir: Path, num_steps: int, repeats: int) -> list[dict[str, Any]]
 
 
 def write_run(run_dir: Path, num_steps: int, num_samples: int) -> None:
-    """Writes a finished run of the given shape, with random numbers and texts."""
-    config = json.dumps({"values": {"model": "generated", "algorithm": "grpo", "environments": []}, "user_set": []})
-    chosen = random.Random(0)
-    with Recorder(run_dir) as recorder:
-        info = begin_run(
-            recorder, name=run_dir.name, config_hash="generated", config_json=config, first_step=0, num_steps=num_steps
-        )
-        for first in range(0, num_steps, CHUNK_STEPS):
-            rows: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
-            for step in range(first, min(first + CHUNK_STEPS, num_steps)):
-                add_step(rows, chosen, step, num_samples)
-            for name, added in rows.items():
-                for row in added:
-                    recorder.write(name, row)
-            recorder.flush()
-        end_run(recorder, info, "finished", config_json=config)
-
-
-def add_step(rows: dict[str, list[dict[str, Any]]], chosen: random.Random, step: int, num_samples: int) -> None:
-    """Adds the rows of one step."""
-    start = T0 + SECONDS * step
-    for group in range(num_samples // GROUP):
-        group_id = step * (num_samples // GROUP) + group
-        kept = group % 4 != 0
-        status = {"status": "kept" if kept else "discarded", "reason": None if kept else "zero_advantage"}
-        names = {"group_id": group_id, "environment": ("countdown", "wordle")[group % 2], "step": step, **status}
-        rewards = [float(chosen.random() < 0.5) for _ in range(GROUP)]
-        mean = sum(rewards) / GROUP
-        rows["groups"].append({**names, "num_samples": GROUP, "reward_mean": mean, "reward_std": 0.5})
-        prompt = f"<|im_start|>user\nMake number {group_id} of {chosen.choices(range(100), k=4)}<|im_end|>\n"
-        for place, reward in enumerate(rewards):
-            sample = f"{group_id}-{place}"
-            text = " ".join(chosen.choices(WORDS, k=ANSWER_WORDS))
-            length = chosen.randrange(100, 400)
-            times = {"started_at": start, "generated_at": start + 10, "finished_at": start + 11}
-            rows["samples"].append(
-                {
-                    **{**names, **times, "sample_id": sample, "sample_index": place, "reward": reward},
-                    **{"advantage": reward - mean, "prompt_text": prompt, "completion_text": text, "num_turns": 1},
-                    **{"metrics": {"correct": reward, "format": 1.0}, "tags": {"level": str(group)}, "age": step % 3},
-                    **{"stop_reason": "stop", "prompt_tokens": 40, "completion_tokens": length, "server": 0},
-                    **{"lane": group * GROUP + place, "total_tokens": 40 + length},
-                }
-            )
-            rows["turns"].append(
-                {"sample_id": sample, "turn": 0, "role": "assistant", "text": text, "num_tokens": length}
-            )
-            for part in range(SPANS_PER_SAMPLE):
-                name = ("queue", "prefill", "decode", "generate")[part]
-                span = {"name": name, "component": "inference", "server": 0, "step": step, "sample_id": sample}
-                lane = {"lane": str(group * GROUP + place)}
-                begin = start + 2.5 * part
-                rows["spans"].append({**span, "start": begin, "end": begin + 2.4, "attributes": lane})
-    metrics = {f"section_{number % 12}/group/metric_{number}": chosen.random() for number in range(NUM_METRICS - 4)}
-    metrics |= {
-        "reward/all_groups/mean": chosen.random(),
-        "entropy": 1.0,
-        "grad_norm": 1.0,
-        "timing_step_total": SECONDS,
-    }
-    ends = {"started_at": start, "ended_at": start + SECONDS, "num_tokens_trained": 1000}
-    rows["steps"].append({"step": step, "version": step + 1, "reward_mean": 0.5, **ends, "metrics": metrics})
-    for part in range(10):
-        gauge = {"time": start + 2 * part, "name": "queue_depth", "component": "orchestrator"}
-        rows["gauges"].append({**gauge, "value": chosen.random()})
-    line = {"time": start, "level": "INFO", "component": "driver", "message": f"step {step} has ended"}
-    rows["logs"].append(line)
+    """Writes a finished run with that many trained samples in each step, and those of discarded groups."""
+    with RunWriter(run_dir, Story(), num_steps=num_steps, num_groups=num_samples // GROUP_SIZE) as writer:
+        for number in range(num_steps):
+            writer.write_samples(number)
+            writer.write_step(number)
+        for _ in writer.write_gauges(num_steps, GAUGE_SECONDS):
+            pass
+        writer.end()
 
 
 def size(folder: Path) -> int:

@@ -33,12 +33,16 @@ def add_parser(subparsers: Any) -> None:
         "  telescope ui                            all runs in ./runs\n"
         "  telescope ui runs/demo runs/other       these two\n"
         "  telescope ui --root /data/runs          all runs in another folder\n"
+        "  telescope ui --demo                     generated runs, to look around without training\n"
         "  ssh -L 8005:localhost:8005 MACHINE      then open http://localhost:8005 here\n"
         "  telescope ui --host 0.0.0.0             reachable from other machines; the printed address has a secret",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run_dirs", nargs="*", type=Path, metavar="RUN_DIR", help="a run, or a folder of runs")
     parser.add_argument("--root", type=Path, default=None, help="folder of the runs (default: runs)")
+    parser.add_argument(
+        "--demo", action="store_true", help="show generated runs, one of them live, from a temporary folder"
+    )
     parser.add_argument(
         "--port",
         type=int,
@@ -60,12 +64,27 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serves the dashboard until Ctrl-C. Returns the exit code."""
+    if not arguments.demo:
+        return serve(arguments, choose_roots(arguments.run_dirs, arguments.root))
+    if arguments.run_dirs or arguments.root:
+        raise UserError("--demo shows generated runs only. Leave out --demo, or the folders.")
+    from telescope.testing.demo_run.serve import demo_runs
+
+    print("Generating a run of 1,000 steps takes a few seconds.", flush=True)
+    try:
+        with demo_runs() as folder:
+            return serve(arguments, [folder])
+    except KeyboardInterrupt:
+        return 0
+
+
+def serve(arguments: argparse.Namespace, roots: list[Path]) -> int:
+    """Serves the runs in `roots` until Ctrl-C. Returns the exit code."""
     import uvicorn
 
     from telescope.dashboard.app import create_app
     from telescope.dashboard.safety import is_loopback, new_token
 
-    roots = choose_roots(arguments.run_dirs, arguments.root)
     listener, taken = listen(arguments.host, arguments.port)
     port = listener.getsockname()[1]
     token = None if is_loopback(arguments.host) else new_token()

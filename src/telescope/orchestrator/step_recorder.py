@@ -7,7 +7,6 @@ Makes no decisions. Invariant: a group, its samples and its turns are written on
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -120,7 +119,13 @@ class StepRecorder:
 
     async def trained(self, trained: TrainedStep) -> None:
         """Counts, writes and shows a finished step. Yields to the event loop after each group and environment."""
-        ended_at = time.time()
+        ended_at = self._status.clock()
+        metrics = self._metrics(trained, ended_at)
+        await self._write_batch(trained)
+        self._write_step(trained, metrics, ended_at)
+
+    def _metrics(self, trained: TrainedStep, ended_at: float) -> dict[str, float]:
+        """Returns every metric of a step, and begins the counts of the next one."""
         # The clock may have been set back in between.
         seconds = max(ended_at - trained.started_at, 1e-6)
         metrics = {
@@ -137,18 +142,25 @@ class StepRecorder:
         idle, self._status.engines_idle_seconds = self._status.engines_idle_seconds, None
         if idle is not None:
             metrics["timing_engines_idle"] = min(idle, seconds)
-        generated, self._num_tokens_at_last_step = (
-            self._status.num_tokens_generated - self._num_tokens_at_last_step,
-            self._status.num_tokens_generated,
-        )
+        return metrics
+
+    async def _write_batch(self, trained: TrainedStep) -> None:
+        """Writes the groups of a step with their samples, its distributions, and what the trainer recorded."""
         await self._write_trained_groups(trained)
         discarded, self._discarded_numbers = self._discarded_numbers, []
         for rows in step_stats_rows(trained.groups, trained.advantages.tolist(), discarded, step=trained.step):
             for row in rows:
                 self._recorder.write("step_stats", row)
             await asyncio.sleep(0)
-        samples = [sample for group in trained.groups for sample in group.usable_samples]
-        num_tokens = sum(sample.num_completion_tokens for sample in samples)
+
+    def _write_step(self, trained: TrainedStep, metrics: dict[str, float], ended_at: float) -> None:
+        """Writes and shows a step, and reports what stands out."""
+        seconds = metrics["timing_step_total"]
+        num_tokens = int(metrics["kept/tokens"])
+        generated, self._num_tokens_at_last_step = (
+            self._status.num_tokens_generated - self._num_tokens_at_last_step,
+            self._status.num_tokens_generated,
+        )
         self._recorder.write(
             "steps",
             {
@@ -158,7 +170,7 @@ class StepRecorder:
                 "ended_at": ended_at,
                 "reward_mean": metrics["reward/total/mean"],
                 "learning_rate": metrics.get("learning_rate"),
-                "num_samples": len(samples),
+                "num_samples": int(metrics["kept/samples"]),
                 "num_groups": len(trained.groups),
                 "num_tokens_trained": num_tokens,
                 "num_tokens_generated": generated,

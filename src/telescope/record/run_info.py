@@ -113,14 +113,16 @@ def begin_run(
     attempt: Mapping[str, Any] | None = None,
     first_step: int | None = None,
     num_steps: int | None = None,
+    started_at: float | None = None,
 ) -> RunInfo:
     """Writes `run.json` and the rows of `runs` and `attempts` at the start.
 
     `attempt` is the `attempt_row`. `first_step` is the first step that the attempt trains; rows of earlier attempts
-    from there on are superseded. The run id and the start time are those of the first attempt. Raises `OSError` if
-    `run.json` cannot be written, so that an unwritable run directory stops the run before it starts.
+    from there on are superseded. `started_at` is now unless it is given. The run id and the start time are those of the
+    first attempt. Raises `OSError` if `run.json` cannot be written, so that an unwritable run directory stops the run
+    before it starts.
     """
-    now = time.time()
+    now = time.time() if started_at is None else started_at
     earlier = read_run_json(recorder.files.run_dir)
     process = ProcessIdentity.current()
     info = RunInfo(
@@ -160,13 +162,22 @@ def attempt_row(config_hash: str, notes: Sequence[str] = ()) -> dict[str, Any]:
     }
 
 
-def end_run(recorder: Recorder, info: RunInfo, status: str, *, config_json: str, error: str | None = None) -> RunInfo:
+def end_run(
+    recorder: Recorder,
+    info: RunInfo,
+    status: str,
+    *,
+    config_json: str,
+    error: str | None = None,
+    ended_at: float | None = None,
+) -> RunInfo:
     """Records how the attempt ended: `finished`, `stopped` or `failed`. Call it before `Recorder.close`.
 
-    Keeps the first line of `error`. The recorder reports a disk that cannot take `run.json`.
+    Keeps the first line of `error`. `ended_at` is now unless it is given. The recorder reports a disk that cannot take
+    `run.json`.
     """
     error = None if error is None else single_line(error)
-    ended = replace(info, status=status, ended_at=time.time(), error=error)
+    ended = replace(info, status=status, ended_at=time.time() if ended_at is None else ended_at, error=error)
     recorder.write("runs", {**_run_row(ended), "config_json": config_json})
     recorder.replace_json(recorder.files.run_json, asdict(ended))
     return ended
