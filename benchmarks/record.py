@@ -1,10 +1,10 @@
-"""Measures what recording a training step costs: CPU of the driver, and bytes on disk.
+"""Measures what recording a training step costs the driver: CPU, memory, and bytes on disk.
 
     python benchmarks/record.py --quick
 
-Real: the step recorder, the rows and the recorder with its merges. Made up: the samples, with random tokens and
-logprobs, which compress worse than real ones. A step is written at once and flushed, as a run with steps of a few
-seconds does.
+Real: the step recorder, the rows, and the recorder with its files. Generated: samples with random tokens, logprobs and
+words, which compress worse than real ones, and the spans and gauges of a run of two ranks and two servers. Steps follow
+each other at once; the record is flushed as often as in steps of `--seconds`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 from measure import provenance
 
 from telescope.environments.worker_pool.messages import PreparedPrompt, RewardRecord
@@ -36,9 +37,19 @@ NUM_RECORDED = 8
 SPANS_PER_STEP = 400
 """Two ranks with 20 micro-batches of ten operations."""
 
+GAUGES_PER_SECOND = 60
+"""Gauges that change, of two ranks, two servers and a machine."""
+
+FLUSH_SECONDS = 2.0
+"""`metrics_logger_interval_seconds`."""
+
+NUM_PARTS = 10
+"""Parts of the run whose means are reported, to show a trend."""
+
 PACKAGES = ("numpy", "pyarrow")
 
 DRAW = np.random.default_rng(0)
+WORDS = np.array(["".join(map(chr, DRAW.integers(97, 123, length))) for length in DRAW.integers(1, 9, 5000)])
 
 
 class NoStepLog:
@@ -56,7 +67,8 @@ def make_group(n: int, length: int) -> Group:
         sample = Trajectory(made.sample_id(index), n, index, "math")
         ids, logprobs = DRAW.integers(0, 150_000, length), DRAW.normal(size=length).astype(np.float32)
         generation = Generation(ids, logprobs, "stop", [(0, 0, length)])
-        sample.turns.append(Turn(prompt.token_ids, generation, "answer " * (length // 2), 1.0, 2.0))
+        text = " ".join(WORDS[DRAW.integers(0, len(WORDS), 3 * length // 4)])
+        sample.turns.append(Turn(prompt.token_ids, generation, text, 1.0, 2.0))
         metrics = {name: float(DRAW.random()) for name in ("correct", "format", "words", "steps")}
         sample.reward = RewardRecord(float(DRAW.random()), metrics, {"answer": "42"}, [], {"kind": "easy"})
         sample.started_at, sample.generated_at, sample.finished_at = 1.0, 2.0, 2.5
@@ -76,12 +88,27 @@ def make_tokens(group: Group) -> SampleTokens:
 def bytes_by_table(folder: Path) -> dict[str, int]:
     """Returns the bytes on disk of each table of a run."""
     tables = sorted(path for path in (folder / "tables").iterdir() if path.is_dir())
-    return {table.name: sum(file.stat().st_size for file in table.glob("*.parquet")) for table in tables}
+    return {table.name: sum(file.stat().st_size for file in table.iterdir()) for table in tables}
 
 
-async def measure(num_steps: int, num_samples: int, length: int, folder: Path) -> dict[str, object]:
-    """Records `num_steps` steps and returns CPU and bytes per step, of the first and of the second half."""
-    cpu, loop, num_bytes = [], [], []
+def write_events(recorder: Recorder, groups: list[Group], seconds: float) -> None:
+    """Writes what engines and collectors report during a step, with the flushes of that time."""
+    samples = [sample for group in groups for sample in group.samples]
+    for part in np.array_split(np.arange(len(samples)), max(1, int(seconds / FLUSH_SECONDS))):
+        for place in part:
+            for name in ("queue", "prefill", "decode"):
+                span = {"name": name, "component": "inference", "server": int(place) % 2, "start": time.time()}
+                recorder.write("spans", {**span, "end": time.time(), "sample_id": samples[place].sample_id})
+        for number in range(int(GAUGES_PER_SECOND * FLUSH_SECONDS)):
+            gauge = {"time": time.time(), "name": f"gauge_{number % GAUGES_PER_SECOND}", "component": "inference"}
+            recorder.write("gauges", {**gauge, "value": DRAW.random(), "server": number % 2, "node": "machine"})
+        recorder.flush()
+
+
+async def measure(num_steps: int, num_samples: int, length: int, seconds: float, folder: Path) -> dict[str, object]:
+    """Records `num_steps` steps and returns CPU, bytes and memory, as means over parts of the run."""
+    cpu, loop, num_bytes, memory = [], [], [0], []
+    process = psutil.Process()
     with Recorder(folder, flush_seconds=3600.0) as recorder:
         steps = StepRecorder(recorder, NoStepLog(), RunStatus("benchmark", num_steps))
         for step in range(num_steps):
@@ -90,21 +117,34 @@ async def measure(num_steps: int, num_samples: int, length: int, folder: Path) -
             spans = [Span("forward", 1.0 + i, 1.5 + i, i % 2, i) for i in range(SPANS_PER_STEP)]
             result = StepResult({"grad_norm": 1.0, "learning_rate": 1e-6}, spans, tokens)
             advantages, position = np.full(num_samples, 0.5), SamplerPosition(step, ())
-            process, thread = time.process_time(), time.thread_time()
+            of_process, of_loop = time.process_time(), time.thread_time()
+            write_events(recorder, groups, seconds)
             await steps.trained(TrainedStep(step, groups, advantages, {}, result, {}, time.time() - 9, 1.0, position))
-            loop.append(time.thread_time() - thread)
+            loop.append(time.thread_time() - of_loop)
             recorder.flush()
-            cpu.append(time.process_time() - process)
+            cpu.append(time.process_time() - of_process)
             num_bytes.append(sum(bytes_by_table(folder).values()))
-    half = num_steps // 2
+            memory.append(process.memory_info().rss / 2**20)
+    parts = np.array_split(np.arange(num_steps), min(NUM_PARTS, num_steps))
+    mean_cpu = float(np.mean(cpu[1:]))
     return {
         "steps": num_steps,
         "samples_per_step": num_samples,
         "tokens_per_sample": length,
+        "seconds_per_step": seconds,
+        "cpu_ms_per_step": round(1e3 * mean_cpu, 1),
         "event_loop_ms_per_step": round(1e3 * float(np.mean(loop[1:])), 1),
-        "cpu_ms_per_step": [round(1e3 * float(np.mean(part)), 1) for part in (cpu[1:half], cpu[half:])],
-        "bytes_per_step_at_the_end": {name: size // num_steps for name, size in bytes_by_table(folder).items()},
-        "largest_bytes_on_disk": max(num_bytes),
+        "share_of_one_core": round(mean_cpu / seconds, 5),
+        "seconds_per_step_at_one_percent": round(100 * mean_cpu, 2),
+        "cpu_ms_per_step_over_time": [round(1e3 * float(np.mean(np.array(cpu)[part])), 1) for part in parts],
+        "kb_per_step_over_time": [
+            round((num_bytes[part[-1] + 1] - num_bytes[part[0]]) / len(part) / 1e3, 1) for part in parts
+        ],
+        "rss_mib_over_time": [round(max(np.array(memory)[part])) for part in parts],
+        "bytes_per_step": {name: size // num_steps for name, size in bytes_by_table(folder).items()},
+        "files": {
+            path.name: len(list(path.iterdir())) for path in sorted((folder / "tables").iterdir()) if path.is_dir()
+        },
     }
 
 
@@ -113,12 +153,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--seconds", type=float, default=10.0, help="duration of a step, for gauges and flushes")
     parser.add_argument("--quick", action="store_true", help="20 steps")
     parser.add_argument("--json", type=Path, help="write the result here as well")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="telescope-record-") as folder:
         num_steps = 20 if arguments.quick else arguments.steps
-        result = asyncio.run(measure(num_steps, arguments.samples, arguments.length, Path(folder)))
+        result = asyncio.run(measure(num_steps, arguments.samples, arguments.length, arguments.seconds, Path(folder)))
     text = json.dumps({**provenance(PACKAGES), **result}, indent=1)
     print(text)
     if arguments.json is not None:

@@ -38,7 +38,8 @@ def step_stats_rows(
     group_N = np.repeat(np.arange(len(groups)), [len(group.usable_samples) for group in groups])
     numbers = [_numbers(s, a, step) for s, a in zip(samples, advantages, strict=True)]
     environments = sorted({sample.environment for sample in samples} | {environment for environment, _ in discarded})
-    for environment in ("", *environments):
+    # The numbers of the only environment are those of all samples.
+    for environment in ("", *environments) if len(environments) > 1 else ("",):
         chosen = [i for i, sample in enumerate(samples) if environment in ("", sample.environment)]
         by_metric: dict[str, list[tuple[float, int]]] = defaultdict(list)
         for i in chosen:
@@ -55,6 +56,8 @@ def step_stats_rows(
             if stats:
                 rows.append({"step": step, "environment": environment, "metric": name, **stats})
         yield rows
+    if len(environments) == 1:
+        yield [{**row, "environment": environments[0]} for row in rows]
 
 
 def distribution(values: np.ndarray, groups: np.ndarray | None = None) -> dict[str, Any]:
