@@ -15,7 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from telescope.record.tables import Table
+from telescope.record.schema import Table
 
 
 def rows_to_table(table: Table, rows: Sequence[Mapping[str, Any]]) -> tuple[pa.Table, dict[str, str]]:

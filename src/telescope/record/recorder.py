@@ -28,10 +28,12 @@ from typing import Any
 
 from telescope.errors import UserError
 from telescope.record.files import ProcessIdentity, RunFiles, WriterLock, overwrite_json, replace_json
-from telescope.record.pending import PendingRows
+from telescope.record.pending import PendingRows, SizedRows, first_rows
+from telescope.record.rollout_tables import ROLLOUT_TABLES
 from telescope.record.run_info import HEARTBEAT_SECONDS
+from telescope.record.schema import Keep
 from telescope.record.table_writer import TableWriter
-from telescope.record.tables import COLUMN_NAMES, TABLES, Keep
+from telescope.record.tables import COLUMN_NAMES, TABLES
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +52,6 @@ MAX_ROLLOUT_BLOCKS = 64
 
 CLOSING_SECONDS = 1.0
 """Time that `close` leaves for releasing the directory."""
-
-ROLLOUT_TABLES = frozenset(("groups", "samples", "eval_samples", "turns", "tool_calls", "info", "tokens"))
-"""Tables whose blocks end with the number of samples. Those of other tables end with time."""
 
 MAX_RETRY_SECONDS = 30.0
 """Longest time between two tries while the disk fails. The first is one flush interval."""
@@ -219,8 +218,8 @@ class Recorder:
             self._wake.wait(retry_seconds)
             self._wake.clear()
             with self._lock:
-                closing, ticket, cut = self._closing, self._num_flushes_requested, self._pending.cut()
-            if self._cycle(cut):
+                closing, ticket = self._closing, self._num_flushes_requested
+            if self._cycle():
                 retry_seconds = self._flush_seconds
                 with self._flushed:
                     self._num_flushes_done = ticket
@@ -228,43 +227,44 @@ class Recorder:
             else:
                 retry_seconds = min(max(2 * retry_seconds, self._flush_seconds), MAX_RETRY_SECONDS)
             if closing:
-                self._finish(cut)
+                self._finish()
                 return
 
-    def _cycle(self, cut: dict[str, int]) -> bool:
-        """Flushes the rows before `cut` and ends files. Returns False if the disk failed; the rows then wait."""
+    def _cycle(self) -> bool:
+        """Flushes all rows and ends files. Returns False if the disk failed; the rows then wait."""
+        with self._lock:
+            taken = self._pending.take()
         try:
             self._writer_lock.acquire()
             self._write_heartbeat()
             for name in TABLES:
-                self._flush_table(name, cut.get(name, 0))
+                self._flush_table(name, taken[name])
             self._write_small_files()
             self._write_now()
         except (OSError, UserError) as error:
             self._note_failure(error)
             return False
+        finally:
+            with self._lock:
+                self._pending.put_back(taken)
         self._note_success()
         self._end_files()
         return True
 
-    def _flush_table(self, name: str, cut: int) -> None:
-        while True:
-            with self._lock:
-                rows = self._pending.first(name, cut, CHUNK_ROWS, CHUNK_BYTES)
-            if not rows:
-                return
+    def _flush_table(self, name: str, rows: SizedRows) -> None:
+        while chunk := first_rows(rows, CHUNK_ROWS, CHUNK_BYTES):
             try:
-                self._writer(name).append(rows)
+                self._writer(name).append([row for row, _ in chunk])
             except OSError:
+                rows.extendleft(reversed(chunk))
                 raise
             except Exception:
                 # These rows or a bug are the cause, not the disk. Keeping them would block the record forever.
-                logger.exception("record: %d rows of table %s could not be written and are dropped", len(rows), name)
+                logger.exception("record: %d rows of table %s could not be written and are dropped", len(chunk), name)
                 with self._lock:
-                    self._pending.drop(name, rows)
-                continue
+                    self._pending.dropped[name] += len(chunk)
             with self._lock:
-                self._pending.written(name, rows)
+                self._pending.remove(chunk)
 
     def _end_files(self) -> None:
         """Ends tails and writes blocks that are due."""
@@ -277,8 +277,8 @@ class Recorder:
                     writer.close_block()
                 else:
                     writer.end_tail(self.sizes.tail_seconds)
-            except OSError as error:
-                # For example too little space. The rows are on disk already; this is tried again.
+            except Exception as error:
+                # For example too little space. The rows are in tails already; this is tried again.
                 self._log_once(f"block {name}", "record: a file of table %s cannot be ended: %s", name, error)
 
     def _is_block_due(self, name: str, writer: TableWriter, enough_rollouts: bool) -> bool:
@@ -286,11 +286,11 @@ class Recorder:
             return False
         if writer.num_tail_bytes >= BLOCK_BYTES or writer.num_tails >= MAX_TAILS:
             return True
-        if name in ROLLOUT_TABLES:
+        if TABLES[name] in ROLLOUT_TABLES:
             return enough_rollouts
         return time.monotonic() - writer.tails_began >= self.sizes.block_seconds
 
-    def _finish(self, cut: dict[str, int]) -> None:
+    def _finish(self) -> None:
         """Does the last writes. Retries while time is left, then turns tails into blocks."""
         # A removed directory is not worth pending for.
         while (
@@ -299,7 +299,7 @@ class Recorder:
             and time.monotonic() + 1.0 < self._closing_deadline
         ):
             time.sleep(min(1.0, self._flush_seconds))
-            self._cycle(cut)
+            self._cycle()
         if self._error is not None:
             logger.error(
                 "The record of %s is incomplete: %d rows could not be written (%s)",

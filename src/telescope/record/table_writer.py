@@ -23,8 +23,8 @@ import pyarrow.parquet as pq
 from telescope.record.convert import conform, rows_to_table
 from telescope.record.files import TEMPORARY_PREFIX, replace_file, temporary_name
 from telescope.record.pending import Row
+from telescope.record.schema import Table
 from telescope.record.table_files import TableFile, block_name, list_files, list_tails, tail_name
-from telescope.record.tables import Table
 
 logger = logging.getLogger(__name__)
 
