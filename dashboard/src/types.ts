@@ -296,6 +296,7 @@ export interface Logs {
   next: number;
   rows: LogLine[];
   components: string[];
+  sources: string[];
   levels: string[];
 }
 

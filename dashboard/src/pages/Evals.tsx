@@ -337,9 +337,11 @@ function Field({ items, before, after, current, choose }: { items: Item[]; befor
     const item = at === undefined ? undefined : items.find((one) => String(one.item) === at);
     if (item) choose(item);
   };
+  // The item that the page opens with was not chosen: the page stays at its top.
+  const [chosen] = useParam("item");
   useEffect(() => {
-    document.querySelector(".items .cur")?.scrollIntoView({ block: "nearest" });
-  }, [current]);
+    if (chosen) document.querySelector(".items .cur")?.scrollIntoView({ block: "nearest" });
+  }, [chosen]);
   return (
     <div className="fl">
       <h2>

@@ -439,6 +439,7 @@ class Logs(BaseModel):
     next: int
     rows: list[LogLine]
     components: list[str]
+    sources: list[str]
     levels: list[str]
 
 

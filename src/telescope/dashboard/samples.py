@@ -125,11 +125,13 @@ def export(store: RunStore, filters: Filters, *, sort: str, limit: int) -> tuple
     store.refresh("samples")
     hits = store.search(filters.search.strip()) if filters.search.strip() else None
     with store.view(hits=NO_HITS if hits is None else hits) as view:
-        source = "samples" if hits is None else "(FROM samples SEMI JOIN hits USING (attempt, sample_id))"
+        found = "" if hits is None else "SEMI JOIN hits USING (attempt, sample_id)"
+        source = f"(SELECT rowid AS place, samples.* FROM samples {found})"
         ((total,),) = view.fetch(f"SELECT count(*) FROM {source} WHERE {where}")
-        chosen = view.columns(
-            f"SELECT attempt, sample_id, step FROM {source} WHERE {where} ORDER BY {order} LIMIT {int(limit)}"
+        first = (
+            f"SELECT place, attempt, sample_id, step FROM {source} WHERE {where} ORDER BY {order} LIMIT {int(limit)}"
         )
+        chosen = view.columns(f"SELECT attempt, sample_id, step FROM ({first}) ORDER BY place")
     return total, (pydantic_core.to_json(row, inf_nan_mode="null") + b"\n" for row in store.whole_samples(chosen))
 
 

@@ -95,6 +95,7 @@ class RunStore:
         # Taken in this order. Reading a large table delays only who asks for it.
         self._searching = threading.Lock()
         self._tagging = threading.Lock()
+        self._listing = threading.Lock()
         self._stepping = threading.Lock()
         self._reading = {name: threading.Lock() for name in TABLES}
         self._lock = threading.Lock()
@@ -111,6 +112,7 @@ class RunStore:
         self._known_cutoffs: tuple[tuple[int, int], dict[int, int]] | None = None
         self._searches: dict[str, tuple[int, pa.Table]] = {}
         self._steps = StepColumns()
+        self._seen: dict[tuple[str, str], tuple[int, set[tuple[Any, ...]]]] = {}
         self._tags: dict[str, set[str]] = {}
         self._num_tagged = 0
 
@@ -169,6 +171,18 @@ class RunStore:
             self._steps.read(self)
             return (self._steps.num_rows, *self._steps.visible(since, self._cutoffs()))
 
+    def seen(self, table: str, columns: str) -> set[tuple[Any, ...]]:
+        """Returns the distinct values of some columns over all rows of a table. Looks at new rows only."""
+        with self._listing:
+            self.refresh(table)
+            ((end,),) = self.fetch(f"SELECT count(*) FROM {table}")
+            first, found = self._seen.get((table, columns), (0, set()))
+            if end < first:  # the table was read from the start again
+                first, found = 0, set()
+            found |= set(self.fetch(f"SELECT DISTINCT {columns} FROM {table} WHERE rowid >= ?", [first]))
+            self._seen[table, columns] = (end, found)
+            return set(found)
+
     def tags(self) -> dict[str, list[str]]:
         """Returns the values of each tag of the samples, none for a tag with more than `MOST_TAG_VALUES`."""
         with self._tagging:
@@ -214,15 +228,16 @@ class RunStore:
             return hits
 
     def whole_samples(self, chosen: pa.Table) -> Iterator[Row]:
-        """Yields the whole rows of some samples (attempt, sample_id, step) from the files, ordered by step."""
-        ordered = chosen.sort_by([("step", "ascending"), ("attempt", "ascending")])
-        for first in range(0, ordered.num_rows, EXPORTED_AT_ONCE):
-            piece = ordered.slice(first, EXPORTED_AT_ONCE).to_pylist()
+        """Yields the whole rows of some samples from the files: attempt, sample_id and step, in the record's order."""
+        for first in range(0, chosen.num_rows, EXPORTED_AT_ONCE):
+            piece = chosen.slice(first, EXPORTED_AT_ONCE).to_pylist()
             keys = ", ".join(f"({int(row['attempt'])}, {sql_text(row['sample_id'])})" for row in piece)
-            steps = f"step BETWEEN {int(piece[0]['step'])} AND {int(piece[-1]['step'])}"
-            found = self._files("samples", "*", f"{steps} AND (attempt, sample_id) IN ({keys})")
-            order = [(name, "ascending") for name in ("step", "attempt", "group_id", "sample_index")]
-            yield from found.sort_by(order).to_pylist(maps_as_pydicts="lossy")
+            steps = [int(row["step"]) for row in piece]
+            near = f"step BETWEEN {min(steps)} AND {max(steps)}"
+            found = self._files("samples", "*", f"{near} AND (attempt, sample_id) IN ({keys})")
+            rows = {(row["attempt"], row["sample_id"]): row for row in found.to_pylist(maps_as_pydicts="lossy")}
+            # A damaged file may have lost one since the search.
+            yield from (rows[key] for row in piece if (key := (row["attempt"], row["sample_id"])) in rows)
 
     def of_sample(self, table: str, attempt: int, sample_id: str, where: str = "true") -> list[Row]:
         """Returns the whole rows of one sample in a table, from the files."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from telescope.dashboard.store import RunStore
@@ -50,12 +51,13 @@ def spans(store: RunStore, start: float | None, end: float | None, limit: int, b
 
 
 def gauge_names(store: RunStore) -> list[dict[str, Any]]:
-    """Returns the gauges of a run."""
-    store.refresh("gauges")
-    return store.rows(
-        "SELECT name, component, count(DISTINCT (node, gpu, rank, server, labels::VARCHAR)) AS series FROM gauges "
-        "GROUP BY ALL ORDER BY component, name"
-    )
+    """Returns the gauges of a run, and how many series each has."""
+    series = store.seen("gauges", "component, name, node, gpu, rank, server, labels::VARCHAR")
+    counts = Counter((component, name) for component, name, *_ in series if name is not None)
+    return [
+        {"name": name, "component": component, "series": number}
+        for (component, name), number in sorted(counts.items(), key=lambda item: (item[0][0] or "", item[0][1]))
+    ]
 
 
 def gauges(
@@ -89,11 +91,21 @@ def gauges(
 
 
 def logs(
-    store: RunStore, *, since: int | None, before: int | None, level: str, component: str, search: str, limit: int
+    store: RunStore,
+    *,
+    since: int | None = None,
+    before: int | None = None,
+    at: float | None = None,
+    level: str = "",
+    component: str = "",
+    source: str = "",
+    search: str = "",
+    limit: int,
 ) -> dict[str, Any]:
-    """Returns log lines, oldest first: those from row `since` on, or the newest ones, before row `before` if given.
+    """Returns log lines, oldest first: those from row `since` on, those around the time `at`, or the newest ones.
 
-    `level` is the lowest one. Raises `UserError` for an unknown one.
+    The newest ones are before row `before` if it is given. `level` is the lowest one. Raises `UserError` for an unknown
+    one.
     """
     (end,) = store.refresh("logs").values()
     where = ["true"]
@@ -103,20 +115,33 @@ def logs(
             raise UserError(f"level={level!r} is not a level. Use one of {', '.join(LEVELS)}.")
         where.append("list_contains(?, level)")
         parameters.append(list(LEVELS[LEVELS.index(level) :]))
-    for condition, value in (("rowid >= ?", since), ("rowid < ?", before), ("component = ?", component or None)):
-        if value is not None:
-            where.append(condition)
+    for column, value in (("component", component), ("source", source)):
+        if value:
+            where.append(f"{column} = ?")
             parameters.append(value)
     if search.strip():
         where.append("contains(lower(message), lower(?))")
         parameters.append(search.strip())
-    rows = store.rows(
-        f"SELECT rowid AS row, * FROM logs WHERE {' AND '.join(where)} "
-        f"ORDER BY rowid {'ASC' if since is not None else 'DESC'} LIMIT {int(limit)}",
-        parameters,
-    )
-    if since is None:
-        rows.reverse()
-    components = store.fetch("SELECT DISTINCT component FROM logs WHERE component IS NOT NULL ORDER BY 1")
-    next_row = rows[-1]["row"] + 1 if since is not None and len(rows) == limit else end
-    return {"next": next_row, "rows": rows, "components": [name for (name,) in components], "levels": list(LEVELS)}
+    chosen = f"SELECT rowid AS row, * FROM logs WHERE {' AND '.join(where)}"
+    if since is not None:
+        rows = store.rows(f"{chosen} AND rowid >= ? ORDER BY rowid LIMIT {int(limit)}", [*parameters, since])
+    elif at is not None:
+        ((place,),) = store.fetch("SELECT coalesce(min(rowid), ?) FROM logs WHERE time >= ?", [end, at])
+        half = max(1, limit // 2)
+        older = store.rows(f"{chosen} AND rowid < ? ORDER BY rowid DESC LIMIT {half}", [*parameters, place])
+        rows = older[::-1] + store.rows(
+            f"{chosen} AND rowid >= ? ORDER BY rowid LIMIT {limit - half}", [*parameters, place]
+        )
+    else:
+        last = end if before is None else before
+        rows = store.rows(f"{chosen} AND rowid < ? ORDER BY rowid DESC LIMIT {int(limit)}", [*parameters, last])[::-1]
+    # A full page of later lines may have more behind it.
+    full = (since is not None or at is not None) and len(rows) > 0 and len(rows) >= (limit if at is None else 1)
+    names = store.seen("logs", "component, source")
+    return {
+        "next": rows[-1]["row"] + 1 if full else end,
+        "rows": rows,
+        "components": sorted({name for name, _ in names if name is not None}),
+        "sources": sorted({name for _, name in names if name is not None}),
+        "levels": list(LEVELS),
+    }

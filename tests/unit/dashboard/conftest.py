@@ -117,7 +117,8 @@ def write_step(recorder: Recorder, step: int) -> None:
     recorder.write("steps", {"step": step, **columns, "reward_mean": mean, "metrics": metrics})
     gauge = {"time": start, "name": "queue_depth", "component": "orchestrator"}
     recorder.write("gauges", {**gauge, "value": step})
-    recorder.write("logs", {"time": T0 + step, "level": "INFO", "component": "driver", "message": f"step {step} of it"})
+    line = {"time": T0 + step, "level": "INFO", "component": "driver", "source": f"driver-{step % 2}.log"}
+    recorder.write("logs", {**line, "message": f"step {step} of it"})
 
 
 def write_code(path: Path, files: Mapping[str, str | bytes], git: Mapping[str, Any] | None = None) -> None:

@@ -94,7 +94,7 @@ def test_samples_are_sorted_by_a_metric_of_the_environment(client):
 
 
 @pytest.mark.parametrize("piece", [7, 2000])
-def test_an_export_has_the_whole_rows_of_the_selection_in_the_order_of_steps(client, monkeypatch, piece):
+def test_an_export_has_the_whole_rows_of_the_selection_in_the_order_of_the_record(client, monkeypatch, piece):
     monkeypatch.setattr(store, "EXPORTED_AT_ONCE", piece)
     answer = client.get(f"{RUN}/samples.jsonl?search=answer_1&status=kept")
     rows = [json.loads(line) for line in answer.text.splitlines()]
@@ -304,5 +304,14 @@ def test_logs_are_paged_filtered_and_followed(client):
     assert len(client.get(f"{run}?search=STEP 1").json()["rows"]) == 3
     assert client.get(f"{run}?level=WARNING").json()["rows"] == []
     assert client.get(f"{run}?level=LOUD").status_code == 400
+    around = client.get(f"{run}?at={T0 + 5}&limit=4").json()
+    assert [row["time"] - T0 for row in around["rows"]] == [3, 4, 5, 6]
+    assert client.get(f"{run}?since={around['next']}&limit=1").json()["rows"][0]["time"] == T0 + 7
+    late = client.get(f"{run}?at={T0 + 99}&limit=4").json()
+    assert [row["time"] - T0 for row in late["rows"]] == [10, 11]
+    assert client.get(f"{run}?since={late['next']}").json()["rows"] == []
+    odd = client.get(f"{run}?source=driver-1.log").json()
+    assert [row["message"] for row in odd["rows"]] == [f"step {step} of it" for step in range(1, NUM_STEPS, 2)]
+    assert (odd["components"], odd["sources"]) == (["driver"], ["driver-0.log", "driver-1.log"])
     first = client.get(f"{run}?since=0&limit=5").json()
     assert client.get(f"{run}?since={first['next']}&limit=5").json()["rows"][0]["message"] == "step 5 of it"

@@ -135,3 +135,13 @@ def test_tags_of_new_samples_are_added_and_ids_are_left_out(tmp_path, monkeypatc
                 recorder.write("samples", {"sample_id": value, "step": 0, "tags": {"level": value}})
             assert recorder.flush()
             assert client.get("/api/runs/run/tags").json() == {"level": expected}
+
+
+def test_gauges_of_new_rows_are_added_to_the_known_ones(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        client = client_of(tmp_path)
+        for gpu, series in ((0, 1), (1, 2), (1, 2)):
+            recorder.write("gauges", {"time": 1.0, "name": "power", "component": "gpu", "gpu": gpu, "value": 1.0})
+            assert recorder.flush()
+            expected = [{"name": "power", "component": "gpu", "series": series}]
+            assert client.get("/api/runs/run/gauges/names").json() == expected

@@ -110,22 +110,89 @@ export function seriesOf(spec: ChartSpec, all: readonly GaugeSeries[]): { label:
     }));
 }
 
-/** The mean of several series at each of their times: the aggregate line. */
-export function aggregate(list: readonly GaugeSeries[]): { time: number[]; mean: Value[] } {
-  const sums = new Map<number, { sum: number; n: number }>();
-  for (const series of list) {
-    series.time.forEach((time, i) => {
-      const value = series.mean[i];
-      if (value === null || value === undefined) return;
-      const cell = sums.get(time) ?? { sum: 0, n: 0 };
-      sums.set(time, { sum: cell.sum + value, n: cell.n + 1 });
-    });
-  }
-  const times = [...sums.keys()].sort((a, b) => a - b);
-  return { time: times, mean: times.map((time) => sums.get(time)!.sum / sums.get(time)!.n) };
+/** Mean, smallest and largest reading of several series over time. */
+export interface Aggregate {
+  label: string;
+  count: number;
+  time: number[];
+  mean: Value[];
+  low: Value[];
+  high: Value[];
 }
 
-interface Device {
+/** A constant gauge is written every 10 seconds: until then, and a little longer, its last reading holds. */
+const HOLDS_SECONDS = 12;
+
+/**
+ * Returns one aggregate a group of series, over `parts` equal parts of the time. Series are read at different times: each counts
+ * with its last reading in a part, or before it while that holds.
+ */
+export function aggregates(list: readonly { label: string; series: GaugeSeries }[], groupOf: (series: GaugeSeries) => string, from: number, to: number, parts: number): Aggregate[] {
+  const width = (to - from) / parts || 1;
+  const groups = new Map<string, GaugeSeries[]>();
+  for (const { series } of list) {
+    const group = groupOf(series);
+    groups.set(group, [...(groups.get(group) ?? []), series]);
+  }
+  return [...groups].sort(([a], [b]) => a.localeCompare(b)).map(([label, members]) => {
+    const columns = members.map((series) => held(series, from, width, parts));
+    const out: Aggregate = { label, count: members.length, time: [], mean: [], low: [], high: [] };
+    for (let part = 0; part < parts; part += 1) {
+      const known = columns.map((column) => column[part]).filter((value): value is number => value != null);
+      if (known.length === 0 && out.time.length === 0) continue;
+      out.time.push(from + (part + 1) * width);
+      out.mean.push(known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null);
+      out.low.push(known.length ? Math.min(...known) : null);
+      out.high.push(known.length ? Math.max(...known) : null);
+    }
+    while (out.mean.length > 0 && out.mean.at(-1) === null) for (const column of [out.time, out.mean, out.low, out.high]) column.pop();
+    return out;
+  });
+}
+
+/** Returns the reading of each part of the time: its last one, or one before that still holds. */
+function held(series: GaugeSeries, from: number, width: number, parts: number): Value[] {
+  const out: Value[] = new Array<Value>(parts).fill(null);
+  series.time.forEach((time, i) => {
+    const value = series.mean[i];
+    if (value == null) return;
+    const first = Math.min(parts - 1, Math.floor((time - from) / width));
+    const last = Math.min(parts - 1, Math.floor((time + HOLDS_SECONDS - from) / width));
+    for (let part = Math.max(0, first); part <= last; part += 1) out[part] = value;
+  });
+  return out;
+}
+
+/** Returns what a series belongs to: the role of its GPU, rank or server, else its machine's. */
+export function roleOf(all: readonly GaugeSeries[]): (series: GaugeSeries) => string {
+  const given = new Map(all.filter((one) => one.name === "gpu_given").map((one) => [`${one.node}/${one.gpu}`, one.component === "trainer" ? "trainer" : "engines"]));
+  return (series) => {
+    if (series.gpu !== null) return given.get(`${series.node}/${series.gpu}`) ?? "not used";
+    if (series.rank !== null) return "trainer";
+    return series.server !== null ? "engines" : "machines";
+  };
+}
+
+/** Returns the members of a chart in words: `8 GPUs`. */
+export function membersOf(series: readonly GaugeSeries[]): string {
+  const one = series[0];
+  const noun = !one ? "series" : one.gpu !== null ? "GPU" : one.rank !== null ? "rank" : one.server !== null ? "server" : "machine";
+  return `${series.length} ${noun}${series.length === 1 ? "" : "s"}`;
+}
+
+const SHOWN = new Set(SECTIONS.flatMap((section) => section.charts.flatMap((chart) => chart.names)));
+
+/** Returns a chart for any other gauge: counters as rates, histograms as means. Null for parts of a histogram and known ones. */
+export function otherChart(name: string, names: ReadonlySet<string>): ChartSpec | null {
+  if (SHOWN.has(name) || name === "gpu_given" || /_(bucket|created|count)$/.test(name)) return null;
+  const title = name.replace(/^(vllm|telescope):/, "");
+  const histogram = /^(.+)_sum$/.exec(name)?.[1];
+  if (histogram && names.has(`${histogram}_count`)) return { title: title.replace(/_sum$/, ""), unit: "mean", ...meanSeconds(histogram) };
+  if (/_total$/.test(name)) return { title, unit: "a second", names: [name], of: rates, low: 0 };
+  return { title, unit: "", names: [name] };
+}
+
+export interface Device {
   name: string;
   role: string;
   /** Mean and last load from 0 to 1; null when it is not measured. */
@@ -143,6 +210,29 @@ export interface Machine {
   memoryTotal: Value;
   load: Value;
   devices: Device[];
+}
+
+const meanKnown = (values: Value[]): Value => {
+  const known = values.filter((value): value is number => value !== null);
+  return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
+};
+
+/** Returns a line for the devices of each role: `8 GPUs`, their mean load, the sum of their memory. */
+export function byRole(devices: readonly Device[]): Device[] {
+  const kindOf = (device: Device) => device.role.replace(/ \d+(, .*)?$/, "");
+  const sum = (values: Value[]): Value => (values.every((value) => value === null) ? null : values.reduce<number>((total, value) => total + (value ?? 0), 0));
+  return [...new Set(devices.map(kindOf))].sort().map((kind): Device => {
+    const mine = devices.filter((device) => kindOf(device) === kind);
+    const noun = mine[0]!.name.replace(/ \d+$/, "");
+    return {
+      name: mine.length === 1 ? mine[0]!.name : `${mine.length} ${noun}s`,
+      role: mine.length === 1 ? mine[0]!.role : kind,
+      load: meanKnown(mine.map((device) => device.load)),
+      mean: meanKnown(mine.map((device) => device.mean)),
+      used: sum(mine.map((device) => device.used)),
+      total: sum(mine.map((device) => device.total)),
+    };
+  });
 }
 
 /** The machines of a run with their GPUs; without GPUs, with its processes. */

@@ -10,13 +10,26 @@ import { useVersion } from "../../state/live";
 import { useRunId, useRunInfo, useStatus } from "../../state/run";
 import { elsewhere, format, place, setParams, usePlace, useSearchText } from "../../state/url";
 import { Plain } from "../rollouts/SafeText";
-import { clockTime, fold, join, LEVELS, type LogPage, type LogRow } from "./lines";
+import type { LogLine, Logs as LogPage } from "../../types";
+import { clockTime, fold, join, LEVELS } from "./lines";
 import "../panes.css";
 import "./logs.css";
 
 const PAGE_ROWS = 400;
 const AROUND_SECONDS = 5;
 const LINE = 20;
+
+interface State {
+  query: object;
+  rows: LogLine[];
+  /** Where the next page begins. */
+  next: number;
+  /** Whether the first line of the record, or of what the filters leave, is among the rows. */
+  begin: boolean;
+  /** Whether there may be later lines that were not read. */
+  more: boolean;
+  error: Error | null;
+}
 
 export function Logs() {
   const run = useRunId();
@@ -26,44 +39,61 @@ export function Logs() {
   const version = useVersion(run, "logs");
   const level = params.level ?? "";
   const component = params.component ?? "";
+  const source = params.source ?? "";
   const search = params.search ?? "";
-  const query = useMemo(() => ({ level, component, search }), [level, component, search]);
-  const [state, setState] = useState<{ query: object; rows: LogRow[]; next: number; begin: boolean; error: Error | null } | null>(null);
-  const [components, setComponents] = useState<string[]>([]);
+  const filters = { level, component, source, search };
+  // With a time in the address, the lines around it; else the newest ones.
+  const query = useMemo(() => ({ ...filters, at: params.at ?? "" }), [level, component, source, search, params.at]);
+  const [state, setState] = useState<State | null>(null);
+  const [names, setNames] = useState<{ components: string[]; sources: string[] }>({ components: [], sources: [] });
   const current = state?.query === query ? state : null;
   const shown = current ?? state;
   const busy = useRef(false);
 
   const [draft, setDraft] = useSearchText();
 
-  // The newest page of a query; then, when the table grows, what came after it.
+  const readOn = (from: State | null, signal?: AbortSignal) =>
+    get<LogPage>(runPath(run, "logs"), { ...(from ? { ...filters, since: from.next } : query), limit: PAGE_ROWS }, signal).then((page) => {
+      setNames(page);
+      setState((old) => {
+        const base = old?.query === query ? old : null;
+        const full = page.rows.length >= PAGE_ROWS;
+        return {
+          query,
+          rows: join(base?.rows ?? [], page.rows),
+          next: page.next,
+          begin: base?.begin ?? (query.at ? page.rows.length === 0 : !full),
+          more: base ? full : query.at !== "",
+          error: null,
+        };
+      });
+    });
+
+  // The first page of a query; then, when the table grows, what came after it.
   useEffect(() => {
     const abort = new AbortController();
-    const from = current && !current.error ? current : null;
-    get<LogPage>(runPath(run, "logs"), { ...query, limit: PAGE_ROWS, since: from ? from.next : null }, abort.signal)
-      .then((page) => {
-        setComponents(page.components);
-        setState((old) => {
-          const base = old?.query === query ? old : null;
-          return { query, rows: join(base?.rows ?? [], page.rows), next: page.next, begin: base?.begin ?? page.rows.length < PAGE_ROWS, error: null };
-        });
-      })
-      .catch((error: Error) => error.name !== "AbortError" && setState((old) => ({ query, rows: old?.query === query ? old.rows : [], next: 0, begin: true, error })));
+    readOn(current && !current.error ? current : null, abort.signal).catch(
+      (error: Error) => error.name !== "AbortError" && setState((old) => ({ query, rows: old?.query === query ? old.rows : [], next: 0, begin: true, more: false, error })),
+    );
     return () => abort.abort();
   }, [run, query, version]);
 
+  const once = (read: () => Promise<void>) => {
+    if (busy.current) return;
+    busy.current = true;
+    // A page that failed is asked for again at the next movement.
+    read().catch(() => undefined).finally(() => (busy.current = false));
+  };
   const older = () => {
     const first = current?.rows[0];
-    if (!first || current.begin || busy.current) return;
-    busy.current = true;
+    if (!first || current.begin) return;
     const height = rows.getTotalSize();
-    get<LogPage>(runPath(run, "logs"), { ...query, before: first.row, limit: PAGE_ROWS })
-      .then((page) => {
+    once(() =>
+      get<LogPage>(runPath(run, "logs"), { ...filters, before: first.row, limit: PAGE_ROWS }).then((page) => {
         setState((old) => (old?.query === query ? { ...old, rows: join(page.rows, old.rows), begin: page.rows.length < PAGE_ROWS } : old));
         requestAnimationFrame(() => box.current && (box.current.scrollTop += rows.getTotalSize() - height));
-      })
-      .catch(() => undefined)
-      .finally(() => (busy.current = false));
+      }),
+    );
   };
 
   const box = useRef<HTMLDivElement>(null);
@@ -71,7 +101,7 @@ export function Logs() {
   const rows = useVirtualizer({
     count: lines.length,
     getScrollElement: () => box.current,
-    estimateSize: (index) => LINE * Math.min(24, (lines[index]?.message.match(/\n/g)?.length ?? 0) + 1),
+    estimateSize: (index) => LINE * Math.min(24, (lines[index]?.message?.match(/\n/g)?.length ?? 0) + 1),
     getItemKey: (index) => lines[index]!.row,
     overscan: 20,
   });
@@ -83,13 +113,15 @@ export function Logs() {
   const at = Number(params.at ?? NaN);
   useEffect(() => {
     if (Number.isNaN(at) || lines.length === 0) return;
-    const index = lines.findIndex((row) => row.time >= at);
+    const index = lines.findIndex((row) => (row.time ?? 0) >= at);
     rows.scrollToIndex(index < 0 ? lines.length - 1 : index, { align: "center" });
-  }, [at, lines.length > 0]);
+  }, [current?.query]);
   const scrolled = () => {
     const element = box.current!;
-    setAtEnd(element.scrollHeight - element.scrollTop - element.clientHeight < 2 * LINE);
+    const below = element.scrollHeight - element.scrollTop - element.clientHeight;
+    setAtEnd(below < 2 * LINE && !current?.more);
     if (element.scrollTop < 10 * LINE) older();
+    if (below < 10 * LINE && current?.more) once(() => readOn(current));
   };
   const toEnd = () => {
     setParams({ at: null }, true);
@@ -103,8 +135,8 @@ export function Logs() {
 
   if (current?.error && lines.length === 0) return <Failure error={current.error} />;
   const origin = info?.info.started_at ?? lines[0]?.time ?? 0;
-  const known = [...new Set([...components, ...lines.map((row) => row.component), component].filter(Boolean))].sort();
-  const filtered = level || component || search;
+  const known = [...new Set([...names.components, component].filter(Boolean))].sort();
+  const filtered = level || component || source || search;
   return (
     <div className="logs">
       <div className="tools">
@@ -121,8 +153,19 @@ export function Logs() {
             {known.map((one) => <button key={one} aria-pressed={component === one} onClick={() => setParams({ component: one })}>{one}</button>)}
           </div>
         )}
+        {(names.sources.length > known.length || source) && (
+          <label className="d nb">
+            File{" "}
+            <select className="source" value={source} onChange={(event) => setParams({ source: event.target.value })}>
+              <option value="">all</option>
+              {names.sources.map((one) => (
+                <option key={one}>{one}</option>
+              ))}
+            </select>
+          </label>
+        )}
         <span className="d end">
-          {count(lines.length)} {current?.begin ? "lines" : "newest lines"}
+          {count(lines.length)} {current?.begin && !current.more ? "lines" : query.at ? "lines around" : "newest lines"}
           {!atEnd && <> <button className="btn" onClick={toEnd}>{live ? "Follow" : "To the end"} <kbd>f</kbd></button></>}
         </span>
       </div>
@@ -133,13 +176,25 @@ export function Logs() {
           <div style={{ height: rows.getTotalSize(), position: "relative" }}>
             {rows.getVirtualItems().map((item) => {
               const row = lines[item.index]!;
+              const level = row.level ?? "INFO";
+              const marked = (row.time ?? 0) >= at && (lines[item.index - 1]?.time ?? -Infinity) < at;
               return (
-                <div key={item.key} ref={rows.measureElement} data-index={item.index} className={`lg ${row.level.toLowerCase()}${row.time >= at && (lines[item.index - 1]?.time ?? -Infinity) < at ? " at" : ""}`} style={{ transform: `translateY(${item.start}px)` }}>
-                  <a className="time" href={momentOf(row, origin)} title={`${moment(row.time)}: show on the timeline`}>{clockTime(row.time)}</a>
-                  <span className="lv">{row.level === "INFO" ? "" : row.level.toLowerCase()}</span>
-                  <span className="cut f" title={`${row.component}${row.process === null ? "" : `, process ${row.process}`}`}>{row.component}</span>
-                  <Message text={row.message} search={search} />
-                  <span className="cut f pl" title={row.place ?? ""}>{row.place?.replace(/^telescope\./, "")}</span>
+                <div key={item.key} ref={rows.measureElement} data-index={item.index} className={`lg ${level.toLowerCase()}${marked ? " at" : ""}`} style={{ transform: `translateY(${item.start}px)` }}>
+                  {row.time === null ? (
+                    <span />
+                  ) : (
+                    <a className="time" href={momentOf(row.time, origin)} title={`${moment(row.time)}: show on the timeline`}>
+                      {clockTime(row.time)}
+                    </a>
+                  )}
+                  <span className="lv">{level === "INFO" ? "" : level.toLowerCase()}</span>
+                  <span className="cut f" title={[row.component, row.source, row.process === null ? "" : `process ${row.process}`].filter(Boolean).join(", ")}>
+                    {row.component}
+                  </span>
+                  <Message text={row.message ?? ""} search={search} />
+                  <span className="cut f pl" title={row.place ?? ""}>
+                    {row.place?.replace(/^telescope\./, "")}
+                  </span>
                 </div>
               );
             })}
@@ -150,8 +205,8 @@ export function Logs() {
   );
 }
 
-function momentOf(row: LogRow, origin: number): string {
-  const at = row.time - origin;
+function momentOf(time: number, origin: number): string {
+  const at = time - origin;
   return format(elsewhere(place(), { page: "timeline" }, { t: `${(at - AROUND_SECONDS).toFixed(3)}-${(at + AROUND_SECONDS).toFixed(3)}` }));
 }
 

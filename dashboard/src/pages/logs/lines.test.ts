@@ -1,7 +1,8 @@
 import { expect, test } from "vitest";
-import { FOLDED_LINES, fold, join, type LogRow } from "./lines";
+import type { LogLine } from "../../types";
+import { FOLDED_LINES, fold, join, } from "./lines";
 
-const row = (n: number): LogRow => ({ row: n, attempt: 1, time: n, level: "INFO", component: "driver", message: `m${n}`, process: 1, place: null });
+const row = (n: number): LogLine => ({ row: n, attempt: 1, time: n, level: "INFO", component: "driver", message: `m${n}`, process: 1, place: null, source: null });
 
 test("pages join with every row once, in order", () => {
   expect(join([row(3), row(4)], [row(1), row(2), row(3)]).map((one) => one.row)).toEqual([1, 2, 3, 4]);

@@ -1,30 +1,12 @@
 /** Log lines: merging of pages, tracebacks, levels. */
 
-import type { Value } from "../../types";
-
-export interface LogRow {
-  /** Number of the row in the record: the cursor. */
-  row: number;
-  attempt: number;
-  time: number;
-  level: string;
-  component: string;
-  message: string;
-  process: Value;
-  place: string | null;
-}
-
-export interface LogPage {
-  rows: LogRow[];
-  next: number;
-  components: string[];
-}
+import type { LogLine } from "../../types";
 
 export const LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] as const;
 
 /** Joins pages of rows, each row once, in the order of the record. */
-export function join(old: readonly LogRow[], fresh: readonly LogRow[]): LogRow[] {
-  if (fresh.length === 0) return old as LogRow[];
+export function join(old: readonly LogLine[], fresh: readonly LogLine[]): LogLine[] {
+  if (fresh.length === 0) return old as LogLine[];
   if (old.length === 0 || fresh[0]!.row > old.at(-1)!.row) return [...old, ...fresh];
   const byRow = new Map([...old, ...fresh].map((row) => [row.row, row]));
   return [...byRow.values()].sort((a, b) => a.row - b.row);

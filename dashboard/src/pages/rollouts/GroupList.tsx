@@ -59,7 +59,7 @@ export function GroupList({ groups, scaleOf, group, sample, onSelect }: GroupLis
       <div style={{ height: rows.getTotalSize(), position: "relative" }}>
         {rows.getVirtualItems().map(({ index, start }) => {
           const one = groups[index]!;
-          const scale = scaleOf(one.environment);
+          const scale = scaleOf(one.environment ?? "");
           const first = one.samples[0]?.id;
           return (
             <div
@@ -69,7 +69,7 @@ export function GroupList({ groups, scaleOf, group, sample, onSelect }: GroupLis
               className={`gr${one.id === group ? " sel" : ""}${one.status === "kept" ? "" : " x"}`}
               style={{ transform: `translateY(${start}px)` }}
               onClick={() => first && onSelect(one.samples.some((answer) => answer.id === sample) ? sample : first)}
-              title={one.reason ? `${one.status}: ${one.reason}` : one.status}
+              title={one.reason ? `${one.status}: ${one.reason}` : (one.status ?? "")}
             >
               <span className="f">{one.id}</span>
               <span className="cut"><Plain text={promptLine(one.prompt)} /></span>

@@ -51,5 +51,5 @@ export function fate(group: Pick<Group, "status" | "reason" | "reward_mean">, sc
     return group.reward_mean === scale.low ? "all wrong" : "all equal";
   }
   const words: Record<string, string> = { max_async: "too old", run_ended: "run ended" };
-  return group.reason ? (words[group.reason] ?? group.reason.replaceAll("_", " ")) : group.status;
+  return group.reason ? (words[group.reason] ?? group.reason.replaceAll("_", " ")) : (group.status ?? "");
 }

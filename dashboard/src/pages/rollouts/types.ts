@@ -2,29 +2,7 @@
 
 import type { Value } from "../../types";
 
-export interface GroupSample {
-  id: string;
-  reward: Value;
-  advantage: Value;
-  status: string;
-  length: Value;
-  /** Start of its text, where the server sends it. */
-  completion?: string | null;
-  metrics: Record<string, Value>;
-}
-
-export interface Group {
-  attempt: number;
-  id: number;
-  environment: string;
-  prompt: string;
-  status: string;
-  reason: string | null;
-  step: number;
-  reward_mean: Value;
-  reward_std: Value;
-  samples: GroupSample[];
-}
+export type { Group, GroupSample } from "../../types";
 
 /** A sample without its texts. */
 export interface SampleRow {

@@ -10,8 +10,9 @@ import { useVersion } from "../../state/live";
 import { useResource } from "../../state/resource";
 import { useRunId, useRunInfo, useStatus } from "../../state/run";
 import { column, useSteps } from "../../state/steps";
-import { setParams, usePlace } from "../../state/url";
-import type { StepColumns } from "../../types";
+import { useThrottled } from "../../state/throttle";
+import { elsewhere, format, place, setParams, usePlace } from "../../state/url";
+import type { GaugeName, StepColumns } from "../../types";
 import { at, type GaugeSeries } from "../gauges";
 import { Canvas, type Hit } from "./Canvas";
 import { tableRows, type CriticalPath } from "./criticalPath";
@@ -32,6 +33,8 @@ const GAUGE_POINTS = 800;
 /** A constant gauge is written this often, with a little to spare. */
 const CONSTANT_SECONDS = 11;
 const MOST_GAUGES = 16;
+/** How often a live run is asked for gauges that it did not have before. */
+const NAMES_MS = 10_000;
 const KEY: Kind[] = ["queue", "prefill", "decode", "environment", "reward", "forward", "backward", "reduction", "optimizer", "weight sync"];
 
 const EMPTY: SpanColumns = { component: [], name: [], rank: [], server: [], lane: [], step: [], micro_batch: [], sample_id: [], start: [], end: [] };
@@ -94,7 +97,7 @@ export function Timeline() {
   const ofSample = sample ? lanes.columns.attempt?.[lanes.columns.sample_id.lastIndexOf(sample)] : null;
   const attempt = ofSample ?? (steps && step !== null ? steps.attempt[steps.step.lastIndexOf(step)] : null) ?? 1;
 
-  const gaugeNames = useResource<{ name: string }[]>(runPath(run, "gauges", "names"));
+  const gaugeNames = useResource<GaugeName[]>(runPath(run, "gauges", "names"), {}, useThrottled(useVersion(run, "gauges"), NAMES_MS));
   const has = new Set((gaugeNames.data ?? []).map((one) => one.name));
   const wanted = has.has(GPU_GAUGES[0]!) ? GPU_GAUGES : CPU_GAUGES.filter((name) => has.has(name));
   const series = useResource<GaugeSeries[]>(
@@ -169,6 +172,11 @@ export function Timeline() {
         {critical.error && <section className="sec"><p className="d">{critical.error.message}</p></section>}
         {sample && loaded && <RequestPanel run={run} sample={sample} attempt={attempt} columns={loaded?.merged ? null : lanes.columns} />}
         <section className="sec last">
+          <p>
+            <a className="link" href={format(elsewhere(place(), { page: "logs" }, { at: ((view.from + view.to) / 2).toFixed(3) }))}>
+              Logs of this time
+            </a>
+          </p>
           <button className="link" onClick={() => void exportTrace(run, view)}>Export to Perfetto</button>
           <p className="f s">Spans of the visible {duration(view.to - view.from)} as Chrome trace JSON.</p>
         </section>

@@ -47,12 +47,22 @@ def logs(
     store: Store,
     since: OptionalRow = None,
     before: OptionalRow = None,
+    at: float | None = None,
     level: str = "",
     component: str = "",
+    source: str = "",
     search: str = "",
     limit: Annotated[int, Query(ge=1, le=10_000)] = 400,
 ) -> Reply:
     found = timeline.logs(
-        store, since=since, before=before, level=level, component=component, search=search, limit=limit
+        store,
+        since=since,
+        before=before,
+        at=at,
+        level=level,
+        component=component,
+        source=source,
+        search=search,
+        limit=limit,
     )
     return Reply(request, found)
