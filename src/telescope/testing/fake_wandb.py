@@ -69,6 +69,8 @@ class FakeWandb:
         """Runs by name, by project."""
         self.requests: list[tuple[str, str]] = []
         """Operation and variables, or method and path, of each request."""
+        self.is_down = False
+        """Whether connections are closed without an answer."""
         self.refuses: str | None = None
         """Message with which every question about a project is refused, as without permission."""
         self._server = _Server(("127.0.0.1", 0), _Handler)
@@ -108,7 +110,8 @@ class FakeWandb:
 
     def puts(self) -> list[str]:
         """Returns the names of uploaded files, in order."""
-        return [path.partition("/storage/")[2].split("/", 2)[2] for method, path in self.requests if method == "PUT"]
+        stored = [path.split("/", 4) for method, path in list(self.requests) if method == "PUT"]
+        return [parts[4] for parts in stored if parts[1] == "storage"]
 
     # GraphQL, by the name of the operation.
 
@@ -122,6 +125,7 @@ class FakeWandb:
             "Runs": self._runs,
             "Run": self._run,
             "RunFiles": self._run_files,
+            "deleteFiles": self._delete_files,
             "ArtifactType": lambda variables: {"project": {"artifact": None}},
             "CreateArtifact": self._create_artifact,
             "CreateArtifactManifest": self._create_manifest,
@@ -182,16 +186,29 @@ class FakeWandb:
         project, name = variables["project"], variables["name"]
         run = self.projects[project][name]
         prefix = (variables.get("pattern") or "%").removesuffix("%")
-        found = [item for item in sorted(run.files.items()) if item[0].startswith(prefix)]
+        named = variables.get("fileNames") or run.files
+        found = [item for item in sorted(run.files.items()) if item[0].startswith(prefix) and item[0] in named]
         page, info = _page(found, variables.get("fileCursor"), variables["fileLimit"])
         edges = []
         for place, (file, content) in page:
             url = f"{self.url}/storage/{project}/{name}/{quote(file)}"
             md5 = base64.b64encode(hashlib.md5(content).digest()).decode()
-            node = {"id": file, "name": file, "url": url, "directUrl": url, "sizeBytes": len(content), "md5": md5}
+            node = {
+                "id": f"{project}/{name}/{file}",
+                "name": file,
+                "url": url,
+                "directUrl": url,
+                "sizeBytes": len(content),
+                "md5": md5,
+            }
             edges.append({"node": {**node, "mimetype": "", "updatedAt": _iso(time.time())}, "cursor": str(place)})
         listed = {"edges": edges, "pageInfo": info}
         return {"project": {"internalId": "1", "run": {"fileCount": len(found), "files": listed}}}
+
+    def _delete_files(self, variables: dict[str, Any]) -> dict[str, Any]:
+        for project, run, file in (each.split("/", 2) for each in variables["files"]):
+            del self.projects[project][run].files[file]
+        return {"deleteFiles": {"success": True}}
 
     def _create_artifact(self, variables: dict[str, Any]) -> dict[str, Any]:
         value = variables["input"]
@@ -295,6 +312,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *arguments: Any) -> None:
         """Prints nothing."""
+
+    def parse_request(self) -> bool:
+        """Closes the connection of a server that is down."""
+        if self.server.wandb.is_down:
+            self.close_connection = True
+            return False
+        return super().parse_request()
 
     def do_GET(self) -> None:
         content = self.server.wandb.get(urlsplit(self.path).path)
