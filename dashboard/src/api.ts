@@ -1,5 +1,7 @@
 /** Typed requests, and server-sent events that reconnect. A cookie carries the token, where the server wants one. */
 
+import type { RemoteCopy } from "./types";
+
 export class ApiError extends Error {
   constructor(
     readonly status: number,
@@ -56,6 +58,8 @@ export interface RunEvents {
   /** Called with the tables that grew. The first time, these are all tables. */
   onTables(run: string, tables: Record<string, number>): void;
   onStatus(run: string, status: string): void;
+  /** Called when more of a copy of a run on W&B has come. */
+  onRemote(run: string, remote: RemoteCopy): void;
   onConnected(connected: boolean): void;
 }
 
@@ -81,6 +85,10 @@ export function follow(runs: string[], events: RunEvents): () => void {
     opened.addEventListener("status", (event: MessageEvent<string>) => {
       const { run, status } = JSON.parse(event.data) as { run: string; status: string };
       events.onStatus(run, status);
+    });
+    opened.addEventListener("remote", (event: MessageEvent<string>) => {
+      const { run, remote } = JSON.parse(event.data) as { run: string; remote: RemoteCopy };
+      events.onRemote(run, remote);
     });
     opened.onerror = () => {
       events.onConnected(false);

@@ -49,6 +49,12 @@ export function percent(share: number | null | undefined, digits = 1): string {
 /** Returns a sentence whose numbers stay on the line of their percent signs. */
 export const unbroken = (text: string): string => text.replace(/(\d) %/g, "$1\u202f%");
 
+/** Returns how much of something has come: `12 of 40 MB`. */
+export function megabytes(done: number, total: number): string {
+  const digits = total < 10e6 ? 1 : 0;
+  return `${(done / 1e6).toFixed(digits)} of ${(total / 1e6).toFixed(digits)} MB`;
+}
+
 /** Returns seconds in the two largest units: `1 h 5 min`. */
 export function duration(seconds: number | null | undefined): string {
   if (seconds === null || seconds === undefined || Number.isNaN(seconds)) return NONE;

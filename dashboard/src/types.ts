@@ -350,6 +350,15 @@ export interface Progress {
   seconds_left: Value;
 }
 
+/** How far the copy of a run on W&B is. `listed`: no page has asked for it, and it has no tables. */
+export interface RemoteCopy {
+  phase: "listed" | "syncing" | "synced" | "failed";
+  source: string;
+  done_bytes: number;
+  total_bytes: number;
+  message: string | null;
+}
+
 /** A run: its config, attempts, environments and result. `user_set`: settings that the user wrote. */
 export interface RunInfo {
   info: RunRow;
@@ -387,6 +396,7 @@ export interface RunRow {
   rewards: Value[];
   experiment: string;
   fields: Record<string, unknown>;
+  remote: RemoteCopy | null;
 }
 
 /** The list of runs, newest first. */

@@ -3,7 +3,7 @@
 import { Component, type ReactNode, Suspense, useEffect, useState } from "react";
 import { ApiError } from "../api";
 import { ROUTES, routeOf } from "../routes";
-import { useEvents } from "../state/live";
+import { useEvents, useRemote } from "../state/live";
 import { useRunInfo } from "../state/run";
 import { useTheme } from "../state/theme";
 import { elsewhere, go, usePlace } from "../state/url";
@@ -12,6 +12,7 @@ import { Header } from "./Header";
 import { KeysDialog, startKeys, useKeys } from "./keys";
 import { NoteDialog } from "./NoteDialog";
 import { Palette } from "./Palette";
+import { RemoteStrip, remoteWords } from "./RemoteStrip";
 import { Ruler } from "./Ruler";
 
 export type Opened = "palette" | "keys" | "compare" | null;
@@ -22,6 +23,9 @@ export function App() {
   useEvents(place.run === null ? [] : [place.run]);
   const route = routeOf(place.page);
   const info = useRunInfo(place.run);
+  const newest = useRemote(place.run);
+  const remote = newest.remote ?? info.data?.info.remote ?? null;
+  const isMissing = route?.ofRun === true && remote !== null && remote.phase !== "synced" && !newest.hasSteps;
   const [opened, open] = useState<Opened>(null);
   useEffect(startKeys, []);
   useKeys("Everywhere", [
@@ -48,7 +52,8 @@ export function App() {
         Skip to the page
       </a>
       <Header open={open} />
-      {place.run !== null && info.data && <Ruler />}
+      {remote && !isMissing && <RemoteStrip remote={remote} />}
+      {place.run !== null && info.data && !isMissing && <Ruler />}
       <main className="page" id="main" tabIndex={-1}>
         <Boundary key={`${place.run}/${place.page}`}>{content()}</Boundary>
       </main>
@@ -63,6 +68,10 @@ export function App() {
     if (!route) return <Quiet title="There is no such page." text={`The address names the page "${place.page}".`} />;
     if (route.ofRun && place.run === null) return <Quiet title="Choose a run first." text="This page belongs to a run." />;
     if (place.run !== null && info.error && !info.data) return <Failure error={info.error} />;
+    if (remote && isMissing) {
+      const failed = remote.phase === "failed";
+      return <Quiet title={failed ? "This run could not be copied." : "This run is being copied."} text={remoteWords(remote)} />;
+    }
     const Page = route.component;
     return (
       <Suspense fallback={null}>

@@ -1,7 +1,7 @@
 import { afterEach, beforeEach, expect, test, vi } from "vitest";
 import { follow } from "../api";
 import { fakeEvents, type FakeEventSource } from "../testing/server";
-import { connectionNow, HIDDEN_MS, pageHidden, versionOf, watch } from "./live";
+import { connectionNow, HIDDEN_MS, pageHidden, stateOf, versionOf, watch } from "./live";
 
 let sources: typeof FakeEventSource;
 const stops: (() => void)[] = [];
@@ -24,7 +24,7 @@ async function watched(...runs: string[]): Promise<FakeEventSource> {
   return sources.open.at(-1)!;
 }
 
-const quiet = { onTables: () => {}, onStatus: () => {}, onConnected: () => {} };
+const quiet = { onTables: () => {}, onStatus: () => {}, onRemote: () => {}, onConnected: () => {} };
 
 test("a connection that the browser gives up is opened again, later after each failure", async () => {
   const states: boolean[] = [];
@@ -112,4 +112,11 @@ test("a page in the background has no connection, and learns what it missed when
   pageHidden(false);
   sources.open[0]!.send("tables", { run: "asleep", tables: { steps: 9 } });
   expect(versionOf("asleep", "steps").endsWith("/9")).toBe(true);
+});
+
+test("how much of a run on W&B is here is told with its run", async () => {
+  const source = await watched("a");
+  const remote = { phase: "syncing", source: "W&B me/p", done_bytes: 1, total_bytes: 2, message: null };
+  source.send("remote", { run: "a", remote });
+  expect(stateOf("a").remote).toEqual(remote);
 });

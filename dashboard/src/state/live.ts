@@ -5,6 +5,7 @@
 
 import { useEffect, useSyncExternalStore } from "react";
 import { follow } from "../api";
+import type { RemoteCopy } from "../types";
 
 interface RunState {
   versions: Record<string, number>;
@@ -13,6 +14,8 @@ interface RunState {
   changes: number;
   /** The tables of a run that had ended when it was opened. */
   ended: Record<string, number> | null;
+  /** How much of a run on W&B is here; null for other runs. */
+  remote: RemoteCopy | null;
 }
 
 interface Connection {
@@ -21,7 +24,7 @@ interface Connection {
   reconnects: number;
 }
 
-const NOTHING: RunState = { versions: {}, status: null, changes: 0, ended: null };
+const NOTHING: RunState = { versions: {}, status: null, changes: 0, ended: null, remote: null };
 /** How long a page in the background stays connected. */
 export const HIDDEN_MS = 30_000;
 
@@ -45,14 +48,16 @@ function update(run: string, change: Partial<RunState>): void {
 
 const events = {
   onTables: (run: string, tables: Record<string, number>) => {
-    const { versions, status, ended } = stateOf(run);
+    const { versions, status, ended, remote } = stateOf(run);
     const first = Object.keys(versions).length === 0;
-    update(run, { versions: { ...versions, ...tables }, ended: first && status !== null && status !== "live" ? tables : ended });
+    const isEnded = status !== null && status !== "live" && remote === null; // a copy may have grown since the page read it
+    update(run, { versions: { ...versions, ...tables }, ended: first && isEnded ? tables : ended });
   },
   onStatus: (run: string, status: string) => {
     const { status: before, changes } = stateOf(run);
     update(run, { status, changes: before === null && status !== "live" ? changes : changes + 1 });
   },
+  onRemote: (run: string, remote: RemoteCopy) => update(run, { remote }),
   onConnected: (connected: boolean) => {
     const back = connected && connection.connected === false;
     connection = { connected, reconnects: connection.reconnects + (back ? 1 : 0) };
@@ -131,6 +136,13 @@ export function useVersion(run: string | null, ...tables: string[]): string {
 export function useVersions(runs: readonly string[], ...tables: string[]): string[] {
   const all = useSyncExternalStore(subscribe, () => runs.map((run) => versionOf(run, ...tables)).join("\n"));
   return runs.length ? all.split("\n") : [];
+}
+
+/** Returns how much of a run on W&B is here, as the newest event tells, and whether its steps are. */
+export function useRemote(run: string | null): { remote: RemoteCopy | null; hasSteps: boolean } {
+  const remote = useSyncExternalStore(subscribe, () => (run === null ? null : stateOf(run).remote));
+  const hasSteps = useSyncExternalStore(subscribe, () => run !== null && (stateOf(run).versions.steps ?? 0) > 0);
+  return { remote, hasSteps };
 }
 
 /** Returns the newest status that an event brought, and whether the page is connected (null: not yet). */

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import argparse
 import errno
+import re
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from telescope.cli.runs import DEFAULT_ROOT
 from telescope.errors import UserError
+
+if TYPE_CHECKING:
+    from telescope.dashboard.remote import WandbRuns
 
 DEFAULT_PORT = 8005
 NUM_PORTS = 100
 """Ports that are tried, from the wanted one on."""
 
 LAST_PORT = 65_535
+
+PROJECT = re.compile(r"^(?:https?://[^/]+/(?:wandb/)?)?([\w.-]+)/([\w.-]+)(?:/(?:runs|table|workspace).*)?/?$")
+"""A W&B project, or its address in a browser."""
 
 CLOSE_SECONDS = 1
 """How long requests that run may end after Ctrl-C. Open pages reconnect by themselves."""
@@ -33,12 +41,15 @@ def add_parser(subparsers: Any) -> None:
         "  telescope ui                            all runs in ./runs\n"
         "  telescope ui runs/demo runs/other       these two\n"
         "  telescope ui --root /data/runs          all runs in another folder\n"
+        "  telescope ui my-team/my-project         the runs of a W&B project; opened ones are copied here\n"
         "  telescope ui --demo                     generated runs, to look around without training\n"
         "  ssh -L 8005:localhost:8005 MACHINE      then open http://localhost:8005 here\n"
         "  telescope ui --host 0.0.0.0             reachable from other machines; the printed address has a secret",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run_dirs", nargs="*", type=Path, metavar="RUN_DIR", help="a run, or a folder of runs")
+    parser.add_argument(
+        "places", nargs="*", metavar="RUN_DIR", help="a run, a folder of runs, or a W&B project as ENTITY/PROJECT"
+    )
     parser.add_argument("--root", type=Path, default=None, help="folder of the runs (default: runs)")
     parser.add_argument(
         "--demo", action="store_true", help="show generated runs, one of them live, from a temporary folder"
@@ -65,8 +76,14 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serves the dashboard until Ctrl-C. Returns the exit code."""
     if not arguments.demo:
-        return serve(arguments, choose_roots(arguments.run_dirs, arguments.root))
-    if arguments.run_dirs or arguments.root:
+        folders, projects = choose_places(arguments.places, arguments.root)
+        remotes = [open_project(entity, project) for entity, project in projects]
+        try:
+            return serve(arguments, folders, remotes)
+        finally:
+            for remote in remotes:
+                remote.close()
+    if arguments.places or arguments.root:
         raise UserError("--demo shows generated runs only. Leave out --demo, or the folders.")
     from telescope.testing.demo_run.serve import demo_runs
 
@@ -78,8 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
 
 
-def serve(arguments: argparse.Namespace, roots: list[Path]) -> int:
-    """Serves the runs in `roots` until Ctrl-C. Returns the exit code."""
+def serve(arguments: argparse.Namespace, folders: list[Path], remotes: Sequence[WandbRuns] = ()) -> int:
+    """Serves the runs in `folders` and of `remotes` until Ctrl-C. Returns the exit code."""
     import uvicorn
 
     from telescope.dashboard.app import create_app
@@ -88,12 +105,11 @@ def serve(arguments: argparse.Namespace, roots: list[Path]) -> int:
     listener, taken = listen(arguments.host, arguments.port)
     port = listener.getsockname()[1]
     token = None if is_loopback(arguments.host) else new_token()
-    app = create_app(roots, token=token, hosts=(arguments.host, *arguments.allow_host))
+    app = create_app(folders, remotes=remotes, token=token, hosts=(arguments.host, *arguments.allow_host))
     if taken:
         print(f"Port {arguments.port} is in use; using {port} instead. --port chooses another.", file=sys.stderr)
-    print(
-        f"Telescope shows {', '.join(map(str, roots))} at\n\n    {address(arguments.host, port, token)}\n", flush=True
-    )
+    shown = ", ".join([*map(str, folders), *(f"W&B {remote.project.path}" for remote in remotes)])
+    print(f"Telescope shows {shown} at\n\n    {address(arguments.host, port, token)}\n", flush=True)
     print("Press Ctrl-C to end.", flush=True)
     config = uvicorn.Config(
         app, log_level="critical", access_log=False, server_header=False, timeout_graceful_shutdown=CLOSE_SECONDS
@@ -107,14 +123,37 @@ def serve(arguments: argparse.Namespace, roots: list[Path]) -> int:
     return 0
 
 
-def choose_roots(run_dirs: list[Path], root: Path | None) -> list[Path]:
-    """Returns the folders to show. Raises `UserError` if one does not exist."""
-    chosen = [*run_dirs, *([root] if root is not None else [])] or [DEFAULT_ROOT]
-    for folder in chosen:
-        if not folder.is_dir():
+def choose_places(places: list[str], root: Path | None) -> tuple[list[Path], list[tuple[str, str]]]:
+    """Returns the folders to show, and the W&B projects as entity and project.
+
+    What is a folder here is that folder; `ENTITY/PROJECT` is a project otherwise. Raises `UserError` for anything else.
+    """
+    folders, projects = [], []
+    for place in [*places, *([str(root)] if root is not None else [])] or [str(DEFAULT_ROOT)]:
+        folder, project = Path(place).expanduser(), PROJECT.match(place)
+        if folder.is_dir():
+            folders.append(folder)
+        elif project is not None and place in places:
+            projects.append((project[1], project[2]))
+        else:
             hint = "`telescope train --config F` creates a run there; --root names another folder of runs."
-            raise UserError(f"{str(folder)!r} is not a folder. {hint}")
-    return chosen
+            raise UserError(f"{place!r} is neither a folder nor a W&B project as ENTITY/PROJECT. {hint}")
+    return folders, list(dict.fromkeys(projects))
+
+
+def open_project(entity: str, project: str) -> WandbRuns:
+    """Lists the runs of a W&B project. Raises `UserError` if W&B cannot be asked and nothing was copied before."""
+    from telescope.dashboard.remote import WandbRuns, cache_folder
+    from telescope.trackers.wandb_runs import WandbError, WandbProject
+
+    print(f"Listing the runs of {entity}/{project} on W&B ...", file=sys.stderr, flush=True)
+    remote = WandbRuns(WandbProject(entity, project, cache_folder() / ".wandb"))
+    try:
+        num_runs = remote.start()
+    except WandbError as error:
+        raise UserError(f"{error} A folder of that name would be shown instead; there is none here.") from error
+    print(remote.problem or f"{num_runs} runs; those that you open are copied to {remote.root}.", file=sys.stderr)
+    return remote
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, bool]:

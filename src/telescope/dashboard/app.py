@@ -18,6 +18,7 @@ from telescope.dashboard.api import code, runs, samples, timeline, user
 from telescope.dashboard.code import Snapshots
 from telescope.dashboard.documents import ConflictError, Documents, user_folder
 from telescope.dashboard.registry import Registry
+from telescope.dashboard.remote import WandbRuns
 from telescope.dashboard.safety import Safety
 from telescope.dashboard.store import NotFoundError
 from telescope.errors import UserError
@@ -34,19 +35,20 @@ COMPRESSED_BYTES = 2000
 def create_app(
     roots: Sequence[Path],
     *,
+    remotes: Sequence[WandbRuns] = (),
     token: str | None = None,
     hosts: Iterable[str] = (),
     static: Path = STATIC,
     documents: Path | None = None,
 ) -> FastAPI:
-    """Returns the application over the runs below `roots`, each of which is a run or a folder of runs.
+    """Returns the application over the runs below `roots`, each a run or a folder of runs, and those of `remotes`.
 
     What the user keeps is in the folder `documents`, by default in the user's config folder.
     """
     app = FastAPI(
         title="Telescope", version=__version__, docs_url=None, redoc_url=None, openapi_url="/api/openapi.json"
     )
-    app.state.registry = Registry(roots)
+    app.state.registry = Registry(roots, remotes)
     app.state.documents = Documents(documents or user_folder())
     app.state.snapshots = Snapshots()
     for subject in (runs, code, samples, timeline, user):

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 from urllib.parse import quote, unquote
 
 import pydantic_core
 
+from telescope.dashboard.remote import CopyState, RunCopy
 from telescope.record.reader import Run
 from telescope.record.tables import TABLES
 
@@ -56,9 +58,14 @@ class TableSizes:
 
 
 async def run_events(
-    runs: Mapping[str, Run], last_id: str | None, is_gone: Callable[[], Awaitable[bool]]
+    runs: Mapping[str, Run],
+    last_id: str | None,
+    is_gone: Callable[[], Awaitable[bool]],
+    copies: Mapping[str, RunCopy] | None = None,
 ) -> AsyncIterator[bytes]:
-    """Yields the events of some runs, by their ids, until the page is gone."""
+    """Yields the events of some runs, by their ids, until the page is gone. `copies` are those of runs on W&B."""
+    copies = copies or {}
+    shown: dict[str, CopyState] = {}
     sizes = {run_id: TableSizes(run) for run_id, run in runs.items()}
     sent = parse_id(last_id)
     states: dict[str, str] = {}
@@ -75,10 +82,15 @@ async def run_events(
             if state != states.get(run_id):
                 states[run_id] = state
                 yield _event("status", {"run": run_id, "status": state}, format_id(sent))
+            copy = copies[run_id].state if run_id in copies else None
+            if copy is not None and copy != shown.get(run_id):
+                shown[run_id] = copy
+                yield _event("remote", {"run": run_id, "remote": asdict(copy)}, format_id(sent))
             if grown:
                 silent = 0.0
                 yield _event("tables", {"run": run_id, "tables": grown}, format_id(sent))
-            due[run_id] = LIVE_SECONDS if state == "live" else ENDED_SECONDS
+            changes = state == "live" or (copy is not None and copy.phase in ("listed", "syncing"))
+            due[run_id] = LIVE_SECONDS if changes else ENDED_SECONDS
         seconds = min(due.values())
         silent += seconds
         if silent >= KEEPALIVE_SECONDS:

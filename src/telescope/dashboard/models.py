@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 Number = float | None
+
+
+class RemoteCopy(BaseModel):
+    """How far the copy of a run on W&B is. `listed`: no page has asked for it, and it has no tables."""
+
+    phase: Literal["listed", "syncing", "synced", "failed"]
+    source: str
+    done_bytes: int
+    total_bytes: int
+    message: str | None
 
 
 class RunRow(BaseModel):
@@ -36,6 +46,7 @@ class RunRow(BaseModel):
     rewards: list[Number]
     experiment: str
     fields: dict[str, Any]
+    remote: RemoteCopy | None
 
 
 class Field(BaseModel):

@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 import yaml
 
 from telescope.dashboard.fields import values_of
+from telescope.dashboard.remote import RunCopy, WandbRuns
 from telescope.dashboard.store import NotFoundError, RunStore
 from telescope.errors import UserError
 from telescope.record.reader import Run, RunSummary, find_runs
@@ -49,10 +50,11 @@ class Listing:
 
 
 class Registry:
-    """Finds runs below `roots`, each of which is a run or a folder of runs."""
+    """Finds runs below `roots`, each of which is a run or a folder of runs, and copies of runs on W&B."""
 
-    def __init__(self, roots: Sequence[Path]) -> None:
-        self.roots = [root.resolve() for root in roots]
+    def __init__(self, roots: Sequence[Path], remotes: Sequence[WandbRuns] = ()) -> None:
+        self.remotes = remotes
+        self.roots = [root.resolve() for root in (*roots, *(remote.root for remote in remotes))]
         self._lock = threading.Lock()
         self._stores: dict[str, RunStore] = {}
         self._searched = -SEARCH_SECONDS
@@ -69,7 +71,19 @@ class Registry:
             return self._stores
 
     def store(self, run_id: str) -> RunStore:
-        """Returns a run. Raises `NotFoundError`."""
+        """Returns a run that a page shows: a copy is made complete. Raises `NotFoundError`."""
+        found = self.find(run_id)
+        if (copy := self.copy_in(found.run.files.run_dir)) is not None:
+            copy.open()
+        return found
+
+    def copy_in(self, run_dir: Path) -> RunCopy | None:
+        """Returns the copy in a folder, None for a run that is no copy."""
+        copies = (remote.copy_in(run_dir) for remote in self.remotes)
+        return next((copy for copy in copies if copy is not None), None)
+
+    def find(self, run_id: str) -> RunStore:
+        """Returns a run as it is here. Raises `NotFoundError`."""
         # A search replaces the dictionary, so a run that is known does not wait for one.
         found = self._stores.get(run_id) or self.stores().get(run_id)
         if found is None:
@@ -85,7 +99,9 @@ class Registry:
         for run in runs:
             if run.num_unreadable:
                 found.setdefault(run.files.run_dir, f"{run.num_unreadable} files of tables cannot be read")
-        return [{"path": str(path), "problem": problem} for path, problem in found.items()]
+        remote = {f"W&B {each.project.path}": each.problem for each in self.remotes if each.problem}
+        problems = remote | {str(path): problem for path, problem in found.items()}
+        return [{"path": path, "problem": problem} for path, problem in problems.items()]
 
     def listings(self) -> list[tuple[str, Listing]]:
         """Returns the runs, newest first."""
@@ -100,11 +116,11 @@ class Registry:
 
     def listing(self, run_id: str) -> Listing:
         """Returns one run. Raises `NotFoundError`."""
-        return self._listing(run_id, self.store(run_id).run)
+        return self._listing(run_id, self.find(run_id).run)
 
     def fields(self, run_id: str) -> dict[str, Any]:
         """Returns the fields of a run, see `fields.values_of`. Raises `NotFoundError`."""
-        run = self.store(run_id).run
+        run = self.find(run_id).run
         files = run.files
         state = tuple(map(_modified, (files.run_json, files.table("steps"), files.table("evals"))))
         known = self._fields.get(run_id)

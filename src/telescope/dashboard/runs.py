@@ -8,10 +8,12 @@ import re
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from telescope.dashboard.fields import BOOKKEEPING, experiment, known_fields
 from telescope.dashboard.registry import Listing, Registry, config_of, json_object
+from telescope.dashboard.remote import RunCopy
 from telescope.dashboard.steps import StepMetrics
 from telescope.dashboard.store import RunStore
 from telescope.health import rules, verdict
@@ -30,7 +32,8 @@ def run_rows(registry: Registry, names: Sequence[str] = ()) -> dict[str, Any]:
     rows = []
     for run_id, listing in registry.listings():
         values = registry.fields(run_id) if names else {}
-        rows.append({**run_row(run_id, listing), "fields": {name: values.get(name) for name in names}})
+        row = run_row(run_id, listing, registry.copy_in(listing.summary.path))
+        rows.append({**row, "fields": {name: values.get(name) for name in names}})
     return {"runs": rows, "problems": registry.problems, "roots": [str(root) for root in registry.roots]}
 
 
@@ -39,8 +42,8 @@ def all_fields(registry: Registry) -> list[dict[str, Any]]:
     return known_fields([registry.fields(run_id) for run_id, _ in registry.listings()])
 
 
-def run_row(run_id: str, listing: Listing) -> dict[str, Any]:
-    """Returns one row of the page of runs."""
+def run_row(run_id: str, listing: Listing, copy: RunCopy | None) -> dict[str, Any]:
+    """Returns one row of the page of runs. `copy` is that of a run on W&B."""
     summary, config = listing.summary, listing.config
     kept = ("name", "status", "started_at", "duration", "attempt", "steps", "num_steps", "reward_first", "reward_last")
     rest = ("heldout_before", "heldout_after", "error", "project")
@@ -59,6 +62,8 @@ def run_row(run_id: str, listing: Listing) -> dict[str, Any]:
         "rewards": listing.rewards,
         "experiment": experiment(config),
         "fields": {},
+        "remote": None if copy is None else asdict(copy.state),
+        **({} if copy is None else copy.numbers()),
     }
 
 
@@ -74,7 +79,7 @@ def run_info(registry: Registry, run_id: str) -> dict[str, Any]:
         row["tags_options"] = json_object(row["tags_options"])
     attempts = store.run.attempts()
     return {
-        "info": run_row(run_id, registry.listing(run_id)),
+        "info": run_row(run_id, registry.listing(run_id), registry.copy_in(store.run.files.run_dir)),
         "config": config,
         "user_set": user_set,
         "attempts": [

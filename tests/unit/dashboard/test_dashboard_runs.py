@@ -1,18 +1,21 @@
 """Runs, their steps and their differences, against the rows that were written."""
 
+import json
 import math
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 from tests.unit.dashboard.conftest import NUM_STEPS, T0, sample_rows, write_step
 
-from telescope.cli.ui import address, choose_roots, listen
+from telescope.cli.ui import address, choose_places, listen
 from telescope.dashboard import events
 from telescope.dashboard.app import create_app
 from telescope.dashboard.events import format_id, parse_id, run_events
+from telescope.dashboard.remote import CopyState
 from telescope.dashboard.store import RunStore
 from telescope.errors import UserError
 from telescope.orchestrator.step_metrics import gini
@@ -169,6 +172,22 @@ async def test_events_tell_what_grew_and_nothing_that_is_known(root: Path, monke
     assert '{"run":"a;b","tables":{"steps":14}}' in grown
 
 
+async def test_a_copy_that_grows_is_reported_while_it_does(root: Path, monkeypatch):
+    monkeypatch.setattr(events, "LIVE_SECONDS", 0.0)
+    copy = SimpleNamespace(state=None)
+    sizes = iter([1, 1, 2, None])
+
+    async def is_gone() -> bool:
+        done = next(sizes)
+        copy.state = CopyState("syncing", "W&B me/p", done or 0, 3)
+        return done is None
+
+    runs = {"first": Run(root / "first")}
+    found = [event.decode() async for event in run_events(runs, None, is_gone, {"first": copy})]
+    told = [event.partition("data: ")[2] for event in found if event.startswith("event: remote")]
+    assert [json.loads(text)["remote"]["done_bytes"] for text in told] == [1, 2]
+
+
 async def test_a_run_that_has_ended_is_looked_at_less_often(root: Path, monkeypatch):
     monkeypatch.setattr(events, "LIVE_SECONDS", 0.001)
     monkeypatch.setattr(events, "ENDED_SECONDS", 0.003)
@@ -204,8 +223,8 @@ def test_a_taken_port_leads_to_the_next_free_one():
 def test_a_host_that_is_not_here_and_a_folder_that_is_not_there_are_named(tmp_path):
     with pytest.raises(UserError, match="is not an address of this machine"):
         listen("192.0.2.1", 8005)
-    with pytest.raises(UserError, match="is not a folder"):
-        choose_roots([tmp_path / "gone"], None)
+    with pytest.raises(UserError, match="is neither a folder nor a W&B project"):
+        choose_places([str(tmp_path / "gone")], None)
     assert address("127.0.0.1", 8005, None) == "http://localhost:8005/"
     assert address("::1", 8005, "secret") == "http://[::1]:8005/?token=secret"
 

@@ -367,7 +367,7 @@ function Problems({ problems }: { problems: Problem[] }) {
   if (problems.length === 0) return null;
   return (
     <section className="problems">
-      <h2>Folders that could not be read</h2>
+      <h2>What could not be read</h2>
       {problems.map((problem) => (
         <p key={problem.path} className="d">
           <span className="m">{problem.path}</span> {problem.problem}

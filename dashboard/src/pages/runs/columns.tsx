@@ -2,10 +2,10 @@
 
 import type { ReactNode } from "react";
 import { Spark } from "../../charts/Spark";
-import { count, duration, moment, NONE, number, percent, setting, signed } from "../../format";
+import { count, duration, megabytes, moment, NONE, number, percent, setting, signed } from "../../format";
 import type { Option } from "../../shell/Chooser";
 import { statusClass, statusWord } from "../../shell/Header";
-import type { Field, RunRow } from "../../types";
+import type { Field, RemoteCopy, RunRow } from "../../types";
 import { gain } from "./filter";
 import { meanOf, type Sortable } from "./groups";
 
@@ -53,8 +53,14 @@ export function State({ run }: { run: RunRow }) {
     <span className={`state ${statusClass(run.status)}`} title={run.error ?? undefined}>
       <i />
       {statusWord(run.status)}
+      {run.remote && run.remote.phase !== "synced" && <span className="f">{remoteWord(run.remote)}</span>}
     </span>
   );
+}
+
+function remoteWord({ phase, done_bytes, total_bytes }: RemoteCopy): string {
+  if (phase === "syncing") return megabytes(done_bytes, total_bytes);
+  return phase === "failed" ? "not copied" : "on W&B";
 }
 
 function Steps({ run }: { run: RunRow }) {

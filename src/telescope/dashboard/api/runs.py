@@ -67,6 +67,13 @@ def events(
     found = {run_id: stores[run_id].run for run_id in run if run_id in stores}
     if not found:
         registry.store(run[0])
-    stream = run_events(found, request.headers.get("last-event-id"), request.is_disconnected)
+
+    async def is_gone() -> bool:
+        for copy in copies.values():
+            copy.open()  # a page looks at it: keep it up to date
+        return await request.is_disconnected()
+
+    copies = {name: copy for name, run in found.items() if (copy := registry.copy_in(run.files.run_dir)) is not None}
+    stream = run_events(found, request.headers.get("last-event-id"), is_gone, copies)
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(stream, media_type="text/event-stream", headers=headers)

@@ -27,7 +27,7 @@ def _run_id(registry: Runs, run: Annotated[str, OPENED] = "") -> str:
     """Returns the id of a run that stays when its folder is moved or copied."""
     if not run:
         return ""
-    opened = registry.store(run).run
+    opened = registry.find(run).run
     return (opened.info.run_id if opened.info else "") or opened.label
 
 

@@ -1,0 +1,325 @@
+"""Copies of the runs of a W&B project, in the user's cache folder and in the layout of run directories.
+
+    WandbRuns (a thread)  every few seconds: the list of runs --> a folder per run with run.json, config.yaml
+    RunCopy (a thread per opened run)  files that differ from W&B's --> that folder; again while the run is live
+
+Owns the cache, when W&B is asked, and how far each copy is. Pages read the copies like any other run. Does not own the
+questions to W&B (`trackers.wandb_runs`).
+
+Invariants: a file of a copy is replaced as a whole. The files of a table come in the order of their rows, and replaced
+ones go after their successors have come, so a reader of a copy sees what a reader of the run would. Without W&B the
+copies stay as they are.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import shutil
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+import yaml
+
+from telescope.record.files import RunFiles, read_json, replace_file, replace_json
+from telescope.record.run_info import RunInfo, read_run_json, status_now, write_run_json
+from telescope.trackers.wandb_files import FOLDER, MANIFEST
+from telescope.trackers.wandb_runs import RemoteFile, RemoteRun, UnreachableError, WandbError, WandbProject
+
+LIST_SECONDS = 15.0
+"""Time between two looks at the list of runs."""
+
+LIVE_SECONDS = 5.0
+"""Time between two looks at the files of a live run."""
+
+IDLE_SECONDS = 600.0
+"""A run that no page has asked for so long is no longer kept up to date."""
+
+NUM_DOWNLOADS = 4
+"""Files of one run that are downloaded at once, of different tables."""
+
+STATE_NAME = "wandb_copy.json"
+"""File in the folder of a copy: its state, and the digests of its files."""
+
+Phase = Literal["listed", "syncing", "synced", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyState:
+    """How far a copy is. `listed`: nothing but what the list of runs has."""
+
+    phase: Phase
+    source: str
+    """Where it comes from: `W&B entity/project`."""
+    done_bytes: int = 0
+    total_bytes: int = 0
+    message: str | None = None
+    """Why it failed, or why it may be old."""
+
+
+def cache_folder() -> Path:
+    """Returns the folder of all copies. Creates nothing."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "telescope" / "wandb"
+
+
+class WandbRuns:
+    """The runs of one project. `root` is a folder of run directories. Close it, or use it as a context manager."""
+
+    def __init__(self, project: WandbProject, cache: Path | None = None) -> None:
+        self.project = project
+        self.root = (cache or cache_folder()).resolve() / project.host / project.path
+        self.problem: str | None = None
+        """Why the list may be old, or None."""
+        self._copies: dict[str, RunCopy] = {}
+        self._newest = 0.0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._keep_listing, name="telescope-wandb-list", daemon=True)
+
+    def __enter__(self) -> WandbRuns:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def start(self) -> int:
+        """Lists the runs, and keeps the list up to date. Returns how many runs of Telescope there are.
+
+        Raises `WandbError` if W&B cannot be asked and there are no copies to show.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        for folder in self.root.iterdir():
+            if RunFiles(folder).run_json.is_file():
+                self._copies[folder.name] = RunCopy(self.project, folder, None)
+        try:
+            self._list()
+        except WandbError as error:
+            if not self._copies:
+                raise
+            self._note(error)
+        self._thread.start()
+        return len(self._copies)
+
+    def close(self) -> None:
+        """Ends the threads at their next step."""
+        self._closing.set()
+        for copy in self._copies.values():
+            copy.close()
+
+    def copy_in(self, run_dir: Path) -> RunCopy | None:
+        """Returns the copy in a folder, or None for a run from elsewhere."""
+        return self._copies.get(run_dir.name) if run_dir.parent == self.root else None
+
+    def _keep_listing(self) -> None:
+        while not self._closing.wait(LIST_SECONDS):
+            try:
+                self._list()
+            except WandbError as error:
+                self._note(error)
+
+    def _note(self, error: WandbError) -> None:
+        what = "The runs shown are copies of earlier times." if isinstance(error, UnreachableError) else ""
+        self.problem = f"{error} {what}".strip()
+
+    def _list(self) -> None:
+        running = [name for name, copy in self._copies.items() if copy.is_running]
+        runs, total = self.project.runs(self._newest, running)
+        for run in runs:
+            self._newest = max(self._newest, run.created_at)
+            known = self._copies.get(run.name)
+            if known is None:
+                self._copies[run.name] = RunCopy(self.project, self.root / run.name, run)
+            else:
+                known.listed(run)
+        self.problem = None
+        if not self._copies:
+            others = f"{total} runs, none" if total else "no runs, and so none"
+            self.problem = f"The project has {others} of Telescope. Runs appear here when they start."
+
+
+class RunCopy:
+    """One run of the project and its copy."""
+
+    def __init__(self, project: WandbProject, folder: Path, run: RemoteRun | None) -> None:
+        self._project = project
+        self._files = RunFiles(folder)
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+        self._asked_at = 0.0
+        self._manifest: tuple[str, dict[str, int]] | None = None
+        kept = self._read_kept()
+        self._digests: dict[str, str] = kept["digests"]
+        self._remote: dict[str, Any] = kept["remote"]
+        self._is_complete: bool = kept["is_complete"]
+        self.state = CopyState("synced" if self._is_complete else "listed", f"W&B {project.path}")
+        if run is not None:
+            self.listed(run)
+
+    @property
+    def is_running(self) -> bool:
+        """Returns whether the run goes on, as far as W&B knows."""
+        return self._remote.get("state") == "running"
+
+    def numbers(self) -> dict[str, Any]:
+        """Returns what the list of runs can take from W&B while the tables of the run are not here."""
+        summary = {} if self._is_complete else self._remote.get("summary") or {}
+        step = summary.get("step")
+        last = step.get("max") if isinstance(step, dict) else step
+        known = {
+            "steps": None if last is None else int(last) + 1,
+            "max_step": None if last is None else int(last),
+            "reward_last": summary.get("reward/total/mean"),
+            "heldout_before": summary.get("heldout_before"),
+            "heldout_after": summary.get("heldout_after"),
+        }
+        return {name: value for name, value in known.items() if isinstance(value, int | float)}
+
+    def listed(self, run: RemoteRun) -> None:
+        """Takes over what the list of runs has. Without a record here, writes it as the record of the run."""
+        before, self._remote = self._remote, {"state": run.state, "summary": run.summary}
+        if self._digests:
+            return
+        self._files.run_dir.mkdir(parents=True, exist_ok=True)
+        statuses = {"running": "running", "finished": "finished", "failed": "failed"}
+        info = RunInfo(
+            run_id=run.name,
+            name=run.display_name,
+            status=statuses.get(run.state, "stopped"),
+            started_at=run.created_at,
+            attempt=1,
+            ended_at=None if run.state == "running" else run.heartbeat_at,
+            project=run.project,
+            tags=run.tags,
+            num_steps=run.config.get("number_of_steps"),
+        )
+        if not self._files.config.exists():
+            replace_file(self._files.config, yaml.safe_dump(run.config, sort_keys=False).encode())
+        if read_run_json(self._files.run_dir) != info:
+            write_run_json(self._files.run_dir, info)
+        if run.state == "running":
+            replace_json(self._files.heartbeat, {"time": time.time()})
+        if self._remote != before:
+            self._write_kept()
+
+    def open(self) -> None:
+        """Makes the copy complete and keeps it up to date, in a thread. Returns at once."""
+        with self._lock:
+            self._asked_at = time.monotonic()
+            if self._thread is not None and self._thread.is_alive():
+                return
+            if self.state.phase == "synced" and not self._may_change():
+                return
+            self._thread = threading.Thread(target=self._follow, name="telescope-wandb-copy", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread after the files that are being downloaded."""
+        self._closing.set()
+
+    def _may_change(self) -> bool:
+        return self.is_running or status_now(self._files.run_dir, read_run_json(self._files.run_dir)) == "live"
+
+    # The methods below run in the copy's own thread.
+
+    def _follow(self) -> None:
+        while True:
+            try:
+                self._sync()
+            except (WandbError, OSError) as error:
+                self._fail(error)
+            is_idle = time.monotonic() - self._asked_at > IDLE_SECONDS
+            if is_idle or not self._may_change() or self._closing.wait(LIVE_SECONDS):
+                return
+
+    def _fail(self, error: Exception) -> None:
+        text = str(error)
+        if isinstance(error, OSError):
+            text = f"The copy in {self._files.run_dir} cannot be written: {error.strerror or error}"
+        # A copy that was complete once can still be read.
+        self.state = CopyState("synced" if self._is_complete else "failed", self.state.source, message=text)
+
+    def _sync(self) -> None:
+        files = self._project.files(self._files.run_dir.name)
+        if files is None or MANIFEST not in files:
+            raise WandbError(
+                "This run has no record on W&B: wandb_upload_record was false, it has just started, or it was offline "
+                "and is not uploaded (`wandb sync`)."
+            )
+        staging = self._files.run_dir / ".download"
+        try:
+            if self._manifest is None or self._manifest[0] != files[MANIFEST].md5:
+                self._manifest = (files[MANIFEST].md5, self._project.read_manifest(files, staging))
+            sizes = self._manifest[1]
+            there = {name: file for name in sizes if (file := files.get(f"{FOLDER}/{name}")) is not None}
+            wanted = {name: file for name, file in there.items() if self._differs(name, file)}
+            if wanted:
+                self._download_all(wanted, staging)
+            if self._closing.is_set():
+                return
+            if len(there) == len(sizes):  # otherwise files that the manifest names are still being uploaded
+                self._remove_others(sizes)
+            self._is_complete = True
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+            self._write_kept()
+        self.state = CopyState("synced", self.state.source)
+
+    def _differs(self, name: str, file: RemoteFile) -> bool:
+        return self._digests.get(name) != file.md5 or not (self._files.run_dir / name).is_file()
+
+    def _download_all(self, wanted: dict[str, RemoteFile], staging: Path) -> None:
+        """Downloads files, those of one table in the order of their rows, small tables first."""
+        self.state = CopyState("syncing", self.state.source, 0, sum(file.size for file in wanted.values()))
+        tables: dict[PurePosixPath, list[str]] = defaultdict(list)
+        for name in sorted(wanted):
+            tables[PurePosixPath(name).parent].append(name)
+        ordered = sorted(tables.values(), key=lambda names: sum(wanted[name].size for name in names))
+        with ThreadPoolExecutor(NUM_DOWNLOADS, thread_name_prefix="telescope-wandb-download") as pool:
+            waiting = [pool.submit(self._download, names, wanted, staging) for names in ordered]
+            for each in waiting:
+                each.result()
+
+    def _download(self, names: Iterable[str], wanted: dict[str, RemoteFile], staging: Path) -> None:
+        for name in names:
+            if self._closing.is_set():
+                return
+            path = self._project.download(wanted[name], staging)
+            digest = _md5(path)
+            target = self._files.run_dir / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, target)
+            with self._lock:
+                self._digests[name] = digest
+                done = self.state.done_bytes + wanted[name].size
+                self.state = CopyState("syncing", self.state.source, done, self.state.total_bytes)
+
+    def _remove_others(self, current: dict[str, int]) -> None:
+        """Removes what the run has replaced or that its list of runs had."""
+        for name in self._digests.keys() - current.keys():
+            (self._files.run_dir / name).unlink(missing_ok=True)
+            del self._digests[name]
+
+    def _read_kept(self) -> dict[str, Any]:
+        empty: dict[str, Any] = {"digests": {}, "remote": {}, "is_complete": False}
+        try:
+            kept = read_json(self._files.run_dir / STATE_NAME)
+        except (OSError, ValueError):
+            return empty
+        return empty | kept if isinstance(kept, dict) else empty
+
+    def _write_kept(self) -> None:
+        kept = {"is_complete": self._is_complete, "remote": self._remote, "digests": self._digests}
+        replace_json(self._files.run_dir / STATE_NAME, kept, indent=None)
+
+
+def _md5(path: Path) -> str:
+    with path.open("rb") as file:
+        return base64.b64encode(hashlib.file_digest(file, "md5").digest()).decode()

@@ -1,0 +1,203 @@
+"""Reads the runs of a W&B project and their records back, through W&B's own client.
+
+Owns the questions to the server and what their failures mean. Does not own where copies lie or when they are renewed
+(`telescope.dashboard.remote`). Needs the package `wandb`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from telescope.errors import UserError
+from telescope.trackers.base import is_installed
+from telescope.trackers.changed_files import kind_of
+from telescope.trackers.wandb import VERSION_KEY, has_credentials, server_hosts
+from telescope.trackers.wandb_files import FOLDER, MANIFEST
+
+ANSWER_SECONDS = 20
+"""Deadline of a question."""
+
+TRANSFER_SECONDS = 600
+"""Deadline of the download of a file."""
+
+RETRIES = 2
+"""How often the client asks again: a person waits, and a live run is asked again anyway."""
+
+PAGE_SIZE = 500
+
+_TOP_LEVEL = ("config.yaml", "run.json", "heartbeat.json", "summary.json")
+_FOLDERS = ("tables", "code", "logs")
+_UNREACHABLE = ("giving up after", "dial tcp", "timed out", "timeout", "in time", "connection", "no such host", "EOF")
+
+
+class WandbError(UserError):
+    """W&B cannot be asked, or refuses."""
+
+
+class UnreachableError(WandbError):
+    """The server does not answer. It may answer later."""
+
+
+@dataclass(frozen=True)
+class RemoteRun:
+    """A run of Telescope on W&B, as the list of runs has it."""
+
+    name: str
+    """Its id on W&B, which is the run id of its record."""
+    display_name: str
+    state: str
+    """W&B's: `running`, `finished`, `failed`, `crashed`, `killed`."""
+    created_at: float
+    heartbeat_at: float | None
+    project: str
+    tags: list[str]
+    config: dict[str, Any]
+    summary: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file of a record on W&B."""
+
+    size: int
+    md5: str
+    """In base64, as W&B has it."""
+    handle: Any = field(repr=False)
+
+
+class WandbProject:
+    """The runs of one project. Raises `WandbError` with what to do, and nothing else."""
+
+    def __init__(self, entity: str, project: str, folder: Path) -> None:
+        self.path = f"{entity}/{project}"
+        self.project = project
+        self._folder = folder
+        """For the empty folders that W&B's client makes for each run that it lists."""
+        self._api: Any = None
+
+    @property
+    def host(self) -> str:
+        """The W&B server that is asked."""
+        return server_hosts(os.environ)[0]
+
+    def runs(self, newer_than: float = 0.0, names: Iterable[str] = ()) -> tuple[list[RemoteRun], int]:
+        """Returns the runs of Telescope, newest first, and the number of all runs.
+
+        With `newer_than`, only those that were created later, that are running, or that are in `names`.
+        """
+        newer = datetime.fromtimestamp(newer_than).astimezone().isoformat()
+        some = [{"state": "running"}, {"name": {"$in": list(names)}}, {"createdAt": {"$gt": newer}}]
+        filters = {"$or": some} if newer_than else {}
+
+        def ask() -> list[Any]:
+            self._client().flush()  # W&B keeps earlier answers
+            listed = self._client().runs(self.path, filters, "-created_at", per_page=PAGE_SIZE, lazy=False)
+            return list(listed)
+
+        found = self._ask(ask)
+        ours = [run for run in found if VERSION_KEY in run.config]
+        return [self._remote_run(run) for run in ours], len(found)
+
+    def files(self, name: str) -> dict[str, RemoteFile] | None:
+        """Returns the current files of a record, by their path in a run directory. None without a record."""
+
+        def ask() -> dict[str, RemoteFile]:
+            run = self._client().run(f"{self.path}/{name}")
+            listed = run.files(pattern=f"{FOLDER}/%", per_page=PAGE_SIZE)
+            return {file.name: RemoteFile(file.size, file.md5, file) for file in listed}
+
+        return self._ask(ask) or None
+
+    def read_manifest(self, files: dict[str, RemoteFile], folder: Path) -> dict[str, int]:
+        """Downloads the list of current files. Returns sizes by path; other names than a record's are left out."""
+        self.download(files[MANIFEST], folder)
+        try:
+            names = json.loads((folder / MANIFEST).read_bytes())["files"]
+            return {name: int(size) for name, size in names.items() if is_record_file(name)}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise WandbError(f"{MANIFEST} of the run is damaged: {error!r}.") from error
+
+    def download(self, file: RemoteFile, folder: Path) -> Path:
+        """Downloads a file to its name on W&B below `folder`. Returns its path."""
+        self._ask(lambda: file.handle.download(root=str(folder), replace=True).close())
+        return folder / file.handle.name
+
+    def _remote_run(self, run: Any) -> RemoteRun:
+        return RemoteRun(
+            name=run.id,
+            display_name=run.name or run.id,
+            state=run.state,
+            created_at=_seconds(run.created_at) or 0.0,
+            heartbeat_at=_seconds(run.heartbeat_at),
+            project=self.project,
+            tags=list(run.tags or ()),
+            config={key: value for key, value in run.config.items() if key != VERSION_KEY},
+            summary=dict(run.summary_metrics or {}),
+        )
+
+    def _client(self) -> Any:
+        if self._api is None:
+            if not is_installed("wandb"):
+                raise WandbError(f"{self.path} is a W&B project, and W&B is not installed. Run `pip install wandb`.")
+            if not has_credentials(os.environ):
+                raise WandbError(
+                    f"There are no credentials for {self.host}, which has the runs of {self.path}. Run `wandb login`, "
+                    "or set WANDB_API_KEY."
+                )
+            import wandb
+
+            os.environ.setdefault("WANDB_DIR", str(self._folder))
+            settings = wandb.Settings(
+                silent=True,
+                x_graphql_retry_max=RETRIES,
+                x_graphql_timeout_seconds=ANSWER_SECONDS,
+                x_file_transfer_retry_max=RETRIES,
+                x_file_transfer_timeout_seconds=TRANSFER_SECONDS,
+            )
+            wandb.setup(settings=settings)
+            self._api = wandb.Api(timeout=ANSWER_SECONDS)
+        return self._api
+
+    def _ask(self, question: Any) -> Any:
+        try:
+            return question()
+        except UserError:
+            raise
+        except Exception as error:  # the client raises errors of its own, ValueError, and those of its transport
+            raise self._explained(error) from error
+
+    def _explained(self, error: Exception) -> WandbError:
+        text = (str(error) or repr(error)).splitlines()[0]
+        if any(word.lower() in str(error).lower() for word in _UNREACHABLE):
+            return UnreachableError(f"{self.host} cannot be reached: {text}.")
+        if type(error).__name__ == "AuthenticationError":
+            return WandbError(f"{self.host} refuses the API key: {text}. Run `wandb login --relogin`.")
+        if "Could not find" in text:
+            return WandbError(
+                f"W&B has no project {self.path!r}, or you may not see it. Check the name, and with `wandb status` "
+                "as whom you are logged in."
+            )
+        return WandbError(f"W&B does not let you read {self.path!r}: {text}")
+
+
+def is_record_file(name: Any) -> bool:
+    """Returns whether a name from a server is that of a file of a record, and so leads nowhere else."""
+    if not isinstance(name, str) or kind_of(name) is None:
+        return False
+    parts = PurePosixPath(name).parts
+    if name != "/".join(parts) or any(part.startswith(".") or "\\" in part or "\0" in part for part in parts):
+        return False
+    return name in _TOP_LEVEL or (len(parts) > 1 and parts[0] in _FOLDERS)
+
+
+def _seconds(text: str | None) -> float | None:
+    if not text:
+        return None
+    time = datetime.fromisoformat(text)
+    return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()

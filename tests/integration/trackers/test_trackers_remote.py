@@ -1,0 +1,293 @@
+"""`telescope ui ENTITY/PROJECT`: the runs of a W&B project, read by the real client from a stand-in of the server."""
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+from tests.integration.trackers.conftest import until
+
+from telescope.cli import ui
+from telescope.cli.main import main
+from telescope.dashboard import remote
+from telescope.dashboard.app import create_app
+from telescope.dashboard.remote import WandbRuns
+from telescope.errors import UserError
+from telescope.record.files import record_files
+from telescope.record.reader import Run
+from telescope.record.recorder import Recorder
+from telescope.record.run_info import begin_run
+from telescope.testing.fake_wandb import ENTITY, FakeWandb, StoredRun
+from telescope.trackers import wandb_runs
+from telescope.trackers.wandb import VERSION_KEY
+from telescope.trackers.wandb_runs import WandbError, WandbProject, is_record_file
+
+CONFIG = {"model": "tiny", "algorithm": "grpo", "number_of_steps": 9, "environments": [{"name": "countdown"}]}
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path) -> Iterator[FakeWandb]:
+    import wandb
+
+    monkeypatch.setattr(remote, "LIVE_SECONDS", 0.05)
+    monkeypatch.setattr(remote, "LIST_SECONDS", 0.1)
+    monkeypatch.setattr(wandb_runs, "ANSWER_SECONDS", 2)
+    monkeypatch.setattr(wandb_runs, "RETRIES", 0)
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "client"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with FakeWandb() as fake:
+        for name, value in fake.environment().items():
+            monkeypatch.setenv(name, value)
+        yield fake
+    wandb.teardown()
+
+
+@pytest.fixture
+def recorder(tmp_path) -> Iterator[Recorder]:
+    """The record of a run that goes on, on another machine."""
+    with Recorder(tmp_path / "there" / "live", flush_seconds=0.05) as opened:
+        begin_run(opened, name="live", config_hash="h", config_json=json.dumps({"values": CONFIG, "user_set": []}))
+        write_steps(opened, 0, 3)
+        yield opened
+
+
+def write_steps(recorder: Recorder, first: int, last: int) -> None:
+    for step in range(first, last):
+        recorder.write("steps", {"step": step, "reward_mean": step / 10, "metrics": {"entropy": 1.0}})
+        recorder.write("samples", {"sample_id": f"{step}-0", "step": step, "completion_text": "x" * 1000})
+    assert recorder.flush()
+
+
+def upload(stored: StoredRun, run_dir: Path) -> None:
+    """Puts the record of a run on the server, as the run itself does."""
+    files = {name: (run_dir / name).read_bytes() for name in record_files(run_dir)}
+    manifest = json.dumps({"format": 1, "files": {name: len(content) for name, content in files.items()}})
+    stored.files = {f"telescope/{name}": content for name, content in files.items()}
+    stored.files |= {"telescope/files.json": manifest.encode(), "output.log": b"W&B's own"}
+
+
+def stored_run(name: str, **fields: object) -> StoredRun:
+    summary = {"step": {"max": 7}, "reward/total/mean": 0.75, "heldout_after": 0.5}
+    return StoredRun(name, f"{name}-name", {VERSION_KEY: "1", **CONFIG}, summary, ["a"], **fields)
+
+
+def opened(server: FakeWandb) -> WandbRuns:
+    runs = WandbRuns(WandbProject(ENTITY, "p", Path(os.environ["WANDB_DIR"])))
+    runs.start()
+    return runs
+
+
+def table_files(run_dir: Path) -> set[str]:
+    return {name for name in record_files(run_dir) if name.startswith("tables/")}
+
+
+def downloads(server: FakeWandb) -> list[str]:
+    return [path.rpartition("/telescope/")[2] for method, path in server.requests if method == "GET"]
+
+
+def test_runs_are_listed_from_config_and_summary_and_downloaded_when_opened(server, recorder):
+    upload(server.add_run("p", stored_run("live")), recorder.files.run_dir)
+    ended = server.add_run("p", stored_run("ended", state="finished", created_at=1.7e9, heartbeat_at=1.7e9 + 60))
+    upload(ended, recorder.files.run_dir)
+    server.add_run("p", StoredRun("other", config={"learning_rate": 1}))
+    with opened(server) as runs:
+        client = TestClient(create_app([], remotes=[runs]), base_url="http://localhost")
+        rows = {row["id"]: row for row in client.get("/api/runs").json()["runs"]}
+        assert set(rows) == {"live", "ended"}
+        listed = {"name": "ended-name", "status": "finished", "duration": 60, "model": "tiny", "tags": ["a"]}
+        numbers = {"steps": 8, "max_step": 7, "num_steps": 9, "reward_last": 0.75, "heldout_after": 0.5}
+        assert rows["ended"].items() >= {**listed, **numbers, "environments": ["countdown"]}.items()
+        assert rows["ended"]["remote"]["phase"] == rows["live"]["remote"]["phase"] == "listed"
+        assert rows["live"]["status"] == "live"
+        assert downloads(server) == []
+        client.get("/api/runs/live")
+        until(lambda: client.get("/api/runs/live").json()["info"]["remote"]["phase"] == "synced")
+        assert client.get("/api/runs/live/steps").json()["step"] == [0, 1, 2]
+        assert client.get("/api/runs/live").json()["info"]["name"] == "live", "what the run wrote counts now"
+        copy, original = Run(runs.root / "live"), Run(recorder.files.run_dir)
+        assert copy.table("samples").equals(original.table("samples"))
+        assert "output.log" not in os.listdir(runs.root / "live")
+
+
+def test_a_live_run_follows_and_only_changed_files_are_downloaded(server, recorder):
+    stored = server.add_run("p", stored_run("live"))
+    upload(stored, recorder.files.run_dir)
+    with opened(server) as runs:
+        copy = runs.copy_in(runs.root / "live")
+        copy.open()
+        until(lambda: copy.state.phase == "synced")
+        read = Run(runs.root / "live")
+        server.requests.clear()
+        write_steps(recorder, 3, 5)
+        upload(stored, recorder.files.run_dir)
+        until(lambda: read.table("steps").num_rows == 5 and read.table("samples").num_rows == 5)
+        tables = {Path(name).parent.name for name in downloads(server) if name.startswith("tables/")}
+        assert tables == {"steps", "samples"}
+        recorder.close()  # tails become blocks
+        upload(stored, recorder.files.run_dir)
+        until(lambda: table_files(runs.root / "live") == table_files(recorder.files.run_dir))
+        assert read.table("samples").equals(Run(recorder.files.run_dir).table("samples"))
+        assert read.num_unreadable == 0
+
+
+def test_the_page_is_told_how_much_of_a_run_is_there(server, recorder, monkeypatch):
+    upload(server.add_run("p", stored_run("live")), recorder.files.run_dir)
+    gate = threading.Event()
+    get = server.get
+    monkeypatch.setattr(server, "get", lambda path: ("/steps/" not in path or gate.wait(30)) and get(path))
+    with opened(server) as runs:
+        copy = runs.copy_in(runs.root / "live")
+        copy.open()
+        until(lambda: copy.state.phase == "syncing" and copy.state.done_bytes > 0)
+        assert copy.state.done_bytes < copy.state.total_bytes
+        client = TestClient(create_app([], remotes=[runs]), base_url="http://localhost")
+        (row,) = client.get("/api/runs").json()["runs"]
+        assert row["remote"]["total_bytes"] == copy.state.total_bytes
+        assert row["steps"] == 8, "as W&B counts them"
+        gate.set()
+        until(lambda: copy.state.phase == "synced")
+
+
+def test_copies_stay_viewable_without_wandb_and_the_page_says_so(server, recorder, capfd):
+    upload(server.add_run("p", stored_run("live")), recorder.files.run_dir)
+    with opened(server) as runs:
+        copy = runs.copy_in(runs.root / "live")
+        copy.open()
+        until(lambda: copy.state.phase == "synced")
+        server.is_down = True
+        until(lambda: copy.state.message)
+        assert copy.state.phase == "synced"
+    again = ui.open_project(ENTITY, "p")
+    client = TestClient(create_app([], remotes=[again]), base_url="http://localhost")
+    body = client.get("/api/runs").json()
+    assert [row["steps"] for row in body["runs"]] == [3]
+    (problem,) = body["problems"]
+    assert problem["path"] == f"W&B {ENTITY}/p"
+    assert "cannot be reached" in problem["problem"] and "copies of earlier times" in problem["problem"]
+    assert "copies of earlier times" in capfd.readouterr().err
+    server.is_down = False
+    until(lambda: again.problem is None)
+    again.close()
+
+
+def test_an_interrupted_download_continues(server, recorder, monkeypatch):
+    upload(server.add_run("p", stored_run("live", state="finished")), recorder.files.run_dir)
+    get = server.get
+    monkeypatch.setattr(server, "get", lambda path: None if "/samples/" in path else get(path))
+    with opened(server) as runs:
+        copy = runs.copy_in(runs.root / "live")
+        copy.open()
+        until(lambda: copy.state.phase == "failed")
+    monkeypatch.setattr(server, "get", get)
+    before = len(server.requests)
+    with opened(server) as runs:
+        copy = runs.copy_in(runs.root / "live")
+        assert copy.state.phase == "listed"
+        copy.open()
+        until(lambda: copy.state.phase == "synced")
+    again = [path for method, path in server.requests[before:] if method == "GET"]
+    assert {path.split("/")[6] for path in again if "/tables/" in path} == {"samples"}
+
+
+def test_a_run_without_a_record_says_why(server):
+    server.add_run("p", stored_run("bare", state="finished"))
+    with opened(server) as runs:
+        copy = runs.copy_in(runs.root / "bare")
+        copy.open()
+        until(lambda: copy.state.phase == "failed")
+        assert "wandb_upload_record was false" in copy.state.message
+
+
+def test_a_project_without_runs_of_telescope_says_so_and_shows_those_that_start(server):
+    server.add_run("p", StoredRun("other"))
+    with opened(server) as runs:
+        assert "1 runs, none of Telescope" in runs.problem
+        server.add_run("p", stored_run("new"))
+        until(lambda: runs.copy_in(runs.root / "new"))
+        assert runs.problem is None
+
+
+def without_credentials(server: FakeWandb, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_API_KEY")
+
+
+def with_a_wrong_key(server: FakeWandb, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+
+
+def without_permission(server: FakeWandb, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.refuses = "permission denied"
+
+
+def without_the_server(server: FakeWandb, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.is_down = True
+
+
+def without_the_package(server: FakeWandb, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wandb_runs, "is_installed", lambda name: False)
+
+
+@pytest.mark.parametrize(
+    ("project", "what", "words"),
+    [
+        ("p", without_credentials, "wandb login"),
+        ("p", with_a_wrong_key, "refuses the API key"),
+        ("p", without_permission, "does not let you read"),
+        ("p", without_the_server, "cannot be reached"),
+        ("p", without_the_package, "pip install wandb"),
+        ("nothing", lambda *_: None, "has no project"),
+    ],
+)
+def test_what_cannot_be_listed_is_a_message(project, what, words, server, monkeypatch, capfd):
+    server.add_run("p", stored_run("a"))
+    what(server, monkeypatch)
+    assert main(["ui", f"{ENTITY}/{project}", "--port", "0"]) == 2
+    printed = capfd.readouterr().err
+    assert words in printed
+    assert "Traceback" not in printed
+
+
+def test_names_from_the_server_lead_nowhere_else(server, recorder, tmp_path):
+    stored = server.add_run("p", stored_run("live", state="finished"))
+    upload(stored, recorder.files.run_dir)
+    hostile = "tables/../../../../escaped"
+    manifest = json.loads(stored.files["telescope/files.json"])
+    manifest["files"] |= {hostile: 3, "/etc/passwd": 3, "checkpoints/x": 3}
+    stored.files |= {f"telescope/{hostile}": b"bad", "telescope/files.json": json.dumps(manifest).encode()}
+    with opened(server) as runs:
+        copy = runs.copy_in(runs.root / "live")
+        copy.open()
+        until(lambda: copy.state.phase == "synced")
+    assert not list(tmp_path.rglob("escaped"))
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "tables/../x", "/tables/x", "tables//x", "tables/.x/y", "tables\\x", "wandb/x", "tables", 3, ""]
+)
+def test_a_name_that_no_record_has_is_refused(name):
+    assert not is_record_file(name)
+
+
+def test_a_folder_wins_over_a_project_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "me" / "runs").mkdir(parents=True)
+    assert ui.choose_places(["me/runs", "me/other", "me/other"], None) == ([Path("me/runs")], [("me", "other")])
+    address = "https://wandb.ai/me/other/runs/abc?nw=1"
+    assert ui.choose_places([address], None) == ([], [("me", "other")])
+    for place in ("gone", "./me/other", "/me/other", "a/b/c"):
+        with pytest.raises(UserError, match="neither a folder nor a W&B project"):
+            ui.choose_places([place], None)
+    with pytest.raises(UserError, match="neither a folder"):
+        ui.choose_places([], Path("me/other"))
+
+
+def test_a_damaged_list_of_files_is_an_error(server, recorder):
+    stored = server.add_run("p", stored_run("live", state="finished"))
+    upload(stored, recorder.files.run_dir)
+    stored.files["telescope/files.json"] = b"[]"
+    project = WandbProject(ENTITY, "p", Path(os.environ["WANDB_DIR"]))
+    with pytest.raises(WandbError, match="damaged"):
+        project.read_manifest(project.files("live"), Path(os.environ["WANDB_DIR"]))
