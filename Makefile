@@ -15,6 +15,7 @@ PYTEST := $(PY) -m pytest
 JOBS := 2
 PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 E2E := tests/e2e/stack tests/integration tests/e2e  # in this order: the longest first
+WITHOUT_BROWSER = $(shell $(PY) -m telescope.testing.browser > /dev/null || echo and not browser)
 # Bytecode that is not kept would be compiled again by every process of every run.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -48,7 +49,7 @@ test: setup  ## before every change lands: lint, types and all tests but the slo
 	@echo "== unit, reference, integration"
 	@$(PYTEST) -m "not e2e and not slow" $(PARALLEL) tests/integration tests/reference tests/unit
 	@echo "== e2e: Ray, vLLM and the trainer, for real"
-	@$(PYTEST) -m "e2e and not slow" $(PARALLEL) $(E2E)
+	@$(PYTEST) -m "e2e and not slow $(WITHOUT_BROWSER)" $(PARALLEL) $(E2E)
 
 test-all: test  ## also the slow tests, which rarely fail
 	@echo "== slow"
@@ -65,7 +66,7 @@ test-integration: setup  ## tests with a fake engine
 test-dashboard: setup run-dashboard  ## types and tests of the pages of `telescope ui`
 test-pages: setup run-pages  ## the pages in Chromium (root on Debian: installs it)
 e2e: setup  ## tests with Ray, vLLM and the trainer
-	@$(PYTEST) -m "e2e and not slow" $(PARALLEL) $(E2E) $(ARGS)
+	@$(PYTEST) -m "e2e and not slow $(WITHOUT_BROWSER)" $(PARALLEL) $(E2E) $(ARGS)
 
 dashboard:  ## build the pages of `telescope ui` (needs Node.js)
 	@$(or $(PYTHON),python3) scripts/build_dashboard.py

@@ -1,15 +1,18 @@
-"""A run as a person starts it, with a backend of their own and every modifier of the loss, ended by Ctrl-C."""
+"""A run as a person starts it, with a backend of their own and every modifier of the loss, watched, ended by Ctrl-C."""
 
 from __future__ import annotations
 
+import csv
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.e2e.train_command import Command
 
 from telescope.record.reader import Run
+from telescope.testing.browser import DashboardProcess, open_browser
 
 pytestmark = pytest.mark.e2e
 
@@ -55,19 +58,49 @@ OPERATIONS = (
 )  # fmt: skip
 
 
-def test_a_run_with_a_custom_backend_reports_every_modifier_and_finishes_on_ctrl_c(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "own_backend.py").write_text(BACKEND)
-    command = Command(tiny_model, tmp_path, 20000, *FLAGS.split())
+@pytest.fixture(scope="module")
+def command(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
+    """A run that has ended its third step."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "own_backend.py").write_text(BACKEND)
+    command = Command(tiny_model, folder, 20000, *FLAGS.split())
     try:
         command.wait_for("third step", command.says("step 3/500"), 400)
-        assert len(command.family()) > 8, "Ray, vLLM, trainer and environment workers carry the mark"
-        assert command.listens_on() == {"127.0.0.1"}
-        command.interrupt()
-        assert command.process.wait(timeout=90) == 130
+        yield command
     finally:
         command.process.kill()
+
+
+@pytest.mark.browser
+def test_pages_follow_a_run_that_trains(command: Command) -> None:
+    from playwright.sync_api import expect
+
+    with DashboardProcess(command.run_dir) as dashboard, open_browser() as browser:
+        page = browser.new_page()
+        errors: list[str] = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(f"{dashboard.address}#/run/metrics?metric=entropy")
+        expect(page.get_by_role("banner")).to_contain_text("training", timeout=60_000)
+        progress = page.get_by_label("Progress").first
+        expect(progress).to_contain_text("Step", timeout=60_000)
+        shown = "() => Number(/Step (\\d+)/.exec(document.querySelector('[aria-label=Progress]').innerText)[1])"
+        first = page.evaluate(shown)
+        page.wait_for_function(f"(first) => ({shown})() >= first + 2", arg=first, timeout=120_000)
+        with page.expect_download() as begun:
+            page.get_by_role("button", name="More for entropy").first.click()
+            page.get_by_role("menuitem", name="Save as CSV").click()
+        saved = [(int(step), float(value)) for step, value in list(csv.reader(begun.value.path().open()))[1:]]
+        assert errors == []
+    recorded = Run(command.run_dir).sql("select step, metrics['entropy'] as value from steps order by step").to_dicts()
+    assert len(saved) >= first + 2
+    assert saved == [(row["step"], row["value"]) for row in recorded[: len(saved)]]
+
+
+def test_a_run_with_a_custom_backend_reports_every_modifier_and_finishes_on_ctrl_c(command: Command) -> None:
+    assert len(command.family()) > 8, "Ray, vLLM, trainer and environment workers carry the mark"
+    assert command.listens_on() == {"127.0.0.1"}
+    command.interrupt()
+    assert command.process.wait(timeout=90) == 130
     command.wait_for("end of every process", lambda: not command.family(), 60)
     summary = json.loads((command.run_dir / "summary.json").read_text())
     assert summary["status"] == "stopped"
