@@ -3,23 +3,20 @@
 Owns the count of rows and bytes, and which rows are dropped. Does not lock, write or wait: the recorder calls it under
 its lock.
 
-Invariants: rows that are being written count until they are on disk, and are not dropped meanwhile. Of the others, only
-rows of `Keep.ALWAYS` tables may exceed the bounds. Tables with the lowest `Keep` lose rows first, the oldest rows of a
-table before newer ones. Every dropped row is counted.
+Invariants: only rows of `Keep.ALWAYS` tables may exceed the bounds. Tables with the lowest `Keep` lose rows first, the
+oldest rows of a table before newer ones. Every dropped row is counted.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from telescope.record.schema import Keep
 from telescope.record.tables import TABLES
 
 Row = dict[str, Any]
-SizedRows = deque[tuple[Row, int]]
-"""Rows, oldest first, each with its approximate bytes."""
 
 _VALUE_BYTES = 60
 """Approximate size of a key and a small value in a dictionary."""
@@ -50,7 +47,7 @@ def row_bytes(row: Row) -> int:
 
 
 class PendingRows:
-    """Rows by table."""
+    """Rows by table, oldest first."""
 
     def __init__(self, max_rows: int, max_bytes: int) -> None:
         self.max_rows = max_rows
@@ -58,50 +55,63 @@ class PendingRows:
         self.num_rows = 0
         self.num_bytes = 0
         self.dropped: Counter[str] = Counter()
-        self._rows: dict[str, SizedRows] = {name: deque() for name in TABLES}
-        self._droppable = sorted((name for name in TABLES if TABLES[name].keep < Keep.ALWAYS), key=_keep)
+        self._rows: dict[str, deque[tuple[Row, int]]] = {name: deque() for name in TABLES}
+        self._added: Counter[str] = Counter()
+        droppable = [(table.keep, name) for name, table in TABLES.items() if table.keep < Keep.ALWAYS]
+        self._order = [name for _, name in sorted(droppable)]
 
     def add(self, table: str, row: Row) -> None:
         """Appends a row, and drops rows that no longer fit."""
         size = row_bytes(row)
         self._rows[table].append((row, size))
+        self._added[table] += 1
         self.num_rows += 1
         self.num_bytes += size
         if self.num_rows > self.max_rows or self.num_bytes > self.max_bytes:
             self._drop_excess()
 
-    def take(self) -> dict[str, SizedRows]:
-        """Returns all rows of each table, to be written. They count until `remove`."""
-        taken, self._rows = self._rows, {name: deque() for name in TABLES}
-        return taken
+    def cut(self) -> dict[str, int]:
+        """Marks the end of every table. `first` ignores rows after the mark."""
+        return dict(self._added)
 
-    def put_back(self, taken: dict[str, SizedRows]) -> None:
-        """Returns rows that could not be written to the buffer, before the newer ones."""
-        for name, rows in taken.items():
-            self._rows[name].extendleft(reversed(rows))
-        self._drop_excess()
+    def first(self, table: str, cut: int, max_rows: int, max_bytes: int) -> list[Row]:
+        """Returns the oldest rows before the mark `cut`, which stay in the buffer. At least one if there is any."""
+        rows: list[Row] = []
+        pending = self._rows[table]
+        before_cut = cut - (self._added[table] - len(pending))
+        total = 0
+        for row, size in islice(pending, max(0, min(before_cut, max_rows))):
+            total += size
+            if rows and total > max_bytes:
+                break
+            rows.append(row)
+        return rows
 
-    def remove(self, rows: Sequence[tuple[Row, int]]) -> None:
-        """Ends the count of rows that were taken."""
-        self.num_rows -= len(rows)
-        self.num_bytes -= sum(size for _, size in rows)
+    def written(self, table: str, rows: list[Row]) -> None:
+        """Removes rows that `first` returned and that are on disk now."""
+        # Rows that were dropped while they were being written are on disk and not lost.
+        self.dropped[table] -= len(rows) - self._remove(table, rows)
+
+    def drop(self, table: str, rows: list[Row]) -> None:
+        """Removes rows that `first` returned and that cannot be written. They count as dropped."""
+        self.dropped[table] += self._remove(table, rows)
+
+    def _remove(self, table: str, rows: list[Row]) -> int:
+        pending = self._rows[table]
+        done = {id(row) for row in rows}
+        removed = 0
+        while pending and id(pending[0][0]) in done:
+            self._pop(table)
+            removed += 1
+        return removed
 
     def _drop_excess(self) -> None:
-        for name in self._droppable:
+        for name in self._order:
             while self._rows[name] and (self.num_rows > self.max_rows or self.num_bytes > self.max_bytes):
-                self.remove([self._rows[name].popleft()])
+                self._pop(name)
                 self.dropped[name] += 1
 
-
-def first_rows(rows: SizedRows, max_rows: int, max_bytes: int) -> list[tuple[Row, int]]:
-    """Removes and returns the oldest rows within the bounds, at least one if there is any."""
-    chosen: list[tuple[Row, int]] = []
-    num_bytes = 0
-    while rows and len(chosen) < max_rows and (not chosen or num_bytes + rows[0][1] <= max_bytes):
-        num_bytes += rows[0][1]
-        chosen.append(rows.popleft())
-    return chosen
-
-
-def _keep(name: str) -> Keep:
-    return TABLES[name].keep
+    def _pop(self, table: str) -> None:
+        _, size = self._rows[table].popleft()
+        self.num_rows -= 1
+        self.num_bytes -= size

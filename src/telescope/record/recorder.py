@@ -28,7 +28,7 @@ from typing import Any
 
 from telescope.errors import UserError
 from telescope.record.files import ProcessIdentity, RunFiles, WriterLock, overwrite_json, replace_json
-from telescope.record.pending import PendingRows, SizedRows, first_rows
+from telescope.record.pending import PendingRows
 from telescope.record.rollout_tables import ROLLOUT_TABLES
 from telescope.record.run_info import HEARTBEAT_SECONDS
 from telescope.record.schema import Keep
@@ -218,8 +218,8 @@ class Recorder:
             self._wake.wait(retry_seconds)
             self._wake.clear()
             with self._lock:
-                closing, ticket = self._closing, self._num_flushes_requested
-            if self._cycle():
+                closing, ticket, cut = self._closing, self._num_flushes_requested, self._pending.cut()
+            if self._cycle(cut):
                 retry_seconds = self._flush_seconds
                 with self._flushed:
                     self._num_flushes_done = ticket
@@ -227,44 +227,43 @@ class Recorder:
             else:
                 retry_seconds = min(max(2 * retry_seconds, self._flush_seconds), MAX_RETRY_SECONDS)
             if closing:
-                self._finish()
+                self._finish(cut)
                 return
 
-    def _cycle(self) -> bool:
-        """Flushes all rows and ends files. Returns False if the disk failed; the rows then wait."""
-        with self._lock:
-            taken = self._pending.take()
+    def _cycle(self, cut: dict[str, int]) -> bool:
+        """Flushes the rows before `cut` and ends files. Returns False if the disk failed; the rows then wait."""
         try:
             self._writer_lock.acquire()
             self._write_heartbeat()
             for name in TABLES:
-                self._flush_table(name, taken[name])
+                self._flush_table(name, cut.get(name, 0))
             self._write_small_files()
             self._write_now()
         except (OSError, UserError) as error:
             self._note_failure(error)
             return False
-        finally:
-            with self._lock:
-                self._pending.put_back(taken)
         self._note_success()
         self._end_files()
         return True
 
-    def _flush_table(self, name: str, rows: SizedRows) -> None:
-        while chunk := first_rows(rows, CHUNK_ROWS, CHUNK_BYTES):
+    def _flush_table(self, name: str, cut: int) -> None:
+        while True:
+            with self._lock:
+                rows = self._pending.first(name, cut, CHUNK_ROWS, CHUNK_BYTES)
+            if not rows:
+                return
             try:
-                self._writer(name).append([row for row, _ in chunk])
+                self._writer(name).append(rows)
             except OSError:
-                rows.extendleft(reversed(chunk))
                 raise
             except Exception:
                 # These rows or a bug are the cause, not the disk. Keeping them would block the record forever.
-                logger.exception("record: %d rows of table %s could not be written and are dropped", len(chunk), name)
+                logger.exception("record: %d rows of table %s could not be written and are dropped", len(rows), name)
                 with self._lock:
-                    self._pending.dropped[name] += len(chunk)
+                    self._pending.drop(name, rows)
+                continue
             with self._lock:
-                self._pending.remove(chunk)
+                self._pending.written(name, rows)
 
     def _end_files(self) -> None:
         """Ends tails and writes blocks that are due."""
@@ -290,7 +289,7 @@ class Recorder:
             return enough_rollouts
         return time.monotonic() - writer.tails_began >= self.sizes.block_seconds
 
-    def _finish(self) -> None:
+    def _finish(self, cut: dict[str, int]) -> None:
         """Does the last writes. Retries while time is left, then turns tails into blocks."""
         # A removed directory is not worth pending for.
         while (
@@ -299,7 +298,7 @@ class Recorder:
             and time.monotonic() + 1.0 < self._closing_deadline
         ):
             time.sleep(min(1.0, self._flush_seconds))
-            self._cycle()
+            self._cycle(cut)
         if self._error is not None:
             logger.error(
                 "The record of %s is incomplete: %d rows could not be written (%s)",
@@ -332,7 +331,7 @@ class Recorder:
                     return
                 if self.files.table(name).is_dir():
                     self._writer(name).close_block()
-        except OSError as error:
+        except Exception as error:
             logger.warning("record: the tails of %s remain: %s", self.files.run_dir, error)
 
     def _writer(self, name: str) -> TableWriter:

@@ -1,11 +1,9 @@
 """Pending rows stay within their bound, and the least important are dropped first."""
 
-from collections import deque
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telescope.record.pending import PendingRows, first_rows, row_bytes
+from telescope.record.pending import PendingRows, row_bytes
 from telescope.record.schema import Keep
 from telescope.record.tables import TABLES
 
@@ -18,7 +16,7 @@ def test_every_row_is_pending_or_counted_as_dropped_and_steps_are_never_dropped(
     pending = PendingRows(max_rows, 2**40)
     for place, name in enumerate(names):
         pending.add(name, {"place": place})
-    waiting = pending.take()
+    waiting = {name: pending.first(name, pending.cut().get(name, 0), 1000, 2**40) for name in NAMES}
     for name in NAMES:
         assert len(waiting[name]) + pending.dropped[name] == names.count(name)
     always = sum(names.count(name) for name in NAMES if TABLES[name].keep is Keep.ALWAYS)
@@ -47,29 +45,30 @@ def test_long_texts_count_with_their_length():
     assert row_bytes({"token_ids": list(range(1000)), "metrics": {"a": 1.0}}) > 30_000
 
 
-def test_rows_that_are_being_written_count_and_are_not_dropped():
+def test_rows_after_the_mark_wait_for_the_next_flush():
+    pending = PendingRows(100, 2**40)
+    pending.add("samples", {"sample_id": "a"})
+    cut = pending.cut()["samples"]
+    pending.add("samples", {"sample_id": "b"})
+    assert [row["sample_id"] for row in pending.first("samples", cut, 10, 2**40)] == ["a"]
+
+
+def test_a_row_dropped_during_its_write_is_not_lost():
     pending = PendingRows(2, 2**40)
     pending.add("logs", {"message": "a"})
-    taken = pending.take()
+    rows = pending.first("logs", 1, 10, 2**40)
     for message in "bc":
         pending.add("logs", {"message": message})
-    assert (pending.num_rows, pending.dropped["logs"]) == (2, 1), "of the newer ones"
-    pending.remove(list(taken["logs"]))
-    assert [row for row, _ in pending.take()["logs"]] == [{"message": "c"}]
-
-
-def test_rows_that_could_not_be_written_come_before_newer_ones():
-    pending = PendingRows(100, 2**40)
-    for message in "ab":
-        pending.add("logs", {"message": message})
-    taken = pending.take()
-    pending.add("logs", {"message": "c"})
-    pending.put_back(taken)
-    assert [row["message"] for row, _ in pending.take()["logs"]] == ["a", "b", "c"]
+    assert pending.dropped["logs"] == 1
+    pending.written("logs", rows)
+    assert pending.dropped["logs"] == 0
+    assert pending.num_rows == 2
 
 
 def test_a_flush_is_split_into_bounded_parts():
-    for max_rows, max_bytes, expected in ((3, 2**40, 3), (100, 2500, 2), (100, 1, 1)):
-        rows = deque(({}, 1060) for _ in range(10))
-        assert len(first_rows(rows, max_rows, max_bytes)) == expected
-        assert len(rows) == 10 - expected
+    pending = PendingRows(100, 2**40)
+    for _ in range(10):
+        pending.add("samples", {"completion_text": "x" * 1000})
+    assert len(pending.first("samples", 10, 3, 2**40)) == 3
+    assert len(pending.first("samples", 10, 100, 2500)) == 2
+    assert len(pending.first("samples", 10, 100, 1)) == 1
