@@ -101,7 +101,10 @@ def run_printed_commands(output: str, folder: Path) -> int:
     """Runs the commands that a run prints at its end. Returns the steps after which the continued run ends."""
     lines = output.partition("\nNext:\n")[2].splitlines()
     commands = {words[1]: words for words in map(shlex.split, lines) if words}
-    assert list(commands) == ["runs", "query", "chat", "eval", "train"]
+    assert list(commands) == ["ui", "runs", "query", "chat", "eval", "train"]
+    with subprocess.Popen([*commands.pop("ui"), "--port", "0"], cwd=folder, stdout=subprocess.PIPE, text=True) as ui:
+        assert ui.stdout is not None and "Telescope shows" in ui.stdout.readline()
+        ui.terminate()
     for words in commands.values():
         done = subprocess.run(
             words, cwd=folder, capture_output=True, text=True, timeout=600, input="1 2 3 -> 6\n/exit\n"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -70,12 +70,15 @@ def clock(seconds: float | None) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def render(status: RunStatus, width: int = 100) -> RenderableType:
-    """Returns one frame, `width` columns wide. Narrow frames leave out the less important numbers."""
+def render(status: RunStatus, width: int = 100, watch: str = "") -> RenderableType:
+    """Returns one frame, `width` columns wide. Narrow frames leave out the less important numbers.
+
+    `watch` is the command that opens the run.
+    """
     inside = width - FRAME_COLUMNS
     return Panel(
         Group(
-            _progress(status, inside), Text(), _numbers(status, inside), Text(), _components(status), *_messages(status)
+            _progress(status, inside), Text(), _numbers(status, inside), Text(), _components(status, watch), *_messages(status)
         ),
         title=Text.assemble(("telescope", "bold"), f" · {single_line(status.run_name)}"),
         title_align="left",
@@ -160,7 +163,7 @@ def _columns_that_fit(summaries: Sequence[StepSummary], inside: int) -> dict[str
     return {name: column for name, column in cells.items() if name in chosen}
 
 
-def _components(status: RunStatus) -> RenderableType:
+def _components(status: RunStatus, watch: str) -> RenderableType:
     grid = Table.grid(padding=(0, COLUMN_GAP))
     grid.add_column(style="dim", min_width=10)
     grid.add_column()
@@ -174,6 +177,8 @@ def _components(status: RunStatus) -> RenderableType:
     )
     for part, doing in sorted(status.components.items()):
         grid.add_row(_line(part), _line(doing))
+    if watch:
+        grid.add_row("watch it", Text(plain(watch), style="bold"))
     return grid
 
 
@@ -193,10 +198,14 @@ def step_line(summary: StepSummary, num_steps: int) -> str:
 
 
 class LiveView:
-    """Shows a run until `stop`. Redraws on a terminal; prints a line per phase, message and step elsewhere."""
+    """Shows a run until `stop`. Redraws on a terminal; prints a line per phase, message and step elsewhere.
 
-    def __init__(self, console: Console | None = None) -> None:
+    `watch` gives the command that opens the run in a directory.
+    """
+
+    def __init__(self, console: Console | None = None, watch: Callable[[str], str] = lambda run_dir: "") -> None:
         self._console = console or Console(stderr=True)
+        self._watch = watch
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -215,7 +224,7 @@ class LiveView:
 
     def _redraw(self, status: RunStatus) -> None:
         def frame() -> RenderableType:
-            return render(status, min(self._console.width, 110))
+            return render(status, min(self._console.width, 110), self._watch(status.run_dir))
 
         with Live(frame(), console=self._console, auto_refresh=False, transient=False) as live:
             while not self._stop.wait(1 / REFRESH_PER_SECOND):
@@ -225,6 +234,8 @@ class LiveView:
     def _print_lines(self, status: RunStatus) -> None:
         phase, num_shown, shown_messages = "", 0, set[str]()
         stopping = False
+        if watch := self._watch(status.run_dir):
+            self._console.print(f"Watch it with {plain(watch)}", highlight=False, markup=False, soft_wrap=True)
         while not stopping:
             stopping = self._stop.wait(1 / REFRESH_PER_SECOND)
             if status.phase != phase:

@@ -129,7 +129,7 @@ def _train(loaded: LoadedConfig) -> int:
     from telescope.orchestrator.run import run_training
 
     try:
-        summary = run_training(loaded.config, notes, LiveView())
+        summary = run_training(loaded.config, notes, LiveView(watch=watch_command))
     except (UserError, RunError):
         if loaded.config.debug:
             traceback.print_exc()
@@ -240,6 +240,7 @@ def next_commands(summary: RunSummary, run_dir: str, *, can_continue: bool, has_
     """Returns the commands that can follow a run, without the program's name."""
     root, run_dir = shlex.quote(str(Path(run_dir).parent)), shlex.quote(run_dir)
     commands = [
+        f"ui {run_dir}",
         "runs" if root == "runs" else f"runs --root {root}",
         f'query --run {run_dir} "select step, reward_mean from steps order by step"',
     ]
@@ -251,6 +252,11 @@ def next_commands(summary: RunSummary, run_dir: str, *, can_continue: bool, has_
         more = "" if summary.status == "stopped" else f" --number_of_steps {2 * summary.steps}"
         commands.append(f"train --resume {run_dir}{more}")
     return commands
+
+
+def watch_command(run_dir: str) -> str:
+    """Returns the command that opens a run in the dashboard, also while it is live."""
+    return f"{_own_command()} ui {shlex.quote(_short(run_dir))}" if run_dir else ""
 
 
 def _own_command() -> str:

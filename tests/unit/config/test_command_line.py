@@ -192,6 +192,7 @@ def test_the_closing_lines_show_results_and_next_commands(tmp_path):
         "+0.310",
         "500 items, temperature 1",
         "/somewhere/else/runs/demo/model",
+        f"telescope ui {tmp_path}",
         "telescope query",
     ):
         assert word in text
