@@ -78,7 +78,12 @@ def render(status: RunStatus, width: int = 100, watch: str = "") -> RenderableTy
     inside = width - FRAME_COLUMNS
     return Panel(
         Group(
-            _progress(status, inside), Text(), _numbers(status, inside), Text(), _components(status, watch), *_messages(status)
+            _progress(status, inside),
+            Text(),
+            _numbers(status, inside),
+            Text(),
+            _components(status, watch),
+            *_messages(status),
         ),
         title=Text.assemble(("telescope", "bold"), f" · {single_line(status.run_name)}"),
         title_align="left",

@@ -22,7 +22,21 @@ from telescope.utils.text import did_you_mean, plain
 
 # In the order of the help: what a user needs first comes first.
 COMMANDS = (
-    *("train", "ui", "eval", "chat", "convert", "verify", "config", "doctor", "tiny_model", "envs", "runs", "query"),
+    *(
+        "train",
+        "ui",
+        "tui",
+        "eval",
+        "chat",
+        "convert",
+        "verify",
+        "config",
+        "doctor",
+        "tiny_model",
+        "envs",
+        "runs",
+        "query",
+    ),
     "compact",
 )
 OWN_ARGUMENTS = ("train", "eval", "chat", "verify")

@@ -170,7 +170,9 @@ def test_without_a_terminal_a_run_is_printed_as_lines() -> None:
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_the_command_that_opens_the_run_is_shown_while_it_is_live(is_terminal: bool) -> None:
     out = io.StringIO()
-    view = LiveView(Console(file=out, width=100, force_terminal=is_terminal), watch=lambda run_dir: f"tool ui {run_dir}")
+    view = LiveView(
+        Console(file=out, width=100, force_terminal=is_terminal), watch=lambda run_dir: f"tool ui {run_dir}"
+    )
     view.start(RunStatus("demo", 10, run_dir="runs/demo"))
     view.stop()
     assert "tool ui runs/demo" in out.getvalue()

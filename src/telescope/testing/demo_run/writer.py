@@ -148,7 +148,7 @@ class RunWriter:
         self.status.engines_idle_seconds = (0.02 + 0.02 * draw.random()) * (made.end - made.start)
         with self._logs():
             run_now(self._summary.trained(self._trained(made)))
-        for row in telemetry.step_logs(made, draw):
+        for row in sorted(telemetry.step_logs(made, draw), key=lambda row: row["time"]):
             self.recorder.write("logs", row)
         self._make_room()
 

@@ -1,0 +1,48 @@
+"""`telescope tui`: a run in the terminal. Arguments only; the view is `telescope.tui`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from telescope.cli.query import LATEST, choose_runs
+from telescope.cli.runs import DEFAULT_ROOT
+from telescope.errors import UserError
+
+
+def add_parser(subparsers: Any) -> None:
+    """Registers the subcommand on `telescope`'s parser."""
+    parser = subparsers.add_parser(
+        "tui",
+        help="watch a run in the terminal",
+        description="Watch a run in the terminal, live or afterwards, over SSH for example: verdict and health, "
+        "metrics, answers, and logs. It only reads, and does not slow a run.",
+        epilog="keys:\n"
+        "  1 2 3 4   overview, metrics, rollouts, logs\n"
+        "  /         filter: metrics by name, answers by words or step=40..50 status=kept, lines by words\n"
+        "  j k       move in a list      space   keep a plot      s   sort answers\n"
+        "  e         lowest level of log lines   f   follow       q   quit\n\n"
+        "examples:\n"
+        "  telescope tui                 the newest run in ./runs\n"
+        "  telescope tui runs/demo       this run",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "run", nargs="?", default=LATEST, metavar="RUN_DIR", help="a run: its folder, its name, or latest (the default)"
+    )
+    parser.add_argument("--root", type=Path, default=DEFAULT_ROOT, help="folder of the runs (default: runs)")
+    parser.set_defaults(func=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Shows the run until q. Returns the exit code."""
+    (chosen,) = choose_runs([arguments.run], arguments.root)
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UserError("telescope tui needs a terminal. `telescope ui` serves pages, `telescope query` prints tables.")
+    from telescope.tui.app import RunApp
+
+    app = RunApp(chosen)
+    app.run()
+    return app.return_code or 0

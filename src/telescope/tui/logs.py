@@ -1,0 +1,121 @@
+"""Log lines: newest at the end, by level and text."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, ClassVar
+
+from rich.text import Text
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.widgets import Input, RichLog, Static
+
+from telescope.dashboard.timeline import logs
+from telescope.tui.page import Page
+from telescope.tui.text import one_line, safe
+
+NUM_LINES = 500
+"""Newest lines that are read at first."""
+MOST_LINES = 5000
+"""Lines that are kept."""
+LEVELS = ("", "INFO", "WARNING", "ERROR")
+STYLES = {"WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red", "DEBUG": "dim"}
+COMPONENT = "component="
+
+
+class LogsPage(Page):
+    """The lines of all processes of a run."""
+
+    TABLES: ClassVar[frozenset[str]] = frozenset({"logs"})
+    DEFAULT_CSS = """
+    LogsPage RichLog { height: 1fr; background: $background; padding: 0 1; }
+    LogsPage #log-state { height: 1; padding: 0 1; color: $text-muted; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("f", "follow", "Follow"),
+        Binding("e", "level", "Level"),
+    ]
+
+    def __init__(self, id: str) -> None:
+        super().__init__(id=id)
+        self._level = ""
+        self._search = ""
+        self._follows = True
+        self._next: int | None = None
+
+    def compose(self) -> ComposeResult:
+        """Creates filter and lines."""
+        yield Input(placeholder=f"/ search, or {COMPONENT}trainer-0", id="log-filter")
+        yield Static(id="log-state", markup=False)
+        yield RichLog(max_lines=MOST_LINES, wrap=True, markup=False, highlight=False, auto_scroll=False)
+
+    def focus_first(self) -> None:
+        """Puts the cursor into the lines."""
+        self.query_one(RichLog).focus()
+
+    def read(self) -> dict[str, Any]:
+        """Returns the newest lines at first, and those since then later."""
+        words = self._search.split()
+        component = next((word.removeprefix(COMPONENT) for word in words if word.startswith(COMPONENT)), "")
+        search = " ".join(word for word in words if not word.startswith(COMPONENT))
+        asked = (self._level, self._search)
+        found = logs(
+            self.view.store, since=self._next, before=None, level=self._level, component=component, search=search,
+            limit=NUM_LINES if self._next is None else MOST_LINES,
+        )  # fmt: skip
+        return {**found, "asked": asked}
+
+    def show(self, found: dict[str, Any]) -> None:
+        """Adds the lines."""
+        if found["asked"] != (self._level, self._search):
+            return
+        lines = self.query_one(RichLog)
+        if self._next is None:
+            lines.clear()
+        self._next = found["next"]
+        width = max(20, lines.scrollable_content_region.width)
+        for row in found["rows"]:
+            lines.write(draw_line(row), width=width, scroll_end=False)
+        if self._follows:
+            lines.scroll_end(animate=False)
+        level = f"{self._level.lower()} and above" if self._level else "all levels"
+        follows = "follows" if self._follows else "stands still, f follows"
+        self.query_one("#log-state", Static).update(
+            f"{level}, {follows}; components: {', '.join(map(one_line, found['components']))}"
+        )
+
+    @on(Input.Submitted, "#log-filter")
+    def filter_submitted(self, event: Input.Submitted) -> None:
+        """Reads the lines of the search."""
+        self._search = event.value
+        self.focus_first()
+        self._again()
+
+    def action_level(self) -> None:
+        """Takes the next lowest level."""
+        self._level = LEVELS[(LEVELS.index(self._level) + 1) % len(LEVELS)]
+        self._again()
+
+    def action_follow(self) -> None:
+        """Follows new lines, or stands still."""
+        self._follows = not self._follows
+        self.refresh_data()
+
+    def on_resize(self) -> None:
+        """Wraps the lines anew."""
+        if self._next is not None and self.is_seen:
+            self._again()
+
+    def _again(self) -> None:
+        self._next = None
+        self.refresh_data()
+
+
+def draw_line(row: dict[str, Any]) -> Text:
+    """Returns a log line: time, level, component and message."""
+    level = row["level"] or ""
+    moment = time.strftime("%H:%M:%S", time.localtime(row["time"])) if row["time"] is not None else ""
+    head = Text.assemble((f"{moment} ", "dim"), (f"{level.lower()[:8]:<8} ", STYLES.get(level, "dim")))
+    head.append(f"{one_line(row['component']):<14} ", "cyan")
+    return head.append_text(safe(row["message"], STYLES.get(level, "") if level in ("ERROR", "CRITICAL") else ""))

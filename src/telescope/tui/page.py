@@ -1,0 +1,86 @@
+"""What the pages of the terminal view share: when they read, and where their filter is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from textual.containers import Vertical
+from textual.widgets import Input
+
+from telescope.errors import UserError
+
+if TYPE_CHECKING:
+    from telescope.tui.app import RunApp
+
+
+class Page(Vertical):
+    """A page over some tables. `read` runs in a thread, `show` gets what it returned."""
+
+    TABLES: ClassVar[frozenset[str]] = frozenset()
+    """Tables whose growth makes the page read again."""
+
+    is_stale = True
+
+    @property
+    def view(self) -> RunApp:
+        """The application."""
+        return cast("RunApp", self.app)
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether this page is in front."""
+        return self.view.page is self
+
+    def read(self) -> Any:
+        """Returns what the page shows. Runs in a thread; must not touch widgets."""
+        raise NotImplementedError
+
+    def show(self, found: Any) -> None:
+        """Shows what `read` returned."""
+        raise NotImplementedError
+
+    def seen(self) -> None:
+        """Reads what is new, because the page comes to the front."""
+        self.focus_first()
+        if self.is_stale:
+            self.refresh_data()
+
+    def grown(self, tables: set[str]) -> None:
+        """Reads again, now or when the page is seen, if one of its tables has grown."""
+        if self.TABLES & tables:
+            self.is_stale = True
+            if self.is_seen:
+                self.refresh_data()
+
+    def refresh_data(self) -> None:
+        """Reads in a thread and shows the result. A newer request replaces one that runs."""
+        self.is_stale = False
+        self.in_thread(self.read, self.show, "read")
+
+    def in_thread(self, read: Callable[[], Any], show: Callable[[Any], None], group: str) -> None:
+        """Calls `read` in a thread and then `show` with its result. Of one group, only the newest is shown."""
+
+        async def run() -> None:
+            try:
+                found = await asyncio.to_thread(read)
+            except UserError as error:
+                self.view.say(str(error))
+                return
+            self.view.say("")
+            show(found)
+
+        self.run_worker(run(), exclusive=True, group=f"{self.id} {group}")
+
+    def focus_first(self) -> None:
+        """Puts the cursor where the keys of the page work."""
+
+    def go_to_filter(self) -> None:
+        """Puts the cursor into the filter, if there is one."""
+        for field in self.query(Input):
+            field.focus()
+
+    def leave(self) -> None:
+        """Leaves the filter."""
+        self.focus_first()

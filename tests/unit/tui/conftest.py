@@ -1,0 +1,95 @@
+"""A small generated run, and the application over it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from textual.pilot import Pilot
+from textual.widgets import Input, RichLog, Static
+from textual.worker import WorkerCancelled
+
+from telescope.record.reader import Run
+from telescope.testing.demo_run.curves import Story
+from telescope.testing.demo_run.writer import RunWriter
+from telescope.tui.app import RunApp
+
+NUM_STEPS = 12
+SIZE = (130, 40)
+
+
+@pytest.fixture(scope="session")
+def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of 12 steps."""
+    folder = tmp_path_factory.mktemp("runs") / "generated"
+    with RunWriter(folder, Story(server_down=(3, 5)), num_steps=NUM_STEPS) as writer:
+        for number in range(NUM_STEPS):
+            writer.write_samples(number)
+            writer.write_step(number)
+        writer.end()
+    return folder
+
+
+class View:
+    """The application in a test: keys, and what a widget shows as text."""
+
+    def __init__(self, app: RunApp, pilot: Pilot[None]) -> None:
+        self.app, self._pilot = app, pilot
+
+    async def press(self, *keys: str) -> None:
+        """Presses keys and waits until everything is read and drawn."""
+        await self._pilot.press(*keys)
+        await self.settle()
+
+    async def write(self, text: str) -> None:
+        """Puts a text into the field that has the cursor, and presses Enter."""
+        field = self.app.focused
+        assert isinstance(field, Input)
+        field.value = text
+        await self.press("enter")
+
+    async def look(self) -> None:
+        """Looks for new rows, as the application does every second."""
+        self.app._look()
+        await self.settle()
+
+    async def settle(self) -> None:
+        """Waits until everything is read and drawn."""
+        for _ in range(3):
+            await self._pilot.pause()
+            with suppress(WorkerCancelled):  # a newer read replaces one that runs
+                await self.app.workers.wait_for_complete()
+        await self._pilot.pause()
+
+    def text(self, selector: str) -> str:
+        """What a widget shows, as a terminal would get it."""
+        widget = self.app.query_one(selector)
+        if isinstance(widget, RichLog):
+            return "\n".join(strip.text for strip in widget.lines)
+        assert isinstance(widget, Static)
+        console = Console(width=SIZE[0], force_terminal=False)
+        with console.capture() as captured:
+            console.print(widget.content)
+        return captured.get()
+
+
+Open = Callable[..., AbstractAsyncContextManager[View]]
+
+
+@pytest.fixture
+def open_view() -> Open:
+    """Opens the application over a run."""
+
+    @asynccontextmanager
+    async def opened(folder: Path, **options: Any) -> AsyncIterator[View]:
+        app = RunApp(Run(folder))
+        async with app.run_test(size=options.get("size", SIZE)) as pilot:
+            view = View(app, pilot)
+            await view.settle()
+            yield view
+
+    return opened

@@ -1,0 +1,187 @@
+"""Each page of the terminal view shows the run, by keys alone."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from tests.unit.tui.conftest import NUM_STEPS, Open
+from textual.widgets import DataTable, OptionList
+
+from telescope.record.reader import Run
+from telescope.record.recorder import Recorder
+from telescope.record.run_info import begin_run
+from telescope.testing.demo_run.curves import Story
+from telescope.testing.demo_run.writer import RunWriter
+
+
+async def test_the_overview_says_how_the_run_is_and_how_far(generated: Path, open_view: Open) -> None:
+    async with open_view(generated) as view:
+        shown = view.text("#about")
+    assert "Nothing stands out." in shown
+    assert f"finished  step {NUM_STEPS} of {NUM_STEPS}" in shown
+    for word in ("Reward", "Trainer waits", "Entropy", "▁", "Alerts", "server 2 is down", "step 3", "Qwen/Qwen3-1.7B"):
+        assert word in shown
+
+
+async def test_a_metric_is_chosen_by_words_and_plotted_with_its_newest_value(generated: Path, open_view: Open) -> None:
+    async with open_view(generated) as view:
+        await view.press("2")
+        assert view.text("#plots").startswith("reward/all_groups/mean")
+        await view.press("slash")
+        await view.write("timing total")
+        names = [option.id for option in view.app.query_one(OptionList).options]
+        assert names and all("timing" in name and "total" in name for name in names if name)
+        shown = view.text("#plots")
+    newest = Run(generated).table("steps").to_pylist()[-1]
+    assert shown.startswith(f"{names[0]}  {dict(newest['metrics'])[names[0]]:.4g}")
+    assert "step 0" in shown and shown.rstrip().endswith(str(NUM_STEPS - 1))
+
+
+async def test_a_kept_plot_stays_beside_the_next_one(generated: Path, open_view: Open) -> None:
+    async with open_view(generated) as view:
+        await view.press("2", "space", "j", "j")
+        shown = view.text("#plots")
+        assert "reward/all_groups/mean" in shown and "(kept)" in shown and "\nentropy" in shown
+        await view.press("k", "k", "space", "j")
+        assert "(kept)" not in view.text("#plots")
+
+
+async def test_a_filter_of_samples_finds_them_and_the_cursor_shows_their_conversation(
+    generated: Path, open_view: Open
+) -> None:
+    where = "step between 2 and 9 and environment = 'calculator_agent' and status = 'kept'"
+    ((expected,),) = Run(generated).sql(f"select count(*) from samples where {where}").rows
+    assert expected > 0
+    async with open_view(generated) as view:
+        await view.press("3", "slash")
+        await view.write("step=2..9 environment=calculator_agent status=kept")
+        assert view.text("#found").startswith(f"{expected} samples")
+        assert view.app.query_one(DataTable).row_count == expected
+        shown = view.text("#sample")
+    for word in ("calculator_agent  step", "prompt", "computed from left to right", "assistant", "calculate {", "→"):
+        assert word in shown
+    assert "tool" in shown and "gold answer" in shown
+
+
+async def test_samples_are_searched_and_sorted(generated: Path, open_view: Open) -> None:
+    async with open_view(generated) as view:
+        await view.press("3", "slash")
+        await view.write("discount")
+        everything = view.text("#found")
+        await view.press("s")
+        assert "by -reward" in view.text("#found")
+        assert "discount" in view.text("#sample")
+        rewards = [row["reward"] for row in view.app.query_one("#rollouts")._rows]  # type: ignore[attr-defined]
+        assert rewards == sorted(rewards, reverse=True)
+        await view.press("slash")
+        await view.write("nothing has this")
+        assert "No sample passes" in view.text("#sample")
+    assert "samples by -step" in everything
+
+
+async def test_a_wrong_filter_names_the_fix(generated: Path, open_view: Open) -> None:
+    async with open_view(generated) as view:
+        await view.press("3", "slash")
+        await view.write("step=abc")
+        assert "Write step=40" in view.text("#problem")
+        await view.press("slash")
+        await view.write("step=2")
+        assert not view.app.query_one("#problem").display
+
+
+async def test_log_lines_are_chosen_by_level_component_and_text(generated: Path, open_view: Open) -> None:
+    async with open_view(generated) as view:
+        await view.press("4")
+        assert "weights of version 0 verified" in view.text("RichLog")
+        await view.press("e", "e")
+        lines = view.text("RichLog").splitlines()
+        assert lines and any("server 2 is down" in line for line in lines)
+        assert not any(" info " in line for line in lines)
+        await view.press("e", "e", "slash")
+        await view.write("component=trainer-1 shards")
+        (line,) = view.text("RichLog").strip().splitlines()
+        assert "rank 1 of 4 has its shards" in line
+
+
+async def test_a_live_run_grows_on_the_page_that_is_seen(tmp_path: Path, open_view: Open) -> None:
+    with RunWriter(tmp_path / "live", Story(), num_steps=50, origin=time.time() - 20) as writer:
+        for number in range(3):
+            writer.write_samples(number)
+            writer.write_step(number)
+        writer.recorder.flush()
+        async with open_view(tmp_path / "live") as view:
+            assert "training  step 3 of 50" in view.text("#about")
+            await view.press("4", "1")
+            writer.write_samples(3)
+            writer.write_step(3)
+            writer.recorder.write(
+                "logs", {"time": time.time(), "level": "ERROR", "component": "x", "message": "newest"}
+            )
+            writer.recorder.flush()
+            await view.look()
+            assert "training  step 4 of 50" in view.text("#about")
+            await view.press("4")
+            assert view.text("RichLog").strip().endswith("newest")
+            before = view.text("RichLog").count("\n")
+            writer.recorder.write(
+                "logs", {"time": time.time(), "level": "INFO", "component": "x", "message": "one more"}
+            )
+            writer.recorder.flush()
+            await view.look()
+            assert view.text("RichLog").count("\n") == before + 1
+
+
+async def test_a_run_without_steps_is_shown(tmp_path: Path, open_view: Open) -> None:
+    with Recorder(tmp_path / "new") as recorder:
+        begin_run(recorder, name="new", config_hash="c", config_json="{}", first_step=0, num_steps=5)
+        recorder.flush()
+        async with open_view(tmp_path / "new", size=(60, 20)) as view:
+            assert "No step has ended yet." in view.text("#about")
+            await view.press("2")
+            assert "No metric yet." in view.text("#plots")
+            await view.press("3")
+            assert view.text("#found").startswith("0 samples")
+            await view.press("4")
+            assert view.text("RichLog").strip() == ""
+
+
+HOSTILE = "\x1b]0;title\x07\x1b[31mred \x9b2J[bold]markup[/bold] \u202egnitrats\r\b<script>"
+
+
+async def test_texts_of_a_run_cannot_control_the_terminal(tmp_path: Path, open_view: Open) -> None:
+    with Recorder(tmp_path / "hostile") as recorder:
+        begin_run(recorder, name=HOSTILE, config_hash="c", config_json="{}", first_step=0, num_steps=5)
+        named = {"sample_id": "0-0", "environment": HOSTILE, "status": "kept", "stop_reason": HOSTILE}
+        recorder.write("samples", {**named, "group_id": 0, "sample_index": 0, "step": 0, "prompt_text": HOSTILE,
+                                   "completion_text": HOSTILE, "golden": {HOSTILE: HOSTILE}, "metrics": {HOSTILE: 1.0},
+                                   "failure_message": HOSTILE})  # fmt: skip
+        turn = {"sample_id": "0-0", "turn": 0, "role": HOSTILE, "text": HOSTILE}
+        recorder.write("turns", turn)
+        recorder.write("tool_calls", {"sample_id": "0-0", "turn": 0, "call": 0, "name": HOSTILE, "arguments": HOSTILE})
+        recorder.write("logs", {"time": 1.0, "level": "ERROR", "component": HOSTILE, "message": HOSTILE * 3})
+        recorder.write("alerts", {"time": 1.0, "level": "error", "kind": "log", "message": HOSTILE, "advice": HOSTILE})
+        recorder.write("steps", {"step": 0, "started_at": 1.0, "ended_at": 2.0, "metrics": {HOSTILE: 1.0}})
+        recorder.flush()
+        async with open_view(tmp_path / "hostile") as view:
+            shown = [view.text("#about")]
+            for key, selector in (("2", "#plots"), ("3", "#sample"), ("4", "RichLog")):
+                await view.press(key)
+                shown.append(view.text(selector))
+    for text in shown:
+        assert not set(text) & set("\x1b\x07\x9b\x08\r\u202e")
+        assert "[bold]markup[/bold]" in text, "it is shown as it is, and not read as markup"
+
+
+async def test_a_text_of_ten_megabytes_is_cut(tmp_path: Path, open_view: Open) -> None:
+    with Recorder(tmp_path / "long") as recorder:
+        begin_run(recorder, name="long", config_hash="c", config_json="{}", first_step=0, num_steps=5)
+        row = {"sample_id": "0-0", "group_id": 0, "sample_index": 0, "step": 0, "status": "kept"}
+        recorder.write("samples", {**row, "completion_text": "x" * 10_000_000})
+        recorder.write("logs", {"time": 1.0, "level": "INFO", "component": "driver", "message": "y" * 10_000_000})
+        recorder.flush()
+        async with open_view(tmp_path / "long") as view:
+            await view.press("3")
+            assert "more characters" in view.text("#sample")
+            await view.press("4")
+            assert "more characters" in view.text("RichLog")

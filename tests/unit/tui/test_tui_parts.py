@@ -1,0 +1,87 @@
+"""Plots, filters and texts of the terminal view, without a terminal."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from telescope.cli.main import main
+from telescope.errors import UserError
+from telescope.tui.plot import BLANK, LABEL_COLUMNS, plot, smooth
+from telescope.tui.rollouts import parse_filter
+from telescope.tui.text import LONGEST, number, one_line, safe
+
+
+def lines_of(values: list[float | None], width: int = 60, height: int = 11) -> list[str]:
+    return plot(values, range(len(values)), width, height).plain.split("\n")
+
+
+def test_a_plot_has_its_size_and_names_its_range_and_steps() -> None:
+    lines = lines_of([float(value) for value in range(50)])
+    assert len(lines) == 11 and max(map(len, lines)) == 60
+    assert [lines[row].split()[0] for row in (0, 9)] == ["49", "0"]
+    assert lines[-1].split() == ["step", "0", "49"]
+
+
+def test_a_rising_line_goes_from_the_lower_left_to_the_upper_right() -> None:
+    lines = [line[LABEL_COLUMNS + 1 :] for line in lines_of([float(value) for value in range(100)])[:-1]]
+    first = [next(place for place, cell in enumerate(line) if ord(cell) != BLANK) for line in lines]
+    assert first == sorted(first, reverse=True)
+    assert ord(lines[-1][0]) != BLANK and ord(lines[0][-1]) != BLANK
+
+
+@pytest.mark.parametrize(
+    "values", [[], [None, None], [math.nan], [math.inf, None]], ids=["none", "absent", "nan", "infinity"]
+)
+def test_nothing_finite_is_said_in_words(values: list[float | None]) -> None:
+    assert plot(values, [0], 40, 8).plain == "no finite value yet"
+
+
+@pytest.mark.parametrize("values", [[2.0] * 5, [0.0], [1e300, -1e300], [None, 1.0, None, 3.0, math.inf]])
+def test_any_range_is_drawn(values: list[float | None]) -> None:
+    assert any(ord(cell) > BLANK for line in lines_of(values)[:-1] for cell in line)
+
+
+def test_smoothing_keeps_a_constant_and_leaves_gaps() -> None:
+    assert smooth([3.0, None, 3.0]) == [pytest.approx(3.0), None, pytest.approx(3.0)]
+    many = smooth([float(place % 2) for place in range(1000)])
+    assert many[-1] == pytest.approx(0.5, abs=0.02)
+
+
+def test_a_filter_names_columns_and_searches_for_the_rest() -> None:
+    found = parse_filter("step=40..50 status=kept,discarded reward=0..0.5 completion_tokens=12 two words a=b")
+    assert (found.step_min, found.step_max) == (40, 50)
+    assert found.facets == {"status": "kept,discarded"}
+    assert found.ranges == ["reward=0..0.5", "completion_tokens=12..12"]
+    assert found.search == "two words a=b"
+    assert parse_filter("reward=1").facets == {"reward": "1"}
+    assert [(f.step_min, f.step_max) for f in map(parse_filter, ("step=7", "step=7..", "step=..7"))] == [
+        (7, 7), (7, None), (None, 7),
+    ]  # fmt: skip
+
+
+def test_a_wrong_step_is_refused() -> None:
+    with pytest.raises(UserError, match=r"step='x' .* step=40\.\.50"):
+        parse_filter("step=x")
+
+
+def test_texts_are_cut_and_numbers_are_short() -> None:
+    assert safe("x" * (LONGEST + 5)).plain.endswith("(5 more characters)")
+    assert safe(None).plain == "" and one_line("a\n  b\tc") == "a b c"
+    numbers = [number(value) for value in (None, math.nan, 12345, 0.123456)]
+    assert numbers == ["-", "-", "12,345", "0.1235"]
+
+
+def test_without_a_terminal_the_command_names_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
+    assert main(["tui", str(tmp_path / "run")]) == 2
+    assert "needs a terminal" in capsys.readouterr().err
+
+
+def test_the_help_lists_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tui", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "1 2 3 4" in shown and "lowest level" in shown
