@@ -9,7 +9,7 @@ from typing import Any
 from telescope.cli.query import choose_runs
 from telescope.cli.runs import DEFAULT_ROOT, warn_of_unreadable
 from telescope.errors import RunError
-from telescope.record.compact import compact
+from telescope.record.compact import compact, file_sizes
 from telescope.utils.text import plain
 
 EXIT_INCOMPLETE = 1
@@ -35,14 +35,18 @@ def run(arguments: argparse.Namespace) -> int:
     """Compacts the runs and prints what changed. Returns the exit code."""
     runs = choose_runs(arguments.run, arguments.root)
     for each in runs:
+        before = file_sizes(each)
         try:
-            done = compact(each)
+            compact(each)
         except OSError as error:
             folder = str(each.files.run_dir)
             raise RunError(
                 f"{folder!r} cannot be compacted: {error}. Nothing is lost. Free space or fix its permissions, and try "
                 "again."
             ) from error
-        before, after = (f"{num_bytes / 2**20:.1f} MiB" for num_bytes in (done.bytes_before, done.bytes_after))
-        print(plain(f"{each.label}: {done.files_before} files, {before} -> {done.files_after} files, {after}"))
+        print(plain(f"{each.label}: {_size(before)} -> {_size(file_sizes(each))}"))
     return EXIT_INCOMPLETE if warn_of_unreadable(runs, "the record") else 0
+
+
+def _size(sizes: list[int]) -> str:
+    return f"{len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB"

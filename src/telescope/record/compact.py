@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -28,47 +27,37 @@ GRACE_SECONDS = 1.0
 """How long merged files stay beside their inputs, so that a reader that listed a folder before sees the inputs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Compaction:
-    """Number and bytes of the files of all tables."""
-
-    files_before: int
-    bytes_before: int
-    files_after: int
-    bytes_after: int
-
-
-def compact(run: Run) -> Compaction:
+def compact(run: Run) -> None:
     """Merges the files of each table of an ended run. Damaged files stay.
 
     Raises `UserError` if the run is live, or being resumed or compacted by another process, and `OSError`.
     """
-    path = run.files.run_dir
     if run.status == "live":
-        raise UserError(f"{str(path)!r} is live. Compact it when it has ended.")
+        raise UserError(f"{str(run.files.run_dir)!r} is live. Compact it when it has ended.")
     lock = WriterLock(run.files)
     lock.acquire()
     try:
-        before = _sizes(run)
         replaced = [path for name in TABLES for path in _merge(run, name)]
         if replaced:
             time.sleep(GRACE_SECONDS)
-            for path in replaced:
-                path.unlink(missing_ok=True)
-        return Compaction(*before, *_sizes(run))
+        for path in replaced:
+            path.unlink(missing_ok=True)
     finally:
         lock.release()
+
+
+def file_sizes(run: Run) -> list[int]:
+    """Returns the bytes of each file of the tables."""
+    return [path.stat().st_size for path in run.files.tables.glob("*/*")]
 
 
 def _merge(run: Run, name: str) -> list[Path]:
     """Merges the files of a table. Returns those whose rows other files have now."""
     folder = run.files.table(name)
-    whole = []
     for file in run.table_files(name):
-        if file.rows is not None or _is_whole(file):
-            whole.append(file)
-        else:
+        if file.rows is None and not _is_whole(file):
             run.exclude(file.path)
+    whole = run.table_files(name)
     blocks: list[tuple[int, int, Path]] = []
     for group in (part for run_of_files in neighbors(whole) for part in _by_size(run_of_files)):
         first, end = group[0].first, group[-1].end
@@ -101,9 +90,3 @@ def _by_size(files: Sequence[TableFile]) -> list[list[TableFile]]:
         groups[-1].append(file)
         num_bytes += file.num_bytes
     return groups
-
-
-def _sizes(run: Run) -> tuple[int, int]:
-    """Returns the number of files of all tables, and their bytes."""
-    sizes = [path.stat().st_size for name in TABLES for path in run.files.table(name).glob("*") if path.is_file()]
-    return len(sizes), sum(sizes)

@@ -43,7 +43,6 @@ READ_ATTEMPTS = 10
 SEARCH_DEPTH = 3
 """Folder levels below a root that are searched for runs."""
 
-_PARQUET_MAGIC = b"PAR1"
 _DAMAGE = (OSError, pa.ArrowException)
 """Errors that pyarrow raises for a damaged file, among others."""
 
@@ -85,7 +84,6 @@ class Run:
         self.files = RunFiles(run_dir)
         self.label = label or self.files.run_dir.resolve().name
         self._unreadable: set[Path] = set()
-        self._readable: set[Path] = set()
         try:
             str(self.files.run_dir).encode()
         except UnicodeEncodeError:
@@ -235,7 +233,7 @@ class Run:
             )
         for path in listing.damaged:
             self.exclude(path)
-        return [file for file in listing.files if file.rows is not None or self._ends_like_parquet(file.path)]
+        return [file for file in listing.files if file.path not in self._unreadable]
 
     def num_rows(self, name: str) -> int:
         """Returns the number of rows of a table, superseded and lost ones included."""
@@ -277,25 +275,6 @@ class Run:
         match = BLOCK_NAME.match(path.name)
         rows = f"rows {int(match[1])} to {int(match[2])}" if match else "the rows"
         self._warn_once(path, f"{path} is damaged: {rows} of its table are lost")
-
-    def _ends_like_parquet(self, path: Path) -> bool:
-        """Returns whether a file ends like a Parquet file. A power failure can truncate it."""
-        if path in self._unreadable:
-            return False
-        if path in self._readable:
-            return True
-        try:
-            with path.open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(0, size - len(_PARQUET_MAGIC)))
-                complete = file.read() == _PARQUET_MAGIC
-        except FileNotFoundError:
-            return True  # Compacted since the listing; opening it leads to a new listing.
-        if complete:
-            self._readable.add(path)
-        else:
-            self.exclude(path)
-        return complete
 
     def _warn_once(self, what: Path, message: str) -> None:
         if what not in self._unreadable:
