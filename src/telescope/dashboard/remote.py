@@ -13,8 +13,6 @@ copies stay as they are.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import os
 import shutil
 import threading
@@ -22,7 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -42,11 +40,14 @@ LIVE_SECONDS = 5.0
 IDLE_SECONDS = 600.0
 """A run that no page has asked for so long is no longer kept up to date."""
 
+SHOWN_BYTES = 4_000_000
+"""Progress of larger updates of a complete copy is shown; a live run brings some bytes every few seconds."""
+
 NUM_DOWNLOADS = 4
 """Files of one run that are downloaded at once, of different tables."""
 
 STATE_NAME = "wandb_copy.json"
-"""File in the folder of a copy: its state, and the digests of its files."""
+"""File in the folder of a copy: its state, and which version of each file it has."""
 
 Phase = Literal["listed", "syncing", "synced", "failed"]
 
@@ -156,7 +157,7 @@ class RunCopy:
         self._asked_at = 0.0
         self._manifest: tuple[str, dict[str, int]] | None = None
         kept = self._read_kept()
-        self._digests: dict[str, str] = kept["digests"]
+        self._versions: dict[str, str] = kept["versions"]
         self._remote: dict[str, Any] = kept["remote"]
         self._is_complete: bool = kept["is_complete"]
         self.state = CopyState("synced" if self._is_complete else "listed", f"W&B {project.path}")
@@ -185,7 +186,7 @@ class RunCopy:
     def listed(self, run: RemoteRun) -> None:
         """Takes over what the list of runs has. Without a record here, writes it as the record of the run."""
         before, self._remote = self._remote, {"state": run.state, "summary": run.summary}
-        if self._digests:
+        if self._versions:
             return
         self._files.run_dir.mkdir(parents=True, exist_ok=True)
         statuses = {"running": "running", "finished": "finished", "failed": "failed"}
@@ -215,7 +216,7 @@ class RunCopy:
             self._asked_at = time.monotonic()
             if self._thread is not None and self._thread.is_alive():
                 return
-            if self.state.phase == "synced" and not self._may_change():
+            if self._is_complete and not self._may_change():
                 return
             self._thread = threading.Thread(target=self._follow, name="telescope-wandb-copy", daemon=True)
             self._thread.start()
@@ -236,7 +237,8 @@ class RunCopy:
             except (WandbError, OSError) as error:
                 self._fail(error)
             is_idle = time.monotonic() - self._asked_at > IDLE_SECONDS
-            if is_idle or not self._may_change() or self._closing.wait(LIVE_SECONDS):
+            is_done = self._is_complete and not self._may_change()
+            if is_idle or is_done or self.state.phase == "failed" or self._closing.wait(LIVE_SECONDS):
                 return
 
     def _fail(self, error: Exception) -> None:
@@ -248,15 +250,17 @@ class RunCopy:
 
     def _sync(self) -> None:
         files = self._project.files(self._files.run_dir.name)
+        if (files is None or MANIFEST not in files) and self.is_running:
+            return  # it has just started
         if files is None or MANIFEST not in files:
             raise WandbError(
-                "This run has no record on W&B: wandb_upload_record was false, it has just started, or it was offline "
-                "and is not uploaded (`wandb sync`)."
+                "This run has no record on W&B: wandb_upload_record was false, or it was offline and is not uploaded "
+                "(`wandb sync`)."
             )
-        staging = self._files.run_dir / ".download"
+        staging = self._files.run_dir / f".download-{os.getpid()}"
         try:
-            if self._manifest is None or self._manifest[0] != files[MANIFEST].md5:
-                self._manifest = (files[MANIFEST].md5, self._project.read_manifest(files, staging))
+            if self._manifest is None or self._manifest[0] != files[MANIFEST].version:
+                self._manifest = (files[MANIFEST].version, self._project.read_manifest(files, staging))
             sizes = self._manifest[1]
             there = {name: file for name in sizes if (file := files.get(f"{FOLDER}/{name}")) is not None}
             wanted = {name: file for name, file in there.items() if self._differs(name, file)}
@@ -264,20 +268,24 @@ class RunCopy:
                 self._download_all(wanted, staging)
             if self._closing.is_set():
                 return
-            if len(there) == len(sizes):  # otherwise files that the manifest names are still being uploaded
+            num_missing = len(sizes) - len(there)
+            if num_missing == 0:
                 self._remove_others(sizes)
-            self._is_complete = True
+                self._is_complete = True
         finally:
             shutil.rmtree(staging, ignore_errors=True)
             self._write_kept()
-        self.state = CopyState("synced", self.state.source)
+        message = f"{num_missing} of its {len(sizes)} files are not on W&B yet." if num_missing else None
+        self.state = CopyState("synced", self.state.source, message=message)
 
     def _differs(self, name: str, file: RemoteFile) -> bool:
-        return self._digests.get(name) != file.md5 or not (self._files.run_dir / name).is_file()
+        return self._versions.get(name) != file.version or not (self._files.run_dir / name).is_file()
 
     def _download_all(self, wanted: dict[str, RemoteFile], staging: Path) -> None:
         """Downloads files, those of one table in the order of their rows, small tables first."""
-        self.state = CopyState("syncing", self.state.source, 0, sum(file.size for file in wanted.values()))
+        total = sum(file.size for file in wanted.values())
+        if not self._is_complete or total > SHOWN_BYTES:
+            self.state = CopyState("syncing", self.state.source, 0, total)
         tables: dict[PurePosixPath, list[str]] = defaultdict(list)
         for name in sorted(wanted):
             tables[PurePosixPath(name).parent].append(name)
@@ -292,23 +300,22 @@ class RunCopy:
             if self._closing.is_set():
                 return
             path = self._project.download(wanted[name], staging)
-            digest = _md5(path)
             target = self._files.run_dir / name
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(path, target)
             with self._lock:
-                self._digests[name] = digest
-                done = self.state.done_bytes + wanted[name].size
-                self.state = CopyState("syncing", self.state.source, done, self.state.total_bytes)
+                self._versions[name] = wanted[name].version
+                if self.state.phase == "syncing":
+                    self.state = replace(self.state, done_bytes=self.state.done_bytes + wanted[name].size)
 
     def _remove_others(self, current: dict[str, int]) -> None:
         """Removes what the run has replaced or that its list of runs had."""
-        for name in self._digests.keys() - current.keys():
+        for name in self._versions.keys() - current.keys():
             (self._files.run_dir / name).unlink(missing_ok=True)
-            del self._digests[name]
+            del self._versions[name]
 
     def _read_kept(self) -> dict[str, Any]:
-        empty: dict[str, Any] = {"digests": {}, "remote": {}, "is_complete": False}
+        empty: dict[str, Any] = {"versions": {}, "remote": {}, "is_complete": False}
         try:
             kept = read_json(self._files.run_dir / STATE_NAME)
         except (OSError, ValueError):
@@ -316,10 +323,5 @@ class RunCopy:
         return empty | kept if isinstance(kept, dict) else empty
 
     def _write_kept(self) -> None:
-        kept = {"is_complete": self._is_complete, "remote": self._remote, "digests": self._digests}
+        kept = {"is_complete": self._is_complete, "remote": self._remote, "versions": self._versions}
         replace_json(self._files.run_dir / STATE_NAME, kept, indent=None)
-
-
-def _md5(path: Path) -> str:
-    with path.open("rb") as file:
-        return base64.b64encode(hashlib.file_digest(file, "md5").digest()).decode()

@@ -66,8 +66,8 @@ class RemoteFile:
     """A file of a record on W&B."""
 
     size: int
-    md5: str
-    """In base64, as W&B has it."""
+    version: str
+    """Differs when the content does: the MD5, or where the storage has none, size and time."""
     handle: Any = field(repr=False)
 
 
@@ -110,7 +110,9 @@ class WandbProject:
         def ask() -> dict[str, RemoteFile]:
             run = self._client().run(f"{self.path}/{name}")
             listed = run.files(pattern=f"{FOLDER}/%", per_page=PAGE_SIZE)
-            return {file.name: RemoteFile(file.size, file.md5, file) for file in listed}
+            return {
+                file.name: RemoteFile(file.size, file.md5 or f"{file.size} {file.updated_at}", file) for file in listed
+            }
 
         return self._ask(ask) or None
 

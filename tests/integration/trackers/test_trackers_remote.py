@@ -14,7 +14,7 @@ from telescope.cli import ui
 from telescope.cli.main import main
 from telescope.dashboard import remote
 from telescope.dashboard.app import create_app
-from telescope.dashboard.remote import WandbRuns
+from telescope.dashboard.remote import CopyState, RunCopy, WandbRuns
 from telescope.errors import UserError
 from telescope.record.files import record_files
 from telescope.record.reader import Run
@@ -112,7 +112,7 @@ def test_runs_are_listed_from_config_and_summary_and_downloaded_when_opened(serv
         assert "output.log" not in os.listdir(runs.root / "live")
 
 
-def test_a_live_run_follows_and_only_changed_files_are_downloaded(server, recorder):
+def test_a_live_run_follows_and_only_changed_files_are_downloaded(server, recorder, monkeypatch):
     stored = server.add_run("p", stored_run("live"))
     upload(stored, recorder.files.run_dir)
     with opened(server) as runs:
@@ -122,10 +122,19 @@ def test_a_live_run_follows_and_only_changed_files_are_downloaded(server, record
         read = Run(runs.root / "live")
         server.requests.clear()
         write_steps(recorder, 3, 5)
+        phases: set[str] = set()
+
+        def note_phase(self: RunCopy, name: str, value: object) -> None:
+            if name == "state":
+                phases.add(value.phase)
+            object.__setattr__(self, name, value)
+
+        monkeypatch.setattr(RunCopy, "__setattr__", note_phase)
         upload(stored, recorder.files.run_dir)
         until(lambda: read.table("steps").num_rows == 5 and read.table("samples").num_rows == 5)
         tables = {Path(name).parent.name for name in downloads(server) if name.startswith("tables/")}
         assert tables == {"steps", "samples"}
+        assert phases == {"synced"}, "the page does not flicker"
         recorder.close()  # tails become blocks
         upload(stored, recorder.files.run_dir)
         until(lambda: table_files(runs.root / "live") == table_files(recorder.files.run_dir))
@@ -190,6 +199,31 @@ def test_an_interrupted_download_continues(server, recorder, monkeypatch):
         until(lambda: copy.state.phase == "synced")
     again = [path for method, path in server.requests[before:] if method == "GET"]
     assert {path.split("/")[6] for path in again if "/tables/" in path} == {"samples"}
+
+
+def test_files_that_are_not_on_wandb_yet_are_named_and_come_later(server, recorder):
+    stored = server.add_run("p", stored_run("live", state="finished"))
+    upload(stored, recorder.files.run_dir)
+    late = {name: stored.files.pop(name) for name in list(stored.files) if "/samples/" in name}
+    with opened(server) as runs:
+        copy = runs.copy_in(runs.root / "live")
+        copy.open()
+        until(lambda: copy.state.message)
+        assert "1 of its" in copy.state.message and "not on W&B yet" in copy.state.message
+        stored.files |= late
+        until(lambda: copy.state.phase == "synced" and copy.state.message is None)
+        assert Run(runs.root / "live").table("samples").num_rows == 3
+
+
+def test_a_run_that_has_just_started_has_nothing_to_copy_yet(server, recorder):
+    stored = server.add_run("p", stored_run("live"))
+    with opened(server) as runs:
+        copy = runs.copy_in(runs.root / "live")
+        copy.open()
+        until(lambda: server.operations("RunFiles"))
+        assert copy.state == CopyState("listed", f"W&B {ENTITY}/p")
+        upload(stored, recorder.files.run_dir)
+        until(lambda: copy.state.phase == "synced")
 
 
 def test_a_run_without_a_record_says_why(server):
