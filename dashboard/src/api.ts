@@ -1,5 +1,6 @@
 /** Typed requests, and server-sent events that reconnect. A cookie carries the token, where the server wants one. */
 
+import { canonical, embedded } from "./embedded";
 import type { RemoteCopy } from "./types";
 
 export class ApiError extends Error {
@@ -41,7 +42,18 @@ export function put<T>(path: string, document: unknown): Promise<T> {
   return ask<T>(path, { method: "PUT", keepalive: body.length < SENT_AT_END, headers, body });
 }
 
+/** Answers from the file that these pages are. What the user changes stays until the page is closed. */
+function fromFile<T>(path: string, { method, body }: RequestInit): T {
+  const { answers } = embedded!;
+  const key = canonical(path);
+  if (method === "PUT") answers[key] = JSON.parse(String(body));
+  if (key.startsWith("/api/user/")) answers[key] ??= { value: null, version: "" };
+  if (key in answers) return answers[key] as T;
+  throw new ApiError(404, "This file has a part of the run, without that.");
+}
+
 async function ask<T>(path: string, request: RequestInit): Promise<T> {
+  if (embedded) return fromFile<T>(path, request);
   const answer = await fetch(path, request);
   if (answer.ok) return (await answer.json()) as T;
   let message = `${answer.status} ${answer.statusText}`;
@@ -68,6 +80,7 @@ const LAST_RETRY_MS = 15000;
 
 /** Follows the events of some runs; returns a function that ends it. */
 export function follow(runs: string[], events: RunEvents): () => void {
+  if (embedded) return () => {};
   let source: EventSource | null = null;
   let timer: ReturnType<typeof setTimeout> | undefined;
   let wait = FIRST_RETRY_MS;

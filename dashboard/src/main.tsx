@@ -6,8 +6,10 @@ import "./charts/charts.css";
 import "./shell/shell.css";
 import { App } from "./shell/App";
 import { readAhead } from "./state/run";
-import { place } from "./state/url";
+import { embedded } from "./embedded";
+import { go, place } from "./state/url";
 
+if (embedded && place().run !== embedded.run) go({ run: embedded.run, page: "overview", params: {} }, true);
 const { run } = place();
 if (run !== null) readAhead(run);
 

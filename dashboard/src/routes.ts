@@ -1,5 +1,6 @@
 /** Every page, in the order of the header. A page that is not in this table does not exist. */
 
+import { embedded } from "./embedded";
 import { type ComponentType, lazy, type LazyExoticComponent } from "react";
 
 export interface Route {
@@ -12,23 +13,28 @@ export interface Route {
   ofRun: boolean;
   /** Left out of the header; the palette and links lead there. */
   hidden?: boolean;
+  /** Whether a run in one HTML file has it, or only such a file. */
+  inFile?: boolean | "only";
   component: LazyExoticComponent<ComponentType>;
 }
 
 const page = (load: () => Promise<Record<string, unknown>>, name: string) =>
   lazy(async () => ({ default: (await load())[name] as ComponentType }));
 
-export const ROUTES: Route[] = [
+const ALL: Route[] = [
   { page: "runs", title: "Runs", key: "r", ofRun: false, component: page(() => import("./pages/runs/Runs"), "Runs") },
-  { page: "overview", title: "Overview", key: "o", ofRun: true, component: page(() => import("./pages/overview/Overview"), "Overview") },
-  { page: "metrics", title: "Metrics", key: "m", ofRun: true, component: page(() => import("./pages/Metrics"), "Metrics") },
+  { page: "overview", inFile: true, title: "Overview", key: "o", ofRun: true, component: page(() => import("./pages/overview/Overview"), "Overview") },
+  { page: "metrics", inFile: true, title: "Metrics", key: "m", ofRun: true, component: page(() => import("./pages/Metrics"), "Metrics") },
   { page: "rollouts", title: "Rollouts", key: "s", ofRun: true, component: page(() => import("./pages/rollouts/Rollouts"), "Rollouts") },
+  { page: "answers", inFile: "only", title: "Answers", key: "a", ofRun: true, component: page(() => import("./pages/report/Answers"), "Answers") },
   { page: "timeline", title: "Timeline", key: "t", ofRun: true, component: page(() => import("./pages/timeline/Timeline"), "Timeline") },
   { page: "infra", title: "Infra", key: "i", ofRun: true, component: page(() => import("./pages/infra/Infra"), "Infra") },
-  { page: "evals", title: "Evals", key: "e", ofRun: true, component: page(() => import("./pages/Evals"), "Evals") },
+  { page: "evals", inFile: true, title: "Evals", key: "e", ofRun: true, component: page(() => import("./pages/Evals"), "Evals") },
   { page: "logs", title: "Logs", key: "l", ofRun: true, component: page(() => import("./pages/logs/Logs"), "Logs") },
-  { page: "code", title: "Code", key: "c", ofRun: true, hidden: true, component: page(() => import("./pages/code/Code"), "Code") },
+  { page: "code", inFile: true, title: "Code", key: "c", ofRun: true, hidden: true, component: page(() => import("./pages/code/Code"), "Code") },
   { page: "compare", title: "Compare config and code", key: "d", ofRun: true, hidden: true, component: page(() => import("./pages/compare/Compare"), "Compare") },
 ];
+
+export const ROUTES = ALL.filter((route) => (embedded ? route.inFile : route.inFile !== "only"));
 
 export const routeOf = (name: string): Route | undefined => ROUTES.find((route) => route.page === name);

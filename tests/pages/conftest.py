@@ -18,6 +18,15 @@ NAMES_OF_THIS_MACHINE = "--host-resolver-rules=MAP *.example 127.0.0.1"
 """No test asks the network for a name."""
 
 
+@pytest.fixture(scope="package", autouse=True)
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of what the user keeps, instead of the real one."""
+    folder = tmp_path_factory.mktemp("config")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(folder))
+        yield folder
+
+
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     """Chromium without a window. Without one the tests fail and say what to install."""

@@ -13,6 +13,7 @@ PLACES = {
     "runs": "",
     **{name: f"first/{name}" for name in ("overview", "metrics", "rollouts", "timeline", "infra", "evals", "logs")},
     "compare": "first/compare",
+    "code": "first/code",
 }
 PHONE = {"width": 390, "height": 844}
 

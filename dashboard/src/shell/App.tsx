@@ -2,6 +2,7 @@
 
 import { Component, type ReactNode, Suspense, useEffect, useState } from "react";
 import { ApiError } from "../api";
+import { embedded } from "../embedded";
 import { ROUTES, routeOf } from "../routes";
 import { useEvents, useRemote } from "../state/live";
 import { useRunInfo } from "../state/run";
@@ -59,13 +60,14 @@ export function App() {
       </main>
       <Palette opened={opened === "palette"} close={() => open(null)} openOther={open} />
       <KeysDialog opened={opened === "keys"} close={() => open(null)} />
-      {place.run !== null && info.data && <NoteDialog run={place.run} />}
+      {place.run !== null && info.data && !embedded && <NoteDialog run={place.run} />}
       <CompareDialog opened={opened === "compare"} close={() => open(null)} />
     </>
   );
 
   function content(): ReactNode {
-    if (!route) return <Quiet title="There is no such page." text={`The address names the page "${place.page}".`} />;
+    if (!route)
+      return <Quiet title="There is no such page." text={embedded ? "A run in one file has some of the dashboard's pages." : `The address names the page "${place.page}".`} />;
     if (route.ofRun && place.run === null) return <Quiet title="Choose a run first." text="This page belongs to a run." />;
     if (place.run !== null && info.error && !info.data) return <Failure error={info.error} />;
     if (remote && isMissing) {

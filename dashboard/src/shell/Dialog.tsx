@@ -15,7 +15,10 @@ export function Dialog({ opened, close, title, bare = false, wide = false, child
   const dialog = useRef<HTMLDialogElement>(null);
   useEffect(() => {
     const element = dialog.current!;
-    if (opened && !element.open) element.showModal();
+    if (opened && !element.open) {
+      element.showModal();
+      element.querySelector<HTMLElement>("textarea, input")?.focus(); // not the button that closes it
+    }
     if (!opened && element.open) element.close();
   }, [opened]);
   return (

@@ -1,6 +1,9 @@
 /** Mark, run, state, pages and tools: the same on every page. */
 
 import { useState } from "react";
+import { runPath } from "../api";
+import { embedded } from "../embedded";
+import { moment } from "../format";
 import { ROUTES } from "../routes";
 import { useRunInfo, useStatus } from "../state/run";
 import { setTheme, THEMES, useTheme } from "../state/theme";
@@ -27,7 +30,7 @@ export function Header({ open }: { open: (what: Opened) => void }) {
   const shown = ROUTES.filter((route) => !route.hidden && (!route.ofRun || place.run !== null));
   return (
     <header className="bar">
-      <a className="mark" href={format(elsewhere(place, { run: null, page: "runs" }))} aria-label="Telescope, all runs">
+      <a className="mark" href={format(embedded ? place : elsewhere(place, { run: null, page: "runs" }))} aria-label={embedded ? "Telescope" : "Telescope, all runs"}>
         <svg width={20} height={20} viewBox="0 0 20 20" fill="none" stroke="currentColor" strokeWidth={1.5} aria-hidden>
           <circle cx={10} cy={10} r={8.2} />
           <path d="M1.8 10h3M15.2 10h3M10 1.8v3M10 15.2v3" />
@@ -56,8 +59,19 @@ export function Header({ open }: { open: (what: Opened) => void }) {
         ))}
       </nav>
       <div className="tools">
-        {place.run !== null && <button onClick={() => open("compare")}>Compare{others.length > 0 ? ` ${others.length + 1}` : ""}</button>}
-        <CopyLink />
+        {embedded ? (
+          <span title={`It has ${embedded.left_out.join("; ")}.`}>exported {moment(embedded.written_at)}</span>
+        ) : (
+          <>
+            {place.run !== null && <button onClick={() => open("compare")}>Compare{others.length > 0 ? ` ${others.length + 1}` : ""}</button>}
+            {place.run !== null && (
+              <a className="wide" href={runPath(place.run, "export")} download title="Save the run as one HTML file that opens without a server">
+                Export
+              </a>
+            )}
+            <CopyLink />
+          </>
+        )}
         <ThemeButton />
         <button onClick={() => open("palette")} title="Search everything">
           <span className="word">Search </span>

@@ -1,6 +1,6 @@
 /** Writes or changes a note at a step of the run, from any page. */
 
-import { useEffect, useRef, useState } from "react";
+import { useEffect, useState } from "react";
 import { type Note, useNotes } from "../state/notes";
 import { useSteps } from "../state/steps";
 import { usePlace } from "../state/url";
@@ -40,8 +40,6 @@ function Form({ run, note, close }: { run: string; note: Note | null; close: () 
   const here = note ? note.step : selected !== undefined && /^\d+$/.test(selected) ? Number(selected) : (last ?? null);
   const [text, setText] = useState(note?.text ?? "");
   const [step, setStep] = useState(here === null ? "" : String(here));
-  const field = useRef<HTMLTextAreaElement>(null);
-  useEffect(() => field.current?.focus(), []);
   const save = (kept: string) => {
     set({ id: note?.id ?? Date.now(), step: /^\d+$/.test(step) ? Number(step) : null, text: kept });
     close();
@@ -55,7 +53,6 @@ function Form({ run, note, close }: { run: string; note: Note | null; close: () 
       }}
     >
       <textarea
-        ref={field}
         className="field"
         rows={5}
         maxLength={LONGEST}

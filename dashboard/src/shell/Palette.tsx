@@ -1,6 +1,8 @@
 /** Ctrl-K: pages, runs, metrics and commands by name. */
 
 import { useEffect, useMemo, useRef, useState } from "react";
+import { runPath } from "../api";
+import { embedded } from "../embedded";
 import { ROUTES } from "../routes";
 import { useRuns } from "../state/run";
 import { useSteps } from "../state/steps";
@@ -58,8 +60,12 @@ function Search({ close, openOther }: { close: () => void; openOther: (what: Ope
       for (const metric of Object.keys(steps?.metrics ?? {}))
         out.push({ title: metric, hint: "metric", run: () => go(elsewhere(place, { page: "metrics" }, { metric })) });
     for (const theme of THEMES) out.push({ title: `Theme: ${theme}`, hint: "command", run: () => setTheme(theme) });
-    if (place.run !== null) {
+    if (place.run !== null && !embedded) {
+      const run = place.run;
       out.push({ title: "Compare with other runs", hint: "command", run: () => openOther("compare") });
+      out.push({ title: "Export the run as one HTML file", hint: "command", run: () => location.assign(runPath(run, "export")) });
+    }
+    if (place.run !== null) {
       out.push({ title: "Clear range and step", hint: "command", run: () => setParams({ range: null, step: null }) });
     }
     return out;
@@ -93,7 +99,6 @@ function Search({ close, openOther }: { close: () => void; openOther: (what: Ope
     <div className="palette">
       <input
         className="field"
-        autoFocus
         placeholder="A page, run, metric or command"
         aria-label="Search everything"
         role="combobox"

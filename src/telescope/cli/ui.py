@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from telescope.cli.runs import DEFAULT_ROOT
 from telescope.errors import UserError
+from telescope.record.files import replace_file
+from telescope.record.reader import Run
 
 if TYPE_CHECKING:
     from telescope.dashboard.remote import WandbRuns
@@ -44,7 +46,8 @@ def add_parser(subparsers: Any) -> None:
         "  telescope ui my-team/my-project         the runs of a W&B project; opened ones are copied here\n"
         "  telescope ui --demo                     generated runs, to look around without training\n"
         "  ssh -L 8005:localhost:8005 MACHINE      then open http://localhost:8005 here\n"
-        "  telescope ui --host 0.0.0.0             reachable from other machines; the printed address has a secret",
+        "  telescope ui --host 0.0.0.0             reachable from other machines; the printed address has a secret\n"
+        "  telescope ui --export runs/demo a.html  the run as one file to send",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -70,11 +73,20 @@ def add_parser(subparsers: Any) -> None:
         metavar="NAME",
         help="accept this name of the machine, as behind a proxy",
     )
+    parser.add_argument(
+        "--export",
+        nargs=2,
+        type=Path,
+        metavar=("RUN_DIR", "FILE.html"),
+        help="write a run as one HTML file that opens without a server, and end",
+    )
     parser.set_defaults(func=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serves the dashboard until Ctrl-C. Returns the exit code."""
+    """Serves the dashboard until Ctrl-C, or writes a run as a file. Returns the exit code."""
+    if arguments.export is not None:
+        return export(*arguments.export)
     if not arguments.demo:
         folders, projects = choose_places(arguments.places, arguments.root)
         remotes = [open_project(entity, project) for entity, project in projects]
@@ -120,6 +132,24 @@ def serve(arguments: argparse.Namespace, folders: list[Path], remotes: Sequence[
         pass
     finally:
         listener.close()
+    return 0
+
+
+def export(run_dir: Path, file: Path) -> int:
+    """Writes a run as one HTML file. Raises `UserError` if there is no run, or the file cannot be written."""
+    from telescope.dashboard.app import STATIC
+    from telescope.dashboard.export import export_run
+    from telescope.dashboard.registry import Registry
+
+    run = Run(run_dir)
+    registry = Registry([run_dir])
+    (run_id,) = registry.stores()
+    content = export_run(registry, run_id, STATIC)
+    try:
+        replace_file(file, content)
+    except OSError as error:
+        raise UserError(f"{str(file)!r} cannot be written: {error.strerror}. Choose another file.") from error
+    print(f"{run.label} is in {file} ({len(content) / 2**20:.1f} MiB). Open it in a browser.")
     return 0
 
 

@@ -51,6 +51,7 @@ def create_app(
     app.state.registry = Registry(roots, remotes)
     app.state.documents = Documents(documents or user_folder())
     app.state.snapshots = Snapshots()
+    app.state.static = static
     for subject in (runs, code, samples, timeline, user):
         app.include_router(subject.router)
     _add_pages(app, static)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import pydantic_core
 from pydantic import BaseModel, ConfigDict
 
 Number = float | None
@@ -17,6 +18,15 @@ class RemoteCopy(BaseModel):
     done_bytes: int
     total_bytes: int
     message: str | None
+
+
+def to_json(value: Any) -> bytes:
+    """Returns an answer as JSON. NaN and infinity are null; numpy's arrays and numbers are lists and numbers."""
+    return pydantic_core.to_json(value, inf_nan_mode="null", fallback=_plain)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 class RunRow(BaseModel):

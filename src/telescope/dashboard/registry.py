@@ -1,7 +1,7 @@
 """The runs that the server shows, by id, and the folders that it could not read.
 
-Owns ids and the cache of listed runs. A run is found below the roots only: an id is looked up, never turned into a
-path.
+Owns ids, the cache of listed runs, and which runs stay open. A run is found below the roots only: an id is looked up,
+never turned into a path.
 
 Invariant: listing reads small files and two columns, again only when files changed, and opens no database, so that a
 folder may hold hundreds of runs.
@@ -34,6 +34,12 @@ SEARCH_SECONDS = 5.0
 SEPARATOR = "~"
 """Replaces the slash in ids, so that an id is one part of an address."""
 
+
+MAX_OPENED = 8
+"""Runs whose tables stay in memory."""
+
+IDLE_SECONDS = 60.0
+"""A run that was asked for more recently stays open, because a request may still be reading it."""
 
 LINE_POINTS = 40
 """Points of the small curve of rewards in the list of runs."""
@@ -88,7 +94,16 @@ class Registry:
         found = self._stores.get(run_id) or self.stores().get(run_id)
         if found is None:
             raise NotFoundError(f"There is no run {run_id!r} here. The page of runs lists them.")
+        self._close_idle(found)
         return found
+
+    def _close_idle(self, wanted: RunStore) -> None:
+        """Closes the runs that were used longest ago, so that `MAX_OPENED` are open with the wanted one."""
+        opened = [store for store in list(self._stores.values()) if store.is_open and store is not wanted]
+        opened.sort(key=lambda store: store.used_at, reverse=True)
+        for store in opened[MAX_OPENED - 1 :]:
+            if time.monotonic() - store.used_at > IDLE_SECONDS:
+                store.close()
 
     @property
     def problems(self) -> list[dict[str, str]]:

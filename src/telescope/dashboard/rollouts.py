@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from telescope.dashboard.registry import config_of
@@ -77,19 +77,28 @@ def detail(store: RunStore, attempt: int, sample_id: str) -> dict[str, Any]:
     near = [f'"end" >= {begin - AROUND_SECONDS}'] if begin is not None else []
     near += [f"start <= {end + AROUND_SECONDS}"] if end is not None else []
     spans = store.of_sample("spans", attempt, sample_id, " AND ".join(near) or "true")
-    turns = sorted(whole["turns"], key=lambda row: row["turn"])
-    add_tokens(turns, sorted(whole["tokens"], key=lambda row: row["part"]))
-    add_texts(store, turns)
+    add_tokens(sorted(whole["turns"], key=by_turn), sorted(whole["tokens"], key=lambda row: row["part"]))
+    add_texts(store, whole["turns"])
+    return assemble(sample, {**whole, "spans": spans})
+
+
+def by_turn(row: Row) -> Any:
+    """Returns the place of a row in its conversation."""
+    return row["turn"]
+
+
+def assemble(sample: Row, whole: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
+    """Returns a sample with its rows of the tables `turns`, `tool_calls`, `info` and `spans`."""
     return {
         **sample,
         **{name: sample[name] or {} for name in ("metrics", "tags", "golden", "divergences")},
         "info_turns": _json(sample["info_turns"]),
-        "turns": turns,
+        "turns": sorted(whole["turns"], key=by_turn),
         "tool_calls": sorted(whole["tool_calls"], key=lambda row: row["call"]),
         "info": sorted(whole["info"], key=lambda row: (row["number"], row["key"])),
         "spans": [
             {name: row[name] for name in ("name", "start", "end")}
-            for row in sorted(spans, key=lambda row: row["start"])
+            for row in sorted(whole["spans"], key=lambda row: row["start"])
         ],
     }
 

@@ -11,7 +11,8 @@ another is read from the start. Nothing is written into a run.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,8 @@ class RunStore:
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self.used_at = 0.0
+        """When its tables were used last, in monotonic time."""
         self._identity: object = UNREAD
         # Taken in this order. Reading a large table delays only who asks for it.
         self._searching = threading.Lock()
@@ -107,6 +110,9 @@ class RunStore:
             "python_enable_replacements": "false",
         }
         self._database = duckdb.connect(":memory:", config=settings)
+        self._forget()
+
+    def _forget(self) -> None:
         self._cursors: dict[str, int] = {}
         self._values: dict[str, tuple[object, list[Any]]] = {}
         self._known_cutoffs: tuple[tuple[int, int], dict[int, int]] | None = None
@@ -116,8 +122,22 @@ class RunStore:
         self._tags: dict[str, set[str]] = {}
         self._num_tagged = 0
 
+    @property
+    def is_open(self) -> bool:
+        """Returns whether tables are in memory."""
+        return self._identity is not UNREAD
+
+    def close(self) -> None:
+        """Frees the memory of the tables. The next `refresh` reads them again."""
+        with self._lock:
+            if self.is_open:
+                self._identity = UNREAD
+                self._database.close()
+                self._forget()
+
     def refresh(self, *names: str) -> dict[str, int]:
         """Reads the new rows of tables. Returns the number of rows of each."""
+        self.used_at = time.monotonic()
         with self._lock:
             info = self.run.info
             identity = info.run_id if info else None
@@ -244,6 +264,16 @@ class RunStore:
         own = f"attempt = {int(attempt)} AND sample_id = {sql_text(sample_id)} AND {where}"
         rows = self._files(table, "*", own).to_pylist(maps_as_pydicts="lossy")
         return [dict.fromkeys(TABLES[table].column_names) | row for row in rows]
+
+    def of_samples(self, table: str, keys: Collection[tuple[int, str]]) -> dict[tuple[int, str], list[Row]]:
+        """Returns the whole rows of some samples in a table, from the files in one pass, by attempt and sample."""
+        found: dict[tuple[int, str], list[Row]] = {key: [] for key in keys}
+        if keys:
+            chosen = ", ".join(f"({int(attempt)}, {sql_text(sample_id)})" for attempt, sample_id in keys)
+            rows = self._files(table, "*", f"(attempt, sample_id) IN ({chosen})").to_pylist(maps_as_pydicts="lossy")
+            for row in rows:
+                found[row["attempt"], row["sample_id"]].append(dict.fromkeys(TABLES[table].column_names) | row)
+        return found
 
     def beginnings(self, where: str, length: int, columns: str = "") -> dict[tuple[int, str], Row]:
         """Returns the first characters of `prompt` and `answer` by attempt and sample, of the samples of `where`."""

@@ -5,7 +5,8 @@ import { runPath } from "../../api";
 import { Chart, type ChartProps } from "../../charts/Chart";
 import { axisEnd, type DrawnRun, linesOf, useDrawnRuns } from "../../charts/data";
 import { Spark } from "../../charts/Spark";
-import { NONE, number, unbroken } from "../../format";
+import { embedded } from "../../embedded";
+import { moment, NONE, number, unbroken } from "../../format";
 import { Failure, Quiet } from "../../shell/App";
 import { Chooser, type Option } from "../../shell/Chooser";
 import { useVersion } from "../../state/live";
@@ -32,6 +33,11 @@ export function Overview() {
     <div className="overview">
       <div className="left">
         {health.data && <Verdict health={health.data} />}
+        {embedded && (
+          <p className="exported s f">
+            Exported {moment(embedded.written_at)} with {embedded.left_out.join("; ")}.
+          </p>
+        )}
         <Live info={info.data} />
         {steps.step.length === 0 ? (
           <Waiting info={info.data} />

@@ -1,6 +1,7 @@
 /** Alerts, what changed, the config, attempts and environments of a run. */
 
 import { useState } from "react";
+import { embedded } from "../../embedded";
 import { count, moment, number, setting } from "../../format";
 import { useResource } from "../../state/resource";
 import { useRuns } from "../../state/run";
@@ -15,7 +16,7 @@ export function Side({ info, health }: { info: RunInfo; health: Health | undefin
     <aside className="right">
       {health && <Alerts alerts={health.alerts} />}
       <Result info={info} />
-      <Notes run={info.info.id} />
+      {!embedded && <Notes run={info.info.id} />}
       <Config info={info} />
       <Model run={info.info.id} />
       <Environments environments={info.environments} />

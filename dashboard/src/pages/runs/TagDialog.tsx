@@ -19,7 +19,7 @@ export function TagDialog({ runs, all, opened, close }: { runs: RunRow[]; all: R
   return (
     <Dialog opened={opened} close={close} title={runs.length === 1 ? `Tags of ${runs[0]!.name}` : `Tags of ${runs.length} runs`}>
       <form className="naming" onSubmit={add}>
-        <input className="field" autoFocus maxLength={40} placeholder="New tag" aria-label="New tag" value={text} onChange={(event) => setText(event.target.value)} />
+        <input className="field" maxLength={40} placeholder="New tag" aria-label="New tag" value={text} onChange={(event) => setText(event.target.value)} />
         <button className="btn" disabled={!text.trim()}>
           Add
         </button>

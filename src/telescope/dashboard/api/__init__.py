@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 from typing import Annotated, Any
 
-import pydantic_core
 from fastapi import Depends, Query, Request
 from fastapi.responses import Response
 from pydantic import Field
 
+from telescope.dashboard.models import to_json
 from telescope.dashboard.registry import Registry
 from telescope.dashboard.store import RunStore
 
@@ -47,14 +47,10 @@ class Reply(Response):
     media_type = "application/json"
 
     def __init__(self, request: Request, value: Any) -> None:
-        body = pydantic_core.to_json(value, inf_nan_mode="null", fallback=_plain)
+        body = to_json(value)
         tag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
         headers = {"ETag": tag, "Cache-Control": "no-cache"}
         if tag in request.headers.get("if-none-match", ""):
             super().__init__(status_code=304, headers=headers)
         else:
             super().__init__(body, headers=headers)
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
@@ -11,6 +12,7 @@ from telescope.dashboard import models, runs
 from telescope.dashboard.api import Reply, Row, Runs, Store
 from telescope.dashboard.architecture import architecture_of
 from telescope.dashboard.events import run_events
+from telescope.dashboard.export import export_run
 from telescope.dashboard.now import now_of
 
 router = APIRouter(prefix="/api")
@@ -51,6 +53,14 @@ def now(request: Request, store: Store) -> Reply:
 @router.get("/runs/{run}/model", response_model=models.Architecture, summary="Layers, sizes, parameters of its model")
 def model(request: Request, store: Store) -> Reply:
     return Reply(request, architecture_of(store.run))
+
+
+@router.get("/runs/{run}/export", response_class=Response, summary="The run as one HTML file")
+def export(request: Request, registry: Runs, run: str) -> Response:
+    name = re.sub(r"[^\w.-]+", "_", run, flags=re.ASCII)
+    headers = {"Content-Disposition": f'attachment; filename="{name}.html"', "Cache-Control": "no-store"}
+    content = export_run(registry, run, request.app.state.static)
+    return Response(content, media_type="text/html; charset=utf-8", headers=headers)
 
 
 @router.get("/compare", response_model=models.Comparison, summary="Differences between runs")

@@ -1,0 +1,92 @@
+"""What a user keeps stays, and a run in one file shows what the server shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, expect
+from tests.pages.page_visit import Visit, visit
+
+from telescope.cli.ui import export
+
+
+def test_a_note_is_written_by_keys_and_stays(visitor: Visit):
+    page = visitor.open("first/overview", {"step": 4})
+    page.keyboard.press("n")
+    page.keyboard.type("Watch the entropy.")
+    page.keyboard.press("Control+Enter")
+    expect(page.get_by_role("complementary")).to_contain_text("step 4")
+    visitor.settle()
+    again = visitor.open("first/metrics")
+    expect(again.locator(".ruler title", has_text="step 4: Watch the entropy.")).to_have_count(1)
+    other = visitor.open("second/overview")
+    expect(other.get_by_text("Watch the entropy.")).to_have_count(0)
+
+
+def test_the_overview_keeps_the_charts_that_were_chosen(visitor: Visit):
+    page = visitor.open("first/overview")
+    page.get_by_role("button", name="Choose charts").click()
+    page.get_by_role("button", name="Take reward away").click()
+    page.get_by_role("searchbox", name="Search what can be shown").fill("grad_norm")
+    page.get_by_role("button", name="grad_norm", exact=True).click()
+    page.keyboard.press("Escape")
+    visitor.settle()
+    titles = visitor.open("second/overview").locator(".chart .name")
+    expect(titles.first).not_to_have_text("Reward")
+    expect(titles.last).to_have_text("grad_norm")
+    page.get_by_role("button", name="Choose charts").click()
+    page.get_by_role("button", name="Reset").click()
+    visitor.settle()
+
+
+def test_runs_are_filtered_by_a_setting_and_grouped_over_seeds(visitor: Visit):
+    page = visitor.open("", {"search": "algorithm=rloo", "columns": "config.algorithm,last.entropy"})
+    rows = page.locator("tbody tr:not([aria-hidden])")
+    expect(rows).to_have_count(1)
+    expect(rows).to_contain_text("second")
+    expect(rows).to_contain_text("0.935")
+    page = visitor.open("", {"group": "config.model", "columns": "last.entropy"})
+    expect(rows).to_have_count(1)
+    expect(rows).to_contain_text("model tiny 2 runs")
+    page.get_by_role("button", name="model tiny").click()
+    expect(rows).to_have_count(3)
+
+
+def test_chosen_runs_are_compared(visitor: Visit):
+    page = visitor.open("")
+    page.keyboard.press("j")
+    page.keyboard.press("x")
+    page.keyboard.press("j")
+    page.keyboard.press("x")
+    page.keyboard.press("d")
+    row = page.locator("tr", has_text="algorithm")
+    expect(row).to_contain_text("grpo")
+    expect(row).to_contain_text("rloo")
+    page.get_by_role("link", name="compare files").click()
+    changed = page.get_by_role("region", name="Changes of sources/train.py")
+    expect(changed).to_contain_text("algorithm = 'grpo'")
+    expect(changed).to_contain_text("algorithm = 'rloo'")
+
+
+def test_a_run_in_one_file_opens_without_a_server(browser: Browser, runs: Path, tmp_path: Path):
+    export(runs / "first", tmp_path / "run.html")
+    with visit(browser, "") as opened:
+        page = opened.page
+        page.goto((tmp_path / "run.html").as_uri())
+        expect(page.get_by_role("banner")).to_contain_text("exported")
+        expect(page.get_by_label("Health")).to_contain_text("Entropy")
+        for title, text in {"Metrics": "entropy", "Answers": "the answer_", "Evals": "math"}.items():
+            page.get_by_role("navigation", name="Pages").get_by_role("link", name=title).click()
+            expect(page.locator("main")).to_contain_text(text)
+        assert opened.problems == []
+        assert {url.split(":")[0] for url in opened.requested} <= {"file", "blob", "data"}
+
+
+@pytest.mark.parametrize("page", ["overview", "metrics", "answers", "evals"])
+def test_a_page_of_the_file_fits_a_phone(browser: Browser, runs: Path, tmp_path: Path, page: str):
+    export(runs / "first", tmp_path / "run.html")
+    with visit(browser, "", viewport={"width": 390, "height": 844}) as opened:
+        opened.page.goto(f"{(tmp_path / 'run.html').as_uri()}#/first/{page}")
+        expect(opened.page.locator("main > *").first).to_be_visible()
+        assert opened.page.evaluate("() => document.documentElement.scrollWidth") <= 390
