@@ -64,10 +64,10 @@ class TableWriter:
         self.num_rows = max([listing.end, *(first + 1 for first, path in tails if path in listing.damaged)])
         """Rows of the table."""
         self._num_rows_in_blocks = min([self.num_rows, *(first for first, _ in tails)])
-        self.num_tails, self.num_tail_bytes, self.tails_began = 0, 0, 0.0
-        """Tails and their bytes, and when the first of them began (`time.monotonic()`)."""
-        if tails:
-            self.close_block()
+        self.num_tails = len(tails)
+        self.num_tail_bytes = sum(path.stat().st_size for _, path in tails)
+        self.tails_began = time.monotonic()
+        """When the first tail began."""
 
     @property
     def num_tail_rows(self) -> int:

@@ -132,8 +132,8 @@ OPERATIONS = st.one_of(
 FAILURES = st.one_of(st.none(), *[st.tuples(st.integers(0, 5), st.just(kind)) for kind in (Killed, OSError)])
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
-@given(st.lists(st.tuples(OPERATIONS, FAILURES), min_size=5, max_size=25))
+@settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.tuples(OPERATIONS, FAILURES), min_size=5, max_size=20))
 def test_a_reader_sees_each_row_once_whenever_the_writer_is_killed_or_its_disk_fails(tmp_path_factory, history):
     machine = Machine(tmp_path_factory.mktemp("run"))
     with patch.object(compact_module, "GRACE_SECONDS", 0.0):
