@@ -47,7 +47,7 @@ BLOCK_BYTES = 32 * 2**20
 MAX_TAILS = 64
 """Tails that become a block at any time."""
 
-MAX_ROLLOUT_BLOCKS = 64
+MAX_ROLLOUT_BLOCKS = 16
 """A block of rollouts has this share of them at least, so that a long run has few files."""
 
 CLOSING_SECONDS = 1.0

@@ -132,7 +132,7 @@ class LoggingSection(Section):
     samples."""
     rollout_block_size: Count = 500
     """Block size for rollout event grouping, in rollouts: after so many samples the tails of the tables of rollouts
-    (samples, turns, groups, tokens, ...) become one Parquet file each. From 64 files on, a file has more: 1/64 of the
+    (samples, turns, groups, tokens, ...) become one Parquet file each. From 16 files on, a file has more: 1/16 of the
     run's samples."""
     record_tokens: Literal["none", "all"] | Annotated[int, Field(ge=0, le=65_536)] = 8
     """Samples per step whose tokens are recorded in the table `tokens`: id, logprobs of engine and trainer, entropy,
