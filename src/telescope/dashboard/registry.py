@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import yaml
 
-from telescope.dashboard.fields import values_of
+from telescope.dashboard.fields import experiment, values_of
 from telescope.dashboard.remote import RunCopy, WandbRuns
 from telescope.dashboard.store import NotFoundError, RunStore
 from telescope.errors import UserError
@@ -53,6 +53,7 @@ class Listing:
     config: dict[str, Any]
     max_step: int | None
     rewards: list[float | None]
+    experiment: str
 
 
 class Registry:
@@ -152,7 +153,8 @@ class Registry:
             return known[1]
         config, _ = config_of(run)
         steps = run.table("steps", columns=["step", "reward_mean"]).sort_by("step")
-        listing = Listing(run.summary(), config, pc.max(steps["step"]).as_py(), _line(steps["reward_mean"]))
+        newest, line = pc.max(steps["step"]).as_py(), _line(steps["reward_mean"])
+        listing = Listing(run.summary(steps), config, newest, line, experiment(config))
         self._listings[run_id] = (state, listing)
         return listing
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from telescope.dashboard.fields import BOOKKEEPING, experiment, known_fields
+from telescope.dashboard.fields import BOOKKEEPING, known_fields
 from telescope.dashboard.registry import Listing, Registry, config_of, json_object
 from telescope.dashboard.remote import RunCopy
 from telescope.dashboard.steps import StepMetrics
@@ -60,7 +60,7 @@ def run_row(run_id: str, listing: Listing, copy: RunCopy | None) -> dict[str, An
         ],
         "max_step": listing.max_step,
         "rewards": listing.rewards,
-        "experiment": experiment(config),
+        "experiment": listing.experiment,
         "fields": {},
         "remote": None if copy is None else asdict(copy.state),
         **({} if copy is None else copy.numbers()),

@@ -167,7 +167,8 @@ class Run:
 
     def cutoffs(self) -> dict[int, int]:
         """Returns the first superseded step per attempt, see `superseded`."""
-        first_steps = {row["attempt"]: row["first_step"] for row in self.attempts() if row["attempt"] is not None}
+        attempts = self.table("attempts", columns=["attempt", "first_step"], all_attempts=True).to_pylist()
+        first_steps = {row["attempt"]: row["first_step"] for row in attempts if row["attempt"] is not None}
         if len(first_steps) < 2:
             return {}
         if None in first_steps.values():
@@ -183,10 +184,10 @@ class Run:
 
         return Database([self]).execute(query)
 
-    def summary(self) -> RunSummary:
-        """Summarizes the run. Reads `run.json`, `summary.json` and two columns of `steps`."""
+    def summary(self, steps: pa.Table | None = None) -> RunSummary:
+        """Summarizes the run. Reads `run.json`, `summary.json`, and two columns of `steps` unless they are given."""
         info = self.info
-        steps = self.table("steps", columns=["step", "reward_mean"]).sort_by("step")
+        steps = (self.table("steps", columns=["step", "reward_mean"]) if steps is None else steps).sort_by("step")
         rewards = [value for value in steps["reward_mean"].to_pylist() if value is not None]
         status = status_now(self.files.run_dir, info)
         result = self.result
