@@ -278,6 +278,16 @@ export interface InFlight {
   started_at: Value;
 }
 
+/** A note that an environment attached to a sample. */
+export interface Info {
+  attempt: number;
+  sample_id: string;
+  number: number;
+  turn: Value;
+  key: string;
+  value: string | null;
+}
+
 /** A log line. `row` is its place in the table, the cursor of `since` and `before`. */
 export interface LogLine {
   row: number;
@@ -410,11 +420,82 @@ export interface Runs {
 export interface Sample {
   attempt: number;
   sample_id: string;
+  group_id: number;
+  sample_index: number;
+  environment: string;
+  status: string;
+  reason: string | null;
+  step: number;
+  reward: Value;
+  advantage: Value;
+  metrics: Record<string, Value>;
+  tags: Record<string, string>;
+  stop_reason: string | null;
+  num_turns: Value;
+  prompt_tokens: Value;
+  completion_tokens: Value;
+  start_version: Value;
+  end_version: Value;
+  age: Value;
+  server: Value;
+  lane: Value;
+  started_at: Value;
+  generated_at: Value;
+  finished_at: Value;
+  failure_kind: string | null;
+  eval_name: string | null;
+  penalty: Value;
+  environment_tokens: Value;
+  num_retries: Value;
+  wasted_tokens: Value;
+  total_tokens: Value;
+  prompt_text: string | null;
+  completion_text: string | null;
+  golden: Record<string, string>;
+  failure_message: string | null;
+  divergences: Record<string, Value>;
   info_turns: unknown;
-  turns: (Record<string, unknown>)[];
-  tool_calls: (Record<string, unknown>)[];
-  info: (Record<string, unknown>)[];
+  turns: Turn[];
+  tool_calls: ToolCall[];
+  info: Info[];
   spans: SampleSpan[];
+}
+
+/** A sample in a list, with the beginnings of its texts. */
+export interface SampleRow {
+  attempt: number;
+  sample_id: string;
+  group_id: number;
+  sample_index: number;
+  environment: string;
+  status: string;
+  reason: string | null;
+  step: number;
+  reward: Value;
+  advantage: Value;
+  metrics: Record<string, Value>;
+  tags: Record<string, string>;
+  stop_reason: string | null;
+  num_turns: Value;
+  prompt_tokens: Value;
+  completion_tokens: Value;
+  start_version: Value;
+  end_version: Value;
+  age: Value;
+  server: Value;
+  lane: Value;
+  started_at: Value;
+  generated_at: Value;
+  finished_at: Value;
+  failure_kind: string | null;
+  eval_name: string | null;
+  penalty: Value;
+  environment_tokens: Value;
+  num_retries: Value;
+  wasted_tokens: Value;
+  total_tokens: Value;
+  prompt: string;
+  completion: string;
 }
 
 /** An interval of a sample. */
@@ -424,10 +505,10 @@ export interface SampleSpan {
   end: number;
 }
 
-/** A page of samples with the beginnings of their texts, and counts over the whole search. */
+/** A page of samples, and counts over the whole search. */
 export interface Samples {
   total: number;
-  rows: (Record<string, unknown>)[];
+  rows: SampleRow[];
   facets: Record<string, Facet[]>;
 }
 
@@ -480,4 +561,38 @@ export interface StepColumns {
   ended_at: Value[];
   num_tokens_trained: Value[];
   metrics: Record<string, Value[]>;
+}
+
+/** A call of a tool. */
+export interface ToolCall {
+  attempt: number;
+  sample_id: string;
+  turn: Value;
+  call: number;
+  name: string;
+  arguments: string | null;
+  result: string | null;
+  error: string | null;
+  seconds: Value;
+}
+
+/** A turn of a conversation, with the arrays of its tokens where they were recorded. */
+export interface Turn {
+  attempt: number;
+  sample_id: string;
+  turn: number;
+  role: string;
+  text: string;
+  num_tokens: Value;
+  started_at: Value;
+  ended_at: Value;
+  restarts: boolean | null;
+  divergence: string | null;
+  tokens?: string[] | null;
+  token_ids?: number[] | null;
+  logprobs?: Value[] | null;
+  trainer_logprobs?: Value[] | null;
+  entropies?: Value[] | null;
+  versions?: number[] | null;
+  mask?: boolean[] | null;
 }

@@ -13,8 +13,8 @@ import { useResource } from "../state/resource";
 import { useEvals, useEvalsOf, useRunId, useRunInfo, useRuns, useStatus } from "../state/run";
 import { runColor } from "../state/theme";
 import { setParams, useOthers, useParam } from "../state/url";
-import type { EvalRow } from "../types";
-import { BLOCKS, blockOf, curveOf, difference, type EvalSample, type Item, joinItems, passCurve, slicesOf } from "./evals/items";
+import type { EvalRow, EvalSample } from "../types";
+import { BLOCKS, blockOf, curveOf, difference, type Item, joinItems, passCurve, slicesOf } from "./evals/items";
 import { ItemPane } from "./evals/ItemPane";
 import "./evals.css";
 

@@ -1,21 +1,8 @@
 /** Series of gauges, for Timeline and Infra. */
 
-import type { Value } from "../types";
+import type { GaugeSeries, Value } from "../types";
 
-/** One series: the gauge of one GPU, server, rank or machine. Buckets hold the smallest, mean and largest reading. */
-export interface GaugeSeries {
-  name: string;
-  component: string;
-  node: string | null;
-  gpu: number | null;
-  rank: number | null;
-  server: number | null;
-  labels: Record<string, string>;
-  time: number[];
-  min: Value[];
-  mean: Value[];
-  max: Value[];
-}
+export type { GaugeSeries };
 
 /** Returns a counter's growth per second between its readings; a restart of its process gives a gap. */
 export function rate(series: GaugeSeries): GaugeSeries {

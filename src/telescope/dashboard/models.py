@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 Number = float | None
 
@@ -368,12 +368,102 @@ class Facet(BaseModel):
     count: int
 
 
+class SampleNumbers(BaseModel):
+    """What every answer about a sample has: its row of the table `samples`, without texts."""
+
+    attempt: int
+    sample_id: str
+    group_id: int
+    sample_index: int
+    environment: str
+    status: str
+    reason: str | None
+    step: int
+    reward: Number
+    advantage: Number
+    metrics: dict[str, Number]
+    tags: dict[str, str]
+    stop_reason: str | None
+    num_turns: int | None
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    start_version: int | None
+    end_version: int | None
+    age: int | None
+    server: int | None
+    lane: int | None
+    started_at: Number
+    generated_at: Number
+    finished_at: Number
+    failure_kind: str | None
+    eval_name: str | None
+    penalty: Number
+    environment_tokens: int | None
+    num_retries: int | None
+    wasted_tokens: int | None
+    total_tokens: int | None
+
+
+class SampleRow(SampleNumbers):
+    """A sample in a list, with the beginnings of its texts."""
+
+    prompt: str
+    completion: str
+
+
 class Samples(BaseModel):
-    """A page of samples with the beginnings of their texts, and counts over the whole search."""
+    """A page of samples, and counts over the whole search."""
 
     total: int
-    rows: list[dict[str, Any]]
+    rows: list[SampleRow]
     facets: dict[str, list[Facet]]
+
+
+class Turn(BaseModel):
+    """A turn of a conversation, with the arrays of its tokens where they were recorded."""
+
+    attempt: int
+    sample_id: str
+    turn: int
+    role: str
+    text: str
+    num_tokens: int | None
+    started_at: Number
+    ended_at: Number
+    restarts: bool | None
+    divergence: str | None
+    tokens: list[str] | None = None
+    token_ids: list[int] | None = None
+    logprobs: list[Number] | None = None
+    trainer_logprobs: list[Number] | None = None
+    entropies: list[Number] | None = None
+    versions: list[int] | None = None
+    mask: list[bool] | None = None
+
+
+class ToolCall(BaseModel):
+    """A call of a tool."""
+
+    attempt: int
+    sample_id: str
+    turn: int | None
+    call: int
+    name: str
+    arguments: str | None
+    result: str | None
+    error: str | None
+    seconds: Number
+
+
+class Info(BaseModel):
+    """A note that an environment attached to a sample."""
+
+    attempt: int
+    sample_id: str
+    number: int
+    turn: int | None
+    key: str
+    value: str | None
 
 
 class SampleSpan(BaseModel):
@@ -384,17 +474,18 @@ class SampleSpan(BaseModel):
     end: float
 
 
-class Sample(BaseModel):
+class Sample(SampleNumbers):
     """Everything about a sample: its row of the table `samples`, and the rows of other tables that belong to it."""
 
-    model_config = ConfigDict(extra="allow")
-
-    attempt: int
-    sample_id: str
+    prompt_text: str | None
+    completion_text: str | None
+    golden: dict[str, str]
+    failure_message: str | None
+    divergences: dict[str, Number]
     info_turns: Any
-    turns: list[dict[str, Any]]
-    tool_calls: list[dict[str, Any]]
-    info: list[dict[str, Any]]
+    turns: list[Turn]
+    tool_calls: list[ToolCall]
+    info: list[Info]
     spans: list[SampleSpan]
 
 

@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
-import type { EvalRow } from "../../types";
-import { blockOf, curveOf, difference, type EvalSample, joinItems, passCurve, slicesOf } from "./items";
+import type { EvalRow, EvalSample } from "../../types";
+import { blockOf, curveOf, difference, joinItems, passCurve, slicesOf } from "./items";
 
 const sample = (item: number, score: number | null, completion = 0, tags = {}): EvalSample => ({
   attempt: 1,
@@ -8,6 +8,10 @@ const sample = (item: number, score: number | null, completion = 0, tags = {}): 
   item,
   completion,
   score,
+  step: 0,
+  stop_reason: "stop",
+  completion_tokens: 1,
+  golden: {},
   prompt: "",
   answer: "",
   tags,

@@ -1,19 +1,7 @@
 /** Items that two evals share: blocks, paired difference, pass@k, slices. */
 
 import { passAtK } from "../../charts/math";
-import type { EvalRow, Value } from "../../types";
-
-export interface EvalSample {
-  attempt: number;
-  sample_id: string;
-  item: number;
-  completion: number;
-  score: Value;
-  prompt: string;
-  answer: string;
-  golden?: Record<string, string>;
-  tags?: Record<string, string>;
-}
+import type { EvalRow, EvalSample, Value } from "../../types";
 
 /** An item with the answers of one eval; `score` is the mean over those that were scored. */
 export interface Answered {

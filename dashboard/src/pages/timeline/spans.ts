@@ -1,21 +1,9 @@
 /** Spans as the API sends them, and the lanes that they lie in. */
 
-export interface SpanColumns {
-  component: string[];
-  name: string[];
-  rank: (number | null)[];
-  server: (number | null)[];
-  lane: (number | null)[];
-  step: (number | null)[];
-  micro_batch: (number | null)[];
-  sample_id: (string | null)[];
-  start: number[];
-  end: number[];
-  attempt?: (number | null)[];
-  /** Spans that a row stands for, where the server merged them. */
-  count?: number[];
-  merged?: boolean;
-}
+import type { Spans } from "../../types";
+
+/** Spans as columns; what a test leaves out is as if nothing was merged. */
+export type SpanColumns = Omit<Spans, "attempt" | "count" | "merged"> & Partial<Spans>;
 
 export const KINDS = [
   "queue", "prefill", "decode", "environment", "reward", "request",
