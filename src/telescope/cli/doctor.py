@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -42,6 +41,7 @@ from telescope.config.schema import TelescopeConfig
 from telescope.errors import UserError
 from telescope.inference.vllm import support
 from telescope.trackers.wandb import has_credentials
+from telescope.utils.packages import is_installed
 from telescope.utils.process import describe_exit
 
 GIB = 1 << 30
@@ -204,7 +204,7 @@ print(json.dumps({
 
 def ask_torch() -> dict[str, object]:
     """Facts about torch, read in a separate process. `{"error": ...}` if it cannot be imported."""
-    if importlib.util.find_spec("torch") is None:
+    if not is_installed("torch"):
         return {"error": "not installed"}
     command = [sys.executable, "-c", _TORCH_QUESTION]
     try:

@@ -26,7 +26,7 @@ from telescope.config.plan import ClusterResources, PlacementError, gpus_needed,
 from telescope.config.remarks import remarks_on_place
 from telescope.config.sections.general import client_address_problem
 from telescope.errors import ConfigError, UserError
-from telescope.trackers.base import is_installed
+from telescope.utils.packages import is_installed
 from telescope.utils.text import pluralize
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def why_elsewhere(config: TelescopeConfig) -> str | None:
 
 def check_packages(_: TelescopeConfig) -> None:
     """Checks that the packages that train are installed, which a bare `telescope` lacks."""
-    missing = [name for name in TRAINING_PACKAGES if importlib.util.find_spec(name) is None]
+    missing = [name for name in TRAINING_PACKAGES if not is_installed(name)]
     if missing:
         raise ConfigError(
             f"Training needs packages that are not installed: {', '.join(missing)}. Install them with `make setup` in "

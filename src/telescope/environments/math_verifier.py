@@ -10,7 +10,6 @@ The child reads lines of JSON, `[expected, answer]`, and writes `true` or `false
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import logging
 import os
@@ -24,6 +23,7 @@ import time
 from typing import IO, Any
 
 from telescope.errors import InfrastructureError, UserError
+from telescope.utils.packages import is_installed
 
 MAX_CHARACTERS = 1_000
 """Longest answer that is compared."""
@@ -110,7 +110,7 @@ class _Checker:
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
             return self._process
-        if importlib.util.find_spec("math_verify") is None:
+        if not is_installed("math_verify"):
             raise UserError("Comparing math answers needs math-verify. Install it with: pip install math-verify")
         self._process = process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, json.dumps(sys.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE

@@ -1,13 +1,12 @@
 """What a tracker is: where a run's numbers go besides its record.
 
-Configuration imports this module, and so it imports nothing heavy. Trackers run in the process of `process`, each in a
-thread of its own: a tracker may block or raise, and its numbers are then missing there and nowhere else.
+Trackers run in the process of `process`, each in a thread of its own: a tracker may block or raise, and its numbers are
+then missing there and nowhere else.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -74,9 +73,3 @@ def start_tracker(name: str, run: TrackedRun, report: Report) -> Tracker:
     module = importlib.import_module(f"telescope.trackers.{name}")
     tracker: Tracker = module.start(run, report)
     return tracker
-
-
-def is_installed(name: str) -> bool:
-    """Returns whether the package of a tracker is installed. W&B's own folder `wandb/` is not the package."""
-    spec = importlib.util.find_spec(name)
-    return spec is not None and spec.origin is not None

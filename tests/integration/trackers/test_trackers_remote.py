@@ -134,6 +134,7 @@ def test_a_live_run_follows_and_only_changed_files_are_downloaded(server, record
         until(lambda: read.table("steps").num_rows == 5 and read.table("samples").num_rows == 5)
         tables = {Path(name).parent.name for name in downloads(server) if name.startswith("tables/")}
         assert tables == {"steps", "samples"}
+        until(lambda: phases)
         assert phases == {"synced"}, "the page does not flicker"
         recorder.close()  # tails become blocks
         upload(stored, recorder.files.run_dir)
