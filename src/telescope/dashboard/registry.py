@@ -125,6 +125,10 @@ class Registry:
         for run_id, store in self.stores().items():
             try:
                 rows.append((run_id, self._listing(run_id, store.run)))
+                if store.run.info is None and store.run.files.run_json.exists():
+                    problem = "run.json cannot be read, so the status is unknown"
+                    with self._lock:
+                        self._problems[store.run.files.run_dir] = problem
             except (OSError, UserError, ValueError) as error:
                 with self._lock:
                     self._problems[store.run.files.run_dir] = str(error)
@@ -178,7 +182,12 @@ class Registry:
                 number = 2
                 while name in found:
                     name, number = f"{base}{SEPARATOR}{number}", number + 1
-                found[name] = known.get(path) or RunStore(run)
+                store = known.get(path)
+                if store is not None and store.run.has_repaired_files:
+                    store.close()
+                    self._listings.pop(name, None)
+                    store = None
+                found[name] = store or RunStore(run)
         self._stores, self._problems = found, problems
 
 

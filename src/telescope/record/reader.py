@@ -9,6 +9,7 @@ same prefix or a longer one. Steps that a later attempt superseded are hidden by
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
@@ -83,7 +84,7 @@ class Run:
     def __init__(self, run_dir: str | os.PathLike[str], label: str | None = None) -> None:
         self.files = RunFiles(run_dir)
         self.label = label or self.files.run_dir.resolve().name
-        self._unreadable: set[Path] = set()
+        self._unreadable: dict[Path, tuple[int, int] | None] = {}
         try:
             str(self.files.run_dir).encode()
         except UnicodeEncodeError:
@@ -227,7 +228,11 @@ class Run:
 
         Warns of lost and damaged ones and leaves them out.
         """
-        listing = list_files(self.files.table(name), cursor)
+        try:
+            listing = list_files(self.files.table(name), cursor)
+        except PermissionError as error:
+            self._warn_once(self.files.table(name), f"table {name} cannot be read: {error}")
+            return []
         for first, end in listing.gaps:
             self._warn_once(
                 self.files.table(name) / str(first), f"rows {first} to {end} of table {name} are missing from disk"
@@ -238,7 +243,10 @@ class Run:
 
     def num_rows(self, name: str) -> int:
         """Returns the number of rows of a table, superseded and lost ones included."""
-        return list_files(self.files.table(name), AFTER_ALL_ROWS).end
+        try:
+            return list_files(self.files.table(name), AFTER_ALL_ROWS).end
+        except PermissionError:
+            return 0  # `table_files` warns
 
     def _read(self, name: str, cursor: int, columns: list[str]) -> tuple[pa.Table, int]:
         schema = pa.schema([field for field in _definition(name).schema if field.name in columns])
@@ -271,20 +279,25 @@ class Run:
         """Lost or damaged files of tables that reads of this object have found."""
         return len(self._unreadable)
 
+    @property
+    def has_repaired_files(self) -> bool:
+        """Returns whether a file that could not be read has changed since: the run is being copied here."""
+        return any(_signature(path) != seen for path, seen in self._unreadable.items())
+
     def exclude(self, path: Path) -> None:
-        """Excludes a damaged file from reads and warns of it."""
+        """Excludes a damaged file, or one that may not be read, and warns of it."""
         match = BLOCK_NAME.match(path.name)
         rows = f"rows {int(match[1])} to {int(match[2])}" if match else "the rows"
-        self._warn_once(path, f"{path} is damaged: {rows} of its table are lost")
+        self._warn_once(path, f"{path} is damaged or may not be read: {rows} of its table are missing")
 
     def _warn_once(self, what: Path, message: str) -> None:
         if what not in self._unreadable:
-            self._unreadable.add(what)
+            self._unreadable[what] = _signature(what)
             logger.warning("record: %s", message)
 
 
 def is_run(directory: Path) -> bool:
-    """Returns whether a directory is a run directory."""
+    """Returns whether a directory is a run directory. Raises `PermissionError`."""
     files = RunFiles(directory)
     return files.run_json.is_file() or files.tables.is_dir()
 
@@ -297,8 +310,11 @@ def find_runs(root: str | os.PathLike[str]) -> list[Run]:
     top = Path(root)
     if not top.is_dir():
         raise UserError(f"{str(root)!r} is not a folder. Set --root to the folder of the runs.")
-    if is_run(top):
-        return [Run(top)]
+    try:
+        if is_run(top):
+            return [Run(top)]
+    except PermissionError as error:
+        raise UserError(f"{str(root)!r} may not be read: {error}") from None
     found: list[Run] = []
     level = [top]
     for _ in range(SEARCH_DEPTH):
@@ -310,12 +326,14 @@ def find_runs(root: str | os.PathLike[str]) -> list[Run]:
                 logger.warning("record: %s cannot be searched for runs: %s", parent, error)
                 continue
             for folder in folders:
-                if is_run(folder):
-                    try:
+                try:
+                    is_a_run = is_run(folder)
+                    if is_a_run:
                         found.append(Run(folder, label=str(folder.relative_to(top))))
-                    except UserError as error:
-                        logger.warning("record: a run is left out. %s", error)
-                elif not folder.name.startswith("."):
+                except (UserError, PermissionError) as error:
+                    logger.warning("record: a run is left out. %s", error)
+                    continue
+                if not is_a_run and not folder.name.startswith("."):
                     below.append(folder)
         level = below
     return found
@@ -363,8 +381,17 @@ def is_readable(path: Path) -> bool:
 
 
 def _is_damage(error: Exception) -> bool:
-    """Returns whether the content of the file caused the error. A system error has an errno."""
-    return not isinstance(error, OSError) or error.errno is None
+    """Returns whether this file alone caused the error: its content, its permissions, or that it is a folder."""
+    return not isinstance(error, OSError) or error.errno in (None, errno.EACCES, errno.EPERM, errno.EISDIR)
+
+
+def _signature(path: Path) -> tuple[int, int] | None:
+    """Returns what changes when a file is completed or its permissions are: time and size. None: it does not exist."""
+    try:
+        state = path.stat()
+    except OSError:
+        return None
+    return state.st_mtime_ns + state.st_ctime_ns, state.st_size
 
 
 def _latest(data: pa.Table, key: Sequence[str]) -> pa.Table:

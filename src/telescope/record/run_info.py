@@ -61,12 +61,26 @@ def write_run_json(run_dir: Path | str, info: RunInfo) -> None:
 
 
 def read_run_json(run_dir: Path | str) -> RunInfo | None:
-    """Reads `run.json`. Returns None if it cannot be read. Ignores keys of newer versions."""
+    """Reads `run.json`. Returns None if it cannot be read or has other types. Ignores keys of newer versions."""
     try:
         value = read_json(RunFiles(run_dir).run_json)
-        return RunInfo(**{f.name: value[f.name] for f in fields(RunInfo) if f.name in value})
+        info = RunInfo(**{f.name: value[f.name] for f in fields(RunInfo) if f.name in value})
     except (OSError, ValueError, TypeError):
         return None
+    return info if _has_its_types(info) else None
+
+
+def _has_its_types(info: RunInfo) -> bool:
+    """Returns whether the values that readers compute with have their types: a file may have been edited."""
+    texts, numbers = (info.run_id, info.name, info.status), (info.started_at, info.attempt)
+    maybe_numbers = (info.ended_at, info.num_steps, info.heldout_before)
+    return (
+        all(isinstance(text, str) for text in texts)
+        and all(isinstance(number, int | float) for number in numbers)
+        and all(number is None or isinstance(number, int | float) for number in maybe_numbers)
+        and isinstance(info.tags, list)
+        and isinstance(info.process, dict)
+    )
 
 
 def next_attempt(run_dir: Path | str) -> int:

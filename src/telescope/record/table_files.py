@@ -134,7 +134,7 @@ def _read_tails(directory: Path, cursor: int) -> tuple[list[TableFile], list[Pat
             continue
         try:
             rows = read_tail(path)
-        except pa.ArrowInvalid:
+        except (pa.ArrowInvalid, PermissionError, IsADirectoryError):
             damaged.append(path)
             continue
         if rows is not None:

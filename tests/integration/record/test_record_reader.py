@@ -1,8 +1,10 @@
 """Runs, attempts and queries of the reader."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,7 +14,7 @@ from telescope.errors import UserError
 from telescope.record import Recorder
 from telescope.record.compact import compact
 from telescope.record.query import Database
-from telescope.record.reader import Run, find_runs, list_runs
+from telescope.record.reader import Run, find_runs, is_run, list_runs
 from telescope.record.run_info import begin_run, end_run, next_attempt
 from telescope.record.table_files import block_name
 
@@ -172,3 +174,23 @@ def test_the_reader_imports_no_heavy_packages():
         "import telescope.record, telescope.record.logging, telescope.trackers.sink"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_what_may_not_be_read_does_not_hide_other_runs_and_tables(tmp_path, monkeypatch, caplog):
+    write_attempt(tmp_path / "run", [1, 2])
+    write_attempt(tmp_path / "secret", [1])
+
+    def refuse(path, *, names=("secret", "logs")):
+        if Path(path).name in names:
+            raise PermissionError(13, "Permission denied", str(path))
+        return names_in(path)
+
+    names_in = os.listdir
+    monkeypatch.setattr("telescope.record.table_files.os.listdir", refuse)
+    monkeypatch.setattr("telescope.record.reader.is_run", lambda path: refuse(path) is not None and is_run(path))
+    (run,) = find_runs(tmp_path)
+    assert column(run, "steps", "step") == [1, 2]
+    assert run.table("logs").num_rows == run.num_rows("logs") == 0
+    assert run.num_unreadable == 1
+    assert "a run is left out" in caplog.text
+    assert "table logs cannot be read" in caplog.text

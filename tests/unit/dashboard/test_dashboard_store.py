@@ -34,7 +34,7 @@ def test_a_list_of_runs_opens_no_database(root, monkeypatch):
 
 
 def test_a_folder_that_cannot_be_read_is_named_once(root, monkeypatch):
-    def fail(run):
+    def fail(run, steps=None):
         raise OSError("not now")
 
     monkeypatch.setattr(Run, "summary", fail)
@@ -72,6 +72,30 @@ def test_a_damaged_file_is_left_out_and_named(tmp_path):
     assert client.get("/api/runs/run/samples?search=answer").json()["total"] == 0
     assert client.get("/api/runs/run/steps").json()["step"] == [0]
     assert "cannot be read" in client.get("/api/runs").json()["problems"][0]["problem"]
+
+
+def test_a_file_that_is_completed_while_the_run_is_copied_is_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr("telescope.dashboard.registry.SEARCH_SECONDS", 0.0)
+    write_run(tmp_path / "run", "grpo")
+    (file,) = (tmp_path / "run" / "tables" / "steps").iterdir()
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    with TestClient(create_app([tmp_path]), base_url="http://localhost") as client:
+        assert client.get("/api/runs/run/steps").json()["step"] == []
+        assert client.get("/api/runs").json()["problems"]
+        file.write_bytes(content)
+        assert client.get("/api/runs").json()["problems"] == []
+        assert len(client.get("/api/runs/run/steps").json()["step"]) > 0
+
+
+def test_a_run_with_other_types_in_its_run_json_is_listed_and_named(tmp_path):
+    write_run(tmp_path / "run", "grpo")
+    path = tmp_path / "run" / "run.json"
+    path.write_text(path.read_text().replace('"attempt": ', '"attempt": "one", "was": '))
+    with TestClient(create_app([tmp_path]), base_url="http://localhost") as client:
+        answer = client.get("/api/runs").json()
+    assert [run["status"] for run in answer["runs"]] == ["unknown"]
+    assert "run.json cannot be read" in answer["problems"][0]["problem"]
 
 
 def test_an_empty_run_has_empty_pages(tmp_path):
