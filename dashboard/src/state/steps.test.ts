@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 import type { StepColumns } from "../types";
-import { column, latestMean, mergeSteps, NO_STEPS, trainedTokens, trainingSeconds } from "./steps";
+import { column, mergeSteps, NO_STEPS, trainedTokens, trainingSeconds } from "./steps";
 
 function rows(attempt: number, steps: number[], metrics: Record<string, number[]>, next: number): StepColumns {
   return {
@@ -51,9 +51,4 @@ test("training time leaves out the pause before a resume", () => {
 
 test("a metric that the run does not have is all gaps", () => {
   expect(column(rows(1, [0, 1], {}, 2), "none")).toEqual([null, null]);
-});
-
-test("the latest mean is that of the measured values among the last", () => {
-  expect(latestMean([100, 1, null, 3], 3)).toBe(2);
-  expect(latestMean([null])).toBeNull();
 });

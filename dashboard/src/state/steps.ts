@@ -138,9 +138,3 @@ export function trainedTokens(steps: StepColumns): Value[] {
 export function column(steps: StepColumns, metric: string): Value[] {
   return steps.metrics[metric] ?? steps.step.map(() => null);
 }
-
-/** Returns the mean of the last values that were measured; null without any. */
-export function latestMean(values: Value[], window = 10): Value {
-  const last = values.slice(-window).filter((value): value is number => value !== null);
-  return last.length ? last.reduce((sum, value) => sum + value, 0) / last.length : null;
-}

@@ -1,6 +1,7 @@
 import katex from "katex";
 import "katex/dist/katex.min.css";
 import { useLayoutEffect, useRef, useState } from "react";
+import { KATEX } from "./math";
 
 /** A formula, set by KaTeX into its own element: no HTML of a model is parsed. Shows the source when it is not LaTeX. */
 export default function Tex({ tex, raw, display }: { tex: string; raw: string; display: boolean }) {
@@ -9,7 +10,7 @@ export default function Tex({ tex, raw, display }: { tex: string; raw: string; d
   useLayoutEffect(() => {
     if (!box.current) return;
     try {
-      katex.render(tex, box.current, { displayMode: display, trust: false, strict: "ignore", maxExpand: 300, maxSize: 20, throwOnError: true });
+      katex.render(tex, box.current, { ...KATEX, displayMode: display });
     } catch {
       setFailed(true);
     }

@@ -31,8 +31,16 @@ test("a line of 10 MB is clipped and says by how much", () => {
   expect(hidden).toBe(10_000_000 - CLIP_CHARS);
 });
 
-test("clipping keeps surrogate pairs whole", () => {
-  expect(clip("ab😀", 3).shown).toBe("ab");
+test("a text of the limit is whole, one character more is not", () => {
+  expect(clip("abc", 3)).toEqual({ shown: "abc", hidden: 0 });
+  expect(clip("abcd", 3)).toEqual({ shown: "abc", hidden: 1 });
+  expect(clip("", 3)).toEqual({ shown: "", hidden: 0 });
+  expect(clip("abcd", Infinity)).toEqual({ shown: "abcd", hidden: 0 });
+});
+
+test("clipping keeps surrogate pairs whole, and counts what it leaves out", () => {
+  expect(clip("ab😀", 3)).toEqual({ shown: "ab", hidden: 2 });
+  expect(clip("ab😀c", 4)).toEqual({ shown: "ab😀", hidden: 1 });
 });
 
 test("matches alternate with the text between them", () => {

@@ -28,3 +28,6 @@ export function texAt(text: string): Tex | null {
 export function nextTex(text: string): number {
   return text.search(/\$|\\\(|\\\[/);
 }
+
+/** How formulas of a model are set: no links, files or classes, and a bound on macros and sizes. */
+export const KATEX = { trust: false, strict: "ignore", maxExpand: 300, maxSize: 20, throwOnError: true } as const;
