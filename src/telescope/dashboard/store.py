@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import duckdb
@@ -22,7 +21,7 @@ import pyarrow as pa
 
 from telescope.dashboard.steps import StepColumns, StepMetrics
 from telescope.errors import UserError
-from telescope.record.query import all_rows, block_rows, exclude_damaged, sql_text
+from telescope.record.query import block_rows, exclude_damaged, sql_text
 from telescope.record.reader import READ_ATTEMPTS, Run
 from telescope.record.superseded import superseded_sql
 from telescope.record.tables import TABLES
@@ -334,13 +333,22 @@ class RunStore:
     def _files(self, name: str, columns: str, where: str, cursor: int = 0) -> pa.Table:
         """Returns rows of a table from its files, superseded ones too. Starts again when a file was compacted."""
         for attempt in range(READ_ATTEMPTS):
-            files: list[tuple[Run, Path]] = []
+            found = self.run.table_files(name, cursor)
+            blocks = [file for file in found if file.rows is None]
+            tails = [file.rows for file in found if file.rows is not None]
             try:
-                with duckdb.connect(":memory:") as connection:
-                    source = all_rows(connection, self.run, name, 0, files, cursor)
+                with self._lock:
+                    connection = self._database.cursor()
+                with connection:
+                    source = block_rows(name, blocks)
+                    if tails:
+                        # Not copied: of the newest rows, only those of `where` are converted.
+                        connection.register("tails", pa.concat_tables(tails, promote_options="default"))
+                        source = f"{source} UNION ALL BY NAME FROM tails"
                     return connection.sql(f"SELECT {columns} FROM ({source}) WHERE {where}").to_arrow_table()
             except duckdb.Error:
-                damaged = exclude_damaged(files)
-                if attempt == READ_ATTEMPTS - 1 or not (damaged or not all(path.exists() for _, path in files)):
+                damaged = exclude_damaged([(self.run, block.path) for block in blocks])
+                replaced = not all(block.path.exists() for block in blocks)
+                if attempt == READ_ATTEMPTS - 1 or not (damaged or replaced):
                     raise
         raise AssertionError("the last attempt returns or raises")
