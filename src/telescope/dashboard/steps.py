@@ -31,6 +31,8 @@ class StepColumns:
         """Rows in the columns, superseded ones too. Lost files have none."""
         self._cursor = 0
         self._stats_cursor = 0
+        self._num_stats = 0
+        self._pending = False
         self._places: dict[tuple[int, int], int] = {}
         self._columns: dict[str, Array] = {}
         self._metrics: dict[str, Array] = {}
@@ -39,8 +41,11 @@ class StepColumns:
     def read(self, store: RunStore) -> None:
         """Adds the rows that are new in the record."""
         data, self._cursor = store.run.rows_since("steps", self._cursor, [*NAMES, "metrics"])
-        if not data.num_rows:
-            return
+        if data.num_rows:
+            self._add(data)
+        self._add_statistics(store)
+
+    def _add(self, data: pa.Table) -> None:
         first, self.num_rows = self.num_rows, self.num_rows + data.num_rows
         rows = np.arange(first, self.num_rows)
         for name in NAMES:
@@ -50,7 +55,6 @@ class StepColumns:
             if np.isinf(values).any():
                 self._not_finite.add(name)
         self._places |= zip(zip(*(data[name].to_pylist() for name in NAMES[:2]), strict=True), rows, strict=True)
-        self._add_statistics(store)
 
     def visible(self, since: int, cutoffs: Mapping[int, int]) -> tuple[dict[str, list[Any]], StepMetrics]:
         """Returns columns and metrics of the rows from `since` on that no later attempt superseded."""
@@ -66,8 +70,11 @@ class StepColumns:
         return shown | whole, StepMetrics(dict(self._metrics), rows[~hidden], frozenset(self._not_finite))
 
     def _add_statistics(self, store: RunStore) -> None:
-        """Adds statistics of samples. The record has those of a step before its row."""
-        store.refresh("step_stats")
+        """Adds statistics of samples. The record has those of a step before its row, at most a flush earlier."""
+        (num_rows,) = store.refresh("step_stats").values()
+        if num_rows == self._num_stats and not self._pending:
+            return
+        self._num_stats = num_rows
         found = store.columns(
             f"SELECT rowid, attempt, step, {', '.join(STATISTICS)}, "
             "CASE WHEN metric = 'reward' THEN 'reward/' || environment "
@@ -78,11 +85,14 @@ class StepColumns:
         )
         if not found.num_rows:
             return
-        steps = zip(found["attempt"].to_pylist(), found["step"].to_pylist(), strict=True)
+        steps = list(zip(found["attempt"].to_pylist(), found["step"].to_pylist(), strict=True))
         rows = np.array([self._places.get(step, -1) for step in steps])
         numbers = found["rowid"].to_numpy()
-        later = numbers[rows < 0]
-        self._stats_cursor = int(later[0] if len(later) else numbers[-1] + 1)
+        # A step before the newest one that has no row will not get one: its attempt was killed.
+        newest = max(self._places, default=(0, -1))
+        later = numbers[[row < 0 and step > newest for row, step in zip(rows, steps, strict=True)]]
+        self._pending = len(later) > 0
+        self._stats_cursor = int(later[0] if self._pending else numbers[-1] + 1)
         names = found["name"].combine_chunks().dictionary_encode()
         for index, name in enumerate(names.dictionary.to_pylist()):
             chosen = (names.indices.to_numpy() == index) & (rows >= 0)

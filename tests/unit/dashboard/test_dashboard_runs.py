@@ -98,6 +98,22 @@ def test_a_step_whose_statistics_come_later_has_them_in_the_end(tmp_path):
         assert store.steps(1)[2]["sample_metrics/wordle/correct/std"] == [0.5]
 
 
+def test_statistics_of_a_step_that_was_killed_are_not_looked_for_again(tmp_path):
+    names = {"environment": "wordle", "metric": "sample_metrics/correct", "std": 0.5}
+    metrics = {"metrics": {"sample_metrics/wordle/correct": 1.0}}
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.write("step_stats", {**names, "step": 0})
+        recorder.write("steps", {"step": 0, **metrics})
+        recorder.write("step_stats", {**names, "step": 1})
+    store = RunStore(Run(tmp_path / "run"))
+    assert store.steps()[2]["sample_metrics/wordle/correct/std"] == [0.5] and store._steps._pending
+    with Recorder(tmp_path / "run", attempt=2) as recorder:
+        recorder.write("step_stats", {**names, "step": 1, "std": 0.7})
+        recorder.write("steps", {"step": 1, **metrics})
+    assert store.steps()[2]["sample_metrics/wordle/correct/std"] == [0.5, 0.7]
+    assert not store._steps._pending
+
+
 def test_a_cursor_returns_only_later_steps(client):
     first = client.get("/api/runs/below~second/steps").json()
     assert client.get(f"/api/runs/below~second/steps?since={first['next'] - 2}").json()["step"] == [10, 11]
