@@ -49,10 +49,19 @@ test("histograms lie at the places of their steps on the axis, without supersede
   const heat = heatOf(run([0, 2], { x: [5, 70] }), given);
   expect(heat).toEqual({ x: [5, 70], low: [0, 2], high: [1, 3], counts: [[1], [3]] });
   expect(heatOf(run([0]), distribution([0], [0], [1]))).toBeNull();
+  const equal = { ...given, min: [5, 5, 5], max: [5, 6, 5], low: [4.5, 5, 4.5], high: [5.5, 6, 5.5] };
+  expect(heatOf(run([0, 1, 2]), equal)).toMatchObject({ low: [5, 5, 5], high: [5, 6, 5] });
 });
 
 test("a run without values has no line, and only the first has bands", () => {
   const runs = [run([0, 1]), run([0]), run([0, 1])];
   const lines = drawnLines(runs, (one, order) => (order === 1 ? [null] : one.steps.metrics.m), 0, [{ low: [], high: [], opacity: 1 }]);
   expect(lines.map((line) => [line.values, Boolean(line.bands)])).toEqual([[[0, 10], true], [[0, 10], false]]);
+});
+
+test("a metric that many steps lack is drawn on to its next value, with its bands", () => {
+  const band = { low: [1, null, 2], high: [5, null, 6], opacity: 1 };
+  const [line] = drawnLines([run([0, 1, 2])], () => [3, null, 4], 0.5, [band], true);
+  expect(line).toMatchObject({ x: [0, 2], raw: [3, 4], bands: [{ low: [1, 2], high: [5, 6] }] });
+  expect(line!.values[1]).toBeCloseTo((0.25 * 3 + 0.5 * 4) / 0.75);
 });

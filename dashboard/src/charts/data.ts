@@ -95,24 +95,46 @@ export function heatOf(run: DrawnRun, distribution: Distribution | undefined): H
   if (!distribution?.histogram.some((counts) => counts !== null)) return null;
   const place = new Map(run.steps.step.map((step, row) => [step, run.x[row]!]));
   const rows = distribution.step.map((_, row) => row).filter((row) => place.has(distribution.step[row]!));
-  const pick = <T>(column: T[]) => rows.map((row) => column[row]!);
-  return { x: rows.map((row) => place.get(distribution.step[row]!)!), low: pick(distribution.low), high: pick(distribution.high), counts: pick(distribution.histogram) };
+  // The bins of equal values are widened around them; those of others begin and end with the values.
+  const same = (row: number) => distribution.min[row] === distribution.max[row];
+  return {
+    x: rows.map((row) => place.get(distribution.step[row]!)!),
+    low: rows.map((row) => (same(row) ? distribution.min : distribution.low)[row]!),
+    high: rows.map((row) => (same(row) ? distribution.max : distribution.high)[row]!),
+    counts: rows.map((row) => distribution.histogram[row]!),
+  };
 }
 
 /** Returns a statistic of a distribution as a column over the run's steps. */
 export const statisticColumn = (run: DrawnRun, distribution: Distribution | undefined, statistic: Statistic): Value[] | undefined =>
   distribution && onSteps(run, distribution)(distribution[statistic]);
 
-/** Returns one line a run; runs without values have none. `valuesOf` gets a run and its order. */
-export function drawnLines(runs: DrawnRun[], valuesOf: (run: DrawnRun, order: number) => Value[] | undefined, keep: number, bands: Band[] = []): Line[] {
+/**
+ * Returns one line a run; runs without values have none. `valuesOf` gets a run and its order. A `sparse` metric is one that many
+ * steps do not have, such as those of an environment: its line goes on to the next value, where others have a gap.
+ */
+export function drawnLines(runs: DrawnRun[], valuesOf: (run: DrawnRun, order: number) => Value[] | undefined, keep: number, bands: Band[] = [], sparse = false): Line[] {
   return runs.flatMap((run, order) => {
     const values = valuesOf(run, order);
     if (!values?.some((value) => value !== null)) return [];
     const line: Line = { label: run.name, color: run.color, dash: run.dash, x: run.x, values: smooth(values, keep), width: order === 0 ? 2 : 1.5 };
     if (keep > 0) line.raw = values;
     if (order === 0 && bands.length > 0) line.bands = bands;
-    return [line];
+    return [sparse ? withoutGaps(line, values) : line];
   });
+}
+
+/** Returns a line with its measured places only. */
+function withoutGaps(line: Line, values: Value[]): Line {
+  const rows = values.map((_, row) => row).filter((row) => values[row] !== null);
+  const pick = <T>(column: T[]): T[] => rows.map((row) => column[row]!);
+  return {
+    ...line,
+    x: pick(line.x!),
+    values: pick(line.values),
+    ...(line.raw ? { raw: pick(line.raw) } : {}),
+    ...(line.bands ? { bands: line.bands.map((band) => ({ ...band, low: pick(band.low), high: pick(band.high) })) } : {}),
+  };
 }
 
 /** Returns one line a run for a step metric. */

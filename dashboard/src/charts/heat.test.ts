@@ -35,3 +35,11 @@ test("a step reaches half way to its neighbors, and a missing one leaves a gap",
 test("the axis beyond the last step is empty", () => {
   expect(rounded(heatGrid(heat([[1], [1]]), -0.5, 3.5, 4, 1, quarter))).toEqual([1, 1, 0, 0]);
 });
+
+test("a single value lies in one row, also at the ends of the axis", () => {
+  const one = (value: number) => rounded(heatGrid(heat([[7]], { low: [value], high: [value] }), -0.5, 0.5, 1, 4, quarter));
+  expect(one(0)).toEqual([1, 0, 0, 0]);
+  expect(one(4)).toEqual([0, 0, 0, 1]);
+  expect(one(2.5)).toEqual([0, 0, 1, 0]);
+  expect(one(5)).toEqual([0, 0, 0, 0]);
+});

@@ -3,7 +3,7 @@
 import type { Value } from "../types";
 import { nearest } from "./math";
 
-/** The histogram of each place on the x axis: samples in equal bins from low to high. */
+/** The histogram of each place on the x axis: samples in equal bins from low to high, which are equal for a single value. */
 export interface Heat {
   x: number[];
   low: Value[];
@@ -50,6 +50,12 @@ function addStep(grid: Float64Array, offset: number, rows: number, heat: Heat, s
   const high = heat.high[step];
   const total = counts.reduce((sum, count) => sum + count, 0);
   if (low == null || high == null || total === 0) return;
+  if (low === high) {
+    // A single value lies in one row, also at the very top.
+    const at = place(low);
+    if (at >= 0 && at <= 1) grid[offset + Math.min(rows - 1, Math.floor(at * rows))]! += weight;
+    return;
+  }
   counts.forEach((count, bin) => {
     if (count === 0) return;
     const bottom = place(low + ((high - low) * bin) / counts.length) * rows;

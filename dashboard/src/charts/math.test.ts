@@ -1,5 +1,5 @@
 import { expect, test } from "vitest";
-import { clockTicks, logTicks, nearest, passAtK, smooth, stack, stdBand, ticks, valueRange, wilson } from "./math";
+import { clockTicks, logTicks, nearest, passAtK, smooth, smoothingFor, stack, stdBand, ticks, valueRange, wilson } from "./math";
 
 test("ticks are round numbers inside the range", () => {
   expect(ticks(0, 1, 4)).toEqual([0, 0.2, 0.4, 0.6, 0.8, 1]);
@@ -34,22 +34,49 @@ test("smoothing by nothing returns the same values", () => {
   expect(smooth(values, 0)).toBe(values);
 });
 
-test("the range leaves room, and starts at zero when values come near it", () => {
-  expect(valueRange([[0.1, 1]])[0]).toBe(0);
-  expect(valueRange([[10, 11]])[0]).toBeGreaterThan(9);
-  expect(valueRange([[null]])).toEqual([0, 1]);
-  expect(valueRange([[0, 5]], { low: 0, high: 8 })).toEqual([0, 8]);
+test("a longer run is smoothed more, so that its line bends as often", () => {
+  expect([1, 100, 200, 1000].map(smoothingFor)).toEqual([expect.closeTo(0.6), expect.closeTo(0.6), expect.closeTo(0.8), expect.closeTo(0.96)]);
+  expect(smoothingFor(100_000)).toBe(0.98);
 });
 
-test("outliers can be left out of the range", () => {
-  const values = [...Array.from({ length: 99 }, (_, i) => i / 100), 1000];
-  expect(valueRange([values])[1]).toBeGreaterThan(1000);
-  expect(valueRange([values], { withoutOutliers: true })[1]).toBeLessThan(2);
+test("the range leaves 6 percent of room on both sides", () => {
+  const [low, high] = valueRange([[10, 12]]);
+  expect([low, high]).toEqual([expect.closeTo(9.88), expect.closeTo(12.12)]);
+  expect(valueRange([[-3, -1.5]])).toEqual([expect.closeTo(-3.09), expect.closeTo(-1.41)]);
 });
 
-test("a log range leaves out values that have no logarithm", () => {
-  const [low] = valueRange([[0, -1, 0.01, 10]], { log: true });
-  expect(low).toBeGreaterThan(0);
+test("an axis that nearly reaches zero starts or ends there", () => {
+  expect(valueRange([[0.39, 1]])[0]).toBe(0);
+  expect(valueRange([[0.41, 1]])[0]).toBeGreaterThan(0.3);
+  expect(valueRange([[-1, -0.39]])[1]).toBe(0);
+  expect(valueRange([[-1, 1]])).toEqual([expect.closeTo(-1.12), expect.closeTo(1.12)]);
+});
+
+test("a fixed end stays, the other follows the values of all lines", () => {
+  expect(valueRange([[0, 5], [null, 7]], { low: 0, high: 8 })).toEqual([0, 8]);
+  expect(valueRange([[2, 5], [7]], { high: 8 })[1]).toBe(8);
+  expect(valueRange([[20, 25]], { low: 0 })).toEqual([0, expect.closeTo(26.5)]);
+});
+
+test("a range without a value is a plain axis", () => {
+  expect(valueRange([[null, NaN, Infinity]])).toEqual([0, 1]);
+  expect(valueRange([[-1, 0]], { log: true })).toEqual([0.1, 1]);
+});
+
+test("outliers can be left out of the range: 2 percent on each side", () => {
+  const values = [...Array.from({ length: 99 }, (_, i) => 100 + i), 10_000];
+  expect(valueRange([values])[1]).toBeGreaterThan(10_000);
+  const [low, high] = valueRange([values], { withoutOutliers: true });
+  expect(low).toBeLessThan(102);
+  expect(high).toBeGreaterThan(197);
+  expect(high).toBeLessThan(210);
+  expect(valueRange([[1, 1000]], { withoutOutliers: true })[1]).toBeGreaterThan(1000);
+});
+
+test("a log range leaves out what has no logarithm, and room in decades", () => {
+  const [low, high] = valueRange([[0, -1, 0.01, 100]], { log: true });
+  expect(low).toBeCloseTo(0.01 / 10 ** 0.24);
+  expect(high).toBeCloseTo(100 * 10 ** 0.24);
 });
 
 test("a stack adds up, and a gap in one part is nothing", () => {

@@ -57,6 +57,11 @@ export function smooth(values: Value[], keep: number): Value[] {
   });
 }
 
+const KEEP = 0.6;
+
+/** Returns the smoothing of a line that was not chosen: up to 100 steps a little, then so that it bends as often. */
+export const smoothingFor = (steps: number): number => Math.min(0.98, 1 - (1 - KEEP) * Math.min(1, 100 / Math.max(1, steps)));
+
 /** Returns the value below which a share `q` of the sorted values lies, between neighbors. */
 function quantile(sorted: number[], q: number): number {
   if (sorted.length === 0) return NaN;

@@ -13,6 +13,9 @@ const AXIS_HEIGHT = 20;
 const TOP = 6;
 /** Charts below each other begin at the same place unless their labels are long. */
 const LEAST_LEFT = 30;
+/** With more points, a measured line is a band of its own: fainter. */
+const MANY = 300;
+const LEAST_RIGHT = 8;
 const LABEL_HEIGHT = 13;
 const FONT = '12px -apple-system, "Segoe UI", Inter, Roboto, system-ui, "Noto Sans", sans-serif';
 
@@ -117,6 +120,9 @@ export function draw(host: HTMLElement, latest: { current: ChartProps }, drawn: 
   const labelWidth = Math.max(...yTicks.map((value) => context.measureText(write(value)).width), 8);
   const left = Math.max(LEAST_LEFT, Math.ceil(labelWidth) + 8);
   const xTicks = props.xTicks ?? stepTicks;
+  const xSplits = xTicks(xRange[0], xRange[1], Math.max(2, Math.min(6, Math.floor(size.width / 75))));
+  const writeX = props.xFormat ?? String;
+  const right = Math.max(props.right ?? LEAST_RIGHT, overhang(xSplits.at(-1), xRange, size.width - left - LEAST_RIGHT, (value) => context.measureText(writeX(value)).width));
 
   const series: uPlot.Series[] = [{}];
   const bands: uPlot.Band[] = [];
@@ -128,7 +134,7 @@ export function draw(host: HTMLElement, latest: { current: ChartProps }, drawn: 
       series.push({ stroke: "transparent", points: { show: false } }, { stroke: "transparent", points: { show: false } });
       bands.push({ series: [at, at + 1], fill: faded(stroke, band.opacity) });
     }
-    if (line.raw) series.push({ stroke: faded(stroke, 0.3), width: 1, points: { show: false } });
+    if (line.raw) series.push({ stroke: faded(stroke, line.raw.length > MANY ? 0.16 : 0.3), width: 1, points: { show: false } });
     const at = series.length;
     series.push({
       stroke: line.area ? "transparent" : stroke,
@@ -146,7 +152,7 @@ export function draw(host: HTMLElement, latest: { current: ChartProps }, drawn: 
     {
       width: size.width,
       height: size.height,
-      padding: [TOP, props.right ?? 8, 0, 0],
+      padding: [TOP, right, 0, 0],
       legend: { show: false },
       cursor: {
         x: false,
@@ -167,8 +173,8 @@ export function draw(host: HTMLElement, latest: { current: ChartProps }, drawn: 
           grid: { show: false },
           ticks: { stroke: color("--line2"), width: 1, size: 4 },
           border: { show: true, stroke: color("--line2"), width: 1 },
-          splits: () => xTicks(xRange[0], xRange[1], Math.max(2, Math.min(6, Math.floor(size.width / 75)))),
-          values: (_, splits) => splits.map((value) => (props.xFormat ?? String)(value)),
+          splits: () => xSplits,
+          values: (_, splits) => splits.map((value) => writeX(value)),
         },
         {
           size: left,
@@ -199,6 +205,13 @@ export function draw(host: HTMLElement, latest: { current: ChartProps }, drawn: 
     drawn.data,
     host,
   );
+}
+
+/** Returns the pixels right of the plot that the half of the last label needs. */
+export function overhang(last: number | undefined, [low, high]: [number, number], width: number, widthOf: (value: number) => number): number {
+  if (last === undefined) return 0;
+  const from = ((high - last) / (high - low)) * width;
+  return Math.ceil(widthOf(last) / 2 - from) + 1;
 }
 
 const CELL_HEIGHT = 5;

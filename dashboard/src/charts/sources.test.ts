@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 import type { Environment } from "../types";
-import { ALL_SAMPLES, declaredRange, sourceOf, statisticOf } from "./sources";
+import { ALL_SAMPLES, declaredRange, isSparse, sourceOf, statisticOf } from "./sources";
 
 const known = (name: string) => name === "environment/wordle/entropy";
 const wordle = { environment: "wordle", tag: "" };
@@ -59,4 +59,9 @@ test("rewards of several environments have a range when all declare one", () => 
   const both = [environment("a", [0, 1]), environment("b", [-1, null])];
   expect(declaredRange("reward/total/mean", ALL_SAMPLES, both)).toEqual({ low: -1 });
   expect(declaredRange("reward/total/mean", { environment: "a", tag: "" }, both)).toEqual({ low: 0, high: 1 });
+});
+
+test("metrics of an environment, an age or a fate may be missing in a step, others are gaps", () => {
+  for (const name of ["sample_metrics/a/correct", "reward/a/mean", "environment/a/entropy", "staleness/age_2/entropy", "discarded/max_async/tokens_mean"]) expect(isSparse(name), name).toBe(true);
+  for (const name of ["reward/total/mean", "grad_norm", "staleness/steps/mean", "timing_step_total"]) expect(isSparse(name), name).toBe(false);
 });

@@ -53,6 +53,9 @@ export function statisticOf(name: string): SampleStatistic | null {
   return reward && !NOT_ENVIRONMENTS.includes(reward[1]!) ? { metric: "reward", environment: reward[1]!, statistic } : null;
 }
 
+/** Whether steps may lack a metric because they have none of its samples or tokens: an environment's, or those of an age. */
+export const isSparse = (name: string): boolean => /^(environment|sample_metrics|staleness\/age_[^/]*|discarded|masked|cancelled|returned|retried|lost)\//.test(name) || Boolean(statisticOf(name)?.environment);
+
 export type Source =
   | { kind: "metric"; name: string; filtered: boolean }
   | ({ kind: "samples"; tag: string } & SampleStatistic);

@@ -301,6 +301,9 @@ interface SecondProps {
   samplesAfter?: EvalSample[];
 }
 
+/** Room for a label such as "10000 steps". */
+const LABEL_PX = 88;
+
 /** pass@k where items have several answers, else the other metrics of the eval. */
 function Second({ curve, before, after, samplesBefore, samplesAfter }: SecondProps) {
   const several = (after?.num_completions ?? 1) > 1;
@@ -318,7 +321,7 @@ function Second({ curve, before, after, samplesBefore, samplesAfter }: SecondPro
   }, [curve]);
   const x = useMemo(() => (several ? (pass.at(-1)?.x ?? []) : curve.map((row) => row.version)), [several, pass, curve]);
   if (several)
-    return <Chart title="pass@k" unit="k answers an item" axis="k" x={x} lines={pass} low={0} high={1} right={64} format={(value) => percent(value)} tickFormat={wholePercent} xFormat={(at) => String(2 ** at)} />;
+    return <Chart title="pass@k" unit="k answers an item" axis="k" x={x} lines={pass} low={0} high={1} right={LABEL_PX} format={(value) => percent(value)} tickFormat={wholePercent} xFormat={(at) => String(2 ** at)} />;
   if (metrics.length === 0) return null;
   return <Chart title="Other metrics" unit={metrics.map((line) => line.label).join(", ")} axis="version" x={x} lines={metrics} low={0} right={72} />;
 }

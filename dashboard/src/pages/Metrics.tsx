@@ -2,7 +2,7 @@
 
 import { useMemo, useState } from "react";
 import { axisEnd, type BandKind, clock, type DrawnRun, useDrawnRuns, type XAxis } from "../charts/data";
-import { clockTicks, nearest, ticks } from "../charts/math";
+import { clockTicks, nearest, smoothingFor, ticks } from "../charts/math";
 import { sourceOf } from "../charts/sources";
 import { number } from "../format";
 import { Failure, Quiet } from "../shell/App";
@@ -40,7 +40,7 @@ function Loaded({ runs, axis, environments, planned }: { runs: DrawnRun[]; axis:
   const filter = { environment, tag };
   const measured = useMemo(() => [...new Set(runs.flatMap((run) => Object.keys(run.steps.metrics).filter((name) => run.steps.metrics[name]!.some((value) => value !== null))))], [runs]);
   const names = useMemo(() => measured.filter((name) => sourceOf(name, filter, () => false) !== null), [measured, environment, tag]);
-  const [smoothing] = useParam("smooth", "0.6");
+  const [smoothing] = useParam("smooth");
   const [band] = useParam("band", "percentiles");
   const [log, setLog] = useParam("log");
   const [trim] = useParam("trim");
@@ -49,7 +49,7 @@ function Loaded({ runs, axis, environments, planned }: { runs: DrawnRun[]; axis:
   const [focus, setFocus] = useParam("metric");
   const [range, setRange] = useRange();
   const { layout, edited, choose, change } = useLayout(names);
-  const keep = Math.min(0.99, Math.max(0, Number(smoothing) || 0));
+  const keep = smoothing === "" ? smoothingFor(first.steps.step.length) : Math.min(0.99, Math.max(0, Number(smoothing) || 0));
 
   const xs = first.x;
   const zoom = useMemo(() => {

@@ -91,8 +91,8 @@ export function ItemPane({ items, current, before, after, choose }: ItemPaneProp
   );
 }
 
-/** An answer without the marks of its template. */
-const clean = (text: string): string => text.replace(/<\|[a-z_]+\|>/g, "").replace(/<\/?answer>/g, "").trim();
+/** An answer without its thinking and the marks of its template. Thinking without an end is all there is. */
+const clean = (text: string): string => text.replace(/^[\s\S]*<\/think>/, "").replace(/<\|[a-z_]+\|>/g, "").replace(/<\/?(answer|think)>/g, "").trim();
 
 function Short({ answered }: { answered: Answered }) {
   const text = clean(answered.answers[0]?.answer ?? "");

@@ -4,6 +4,7 @@ import { useVirtualizer } from "@tanstack/react-virtual";
 import { useMemo, useRef, useState } from "react";
 import type { DrawnRun } from "../../charts/data";
 import { lastRow } from "../../charts/math";
+import { isSparse } from "../../charts/sources";
 import { Spark } from "../../charts/Spark";
 import { count, number } from "../../format";
 import { useParam } from "../../state/url";
@@ -85,7 +86,7 @@ export function MetricTree({ run, names, shown, toggle, open, opened, close }: M
                 <button className="cut" style={{ paddingLeft: row.depth === 2 ? 12 : 0 }} onClick={() => open(row.name)}>
                   <Middle text={row.label} />
                 </button>
-                <Spark values={values} height={14} keep={0.5} raw={false} color="var(--ink2)" />
+                <Spark values={isSparse(row.name) ? values.filter((value) => value !== null) : values} height={14} keep={0.5} raw={false} color="var(--ink2)" />
                 <span className="r d">{number(last < 0 ? null : values[last])}</span>
               </div>
             );

@@ -32,7 +32,7 @@ interface ToolbarProps {
 
 export function Toolbar({ run, environments, keep, openTree, children }: ToolbarProps) {
   const [axis, setAxis] = useParam("axis", "step");
-  const [, setSmoothing] = useParam("smooth", "0.6");
+  const [, setSmoothing] = useParam("smooth");
   const [band, setBand] = useParam("band", "percentiles");
   return (
     <div className="toolbar">
@@ -49,7 +49,7 @@ export function Toolbar({ run, environments, keep, openTree, children }: Toolbar
       </span>
       <label className="smooth">
         Smooth
-        <input type="range" min={0} max={0.98} step={0.02} value={keep} onChange={(event) => setSmoothing(event.target.value, true)} />
+        <input type="range" min={0} max={0.99} step={0.01} value={keep} title="A double click chooses it by the length of the run" onDoubleClick={() => setSmoothing(null)} onChange={(event) => setSmoothing(event.target.value, true)} />
         <b>{keep.toFixed(2)}</b>
       </label>
       <Choice label="Spread" title={SPREADS.find(([name]) => name === band)?.[1] ?? band} items={SPREADS.map(([name, title]) => ({ title, run: () => setBand(name) }))} />

@@ -5,7 +5,7 @@ import { address, runPath } from "../../api";
 import type { Line } from "../../charts/Chart";
 import { type BandKind, bandsOf, type DrawnRun, drawnLines, heatOf, isTwoValued, statisticColumn, type XAxis } from "../../charts/data";
 import type { Heat } from "../../charts/heat";
-import { type DeclaredRange, declaredRange, type Filter, sourceOf, statisticOf } from "../../charts/sources";
+import { type DeclaredRange, declaredRange, type Filter, isSparse, sourceOf, statisticOf } from "../../charts/sources";
 import { useVersions } from "../../state/live";
 import { useResources } from "../../state/resource";
 import type { Distribution, Environment, Value } from "../../types";
@@ -61,7 +61,7 @@ export function useSeries(metric: string, runs: DrawnRun[], view: View): Series 
     const heat = spread === "heat" ? heatOf(first, found[0]) : null;
     const valuesOf = (run: DrawnRun, order: number) =>
       filtered ? statisticColumn(run, found[order], statistic!.statistic) : source?.kind === "metric" ? run.steps.metrics[source.name] : undefined;
-    const lines = drawnLines(runs, valuesOf, keep, bands);
+    const lines = drawnLines(runs, valuesOf, keep, bands, isSparse(metric));
     // The color of the first run is that of the cells under it.
     if (heat && lines[0]) lines[0] = { ...lines[0], color: "--ink" };
     const two = found[0] !== undefined && (spread === "std" || spread === "percentiles") && isTwoValued(found[0]);

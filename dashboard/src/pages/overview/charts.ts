@@ -2,14 +2,12 @@
 
 import type { ChartProps, Line } from "../../charts/Chart";
 import { bandsOf, type DrawnRun, linesOf } from "../../charts/data";
-import { smooth, stack } from "../../charts/math";
+import { smooth, stack, smoothingFor } from "../../charts/math";
 import { NONE, number } from "../../format";
 import { column } from "../../state/steps";
 import type { Distribution, RunInfo, StepColumns, Value } from "../../types";
 
-/** Smoothing of up to 100 steps; longer runs have as many bends. */
-const KEEP = 0.6;
-export const keepOf = (steps: StepColumns): number => Math.min(0.98, 1 - (1 - KEEP) * Math.min(1, 100 / Math.max(1, steps.step.length)));
+export const keepOf = (steps: StepColumns): number => smoothingFor(steps.step.length);
 
 const has = (run: DrawnRun, metric: string): boolean => run.steps.metrics[metric]?.some((value) => value !== null) ?? false;
 

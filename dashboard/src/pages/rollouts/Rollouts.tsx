@@ -10,6 +10,7 @@ import { useVersion } from "../../state/live";
 import { useResource } from "../../state/resource";
 import { useRunId, useRunInfo, useStatus } from "../../state/run";
 import { column, useSteps } from "../../state/steps";
+import { useThrottled } from "../../state/throttle";
 import { setParams, usePlace, useRange, useSearchText } from "../../state/url";
 import type { Value } from "../../types";
 import { AnswerList, metricSorts, PAGE_ROWS, SORTS } from "./AnswerList";
@@ -24,6 +25,10 @@ import { rewardScale, type RewardScale } from "./squares";
 import type { Detail, Group, SamplePage, SampleRow } from "./types";
 import "../panes.css";
 import "./rollouts.css";
+
+/** How often the list of answers, or its counts alone, follows a live run. */
+const ANSWERS_MS = 3000;
+const COUNTS_MS = 15_000;
 
 const VIEW_KEYS: Shown[] = ["text", "surprise", "ratio", "entropy", "mask", "version"];
 
@@ -63,7 +68,8 @@ export function Rollouts() {
   const sort = params.sort ?? "step";
   const query = queryOf(params, range);
   const samplesPath = runPath(run, "samples");
-  const samplesVersion = useVersion(run, "samples");
+  // Below the groups of a step, only counts follow a live run.
+  const samplesVersion = useThrottled(useVersion(run, "samples"), list === "answers" ? ANSWERS_MS : COUNTS_MS);
   const page = useResource<SamplePage>(samplesPath, { ...query, offset: 0, limit: PAGE_ROWS }, samplesVersion);
   // The counts of the last answer stay while the next one is read, so that the row of facets keeps its place.
   const counts = useRef<SamplePage>(undefined);
