@@ -3,7 +3,8 @@
 Owns the queue and the process of the command. Does not own what is an alert (`telescope.health`, `RunStatus.report`,
 warnings of the log).
 
-Invariants: `add` never waits. One command runs at a time, for at most `COMMAND_SECONDS`; none outlives `close`.
+Invariants: `add` never waits. One command runs at a time, for at most `COMMAND_SECONDS`; none outlives `close`. A
+command cannot fill the disk.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 from telescope.record.files import RunFiles
 from telescope.record.recorder import Recorder
 from telescope.utils.child_guard import kill_group
-from telescope.utils.process import describe_exit, open_log
+from telescope.utils.process import describe_exit, open_log, rotate_log
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,12 @@ CLOSE_SECONDS = 10.0
 
 MOST_WAITING = 100
 """Alerts that wait for the command. More are recorded without it."""
+
+OUTPUT_BYTES = 2**20
+"""Output of one command that is kept. It cannot write after more."""
+
+LOG_BYTES = 4 * 2**20
+"""Size at which the log of the commands is moved to `.log.1`, before the next command."""
 
 LOG_NAME = "alert_command"
 VARIABLE = "TELESCOPE_ALERT_"
@@ -103,31 +110,39 @@ class AlertCommand:
         while (alert := self._queue.get()) is not None and not self._closed:
             try:
                 self._run_once(alert)
-            except OSError as error:
+            except (OSError, ValueError) as error:  # no process takes a null byte, or half of a surrogate pair
                 self._warn("failed", f"alert_command cannot be started: {error}")
 
     def _run_once(self, alert: Mapping[str, Any]) -> None:
         text = json.dumps(alert, default=str)
         values = {key: value for key, value in alert.items() if value is not None}
         environment = {f"{VARIABLE}{key.upper()}": _as_text(value) for key, value in values.items()}
-        with open_log(self._log) as log:
+        rotate_log(self._log, LOG_BYTES)
+        source, output = os.pipe()
+        # A process that left the group can hold the pipe open, so the thread may outlive the command.
+        copying = threading.Thread(target=_keep, args=(source, self._log), name="telescope-alert-output", daemon=True)
+        copying.start()
+        try:
             with self._lock:
                 if self._closed:
                     return
                 process = self._process = subprocess.Popen(
-                    self._arguments, env=os.environ | environment, stdin=subprocess.PIPE, stdout=log, stderr=log,
+                    self._arguments, env=os.environ | environment, stdin=subprocess.PIPE, stdout=output, stderr=output,
                     start_new_session=True,
                 )  # fmt: skip
-            try:
-                process.communicate(text.encode(), timeout=COMMAND_SECONDS)
-                ending = None if process.returncode == 0 else describe_exit(process.returncode)
-            except subprocess.TimeoutExpired:
-                ending = f"was killed after {COMMAND_SECONDS:g} s"
-            finally:
-                with self._lock:
-                    kill_group(process.pid)
-                    process.wait()
-                    self._process = None
+        finally:
+            os.close(output)
+        try:
+            process.communicate(text.encode(), timeout=COMMAND_SECONDS)
+            ending = None if process.returncode == 0 else describe_exit(process.returncode)
+        except subprocess.TimeoutExpired:
+            ending = f"was killed after {COMMAND_SECONDS:g} s"
+        finally:
+            with self._lock:
+                kill_group(process.pid)
+                process.wait()
+                self._process = None
+            copying.join(1.0)
         if ending is not None and not self._closed:
             self._warn("failed", f"alert_command {ending}: {shlex.join(self._arguments)}. Its output is in {self._log}")
 
@@ -136,6 +151,21 @@ class AlertCommand:
         if what not in self._warned:
             self._warned.add(what)
             logger.warning("%s", message, extra=REPORTED)
+
+
+def _keep(source: int, path: Path) -> None:
+    """Appends the first `OUTPUT_BYTES` of a pipe to the log, then closes it, which ends a command that writes on."""
+    left = OUTPUT_BYTES
+    try:
+        with open(source, "rb", buffering=0) as pipe, open_log(path) as log:
+            while left and (part := pipe.read(min(left, 2**16))):
+                log.write(part)
+                log.flush()
+                left -= len(part)
+            if not left:
+                log.write(f"\n[only {OUTPUT_BYTES} bytes are kept]\n".encode())
+    except OSError as error:
+        logger.warning("%s cannot be written (%s): its output is lost", path, error.strerror or error)
 
 
 def _as_text(value: Any) -> str:

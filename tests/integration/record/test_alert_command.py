@@ -146,6 +146,34 @@ def test_a_run_never_waits_for_the_command_and_records_what_the_queue_cannot_tak
     assert Run(tmp_path / "run").table("alerts")["step"].to_pylist() == list(range(20))
 
 
+def test_a_command_that_prints_without_end_is_ended_and_its_log_stays_small(
+    tmp_path: Path, start: Callable[..., Alerts], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(alerts_module, "LOG_BYTES", 2**20)
+    alerts = start(["sh", "-c", "yes"])
+    for _ in range(3):
+        alerts.add(ROW)
+    alerts.close()
+    log = RunFiles(tmp_path / "run").log("alert_command")
+    kept = [path.stat().st_size for path in log.parent.glob("alert_command*")]
+    assert max(kept) > 2**20 and sum(kept) < 3 * 2**20
+    assert log.read_text().endswith("bytes are kept]\n")
+    assert "alert_command" in caplog.text
+
+
+@pytest.mark.parametrize("command", [["true"], ["echo", "\0"]])
+def test_text_that_no_process_takes_is_one_warning_and_the_next_alert_runs(
+    command: list[str], start: Callable[..., Alerts], caplog: pytest.LogCaptureFixture
+) -> None:
+    alerts = start(command)
+    assert alerts._command is not None
+    for message in ("half \ud800", "fine", "half \udbff"):
+        alerts._command.put({**ROW, "message": message})
+    alerts.close()
+    assert caplog.text.count("alert_command cannot be started") == 1
+    assert alerts._command._queue.empty()
+
+
 def has_ended(pid: int) -> bool:
     """Whether a process has ended, also if nobody has asked for its exit code yet."""
     deadline = time.monotonic() + 10
