@@ -21,8 +21,22 @@ class RemoteCopy(BaseModel):
 
 
 def to_json(value: Any) -> bytes:
-    """Returns an answer as JSON. NaN and infinity are null; numpy's arrays and numbers are lists and numbers."""
-    return pydantic_core.to_json(value, inf_nan_mode="null", fallback=_plain)
+    """Returns an answer as JSON. NaN and infinity are null; numpy's arrays and numbers are lists and numbers.
+
+    Halves of surrogate pairs, which a name may have and UTF-8 cannot, become question marks.
+    """
+    try:
+        return pydantic_core.to_json(value, inf_nan_mode="null", fallback=_plain)
+    except (pydantic_core.PydanticSerializationError, UnicodeError):
+        return pydantic_core.to_json(_encodable(value), inf_nan_mode="null", fallback=_plain)
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(one) for key, one in value.items()}
+    return [_encodable(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _plain(value: Any) -> Any:

@@ -135,3 +135,11 @@ def test_a_kept_file_says_what_it_is(user, tmp_path):
     put(user, "notes?run=first", ["a"])
     (file,) = files(tmp_path)
     assert json.loads(file.read_text()).items() >= {"name": "notes", "value": ["a"]}.items()
+
+
+@pytest.mark.parametrize("value", ['"\\ud800"', '{"\\udfff": 1}', "NaN", "[1e999]", "-Infinity"])
+def test_what_no_answer_can_hold_is_refused_and_the_document_stays(user, value):
+    kept = put(user, "notes", "a").json()
+    body = f'{{"value": {value}, "version": "{kept["version"]}"}}'
+    answer = user.put("/api/user/notes", content=body, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, user.get("/api/user/notes").json()) == (400, kept)

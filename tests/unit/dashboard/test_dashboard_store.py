@@ -12,6 +12,7 @@ from telescope.dashboard.app import create_app
 from telescope.dashboard.store import RunStore
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
+from telescope.record.run_info import begin_run
 
 
 def client_of(root):
@@ -169,3 +170,9 @@ def test_gauges_of_new_rows_are_added_to_the_known_ones(tmp_path):
             assert recorder.flush()
             expected = [{"name": "power", "component": "gpu", "series": series}]
             assert client.get("/api/runs/run/gauges/names").json() == expected
+
+
+def test_a_name_that_is_no_unicode_does_not_hide_the_runs(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        begin_run(recorder, name="half \ud800", config_hash="c", config_json="{}", first_step=0, num_steps=1)
+    assert [row["name"] for row in client_of(tmp_path).get("/api/runs").json()["runs"]] == ["half ?"]

@@ -52,7 +52,9 @@ async def write_document(request: Request, kept: Kept, run_id: RunId, name: str)
             raise HTTPException(413, f"A document has at most {MAX_BYTES} bytes.")
     try:
         given = models.Document.model_validate(json.loads(bytes(body)))
+        # Python reads NaN and halves of surrogate pairs, which no answer can hold.
+        json.dumps(given.value, allow_nan=False, ensure_ascii=False).encode()
     except (ValueError, RecursionError, ValidationError) as error:
-        raise HTTPException(400, f"The document is not an object with value and version: {error}") from error
+        raise HTTPException(400, f"The document is not JSON, an object with value and version: {error}") from error
     written = kept.write(name, given.value, given.version, run_id)
     return JSONResponse({"value": written.value, "version": written.version})
