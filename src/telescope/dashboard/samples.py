@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -140,8 +141,11 @@ def beginnings(store: RunStore, members: Sequence[Row]) -> dict[tuple[int, str],
     steps = [row["step"] for row in members if row["step"] is not None]
     if not steps:
         return {}
-    ids = ", ".join(str(group) for group in {row["group_id"] for row in members})
-    return store.beginnings(f"step BETWEEN {min(steps)} AND {max(steps)} AND group_id IN ({ids})", BEGINNING)
+    groups = {row["group_id"] for row in members}
+    ids = ", ".join(str(group) for group in groups if group is not None)
+    # SQL finds no null by IN.
+    among = " OR ".join([f"group_id IN ({ids})"] * bool(ids) + ["group_id IS NULL"] * (None in groups))
+    return store.beginnings(f"step BETWEEN {min(steps)} AND {max(steps)} AND ({among})", BEGINNING)
 
 
 def _few_texts(store: RunStore, rows: Sequence[Row]) -> bool:
@@ -210,7 +214,8 @@ def _facet(name: str, every: Sequence[Any], counted: Mapping[Any, int]) -> list[
     """Returns each value with its count. Values without any stay, with 0; many rewards become ranges."""
     if name == "reward" and len(every) > MOST_VALUES:
         ranges = []
-        for low, high in pairwise(_edges(every[0], every[-1])):
+        finite = [value for value in every if math.isfinite(value)]  # the others are in no range
+        for low, high in pairwise(_edges(finite[0], finite[-1])):
             inside = sum(count for value, count in counted.items() if value is not None and low <= value <= high)
             ranges.append({"value": f"{low:g} to {high:g}", "count": inside})
         return ranges
@@ -219,11 +224,13 @@ def _facet(name: str, every: Sequence[Any], counted: Mapping[Any, int]) -> list[
 
 def _edges(low: float, high: float) -> list[float]:
     """Returns round edges of ranges that cover [low, high]."""
-    width = (high - low) / NUM_RANGES
+    width = high / NUM_RANGES - low / NUM_RANGES if math.isinf(high - low) else (high - low) / NUM_RANGES
+    width = max(width, 1e-300)  # smaller ones have no power of ten below them
     unit = 10.0 ** math.floor(math.log10(width))
     width = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= width)
     first = math.floor(low / width)
-    return [width * number for number in range(first, math.ceil(high / width) + 1)]
+    edges = (width * number for number in range(first, math.ceil(high / width) + 1))
+    return [max(-sys.float_info.max, min(edge, sys.float_info.max)) for edge in edges]
 
 
 def _shown(value: Any) -> str:

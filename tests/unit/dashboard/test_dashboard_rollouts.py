@@ -1,6 +1,7 @@
 """Groups, samples, distributions, evals, spans, gauges and logs, against numbers from the rows that were written."""
 
 import json
+import math
 import statistics
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -315,3 +316,19 @@ def test_logs_are_paged_filtered_and_followed(client):
     assert (odd["components"], odd["sources"]) == (["driver"], ["driver-0.log", "driver-1.log"])
     first = client.get(f"{run}?since=0&limit=5").json()
     assert client.get(f"{run}?since={first['next']}&limit=5").json()["rows"][0]["message"] == "step 5 of it"
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, 1e308, -1.7e308])
+def test_samples_with_any_reward_and_without_a_group_are_listed(tmp_path, odd):
+    with Recorder(tmp_path / "run") as recorder:
+        for place, reward in enumerate([odd, 1.7e308 if odd < -1e300 else 0.5, *(float(one) for one in range(15))]):
+            row = {**sample_rows(0)[0], "sample_id": str(place), "reward": reward}
+            recorder.write("samples", {**row, "group_id": None if place % 2 else 7})
+    found = TestClient(create_app([tmp_path]), base_url="http://localhost").get("/api/runs/run/samples").json()
+    assert found["total"] == 17 and all(row["completion"] for row in found["rows"])
+    counts = [one["count"] for one in found["facets"]["reward"]]
+    assert sum(counts) >= 17 - (not math.isfinite(odd)), "a value on an edge is in two ranges"
+
+
+def test_ranges_of_the_smallest_numbers_are_finite():
+    assert _edges(0.0, 13 * 5e-324)[0] == 0.0
