@@ -44,7 +44,7 @@ def values_of(run: Run, config: Mapping[str, Any]) -> dict[str, Any]:
     for name in sorted({name for row in rows for name in row}):
         values = [value for value in (row.get(name) for row in rows) if value is not None and math.isfinite(value)]
         if values:
-            fields[LAST + name] = math.fsum(values) / len(values)
+            fields[LAST + name] = _mean(values)
     evals, _ = run.rows_since("evals", 0, ["name", "version", "status", "accuracy"])
     newest: dict[str, int] = {}
     for row in evals.to_pylist():
@@ -52,6 +52,13 @@ def values_of(run: Run, config: Mapping[str, Any]) -> dict[str, Any]:
         if name and row["accuracy"] is not None and version >= newest.get(name, version):
             newest[name], fields[EVAL + name] = version, row["accuracy"]
     return fields
+
+
+def _mean(values: list[float]) -> float:
+    try:
+        return math.fsum(values) / len(values)
+    except OverflowError:  # the sum is no float, the mean may be one
+        return sum(value / len(values) for value in values)
 
 
 def known_fields(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -50,6 +50,9 @@ READ = frozenset(
 )
 """Metrics that rules read by name. `not_finite` also reads every other one that is not finite."""
 
+LARGEST = 1e150
+"""Of a larger number, the square is not finite, and Python raises for sums and variances."""
+
 
 @dataclass(frozen=True, slots=True)
 class EvalPoint:
@@ -114,8 +117,8 @@ Rule = Callable[[History], Finding | None]
 
 
 def finite(values: Values) -> list[float]:
-    """Returns the values that are finite numbers."""
-    return [value for value in values if value is not None and math.isfinite(value)]
+    """Returns the values that are finite numbers, limited to `LARGEST`."""
+    return [max(-LARGEST, min(value, LARGEST)) for value in values if value is not None and math.isfinite(value)]
 
 
 def not_finite(history: History) -> Finding | None:

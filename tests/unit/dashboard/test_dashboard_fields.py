@@ -9,6 +9,7 @@ from tests.unit.dashboard.conftest import write_run, write_step
 from telescope.dashboard.app import create_app
 from telescope.dashboard.fields import experiment, known_fields, values_of
 from telescope.dashboard.registry import LINE_POINTS, Registry
+from telescope.health import rules
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 from telescope.record.run_info import begin_run
@@ -90,3 +91,15 @@ def test_the_key_of_a_run_stays_when_its_folder_is_renamed(tmp_path):
     (tmp_path / "old").rename(tmp_path / "new")
     moved = TestClient(create_app([tmp_path]), base_url="http://localhost")
     assert rows(moved)["new"]["key"] == before
+
+
+def test_metrics_near_the_largest_number_have_a_mean_and_a_health(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        begin_run(recorder, name="run", config_hash="c", config_json="{}", first_step=0, num_steps=30)
+        for step in range(30):
+            metrics = dict.fromkeys(rules.READ, 1e308 * (1 + step % 2 / 2))
+            recorder.write("steps", {"step": step, "metrics": metrics})
+    assert values_of(Run(tmp_path / "run"), {})["last." + rules.ENTROPY] == pytest.approx(1.25e308)
+    client = TestClient(create_app([tmp_path]), base_url="http://localhost")
+    for address in ("runs/run/health", "fields", "runs"):
+        assert client.get(f"/api/{address}").status_code == 200
