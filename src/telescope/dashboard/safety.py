@@ -86,7 +86,7 @@ class Safety:
                 403, f"Host {host!r} is not allowed. Open the address that `telescope ui` printed, or use --allow-host."
             )
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and _place(origin) != host:
             return _refuse(403, f"Origin {origin!r} is not this dashboard.")
         if headers.get("sec-fetch-site") == "cross-site" and scope["path"].startswith("/api"):
             return _refuse(403, "Another site may not use the API.")
@@ -125,6 +125,13 @@ class Safety:
         if cookie is not None and _equal(cookie.value, self._token):
             return None
         return _refuse(401, "The token is missing or from another start. Open the address that `telescope ui` printed.")
+
+
+def _place(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 def _equal(given: str, expected: str) -> bool:

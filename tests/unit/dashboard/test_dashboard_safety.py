@@ -31,6 +31,7 @@ def static(tmp_path):
         ({"Host": "localhost:8005", "Origin": "http://localhost:5173"}, 403),
         ({"Origin": "http://evil.example"}, 403),
         ({"Origin": "null"}, 403),
+        ({"Origin": "http://["}, 403),
         ({"Sec-Fetch-Site": "cross-site"}, 403),
     ],
 )
