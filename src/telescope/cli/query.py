@@ -126,7 +126,7 @@ def _cell(value: Any, *, exact: bool) -> str:
     if value is None:
         return ""
     if isinstance(value, float) and not exact:
-        return f"{value:.6g}"
+        return f"{value:.6g}" if abs(value) < 1e6 else f"{value:.13g}"  # a Unix time with its milliseconds
     if isinstance(value, dict | list):
         return json.dumps(_to_json_value(value), ensure_ascii=False)
     return str(value)

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
 from starlette.middleware.gzip import GZipMiddleware
 
 from telescope import __version__
-from telescope.dashboard.api import code, runs, samples, timeline, user
+from telescope.dashboard.api import code, refuse_unknown_parameters, runs, samples, timeline, user
 from telescope.dashboard.code import Snapshots
 from telescope.dashboard.documents import ConflictError, Documents, user_folder
 from telescope.dashboard.registry import Registry
@@ -53,7 +53,7 @@ def create_app(
     app.state.snapshots = Snapshots()
     app.state.static = static
     for subject in (runs, code, samples, timeline, user):
-        app.include_router(subject.router)
+        app.include_router(subject.router, dependencies=[Depends(refuse_unknown_parameters)])
     _add_pages(app, static)
     app.add_middleware(GZipMiddleware, minimum_size=COMPRESSED_BYTES, compresslevel=1)
     app.add_middleware(Safety, token=token, hosts=tuple(hosts))

@@ -76,19 +76,23 @@ class TrackerSink:
         if mode == "disabled":
             return False
         if not is_installed("wandb"):
-            self._notify("use_wandb is true, but W&B is not installed: pip install wandb, or set use_wandb to false.")
+            self._notify(
+                logging.WARNING,
+                "use_wandb is true, but W&B is not installed: pip install wandb, or set use_wandb to false.",
+            )
             return False
         self.mode = mode
         if mode == "offline" and not os.environ.get("WANDB_MODE"):
             self._notify(
+                logging.INFO,
                 f"use_wandb is true, but there are no W&B credentials: the run is recorded offline in "
-                f"{self._files.wandb}. Run `wandb login` and then `wandb sync` to upload it, or set use_wandb to false."
+                f"{self._files.wandb}. Run `wandb login` and then `wandb sync` to upload it, or set use_wandb to false.",
             )
         return True
 
-    def _notify(self, notice: str) -> None:
+    def _notify(self, level: int, notice: str) -> None:
         self.notice = notice
-        logger.warning("%s", notice)
+        logger.log(level, "%s", notice)
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Sends the metrics of a step. Returns at once."""

@@ -48,16 +48,15 @@ def test_an_evaluation_goes_to_the_run_that_it_names(tmp_path):
     assert b"me" in path.read_bytes()
 
 
-def test_without_credentials_wandb_records_offline_with_one_warning(tmp_path, caplog, capfd):
+def test_without_credentials_wandb_records_offline_and_says_so_without_a_warning(tmp_path, caplog, capfd):
     sink = TrackerSink(CONFIG, tmp_path)
     for step in range(3):
         sink.log_step(step, {"reward_mean": step / 2, "timing/forward/total": 1.5, "odd": float("nan")})
     sink.log_summary({"heldout_after": 0.5})
     sink.close(timeout=120)
     assert sink.mode == "offline"
-    assert len(messages(caplog)) == 1
-    assert "no W&B credentials" in messages(caplog)[0]
-    assert sink.notice == messages(caplog)[0]
+    assert messages(caplog) == []
+    assert sink.notice is not None and "no W&B credentials" in sink.notice
     rows = offline_values(tmp_path)
     assert [(row["step"], row["reward_mean"]) for row in rows] == [(0.0, 0.0), (1.0, 0.5), (2.0, 1.0)]
     assert rows[0]["timing/forward/total"] == 1.5
@@ -138,7 +137,7 @@ def test_a_tracker_that_fails_costs_its_own_numbers_only(tmp_path, caplog):
     sink = TrackerSink(config_of(use_wandb=True, trackers=["wandb", "tensorboard"]), tmp_path)
     sink.log_step(1, {"a": 1.0})
     sink.close()
-    assert [message.partition(":")[0] for message in messages(caplog)[1:]] == ["TensorBoard failed"]
+    assert [message.partition(":")[0] for message in messages(caplog)] == ["TensorBoard failed"]
     assert offline_values(tmp_path)[0]["a"] == 1.0
 
 

@@ -152,6 +152,13 @@ def test_an_unknown_run_and_an_unknown_address_say_so(client):
     assert client.get("/api/runs/first/steps?since=-1").status_code == 422
 
 
+def test_a_parameter_that_an_address_does_not_have_is_refused(client):
+    answer = client.get("/api/runs/first/samples.jsonl?step=5")
+    assert answer.status_code == 400
+    assert "no parameter 'step'" in answer.json()["detail"]
+    assert "step_min" in answer.json()["detail"]
+
+
 def test_a_folder_that_cannot_be_read_is_named(tmp_path):
     client = TestClient(create_app([tmp_path / "gone"]), base_url="http://localhost")
     assert "is not a folder" in client.get("/api/runs").json()["problems"][0]["problem"]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 from typing import Annotated, Any
 
-from fastapi import Depends, Query, Request
+from fastapi import Depends, HTTPException, Query, Request
+from fastapi.dependencies.utils import get_flat_dependant
 from fastapi.responses import Response
 from pydantic import Field
 
@@ -39,6 +40,15 @@ Runs = Annotated[Registry, Depends(_registry)]
 
 Store = Annotated[RunStore, Depends(_store)]
 """The run that the address names. An unknown one is answered with 404."""
+
+
+def refuse_unknown_parameters(request: Request) -> None:
+    """Raises `HTTPException` for a parameter that the address does not have: ignored, a filter would select all."""
+    dependant = get_flat_dependant(request.scope["route"].dependant)
+    known = [parameter.alias for parameter in dependant.query_params]
+    for name in request.query_params:
+        if name not in known:
+            raise HTTPException(400, f"There is no parameter {name!r} here. The parameters are {', '.join(known)}.")
 
 
 class Reply(Response):
