@@ -84,6 +84,7 @@ export const SECTIONS: Section[] = [
       { title: "Load", unit: "1 min", names: ["load_average_1m"], low: 0 },
       { title: "Memory", unit: "GiB", names: ["memory_used_bytes"], scale: 1 / GIB, low: 0 },
       { title: "Shared memory", unit: "GiB", names: ["shared_memory_used_bytes"], scale: 1 / GIB, low: 0 },
+      { title: "Disk free", unit: "GiB", names: ["disk_free_bytes"], scale: 1 / GIB, low: 0 },
       { title: "Swap", unit: "GiB", names: ["swap_used_bytes"], scale: 1 / GIB, low: 0 },
       { title: "Received", unit: "MB/s", names: ["network_received_bytes"], of: rates, scale: 1 / MB, low: 0 },
       { title: "Sent", unit: "MB/s", names: ["network_sent_bytes"], of: rates, scale: 1 / MB, low: 0 },
