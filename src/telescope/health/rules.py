@@ -304,9 +304,11 @@ def idle(history: History) -> Finding | None:
 
 
 def _share(history: History, metric: str, kind: str, words: str, text: str, advice: str) -> Finding | None:
-    share = history.mean(metric)
-    # The first steps have waited for the engines to start and the caches to fill.
-    if share is None or share < 0.5 or len(history.last(metric.partition(" / ")[0])) < WINDOW:
+    share, (top, _, bottom) = history.mean(metric), metric.partition(" / ")
+    pairs = zip(history.columns.get(top, ())[-WINDOW:], history.columns.get(bottom, ())[-WINDOW:], strict=False)
+    shares = [part / whole for part, whole in pairs if part is not None and whole]
+    # The first steps have waited for the engines to start and the caches to fill; a single long step says little.
+    if share is None or share < 0.5 or len(shares) < WINDOW or statistics.median(shares) < 0.5:
         return None
     return Finding(kind, words, text.format(share=100 * share), advice, tuple(metric.split(" / ")))
 

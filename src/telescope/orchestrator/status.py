@@ -117,6 +117,10 @@ class RunStatus:
             add(row)
         self._alerts.clear()
 
+    def training_begins(self) -> None:
+        """Begins the times of the first step: what the engines did before does not count."""
+        self.engines_idle_seconds = self.last_step_at = None
+
     def trained(self, step: int, metrics: dict[str, float], seconds: float) -> None:
         """Reports what stands out after a step of `seconds`."""
         self.last_step_at = time.monotonic()

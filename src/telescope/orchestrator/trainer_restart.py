@@ -71,7 +71,6 @@ class TrainerRestarts:
         status.report(news, "trainer", "warning", log=logger)
         status.history = [summary for summary in status.history if summary.step < state.step]
         status.step = status.version = state.step
-        status.last_step_at = None
         self._directory.begin_next_attempt(news)
         return state
 

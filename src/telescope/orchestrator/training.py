@@ -66,6 +66,7 @@ class Training:
                 config, components, self.evaluation, self.directory, status, start=start,
                 after_step=partial(self._after_step, checkpointer),
             )  # fmt: skip
+            status.training_begins()
             self.interrupt.on_first(self._request_exit)
             self.interrupt.on_first(orchestrator.request_stop)
             try:

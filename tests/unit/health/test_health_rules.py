@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 import pytest
-from tests.unit.health.series import IDLE, WAIT, history, ordinary
+from tests.unit.health.series import IDLE, SECONDS, WAIT, history, ordinary
 
 from telescope.health import rules
 from telescope.health.rules import GIB, EvalPoint, History
@@ -52,6 +52,7 @@ QUIET = {
     "two steps of cut answers": ({rules.TRUNCATED: [80.0] * 2}, ()),
     "half of the groups without signal": ({rules.NO_SIGNAL: [60.0] * 10}, ()),
     "one wait for a checkpoint": ({WAIT: [9.9]}, ()),
+    "one very long step without requests": ({IDLE: [300.0], SECONDS: [310.0]}, ()),
     "answers that grow while evals rise": ({rules.LENGTH: [400.0] * 10}, (FALLEN, BEFORE)),
     "an eval within its intervals": ({rules.LENGTH: [400.0] * 10}, (BEFORE, NOISE)),
     "an eval that falls alone": ({}, (BEFORE, FALLEN)),

@@ -171,3 +171,9 @@ def test_a_run_looks_for_a_stall_only_between_its_first_and_its_last_step(monkey
     clock[0] += 1000
     status.look_for_stall()
     assert [(row["kind"], row["step"]) for row in rows] == [("stalled", 1)]
+
+
+def test_what_engines_did_before_training_is_not_time_of_the_first_step() -> None:
+    status = RunStatus("demo", 2, engines_idle_seconds=90.0, last_step_at=1.0)
+    status.training_begins()
+    assert (status.engines_idle_seconds, status.last_step_at) == (None, None)
