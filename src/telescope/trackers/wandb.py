@@ -26,7 +26,7 @@ INIT_SECONDS = 90.0
 VERSION_KEY = "telescope_version"
 """Key of the W&B config that marks the runs of Telescope."""
 
-_DEFAULT_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
+DEFAULT_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 """Hosts of W&B's own server; which one a client names depends on its version."""
 
 
@@ -56,7 +56,7 @@ def server_hosts(environment: Mapping[str, str]) -> tuple[str, ...]:
         settings.read(folder / "settings")
     url = environment.get("WANDB_BASE_URL") or str(settings.get("default", "base_url", fallback=""))
     own = urlparse(url).hostname or ""
-    return (own, urlparse(url).netloc) if own and own not in _DEFAULT_HOSTS else _DEFAULT_HOSTS
+    return (own, urlparse(url).netloc) if own and own not in DEFAULT_HOSTS else DEFAULT_HOSTS
 
 
 def wandb_mode(environment: Mapping[str, str]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from telescope.errors import UserError
 from telescope.trackers.changed_files import kind_of
-from telescope.trackers.wandb import VERSION_KEY, has_credentials, server_hosts
+from telescope.trackers.wandb import DEFAULT_HOSTS, VERSION_KEY, has_credentials, server_hosts
 from telescope.trackers.wandb_files import FOLDER, MANIFEST
 from telescope.utils.packages import is_installed
 
@@ -86,6 +86,11 @@ class WandbProject:
         """The W&B server that is asked."""
         return server_hosts(os.environ)[0]
 
+    @property
+    def _server(self) -> str:
+        """The server in messages: W&B's own has several names, a user's has one."""
+        return "W&B" if self.host in DEFAULT_HOSTS else self.host
+
     def runs(self, newer_than: float = 0.0, names: Iterable[str] = ()) -> tuple[list[RemoteRun], int]:
         """Returns the runs of Telescope, newest first, and the number of all runs.
 
@@ -149,7 +154,7 @@ class WandbProject:
                 raise WandbError(f"{self.path} is a W&B project, and W&B is not installed. Run `pip install wandb`.")
             if not has_credentials(os.environ):
                 raise WandbError(
-                    f"There are no credentials for {self.host}, which has the runs of {self.path}. Run `wandb login`, "
+                    f"There are no credentials for {self._server}, which has the runs of {self.path}. Run `wandb login`, "
                     "or set WANDB_API_KEY."
                 )
             import wandb
@@ -177,9 +182,9 @@ class WandbProject:
     def _explained(self, error: Exception) -> WandbError:
         text = (str(error) or repr(error)).splitlines()[0]
         if any(word.lower() in str(error).lower() for word in _UNREACHABLE):
-            return UnreachableError(f"{self.host} cannot be reached: {text}.")
+            return UnreachableError(f"{self._server} cannot be reached: {text}.")
         if type(error).__name__ == "AuthenticationError":
-            return WandbError(f"{self.host} refuses the API key: {text}. Run `wandb login --relogin`.")
+            return WandbError(f"{self._server} refuses the API key: {text}. Run `wandb login --relogin`.")
         if "Could not find" in text:
             return WandbError(
                 f"W&B has no project {self.path!r}, or you may not see it. Check the name, and with `wandb status` "
