@@ -86,7 +86,8 @@ class TrackerSink:
             self._notify(
                 logging.INFO,
                 f"use_wandb is true, but there are no W&B credentials: the run is recorded offline in "
-                f"{self._files.wandb}. Run `wandb login` and then `wandb sync` to upload it, or set use_wandb to false.",
+                f"{self._files.wandb}. Run `wandb login` and then `wandb sync` to upload it, or set use_wandb to "
+                "false.",
             )
         return True
 

@@ -154,8 +154,8 @@ class WandbProject:
                 raise WandbError(f"{self.path} is a W&B project, and W&B is not installed. Run `pip install wandb`.")
             if not has_credentials(os.environ):
                 raise WandbError(
-                    f"There are no credentials for {self._server}, which has the runs of {self.path}. Run `wandb login`, "
-                    "or set WANDB_API_KEY."
+                    f"There are no credentials for {self._server}, which has the runs of {self.path}. "
+                    "Run `wandb login`, or set WANDB_API_KEY."
                 )
             import wandb
 
