@@ -11,6 +11,11 @@ from tests.pages.page_visit import Visit, visit
 from tests.unit.dashboard.conftest import write_run
 
 from telescope.testing.browser import DashboardProcess, open_browser
+from telescope.testing.demo_run.curves import Story
+from telescope.testing.demo_run.evals import write_eval_samples
+from telescope.testing.demo_run.writer import RunWriter
+
+NUM_STEPS = 12
 
 expect.set_options(timeout=20_000)  # milliseconds; on a machine that does other work too
 
@@ -36,10 +41,20 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="package")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the runs `first` and `second`."""
+    """A folder with the generated runs `first` and `second`, and the small `resumed`, of two attempts, and `other`."""
     folder = tmp_path_factory.mktemp("pages")
-    write_run(folder / "first", "grpo", resumed=True)
-    write_run(folder / "second", "rloo")
+    for seed, name in enumerate(("first", "second")):
+        story = Story(server_down=(3, 5), learning_rate=1e-6 * (seed + 1))
+        with RunWriter(folder / name, story, num_steps=NUM_STEPS, seed=seed) as writer:
+            for step in range(NUM_STEPS):
+                writer.write_samples(step)
+                writer.write_step(step)
+            for _ in writer.write_gauges(NUM_STEPS, 1.0):
+                pass
+            write_eval_samples(writer, NUM_STEPS, writer.now)
+            writer.end()
+    write_run(folder / "resumed", "grpo", resumed=True)
+    write_run(folder / "other", "rloo")
     return folder
 
 

@@ -28,11 +28,13 @@ def number(text: str) -> float | None:
 
 
 def shows(text: str, value: float | None) -> bool:
-    """Returns whether a text is the value with the three digits that pages show."""
-    found = number(text)
-    if value is None or math.isnan(value):
-        return found is None
-    return found is not None and math.isclose(found, value, rel_tol=6e-3, abs_tol=6e-6)
+    """Returns whether a text is the value, to the last digit that it has."""
+    found = NUMBER.search(plain(text).replace(" %", "%"))
+    if value is None or math.isnan(value) or found is None:
+        return found is None and (value is None or math.isnan(value))
+    decimals = len(found[1].partition("e")[0].partition(".")[2])
+    digit = float("1e" + (found[1].partition("e")[2] or "0")) * SCALES[found[2]] * 10.0**-decimals
+    return math.isclose(float(found[1]) * SCALES[found[2]], value, rel_tol=1e-9, abs_tol=0.501 * digit)
 
 
 def table(found: Locator) -> list[dict[str, str]]:

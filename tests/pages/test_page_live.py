@@ -3,59 +3,60 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, expect
 from tests.pages.page_visit import Visit, visit
-from tests.unit.dashboard.conftest import NUM_STEPS, write_step
 
-from telescope.record.recorder import Recorder
-from telescope.record.run_info import RunInfo, begin_run, end_run
+from telescope.record.reader import Run
 from telescope.testing.browser import DashboardProcess
-
-CONFIG = json.dumps({"values": {"model": "tiny", "environments": []}, "user_set": []})
+from telescope.testing.demo_run.curves import Story
+from telescope.testing.demo_run.writer import RunWriter
 
 
 class LiveRun:
-    """A run of this process, a step at a time."""
+    """A generated run of this process, a step at a time."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self.name = run_dir.name
-        self.recorder = Recorder(run_dir, flush_seconds=0.05)
-        self.info: RunInfo = begin_run(
-            self.recorder, name=self.name, config_hash="c", config_json=CONFIG, first_step=0, num_steps=NUM_STEPS
-        )
-        self.steps = 0
+    def __init__(self, writer: RunWriter) -> None:
+        self.run_dir = writer.recorder.files.run_dir
+        self._writer = writer
+        self._steps = 0
 
     def step(self) -> None:
         """Writes the next step; it is on disk when this returns."""
-        write_step(self.recorder, self.steps)
-        self.steps += 1
-        assert self.recorder.flush()
+        self._writer.write_samples(self._steps)
+        self._writer.write_step(self._steps)
+        self._steps += 1
+        assert self._writer.recorder.flush()
 
     def end(self) -> None:
-        end_run(self.recorder, self.info, "finished", config_json=CONFIG)
-        assert self.recorder.flush()
+        self._writer.end()
+        assert self._writer.recorder.flush()
+
+    def last(self, query: str) -> Any:
+        """The only number of a query on what is on disk."""
+        ((value,),) = (row.values() for row in Run(self.run_dir).sql(query).to_dicts())
+        return value
 
 
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[LiveRun]:
     """A run with three steps."""
-    run = LiveRun(tmp_path / "live")
-    for _ in range(3):
-        run.step()
-    yield run
-    run.recorder.close()
+    with RunWriter(tmp_path / "live", Story(), num_steps=20) as writer:
+        run = LiveRun(writer)
+        for _ in range(3):
+            run.step()
+        yield run
 
 
 @pytest.fixture
 def server(live: LiveRun) -> Iterator[DashboardProcess]:
     """A server of one test, which may end it."""
-    with DashboardProcess(live.recorder.files.run_dir) as process:
+    with DashboardProcess(live.run_dir) as process:
         yield process
 
 
@@ -65,7 +66,7 @@ def test_pages_follow_a_run(browser: Browser, server: DashboardProcess, live: Li
         visits: dict[str, Visit] = {}
         for name in names:
             visits[name] = stack.enter_context(visit(browser, server.address))
-            visits[name].page.goto(f"{server.address}#/{live.name}/{name}")
+            visits[name].page.goto(f"{server.address}#/live/{name}")
         for one in visits.values():
             expect(one.page.get_by_label("Progress").first).to_contain_text("Step 3")
             expect(one.page.get_by_role("banner")).to_contain_text("training")
@@ -73,8 +74,10 @@ def test_pages_follow_a_run(browser: Browser, server: DashboardProcess, live: Li
         for one in visits.values():
             expect(one.page.get_by_label("Progress").first).to_contain_text("Step 4")
         tree = visits["metrics"].page.get_by_role("complementary", name="Metrics")
-        expect(tree.locator('[title="entropy"] .r')).to_have_text("0.970")
-        expect(visits["logs"].page.get_by_role("log")).to_contain_text("step 3 of it")
+        entropy = live.last("select metrics['entropy'] from steps where step = 3")
+        expect(tree.locator('[title="entropy"] .r')).to_have_text(f"{entropy:#.3g}")
+        newest = live.last("select message from logs order by time desc limit 1")
+        expect(visits["logs"].page.get_by_role("log")).to_contain_text(newest.splitlines()[0])
         # What a person reads stays: the page offers the newer step.
         visits["rollouts"].page.get_by_role("button", name="1 newer").click()
         expect(visits["rollouts"].page.get_by_label("Steps and groups")).to_contain_text("Step 3")
@@ -86,7 +89,7 @@ def test_pages_follow_a_run(browser: Browser, server: DashboardProcess, live: Li
 
 def test_a_page_misses_nothing_while_the_server_is_away(browser: Browser, server: DashboardProcess, live: LiveRun):
     with visit(browser, server.address) as opened:
-        page = opened.open(f"{live.name}/metrics", {"metric": "entropy"})
+        page = opened.open("live/metrics", {"metric": "entropy"})
         state = page.get_by_role("banner")
         expect(state).to_contain_text("training")
         server.kill()

@@ -58,8 +58,8 @@ function Loaded({ rows }: { rows: EvalRow[] }) {
     if (next) setItem(String(next.item), true);
   };
   useKeys("Evals", [
-    { keys: ["j"], does: "next item", run: () => move(1) },
-    { keys: ["k"], does: "item before", run: () => move(-1) },
+    { keys: ["j", "ArrowRight"], does: "next item", run: () => move(1) },
+    { keys: ["k", "ArrowLeft"], does: "item before", run: () => move(-1) },
   ]);
   return (
     <div className="evals">
@@ -357,9 +357,9 @@ function Field({ items, before, after, current, choose }: { items: Item[]; befor
             <b>{count(some.length)}</b> {TITLES[block][0]}
             <div className="s f">{TITLES[block][1]}</div>
           </div>
-          <div className={`items it-${block}`} onClick={pick} role="group" aria-label={`${some.length} ${TITLES[block][0]}`}>
+          <div className={`items it-${block}`} onClick={pick} role="listbox" tabIndex={0} aria-label={`${some.length} ${TITLES[block][0]}`}>
             {some.map((item) => (
-              <i key={item.item} data-item={item.item} className={item === current ? "cur" : ""} title={`item ${item.item}`} />
+              <i key={item.item} data-item={item.item} role="option" aria-selected={item === current} className={item === current ? "cur" : ""} title={`item ${item.item}`} />
             ))}
           </div>
         </div>

@@ -36,6 +36,21 @@ export function MetricTree({ run, names, shown, toggle, open, opened, close }: M
     getItemKey: (i) => `${rows[i]!.kind}${rows[i]!.name}`,
     overscan: 20,
   });
+  // One row at a time is reached by Tab, the others from there by arrows: there are hundreds.
+  const [at, setAt] = useState(0);
+  const inView = virtual.getVirtualItems().map((item) => item.index).filter((index) => rows[index]!.kind !== "group");
+  const stop = inView.includes(at) ? at : inView[0];
+  const move = (event: React.KeyboardEvent) => {
+    const by = event.key === "ArrowDown" ? 1 : event.key === "ArrowUp" ? -1 : 0;
+    if (by === 0 || stop === undefined) return;
+    event.preventDefault();
+    let next = stop + by;
+    while (rows[next]?.kind === "group") next += by;
+    if (!rows[next]) return;
+    setAt(next);
+    virtual.scrollToIndex(next);
+    requestAnimationFrame(() => list.current?.querySelector<HTMLElement>(`button[data-row="${next}"]`)?.focus());
+  };
   const fold = (section: string) =>
     setClosed((old) => {
       const next = new Set(old);
@@ -55,14 +70,15 @@ export function MetricTree({ run, names, shown, toggle, open, opened, close }: M
           <span className="r">last</span>
         </div>
       </div>
-      <div className="ls" ref={list}>
+      <div className="ls" ref={list} onKeyDown={move}>
         <div style={{ height: virtual.getTotalSize(), position: "relative" }}>
           {virtual.getVirtualItems().map((item) => {
             const row = rows[item.index]!;
             const style = { transform: `translateY(${item.start}px)`, height: item.size };
+            const reached = { tabIndex: item.index === stop ? 0 : -1, "data-row": item.index, onFocus: () => setAt(item.index) };
             if (row.kind === "section")
               return (
-                <button key={item.key} className="tr g0" style={style} aria-expanded={!closed.has(row.name)} onClick={() => fold(row.name)}>
+                <button key={item.key} {...reached} className="tr g0" style={style} aria-expanded={!closed.has(row.name)} onClick={() => fold(row.name)}>
                   <span className="cut">
                     {closed.has(row.name) && !search ? "▸ " : ""}
                     {row.label}
@@ -82,8 +98,8 @@ export function MetricTree({ run, names, shown, toggle, open, opened, close }: M
             const on = shown.has(row.name);
             return (
               <div key={item.key} className={`tr mm ${on ? "on" : ""}`} style={style} title={row.name}>
-                <input type="checkbox" checked={on} onChange={() => toggle(row.name)} aria-label={`Show a chart of ${row.name}`} />
-                <button className="cut" style={{ paddingLeft: row.depth === 2 ? 12 : 0 }} onClick={() => open(row.name)}>
+                <input type="checkbox" {...reached} checked={on} onChange={() => toggle(row.name)} aria-label={`Show a chart of ${row.name}`} />
+                <button {...reached} className="cut" style={{ paddingLeft: row.depth === 2 ? 12 : 0 }} onClick={() => open(row.name)}>
                   <Middle text={row.label} />
                 </button>
                 <Spark values={isSparse(row.name) ? values.filter((value) => value !== null) : values} height={14} keep={0.5} raw={false} color="var(--ink2)" />
