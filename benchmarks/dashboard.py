@@ -1,12 +1,13 @@
-"""Measures the server of the dashboard on a generated run.
+"""Measures the dashboard on a generated run: its server, and its pages in Chromium.
 
     python benchmarks/dashboard.py --quick                    1,000 steps x 128 samples
     python benchmarks/dashboard.py --steps 10000 --samples 100
     python benchmarks/dashboard.py --keep /tmp/run            keeps the run, for `telescope ui /tmp/run`
 
 Asks each address that a page reads, in this process and without a network: the first time, when the tables are read
-from disk, and as the median of the next times, with different parameters where pages have them. Memory is that of the
-process.
+from disk, and as the median of the next times, with different parameters where pages have them. Then opens each page
+in Chromium (`--no-browser` leaves it out): from a server that has just started, and again. Memory is that of a server
+whose pages were all opened.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from dashboard_browser import measure_pages
 from fastapi.testclient import TestClient
 from measure import provenance
 from rich.console import Console
 from rich.table import Table
 
 from telescope.dashboard.app import create_app
+from telescope.record.reader import Run
 from telescope.testing.demo_run.curves import Story
 from telescope.testing.demo_run.steps import GROUP_SIZE
 from telescope.testing.demo_run.writer import RunWriter
@@ -41,6 +44,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--samples", type=int, default=128, help="samples of a step")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--no-browser", action="store_true", help="measure the server alone")
     parser.add_argument("--keep", type=Path, help="write the run here and keep it; an existing one is used")
     parser.add_argument("--json", type=Path, help="write the results here")
     arguments = parser.parse_args()
@@ -50,18 +54,30 @@ def main() -> int:
         if not run_dir.exists():
             write_run(run_dir, arguments.steps, arguments.samples)
         print(f"{run_dir}: {time.perf_counter() - begin:.0f} s, {size(run_dir) / 2**20:.0f} MiB", flush=True)
+        counted = {name: Run(run_dir).num_rows(name) for name in ("samples", "spans", "turns", "gauges")}
         rows = measure(run_dir, arguments.steps, arguments.repeats)
-    table = Table("address", "first, ms", "then, ms", "largest, ms", "KiB", box=None)
-    for row in rows:
-        numbers = [f"{row[name]:.0f}" for name in ("first_ms", "median_ms", "largest_ms", "kib")]
-        table.add_row(row["address"], *numbers)
-    memory = psutil.Process().memory_info().rss / 2**20
-    Console(width=140).print(table, f"{memory:.0f} MiB of memory in use by this process")
+        show(rows, "address")
+        print(f"{psutil.Process().memory_info().rss / 2**20:.0f} MiB of memory in use by this process", flush=True)
+        browser = {} if arguments.no_browser else measure_pages(run_dir, arguments.repeats)
+    for name, first in (("pages", "page"), ("inputs", "input")):
+        show(browser.get(name, []), first)
+    if browser:
+        frames = ", ".join(f"{name} {value:.0f}" for name, value in browser["timeline_frames"].items())
+        print(f"timeline of the whole run, zooming: {frames}\nserver: {browser['server_mib']:.0f} MiB of memory")
     if arguments.json:
-        shape = {"steps": arguments.steps, "samples": arguments.samples, "memory_mib": memory}
-        report = {"where": provenance(["fastapi", "duckdb", "pyarrow"]), **shape, "addresses": rows}
+        shape = {"steps": arguments.steps, "samples": arguments.samples, "rows": counted}
+        report = {"where": provenance(["fastapi", "duckdb", "pyarrow"]), **shape, "addresses": rows, **browser}
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
+
+
+def show(rows: list[dict[str, Any]], first: str) -> None:
+    """Prints a table of numbers behind a name."""
+    if rows:
+        table = Table(*(name.replace("_", " ") for name in rows[0]), box=None)
+        for row in rows:
+            table.add_row(row[first], *(f"{value:.0f}" for name, value in row.items() if name != first))
+        Console(width=140).print(table)
 
 
 def measure(run_dir: Path, num_steps: int, repeats: int) -> list[dict[str, Any]]:
