@@ -6,7 +6,6 @@ there: nothing is unpacked to disk. The newest archives stay in memory.
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import tarfile
@@ -14,6 +13,7 @@ import threading
 import zlib
 from collections import OrderedDict
 from dataclasses import dataclass
+from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,7 @@ def _compared(path: str, before: bytes | None, after: bytes | None, room: int) -
     lines = old.splitlines(), new.splitlines()
     if min(map(len, lines)) and sum(map(len, lines)) > MAX_DIFF_LINES:
         return row
-    diff = list(difflib.unified_diff(*lines, path, path, lineterm=""))[2:]
+    diff = list(unified_diff(*lines, path, path, lineterm=""))[2:]
     added = sum(line.startswith("+") for line in diff)
     removed = sum(line.startswith("-") for line in diff)
     return {**row, "added": added, "removed": removed, "diff": "\n".join(diff)}
