@@ -114,7 +114,7 @@ test("a page in the background has no connection, and learns what it missed when
   expect(versionOf("asleep", "steps").endsWith("/9")).toBe(true);
 });
 
-test("how much of a run on W&B is here is told with its run", async () => {
+test("how much of a run on W&B is here is shown with its run", async () => {
   const source = await watched("a");
   const remote = { phase: "syncing", source: "W&B me/p", done_bytes: 1, total_bytes: 2, message: null };
   source.send("remote", { run: "a", remote });

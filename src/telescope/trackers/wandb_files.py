@@ -5,7 +5,7 @@ names the current ones. Each is linked or copied into the folder of the W&B run,
 once, or `wandb sync` later.
 
 Invariants: a file that has not changed is uploaded once, also over several attempts. What the record has replaced (the
-tails of a table, by a block) is removed, on the server some minutes later, when nobody who reads it needs it anymore.
+tails of a table, by a block) is removed, on the server some minutes later, when no reader needs it anymore.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ TRANSFER_SECONDS = 600
 """Deadline of the download of a file."""
 
 RETRIES = 2
-"""How often the client asks again: a person waits, and a live run is asked again anyway."""
+"""How often the client asks again: a person waits, and a live run is polled anyway."""
 
 PAGE_SIZE = 500
 

@@ -175,7 +175,7 @@ def test_text_that_no_process_takes_is_one_warning_and_the_next_alert_runs(
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process has ended, also if nobody has asked for its exit code yet."""
+    """Whether a process has ended, also before its exit code was read."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         try:

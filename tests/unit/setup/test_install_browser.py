@@ -1,4 +1,4 @@
-"""A browser is installed for who asked for one, and nobody else."""
+"""A browser is installed only on request."""
 
 import os
 from collections.abc import Iterator

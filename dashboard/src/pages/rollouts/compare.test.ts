@@ -22,7 +22,7 @@ test("the common start of two texts ends at a whole character", () => {
   expect(commonStart("", "x")).toBe(0);
 });
 
-test("where answers differ is told in words", () => {
+test("the difference of answers is described in words", () => {
   expect(startWords("same", "same")).toContain("equal");
   expect(startWords("xa", "ya")).toContain("from the first character");
   expect(startWords("abc", "abd")).toBe("The first 2 characters are equal.");

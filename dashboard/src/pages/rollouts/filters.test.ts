@@ -29,7 +29,7 @@ test("a range that cannot be used says why", () => {
   expect(problem("2", "1")).toContain("larger");
 });
 
-test("a range is told in words", () => {
+test("a range is described in words", () => {
   expect(rangeWords({ name: "advantage", low: "-1", high: "0" })).toBe("advantage −1 to 0");
   expect(rangeWords({ name: "completion_tokens", low: "800", high: "" })).toBe("answer tokens from 800");
   expect(rangeWords({ name: "steps", low: "", high: "3" })).toBe("steps to 3");
