@@ -1,7 +1,7 @@
 """A run as one HTML file: the pages of the dashboard with the answers of the API that they need.
 
 Owns which part of a run the file holds, and how pages and data become one file that opens without a server. Invariants:
-the file has at most the numbers below, whatever the size of the run; what is left out is said in it; it loads nothing
+the file has at most the numbers below, whatever the size of the run, and names what it leaves out. It loads nothing
 from the network, and nothing in an answer of the model can run.
 """
 

@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, HTTPException, Query, Request
 from fastapi.responses import StreamingResponse
 
-from telescope.dashboard import curves, models, rollouts
+from telescope.dashboard import curves, rollouts, row_models
 from telescope.dashboard import samples as samples_of
 from telescope.dashboard.api import Integer, OptionalRow, Reply, Row, Store
 
@@ -20,7 +20,7 @@ FILE_NAME = re.compile(r"[^\w.~-]")
 router = APIRouter(prefix="/api/runs/{run}")
 
 
-@router.get("/groups", response_model=list[models.Group], summary="Groups of a step, or from a row on")
+@router.get("/groups", response_model=list[row_models.Group], summary="Groups of a step, or from a row on")
 def groups(request: Request, store: Store, step: Integer | None = None, since: OptionalRow = None) -> Reply:
     if step is None and since is None:
         raise HTTPException(400, "Groups need step=N or since=ROW.")
@@ -54,7 +54,7 @@ def _filters(
 Filters = Annotated[samples_of.Filters, Depends(_filters)]
 
 
-@router.get("/samples", response_model=models.Samples, summary="Search, filter and sort samples")
+@router.get("/samples", response_model=row_models.Samples, summary="Search, filter and sort samples")
 def samples(
     request: Request,
     store: Store,
@@ -83,17 +83,19 @@ def export(
     return StreamingResponse(lines, media_type="application/x-ndjson", headers=headers)
 
 
-@router.get("/in_flight", response_model=list[models.InFlight], summary="Samples that are being generated")
+@router.get("/in_flight", response_model=list[row_models.InFlight], summary="Samples that are being generated")
 def in_flight(request: Request, store: Store) -> Reply:
     return Reply(request, rollouts.in_flight(store))
 
 
-@router.get("/samples/{attempt}/{sample_id:path}", response_model=models.Sample, summary="Everything about a sample")
+@router.get(
+    "/samples/{attempt}/{sample_id:path}", response_model=row_models.Sample, summary="Everything about a sample"
+)
 def sample(request: Request, store: Store, attempt: Integer, sample_id: str) -> Reply:
     return Reply(request, rollouts.detail(store, attempt, sample_id))
 
 
-@router.get("/distribution", response_model=models.Distribution, summary="Distribution per step")
+@router.get("/distribution", response_model=row_models.Distribution, summary="Distribution per step")
 def distribution(
     request: Request,
     store: Store,
@@ -110,14 +112,14 @@ def tags(request: Request, store: Store) -> Reply:
     return Reply(request, store.tags())
 
 
-@router.get("/evals", response_model=list[models.EvalRow], summary="Evals of a run")
+@router.get("/evals", response_model=list[row_models.EvalRow], summary="Evals of a run")
 def evals(request: Request, store: Store) -> Reply:
     return Reply(request, curves.evals(store))
 
 
 @router.get(
     "/evals/{attempt}/{eval_id:path}/samples",
-    response_model=list[models.EvalSample],
+    response_model=list[row_models.EvalSample],
     summary="Answers of an eval, by item",
 )
 def eval_samples(request: Request, store: Store, attempt: Integer, eval_id: str) -> Reply:

@@ -6,13 +6,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 
-from telescope.dashboard import models, timeline
+from telescope.dashboard import row_models, timeline
 from telescope.dashboard.api import OptionalRow, Reply, Store
 
 router = APIRouter(prefix="/api/runs/{run}")
 
 
-@router.get("/spans", response_model=models.Spans, summary="Intervals of a range of time")
+@router.get("/spans", response_model=row_models.Spans, summary="Intervals of a range of time")
 def spans(
     request: Request,
     store: Store,
@@ -24,7 +24,7 @@ def spans(
     return Reply(request, timeline.spans(store, start, end, limit, buckets))
 
 
-@router.get("/gauges", response_model=list[models.GaugeSeries], summary="Series of gauges")
+@router.get("/gauges", response_model=list[row_models.GaugeSeries], summary="Series of gauges")
 def gauges(
     request: Request,
     store: Store,
@@ -36,12 +36,12 @@ def gauges(
     return Reply(request, timeline.gauges(store, names.split(","), start, end, points))
 
 
-@router.get("/gauges/names", response_model=list[models.GaugeName], summary="Gauges of a run")
+@router.get("/gauges/names", response_model=list[row_models.GaugeName], summary="Gauges of a run")
 def gauge_names(request: Request, store: Store) -> Reply:
     return Reply(request, timeline.gauge_names(store))
 
 
-@router.get("/logs", response_model=models.Logs, summary="Log lines")
+@router.get("/logs", response_model=row_models.Logs, summary="Log lines")
 def logs(
     request: Request,
     store: Store,
