@@ -3,10 +3,13 @@
 /** A number; null if it was not measured. */
 export type Value = number | null;
 
-/** Something that a person should know. */
+/** Something that a person should know. Reported `count` times, from `first_step` and `first_time` on. */
 export interface Alert {
   step: Value;
   time: Value;
+  first_step: Value;
+  first_time: Value;
+  count: number;
   kind: string | null;
   level: string | null;
   title: string;

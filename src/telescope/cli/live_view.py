@@ -149,7 +149,7 @@ def _numbers(status: RunStatus, inside: int) -> RenderableType:
 def _columns_that_fit(summaries: Sequence[StepSummary], inside: int) -> dict[str, list[str]]:
     """Returns the columns of the step table that fit into `inside`."""
     cells: dict[str, list[str]] = {
-        "step": [str(s.step + 1) for s in summaries],
+        "step": [str(s.step) for s in summaries],
         "reward": [f"{s.reward_mean:.3f}" for s in summaries],
         "tokens/s": [f"{s.tokens_per_second:,.0f}" for s in summaries],
         "staleness": [f"{s.staleness_mean:.2f}" for s in summaries],

@@ -236,10 +236,13 @@ class HealthCell(BaseModel):
 
 
 class Alert(BaseModel):
-    """Something that a person should know."""
+    """Something that a person should know. Reported `count` times, from `first_step` and `first_time` on."""
 
     step: int | None
     time: Number
+    first_step: int | None
+    first_time: Number
+    count: int
     kind: str | None
     level: str | None
     title: str

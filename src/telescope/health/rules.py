@@ -121,6 +121,12 @@ def finite(values: Values) -> list[float]:
     return [max(-LARGEST, min(value, LARGEST)) for value in values if value is not None and math.isfinite(value)]
 
 
+def ends_of(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the mean over the first and over the last 10 steps, or over the halves of fewer. Needs a value."""
+    window = max(1, min(WINDOW, len(values) // 2))
+    return statistics.fmean(values[:window]), statistics.fmean(values[-window:])
+
+
 def not_finite(history: History) -> Finding | None:
     """A loss or gradient without a value has usually destroyed the weights already."""
     for steps_ago in range(min(WINDOW, len(history.steps))):
@@ -352,7 +358,9 @@ def _has_fallen(best: EvalPoint, newest: EvalPoint) -> bool:
 
 
 def _after(step: int) -> str:
-    return "before training" if step < 0 else f"after step {step}"
+    if step < 0:
+        return "before training"
+    return "after 1 step" if step == 0 else f"after {step + 1} steps"
 
 
 RULES: tuple[Rule, ...] = (

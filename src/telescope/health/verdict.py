@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from telescope.health import rules
-from telescope.health.rules import WINDOW, Finding, History, Values, finite
+from telescope.health.rules import WINDOW, Finding, History, Values, ends_of, finite
+from telescope.health.watch import SILENT_STEPS
 
 MINUS = "\u2212"
 
@@ -30,8 +31,8 @@ CELLS = (
     Cell("idle", "Engines idle", rules.IDLE, "%"),
     Cell("entropy", "Entropy", rules.ENTROPY, "nats"),
     Cell("kl", "KL to engine", rules.KL, "nats"),
-    Cell("grad_norm", "Gradient norm", rules.GRAD_NORM, ""),
-    Cell("length", "Answer tokens", rules.LENGTH, "tokens"),
+    Cell("grad_norm", "Grad norm", rules.GRAD_NORM, ""),
+    Cell("length", "Length", rules.LENGTH, "tokens"),
     Cell("truncated", "Cut off", rules.TRUNCATED, "%"),
     Cell("no_signal", "No signal", rules.NO_SIGNAL, "%"),
     Cell("staleness", "Token age", rules.AGE, "versions"),
@@ -76,7 +77,7 @@ def trend(history: History, metric: str) -> str:
     top = metric.partition(" / ")[0]
     now, before = history.last(top), history.last(top, WINDOW, WINDOW)
     if len(now) < 2 or len(before) < 2:
-        return "too early to say"
+        return "too early"
     error = (statistics.variance(now) / len(now) + statistics.variance(before) / len(before)) ** 0.5
     difference = (history.mean(metric) or 0.0) - (history.mean(metric, WINDOW, WINDOW) or 0.0)
     if " / " in metric:
@@ -126,39 +127,62 @@ def step_seconds(started: Values, ended: Values) -> float | None:
 
 
 RULE_KINDS = frozenset(rule.__name__ for rule in rules.RULES)
+REPEATED_KINDS = RULE_KINDS | {"disk"}
+"""What `watch` reports again while it lasts."""
 
 _SERVER = re.compile(r"^(server \d+) is (?:down|back)")
 _EVAL = re.compile(r"^(?:eval )?(\S+) at version \d+")
 
 
-def alerts(rows: Sequence[Mapping[str, Any]], newest_attempt: int, found: Sequence[Finding]) -> list[dict[str, Any]]:
-    """Returns recorded alerts, newest first, as `rows` are.
+def alerts(
+    rows: Sequence[Mapping[str, Any]], newest_attempt: int, found: Sequence[Finding], last_step_at: float | None = None
+) -> list[dict[str, Any]]:
+    """Returns recorded alerts, newest first, as `rows` are. One problem that was reported again is one alert.
 
-    Resolved is what a rule does not find any more, a server that is back, an eval with a later result, anything of an
-    earlier attempt, and what only informs.
+    `first_step` and `first_time` are those of its first report, `count` is the number of reports. Resolved is what a
+    rule does not find any more, a stall that a step ended (`last_step_at`, Unix seconds), a server that is back, an
+    eval with a later result, anything of an earlier attempt, and what only informs.
     """
     now = {finding.kind for finding in found}
     works: set[str] = set()
+    newer: dict[tuple[str, int], dict[str, Any]] = {}
     shown = []
     for row in rows:
-        message = row["message"] or ""
+        message, kind, attempt = row["message"] or "", row["kind"], row["attempt"] or 0
         about = _SERVER.match(message) or _EVAL.match(message)
         if about and row["level"] == "info":
             works.add(about[1])
+        same = newer.get((kind, attempt))
+        if same and _lasted(row, same):
+            same |= {"first_step": row["step"], "first_time": row["time"], "count": same["count"] + 1}
+            continue
         title, _, text = message.partition(". ")
-        shown.append(
-            {
-                **{name: row[name] for name in ("step", "time", "level", "kind", "advice")},
-                "metrics": list(row["metrics"] or ()),
-                "title": title.rstrip("."),
-                "text": text,
-                "resolved": row["level"] == "info"
-                or (row["attempt"] or 0) < newest_attempt
-                or (row["kind"] in RULE_KINDS and row["kind"] not in now)
-                or bool(about and about[1] in works),
-            }
-        )
+        alert = {
+            **{name: row[name] for name in ("step", "time", "level", "kind", "advice")},
+            "first_step": row["step"],
+            "first_time": row["time"],
+            "count": 1,
+            "metrics": list(row["metrics"] or ()),
+            "title": title.rstrip("."),
+            "text": text,
+            "resolved": row["level"] == "info"
+            or attempt < newest_attempt
+            or (kind in RULE_KINDS and (kind not in now or same is not None))
+            or (kind == "stalled" and None not in (row["time"], last_step_at) and row["time"] < last_step_at)
+            or bool(about and about[1] in works),
+        }
+        shown.append(alert)
+        if kind in REPEATED_KINDS:
+            newer[kind, attempt] = alert
     return shown
+
+
+def _lasted(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> bool:
+    """Returns whether two reports of one kind are about one problem that lasted from one to the other."""
+    if earlier["kind"] == "disk":
+        return True
+    between = (earlier["step"], later["first_step"])
+    return None not in between and 0 <= between[1] - between[0] <= SILENT_STEPS + WINDOW
 
 
 def _end(state: State) -> dict[str, Any] | None:
@@ -181,11 +205,12 @@ def _reward_change(history: History) -> dict[str, Any] | None:
     values = finite(history.columns.get(name, ()))
     if len(values) < 2:
         return None
+    before, now = ends_of(values)
     window = min(WINDOW, len(values) // 2)
-    before, now = statistics.fmean(values[:window]), statistics.fmean(values[-window:])
     span = "step" if window == 1 else f"{window} steps"
     texts = [f"{value:.3g}".replace("-", MINUS) for value in (before, now)]
-    return _sentence(f"Reward {texts[0]} in the first {span}, {texts[1]} in the last.", (name,))
+    groups = "all groups" if name == rules.REWARD else "the groups trained on"
+    return _sentence(f"Mean reward of {groups}: {texts[0]} in the first {span}, {texts[1]} in the last.", (name,))
 
 
 def _sentence(text: str, metrics: Sequence[str]) -> dict[str, Any]:

@@ -64,10 +64,7 @@ DISCARD_LIMIT_BATCHES = 10
 
 
 class TrainerPort(Protocol):
-    """Interface of the trainer for the loops. A batch has one input for each of `data_size` data-parallel ranks."""
-
-    @property
-    def data_size(self) -> int: ...
+    """Interface of the trainer for the loops."""
 
     async def train_step(self, inputs: list[StepInput]) -> StepResult: ...
 
@@ -434,13 +431,13 @@ class Orchestrator:
             groups, self._finished = self._finished[:size], self._finished[size:]
             self.status.num_finished_groups = len(self._finished)
             step = self._num_taken
-            self.status.set_component("batches", f"packing batch {step + 1}")
+            self.status.set_component("batches", f"packing batch {step}")
             self._batch = await asyncio.to_thread(self._pack, groups, step)
             self._withdraw_stale_groups()  # a sync may have ended meanwhile
 
     def _pack(self, groups: list[Group], step: int) -> Batch:
         """Computes advantages and micro-batches; numpy only, on a separate thread."""
-        return form_batch(self.config, groups, step, num_ranks=self.services.trainer.data_size)
+        return form_batch(self.config, groups, step)
 
     async def _train_loop(self) -> None:
         """Trains, syncs and counts until the last step."""
@@ -453,7 +450,7 @@ class Orchestrator:
             if batch is None:
                 return
             waited = time.time() - started_at
-            self.status.set_component("trainer", f"training step {step + 1}")
+            self.status.set_component("trainer", f"training step {step}")
             result = await self.services.trainer.train_step(batch.inputs)
             self.status.set_component("trainer", "sending weights")
             sync_metrics = await self.services.weights.sync()

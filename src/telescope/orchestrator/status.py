@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from telescope.health.rules import EvalPoint, Finding, Level
+from telescope.health.rules import EvalPoint, Finding, Level, ends_of, finite
 from telescope.health.watch import Watch
 from telescope.record.alerts import REPORTED
 from telescope.utils.text import plain, pluralize, single_line
@@ -199,6 +199,7 @@ class RunSummary:
     """95 % confidence interval of `heldout_after` minus `heldout_before`, paired over the items."""
     reward_first: float | None = None
     reward_last: float | None = None
+    """Mean rewards of the samples trained on, over the first and the last 10 steps of this attempt."""
     error: str | None = None
     """Why the run failed, in one line."""
     model_dir: str | None = None
@@ -258,7 +259,8 @@ def summarize(
     of_headline = [r for r in evals if headline is not None and (r.number, r.name) == (headline.number, headline.name)]
     before = next((r for r in of_headline if r.version == 0), None)
     after = next((r for r in reversed(of_headline) if r.version > 0), None)
-    rewards = [step.reward_mean for step in status.history]
+    rewards = finite([step.reward_mean for step in status.history])
+    reward_first, reward_last = ends_of(rewards) if rewards else (None, None)
     return RunSummary(
         status=outcome,
         run_name=config.wandb_run_name,
@@ -272,8 +274,8 @@ def summarize(
         heldout_temperature=headline.temperature if headline else None,
         heldout_items=headline.num_items if headline else None,
         heldout_gain_interval=[after.gain.low, after.gain.high] if before and after and after.gain else None,
-        reward_first=rewards[0] if rewards else None,
-        reward_last=rewards[-1] if rewards else None,
+        reward_first=reward_first,
+        reward_last=reward_last,
         error=message,
         record_error=record_error,
         model_dir=None if model_dir is None else str(model_dir),

@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from telescope.errors import UserError
+from telescope.health.rules import ends_of, finite
 from telescope.record.convert import conform, rows_to_table
 from telescope.record.files import RunFiles, read_json
 from telescope.record.rollout_tables import SAMPLES
@@ -67,7 +68,9 @@ class RunSummary:
     num_steps: int | None
     """Configured number of steps, None if unknown."""
     reward_first: float | None
+    """Mean reward of the samples trained on, over the first 10 steps, or the first half of fewer."""
     reward_last: float | None
+    """The same over the last ones."""
     heldout_before: float | None
     heldout_after: float | None
     error: str | None
@@ -189,7 +192,8 @@ class Run:
         """Summarizes the run. Reads `run.json`, `summary.json`, and two columns of `steps` unless they are given."""
         info = self.info
         steps = (self.table("steps", columns=["step", "reward_mean"]) if steps is None else steps).sort_by("step")
-        rewards = [value for value in steps["reward_mean"].to_pylist() if value is not None]
+        rewards = finite(steps["reward_mean"].to_pylist())
+        first, last = ends_of(rewards) if rewards else (None, None)
         status = status_now(self.files.run_dir, info)
         result = self.result
         started_at = info.started_at if info else None
@@ -204,8 +208,8 @@ class Run:
             attempt=info.attempt if info else 0,
             steps=len(pc.unique(steps["step"])),
             num_steps=info.num_steps if info else None,
-            reward_first=rewards[0] if rewards else None,
-            reward_last=rewards[-1] if rewards else None,
+            reward_first=first,
+            reward_last=last,
             heldout_before=_number(result.get("heldout_before", info.heldout_before if info else None)),
             heldout_after=_number(result.get("heldout_after")),
             error=single_line(info.error) if info and info.error else None,  # old records have whole tracebacks

@@ -82,8 +82,9 @@ def _progress(progress: dict[str, Any], run: dict[str, Any], width: int) -> Rend
     total = progress["num_steps"]
     words = {"live": "training", "dead": "its process is gone"}.get(run["status"], run["status"])
     left = f"{clock(progress['seconds_left'])} left" if progress["seconds_left"] is not None else ""
+    done = f"{progress['step']}{f' of {total}' if total else ''} steps"
     text = Text.assemble(
-        (words, "green" if run["live"] else "bold"), f"  step {progress['step']}" + (f" of {total}" if total else ""),
+        (words, "green" if run["live"] else "bold"), f"  {done}",
         f"  {clock(run['duration'])} in  {left}",
     )  # fmt: skip
     return Group(
@@ -146,7 +147,8 @@ def _alerts(alerts: list[dict[str, Any]]) -> list[RenderableType]:
 
 def _moment(alert: dict[str, Any]) -> str:
     if alert["step"] is not None:
-        return f"step {alert['step']}"
+        since = f"steps {alert['first_step']} to " if alert["count"] > 1 else "step "
+        return f"{since}{alert['step']}"
     return time.strftime("%H:%M:%S", time.localtime(alert["time"])) if alert["time"] is not None else ""
 
 

@@ -37,7 +37,7 @@ FIRING = {
         "reward_hacking",
         {rules.LENGTH: [400.0] * 10},
         (EvalPoint("aime", 9, 0.3), EvalPoint("aime", 59, 0.2)),
-        "aime fell from 0.300 (after step 9) to 0.200",
+        "aime fell from 0.300 (after 10 steps) to 0.200",
     ),
 }
 

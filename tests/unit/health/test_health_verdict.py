@@ -81,7 +81,7 @@ def test_trends_need_more_than_noise() -> None:
 
     assert trend(*[0.0, 1.0] * 10) == "steady"
     assert trend(*map(float, range(20))) == "rising"
-    assert trend(1.0) == "too early to say"
+    assert trend(1.0) == "too early"
 
 
 def test_time_left_is_the_remaining_steps_at_the_usual_duration() -> None:
@@ -113,6 +113,25 @@ def test_an_alert_is_resolved_once_its_cause_is_gone() -> None:
     ]
     shown = verdict.alerts(rows, 2, rules.findings(seen))
     assert [alert["resolved"] for alert in shown] == [True, True, True, False, False, True, False, True, True]
+
+
+def test_a_problem_that_was_reported_again_is_one_alert() -> None:
+    seen = history({rules.TRUNCATED: [90.0] * 10})
+    rows = [row("truncation", f"{50 + step // 10} % are cut off.", step=step) for step in (330, 230, 130, 10)]
+    lasting, before = verdict.alerts(rows, 2, rules.findings(seen))
+    assert (lasting["first_step"], lasting["step"], lasting["count"], lasting["title"]) == (
+        130,
+        330,
+        3,
+        "83 % are cut off",
+    )
+    assert (before["step"], before["count"]) == (10, 1)
+    assert (lasting["resolved"], before["resolved"]) == (False, True)
+
+
+def test_a_stall_is_resolved_by_the_next_step() -> None:
+    rows = [row("stalled", "No step has ended for 6 min.", time=100.0)]
+    assert [verdict.alerts(rows, 2, [], at)[0]["resolved"] for at in (None, 99.0, 101.0)] == [False, False, True]
 
 
 def test_an_alert_of_an_earlier_version_has_its_advice_in_its_message() -> None:

@@ -75,7 +75,7 @@ def test_an_eval_that_falls_while_answers_grow_is_reported_when_it_ends() -> Non
     assert watch.after_eval(EvalPoint("math500", 9, 0.6, 0.56, 0.64)) == []
     kinds(watch, range(10, 30), {rules.LENGTH: 600.0})
     (found,) = watch.after_eval(EvalPoint("math500", 29, 0.3, 0.26, 0.34))
-    assert found.kind == "reward_hacking" and "0.600 (after step 9)" in found.text
+    assert found.kind == "reward_hacking" and "0.600 (after 10 steps)" in found.text
 
 
 def test_a_stall_is_reported_once_per_step() -> None:

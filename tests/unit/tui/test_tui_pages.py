@@ -19,7 +19,7 @@ async def test_the_overview_says_how_the_run_is_and_how_far(generated: Path, ope
     async with open_view(generated) as view:
         shown = view.text("#about")
     assert "Nothing stands out." in shown
-    assert f"finished  step {NUM_STEPS} of {NUM_STEPS}" in shown
+    assert f"finished  {NUM_STEPS} of {NUM_STEPS} steps" in shown
     for word in ("Reward", "Trainer waits", "Entropy", "▁", "Alerts", "server 2 is down", "step 3", "Qwen/Qwen3-1.7B"):
         assert word in shown
 
@@ -111,7 +111,7 @@ async def test_a_live_run_grows_on_the_page_that_is_seen(tmp_path: Path, open_vi
             writer.write_step(number)
         writer.recorder.flush()
         async with open_view(tmp_path / "live") as view:
-            assert "training  step 3 of 50" in view.text("#about")
+            assert "training  3 of 50 steps" in view.text("#about")
             await view.press("4", "1")
             writer.write_samples(3)
             writer.write_step(3)
@@ -120,7 +120,7 @@ async def test_a_live_run_grows_on_the_page_that_is_seen(tmp_path: Path, open_vi
             )
             writer.recorder.flush()
             await view.look()
-            assert "training  step 4 of 50" in view.text("#about")
+            assert "training  4 of 50 steps" in view.text("#about")
             await view.press("4")
             assert view.text("RichLog").strip().endswith("newest")
             before = view.text("RichLog").count("\n")

@@ -1,10 +1,10 @@
 /** Alerts: open ones with what to try, then resolved ones and notes. Each leads to its moment. */
 
 import { useState } from "react";
-import { moment, unbroken } from "../../format";
+import { unbroken } from "../../format";
 import { format, usePlace } from "../../state/url";
 import type { Alert } from "../../types";
-import { placeOf } from "./alerts";
+import { lastedOf, momentOf, placeOf } from "./alerts";
 
 /** Resolved alerts and notes that are shown at first. */
 const FEW = 6;
@@ -20,15 +20,15 @@ export function Alerts({ alerts }: { alerts: Alert[] }) {
     <section className="sec">
       <h2>
         Alerts <span>{words || "none"}</span>
-        {rest.length > FEW && (
-          <button className="link" aria-pressed={all} onClick={() => showAll(!all)}>
-            {all ? "fewer" : `${rest.length - FEW} more`}
-          </button>
-        )}
       </h2>
       {[...open, ...(all ? rest : rest.slice(0, FEW))].map((alert, i) => (
         <One key={i} alert={alert} />
       ))}
+      {rest.length > FEW && (
+        <button className="link s f" aria-pressed={all} onClick={() => showAll(!all)}>
+          {all ? "Show fewer" : `Show ${rest.length - FEW} more`}
+        </button>
+      )}
     </section>
   );
 }
@@ -41,8 +41,8 @@ function One({ alert }: { alert: Alert }) {
       <a href={format(place)} title={alert.metrics[0] ? `Show ${alert.metrics[0]}` : `Show on the page ${place.page}`}>
         {unbroken(alert.title)}
       </a>
-      <span className="f s">{alert.step !== null ? `step ${alert.step}` : alert.time === null ? "" : moment(alert.time)}</span>
-      {!alert.resolved && (alert.text || alert.advice) && <p className="s d">{unbroken([alert.text, alert.advice].filter(Boolean).join(" "))}</p>}
+      <span className="f s">{momentOf(alert)}</span>
+      {!alert.resolved && (alert.text || alert.advice || alert.count > 1) && <p className="s d">{unbroken([alert.text, alert.advice, lastedOf(alert)].filter(Boolean).join(" "))}</p>}
     </div>
   );
 }

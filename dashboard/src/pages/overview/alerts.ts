@@ -1,5 +1,6 @@
-/** Where the moment of an alert is shown. */
+/** When an alert was, how long it lasted, and where its moment is shown. */
 
+import { duration, moment } from "../../format";
 import type { Place } from "../../state/url";
 import { elsewhere } from "../../state/url";
 import type { Alert } from "../../types";
@@ -13,5 +14,22 @@ export function placeOf(alert: Alert, now: Place): Place {
   const [metric] = alert.metrics;
   if (metric) return elsewhere(now, { page: "metrics" }, { ...step, metric });
   const page = PAGES[alert.kind ?? ""] ?? "logs";
+  if (page === "evals") return elsewhere(now, { page });
   return elsewhere(now, { page }, page === "logs" ? { ...step, level: alert.level === "info" ? "" : "WARNING" } : step);
+}
+
+/** Returns when an alert was first reported. */
+export function momentOf(alert: Alert): string {
+  // Its text says the version, which is the number of finished steps.
+  if (alert.kind === "eval") return "";
+  if (alert.first_step !== null) return `${alert.count > 1 ? "since step" : "step"} ${alert.first_step}`;
+  return alert.first_time === null ? "" : moment(alert.first_time);
+}
+
+/** Returns for how long an alert was reported again: `Reported 3 times in 200 steps.` */
+export function lastedOf(alert: Alert): string {
+  if (alert.count < 2) return "";
+  const inSteps = alert.step !== null && alert.first_step !== null ? alert.step - alert.first_step : 0;
+  const inTime = alert.time !== null && alert.first_time !== null ? ` in ${duration(alert.time - alert.first_time)}` : "";
+  return `Reported ${alert.count} times${inSteps > 0 ? ` in ${inSteps} steps` : inTime}.`;
 }
