@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
@@ -28,6 +29,19 @@ STATIC = Path(__file__).parent / "static"
 
 BUILD_COMMAND = "make dashboard"
 
+ABOUT_API = (
+    "What the pages of telescope ui read: runs, their steps, samples, spans and logs, as JSON. "
+    "Times are Unix seconds, steps are numbered from 0, and a number that was not measured is null."
+)
+
+SUBJECTS = [
+    {"name": "Runs", "description": "The list of runs; one run, its steps and its health; comparison, export, events."},
+    {"name": "Code", "description": "Files, uncommitted changes and configs that a start kept."},
+    {"name": "Samples", "description": "Groups, samples and their tokens, distributions, evals."},
+    {"name": "Timeline", "description": "Spans, gauges and log lines."},
+    {"name": "Documents", "description": "What the user keeps: layouts, columns, tags, notes. Only these are written."},
+]
+
 COMPRESSED_BYTES = 2000
 """Smaller answers are sent as they are."""
 
@@ -46,8 +60,9 @@ def create_app(
     What the user keeps is in the folder `documents`, by default in the user's config folder.
     """
     app = FastAPI(
-        title="Telescope", version=__version__, docs_url=None, redoc_url=None, openapi_url="/api/openapi.json"
-    )
+        title="Telescope API", description=ABOUT_API, openapi_tags=SUBJECTS, version=__version__,
+        docs_url=None, redoc_url=None, openapi_url="/api/openapi.json",
+    )  # fmt: skip
     app.state.registry = Registry(roots, remotes)
     app.state.documents = Documents(documents or user_folder())
     app.state.snapshots = Snapshots()
@@ -104,15 +119,26 @@ def _file(base: Path, path: str) -> Path | None:
 
 def _api_page(app: FastAPI) -> str:
     """Returns the addresses of the API as a page without scripts."""
-    parts = []
-    for path, methods in app.openapi()["paths"].items():
+    schema = app.openapi()
+    parts: dict[str, list[str]] = {subject["name"]: [] for subject in SUBJECTS}
+    for path, methods in schema["paths"].items():
         for method, operation in methods.items():
-            names = ", ".join(parameter["name"] for parameter in operation.get("parameters", ()))
             term = path if method == "get" else f"{method.upper()} {path}"
-            parts.append(
-                f"<dt><code>{escape(term)}</code></dt><dd>{escape(operation['summary'])}. {escape(names)}</dd>"
-            )
-    link = '<a href="/api/openapi.json">openapi.json</a>'
-    return (
-        f"<!doctype html><title>Telescope API</title><h1>API</h1><p>{link} has the types.</p><dl>{''.join(parts)}</dl>"
+            given = [_parameter(one) for one in operation.get("parameters", ()) if one["in"] == "query"]
+            about = f"{operation['summary']}." + (f" Parameters: {', '.join(given)}." if given else "")
+            (tag,) = operation["tags"]
+            parts[tag].append(f"<dt><code>{escape(term)}</code></dt><dd>{escape(about)}</dd>")
+    sections = "".join(
+        f"<h2>{name}</h2><p>{escape(subject['description'])}</p><dl>{''.join(parts[name])}</dl>"
+        for subject in SUBJECTS
+        if parts[name := subject["name"]]
     )
+    link = '<a href="/api/openapi.json">openapi.json</a> has the types of all answers.'
+    title = escape(schema["info"]["title"])
+    head = f'<!doctype html><html lang="en"><meta name="viewport" content="width=device-width"><title>{title}</title>'
+    return f"{head}<h1>{title}</h1><p>{escape(ABOUT_API)} {link}</p>{sections}</html>"
+
+
+def _parameter(parameter: dict[str, Any]) -> str:
+    about = parameter.get("description", "").rstrip(".")
+    return f"{parameter['name']} ({about})" if about else parameter["name"]

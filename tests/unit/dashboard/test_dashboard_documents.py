@@ -77,9 +77,13 @@ def test_documents_have_a_largest_number(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("body", ["", "[1]", "{}", '{"value": 1, "version": 2}', "[" * 100_000])
-def test_what_is_no_document_is_refused(user, body):
+def test_what_is_no_document_is_refused_in_a_sentence(user, body):
     answer = user.put("/api/user/notes", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
+    message = answer.json()["detail"]
+    assert message.endswith(".")
+    assert "\n" not in message
+    assert "pydantic" not in message
 
 
 @pytest.mark.parametrize(

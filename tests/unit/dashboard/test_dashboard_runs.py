@@ -164,10 +164,15 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path):
     assert "is not a folder" in client.get("/api/runs").json()["problems"][0]["problem"]
 
 
-def test_every_address_is_documented(client):
-    page = client.get("/api/docs").text
+def test_every_address_is_documented_by_subject(client):
+    page, schema = client.get("/api/docs").text, client.get("/api/openapi.json").json()
     assert "<script" not in page
-    assert all(path in page for path in client.get("/api/openapi.json").json()["paths"])
+    assert all(path in page for path in schema["paths"])
+    assert schema["info"]["title"] in page
+    assert schema["info"]["description"] in page
+    described = {subject["name"] for subject in schema["tags"] if subject["description"] in page}
+    operations = [operation for methods in schema["paths"].values() for operation in methods.values()]
+    assert {tag for operation in operations for tag in operation["tags"]} == described
 
 
 async def events_of(runs: dict[str, Run], last_id: str | None) -> list[str]:

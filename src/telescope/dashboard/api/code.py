@@ -10,7 +10,7 @@ from telescope.dashboard import code, models
 from telescope.dashboard.api import Integer, Reply, Runs, Store
 from telescope.dashboard.code import Snapshots
 
-router = APIRouter(prefix="/api/runs/{run}/code")
+router = APIRouter(prefix="/api/runs/{run}/code", tags=["Code"])
 
 
 def _snapshots(request: Request) -> Snapshots:

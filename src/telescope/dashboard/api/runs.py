@@ -15,7 +15,7 @@ from telescope.dashboard.events import run_events
 from telescope.dashboard.export import export_run
 from telescope.dashboard.now import now_of
 
-router = APIRouter(prefix="/api")
+router = APIRouter(prefix="/api", tags=["Runs"])
 
 FIELDS = Query(description="Names of fields to add to each run, with commas between.")
 

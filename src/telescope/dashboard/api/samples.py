@@ -17,7 +17,7 @@ MOST_EXPORTED = 100_000
 
 FILE_NAME = re.compile(r"[^\w.~-]")
 
-router = APIRouter(prefix="/api/runs/{run}")
+router = APIRouter(prefix="/api/runs/{run}", tags=["Samples"])
 
 
 @router.get("/groups", response_model=list[row_models.Group], summary="Groups of a step, or from a row on")

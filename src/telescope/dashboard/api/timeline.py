@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request
 from telescope.dashboard import row_models, timeline
 from telescope.dashboard.api import OptionalRow, Reply, Store
 
-router = APIRouter(prefix="/api/runs/{run}")
+router = APIRouter(prefix="/api/runs/{run}", tags=["Timeline"])
 
 
 @router.get("/spans", response_model=row_models.Spans, summary="Intervals of a range of time")

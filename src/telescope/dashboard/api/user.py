@@ -13,7 +13,11 @@ from telescope.dashboard import models
 from telescope.dashboard.api import Reply, Runs
 from telescope.dashboard.documents import MAX_BYTES, Documents
 
-router = APIRouter(prefix="/api/user")
+router = APIRouter(prefix="/api/user", tags=["Documents"])
+
+NOT_A_DOCUMENT = (
+    'A document is a JSON object with two fields: value, and version, the text that GET returned ("" for a new one).'
+)
 
 OPENED = Query(description="Id of the run that the document belongs to; empty for one of the user.")
 
@@ -54,7 +58,9 @@ async def write_document(request: Request, kept: Kept, run_id: RunId, name: str)
         given = models.Document.model_validate(json.loads(bytes(body)))
         # Python reads NaN and halves of surrogate pairs, which no answer can hold.
         json.dumps(given.value, allow_nan=False, ensure_ascii=False).encode()
-    except (ValueError, RecursionError, ValidationError) as error:
-        raise HTTPException(400, f"The document is not JSON, an object with value and version: {error}") from error
+    except ValidationError as error:
+        raise HTTPException(400, NOT_A_DOCUMENT) from error
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(400, "The document is not JSON in UTF-8, which has neither NaN nor Infinity.") from error
     written = kept.write(name, given.value, given.version, run_id)
     return JSONResponse({"value": written.value, "version": written.version})
