@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from telescope.testing.demo_run.writer import RunWriter
 
 EVAL_EVERY = 50
-EVALS = ("countdown", "algebra")
+EVALS = ("countdown", "algebra", "calculator_agent")
 NUM_ITEMS = 60
 NUM_COMPLETIONS = 4
 PASS_K = {"at_k": {"metrics": ["correct"], "k": [1, 2, 4]}, "pow_k": {"metrics": ["correct"], "k": [2, 4]}}
@@ -24,7 +24,7 @@ SECONDS = 6.0
 
 
 def write_evals(writer: RunWriter, version: int) -> None:
-    """Writes and reports the results of both evals of a policy version, which end at the writer's time."""
+    """Writes and reports the results of the evals of a policy version, which end at the writer's time."""
     for number, name in enumerate(EVALS):
         eval_id = id_of(name, version)
         common: dict[str, Any] = {
@@ -62,7 +62,7 @@ def write_evals(writer: RunWriter, version: int) -> None:
 
 
 def write_eval_samples(writer: RunWriter, version: int, end: float) -> None:
-    """Writes the samples of both evals of a policy version, which ended at `end`."""
+    """Writes the samples of the evals of a policy version, which ended at `end`."""
     for name in EVALS:
         if version == writer.simulation.curves.story.skipped_eval:
             continue
@@ -105,9 +105,11 @@ def _place(sample: Trajectory, index: int, end: float) -> None:
     lane = index * NUM_COMPLETIONS + sample.sample_index
     sample.server_index, sample.slot = lane % NUM_SERVERS, (lane // NUM_SERVERS) % 8
     sample.started_at = end - SECONDS + (lane // 32) * SECONDS / 8
-    for turn in sample.turns:
-        turn.started_at, turn.ended_at = sample.started_at, sample.started_at + SECONDS / 9
-    sample.generated_at = sample.started_at + SECONDS / 9
+    seconds = SECONDS / 9 / len(sample.turns)
+    for number, turn in enumerate(sample.turns):
+        turn.started_at = sample.started_at + number * seconds
+        turn.ended_at = turn.started_at + 0.9 * seconds
+    sample.generated_at = sample.turns[-1].ended_at
     sample.finished_at = sample.generated_at + 0.01
 
 

@@ -37,6 +37,9 @@ FAILURE_SHARE = 0.0015
 QUEUE, PREFILL = 0.04, 0.10
 """Shares of a request's time."""
 
+SYNC_SECONDS = 0.12
+"""Time for the new weights at the end of a step."""
+
 TOOL_SECONDS = 0.012
 REWARD_SECONDS = 0.03
 
@@ -304,8 +307,8 @@ def _trainer_spans(made: Step, draw: np.random.Generator) -> Iterator[Span]:
         yield Span("gradient_norm", at, at + 0.01 * busy, rank)
         yield Span("optimizer", at + 0.01 * busy, at + 0.06 * busy, rank)
         yield Span("step", step_begin, at + 0.06 * busy, rank)
-        yield Span("weight_sync", made.end - 0.12, made.end - 0.03, rank)
-        yield Span("weight_broadcast_gather", made.end - 0.12, made.end - 0.06, rank)
+        yield Span("weight_sync", made.end - SYNC_SECONDS, made.end - 0.03, rank)
+        yield Span("weight_broadcast_gather", made.end - SYNC_SECONDS, made.end - 0.06, rank)
 
 
 def _tokens(sample: Trajectory, draw: np.random.Generator) -> SampleTokens:

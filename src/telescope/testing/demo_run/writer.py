@@ -28,7 +28,16 @@ from telescope.rollout.trajectory import Trajectory
 from telescope.testing.demo_run import telemetry
 from telescope.testing.demo_run.curves import Curves, Story
 from telescope.testing.demo_run.evals import EVAL_EVERY, EVALS, NUM_ITEMS, PASS_K, write_eval_samples, write_evals
-from telescope.testing.demo_run.steps import GROUP_SIZE, NUM_RANKS, NUM_SERVERS, WEIGHTS, Simulation, Step, engine_spans
+from telescope.testing.demo_run.steps import (
+    GROUP_SIZE,
+    NUM_RANKS,
+    NUM_SERVERS,
+    SYNC_SECONDS,
+    WEIGHTS,
+    Simulation,
+    Step,
+    engine_spans,
+)
 from telescope.testing.demo_run.tasks import LEVELS, NUM_PROBLEMS
 
 CHECKPOINT_EVERY = 100
@@ -99,6 +108,7 @@ class RunWriter:
         self._summary = StepsAlone(self.recorder, StepLog(), self.status)
         self._samples = SamplesAlone(self.recorder, StepLog(), RunStatus(run_dir.name, num_steps))
         self._handler = _LogHandler(self)
+        self._rates: dict[str, float | None] = {}
         self.accuracies: dict[str, list[float]] = {}
         """Results so far, by eval."""
         self.baselines: dict[str, dict[str, float]] = {}
@@ -125,6 +135,8 @@ class RunWriter:
         self.status.record_alerts(partial(self.recorder.write, "alerts"))
         for row in telemetry.start_logs(self.origin):
             self.recorder.write("logs", row)
+        self.status.phase = "starting the trainer and the inference servers"
+        self.recorder.describe_now(lambda: {**self.status.now(), **self._rates})
         return self
 
     def __exit__(
@@ -218,15 +230,16 @@ class RunWriter:
                 write_evals(self, self.status.step)
             else:
                 self.status.report(error, "run", "error")
-        heldout = self.accuracies.get(EVALS[-1], [])
+        heldout = self.accuracies.get(EVALS[0], [])
         summary = {"heldout_before": heldout[0], "heldout_after": heldout[-1]} if len(heldout) > 1 else {}
         replace_json(self.recorder.files.summary, {"status": status, "steps": self.status.step, **summary})
         text = self.config.to_json()
         self.info = end_run(self.recorder, self.info, status, config_json=text, error=error, ended_at=self.now)
 
     def write_in_flight(self, number: int, now: float) -> None:
-        """Shows the samples that are generated at a time within a step: those of its batch, or of the next one."""
-        steps = (self.simulation.step(one, num_tokens_samples=0) for one in (number, number + 1))
+        """Shows what the run does at a time within a step: its samples are those of its batch, or of the next one."""
+        steps = [self.simulation.step(one, num_tokens_samples=0) for one in (number, number + 1)]
+        self._describe(steps, now)
         rows = [
             {
                 "sample_id": sample.sample_id, "group_id": group.group_id, "sample_index": sample.sample_index,
@@ -239,6 +252,31 @@ class RunWriter:
             if sample.started_at <= now < sample.finished_at
         ]  # fmt: skip
         self.recorder.set_in_flight(rows)
+
+    def _describe(self, steps: Sequence[Step], now: float) -> None:
+        """Sets what the page shows as the present of the run."""
+        made, status = steps[0], self.status
+        groups = [group for step in steps for group in step.groups]
+        samples = [sample for group in groups for sample in group.samples]
+        status.phase, status.num_slots = "training", NUM_SERVERS * GROUP_SIZE
+        status.num_generating = sum(sample.started_at <= now < sample.finished_at for sample in samples)
+        status.num_open_groups = sum(group.opened_at <= now < (group.finished_at or now) for group in groups)
+        begins = made.start + made.waited
+        next_batch = made if now < begins else steps[1]
+        status.num_finished_groups = sum((group.finished_at or now) <= now for group in next_batch.kept)
+        seconds = made.end - made.start
+        tokens = sum(sample.num_completion_tokens for group in made.groups for sample in group.samples)
+        self._rates = {
+            "tokens_per_second": tokens / seconds,
+            "seconds_left": seconds * max(0, status.num_steps - status.step),
+        }
+        syncs = now >= made.end - SYNC_SECONDS
+        doing = "waiting for a batch" if now < begins else f"training step {made.number}"
+        status.set_component("trainer", "sending weights" if syncs else doing)
+        for server in range(NUM_SERVERS):
+            down = self.simulation.curves.is_down(server, made.number)
+            works = "receiving weights" if syncs else "serving"
+            status.set_component(f"server {server}", "restarting (loading)" if down else works)
 
     def _count(self, steps: StepRecorder, made: Step) -> None:
         """Counts and writes what is not trained."""
