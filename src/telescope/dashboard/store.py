@@ -26,6 +26,18 @@ from telescope.record.reader import READ_ATTEMPTS, Run
 from telescope.record.superseded import superseded_sql
 from telescope.record.tables import TABLES
 
+USER_MARKS = ("<|im_start|>user", "<|start_header_id|>user", "<start_of_turn>user", "<|user|>")
+"""Where chat templates begin a message of the user."""
+
+
+def _last(mark: str) -> str:
+    """Returns SQL for where the last `mark` of a prompt begins, 1 without any."""
+    behind = f"strpos(reverse(prompt_text), '{mark[::-1]}')"
+    return f"CASE {behind} WHEN 0 THEN 1 ELSE length(prompt_text) - {behind} - {len(mark) - 2} END"
+
+
+USER_BEGINS = f"greatest({', '.join(_last(mark) for mark in USER_MARKS)})"
+
 LONG_COLUMNS = {
     "samples": {"prompt_text", "completion_text", "golden", "info_turns", "divergences", "failure_message"},
     "spans": {"attributes"},
@@ -275,8 +287,11 @@ class RunStore:
         return found
 
     def beginnings(self, where: str, length: int, columns: str = "") -> dict[tuple[int, str], Row]:
-        """Returns the first characters of `prompt` and `answer` by attempt and sample, of the samples of `where`."""
-        shown = f"left(prompt_text, {length}) AS prompt, left(completion_text, {length}) AS answer"
+        """Returns the first characters of `prompt` and `answer` by attempt and sample, of the samples of `where`.
+
+        A prompt begins with its last user message: what is before it, such as a system prompt, is often the same.
+        """
+        shown = f"substr(prompt_text, {USER_BEGINS}, {length}) AS prompt, left(completion_text, {length}) AS answer"
         found = self._files("samples", f"attempt, sample_id, {shown}{columns}", where)
         return {(row["attempt"], row["sample_id"]): row for row in found.to_pylist(maps_as_pydicts="lossy")}
 

@@ -330,5 +330,20 @@ def test_samples_with_any_reward_and_without_a_group_are_listed(tmp_path, odd):
     assert sum(counts) >= 17 - (not math.isfinite(odd)), "a value on an edge is in two ranges"
 
 
+PROMPTS = {
+    "of a model": f"<|im_start|>system\n{'Be kind. ' * 60}<|im_end|>\n<|im_start|>user\nMake é 7<|im_end|>\n",
+    "with examples": f"<|user|>\nMake 5<|assistant|>\n{'x' * 400}<|user|>\nMake é 7<|assistant|>\n",
+    "without a template": "Make é 7",
+}
+
+
+@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
+def test_a_list_shows_the_last_message_of_the_user_and_not_the_system_prompt(tmp_path, prompt):
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.write("samples", {**sample_rows(0)[0], "prompt_text": prompt})
+    (row,) = TestClient(create_app([tmp_path]), base_url="http://localhost").get("/api/runs/run/samples").json()["rows"]
+    assert "Make é 7" in row["prompt"][:30]
+
+
 def test_ranges_of_the_smallest_numbers_are_finite():
     assert _edges(0.0, 13 * 5e-324)[0] == 0.0
