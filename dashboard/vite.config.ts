@@ -1,5 +1,5 @@
 import react from "@vitejs/plugin-react";
-import { defineConfig } from "vite";
+import { defineConfig } from "vitest/config";
 
 // Every browser that can run these pages reads woff2: the older fonts of KaTeX stay out.
 const woff2Only = {
@@ -14,5 +14,6 @@ export default defineConfig({
   base: "./",
   plugins: [woff2Only, react()],
   build: { outDir: "../src/telescope/dashboard/static", emptyOutDir: true, assetsInlineLimit: 0, chunkSizeWarningLimit: 900 },
+  test: { css: true },
   server: { proxy: { "/api": process.env.TELESCOPE_UI ?? "http://127.0.0.1:8005" } },
 });

@@ -1,5 +1,7 @@
 /** Numbers and times as text: true minus, thin spaces between thousands. */
 
+import { visible } from "./text/hostile";
+
 const MINUS = "\u2212";
 const THIN = "\u202f"; // narrow, and no place to break a line
 export const NONE = "–";
@@ -46,8 +48,8 @@ export function percent(share: number | null | undefined, digits = 1): string {
   return share === null || share === undefined || Number.isNaN(share) ? NONE : `${number(100 * share, digits)}${THIN}%`;
 }
 
-/** Returns a sentence whose numbers stay on the line of their percent signs. */
-export const unbroken = (text: string): string => text.replace(/(\d) %/g, "$1\u202f%");
+/** Returns a sentence whose numbers stay on the line of their percent signs, with hidden characters written out. */
+export const unbroken = (text: string): string => visible(text).replace(/(\d) %/g, "$1\u202f%");
 
 /** Returns how much of something has come: `12 of 40 MB`. */
 export function megabytes(done: number, total: number): string {
@@ -85,14 +87,14 @@ export function moment(time: number | null | undefined, now = Date.now()): strin
   return `${day} ${clock}`;
 }
 
-/** Returns a value of the config as one line. */
+/** Returns a value of the config as one line. Fields inside of it that are not set are left out. */
 export function setting(value: unknown): string {
   if (value === null || value === undefined) return "none";
   if (typeof value === "number") return minus(Math.abs(value) >= 1e-3 || value === 0 ? String(value) : value.toExponential().replace("e-", "e-"));
-  if (typeof value === "string") return value === "" ? '""' : value;
-  if (Array.isArray(value)) return value.length ? value.map(setting).join(", ") : "none";
+  if (typeof value === "string") return value === "" ? '""' : visible(value);
+  if (Array.isArray(value)) return value.length ? value.map(setting).join(value.some((part) => part !== null && typeof part === "object") ? "; " : ", ") : "none";
   if (typeof value === "object") {
-    const inside = Object.entries(value).map(([name, part]) => `${name}: ${setting(part)}`);
+    const inside = Object.entries(value).flatMap(([name, part]) => (setting(part) === "none" ? [] : [`${visible(name)}: ${setting(part)}`]));
     return inside.length ? inside.join(", ") : "none";
   }
   return String(value);

@@ -26,17 +26,22 @@ MARKDOWN = (
     "\\(\\htmlData{a=b}{y}\\) $\\def\\a{\\a\\a}\\a$\n\n```html\n<script>window.attacked = 7</script>\n```\n"
 )
 TERMINAL = "\x1b[31mred\x1b[0m \x1b]0;title\x07 \x1b[2J\x07 \x00 bell"
+HIDDEN = "\u202e\u2066\u200b\x1b\x07"
+"""Characters that no page may show as they are."""
+
 BIDI = "safe \u202egnp.exe\u202c \u2066isolate\u2069 zero\u200bwidth"
 ATTACK = f"{MARKUP}\n{MARKDOWN}\n{TERMINAL}\n{BIDI}"
 
 
 def write_hostile_run(run_dir: Path) -> None:
     """Writes a finished run of two steps. Answer `0-0` has every attack, `0-1` is one line of 10 MB."""
-    config = json.dumps({"values": {"model": ATTACK, MARKUP: MARKUP, "environments": [{"name": MARKUP}]}})
+    config = json.dumps(
+        {"values": {"model": ATTACK, MARKUP: MARKUP, f"key {BIDI}": BIDI, "environments": [{"name": MARKUP}]}}
+    )
     with Recorder(run_dir) as recorder:
         info = begin_run(
             recorder,
-            name=f"hostile {MARKUP}",
+            name=f"hostile {BIDI} {MARKUP}",
             config_hash="c",
             config_json=config,
             first_step=0,

@@ -9,6 +9,17 @@ from urllib.parse import urlencode
 
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, Response
 
+PLACES: dict[str, tuple[str, dict[str, str]]] = {
+    "runs": ("", {}),
+    **{
+        name: (f"first/{name}", {})
+        for name in ("overview", "metrics", "rollouts", "timeline", "infra", "evals", "logs")
+    },
+    "compare": ("first/compare", {"with": "second"}),
+    "code": ("resumed/code", {"against": "other"}),
+}
+"""Every page, with the parameters that fill it."""
+
 SETTLED = """
 (() => {
   let pending = 0, last = performance.now();

@@ -6,15 +6,9 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page
-from tests.pages.page_visit import Visit
+from tests.pages.page_visit import PLACES, Visit
 
 AXE = Path(__file__).parents[2] / "dashboard" / "node_modules" / "axe-core" / "axe.min.js"
-PLACES = {
-    "runs": "",
-    **{name: f"first/{name}" for name in ("overview", "metrics", "rollouts", "timeline", "infra", "evals", "logs")},
-    "compare": "first/compare",
-    "code": "first/code",
-}
 PHONE = {"width": 390, "height": 844}
 
 
@@ -32,8 +26,8 @@ def findings(page: Page) -> list[str]:
 
 @pytest.mark.parametrize("name", PLACES)
 def test_a_page_is_accessible_and_fits_a_phone(visitor: Visit, name: str):
-    others = {"with": "second"} if name == "compare" else {}
-    page = visitor.open(PLACES[name], {"theme": "light", **others})
+    place, params = PLACES[name]
+    page = visitor.open(place, {"theme": "light", **params})
     assert findings(page) == []
     page.evaluate("() => { location.hash = location.hash.replace('theme=light', 'theme=dark') }")
     visitor.settle()
@@ -44,3 +38,4 @@ def test_a_page_is_accessible_and_fits_a_phone(visitor: Visit, name: str):
     # What is wider than the page is cut by these, not scrolled.
     frame = page.locator("html, body, #root, main, main > *")
     assert max(frame.evaluate_all("(all) => all.map((one) => one.scrollWidth)")) <= PHONE["width"]
+

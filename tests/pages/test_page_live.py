@@ -68,11 +68,11 @@ def test_pages_follow_a_run(browser: Browser, server: DashboardProcess, live: Li
             visits[name] = stack.enter_context(visit(browser, server.address))
             visits[name].page.goto(f"{server.address}#/live/{name}")
         for one in visits.values():
-            expect(one.page.get_by_label("Progress").first).to_contain_text("Step 3")
+            expect(one.page.get_by_label("Progress").first).to_contain_text("3 of 20 steps")
             expect(one.page.get_by_role("banner")).to_contain_text("training")
         live.step()
         for one in visits.values():
-            expect(one.page.get_by_label("Progress").first).to_contain_text("Step 4")
+            expect(one.page.get_by_label("Progress").first).to_contain_text("4 of 20 steps")
         tree = visits["metrics"].page.get_by_role("complementary", name="Metrics")
         entropy = live.last("select metrics['entropy'] from steps where step = 3")
         expect(tree.locator('[title="entropy"] .r')).to_have_text(f"{entropy:#.3g}")
@@ -98,9 +98,9 @@ def test_a_page_misses_nothing_while_the_server_is_away(browser: Browser, server
         live.step()
         server.start()
         expect(state).to_contain_text("training", timeout=20_000)
-        expect(page.get_by_label("Progress").first).to_contain_text("Step 5")
+        expect(page.get_by_label("Progress").first).to_contain_text("5 of 20 steps")
         live.step()
-        expect(page.get_by_label("Progress").first).to_contain_text("Step 6")
+        expect(page.get_by_label("Progress").first).to_contain_text("6 of 20 steps")
         page.get_by_role("button", name="More for entropy").first.click()
         with page.expect_download() as begun:
             page.get_by_role("menuitem", name="Save as CSV").click()

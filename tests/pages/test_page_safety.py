@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, expect
-from tests.pages.hostile_record import write_hostile_run
+from tests.pages.hostile_record import HIDDEN, write_hostile_run
 from tests.pages.page_visit import Visit, visit
 
 from telescope.testing.browser import DashboardProcess
 
-PAGES = ("overview", "metrics", "rollouts", "timeline", "infra", "evals", "logs")
+PAGES = ("overview", "metrics", "rollouts", "timeline", "infra", "evals", "logs", "code")
 LONGEST_ELEMENTS = 30_000
 """A page that put 10 MB into the document would have more, or none that ends in time."""
 
@@ -39,8 +39,18 @@ def attacked(browser: Browser, hostile: DashboardProcess) -> Iterator[Visit]:
         yield opened
 
 
+SHOWN = """() => [
+  document.title, document.body.innerText,
+  ...[...document.querySelectorAll("option, title")].map((one) => one.textContent),
+  ...[...document.querySelectorAll("[title], [aria-label]")].flatMap((one) => [one.title, one.ariaLabel]),
+].join("\\n")"""
+"""Every text that a page shows or says."""
+
+
 def assert_unharmed(attacked: Visit) -> None:
     page = attacked.page
+    shown = page.evaluate(SHOWN)
+    assert {f"U+{ord(one):04X}": shown[shown.index(one) - 80 :][:160] for one in HIDDEN if one in shown} == {}
     assert page.evaluate("() => window.attacked") is None
     assert [url for url in attacked.requested if not url.startswith((attacked.address, "data:", "blob:"))] == []
     assert page.locator("main script, main iframe, main img, main style, main base, main meta").count() == 0
@@ -67,7 +77,6 @@ def test_an_answer_is_shown_as_it_is(attacked: Visit, sample: str, view: str):
         expect(conversation).to_contain_text("<script>window.attacked = 1</script>")
         expect(conversation).to_contain_text("ESC[31m")
         expect(conversation).to_contain_text("U+202E")
-        assert not any(character in conversation.inner_text() for character in "\u202e\u2066\u200b\x1b\x07")
         if view == "text":
             expect(conversation).to_contain_text("[image a picture, not loaded]")
     else:

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
-from tests.pages.page_visit import Visit, visit
+from tests.pages.page_visit import PLACES, Visit, visit
 
 from telescope.record.reader import Run
-
-PAGES = ("overview", "metrics", "rollouts", "timeline", "infra", "evals", "logs", "compare")
 
 WATCH_FOCUS = """() => {
   window.focused = new Set();
@@ -38,10 +36,6 @@ TABS_AT_ONCE, MOST_TABS = 25, 20
 """Lists grow while the focus goes through them."""
 
 
-def place(name: str) -> str:
-    return f"first/{name}" if name != "runs" else ""
-
-
 def view(page: Page) -> tuple[str, str, list[str]]:
     """What a page shows: its address, its text, and the state of its controls."""
     states = page.locator("main button[aria-pressed], main input, main select, main [aria-checked]").evaluate_all(
@@ -50,9 +44,9 @@ def view(page: Page) -> tuple[str, str, list[str]]:
     return page.url, page.locator("main").inner_text(), states
 
 
-@pytest.mark.parametrize("name", ["runs", *PAGES])
+@pytest.mark.parametrize("name", PLACES)
 def test_tab_reaches_every_control(visitor: Visit, name: str):
-    page = visitor.open(place(name), {"with": "second"} if name == "compare" else None)
+    page = visitor.open(*PLACES[name])
     page.evaluate(WATCH_FOCUS)
     for _ in range(MOST_TABS):
         for _ in range(TABS_AT_ONCE):
@@ -175,11 +169,13 @@ def act(page: Page, name: str) -> None:
         case "compare":
             page.get_by_role("button", name="Everything").click()
             page.get_by_role("searchbox", name="Filter settings").fill("m")
+        case "code":
+            page.get_by_label("Compare with").select_option("")
 
 
-@pytest.mark.parametrize("name", ["runs", *PAGES])
+@pytest.mark.parametrize("name", PLACES)
 def test_an_address_opens_the_same_view_elsewhere(visitor: Visit, browser: Browser, name: str):
-    page = visitor.open(place(name), {"with": "second"} if name == "compare" else None)
+    page = visitor.open(*PLACES[name])
     before = page.url
     act(page, name)
     visitor.settle()

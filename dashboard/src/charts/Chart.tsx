@@ -145,12 +145,16 @@ export function Chart(props: ChartProps) {
   );
 }
 
-/** Names differ at their ends: where room is short, the part before the last slash is cut. */
+/** Names differ at their ends: where room is short, they are cut at the beginning. */
 function Name({ text }: { text: string }) {
   const at = text.lastIndexOf("/") + 1;
   return (
     <>
-      {at > 0 && <span className="cut">{text.slice(0, at)}</span>}
+      {at > 0 && (
+        <span className="cut">
+          <bdi dir="ltr">{text.slice(0, at)}</bdi>
+        </span>
+      )}
       <span className="tail">{text.slice(at)}</span>
     </>
   );

@@ -10,6 +10,7 @@ import type { Band, Line } from "./Chart";
 import type { Heat } from "./heat";
 import { smooth, stdBand } from "./math";
 import type { Statistic } from "./sources";
+import { visible } from "../text/hostile";
 
 export type XAxis = "step" | "time" | "tokens";
 /** How the samples of a step spread around the line: as bands, or as a heat map. */
@@ -38,7 +39,7 @@ function placesOf(steps: StepColumns, axis: XAxis): number[] {
 const DASHES: (number[] | undefined)[] = [undefined, [6, 3], [2, 3]];
 
 function drawnRun(id: string, name: string, order: number, steps: StepColumns, axis: XAxis): DrawnRun {
-  return { id, name, color: runColor(order), dash: DASHES[Math.floor(order / NUM_COLORS) % DASHES.length], steps, x: placesOf(steps, axis) };
+  return { id, name: visible(name), color: runColor(order), dash: DASHES[Math.floor(order / NUM_COLORS) % DASHES.length], steps, x: placesOf(steps, axis) };
 }
 
 /** Returns the run of the page and, as far as they are read, those drawn over it. */

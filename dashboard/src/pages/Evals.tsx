@@ -16,6 +16,7 @@ import { setParams, useOthers, useParam } from "../state/url";
 import type { EvalRow, EvalSample } from "../types";
 import { BLOCKS, blockOf, curveOf, difference, type Item, joinItems, passCurve, slicesOf } from "./evals/items";
 import { ItemPane } from "./evals/ItemPane";
+import { visible } from "../text/hostile";
 import "./evals.css";
 
 export function Evals() {
@@ -28,7 +29,7 @@ export function Evals() {
   if (evals.data.length === 0) {
     const wanted = Array.isArray(info.config.evals) && info.config.evals.length > 0;
     return (
-      <Quiet title="This run has no evals." text={wanted ? (live ? "The first one is not finished yet." : "None was finished.") : "Name environments in the field evals of a config, or measure its checkpoints afterwards:"}>
+      <Quiet title={wanted ? (live ? "No eval has finished yet." : "No eval was finished.") : "This run has no evals."} text={wanted ? (live ? "The first result appears here. The page updates by itself." : "The alerts of the overview and the logs say why.") : "Name environments in the field evals of a config, or measure its checkpoints afterwards:"}>
         {!wanted && <pre>telescope eval --help</pre>}
       </Quiet>
     );
@@ -75,7 +76,7 @@ function Loaded({ rows }: { rows: EvalRow[] }) {
       </aside>
       <section className="middle">
         <Verdict name={name} curve={curve} before={before} after={after} items={items} />
-        <div className="two">
+        <div className="curves">
           <Curve name={name} curve={curve} />
           <Second curve={curve} before={before} after={after} samplesBefore={samplesBefore} samplesAfter={samplesAfter} />
         </div>
@@ -92,6 +93,7 @@ function useSamples(row: EvalRow | undefined): EvalSample[] | undefined {
   return useResource<EvalSample[]>(row ? runPath(run, "evals", row.attempt, row.eval_id, "samples") : null, {}, row?.status === "finished" ? "" : version).data;
 }
 
+const short = (row: EvalRow): string => [`${count(row.num_items)} items${row.num_completions > 1 ? ` × ${row.num_completions}` : ""}`, row.held_out && "held out"].filter(Boolean).join(", ");
 const words = (row: EvalRow): string => `${count(row.num_items)} ${row.held_out ? "held-out " : ""}items${row.num_completions > 1 ? `, ${row.num_completions} answers each` : ""}`;
 
 function EvalLine({ name, rows, on }: { name: string; rows: EvalRow[]; on: boolean }) {
@@ -101,7 +103,9 @@ function EvalLine({ name, rows, on }: { name: string; rows: EvalRow[]; on: boole
     <button className={`el ${on ? "on" : ""}`} aria-pressed={on} onClick={() => setParams({ eval: name, before: null, after: null, item: null })}>
       <span className="cut">
         {name}
-        <span className="s f cut">{words(rows[0]!)}</span>
+        <span className="s f cut" title={words(rows[0]!)}>
+          {short(rows[0]!)}
+        </span>
       </span>
       <Spark values={curve.map((row) => row.accuracy)} height={24} keep={0} raw={false} />
       <b className="r">{percent(last?.accuracy)}</b>
@@ -267,10 +271,10 @@ function Curve({ name, curve }: { name: string; curve: EvalRow[] }) {
   const others = useOthers();
   const runs = useRuns().data?.runs;
   const run = useRunId();
-  const mine = runs?.find((row) => row.id === run)?.name ?? "this run";
+  const mine = visible(runs?.find((row) => row.id === run)?.name ?? "this run");
   const theirs = useEvalsOf(others);
   const lines = useMemo(() => {
-    const all = [{ label: mine, rows: curve }, ...others.map((id, i) => ({ label: runs?.find((row) => row.id === id)?.name ?? id, rows: curveOf((theirs[i] ?? []).filter((row) => row.name === name)) }))];
+    const all = [{ label: mine, rows: curve }, ...others.map((id, i) => ({ label: visible(runs?.find((row) => row.id === id)?.name ?? id), rows: curveOf((theirs[i] ?? []).filter((row) => row.name === name)) }))];
     return all.flatMap(({ label, rows }, i): Line[] => {
       if (rows.length === 0) return [];
       const low = rows.map((row) => row.accuracy_low);

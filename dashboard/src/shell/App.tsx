@@ -15,6 +15,7 @@ import { NoteDialog } from "./NoteDialog";
 import { Palette } from "./Palette";
 import { RemoteStrip, remoteWords } from "./RemoteStrip";
 import { Ruler } from "./Ruler";
+import { visible } from "../text/hostile";
 
 export type Opened = "palette" | "keys" | "compare" | null;
 
@@ -43,7 +44,7 @@ export function App() {
     })),
   ]);
   useEffect(() => {
-    const name = info.data?.info.name;
+    const name = visible(info.data?.info.name ?? "");
     document.title = [name, route?.title, "Telescope"].filter(Boolean).join(" · ");
   }, [info.data?.info.name, route?.title]);
 

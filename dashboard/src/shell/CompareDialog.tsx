@@ -7,6 +7,7 @@ import { runColor } from "../state/theme";
 import { elsewhere, format, MOST_RUNS, setOthers, useOthers, usePlace } from "../state/url";
 import { Dialog } from "./Dialog";
 import { statusWord } from "./Header";
+import { visible } from "../text/hostile";
 
 export function CompareDialog({ opened, close }: { opened: boolean; close: () => void }) {
   const place = usePlace();
@@ -27,7 +28,7 @@ export function CompareDialog({ opened, close }: { opened: boolean; close: () =>
                 <input type="checkbox" checked={at >= 0} disabled={at < 0 && others.length + 1 >= MOST_RUNS} onChange={() => toggle(run.id)} />
                 <i className="dot" style={at >= 0 ? { background: `var(${runColor(at + 1)})` } : undefined} />
                 <span className="cut">
-                  {run.name} <span className="f">{run.id}</span>
+                  {visible(run.name)} <span className="f">{run.id}</span>
                 </span>
                 <span className="f">{statusWord(run.status)}</span>
                 <span className="f">{moment(run.started_at)}</span>

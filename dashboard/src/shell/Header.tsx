@@ -1,6 +1,6 @@
 /** Mark, run, state, pages and tools: the same on every page. */
 
-import { useState } from "react";
+import { useEffect, useRef, useState } from "react";
 import { runPath } from "../api";
 import { embedded } from "../embedded";
 import { moment } from "../format";
@@ -9,6 +9,7 @@ import { useRunInfo, useStatus } from "../state/run";
 import { setTheme, THEMES, useTheme } from "../state/theme";
 import { elsewhere, format, useOthers, usePlace } from "../state/url";
 import type { Opened } from "./App";
+import { visible } from "../text/hostile";
 
 const WORDS: Record<string, string> = {
   live: "training",
@@ -27,6 +28,12 @@ export function Header({ open }: { open: (what: Opened) => void }) {
   const others = useOthers();
   const info = useRunInfo(place.run).data?.info;
   const { status, live, connected } = useStatus(place.run);
+  const nav = useRef<HTMLElement>(null);
+  useEffect(() => {
+    // On a phone the pages are a line that scrolls.
+    const current = nav.current?.querySelector<HTMLElement>("[aria-current]");
+    if (current) nav.current!.scrollLeft = current.offsetLeft - nav.current!.clientWidth / 2;
+  }, [place.page]);
   const shown = ROUTES.filter((route) => !route.hidden && (!route.ofRun || place.run !== null));
   return (
     <header className="bar">
@@ -38,7 +45,7 @@ export function Header({ open }: { open: (what: Opened) => void }) {
         </svg>
       </a>
       <div className="id">
-        <b title={place.run ?? undefined}>{info?.name ?? (place.run === null ? "Telescope" : "")}</b>
+        <b title={place.run ?? undefined}>{info ? visible(info.name) : place.run === null ? "Telescope" : ""}</b>
         {place.run !== null && status && (
           <span className={`state ${statusClass(status)}`} title={live && connected === false ? "The page lost the server and tries again." : undefined}>
             <i />
@@ -46,7 +53,7 @@ export function Header({ open }: { open: (what: Opened) => void }) {
           </span>
         )}
       </div>
-      <nav aria-label="Pages">
+      <nav ref={nav} aria-label="Pages">
         {shown.map((route) => (
           <a
             key={route.page}
@@ -63,7 +70,7 @@ export function Header({ open }: { open: (what: Opened) => void }) {
           <span title={`It has ${embedded.left_out.join("; ")}.`}>exported {moment(embedded.written_at)}</span>
         ) : (
           <>
-            {place.run !== null && <button onClick={() => open("compare")}>Compare{others.length > 0 ? ` ${others.length + 1}` : ""}</button>}
+            {place.run !== null && <button className="narrowed" onClick={() => open("compare")}>Compare{others.length > 0 ? ` ${others.length + 1}` : ""}</button>}
             {place.run !== null && (
               <a className="wide" href={runPath(place.run, "export")} download title="Save the run as one HTML file that opens without a server">
                 Export
@@ -77,7 +84,7 @@ export function Header({ open }: { open: (what: Opened) => void }) {
           <span className="word">Search </span>
           <kbd>Ctrl K</kbd>
         </button>
-        <button onClick={() => open("keys")} aria-label="Keys">
+        <button className="narrowed" onClick={() => open("keys")} aria-label="Keys">
           <kbd>?</kbd>
         </button>
       </div>

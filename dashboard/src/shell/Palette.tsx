@@ -11,6 +11,7 @@ import { elsewhere, go, setParams, usePlace } from "../state/url";
 import type { Opened } from "./App";
 import { Dialog } from "./Dialog";
 import { statusWord } from "./Header";
+import { visible } from "../text/hostile";
 
 interface Command {
   title: string;
@@ -55,7 +56,7 @@ function Search({ close, openOther }: { close: () => void; openOther: (what: Ope
       out.push({ title: route.title, hint: "page", run: () => go(elsewhere(place, { run, page: route.page })) });
     }
     for (const run of runs ?? [])
-      out.push({ title: run.name, hint: `run ${run.id}, ${statusWord(run.status)}`, run: () => go(elsewhere(place, { run: run.id, page: "overview" })) });
+      out.push({ title: visible(run.name), hint: `run ${run.id}, ${statusWord(run.status)}`, run: () => go(elsewhere(place, { run: run.id, page: "overview" })) });
     if (place.run !== null)
       for (const metric of Object.keys(steps?.metrics ?? {}))
         out.push({ title: metric, hint: "metric", run: () => go(elsewhere(place, { page: "metrics" }, { metric })) });

@@ -12,6 +12,7 @@ import { useSteps } from "../state/steps";
 import { place, setParams, usePlace, useRange } from "../state/url";
 import { useKeys } from "./keys";
 import { checkpointMarks } from "./marks";
+import { visible } from "../text/hostile";
 
 export function Ruler() {
   const run = useRunId();
@@ -76,11 +77,11 @@ export function Ruler() {
   const alerts = (health?.alerts ?? []).filter((alert) => alert.step !== null && alert.level !== "info");
   return (
     <section className="ruler" aria-label="Progress">
-      <span>
-        <b>Step {count(done)}</b> {info?.num_steps ? <span className="d">of {count(info.num_steps)}</span> : null}
+      <span title={done > 0 ? `Steps are numbered from 0: the newest is step ${done - 1}` : undefined}>
+        <b>{count(done)}</b> <span className="d">{info?.num_steps ? `of ${count(info.num_steps)} steps` : done === 1 ? "step" : "steps"}</span>
       </span>
       <div ref={host} className="rl" onPointerDown={down} onPointerMove={move} onPointerUp={up} onDoubleClick={clear}>
-        <svg width={width} height={36} role="img" aria-label={`Progress: step ${done} of ${end}`}>
+        <svg width={width} height={36} role="img" aria-label={`Progress: ${done} of ${end} steps`}>
           <line className="ax" x1={0} x2={width} y1={25.5} y2={25.5} />
           {minor.map((tick) => (
             <line
@@ -93,7 +94,8 @@ export function Ruler() {
               shapeRendering="crispEdges"
             />
           ))}
-          {labels.map((tick) => (
+          {/* An alert would cover the number. */}
+          {labels.filter((tick) => alerts.every((alert) => Math.abs(X(alert.step! + 0.5) - X(tick)) > 16)).map((tick) => (
             <text key={tick} x={X(tick)} y={15} textAnchor={X(tick) > width - 16 ? "end" : "middle"}>
               {count(tick)}
             </text>
@@ -123,7 +125,7 @@ export function Ruler() {
           ))}
           {alerts.map((alert, i) => (
             <path key={i} d={`M${X(alert.step! + 0.5)} 2l5 9h-10z`} fill={alert.resolved ? "var(--ink3)" : "var(--warn)"}>
-              <title>{`step ${alert.step}: ${alert.title}`}</title>
+              <title>{`${alert.count > 1 ? `steps ${alert.first_step} to` : "step"} ${alert.step}: ${visible(alert.title)}`}</title>
             </path>
           ))}
           {live && <circle cx={X(done)} cy={25.5} r={4.5} fill="var(--live)" stroke="var(--ground)" strokeWidth={1.5} />}

@@ -6,16 +6,16 @@ import { useDocument } from "./documents";
 /** Prefix of a chart that is one metric. */
 const METRIC = "metric:";
 
-/** Charts that the overview makes of several metrics, in the order that they begin with. */
-export const STANDARD: { id: string; title: string }[] = [
-  { id: "reward", title: "Reward" },
-  { id: "signal", title: "Groups without signal" },
-  { id: "entropy", title: "Entropy" },
-  { id: "kl", title: "KL to engine" },
-  { id: "time", title: "Step time" },
-  { id: "gradient", title: "Gradient norm" },
-  { id: "gini", title: "Reward Gini" },
-  { id: "length", title: "Answer length" },
+/** Charts that the overview makes of several metrics, in the order that they begin with, each with its main metric. */
+export const STANDARD: { id: string; title: string; metric: string }[] = [
+  { id: "reward", title: "Reward", metric: "reward/all_groups/mean" },
+  { id: "signal", title: "Groups without signal", metric: "discarded/zero_advantage/pct" },
+  { id: "entropy", title: "Entropy", metric: "entropy" },
+  { id: "kl", title: "KL to engine", metric: "kl_divergence_inference" },
+  { id: "time", title: "Step time", metric: "timing_step_total" },
+  { id: "gradient", title: "Gradient norm", metric: "grad_norm" },
+  { id: "gini", title: "Reward Gini", metric: "reward/gini_mean" },
+  { id: "length", title: "Answer length", metric: "rollouts/tokens_completion/mean" },
 ];
 const FIRST = STANDARD.map((chart) => chart.id);
 
@@ -23,6 +23,9 @@ export const chartOf = (metric: string): string => METRIC + metric;
 
 /** Returns the metric of a chart, or null for a standard one. */
 export const metricOf = (chart: string): string | null => (chart.startsWith(METRIC) ? chart.slice(METRIC.length) : null);
+
+/** Returns the metric that a chart opens. */
+export const mainMetricOf = (chart: string): string | null => STANDARD.find((one) => one.id === chart)?.metric ?? metricOf(chart);
 
 /** Returns the charts that a document holds. */
 export function parseCharts(value: unknown): string[] {

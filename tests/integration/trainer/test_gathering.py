@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -69,12 +67,8 @@ def gradient_shards_job(trainer: Trainer) -> dict[str, Any]:
         gc.collect()
         before = live.now
 
-        class Watching(Timeline):
-            @contextmanager
-            def span(self, name: str, micro_batch: int | None = None) -> Iterator[None]:
-                yield
-                if name != "backward":
-                    return
+        class Watching(StepMetrics):
+            def add(self, *_: Any, **__: Any) -> None:
                 gc.collect()
                 held = [p.grad.to_local() for p in backend.parameters if p.grad is not None]
                 seen.append(
@@ -90,7 +84,7 @@ def gradient_shards_job(trainer: Trainer) -> dict[str, Any]:
                 )
 
         batch = packed(trainer, step=1).minibatches[0]
-        backend.accumulate(batch, 0, Watching(backend.device, 0, enabled=False), StepMetrics(backend.device))
+        backend.accumulate(batch, 0, Timeline(backend.device, 0, enabled=False), Watching(backend.device))
     return {"seen": seen, "whole_bytes": sum(p.numel() * p.element_size() for p in backend.parameters)}
 
 

@@ -123,7 +123,6 @@ class CountingTrainer:
 
     steps: list[list[str]] = field(default_factory=list)
     version: int = 0
-    data_size: int = 1
 
     async def train_step(self, inputs: list[StepInput]) -> StepResult:
         await tick(3)

@@ -12,6 +12,7 @@ import type { Code as CodeState, CodeDifference, CodeFile } from "../../types";
 import { hunkRows, parseGitDiff } from "./diff";
 import { type Entry, Files } from "./Files";
 import { CodeLines, DiffLines } from "./Lines";
+import { visible } from "../../text/hostile";
 import "./code.css";
 
 /** Prefix of a file of the uncommitted changes in the address. */
@@ -29,7 +30,7 @@ export function Code() {
   if (code.data.attempt === null)
     return <Quiet title="The record has no code of this run." text="A run keeps its sources, its commit and its uncommitted changes at each start. Older versions did not, and a run whose folder was copied may lack them." />;
   return (
-    <div className="code">
+    <div className="code-page">
       <h1 className="vh">Code</h1>
       <Toolbar run={run} code={code.data} against={against} difference={difference.data} />
       {against ? <Difference run={run} against={against} data={difference.data} error={difference.error} /> : <Sources run={run} code={code.data} />}
@@ -49,7 +50,7 @@ function Toolbar({ run, code, against, difference }: { run: string; code: CodeSt
           <option value="">no other run</option>
           {rest.map((other) => (
             <option key={other.id} value={other.id}>
-              {other.name} {other.id !== other.name ? `(${other.id})` : ""}
+              {visible(other.name)} {other.id !== other.name ? `(${other.id})` : ""}
             </option>
           ))}
         </select>

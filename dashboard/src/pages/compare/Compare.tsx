@@ -7,6 +7,7 @@ import { useRunId, useRuns } from "../../state/run";
 import { runColor } from "../../state/theme";
 import { elsewhere, format, setOthers, useOthers, useParam, usePlace, useSearchText } from "../../state/url";
 import type { Comparison, Start } from "../../types";
+import { visible } from "../../text/hostile";
 import "./compare.css";
 
 export function Compare() {
@@ -39,7 +40,7 @@ function Loaded({ data, all }: { data: Comparison; all: boolean }) {
     .filter((row) => row.key.includes(search.trim()))
     .sort((a, b) => Number(a.bookkeeping) - Number(b.bookkeeping) || a.key.localeCompare(b.key))
     .map((row): Row => ({ name: row.key, values: row.values.map(setting), mono: true }));
-  const nameOf = (id: string) => listed.find((row) => row.id === id)?.name ?? id;
+  const nameOf = (id: string) => visible(listed.find((row) => row.id === id)?.name ?? id);
   return (
     <div className="compare">
       <h1 className="vh">Compare config and code</h1>
@@ -114,7 +115,7 @@ function Values({ row }: { row: Row }) {
   const equal = row.values.every((value) => value === row.values[0]);
   return (
     <tr>
-      <td className={row.mono ? "m" : undefined}>{row.name}</td>
+      <td className={row.mono ? "m" : undefined}>{visible(row.name)}</td>
       {row.values.map((value, i) => {
         const differs = value !== row.values[0];
         return (

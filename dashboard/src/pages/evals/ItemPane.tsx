@@ -6,7 +6,7 @@ import { count, number } from "../../format";
 import { elsewhere, format, usePlace } from "../../state/url";
 import type { EvalRow } from "../../types";
 import { promptLine } from "../rollouts/conversation";
-import { Plain } from "../rollouts/SafeText";
+import { Plain } from "../../text/SafeText";
 import { type Answered, type Block, BLOCKS, blockOf, isRight, type Item } from "./items";
 
 interface ItemPaneProps {

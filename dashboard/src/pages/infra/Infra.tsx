@@ -67,6 +67,7 @@ export function Infra() {
     return known.length > 1 ? { from: Math.min(...known), to: Math.max(...known) } : { from: 0, to: 1 };
   }, [drawn]);
   if (gauges.error && !gauges.data) return <Failure error={gauges.error} />;
+  if (gauges.data && all.length === 0 && live) return <Quiet title="No reading yet." text="Machines, GPUs and servers appear here with their first readings. The page updates by itself." />;
   if (gauges.data && all.length === 0) return <Quiet title="No gauge was recorded." text="Set enable_system_metrics_logging to record machines and GPUs." />;
   return (
     <div className="infra">
@@ -139,7 +140,7 @@ function Topology({ info }: { info: RunInfo }) {
           <dl className="kv">
             {topology.map(([name, value]) => (
               <div key={name}>
-                <dt>{name.replaceAll("_", " ")}</dt>
+                <dt title={name}>{name.replace("inference server", "server").replace("trainer rank", "rank").replaceAll("_", " ")}</dt>
                 <dd>{String(value)}</dd>
               </div>
             ))}

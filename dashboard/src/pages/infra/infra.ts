@@ -177,7 +177,7 @@ export function roleOf(all: readonly GaugeSeries[]): (series: GaugeSeries) => st
 /** Returns the members of a chart in words: `8 GPUs`. */
 export function membersOf(series: readonly GaugeSeries[]): string {
   const one = series[0];
-  const noun = !one ? "series" : one.gpu !== null ? "GPU" : one.rank !== null ? "rank" : one.server !== null ? "server" : "machine";
+  const noun = !one ? "series" : one.server !== null ? "server" : one.rank !== null ? "rank" : one.gpu !== null ? "GPU" : "machine";
   return `${series.length} ${noun}${series.length === 1 ? "" : "s"}`;
 }
 

@@ -9,7 +9,8 @@ import { useKeys } from "../../shell/keys";
 import { useVersion } from "../../state/live";
 import { useRunId, useRunInfo, useStatus } from "../../state/run";
 import { elsewhere, format, place, setParams, usePlace, useSearchText } from "../../state/url";
-import { Plain } from "../rollouts/SafeText";
+import { visible } from "../../text/hostile";
+import { Plain } from "../../text/SafeText";
 import type { LogLine, Logs as LogPage } from "../../types";
 import { clockTime, fold, join, LEVELS } from "./lines";
 import "../panes.css";
@@ -148,10 +149,17 @@ export function Logs() {
           ))}
         </div>
         {known.length > 1 && (
-          <div className="seg" role="group" aria-label="Component">
-            <button aria-pressed={component === ""} onClick={() => setParams({ component: null })}>all parts</button>
-            {known.map((one) => <button key={one} aria-pressed={component === one} onClick={() => setParams({ component: one })}>{one}</button>)}
-          </div>
+          <label className="d nb">
+            Process{" "}
+            <select className="source" value={component} onChange={(event) => setParams({ component: event.target.value })}>
+              <option value="">all {known.length}</option>
+              {known.map((one) => (
+                <option key={one} value={one}>
+                  {visible(one)}
+                </option>
+              ))}
+            </select>
+          </label>
         )}
         {(names.sources.length > known.length || source) && (
           <label className="d nb">
@@ -159,7 +167,9 @@ export function Logs() {
             <select className="source" value={source} onChange={(event) => setParams({ source: event.target.value })}>
               <option value="">all</option>
               {names.sources.map((one) => (
-                <option key={one}>{one}</option>
+                <option key={one} value={one}>
+                  {visible(one)}
+                </option>
               ))}
             </select>
           </label>

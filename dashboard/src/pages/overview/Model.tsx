@@ -4,14 +4,18 @@ import { runPath } from "../../api";
 import { count, number } from "../../format";
 import { useResource } from "../../state/resource";
 import type { Architecture } from "../../types";
+import { visible } from "../../text/hostile";
+
+/** Returns a number of parameters as models are named: 1.7B. */
+const size = (parameters: number | null): string => number(parameters).replace("G", "B");
 
 export function Model({ run }: { run: string }) {
   const model = useResource<Architecture>(runPath(run, "model")).data;
   if (!model?.name) return null;
   const context = model.max_position_embeddings;
   const facts = [
-    model.parameters !== null && `${number(model.parameters)} parameters`,
-    model.parameters !== model.active_parameters && `${number(model.active_parameters)} for a token`,
+    model.parameters !== null && `${size(model.parameters)} parameters`,
+    model.parameters !== model.active_parameters && `${size(model.active_parameters)} for a token`,
     model.layers !== null && `${model.layers} layers`,
     context !== null && `context of ${count(context)}`,
     model.kv_bytes_per_token !== null && `${number(model.kv_bytes_per_token / 1024)} KiB of KV cache a token (bfloat16)`,
@@ -19,9 +23,9 @@ export function Model({ run }: { run: string }) {
   return (
     <section className="sec">
       <h2>
-        Model <span className="cut" title={model.name}>{model.model_type ?? ""}</span>
+        Model <span className="cut" title={visible(model.name)}>{visible(model.model_type ?? "")}</span>
       </h2>
-      <p className="m wrap">{model.name}</p>
+      <p className="m wrap">{visible(model.name)}</p>
       {facts.length > 0 && <p className="s d">{facts.join(", ")}</p>}
       {model.parts.length > 0 ? (
         <table className="parts" title={`From ${model.source}`}>
@@ -32,7 +36,7 @@ export function Model({ run }: { run: string }) {
                 <td>
                   {part.part} <span className="f">{part.sizes}</span>
                 </td>
-                <td className="r">{part.parameters > 0 ? number(part.count * part.parameters) : ""}</td>
+                <td className="r">{part.parameters > 0 ? size(part.count * part.parameters) : ""}</td>
               </tr>
             ))}
           </tbody>

@@ -22,11 +22,11 @@ export function Now({ info }: { info: RunInfo }) {
   const share = (part: number | null, whole: unknown) => (part !== null && typeof whole === "number" && whole > 0 ? Math.min(1, part / whole) : null);
   const evaluating = now.eval_total !== null && now.eval_total > 0 && (now.eval_done ?? 0) < now.eval_total;
   const cells: Cell[] = [
-    { name: "Trainer", text: now.trainer ?? "–" },
+    ...(now.trainer === null ? [] : [{ name: "Trainer", text: now.trainer }]),
     evaluating
       ? { name: "Eval", text: `${count(now.eval_done)} of ${count(now.eval_total)}`, share: share(now.eval_done, now.eval_total) }
       : { name: "Groups ready", text: typeof wanted === "number" ? `${count(now.num_finished_groups)} of ${count(wanted)}` : count(now.num_finished_groups), share: share(now.num_finished_groups, wanted), title: `${count(now.num_open_groups)} groups are open` },
-    {
+    ...(!now.num_slots ? [] : [{
       name: "Requests",
       text: `${count(now.num_generating)} of ${count(now.num_slots)}`,
       share: share(now.num_generating, now.num_slots),
@@ -37,10 +37,10 @@ export function Now({ info }: { info: RunInfo }) {
       ]
         .filter(Boolean)
         .join(", "),
-    },
+    }]),
     ...(now.num_waiting === null ? [] : [{ name: "Queue", text: `${count(now.num_waiting)} waiting`, title: "Requests that wait in the engines" }]),
-    { name: "Servers", text: servers.text, bad: servers.bad, title: now.servers.map((server) => `${server.name}: ${server.doing}`).join("\n") },
-    { name: "Speed", text: `${count(now.tokens_per_second)} tokens/s`, title: "Finished answers of the last 10 seconds" },
+    ...(now.servers.length === 0 ? [] : [{ name: "Servers", text: servers.text, bad: servers.bad, title: now.servers.map((server) => `${server.name}: ${server.doing}`).join("\n") }]),
+    ...(!now.num_slots ? [] : [{ name: "Speed", text: `${count(now.tokens_per_second)} tokens/s`, title: "Finished answers of the last 10 seconds" }]),
   ];
   return (
     <section className="now" aria-label="Now">

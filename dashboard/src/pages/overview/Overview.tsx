@@ -7,14 +7,14 @@ import { axisEnd, type DrawnRun, linesOf, useDrawnRuns } from "../../charts/data
 import { Spark } from "../../charts/Spark";
 import { embedded } from "../../embedded";
 import { moment, NONE, number, unbroken } from "../../format";
-import { Failure, Quiet } from "../../shell/App";
+import { Failure } from "../../shell/App";
 import { Chooser, type Option } from "../../shell/Chooser";
 import { useVersion } from "../../state/live";
-import { chartOf, metricOf, STANDARD, useOverviewCharts } from "../../state/overviewCharts";
+import { chartOf, mainMetricOf, metricOf, STANDARD, useOverviewCharts } from "../../state/overviewCharts";
 import { useResource } from "../../state/resource";
 import { useHealth, useRunId, useRunInfo, useStatus } from "../../state/run";
 import { column, useSteps } from "../../state/steps";
-import { elsewhere, go, usePlace, useRange } from "../../state/url";
+import { elsewhere, format, go, usePlace, useRange } from "../../state/url";
 import type { Distribution, Health, RunInfo, StepColumns, Value } from "../../types";
 import { place as placeOfMetric } from "../metrics/tree";
 import { keepOf, standardCharts } from "./charts";
@@ -59,10 +59,16 @@ function Live({ info }: { info: RunInfo }) {
 
 function Waiting({ info }: { info: RunInfo }) {
   const { live } = useStatus(info.info.id);
-  return live ? (
-    <Quiet title="No step yet." text="The charts begin when the first training step has ended. This page updates by itself." />
-  ) : (
-    <Quiet title="This run ended before its first step." text="Its logs show what it did until then." />
+  const place = usePlace();
+  const logs = (
+    <a className="link" href={format(elsewhere(place, { page: "logs" }))}>
+      Its logs
+    </a>
+  );
+  return (
+    <p className="waiting d">
+      {live ? <>The charts begin when the first training step has ended. {logs} show what it does until then.</> : <>This run ended before its first step. {logs} show what it did.</>}
+    </p>
   );
 }
 
@@ -143,8 +149,9 @@ function Charts({ info, steps }: { info: RunInfo; steps: StepColumns }) {
         {shown.map((id) => {
           const metric = metricOf(id);
           const standard = charts.get(id);
-          if (standard) return <Chart key={id} {...standard} {...common} />;
-          return <Pinned key={id} metric={metric!} runs={runs} common={common} open={() => go(elsewhere(place, { page: "metrics" }, { metric: metric! }))} remove={() => pin(metric!)} />;
+          const open = () => go(elsewhere(place, { page: "metrics" }, { metric: mainMetricOf(id)! }));
+          if (standard) return <Chart key={id} {...standard} {...common} onTitle={open} />;
+          return <Pinned key={id} metric={metric!} runs={runs} common={common} open={open} remove={() => pin(metric!)} />;
         })}
       </div>
       <p className="more">

@@ -1,6 +1,6 @@
 /** Alerts, what changed, the config, attempts and environments of a run. */
 
-import { useState } from "react";
+import { Fragment, useState } from "react";
 import { embedded } from "../../embedded";
 import { count, moment, number, setting } from "../../format";
 import { useResource } from "../../state/resource";
@@ -10,12 +10,13 @@ import type { Attempt, Comparison, Environment, Health, RunInfo } from "../../ty
 import { Alerts } from "./Alerts";
 import { Model } from "./Model";
 import { Notes } from "./Notes";
+import { visible } from "../../text/hostile";
+import { Plain } from "../../text/SafeText";
 
 export function Side({ info, health }: { info: RunInfo; health: Health | undefined }) {
   return (
     <aside className="right">
       {health && <Alerts alerts={health.alerts} />}
-      <Result info={info} />
       {!embedded && <Notes run={info.info.id} />}
       <Config info={info} />
       <Model run={info.info.id} />
@@ -25,15 +26,16 @@ export function Side({ info, health }: { info: RunInfo; health: Health | undefin
   );
 }
 
-function Result({ info }: { info: RunInfo }) {
-  const { info: run } = info;
-  if (!run.error) return null;
-  return (
-    <section className="sec">
-      <h2>Why it ended</h2>
-      <p className="m wrap">{run.error}</p>
-    </section>
-  );
+/** A name that breaks behind its underscores where room is short. */
+function Name({ name }: { name: string }) {
+  return visible(name)
+    .split(/(?<=_)/)
+    .map((part, i) => (
+      <Fragment key={i}>
+        {part}
+        <wbr />
+      </Fragment>
+    ));
 }
 
 const TABS = ["set", "all", "diff"] as const;
@@ -66,11 +68,11 @@ function Config({ info }: { info: RunInfo }) {
             <tbody>
               {shown.map((name) => (
                 <tr key={name} className={tab === "all" && info.user_set.includes(name) ? "mine" : ""}>
-                  <td className="m" title={name}>
-                    {name}
+                  <td className="m" title={visible(name)}>
+                    <Name name={name} />
                   </td>
                   <td className="m r" title={setting(info.config[name])}>
-                    {setting(info.config[name])}
+                    <span className="clamp">{setting(info.config[name])}</span>
                   </td>
                 </tr>
               ))}
@@ -96,7 +98,7 @@ function Differences({ run }: { run: string }) {
       <select className="field" value={chosen} onChange={(event) => setChosen(event.target.value)} aria-label="Run to compare with">
         {rest.map((other) => (
           <option key={other.id} value={other.id}>
-            {other.name} {other.id !== other.name ? `(${other.id})` : ""}
+            {visible(other.name)} {other.id !== other.name ? `(${other.id})` : ""}
           </option>
         ))}
       </select>
@@ -106,8 +108,8 @@ function Differences({ run }: { run: string }) {
           <tbody>
             {data.config.map((row) => (
               <tr key={row.key}>
-                <td className="m" title={row.key}>
-                  {row.key}
+                <td className="m" title={visible(row.key)}>
+                  <Name name={row.key} />
                 </td>
                 <td className="m r f" title={setting(row.values[0])}>
                   {setting(row.values[0])}
@@ -141,7 +143,7 @@ function Environments({ environments }: { environments: Environment[] }) {
       <h2>Environments</h2>
       {newest.map((environment) => (
         <div key={`${environment.purpose}/${environment.key}`} className="envs">
-          <span>{environment.name}</span>
+          <span>{visible(environment.name)}</span>
           <span className="f r">
             {environment.purpose === "training" ? (newest.length > 1 ? `weight ${number(environment.weight)}` : "training") : environment.purpose}
           </span>
@@ -192,7 +194,7 @@ function Attempts({ attempts }: { attempts: Attempt[] }) {
           </table>
           {attempt.notes.map((note, i) => (
             <p key={i} className="s d note">
-              {note}
+              <Plain text={note} />
             </p>
           ))}
         </div>
@@ -204,9 +206,9 @@ function Attempts({ attempts }: { attempts: Attempt[] }) {
 function Fact({ name, value }: { name: string; value: string }) {
   return (
     <tr>
-      <td className="d">{name}</td>
-      <td className="r" title={value}>
-        {value}
+      <td className="d">{visible(name)}</td>
+      <td className="r" title={visible(value)}>
+        {visible(value)}
       </td>
     </tr>
   );

@@ -43,7 +43,8 @@ export function standardCharts(runs: DrawnRun[], info: RunInfo, reward: Distribu
   const oneRange = range.length > 0 && range.every((environment) => environment.reward_min === range[0]!.reward_min && environment.reward_max === range[0]!.reward_max);
   out.set("reward", {
     title: "Reward",
-    unit: bands.length ? "mean of all groups, p25 to p75 of the kept" : "mean of all groups",
+    unit: "all groups",
+    note: bands.length ? "p25 to p75 of the kept" : undefined,
     x,
     lines: rewardLines,
     low: oneRange ? (range[0]!.reward_min ?? undefined) : undefined,
@@ -62,7 +63,7 @@ export function standardCharts(runs: DrawnRun[], info: RunInfo, reward: Distribu
       ["all the same", "--q", same],
     ];
     const used = parts.filter(([, , values]) => values.some((value) => value !== null && value > 1e-6));
-    const edges = stack(used.map(([, , values]) => values));
+    const edges = stack(used.map(([, , values]) => smooth(values, keep)));
     const lines: Line[] = used.map(([label, color], i) => ({ label, color, values: edges[i]!, x, area: true, direct: label, silent: true }));
     if (lines.length === 0) lines.push({ label: "none", color: "--ink2", values: total, x });
     out.set("signal", {

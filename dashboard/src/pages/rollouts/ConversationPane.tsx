@@ -2,7 +2,7 @@ import { Fragment, lazy, Suspense, useEffect, useMemo, useState } from "react";
 import { count, duration } from "../../format";
 import { conversation, type Message, type Role } from "./conversation";
 import Markdown from "./Markdown";
-import { Clipped, Plain } from "./SafeText";
+import { Clipped, Plain } from "../../text/SafeText";
 import { ColorKey, Readout, TokenView } from "./TokenView";
 import { availableViews, tokensOf, type Token, type TokenView as View } from "./tokens";
 import type { Detail, DetailTurn, ToolCall } from "./types";

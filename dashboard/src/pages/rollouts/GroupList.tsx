@@ -2,7 +2,7 @@ import { useVirtualizer } from "@tanstack/react-virtual";
 import { useEffect, useRef } from "react";
 import { number } from "../../format";
 import { promptLine } from "./conversation";
-import { Plain } from "./SafeText";
+import { Plain } from "../../text/SafeText";
 import { fate, level, type RewardScale } from "./squares";
 import type { Group, GroupSample } from "./types";
 

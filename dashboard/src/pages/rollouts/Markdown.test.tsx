@@ -4,7 +4,7 @@ import { prerender } from "react-dom/static";
 import { expect, test, vi } from "vitest";
 import Markdown from "./Markdown";
 import { KATEX } from "./math";
-import { Clipped, Plain } from "./SafeText";
+import { Clipped, Plain } from "../../text/SafeText";
 
 vi.mock("./Tex", () => ({ default: ({ tex, display }: { tex: string; display: boolean }) => <var className={display ? "block" : "inline"}>{tex}</var> }));
 

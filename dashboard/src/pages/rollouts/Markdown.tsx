@@ -3,7 +3,7 @@
 import { Marked, type Token, type Tokens } from "marked";
 import { Fragment, lazy, Suspense, useMemo } from "react";
 import { nextTex, texAt, type Tex as Formula } from "./math";
-import { Plain } from "./SafeText";
+import { Plain } from "../../text/SafeText";
 
 const Tex = lazy(() => import("./Tex"));
 const Code = lazy(() => import("./Code"));

@@ -2,7 +2,8 @@ import { useMemo } from "react";
 import { duration, NONE, number, signed } from "../../format";
 import { elsewhere, format, place } from "../../state/url";
 import { pairs, startWords } from "./compare";
-import { Plain } from "./SafeText";
+import { visible } from "../../text/hostile";
+import { Plain } from "../../text/SafeText";
 import { fate, gini, median, type RewardScale } from "./squares";
 import { ratio, tokensOf } from "./tokens";
 import type { Detail, Group, SampleRow } from "./types";
@@ -113,7 +114,7 @@ export function Numbers({ detail, group, scale, pinned }: NumbersProps) {
       <div className="sec top3">
         <div><span className="s f">reward</span><b className="big">{number(detail.reward)}</b></div>
         <div><span className="s f">advantage</span><b className="big">{signed(detail.advantage, 2)}</b></div>
-        <div><span className="s f cut">{detail.eval_name ? "eval" : "group mean"}</span><b className="big cut">{detail.eval_name ?? number(group?.reward_mean, 2)}</b></div>
+        <div title={detail.eval_name ? `eval ${visible(detail.eval_name)}` : "mean reward of the group"}><span className="s f cut">{detail.eval_name ? "eval" : "group"}</span><b className="big cut">{detail.eval_name ? visible(detail.eval_name) : number(group?.reward_mean, 2)}</b></div>
       </div>
       <section className="sec">
         <h2>Reward</h2>

@@ -12,6 +12,7 @@ import { useRunId, useRunInfo, useStatus } from "../../state/run";
 import { column, useSteps } from "../../state/steps";
 import { useThrottled } from "../../state/throttle";
 import { setParams, usePlace, useRange, useSearchText } from "../../state/url";
+import { Plain } from "../../text/SafeText";
 import type { Value } from "../../types";
 import { AnswerList, metricSorts, PAGE_ROWS, SORTS } from "./AnswerList";
 import { ConversationPane, type Shown } from "./ConversationPane";
@@ -251,10 +252,10 @@ function AllAnswers({ group, scale, selected, onSelect }: { group: Group; scale:
           <tr>
             <th colSpan={2}>All answers</th>
             {texts && <th className="wide">Text</th>}
-            {names.map((name) => <th key={name} className="r">{name}</th>)}
-            <th className="r">tokens</th>
-            <th className="r">advantage</th>
             <th className="r">reward</th>
+            <th className="r">advantage</th>
+            <th className="r">tokens</th>
+            {names.map((name) => <th key={name} className="r">{name}</th>)}
           </tr>
         </thead>
         <tbody>
@@ -262,11 +263,11 @@ function AllAnswers({ group, scale, selected, onSelect }: { group: Group; scale:
             <tr key={one.id} className={one.id === selected ? "sel" : ""} onClick={() => onSelect(one.id)}>
               <td><Squares samples={[one]} scale={scale} /></td>
               <td><button className={one.id === selected ? "" : "d"} onClick={() => onSelect(one.id)}>{one.id}</button></td>
-              {texts && <td className="wide m"><span className="cut">{one.completion}</span></td>}
-              {names.map((name) => <td key={name} className="r">{number(one.metrics[name])}</td>)}
-              <td className="r">{number(one.length)}</td>
-              <td className="r">{signed(one.advantage)}</td>
+              {texts && <td className="wide m"><span className="cut"><Plain text={one.completion} /></span></td>}
               <td className="r">{number(one.reward)}</td>
+              <td className="r">{signed(one.advantage)}</td>
+              <td className="r">{number(one.length)}</td>
+              {names.map((name) => <td key={name} className="r">{number(one.metrics[name])}</td>)}
             </tr>
           ))}
         </tbody>

@@ -18,6 +18,7 @@ import { type Column, columnOptions, columnsOf, DEFAULT_COLUMNS, DEFAULT_SORT, s
 import { fieldName, matches, parseFilter, toggleTerm, valueOf } from "./filter";
 import { commonName, compare, groupRuns, meanOf, type RunGroup, type Sortable } from "./groups";
 import { TagDialog } from "./TagDialog";
+import { visible } from "../../text/hostile";
 import "./runs.css";
 
 const ROW = 32;
@@ -173,7 +174,7 @@ function Table({ list, ids, lost }: { list: RunList; ids: string[]; lost: boolea
                 const first = column.right || column.id === "started_at" ? `-${column.id}` : column.id;
                 return (
                   <th key={column.id} className={column.right ? "r" : undefined} aria-sort={sorted}>
-                    <button title={column.id} onClick={() => setSort(sorted ? (sorted === "ascending" ? `-${column.id}` : column.id) : first)}>
+                    <button title={column.hint ? `${column.id}: ${column.hint}` : column.id} onClick={() => setSort(sorted ? (sorted === "ascending" ? `-${column.id}` : column.id) : first)}>
                       {column.title}
                       {sorted ? (sorted === "ascending" ? " ↑" : " ↓") : ""}
                     </button>
@@ -190,7 +191,7 @@ function Table({ list, ids, lost }: { list: RunList; ids: string[]; lost: boolea
               const members = membersOf(line);
               const order = run ? picked.indexOf(run.id) : -1;
               const whole = isPicked(line);
-              const name = run ? run.name : `${group!.runs.length} runs of ${groupTitle(group!, grouping)}`;
+              const name = run ? visible(run.name) : `${group!.runs.length} runs of ${groupTitle(group!, grouping)}`;
               return (
                 <tr
                   key={run ? run.id : group!.key}
@@ -263,7 +264,7 @@ function linesOf(runs: RunRow[], sort: string, grouping: string, columns: Column
 }
 
 function groupTitle(group: RunGroup, grouping: string): string {
-  if (grouping === SEEDS) return commonName(group.runs.map((run) => run.name));
+  if (grouping === SEEDS) return visible(commonName(group.runs.map((run) => run.name)));
   return grouping
     .split(",")
     .map((field, i) => `${field.replace(/^(config|last|eval)\./, "")} ${setting(group.values[i])}`)
@@ -273,7 +274,7 @@ function groupTitle(group: RunGroup, grouping: string): string {
 function Name({ run, href }: { run: RunRow; href: string }) {
   return (
     <a href={href} title={run.id}>
-      <b>{run.name}</b> <span className="f">{run.id === run.name ? "" : run.id}</span>
+      <b>{visible(run.name)}</b> <span className="f">{run.id === run.name ? "" : run.id}</span>
     </a>
   );
 }
@@ -292,13 +293,13 @@ function useTagColumn(of: (run: RunRow) => string[]): Column {
             const term = `tag=${/\s/.test(tag) ? `"${tag}"` : tag}`;
             return (
               <button key={tag} aria-pressed={search.includes(term)} title={`Only runs with this tag`} onClick={() => setParams({ search: toggleTerm(search, term) })}>
-                {tag}
+                {visible(tag)}
               </button>
             );
           })}
         </span>
       ),
-      together: (runs) => <span className="f">{[...new Set(runs.flatMap(of))].join(", ")}</span>,
+      together: (runs) => <span className="f">{[...new Set(runs.flatMap(of))].map(visible).join(", ")}</span>,
     }),
     [of, search],
   );

@@ -4,6 +4,7 @@ import { useState } from "react";
 import { Dialog } from "../../shell/Dialog";
 import { useTags } from "../../state/tags";
 import type { RunRow } from "../../types";
+import { visible } from "../../text/hostile";
 
 export function TagDialog({ runs, all, opened, close }: { runs: RunRow[]; all: RunRow[]; opened: boolean; close: () => void }) {
   const tags = useTags();
@@ -17,7 +18,7 @@ export function TagDialog({ runs, all, opened, close }: { runs: RunRow[]; all: R
     setText("");
   };
   return (
-    <Dialog opened={opened} close={close} title={runs.length === 1 ? `Tags of ${runs[0]!.name}` : `Tags of ${runs.length} runs`}>
+    <Dialog opened={opened} close={close} title={runs.length === 1 ? `Tags of ${visible(runs[0]!.name)}` : `Tags of ${runs.length} runs`}>
       <form className="naming" onSubmit={add}>
         <input className="field" maxLength={40} placeholder="New tag" aria-label="New tag" value={text} onChange={(event) => setText(event.target.value)} />
         <button className="btn" disabled={!text.trim()}>
@@ -45,7 +46,7 @@ export function TagDialog({ runs, all, opened, close }: { runs: RunRow[]; all: R
         })}
       </ul>
       {tags.error && <p className="w">{tags.error.message}</p>}
-      <p className="f s">Tags of the config ({[...new Set(runs.flatMap((run) => run.tags))].join(", ") || "none"}) stay as the run has them.</p>
+      <p className="f s">Tags of the config ({[...new Set(runs.flatMap((run) => run.tags))].map(visible).join(", ") || "none"}) stay as the run has them.</p>
     </Dialog>
   );
 }

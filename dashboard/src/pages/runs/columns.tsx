@@ -8,10 +8,12 @@ import { statusClass, statusWord } from "../../shell/Header";
 import type { Field, RemoteCopy, RunRow } from "../../types";
 import { gain } from "./filter";
 import { meanOf, type Sortable } from "./groups";
+import { visible } from "../../text/hostile";
 
 export interface Column {
   id: string;
   title: string;
+  hint?: string;
   /** Whether its values are numbers, at the right. */
   right: boolean;
   value: (run: RunRow) => Sortable;
@@ -27,7 +29,7 @@ export const DEFAULT_SORT = "-started_at";
 
 const shortModel = (model: string | null): string => model?.split("/").filter(Boolean).at(-1) ?? NONE;
 
-const text = (id: string, title: string, value: (run: RunRow) => string): Column => ({ id, title, right: false, value: (run) => value(run) || null, show: (run) => value(run) || NONE });
+const text = (id: string, title: string, value: (run: RunRow) => string): Column => ({ id, title, right: false, value: (run) => value(run) || null, show: (run) => visible(value(run)) || NONE });
 
 const quantity = (id: string, title: string, value: (run: RunRow) => number | null, write: (value: number) => string): Column => ({
   id,
@@ -50,7 +52,7 @@ function states(runs: RunRow[]): string {
 
 export function State({ run }: { run: RunRow }) {
   return (
-    <span className={`state ${statusClass(run.status)}`} title={run.error ?? undefined}>
+    <span className={`state ${statusClass(run.status)}`} title={run.error ? visible(run.error) : undefined}>
       <i />
       {statusWord(run.status)}
       {run.remote && run.remote.phase !== "synced" && <span className="f">{remoteWord(run.remote)}</span>}
@@ -93,11 +95,11 @@ const OWN: Column[] = [
   },
   quantity("duration", "took", (run) => run.duration, duration),
   { ...quantity("steps", "steps", (run) => run.steps, (value) => number(value)), show: (run) => <Steps run={run} /> },
-  { ...quantity("reward", "reward, first to last", (run) => run.reward_last, (value) => number(value, 3)), show: (run) => <Reward run={run} /> },
+  { ...quantity("reward", "reward trained on", (run) => run.reward_last, (value) => number(value, 3)), show: (run) => <Reward run={run} />, hint: "mean of the samples trained on, first 10 steps → last 10; groups discarded for equal rewards are not in it" },
   quantity("heldout", "held out", (run) => run.heldout_after ?? run.heldout_before, (value) => percent(value)),
   quantity("gain", "gain, points", gain, (value) => signed(100 * value, 1)),
   text("algorithm", "algorithm", (run) => run.algorithm ?? ""),
-  { ...text("model", "model", (run) => shortModel(run.model)), show: (run) => <span title={run.model ?? ""}>{shortModel(run.model)}</span> },
+  { ...text("model", "model", (run) => shortModel(run.model)), show: (run) => <span title={visible(run.model ?? "")}>{visible(shortModel(run.model))}</span> },
   text("environments", "environments", (run) => run.environments.join(", ")),
   text("project", "project", (run) => run.project),
   quantity("attempt", "attempts", (run) => run.attempt, (value) => number(value)),

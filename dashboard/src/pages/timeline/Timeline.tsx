@@ -277,7 +277,7 @@ function describeGauges(series: GaugeSeries[], given: GaugeSeries[]): Gauge[] {
     const high = percent ? 100 : Math.max(1, ...one.max.map((value) => value ?? 0));
     const role = one.gpu !== null ? (roles.get(`${one.node}/${one.gpu}`) ?? "host") : one.server !== null ? "engine" : "host";
     const title = one.gpu !== null ? `GPU ${one.gpu}` : one.name === "cpu_utilization_percent" ? "CPU" : one.name === "lanes_used" ? "Slots used" : `Engine ${one.server}`;
-    const unit = [nodes.size > 1 ? one.node : "", percent ? "0 to 100 %" : one.name.includes("requests_running") ? `requests, to ${number(high)}` : `to ${number(high)}`].filter(Boolean).join(", ");
+    const unit = [nodes.size > 1 ? one.node : "", percent ? (nodes.size > 1 ? "" : "0 to 100 %") : one.name.includes("requests_running") ? `requests, to ${number(high)}` : `to ${number(high)}`].filter(Boolean).join(", ");
     return { title, unit, high, role, read: (time) => `${number(at(one, time), percent ? 0 : undefined)}${percent ? "\u2009%" : ""}`, series: one };
   });
 }

@@ -3,7 +3,7 @@
 import { color } from "../../state/theme";
 import type { GaugeSeries } from "../gauges";
 import { AXIS, LABEL_WIDTH, RIGHT, slotsOf, type Layout, type Row } from "./layout";
-import { firstFrom, spanAt, visibleBoxes } from "./search";
+import { firstFrom, visibleBoxes } from "./search";
 import { COLOR, KINDS, type Lanes, type Track } from "./spans";
 import { clock, ticks, type View } from "./viewport";
 
@@ -173,7 +173,6 @@ export function draw(context: CanvasRenderingContext2D, scene: Scene, width: num
     const slots = slotsOf(engine.rows.map((row) => row.lane));
     text(`Engine ${engine.server}`, 20, top + 8, "--ink", "left", true);
     text(`${slots} slots`, 20, top + 25);
-    if (scene.now !== null) text(`${busyAt(engine.rows, scene.now)} busy now`, 20, top + 41);
     const every = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512].find((size) => size * engine.slotHeight >= 48) ?? 1024;
     for (let slot = 0; slot < slots; slot += every) text(String(slot), LABEL_WIDTH - 8, top + slot * engine.slotHeight + 6, "--ink3", "right");
     boxes(engine.syncs, top - 3, engine.height + 6, 0.16);
@@ -217,7 +216,7 @@ export function draw(context: CanvasRenderingContext2D, scene: Scene, width: num
     const bottom = y + h - 6;
     const Y = (value: number) => bottom - (h - 12) * Math.max(0, Math.min(1, value / gauge.high));
     text(gauge.title, 20, y + h / 2 - 4, "--ink", "left", true);
-    text(gauge.unit, 20, y + h / 2 + 11);
+    text(cut(context, gauge.unit, LABEL_WIDTH - 28), 20, y + h / 2 + 11);
     text(gauge.read(Math.min(view.to, scene.now ?? view.to)), LABEL_WIDTH - 8, y + h / 2 - 4, "--ink2", "right");
     const line = gauge.role === "trainer" ? "--bw" : gauge.role === "engine" ? "--pf" : "--ink2";
     const fill = gauge.role === "trainer" ? "--bw" : gauge.role === "engine" ? "--dc" : "--line2";
@@ -279,16 +278,20 @@ export function draw(context: CanvasRenderingContext2D, scene: Scene, width: num
   }
 }
 
+/** Returns the start of a text that fits into a width. */
+function cut(context: CanvasRenderingContext2D, value: string, width: number): string {
+  context.font = FONT;
+  if (context.measureText(value).width <= width) return value;
+  let end = value.length;
+  while (end > 0 && context.measureText(`${value.slice(0, end)}…`).width > width) end -= 1;
+  return `${value.slice(0, end)}…`;
+}
+
 /** When the last span of a sample in its lane ends: its reward comes after the request. */
 function requestEnd(row: Row, id: string, lanes: Lanes): number | null {
   const track = row.lane.main;
   for (let i = track.row.length - 1; i >= 0; i--) if (lanes.columns.sample_id[track.row[i]!] === id) return track.end[i]!;
   return null;
-}
-
-/** Slots with a request at a time, as far as spans of it are recorded. */
-function busyAt(rows: readonly Row[], time: number): number {
-  return rows.filter(({ lane }) => spanAt(lane.back, time, 0) >= 0 || spanAt(lane.main, time, 0) >= 0).length;
 }
 
 /** A shorter line, in pixels, would be covered by its own numbers. */

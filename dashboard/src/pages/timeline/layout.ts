@@ -14,6 +14,8 @@ const MAX_SLOT = 12;
 const MIN_GAUGE = 40;
 const MAX_GAUGE = 56;
 const PAD = 6;
+/** The label of an engine has two lines: its slots may have this height. */
+const LABEL = 48;
 
 export interface Row {
   lane: Lane;
@@ -45,18 +47,19 @@ export interface Layout {
   height: number;
 }
 
-/** Distributes the height: slots take what is left over, between 1 and 12 pixels each. Below that the page scrolls. */
+/** Distributes the height: slots take what is left over, between 1 and 12 pixels each, and at least that of the label. */
 export function layOut(lanes: Lanes, numGauges: number, height: number): Layout {
   const slots = lanes.engines.reduce((sum, engine) => sum + slotsOf(engine.lanes), 0);
   const fixed = ORCHESTRATOR + lanes.engines.length * (2 * PAD) + lanes.trainer.length * TRAINER + 2 * PAD + numGauges * MIN_GAUGE + 20;
-  const slotHeight = slots ? Math.max(MIN_SLOT, Math.min(MAX_SLOT, Math.floor((height - fixed) / slots))) : 0;
+  const left = slots ? Math.max(MIN_SLOT, Math.floor((height - fixed) / slots)) : 0;
   let y = ORCHESTRATOR;
   const engines = lanes.engines.map((engine): EngineBlock => {
     y += PAD;
     const top = y;
+    const own = slotsOf(engine.lanes);
+    const slotHeight = Math.min(MAX_SLOT, Math.max(left, own ? Math.floor(LABEL / own) : 0));
     const rows = engine.lanes.map((lane) => ({ lane, y: top + lane.slot * slotHeight, height: slotHeight > 3 ? slotHeight - 1.5 : slotHeight > 2 ? slotHeight - 1 : slotHeight > 1 ? slotHeight - 0.5 : slotHeight }));
-    // The label of a block has three lines.
-    y += Math.max(slotsOf(engine.lanes) * slotHeight, 48) + PAD;
+    y += Math.max(own * slotHeight, LABEL) + PAD;
     return { server: engine.server, y: top, height: y - PAD - top, slotHeight, rows, syncs: engine.syncs, transfers: engine.transfers };
   });
   y += PAD;

@@ -84,3 +84,12 @@ export function splitMatches(text: string, search: string): string[] {
   out.push(text.slice(at));
   return out;
 }
+
+/** Returns a text with hidden characters written out, for places that hold no elements: titles, options, labels. */
+export function visible(text: string): string {
+  return hasHidden(text)
+    ? pieces(text)
+        .map((piece) => piece.text)
+        .join("")
+    : text;
+}

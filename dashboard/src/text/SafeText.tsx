@@ -1,5 +1,5 @@
 import { Fragment, useState } from "react";
-import { count } from "../../format";
+import { count } from "../format";
 import { CLIP_CHARS, clip, hasHidden, pieces, splitMatches } from "./hostile";
 
 /** Plain text with matches of the search marked, and hidden characters shown as marks. */
