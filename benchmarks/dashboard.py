@@ -1,7 +1,7 @@
 """Measures the dashboard on a generated run: its server, and its pages in Chromium.
 
     python benchmarks/dashboard.py --quick                    1,000 steps x 128 samples
-    python benchmarks/dashboard.py --steps 10000 --samples 100
+    python benchmarks/dashboard.py                            10,000 steps x 100 samples
     python benchmarks/dashboard.py --keep /tmp/run            keeps the run, for `telescope ui /tmp/run`
 
 Asks each address that a page reads, in this process and without a network: the first time, when the tables are read
@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 from dashboard_browser import measure_pages
+from dashboard_run import write_run
 from fastapi.testclient import TestClient
 from measure import provenance
 from rich.console import Console
@@ -30,24 +31,20 @@ from rich.table import Table
 
 from telescope.dashboard.app import create_app
 from telescope.record.reader import Run
-from telescope.testing.demo_run.curves import Story
-from telescope.testing.demo_run.steps import GROUP_SIZE
-from telescope.testing.demo_run.writer import RunWriter
-
-GAUGE_SECONDS = 5.0
-"""Time between two readings of all gauges."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="1,000 steps x 128 samples, as without arguments")
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--samples", type=int, default=128, help="samples of a step")
+    parser.add_argument("--quick", action="store_true", help="1,000 steps x 128 samples")
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--samples", type=int, default=100, help="samples of a step")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--no-browser", action="store_true", help="measure the server alone")
     parser.add_argument("--keep", type=Path, help="write the run here and keep it; an existing one is used")
     parser.add_argument("--json", type=Path, help="write the results here")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.steps, arguments.samples = 1000, 128
     with tempfile.TemporaryDirectory() as folder:
         run_dir = arguments.keep or Path(folder) / "run"
         begin = time.perf_counter()
@@ -126,17 +123,6 @@ def measure(run_dir: Path, num_steps: int, repeats: int) -> list[dict[str, Any]]
         }
         rows.append({"address": choices[0].removeprefix(run) or run, "first_ms": times[0], **then})
     return rows
-
-
-def write_run(run_dir: Path, num_steps: int, num_samples: int) -> None:
-    """Writes a finished run with that many trained samples in each step, and those of discarded groups."""
-    with RunWriter(run_dir, Story(), num_steps=num_steps, num_groups=num_samples // GROUP_SIZE) as writer:
-        for number in range(num_steps):
-            writer.write_samples(number)
-            writer.write_step(number)
-        for _ in writer.write_gauges(num_steps, GAUGE_SECONDS):
-            pass
-        writer.end()
 
 
 def size(folder: Path) -> int:

@@ -20,19 +20,29 @@ from playwright.sync_api import Browser, Page
 from telescope.testing.browser import DashboardProcess, open_browser
 
 PAGES = ("overview", "metrics", "rollouts", "timeline", "infra", "evals", "logs")
-CALM_MS = 700
-"""A page is complete when its document has not changed for so long."""
+CALM_MS = 500
+"""A page is complete when it waits for no answer and its document has not changed for so long."""
 
 WHEEL_EVENTS = 60
 WATCH = """
 (() => {
-  window.drawn = { content: 0, complete: 0 };
+  window.drawn = { content: 0, complete: 0, awaited: 0 };
   const changed = () => {
     window.drawn.complete = performance.now();
     if (!window.drawn.content && document.querySelector("main > *")) window.drawn.content = performance.now();
   };
   const all = { subtree: true, childList: true, characterData: true, attributes: true };
   new MutationObserver(changed).observe(document, all);
+  const counted = (act) => async function (...given) {
+    window.drawn.awaited += 1;
+    try {
+      return await act.apply(this, given);
+    } finally {
+      window.drawn.awaited -= 1;
+    }
+  };
+  window.fetch = counted(window.fetch);
+  Response.prototype.json = counted(Response.prototype.json);
   window.frame = () => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
   window.timed = async (act, shown) => {
     const begin = performance.now();
@@ -122,8 +132,8 @@ def opened(browser: Browser, address: str) -> Iterator[Page]:
     page = context.new_page()
     try:
         page.goto(address)
-        calm = f"window.drawn.content > 0 && performance.now() - window.drawn.complete > {CALM_MS}"
-        page.wait_for_function(f"() => {calm}")
+        calm = f"content > 0 && awaited === 0 && performance.now() - complete > {CALM_MS}"
+        page.wait_for_function(f"() => {{ const {{ content, complete, awaited }} = window.drawn; return {calm}; }}")
         yield page
     finally:
         context.close()
@@ -146,7 +156,7 @@ def timeline_frames(browser: Browser, address: str) -> dict[str, float]:
     """Returns the milliseconds of frames while the whole run is zoomed into, and out of again."""
     with opened(browser, address) as page:
         page.keyboard.press("0")
-        page.wait_for_timeout(2 * CALM_MS)
+        page.wait_for_timeout(CALM_MS)
         box = page.locator(".tlc canvas").bounding_box()
         assert box is not None
         page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 200)

@@ -22,6 +22,9 @@ NAMES = ("attempt", "step", "started_at", "ended_at", "num_tokens_trained")
 STATISTICS = ("std", "min", "max", "gini")
 FIRST_CAPACITY = 256
 
+NUM_DIGITS = 9
+"""Significant digits of metrics, more than a page shows. All 17 would double what is sent. Whole numbers keep theirs."""
+
 
 class StepColumns:
     """Columns over all rows of `steps`. Call it under the lock of its store."""
@@ -115,7 +118,7 @@ class StepMetrics(Mapping[str, list[float]]):
         self.not_finite = not_finite
 
     def __getitem__(self, name: str) -> list[float]:
-        values: list[float] = self._columns[name][self._rows].tolist()
+        values: list[float] = rounded(self._columns[name][self._rows]).tolist()
         return values
 
     def __iter__(self) -> Iterator[str]:
@@ -123,6 +126,15 @@ class StepMetrics(Mapping[str, list[float]]):
 
     def __len__(self) -> int:
         return len(self._columns)
+
+
+def rounded(values: Array) -> Array:
+    """Returns numbers with `NUM_DIGITS` significant digits."""
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        decimals = NUM_DIGITS - 1 - np.floor(np.log10(np.abs(values)))
+        scale = 10.0 ** decimals
+        shorter = np.rint(values * scale) / scale
+    return np.where((values == np.rint(values)) | ~np.isfinite(shorter), values, shorter)
 
 
 def metric_columns(metrics: pa.ChunkedArray) -> dict[str, Array]:
