@@ -76,8 +76,9 @@ def shift(rows: pa.Table, number: int, num_steps: int, seconds: float) -> pa.Tab
             column = pc.add(column, number * seconds)
         elif name in IDS:
             column = pc.binary_join_element_wise(f"{number}x", column, "")
-        elif name == "group_id":  # those of evals are negative
-            column = pc.add(column, pc.multiply(pc.sign(column), number * GROUP_IDS))
+        elif name == "group_id":
+            of_evals = pc.less(column, 0)
+            column = pc.add(column, pc.if_else(of_evals, -number * GROUP_IDS, number * GROUP_IDS))
         else:
             continue
         rows = rows.set_column(place, name, column.cast(rows.schema.field(name).type))

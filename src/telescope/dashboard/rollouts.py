@@ -72,9 +72,9 @@ def detail(store: RunStore, attempt: int, sample_id: str) -> dict[str, Any]:
     sample = found[0]
     whole = {name: store.of_sample(name, attempt, sample_id) for name in ("turns", "tool_calls", "info")}
     whole["tokens"] = store.of_sample("tokens", attempt, sample_id, f"step = {sample['step']}")
-    # Spans are many, and in the order of time: the times of the sample say which parts of the files to read.
+    # A span of the sample starts within its times.
     begin, end = sample["started_at"], sample["finished_at"]
-    near = [f'"end" >= {begin - AROUND_SECONDS}'] if begin is not None else []
+    near = [f"start >= {begin - AROUND_SECONDS}"] if begin is not None else []
     near += [f"start <= {end + AROUND_SECONDS}"] if end is not None else []
     spans = store.of_sample("spans", attempt, sample_id, " AND ".join(near) or "true")
     add_tokens(sorted(whole["turns"], key=by_turn), sorted(whole["tokens"], key=lambda row: row["part"]))

@@ -91,7 +91,8 @@ def samples(store: RunStore, filters: Filters, *, sort: str, offset: int, limit:
     base, conditions = filters.conditions()
     visible = store.visible()
     base.append(visible)
-    tags = [name for name, values in sorted(store.tags().items()) if len(values) > 1][:MOST_TAGS]
+    every_tag = store.tags()
+    tags = [name for name, values in sorted(every_tag.items()) if len(values) > 1][:MOST_TAGS]
     hits = store.search(filters.search.strip()) if filters.search.strip() else None
     with store.view(hits=NO_HITS if hits is None else hits) as view:
         source = "samples" if hits is None else "(FROM samples SEMI JOIN hits USING (attempt, sample_id))"
@@ -105,7 +106,7 @@ def samples(store: RunStore, filters: Filters, *, sort: str, offset: int, limit:
         for name in conditions.keys() & names.keys():
             others = " AND ".join([*base, *(text for other, text in conditions.items() if other != name)])
             grouped |= _grouped(view, {name: names[name]}, source, others)
-    every = {name: store.distinct(name, visible) for name in FACETS} | {f"tag:{tag}": store.tags()[tag] for tag in tags}
+    every = {name: store.distinct(name, visible) for name in FACETS} | {f"tag:{tag}": every_tag[tag] for tag in tags}
     counts = {name: _facet(name, values, grouped[name]) for name, values in every.items()}
     texts = beginnings(store, rows) if _few_texts(store, rows) else {}
     for row in rows:

@@ -23,7 +23,7 @@ STATISTICS = ("std", "min", "max", "gini")
 FIRST_CAPACITY = 256
 
 NUM_DIGITS = 9
-"""Significant digits of metrics, more than a page shows. All 17 would double what is sent. Whole numbers keep theirs."""
+"""Significant digits of metrics, more than a page shows: all 17 would double what is sent. Whole numbers keep all."""
 
 
 class StepColumns:
@@ -132,7 +132,7 @@ def rounded(values: Array) -> Array:
     """Returns numbers with `NUM_DIGITS` significant digits."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         decimals = NUM_DIGITS - 1 - np.floor(np.log10(np.abs(values)))
-        scale = 10.0 ** decimals
+        scale = 10.0**decimals
         shorter = np.rint(values * scale) / scale
     return np.where((values == np.rint(values)) | ~np.isfinite(shorter), values, shorter)
 
