@@ -17,7 +17,7 @@ from telescope.errors import UserError
 from telescope.record.files import WriterLock
 from telescope.record.reader import Run, is_readable
 from telescope.record.table_files import TableFile, block_name, list_blocks, list_tails
-from telescope.record.table_writer import neighbors, write_block
+from telescope.record.table_writer import neighbors, why_foreign, write_block
 from telescope.record.tables import TABLES
 
 FILE_BYTES = 256 * 2**20
@@ -48,14 +48,14 @@ def compact(run: Run) -> None:
 
 def file_sizes(run: Run) -> list[int]:
     """Returns the bytes of each file of the tables."""
-    return [path.stat().st_size for path in run.files.tables.glob("*/*")]
+    return [path.stat().st_size for path in run.files.tables.glob("*/*") if path.is_file()]
 
 
 def _merge(run: Run, name: str) -> list[Path]:
     """Merges the files of a table. Returns those whose rows other files have now."""
     folder = run.files.table(name)
     for file in run.table_files(name):
-        if file.rows is None and not _is_whole(file):
+        if not _is_whole(file) if file.rows is None else why_foreign(TABLES[name], file.path):
             run.exclude(file.path)
     whole = run.table_files(name)
     blocks: list[tuple[int, int, Path]] = []
@@ -67,7 +67,7 @@ def _merge(run: Run, name: str) -> list[Path]:
         else:
             blocks.append((first, end, group[0].path))
     found = [(block.first, block.end, block.path) for block in list_blocks(folder)]
-    found += [(first, first + 1, path) for first, path in list_tails(folder)]
+    found += [(first, first + 1, path) for first, path in list_tails(folder) if not run.is_excluded(path)]
     return [
         path
         for first, end, path in found

@@ -225,17 +225,16 @@ class WriterLock:
 
 
 def _other_writer(run_dir: Path) -> str:
-    who = "Another process"
+    who = "Another process, such as `telescope compact`,"
     try:
         heartbeat = read_json(RunFiles(run_dir).heartbeat)
     except (OSError, ValueError):
         heartbeat = None
     identity = ProcessIdentity.from_json((heartbeat or {}).get("process"))
-    if identity is not None:
+    if identity is not None and identity.is_alive() is not False:
         who = f"Process {identity.pid} on {identity.host}"
     return (
-        f"run_dir {str(run_dir)!r} is in use: {who} writes it. "
-        "Wait until that run ends, stop it, or choose another run_dir."
+        f"run_dir {str(run_dir)!r} is in use: {who} writes it. Wait until it ends, stop it, or choose another run_dir."
     )
 
 

@@ -18,7 +18,6 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 
 import pyarrow as pa
@@ -70,7 +69,7 @@ def tail_name(first: int) -> str:
 def list_files(directory: Path, cursor: int = 0) -> Listing:
     """Returns the files with the rows of a table from row `cursor` on.
 
-    Safe while the table is written. Earlier tails are not read.
+    Safe while the table is written. Tails before the row are not read, unless the newest is damaged.
     """
     tails, damaged = _read_tails(directory, cursor)
     return replace(select([*list_blocks(directory), *tails], cursor), damaged=tuple(damaged))
@@ -129,23 +128,27 @@ def read_tail(path: Path) -> pa.Table | None:
 
 def _read_tails(directory: Path, cursor: int) -> tuple[list[TableFile], list[Path]]:
     tails, damaged = [], []
-    for (first, path), (following, _) in pairwise([*list_tails(directory), (AFTER_ALL_ROWS + 1, directory)]):
+    following = AFTER_ALL_ROWS + 1
+    for first, path in reversed(list_tails(directory)):
         if following <= cursor:
-            continue
+            break
         try:
             rows = read_tail(path)
-        except (pa.ArrowInvalid, PermissionError, IsADirectoryError):
+        except (pa.ArrowInvalid, PermissionError):
             damaged.append(path)
             continue
         if rows is not None:
             # After a failed write, the next tail begins with rows that may be in this one too.
             rows = rows.slice(0, following - first)
             tails.append(TableFile(path, first, first + rows.num_rows, rows))
+            following = first
     return tails, damaged
 
 
 def _names(directory: Path) -> list[str]:
+    """Returns the names of files. A folder or a dangling link with the name of a file has no rows."""
     try:
-        return os.listdir(directory)
+        with os.scandir(directory) as entries:
+            return [entry.name for entry in entries if entry.is_file(follow_symlinks=False) or os.path.isfile(entry)]
     except FileNotFoundError:
         return []

@@ -24,7 +24,17 @@ from telescope.record.convert import conform, rows_to_table
 from telescope.record.files import TEMPORARY_PREFIX, replace_file, temporary_name
 from telescope.record.pending import Row
 from telescope.record.schema import Table
-from telescope.record.table_files import TableFile, block_name, list_files, list_tails, tail_name
+from telescope.record.table_files import (
+    BLOCK_NAME,
+    TAIL_NAME,
+    TableFile,
+    block_name,
+    list_files,
+    list_tails,
+    read_tail,
+    tail_name,
+)
+from telescope.utils.text import single_line
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +44,9 @@ TAIL_BYTES = 8 * 2**20
 ROW_GROUP_ROWS = 16_384
 ROW_GROUP_BYTES = 16 * 2**20
 """Approximate memory of writing a block, and size of its row groups."""
+
+SET_ASIDE_PREFIX = "set-aside-"
+"""Name prefix of what is no file of the table. Readers ignore it."""
 
 _CATEGORIES = frozenset(
     (
@@ -60,6 +73,7 @@ class TableWriter:
         directory.mkdir(parents=True, exist_ok=True)
         for path in directory.glob(f"{TEMPORARY_PREFIX}*"):
             path.unlink(missing_ok=True)
+        set_aside_foreign_files(table, directory)
         tails, listing = list_tails(directory), list_files(directory)
         self.num_rows = max([listing.end, *(first + 1 for first, path in tails if path in listing.damaged)])
         """Rows of the table."""
@@ -106,7 +120,11 @@ class TableWriter:
             if file.rows is not None
         ]
         self._tail = None  # also after a failure: a block has whole tails
-        num_bytes = sum(write_block(self._table, self._directory, run) for run in neighbors(tails))
+        try:
+            num_bytes = sum(write_block(self._table, self._directory, run) for run in neighbors(tails))
+        except pa.ArrowException:
+            set_aside_foreign_files(self._table, self._directory)  # for the next try
+            raise
         for first, path in list_tails(self._directory):
             if first >= self._num_rows_in_blocks and path not in listing.damaged:
                 path.unlink(missing_ok=True)
@@ -132,6 +150,49 @@ class TableWriter:
         if what not in self._reported:
             self._reported.add(what)
             logger.warning("record: %s.%s %s", self._table.name, what, message)
+
+
+def set_aside_foreign_files(table: Table, directory: Path) -> None:
+    """Renames folders, links and tails that have the name of a file of the table and cannot be one.
+
+    They would be in the way of files with their name, or of the block that the tails become. Raises `OSError`.
+    """
+    for name in sorted(os.listdir(directory)):
+        path = directory / name
+        if not (TAIL_NAME.match(name) or BLOCK_NAME.match(name)) or (problem := why_foreign(table, path)) is None:
+            continue
+        target = path.with_name(f"{SET_ASIDE_PREFIX}{name}")
+        number = 2
+        while os.path.lexists(target):
+            target, number = path.with_name(f"{SET_ASIDE_PREFIX}{number}-{name}"), number + 1
+        os.rename(path, target)
+        logger.warning(
+            "record: %s is no file of table %s (%s). It is named %s now, and the table goes on without it",
+            path,
+            table.name,
+            problem,
+            target.name,
+        )
+
+
+def why_foreign(table: Table, path: Path) -> str | None:
+    """Returns why something with the name of a file of `table` cannot be one, or None. Blocks are not read."""
+    if not path.is_file():
+        return "a folder" if path.is_dir() else "a link to no file"
+    if not TAIL_NAME.match(path.name):
+        return None
+    try:
+        rows = read_tail(path)
+        if rows is None:
+            return None
+        if not set(rows.column_names) & set(table.column_names):
+            return "it has none of its columns"
+        conform(rows, table.schema)
+    except PermissionError:  # it may have rows of the table
+        return None
+    except pa.ArrowException as error:
+        return single_line(str(error))
+    return None
 
 
 def neighbors(files: Iterable[TableFile]) -> list[list[TableFile]]:

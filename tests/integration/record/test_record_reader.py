@@ -183,11 +183,11 @@ def test_what_may_not_be_read_does_not_hide_other_runs_and_tables(tmp_path, monk
     def refuse(path, *, names=("secret", "logs")):
         if Path(path).name in names:
             raise PermissionError(13, "Permission denied", str(path))
-        return names_in(path)
+        return path
 
-    names_in = os.listdir
-    monkeypatch.setattr("telescope.record.table_files.os.listdir", refuse)
-    monkeypatch.setattr("telescope.record.reader.is_run", lambda path: refuse(path) is not None and is_run(path))
+    scandir = os.scandir
+    monkeypatch.setattr("telescope.record.table_files.os.scandir", lambda path: scandir(refuse(path)))
+    monkeypatch.setattr("telescope.record.reader.is_run", lambda path: is_run(refuse(path)))
     (run,) = find_runs(tmp_path)
     assert column(run, "steps", "step") == [1, 2]
     assert run.table("logs").num_rows == run.num_rows("logs") == 0
