@@ -57,6 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
         for summary in summaries:
             if summary.error:
                 Console().print(Text(plain(f"{summary.label}: {summary.error}"), style="red"), soft_wrap=True)
+    for run in runs:
+        if (problem := run.config_problem) is not None:
+            print(plain(f"telescope: {problem}"), file=sys.stderr)
     warn_of_unreadable(runs, "the list")
     return 0
 

@@ -279,7 +279,7 @@ def read_yaml_file(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply to be a configuration, which is one flat mapping") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {_yaml_problem(error)}") from None
+        raise ConfigError(f"{path} is not valid YAML: {yaml_problem(error)}") from None
     if data is None:
         return {}, {}
     if not isinstance(data, dict) or not isinstance(node, yaml.MappingNode):
@@ -294,10 +294,11 @@ def parse_yaml_value(text: str, *, what: str) -> Any:
     try:
         return yaml.load(text, Loader=_ConfigLoader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{what} {text!r} is not valid YAML: {_yaml_problem(error)}") from None
+        raise ConfigError(f"{what} {text!r} is not valid YAML: {yaml_problem(error)}") from None
 
 
-def _yaml_problem(error: yaml.YAMLError) -> str:
+def yaml_problem(error: yaml.YAMLError) -> str:
+    """Returns what is wrong, with line and column."""
     if isinstance(error, yaml.MarkedYAMLError):
         mark = error.problem_mark or error.context_mark
         where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""

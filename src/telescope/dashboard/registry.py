@@ -54,6 +54,7 @@ class Listing:
     max_step: int | None
     rewards: list[float | None]
     experiment: str
+    config_problem: str | None
 
 
 class Registry:
@@ -124,9 +125,12 @@ class Registry:
         rows = []
         for run_id, store in self.stores().items():
             try:
-                rows.append((run_id, self._listing(run_id, store.run)))
+                listing = self._listing(run_id, store.run)
+                rows.append((run_id, listing))
+                problem = listing.config_problem
                 if store.run.info is None and store.run.files.run_json.exists():
                     problem = "run.json cannot be read, so the status is unknown"
+                if problem is not None:
                     with self._lock:
                         self._problems[store.run.files.run_dir] = problem
             except (OSError, UserError, ValueError) as error:
@@ -151,14 +155,16 @@ class Registry:
     def _listing(self, run_id: str, run: Run) -> Listing:
         """Reads a run, unless its files are those of the last time. A live one changes with each heartbeat."""
         files = run.files
-        state = tuple(map(_modified, (files.run_json, files.summary, files.heartbeat, files.table("steps"))))
+        state = tuple(
+            map(_modified, (files.config, files.run_json, files.summary, files.heartbeat, files.table("steps")))
+        )
         known = self._listings.get(run_id)
         if known and known[0] == state and (known[1].summary.status != "live" or run.status == "live"):
             return known[1]
         config, _ = config_of(run)
         steps = run.table("steps", columns=["step", "reward_mean"]).sort_by("step")
         newest, line = pc.max(steps["step"]).as_py(), _line(steps["reward_mean"])
-        listing = Listing(run.summary(steps), config, newest, line, experiment(config))
+        listing = Listing(run.summary(steps), config, newest, line, experiment(config), run.config_problem)
         self._listings[run_id] = (state, listing)
         return listing
 

@@ -227,6 +227,24 @@ class Run:
             return {}
         return value if isinstance(value, dict) else {}
 
+    @property
+    def config_problem(self) -> str | None:
+        """Why `config.yaml` cannot be read, with its line. None also without the file, which nothing here needs."""
+        import yaml
+
+        path = self.files.config
+        try:
+            value = yaml.load(path.read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            return f"{path} cannot be read: {single_line(str(error))}"
+        except yaml.YAMLError as error:
+            from telescope.config.loader import yaml_problem
+
+            return f"{path} is not valid YAML: {yaml_problem(error)}"
+        return None if isinstance(value, dict) else f"{path} must hold `field: value` lines"
+
     def table_files(self, name: str, cursor: int = 0) -> list[TableFile]:
         """Returns the files with the rows of a table from `cursor` on, in order, each row once.
 
@@ -243,7 +261,7 @@ class Run:
             )
         for path in listing.damaged:
             self.exclude(path)
-        return [file for file in listing.files if file.path not in self._unreadable]
+        return [file for file in listing.files if not self.is_excluded(file.path)]
 
     def num_rows(self, name: str) -> int:
         """Returns the number of rows of a table, superseded and lost ones included."""
@@ -293,6 +311,10 @@ class Run:
         match = BLOCK_NAME.match(path.name)
         rows = f"rows {int(match[1])} to {int(match[2])}" if match else "the rows"
         self._warn_once(path, f"{path} is damaged or may not be read: {rows} of its table are missing")
+
+    def is_excluded(self, path: Path) -> bool:
+        """Returns whether reads leave out this file."""
+        return path in self._unreadable
 
     def _warn_once(self, what: Path, message: str) -> None:
         if what not in self._unreadable:

@@ -12,7 +12,9 @@ import pytest
 
 from telescope.cli.main import main
 from telescope.cli.query import print_result
+from telescope.dashboard.registry import Registry
 from telescope.record import Recorder, table_writer
+from telescope.record.files import WriterLock
 from telescope.record.query import Result
 from telescope.record.reader import Run
 from telescope.record.recorder import FileSizes
@@ -338,6 +340,26 @@ def test_runs_are_listed_around_a_damaged_file(damaged, capsys):
     assert "the list is incomplete: 1 file of a table cannot be read" in error
 
 
+def test_a_broken_config_of_a_run_is_named_with_its_line(damaged, capsys):
+    root, _ = damaged
+    config = root / "hurt" / "config.yaml"
+    for content, words in (
+        ("seed: 1\nmodel: [a\n", f"{config} is not valid YAML: did not find expected ',' or ']'"),
+        ("- seed\n", f"{config} must hold `field: value` lines"),
+        (b"seed: \xff\n", f"{config} is not valid YAML"),
+    ):
+        config.write_bytes(content if isinstance(content, bytes) else content.encode())
+        assert main(["runs", "--root", str(root)]) == 0
+        out, error = capsys.readouterr()
+        assert "hurt" in out and words in error
+        assert dict(Registry([root]).listings())["hurt"].config_problem in error
+    config.write_text("seed: 1\nmodel: [a\n")
+    registry = Registry([root])
+    registry.listings()
+    (problem,) = registry.problems
+    assert problem["path"] == str(root / "hurt") and "(line 3, column 1)" in problem["problem"]
+
+
 def test_the_tables_are_described(capsys):
     assert main(["query", "--tables"]) == 0
     out = capsys.readouterr().out
@@ -373,6 +395,21 @@ def test_a_live_run_is_not_compacted(tmp_path, capsys):
         assert recorder.flush(30)
         assert main(["compact", str(tmp_path / "run")]) == 2
         assert "is in use" in capsys.readouterr().err
+
+
+def test_a_second_compaction_is_not_blamed_on_the_process_that_trained(tmp_path, capsys):
+    with Recorder(tmp_path / "run") as recorder:
+        assert recorder.flush(30)
+    heartbeat = json.loads(recorder.files.heartbeat.read_text())
+    heartbeat["process"]["started"] = "0"  # that process has exited, and its id may belong to another one
+    recorder.files.heartbeat.write_text(json.dumps(heartbeat))
+    first = WriterLock(recorder.files)
+    first.acquire()
+    assert main(["compact", str(tmp_path / "run")]) == 2
+    first.release()
+    error = capsys.readouterr().err
+    assert "Another process, such as `telescope compact`, writes it" in error
+    assert str(heartbeat["process"]["pid"]) not in error.replace(str(tmp_path), "")
 
 
 def test_a_compaction_without_space_says_so_and_loses_nothing(tmp_path, capsys, monkeypatch):
