@@ -44,7 +44,7 @@ class RunApp(App[None]):
     * { scrollbar-size: 1 1; scrollbar-background: $background; scrollbar-color: $surface-lighten-2; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        *(Binding(str(place + 1), f"show('{name}')", name.capitalize()) for place, name in enumerate(PAGES)),
+        *(Binding(str(place + 1), f"show('{name}')", show=False) for place, name in enumerate(PAGES)),
         Binding("slash", "filter", "Filter", key_display="/"),
         Binding("escape", "leave", "Back", show=False),
         Binding("q", "quit", "Quit"),
@@ -87,7 +87,8 @@ class RunApp(App[None]):
     def action_show(self, name: str) -> None:
         """Shows a page."""
         self.query_one(ContentSwitcher).current = name
-        marks = [f"[{one}]" if one == name else f" {one} " for one in PAGES]
+        named = [(one, f"{place + 1} {one}") for place, one in enumerate(PAGES)]
+        marks = [f"[{text}]" if one == name else f" {text} " for one, text in named]
         self.query_one("#tabs", Static).update(" ".join(marks))
         self.page.seen()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from rich.console import Group, RenderableType
@@ -17,10 +19,23 @@ from telescope.dashboard.rollouts import detail
 from telescope.dashboard.samples import FACETS, NUMBERS, Filters, samples
 from telescope.errors import UserError
 from telescope.tui.page import Page
-from telescope.tui.text import number, one_line, safe
+from telescope.tui.text import number, one_line, prompt_messages, safe, without_end
 
 NUM_ROWS = 300
-COLUMNS = ("step", "sample", "environment", "reward", "adv.", "tokens", "status")
+COLUMN_GAP = 2
+"""Columns that a table adds to the width of each column."""
+FIRST_COLUMNS = ("step", "reward", "tokens", "status", "adv.", "environment", "sample")
+"""Columns of the table, those that a narrow one keeps first."""
+
+ORDERS = {
+    "-step": "newest first",
+    "-reward": "highest reward first",
+    "reward": "lowest reward first",
+    "-completion_tokens": "longest first",
+}
+KINDS = {"training": "kept,discarded,masked,cancelled", "eval": "eval", "": ""}
+"""Which samples are shown, and their statuses. The evals of a step are often more than its training samples."""
+
 ROLES = {"system": "dim", "user": "bold cyan", "assistant": "bold green", "tool": "bold yellow"}
 
 _RANGE = re.compile(r"^(-?[\d.]*)\.\.(-?[\d.]*)$")
@@ -62,7 +77,7 @@ class RolloutsPage(Page):
     TABLES: ClassVar[frozenset[str]] = frozenset({"samples", "attempts"})
     DEFAULT_CSS = """
     RolloutsPage #list { width: 50%; max-width: 68; border-right: solid $surface-lighten-2; }
-    RolloutsPage #found { height: 1; padding: 0 1; color: $text-muted; }
+    RolloutsPage #found { height: auto; padding: 0 1; color: $text-muted; }
     RolloutsPage DataTable { height: 1fr; background: $background; }
     RolloutsPage #conversation { width: 1fr; padding: 0 1; }
     """
@@ -70,14 +85,17 @@ class RolloutsPage(Page):
         Binding("j", "move(1)", show=False),
         Binding("k", "move(-1)", show=False),
         Binding("s", "sort", "Sort"),
+        Binding("e", "kind", "Evals"),
         Binding("f", "follow", "Newest"),
     ]
-    ORDERS = ("-step", "-reward", "reward", "-completion_tokens")
 
     def __init__(self, id: str) -> None:
         super().__init__(id=id)
         self._filter = ""
-        self._order = self.ORDERS[0]
+        self._order = next(iter(ORDERS))
+        self._kind = next(iter(KINDS))
+        self._columns: list[str] = []
+        self._total = 0
         self._rows: list[dict[str, Any]] = []
         self._chosen: tuple[int, str] | None = None
 
@@ -91,34 +109,60 @@ class RolloutsPage(Page):
             with VerticalScroll(id="conversation"):
                 yield Static(id="sample", markup=False)
 
-    def on_mount(self) -> None:
-        """Creates the columns."""
-        self.query_one(DataTable).add_columns(*COLUMNS)
-
     def focus_first(self) -> None:
         """Puts the cursor into the table."""
         self.query_one(DataTable).focus()
 
     def read(self) -> dict[str, Any]:
         """Returns the first samples of the filter. Raises `UserError` for a wrong one."""
-        return samples(self.view.store, parse_filter(self._filter), sort=self._order, offset=0, limit=NUM_ROWS)
+        filters = parse_filter(self._filter)
+        if self._shown_kind:
+            filters = replace(filters, facets={**(filters.facets or {}), "status": KINDS[self._shown_kind]})
+        return samples(self.view.store, filters, sort=self._order, offset=0, limit=NUM_ROWS)
 
     def show(self, found: dict[str, Any]) -> None:
-        """Fills the table. The cursor stays on its sample."""
-        self._rows = found["rows"]
+        """Fills the table."""
+        self._rows, self._total = found["rows"], found["total"]
+        self._fill()
+
+    def on_resize(self) -> None:
+        """Chooses the columns for the new width."""
+        if self._rows and self._fitting() != self._columns:
+            self._fill()
+
+    def _fill(self) -> None:
+        """Fills the table with the columns that fit. The cursor stays on its sample."""
         table = self.query_one(DataTable)
         # Before the rows change: the table moves its cursor to the first row meanwhile.
         chosen = self._chosen
-        table.clear()
-        for row in self._rows:
-            table.add_row(*(Text(cell, justify=side) for cell, side in _cells(row)))  # type: ignore[arg-type]
+        columns = self._fitting()
+        table.clear(columns=columns != self._columns)
+        if columns != self._columns:
+            table.add_columns(*columns)
+            self._columns = columns
+        for row in map(_cells, self._rows):
+            table.add_row(*(row[name] for name in columns))
         keys = [(row["attempt"], row["sample_id"]) for row in self._rows]
         if keys:
             table.move_cursor(row=keys.index(chosen) if chosen in keys else 0)
         else:
-            self.query_one("#sample", Static).update(Text("No sample passes the filter.", "dim"))
-        more = f", the first {len(keys)} are shown" if found["total"] > len(keys) else ""
-        self.query_one("#found", Static).update(f"{found['total']:,} samples by {self._order}{more}")
+            hint = "; e shows others" if self._shown_kind else ""
+            self.query_one("#sample", Static).update(Text(f"No {self._what} passes the filter{hint}.", "dim"))
+        first = f"{len(keys)} of " if self._total > len(keys) else ""
+        self.query_one("#found", Static).update(f"{first}{self._total:,} {self._what}s, {ORDERS[self._order]}")
+
+    def _fitting(self) -> list[str]:
+        return fitting_columns([_cells(row) for row in self._rows], self.query_one("#list").size.width)
+
+    @property
+    def _shown_kind(self) -> str:
+        """The kind, unless the filter chooses."""
+        chooses = any(word.startswith(("status=", "eval_name=")) for word in self._filter.split())
+        return "" if chooses else self._kind
+
+    @property
+    def _what(self) -> str:
+        return f"{self._shown_kind} sample".strip()
 
     @on(Input.Submitted, "#sample-filter")
     def filter_submitted(self, event: Input.Submitted) -> None:
@@ -145,13 +189,19 @@ class RolloutsPage(Page):
 
     def action_sort(self) -> None:
         """Takes the next order."""
-        self._order = self.ORDERS[(self.ORDERS.index(self._order) + 1) % len(self.ORDERS)]
+        self._order = _next(ORDERS, self._order)
+        self._chosen = None
+        self.refresh_data()
+
+    def action_kind(self) -> None:
+        """Takes the next kind: training, evals, both."""
+        self._kind = _next(KINDS, self._kind)
         self._chosen = None
         self.refresh_data()
 
     def action_follow(self) -> None:
         """Goes to the newest sample."""
-        self._order, self._chosen = self.ORDERS[0], None
+        self._order, self._chosen = next(iter(ORDERS)), None
         self.refresh_data()
 
     def _show_sample(self, sample: dict[str, Any]) -> None:
@@ -159,13 +209,32 @@ class RolloutsPage(Page):
         self.query_one("#conversation", VerticalScroll).scroll_home(animate=False)
 
 
-def _cells(row: dict[str, Any]) -> list[tuple[str, str]]:
-    return [
-        (number(row["step"]), "right"), (one_line(row["sample_id"]), "left"),
-        (one_line(row["environment"])[:12], "left"),
-        (number(row["reward"], 3), "right"), (number(row["advantage"], 3), "right"),
-        (number(row["completion_tokens"]), "right"), (one_line(row["status"]), "left"),
-    ]  # fmt: skip
+def fitting_columns(rows: Sequence[Mapping[str, Text]], width: int) -> list[str]:
+    """Returns the columns of `FIRST_COLUMNS` that fit into `width`, in that order."""
+    columns: list[str] = []
+    for name in FIRST_COLUMNS:
+        width -= max([len(name), *(row[name].cell_len for row in rows)]) + COLUMN_GAP
+        if width < 0:
+            break
+        columns.append(name)
+    return columns or [FIRST_COLUMNS[0]]
+
+
+def _next(values: Iterable[str], value: str) -> str:
+    every = list(values)
+    return every[(every.index(value) + 1) % len(every)]
+
+
+def _cells(row: dict[str, Any]) -> dict[str, Text]:
+    return {
+        "step": Text(number(row["step"]), justify="right"),
+        "reward": Text(number(row["reward"], 3), justify="right"),
+        "tokens": Text(number(row["completion_tokens"]), justify="right"),
+        "status": Text(one_line(row["status"])),
+        "adv.": Text(number(row["advantage"], 3), justify="right"),
+        "environment": Text(one_line(row["environment"])[:12]),
+        "sample": Text(one_line(row["sample_id"])),
+    }
 
 
 def draw_sample(sample: dict[str, Any]) -> RenderableType:
@@ -182,19 +251,23 @@ def draw_sample(sample: dict[str, Any]) -> RenderableType:
     parts: list[RenderableType] = [Text("  ".join((*title, f"{sample['status']}{why}")), "bold"), head]
     if sample["failure_message"]:
         parts += [Text(), safe(sample["failure_message"], "yellow")]
-    parts += [Text(), Text("prompt", ROLES["user"]), safe(sample["prompt_text"])]
+    prompt = prompt_messages(sample["prompt_text"] or "")
+    for role, text in prompt:
+        parts += [Text(), Text(one_line(role), ROLES.get(role, "bold")), safe(text)]
     calls: dict[int, list[dict[str, Any]]] = {}
     for call in sample["tool_calls"]:
         calls.setdefault(call["turn"], []).append(call)
     answers = 0
     for turn in sample["turns"]:
-        role = turn["role"] or ""
-        parts += [Text(), Text(one_line(role), ROLES.get(role, "bold")), safe(turn["text"])]
+        role, text = turn["role"] or "", without_end(turn["text"] or "")
+        if not answers and (role, text.strip()) in prompt:
+            continue
+        parts += [Text(), Text(one_line(role), ROLES.get(role, "bold")), safe(text)]
         if role == "assistant":
             parts += [_call(call) for call in calls.get(answers, [])]
             answers += 1
     if not sample["turns"]:
-        parts += [Text(), Text("assistant", ROLES["assistant"]), safe(sample["completion_text"])]
+        parts += [Text(), Text("assistant", ROLES["assistant"]), safe(without_end(sample["completion_text"] or ""))]
     for name, value in sample["golden"].items():
         parts += [Text(), Text.assemble((f"gold {one_line(name)}: ", "dim"), safe(value))]
     return Group(*parts)

@@ -52,6 +52,11 @@ class View:
         field.value = text
         await self.press("enter")
 
+    async def resize(self, width: int, height: int) -> None:
+        """Changes the size of the terminal."""
+        await self._pilot.resize_terminal(width, height)
+        await self.settle()
+
     async def look(self) -> None:
         """Looks for new rows, as the application does every second."""
         self.app._look()

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
 from tests.unit.tui.conftest import NUM_STEPS, Open
-from textual.widgets import DataTable, OptionList
+from textual.widgets import DataTable, Footer, OptionList, Static
 
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 from telescope.record.run_info import begin_run
 from telescope.testing.demo_run.curves import Story
 from telescope.testing.demo_run.writer import RunWriter
+from telescope.tui.rollouts import FIRST_COLUMNS
 
 
 async def test_the_overview_says_how_the_run_is_and_how_far(generated: Path, open_view: Open) -> None:
@@ -59,7 +61,7 @@ async def test_a_filter_of_samples_finds_them_and_the_cursor_shows_their_convers
         assert view.text("#found").startswith(f"{expected} samples")
         assert view.app.query_one(DataTable).row_count == expected
         shown = view.text("#sample")
-    for word in ("calculator_agent  step", "prompt", "computed from left to right", "assistant", "calculate {", "→"):
+    for word in ("calculator_agent  step", "system", "user", "computed from left", "assistant", "calculate {", "→"):
         assert word in shown
     assert "tool" in shown and "gold answer" in shown
 
@@ -70,14 +72,74 @@ async def test_samples_are_searched_and_sorted(generated: Path, open_view: Open)
         await view.write("discount")
         everything = view.text("#found")
         await view.press("s")
-        assert "by -reward" in view.text("#found")
+        assert "highest reward first" in view.text("#found")
         assert "discount" in view.text("#sample")
         rewards = [row["reward"] for row in view.app.query_one("#rollouts")._rows]  # type: ignore[attr-defined]
         assert rewards == sorted(rewards, reverse=True)
         await view.press("slash")
         await view.write("nothing has this")
-        assert "No sample passes" in view.text("#sample")
-    assert "samples by -step" in everything
+        assert "No training sample passes" in view.text("#sample")
+    assert "training samples, newest first" in everything
+
+
+async def test_training_samples_are_not_buried_under_those_of_evals(generated: Path, open_view: Open) -> None:
+    counts = dict(Run(generated).sql("select status = 'eval', count(*) from samples group by all").rows)
+    assert counts[True] > counts[False] / 2
+    async with open_view(generated) as view:
+        shown = []
+        for key in ("3", "e", "e", "e"):
+            await view.press(key)
+            statuses = {row["status"] for row in view.app.query_one("#rollouts")._rows}  # type: ignore[attr-defined]
+            shown.append((view.text("#found").replace("300 of ", "").strip(), "eval" in statuses, "kept" in statuses))
+        await view.press("slash")
+        await view.write("status=eval")
+        assert view.text("#found").startswith(f"300 of {counts[True]:,} samples, newest")
+    total = counts[True] + counts[False]
+    assert shown == [
+        (f"{counts[False]:,} training samples, newest first", False, True),
+        (f"{counts[True]:,} eval samples, newest first", True, False),
+        (f"{total:,} samples, newest first", False, True),
+        (f"{counts[False]:,} training samples, newest first", False, True),
+    ]
+
+
+@pytest.mark.parametrize(("width", "columns"), [(60, 3), (80, 4), (120, 6), (200, 7)])
+async def test_a_narrow_terminal_keeps_the_first_columns_whole(
+    generated: Path, open_view: Open, width: int, columns: int
+) -> None:
+    async with open_view(generated, size=(width, 24)) as view:
+        await view.press("3")
+        table = view.app.query_one(DataTable)
+        assert [column.label.plain for column in table.ordered_columns] == list(FIRST_COLUMNS[:columns])
+        assert table.virtual_size.width <= view.app.query_one("#list").size.width
+
+
+async def test_a_resized_terminal_has_the_columns_of_its_new_width(generated: Path, open_view: Open) -> None:
+    async with open_view(generated, size=(80, 24)) as view:
+        await view.press("3", "j")
+        chosen = view.text("#sample")
+        await view.resize(160, 40)
+        assert len(view.app.query_one(DataTable).ordered_columns) > 4
+        assert view.text("#sample") == chosen and view.app.query_one(DataTable).cursor_row == 1
+
+
+async def test_each_page_fits_a_terminal_of_80_columns(generated: Path, open_view: Open) -> None:
+    async with open_view(generated, size=(80, 24)) as view:
+        for key in "1234":
+            await view.press(key)
+            assert view.app.query_one(Footer).virtual_size.width <= 80
+            tabs = view.app.query_one("#tabs", Static)
+            assert f"[{key} {view.app.page.id}]" in view.text("#tabs") and tabs.region.right == 79
+
+
+async def test_a_prompt_is_shown_as_its_messages_with_each_role_once(generated: Path, open_view: Open) -> None:
+    async with open_view(generated) as view:
+        await view.press("3", "slash")
+        await view.write("environment=countdown")
+        shown = view.text("#sample").splitlines()
+    roles = [line for line in shown if line in ("prompt", "system", "user", "assistant")]
+    assert roles == ["system", "user", "assistant"]
+    assert not any("<|im_" in line for line in shown)
 
 
 async def test_a_wrong_filter_names_the_fix(generated: Path, open_view: Open) -> None:
@@ -141,7 +203,7 @@ async def test_a_run_without_steps_is_shown(tmp_path: Path, open_view: Open) -> 
             await view.press("2")
             assert "No metric yet." in view.text("#plots")
             await view.press("3")
-            assert view.text("#found").startswith("0 samples")
+            assert view.text("#found").startswith("0 training samples")
             await view.press("4")
             assert view.text("RichLog").strip() == ""
 

@@ -11,7 +11,7 @@ from telescope.cli.main import main
 from telescope.errors import UserError
 from telescope.tui.plot import BLANK, LABEL_COLUMNS, plot, smooth
 from telescope.tui.rollouts import parse_filter
-from telescope.tui.text import LONGEST, number, one_line, safe
+from telescope.tui.text import LONGEST, number, one_line, prompt_messages, safe
 
 
 def lines_of(values: list[float | None], width: int = 60, height: int = 11) -> list[str]:
@@ -72,6 +72,23 @@ def test_texts_are_cut_and_numbers_are_short() -> None:
     assert safe(None).plain == "" and one_line("a\n  b\tc") == "a b c"
     numbers = [number(value) for value in (None, math.nan, 12345, 0.123456)]
     assert numbers == ["-", "-", "12,345", "0.1235"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "messages"),
+    [
+        ("<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\n2 + 3?<|im_end|>\n<|im_start|>assistant\n",
+         [("system", "Be short."), ("user", "2 + 3?")]),
+        ("<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+         "<|start_header_id|>assistant<|end_header_id|>\n\n", [("user", "Hi")]),
+        ("<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n", [("user", "Hi")]),
+        ("notes <|im_start|>user\nHi<|im_end|>", [("prompt", "notes "), ("user", "Hi")]),
+        ("2 + 3 =", [("prompt", "2 + 3 =")]),
+        ("", []),
+    ],
+)  # fmt: skip
+def test_a_prompt_is_split_into_the_messages_of_its_template(prompt: str, messages: list[tuple[str, str]]) -> None:
+    assert prompt_messages(prompt) == messages
 
 
 def test_without_a_terminal_the_command_names_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
