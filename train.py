@@ -2,8 +2,7 @@
 
 import sys
 
-from telescope.cli.main import main
-from telescope.utils.process import run_and_exit
+from telescope.cli.main import command
 
 if __name__ == "__main__":
-    run_and_exit(lambda: main(["train", *sys.argv[1:]]))
+    command(["train", *sys.argv[1:]])

@@ -2,23 +2,27 @@
 
 Exit codes: 0 done; 1 failure, with a message or a traceback; 2 bad input, with a message that names the fix, nothing
 started; 130 stopped by Ctrl-C; 143 or 129 by SIGTERM or SIGHUP. Each subcommand is a module of this package with
-`add_parser(subparsers)`, which sets `func`. The only argument of the command itself is `--version`.
-Without a command, it opens the dashboard where there are runs, and prints its help elsewhere.
+`add_parser(subparsers)`, which sets `func`, and `imports`: modules to import before it. The only argument of the
+command itself is `--version`. Without a command, it opens the dashboard where there are runs, and prints its help
+elsewhere.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
+import os
+import signal
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
+# Nothing that takes long to import: Ctrl-C ends the command quietly only after these imports.
 from telescope import __version__
-from telescope.cli.runs import DEFAULT_ROOT
 from telescope.errors import ConfigError, RunError, UserError
-from telescope.utils.process import run_and_exit
-from telescope.utils.text import did_you_mean, plain
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+    from types import FrameType
 
 # In the order of the help: what a user needs first comes first.
 COMMANDS = (
@@ -52,8 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(arguments)
     except ConfigError as error:
-        # Two checks may find the same problem. A quoted template or path may contain control sequences.
-        _print_problems(list(dict.fromkeys(plain(str(error)).splitlines())))
+        _print_problems(error)
         return EXIT_BAD_INPUT
     except UserError as error:
         _print_error(error)
@@ -72,13 +75,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_request.code if isinstance(exit_request.code, int) else EXIT_BAD_INPUT
 
 
-def command() -> NoReturn:
-    """Entry point of the `telescope` command."""
-    run_and_exit(main)
+def command(argv: Sequence[str] | None = None) -> NoReturn:
+    """Entry point of the `telescope` command. `argv` is that of `main`."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a command in the background ignores it
+        signal.signal(signal.SIGINT, _exit_interrupted)
+    from telescope.utils.process import run_and_exit
+
+    run_and_exit(lambda: main(argv))
+
+
+def _exit_interrupted(_number: int, _frame: FrameType | None) -> NoReturn:
+    """Ends a command that only imports modules. An exception would be a traceback, or become an `ImportError`."""
+    os._exit(EXIT_INTERRUPTED)
+
+
+def _interrupt_by_exception() -> None:
+    """Lets Ctrl-C raise `KeyboardInterrupt` from now on, because the command has something to clean up."""
+    if signal.getsignal(signal.SIGINT) is _exit_interrupted:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser with all subcommands."""
+    import argparse
+
     parser = argparse.ArgumentParser(
         prog="telescope",
         description="Trains language models with reinforcement learning. Reads what runs have recorded.",
@@ -94,27 +114,43 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _dispatch(arguments: list[str]) -> int:
     if arguments and arguments[0] in OWN_ARGUMENTS:
-        return int(importlib.import_module(f"telescope.cli.{arguments[0]}").run(arguments[1:]))
+        module = importlib.import_module(f"telescope.cli.{arguments[0]}")
+        _interrupt_by_exception()
+        return int(module.run(arguments[1:]))
     names = [name.replace("_", "-") for name in COMMANDS]
     if arguments and not arguments[0].startswith("-") and arguments[0] not in names:
+        from telescope.utils.text import did_you_mean
+
         hint = did_you_mean(arguments[0], names)
         raise UserError(f"There is no command '{arguments[0]}'.{hint} The commands are {', '.join(names)}")
     parser = build_parser()
+    from telescope.cli.runs import DEFAULT_ROOT
+
     if not arguments and DEFAULT_ROOT.is_dir():
         arguments = ["ui"]
     parsed = parser.parse_args(arguments)
     if not hasattr(parsed, "func"):
         parser.print_help()
         return 0
+    for name in getattr(parsed, "imports", ()):
+        importlib.import_module(name)
+    _interrupt_by_exception()
     return int(parsed.func(parsed) or 0)
 
 
 def _print_error(error: Exception) -> None:
     """Prints the message of an error and its notes."""
+    from telescope.utils.text import plain
+
     print(plain("\n".join([f"telescope: {error}", *getattr(error, "__notes__", ())])), file=sys.stderr)
 
 
-def _print_problems(problems: list[str]) -> None:
+def _print_problems(error: ConfigError) -> None:
+    """Prints each problem of a configuration once."""
+    from telescope.utils.text import plain
+
+    # Two checks may find the same problem. A quoted template or path may contain control sequences.
+    problems = list(dict.fromkeys(plain(str(error)).splitlines()))
     if len(problems) == 1:
         print(f"telescope: {problems[0]}", file=sys.stderr)
         return

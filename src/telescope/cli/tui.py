@@ -23,7 +23,8 @@ def add_parser(subparsers: Any) -> None:
         "  1 2 3 4   overview, metrics, rollouts, logs\n"
         "  /         filter: metrics by name, answers by words or step=40..50 status=kept, lines by words\n"
         "  j k       move in a list      space   keep a plot      s   sort answers\n"
-        "  e         lowest level of log lines   f   follow       q   quit\n\n"
+        "  e         evals or training samples, lowest level of log lines\n"
+        "  f         follow       q         quit\n\n"
         "examples:\n"
         "  telescope tui                 the newest run in ./runs\n"
         "  telescope tui runs/demo       this run",
@@ -33,7 +34,7 @@ def add_parser(subparsers: Any) -> None:
         "run", nargs="?", default=LATEST, metavar="RUN_DIR", help="a run: its folder, its name, or latest (the default)"
     )
     parser.add_argument("--root", type=Path, default=DEFAULT_ROOT, help="folder of the runs (default: runs)")
-    parser.set_defaults(func=run)
+    parser.set_defaults(func=run, imports=("telescope.tui.app",))
 
 
 def run(arguments: argparse.Namespace) -> int:

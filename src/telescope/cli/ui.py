@@ -80,7 +80,7 @@ def add_parser(subparsers: Any) -> None:
         metavar=("RUN_DIR", "FILE.html"),
         help="write a run as one HTML file that opens without a server, and end",
     )
-    parser.set_defaults(func=run)
+    parser.set_defaults(func=run, imports=("uvicorn", "telescope.dashboard.app"))
 
 
 def run(arguments: argparse.Namespace) -> int:

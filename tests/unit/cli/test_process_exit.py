@@ -70,3 +70,22 @@ run_and_exit(command)
         process.send_signal(number)
         assert process.wait(timeout=60) == code
     assert not folder.exists()
+
+
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+class Interrupting:
+    def find_spec(self, name, *rest):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+from telescope.cli.main import command
+command(["ui", "--port", "0", "--root", sys.argv[2]])
+"""
+
+
+@pytest.mark.parametrize("module", ["telescope.utils.process", "telescope.cli.ui", "pyarrow.lib", "uvicorn", "duckdb"])
+def test_ctrl_c_ends_a_command_without_a_traceback_while_it_imports(tmp_path, module):
+    arguments = [sys.executable, "-c", INTERRUPTED_IMPORT, module, str(tmp_path)]
+    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
