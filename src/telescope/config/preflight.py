@@ -219,7 +219,8 @@ def check_open_files(config: TelescopeConfig) -> None:
 def check_run_dir(config: TelescopeConfig) -> None:
     """Checks that the run and checkpoint directories are writable and have no other run."""
     run_dir = choose_run_dir(config)
-    if (run_dir / "run.json").exists() and not config.resume_from_checkpoint:
+    # Without run_dir, the folder of another run that starts in this second is not taken either.
+    if config.run_dir and (run_dir / "run.json").exists() and not config.resume_from_checkpoint:
         raise ConfigError(
             f"run_dir is {str(run_dir)!r}, which already holds a run. Continue it with --resume {run_dir} (or "
             "resume_from_checkpoint: true), choose another directory (or leave run_dir null for a new one each time), "

@@ -71,9 +71,9 @@ class _TrainingRun:
         self._config = config
         self._view = view
         path = choose_run_dir(config)
-        self._checkpoints = CheckpointFolder.for_run(config, path)
         self._resumed = find_checkpoint(config, path)
         self._directory = RunDirectory.create(config, notes, path=path, is_resumed=self._resumed is not None)
+        self._checkpoints = CheckpointFolder.for_run(config, self._directory.path)
         self._status = RunStatus(config.wandb_run_name, config.number_of_steps)
         self._status.run_dir = str(self._directory.path)
         for note in notes:

@@ -58,11 +58,11 @@ class RunDirectory:
     ) -> RunDirectory:
         """Creates the directory, or reopens that of a run which continues: its results stay until `started`.
 
-        Raises UserError when it cannot be written.
+        Without `run_dir`, the directory is a new one. Raises UserError when it cannot be written.
         """
         path = path or choose_run_dir(config)
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            path = _make_folder(path, must_be_new=config.run_dir is None and not is_resumed)
             if not is_resumed:
                 _write_config(path, config)
         except OSError as error:
@@ -198,6 +198,21 @@ class RunDirectory:
             alert = {"level": "error", "kind": "run", "message": summary.error, "step": summary.steps}
             self.alerts.add({"time": time.time(), **alert})
         end_run(self.recorder, self._info, summary.status, config_json=self._config.to_json(), error=summary.error)
+
+
+def _make_folder(path: Path, *, must_be_new: bool) -> Path:
+    """Creates a folder, and the folders above it. If it must be new, its name may get a number. Raises `OSError`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number, chosen = 1, path
+    while True:
+        try:
+            chosen.mkdir(exist_ok=not must_be_new)
+            return chosen
+        except FileExistsError:
+            if not must_be_new:  # a file has its name
+                raise
+            number += 1
+            chosen = path.with_name(f"{path.name}-{number}")
 
 
 def _write_config(path: Path, config: TelescopeConfig) -> None:

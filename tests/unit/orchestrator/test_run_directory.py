@@ -12,7 +12,8 @@ import pytest
 from tests.unit.orchestrator.fakes import config_of
 
 from telescope.cli import main as cli
-from telescope.errors import RunError
+from telescope.config import preflight
+from telescope.errors import RunError, UserError
 from telescope.orchestrator import run as run_module
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus, summarize
@@ -52,6 +53,28 @@ def test_a_run_whose_directory_is_removed_reports_it_once_and_finishes(tmp_path:
         directory.ended(summary)
     assert summary.to_json()["record_error"] == problem
     assert (summary.status, (tmp_path / "run").exists()) == ("finished", False)
+
+
+def test_two_runs_that_start_in_the_same_second_have_directories_of_their_own(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = config_of(wandb_run_name="demo")
+    stamped = tmp_path / "runs" / "demo-20260102-030405"
+    monkeypatch.setattr(preflight, "choose_run_dir", lambda config: stamped)
+    paths = []
+    for _ in range(3):
+        preflight.check_run_dir(config)
+        directory = RunDirectory.create(config, [], path=stamped)
+        (directory.path / "run.json").write_text("{}")
+        paths.append(directory.path)
+    assert paths == [stamped, Path(f"{stamped}-2"), Path(f"{stamped}-3")]
+
+
+def test_a_run_dir_that_the_user_named_is_used_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    config = config_of(run_dir=str(tmp_path / "run"))
+    assert RunDirectory.create(config, []).path == tmp_path / "run"
+    with pytest.raises(UserError, match="cannot be written"):
+        RunDirectory.create(config_of(run_dir=str(tmp_path / "run" / "config.yaml")), [])
 
 
 def test_a_recovered_record_is_reported(tmp_path: Path) -> None:
