@@ -237,25 +237,33 @@ class LiveView:
             live.update(frame(), refresh=True)
 
     def _print_lines(self, status: RunStatus) -> None:
-        phase, num_shown, shown_messages = "", 0, set[str]()
+        shown_phase, num_shown, shown_messages = "", 0, set[str]()
         stopping = False
+
+        def show_phase(phase: str) -> None:
+            nonlocal shown_phase
+            if phase != shown_phase:
+                shown_phase = phase
+                moment = clock(time.time() - status.started_at)
+                self._console.print(f"[{moment}] {plain(phase)}", highlight=False, markup=False)
+
         if watch := self._watch(status.run_dir):
             self._console.print(f"Watch it with {plain(watch)}", highlight=False, markup=False, soft_wrap=True)
         while not stopping:
             stopping = self._stop.wait(1 / REFRESH_PER_SECOND)
-            if status.phase != phase:
-                phase = status.phase
-                self._console.print(
-                    f"[{clock(time.time() - status.started_at)}] {plain(phase)}", highlight=False, markup=False
-                )
+            phase = status.phase
+            history = list(status.history)  # read after the phase, so that it has all steps before it
+            show_phase(next((summary.phase for summary in history[num_shown:]), phase))
             for message in list(status.messages):
                 if message not in shown_messages:
                     shown_messages.add(message)
                     self._console.print(plain(message), highlight=False, markup=False, soft_wrap=True)
-            history = list(status.history)
             for summary in history[num_shown:]:
+                show_phase(summary.phase)
                 self._console.print(step_line(summary, status.num_steps), highlight=False, markup=False, soft_wrap=True)
             num_shown = len(history)
+            if status.phase == phase:  # else at the next look, after the steps that finished meanwhile
+                show_phase(phase)
 
 
 class PhaseView(LiveView):

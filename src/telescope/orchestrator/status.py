@@ -41,6 +41,8 @@ class StepSummary:
     grad_norm: float
     entropy: float
     waited_share: float
+    phase: str = "training"
+    """Phase of the run when it finished."""
 
 
 @dataclass

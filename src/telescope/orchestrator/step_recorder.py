@@ -191,6 +191,7 @@ class StepRecorder:
                 grad_norm=metrics.get("grad_norm", 0.0),
                 entropy=metrics.get("entropy", 0.0),
                 waited_share=trained.waited / seconds,
+                phase=self._status.phase,
             )
         )
         self._status.trained(trained.step, metrics, seconds)

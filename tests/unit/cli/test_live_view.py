@@ -167,6 +167,17 @@ def test_without_a_terminal_a_run_is_printed_as_lines() -> None:
     assert [line.split("  ")[0] for line in lines[2:]] == ["step 1/1000", "step 2/1000"]
 
 
+def test_a_step_is_printed_before_the_phase_that_follows_it() -> None:
+    out = io.StringIO()
+    view = LiveView(Console(file=out, width=400, force_terminal=False))
+    status = status_after(2)
+    status.phase = "writing the last checkpoint"
+    view.start(status)
+    view.stop()
+    lines = [line.split("  ")[0].split("] ")[-1] for line in out.getvalue().splitlines()]
+    assert lines == ["training", "step 1/1000", "step 2/1000", "writing the last checkpoint"]
+
+
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_the_command_that_opens_the_run_is_shown_while_it_is_live(is_terminal: bool) -> None:
     out = io.StringIO()
