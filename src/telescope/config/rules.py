@@ -33,6 +33,8 @@ class Rule:
     """What to type instead."""
     adjust: Callable[[TelescopeConfig], Any] | None = None
     """The value that repairs `fields[0]` when only its default breaks the rule."""
+    is_reported: bool = True
+    """Whether the user is told of an adjusted default. False if that is what the other fields ask for."""
 
 
 def apply_rules(config: TelescopeConfig, user_set: frozenset[str]) -> list[str]:
@@ -51,7 +53,7 @@ def apply_rules(config: TelescopeConfig, user_set: frozenset[str]) -> list[str]:
             continue
         before, after = getattr(config, field), rule.adjust(config)
         config.__dict__[field] = after  # past the freezing of the model; later rules see the new value
-        if not has_no_effect(field):
+        if rule.is_reported and not has_no_effect(field):
             reason = f"it {rule.statement}{_because(rule, config)}"
             notes.append(f"{field} adjusted from {show(before)} to {show(after)}: {reason}.")
     if problems:
@@ -378,6 +380,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.trackers is not None and c.use_wandb != ("wandb" in c.trackers),
         lambda c: "Leave use_wandb out, or change trackers",
         lambda c: "wandb" in c.tracker_names,
+        is_reported=False,
     ),
     # Ports and servers.
     Rule(

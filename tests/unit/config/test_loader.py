@@ -340,6 +340,11 @@ def test_a_run_that_sets_nothing_special_has_no_notes(run_yaml):
     assert load(run_yaml, "--use_wandb", "false").notes == []
 
 
+def test_a_list_of_trackers_decides_use_wandb_without_a_word():
+    loaded = load(None, "--environments", "[{name: a}]", "--trackers", "[tensorboard]")
+    assert (loaded.config.use_wandb, loaded.notes) == (False, [])
+
+
 def test_max_off_policy_steps_below_max_async_rollout_is_remarked():
     (note,) = load(None, *NO_WANDB, "--max_off_policy_steps", "1").notes
     assert note.startswith("max_off_policy_steps is 1, below max_async_rollout, which is 2:")
