@@ -7,7 +7,7 @@ then missing there and nowhere else.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,6 +16,9 @@ TITLES = {"wandb": "W&B", "tensorboard": "TensorBoard", "trackio": "trackio"}
 
 MAX_WAITING = 10_000
 """Messages that wait for the process, or for one tracker, at most. Later ones are dropped and counted."""
+
+Histogram = tuple[Sequence[int], Sequence[float]]
+"""Counts of bins, and the edges of the bins, one more."""
 
 Report = Callable[[str, str], None]
 """Sends a message to the log of the run: level, text."""
@@ -57,6 +60,9 @@ class Tracker(Protocol):
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds metrics of a step. Evals of a step may come after later steps."""
+
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Adds distributions over the samples of a step. Metrics of later steps may come before them."""
 
     def log_gauges(self, time: float, values: Mapping[str, float]) -> None:
         """Adds numbers of the system at a Unix time."""

@@ -1,4 +1,4 @@
-"""Reads what a run adds to its record, for its trackers: gauges as numbers of charts, and the files that changed.
+"""Reads what a run adds to its record, for its trackers: gauges as numbers of charts, histograms, and changed files.
 
 Runs in a thread of the process of `process`, beside the run, and only reads. A record that cannot be read costs a line
 in the log, and is tried again.
@@ -13,23 +13,27 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import pyarrow as pa
+
 from telescope.record.reader import Run
 from telescope.trackers.base import TrackedRun
 from telescope.trackers.changed_files import ChangedFiles
 from telescope.trackers.gauges import GaugeCharts
+from telescope.trackers.histograms import StepHistograms
 
 CHART_SECONDS = 15.0
 """Time between two points of a gauge's chart. A gauge is recorded at least every 10 seconds."""
 
 
 class RecordFollower:
-    """Sends messages `gauges` and `files` until it is closed. `send` must not block."""
+    """Sends messages `gauges`, `histograms` and `files` until it is closed. `send` must not block."""
 
     def __init__(self, run: TrackedRun, send: Callable[[dict[str, Any]], None]) -> None:
         self._run = run
         self._send = send
         self._charts = GaugeCharts()
-        self._cursor: int | None = None
+        self._histograms = StepHistograms()
+        self._cursors: dict[str, int] = {}
         self._files = ChangedFiles(run.directory, run.uploads, run.upload_seconds)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="telescope-follower", daemon=True)
@@ -48,6 +52,7 @@ class RecordFollower:
                 if closing or time.monotonic() >= chart_due:
                     chart_due = time.monotonic() + CHART_SECONDS
                     self._send_gauges()
+                    self._send_histograms(closing)
                 names, sizes = self._files.due(time.monotonic(), last=closing)
                 if names:
                     self._send({"kind": "files", "names": names, "sizes": sizes})
@@ -56,12 +61,20 @@ class RecordFollower:
             if closing:
                 return
 
-    def _send_gauges(self) -> None:
+    def _new_rows(self, table: str) -> pa.Table:
         record = Run(self._run.directory)
-        if self._cursor is None:  # those of earlier attempts are sent already
-            attempts, _ = record.rows_since("gauges", 0, ["attempt"])
-            self._cursor = sum(attempt < self._run.attempt for attempt in attempts["attempt"].to_pylist())
-        rows, self._cursor = record.rows_since("gauges", self._cursor)
+        if table not in self._cursors:  # those of earlier attempts are sent already
+            attempts, _ = record.rows_since(table, 0, ["attempt"])
+            self._cursors[table] = sum(attempt < self._run.attempt for attempt in attempts["attempt"].to_pylist())
+        rows, self._cursors[table] = record.rows_since(table, self._cursors[table])
+        return rows
+
+    def _send_histograms(self, closing: bool) -> None:
+        for step, values in self._histograms.take(self._new_rows("step_stats").to_pylist(), last=closing):
+            self._send({"kind": "histograms", "step": step, "values": values})
+
+    def _send_gauges(self) -> None:
+        rows = self._new_rows("gauges")
         if rows.num_rows and (values := self._charts.values(rows.to_pylist())):
             newest = max(row for row in rows["time"].to_pylist() if row is not None)
             self._send({"kind": "gauges", "time": newest, "values": values})

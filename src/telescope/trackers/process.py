@@ -1,7 +1,7 @@
 """The process that copies a run's numbers and record to its trackers.
 
     stdin --main thread--> one queue per tracker --> one thread per tracker --> wandb, tensorboard, trackio
-    run directory --RecordFollower (a thread): gauges, changed files--^
+    run directory --RecordFollower (a thread): gauges, histograms, changed files--^
 
 Reads JSON lines from stdin and writes JSON lines to stdout. `sink` starts and ends it; it also ends when stdin closes,
 and so when the driver exits.
@@ -98,6 +98,8 @@ class TrackerThread(threading.Thread):
                 if message["step"] <= last_step:
                     continue
                 last_step = message["step"]  # the trainer may restart from an earlier step
+            if message["kind"] == "histograms" and message["step"] <= tracker.last_step:
+                continue
             self._attempt(partial(_handle, tracker, message))
         if tracker is not None:
             self._attempt(tracker.finish)
@@ -122,6 +124,8 @@ def _handle(tracker: Tracker, message: Message) -> None:
     match message["kind"]:
         case "step":
             tracker.log_step(message["step"], message["metrics"])
+        case "histograms":
+            tracker.log_histograms(message["step"], message["values"])
         case "gauges":
             tracker.log_gauges(message["time"], message["values"])
         case "summary":

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Mapping
 
-from telescope.trackers.base import Report, TrackedRun
+from telescope.trackers.base import Histogram, Report, TrackedRun
 
 FOLDER = "tensorboard"
 
@@ -21,7 +21,7 @@ def start(run: TrackedRun, report: Report) -> TensorBoardTracker:
 
 
 class TensorBoardTracker:
-    """Writes scalars, and the config as text."""
+    """Writes scalars, histograms, and the config as text."""
 
     def __init__(self, run: TrackedRun) -> None:
         from tensorboard.plugins.text.summary_v2 import text_pb
@@ -37,6 +37,16 @@ class TensorBoardTracker:
         """Writes one event with all metrics."""
         self._write(_scalars(metrics), step, time.time())
         self._writer.flush()
+
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Writes one event with all distributions of a step."""
+        from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+
+        values = []
+        for name, (counts, edges) in histograms.items():
+            bins = {"bucket": counts, "bucket_limit": edges[1:], "min": edges[0], "max": edges[-1], "num": sum(counts)}
+            values.append(Summary.Value(tag=name, histo=HistogramProto(**bins)))
+        self._write(Summary(value=values), step, time.time())
 
     def log_gauges(self, time: float, values: Mapping[str, float]) -> None:
         """Writes one event with all gauges."""

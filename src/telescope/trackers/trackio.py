@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from telescope.trackers.base import Report, TrackedRun
+from telescope.trackers.base import Histogram, Report, TrackedRun
 
 
 def start(run: TrackedRun, report: Report) -> TrackioTracker:
@@ -35,6 +35,12 @@ class TrackioTracker:
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs the metrics at this step."""
         self._run.log(dict(metrics), step=step)
+
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Logs the distributions at this step."""
+        import trackio
+
+        self._run.log({name: trackio.Histogram(np_histogram=bins) for name, bins in histograms.items()}, step=step)
 
     def log_gauges(self, time: float, values: Mapping[str, float]) -> None:
         """Logs the gauges as system metrics, at the time of the call."""

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from telescope import __version__
-from telescope.trackers.base import Report, TrackedRun
+from telescope.trackers.base import Histogram, Report, TrackedRun
 from telescope.trackers.wandb_files import RecordUpload
 
 INIT_SECONDS = 90.0
@@ -123,6 +123,17 @@ class WandbTracker:
         """Adds a row with the metrics of a step."""
         self._log("step", step, metrics)
 
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Adds a row with the distributions of a step."""
+        import numpy as np
+        import wandb
+
+        made = {
+            name: wandb.Histogram(np_histogram=(np.asarray(counts), np.asarray(edges)))
+            for name, (counts, edges) in histograms.items()
+        }
+        self._log("step", step, made)
+
     def log_gauges(self, time: float, values: Mapping[str, float]) -> None:
         """Adds a row with the gauges, at the minutes since the run started."""
         self._log("elapsed_minutes", (time - self._info.started_at) / 60, values)
@@ -140,7 +151,7 @@ class WandbTracker:
         self._run.finish()
         self._files.finish()
 
-    def _log(self, axis: str, at: float, values: Mapping[str, float]) -> None:
+    def _log(self, axis: str, at: float, values: Mapping[str, Any]) -> None:
         for name in values.keys() - self._known:
             self._run.define_metric(name, step_metric=axis, step_sync=False)
         self._known |= values.keys()

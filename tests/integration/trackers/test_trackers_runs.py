@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.integration.trackers.conftest import offline_values, until, wandb_records
@@ -37,6 +38,8 @@ def record_attempt(path: Path, first: int, last: int, server: FakeWandb | None =
             metrics = {"entropy": 1.0 + (first > 0), "reward/total/mean": step / 2}
             directory.step_log.log_step(step, metrics)
             recorder.write("steps", {"step": step, "metrics": metrics})
+            bins = {"histogram": [1, 0, first + 2], "bin_edges": [0.0, 0.5, 1.0, 1.5]}
+            recorder.write("step_stats", {"step": step, "environment": "", "metric": "reward", "n": 3, **bins})
             for index in (0, 1):
                 row = {"time": time.time(), "component": "inference", "server": index, "value": 4.0 * index}
                 recorder.write("gauges", {**row, "name": "vllm:num_requests_running"})
@@ -83,6 +86,9 @@ def recorded(tmp_path_factory) -> Iterator[Recorded]:
 def trained(rows: list[dict[str, float]]) -> list[tuple[float, float]]:
     return [(row["step"], row["entropy"]) for row in rows if "entropy" in row]
 
+
+HISTOGRAMS = [(0, [1, 0, 2]), (1, [1, 0, 2]), (2, [1, 0, 2]), (3, [1, 0, 4]), (4, [1, 0, 4])]
+"""Step and counts of the histogram of rewards."""
 
 EACH_STEP_ONCE = [(0, 1), (1, 1), (2, 1), (3, 2), (4, 2)]
 """Step and entropy: what was sent stays, and the run continues past it."""
@@ -148,7 +154,25 @@ def test_tensorboard_has_each_step_once_and_gauges_over_seconds(recorded):
     assert b"learning_rate" in read.Tensors("config")[0].tensor_proto.string_val[0]
 
 
-def test_trackio_has_each_step_once_and_gauges_as_system_metrics(recorded):
+def test_each_tracker_has_the_distribution_of_the_rewards_of_a_step(recorded):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    name = "distribution/reward"
+    rows = [(row["step"], row[name]) for row in recorded.stored.history if name in row]
+    assert [(step, bins["values"]) for step, bins in rows] == HISTOGRAMS
+    assert rows[0][1]["bins"] == [0.0, 0.5, 1.0, 1.5]
+    read = EventAccumulator(str(recorded.path / "tensorboard"), size_guidance={"histograms": 0})
+    read.Reload()
+    events = read.Histograms(name)
+    assert [(event.step, event.histogram_value.bucket) for event in events] == HISTOGRAMS
+    assert events[0].histogram_value.bucket_limit == [0.5, 1.0, 1.5]
+    logs, _ = trackio_logs(recorded)
+    rows = [(row["step"], row[name]) for row in logs if name in row]
+    assert [(step, bins["values"]) for step, bins in rows] == HISTOGRAMS
+
+
+def trackio_logs(recorded: Recorded) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Returns what trackio has of the run: metrics, and system metrics."""
     code = (
         "import json, sys; from trackio.sqlite_storage import SQLiteStorage as S\n"
         "(run,) = S.get_runs('telescope')\n"
@@ -159,6 +183,11 @@ def test_trackio_has_each_step_once_and_gauges_as_system_metrics(recorded):
         env={**os.environ, "TRACKIO_DIR": str(recorded.path.parent / "trackio")},
     )  # fmt: skip
     logs, system = json.loads(answer.stdout)
+    return logs, system
+
+
+def test_trackio_has_each_step_once_and_gauges_as_system_metrics(recorded):
+    logs, system = trackio_logs(recorded)
     assert trained(logs) == EACH_STEP_ONCE
     assert system[0]["vllm/num_requests_running/max"] == 4.0
 
