@@ -64,7 +64,7 @@ def test_the_dashboard_starts_without_heavy_packages():
     run_without_heavy_packages("""
 import telescope.cli.ui
 from telescope.dashboard.app import create_app
-assert create_app([]).title == "Telescope"
+assert create_app([]).title == "Telescope API"
 """)
 
 
