@@ -71,7 +71,8 @@ class Page(Vertical):
             self.view.say("")
             show(found)
 
-        self.run_worker(run(), exclusive=True, group=f"{self.id} {group}")
+        # Not `run()`: one that is replaced before it begins would be a coroutine that nobody awaits.
+        self.run_worker(run, exclusive=True, group=f"{self.id} {group}")  # type: ignore[arg-type]
 
     def focus_first(self) -> None:
         """Puts the cursor where the keys of the page work."""
