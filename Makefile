@@ -89,8 +89,8 @@ run-types:
 run-dashboard:
 	@if [ -d dashboard/node_modules ]; then cd dashboard && npx --no-install tsc --noEmit && npx --no-install vitest run --silent --reporter=dot; \
 	else echo "no Node.js: the tests of the dashboard are left out"; fi
-# In a process of their own: Playwright's event loop would be in the way of asynchronous tests.
+# In processes of their own: Playwright's event loop would be in the way of asynchronous tests.
 run-pages:
 	@if [ ! -f src/telescope/dashboard/static/index.html ]; then echo "the pages are not built (make dashboard): their tests are left out"; \
-	elif $(PY) -m telescope.testing.browser; then $(PYTEST) tests/pages $(ARGS); \
+	elif $(PY) -m telescope.testing.browser; then $(PYTEST) $(PARALLEL) tests/pages $(ARGS); \
 	else echo "the tests of the pages in a browser are left out"; fi

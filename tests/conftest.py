@@ -20,7 +20,7 @@ settings.register_profile("telescope", deadline=None)
 settings.load_profile("telescope")
 
 PLACES = {"first_on_its_server": -1, "last_on_its_server": 1}
-SHARED_SERVERS = ("tests/e2e/stack", "tests/integration/weights", "tests/pages")
+SHARED_SERVERS = ("tests/e2e/stack", "tests/integration/weights")
 """Folders whose files share a fixture that takes long to start."""
 
 

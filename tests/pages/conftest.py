@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, expect
-from tests.pages.page_visit import Visit, visit
+from playwright.sync_api import Browser, BrowserContext, expect
+from tests.pages.page_visit import Visit, profile
 from tests.unit.dashboard.conftest import write_run
 
 from telescope.testing.browser import DashboardProcess, open_browser
@@ -65,9 +65,18 @@ def dashboard(runs: Path) -> Iterator[DashboardProcess]:
         yield process
 
 
+@pytest.fixture(scope="package")
+def own_profile(browser: Browser) -> Iterator[BrowserContext]:
+    """The profile of all `visitor`."""
+    with profile(browser) as context:
+        yield context
+
+
 @pytest.fixture
-def visitor(browser: Browser, dashboard: DashboardProcess) -> Iterator[Visit]:
+def visitor(own_profile: BrowserContext, dashboard: DashboardProcess) -> Iterator[Visit]:
     """A page. Errors in its console, exceptions and failed requests fail the test."""
-    with visit(browser, dashboard.address) as opened:
-        yield opened
-        assert opened.problems == []
+    page = own_profile.new_page()
+    opened = Visit(page, dashboard.address)
+    yield opened
+    page.close()
+    assert opened.problems == []

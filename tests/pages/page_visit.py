@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from playwright.sync_api import Browser, ConsoleMessage, Page, Request, Response
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, Response
+
+from telescope.record.reader import Run
 
 PLACES: dict[str, tuple[str, dict[str, str]]] = {
     "runs": ("", {}),
@@ -60,7 +63,8 @@ class Visit:
     def open(self, place: str, params: Mapping[str, Any] | None = None) -> Page:
         """Opens a page by its place, `first/metrics`, loading everything anew. Returns it when it has settled."""
         query = f"?{urlencode(params)}" if params else ""
-        self.page.goto("about:blank")
+        if self.page.url != "about:blank":
+            self.page.goto("about:blank")
         self.page.goto(f"{self.address}/#/{place}{query}")
         return self.settle()
 
@@ -85,11 +89,24 @@ class Visit:
 
 
 @contextmanager
-def visit(browser: Browser, address: str, **settings: Any) -> Iterator[Visit]:
-    """Yields a page in a profile of its own. `settings` are those of `Browser.new_context`."""
+def profile(browser: Browser, **settings: Any) -> Iterator[BrowserContext]:
+    """Yields a profile: its pages share files that they have read. `settings` are those of `Browser.new_context`."""
     context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **settings})
     context.add_init_script(SETTLED)
     try:
-        yield Visit(context.new_page(), address)
+        yield context
     finally:
         context.close()
+
+
+@contextmanager
+def visit(browser: Browser, address: str, **settings: Any) -> Iterator[Visit]:
+    """Yields a page in a profile of its own."""
+    with profile(browser, **settings) as context:
+        yield Visit(context.new_page(), address)
+
+
+def groups_of(runs: Path, step: int) -> list[int]:
+    """The groups of a step, in their order."""
+    found = Run(runs / "first").sql(f"select group_id from groups where step = {step} order by group_id")
+    return [row["group_id"] for row in found.to_dicts()]

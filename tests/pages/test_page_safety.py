@@ -9,9 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, BrowserContext, expect
 from tests.pages.hostile_record import HIDDEN, write_hostile_run
-from tests.pages.page_visit import Visit, visit
+from tests.pages.page_visit import Visit, profile, visit
 
 from telescope.testing.browser import DashboardProcess
 
@@ -29,14 +29,22 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DashboardProce
         yield process
 
 
+@pytest.fixture(scope="module")
+def attacked_profile(browser: Browser, hostile: DashboardProcess) -> Iterator[BrowserContext]:
+    """A profile with the cookie of the printed address."""
+    with profile(browser) as context:
+        page = context.new_page()
+        page.goto(f"http://localhost:{hostile.port}/?{hostile.address.partition('?')[2]}")
+        page.close()
+        yield context
+
+
 @pytest.fixture
-def attacked(browser: Browser, hostile: DashboardProcess) -> Iterator[Visit]:
-    """A page over the hostile run, with the cookie of the printed address."""
-    token = hostile.address.partition("?")[2]
-    with visit(browser, f"http://localhost:{hostile.port}") as opened:
-        opened.page.goto(f"{opened.address}/?{token}")
-        opened.settle()
-        yield opened
+def attacked(attacked_profile: BrowserContext, hostile: DashboardProcess) -> Iterator[Visit]:
+    """A page over the hostile run."""
+    page = attacked_profile.new_page()
+    yield Visit(page, f"http://localhost:{hostile.port}")
+    page.close()
 
 
 SHOWN = """() => [

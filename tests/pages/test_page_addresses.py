@@ -1,0 +1,102 @@
+"""Views that are addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Page, expect
+from tests.pages.page_visit import PLACES, Visit, groups_of, profile
+
+
+def view(page: Page) -> tuple[str, str, list[str]]:
+    """What a page shows: its address, its text, and the state of its controls."""
+    states = page.locator("main button[aria-pressed], main input, main select, main [aria-checked]").evaluate_all(
+        "(all) => all.map((one) => `${one.value ?? ''} ${one.checked ?? ''} ${one.ariaPressed} ${one.ariaChecked}`)"
+    )
+    return page.url, page.locator("main").inner_text(), states
+
+
+def act(page: Page, name: str) -> None:
+    """Chooses something on a page with each kind of its controls."""
+    match name:
+        case "runs":
+            page.get_by_role("button", name="steps").click()
+            page.get_by_role("searchbox", name="Filter runs").fill("first")
+        case "overview":
+            ruler = page.get_by_label("Progress").locator("svg")
+            ruler.drag_to(ruler, source_position={"x": 200, "y": 20}, target_position={"x": 500, "y": 20})
+        case "metrics":
+            page.get_by_role("button", name="Time", exact=True).click()
+            page.get_by_title("Choose: spread").click()
+            page.get_by_role("menuitem", name="Standard deviation").click()
+            page.get_by_role("button", name="Log", exact=True).click()
+            page.get_by_role("slider", name="Smooth").fill("0.9")
+            page.get_by_role("searchbox", name="Filter metrics").fill("norm")
+        case "rollouts":
+            page.get_by_role("checkbox", name="discarded").click()
+            page.get_by_label("Order").select_option("-completion_tokens")
+            page.get_by_label("Search all answers and prompts").fill("the")
+            page.get_by_role("listbox").get_by_role("option").nth(2).click()
+            page.get_by_role("button", name="raw").click()
+        case "timeline":
+            page.keyboard.press("]")
+            page.keyboard.press("+")
+            page.keyboard.press("ArrowRight")
+        case "infra":
+            page.keyboard.press("]")
+        case "evals":
+            page.get_by_role("button", name="algebra").click()
+            page.keyboard.press("j")
+        case "logs":
+            page.get_by_role("button", name="info", exact=True).click()
+            page.get_by_label("Search all lines").fill("step 3")
+        case "compare":
+            page.get_by_role("button", name="Everything").click()
+            page.get_by_role("searchbox", name="Filter settings").fill("m")
+        case "code":
+            page.get_by_label("Compare with").select_option("")
+
+
+@pytest.fixture(scope="module")
+def elsewhere(browser: Browser) -> Iterator[BrowserContext]:
+    """The profile of another person."""
+    with profile(browser) as context:
+        yield context
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_an_address_opens_the_same_view_elsewhere(visitor: Visit, elsewhere: BrowserContext, name: str):
+    page = visitor.open(*PLACES[name])
+    before = page.url
+    act(page, name)
+    visitor.settle()
+    # The address follows typing and zooming after a moment.
+    page.wait_for_timeout(300)
+    visitor.settle()
+    assert page.url != before
+    other = Visit(elsewhere.new_page(), visitor.address)
+    other.page.goto(page.url)
+    other.settle()
+    assert view(other.page) == view(page)
+    other.page.close()
+
+
+def test_back_undoes_a_selection(visitor: Visit, runs: Path):
+    page = visitor.open("first/rollouts", {"step": 5})
+    title = page.get_by_label("Conversation").locator(".ttl b")
+    first, second = groups_of(runs, 5)[:2]
+    expect(title).to_have_text(f"{first}-0")
+    page.keyboard.press("j")
+    expect(title).to_have_text(f"{second}-0")
+    page.go_back()
+    expect(title).to_have_text(f"{first}-0")
+
+
+def test_copy_link_copies_the_address(visitor: Visit):
+    page = visitor.open("first/metrics", {"smooth": "0.5"})
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name="Copy link").click()
+    expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    assert page.evaluate("() => navigator.clipboard.readText()") == page.url
