@@ -75,6 +75,7 @@ export function Ruler() {
   const notes = useNotes(run).notes.filter((note) => note.step !== null && note.step < end);
   const versions = [...new Set(evals.map((row) => row.version))];
   const alerts = (health?.alerts ?? []).filter((alert) => alert.step !== null && alert.level !== "info");
+  const marked = [...alerts, ...notes].map((one) => one.step!);
   return (
     <section className="ruler" aria-label="Progress">
       <span title={done > 0 ? `Steps are numbered from 0: the newest is step ${done - 1}` : undefined}>
@@ -94,8 +95,8 @@ export function Ruler() {
               shapeRendering="crispEdges"
             />
           ))}
-          {/* An alert would cover the number. */}
-          {labels.filter((tick) => alerts.every((alert) => Math.abs(X(alert.step! + 0.5) - X(tick)) > 16)).map((tick) => (
+          {/* An alert or a note would cover the number. */}
+          {labels.filter((tick) => marked.every((step) => Math.abs(X(step + 0.5) - X(tick)) > 16)).map((tick) => (
             <text key={tick} x={X(tick)} y={15} textAnchor={X(tick) > width - 16 ? "end" : "middle"}>
               {count(tick)}
             </text>

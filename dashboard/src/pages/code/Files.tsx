@@ -33,7 +33,7 @@ export function Files({ entries, chosen, choose }: { entries: Entry[]; chosen: s
   return (
     <nav className="files" aria-label="Files">
       <div className="hd">
-        <input className="field" type="search" placeholder={`Filter ${count(entries.length)} files`} aria-label="Filter files" value={search} onChange={(event) => setSearch(event.target.value)} />
+        <input className="field" type="search" placeholder={entries.length === 1 ? "Filter 1 file" : `Filter ${count(entries.length)} files`} aria-label="Filter files" value={search} onChange={(event) => setSearch(event.target.value)} />
       </div>
       <div className="ls" ref={host}>
         <div style={{ height: virtual.getTotalSize(), position: "relative" }}>

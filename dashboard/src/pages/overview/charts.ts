@@ -97,12 +97,13 @@ export function standardCharts(runs: DrawnRun[], info: RunInfo, reward: Distribu
       ["sync", "--sync", sync],
       ["waits", "--q", waits],
     ];
-    const edges = stack(parts.map(([, , values]) => values));
+    const used = parts.filter(([, , values]) => values.some((value) => value !== null));
+    const edges = stack(used.map(([, , values]) => values));
     out.set("time", {
       title: "Step time",
       unit: "s, stacked",
       x,
-      lines: parts.map(([label, color], i) => ({ label, color, values: edges[i]!, x, area: true, direct: label, silent: true })),
+      lines: used.map(([label, color], i) => ({ label, color, values: edges[i]!, x, area: true, direct: label, silent: true })),
       low: 0,
       right: 70,
       read: (at) => readRow(steps, total, at, (value) => `${number(value, 2)} s`),

@@ -114,7 +114,7 @@ export function Numbers({ detail, group, scale, pinned }: NumbersProps) {
       <div className="sec top3">
         <div><span className="s f">reward</span><b className="big">{number(detail.reward)}</b></div>
         <div><span className="s f">advantage</span><b className="big">{signed(detail.advantage, 2)}</b></div>
-        <div title={detail.eval_name ? `eval ${visible(detail.eval_name)}` : "mean reward of the group"}><span className="s f cut">{detail.eval_name ? "eval" : "group"}</span><b className="big cut">{detail.eval_name ? visible(detail.eval_name) : number(group?.reward_mean, 2)}</b></div>
+        <div title={detail.eval_name ? `eval ${visible(detail.eval_name)}` : "mean reward of the group"}><span className="s f cut">{detail.eval_name ? "eval" : "group"}</span><b className={detail.eval_name ? "cut" : "big cut"}>{detail.eval_name ? visible(detail.eval_name) : number(group?.reward_mean, 2)}</b></div>
       </div>
       <section className="sec">
         <h2>Reward</h2>
