@@ -52,7 +52,7 @@ PICTURES = {
     "timeline": Picture(f"#/{RUN}/timeline?step=221", "Critical path", dark=True),
     "infra": Picture(f"#/{RUN}/infra", "Machine"),
     "evals": Picture(f"#/{RUN}/evals", "Every item"),
-    "logs": Picture(f"#/{RUN}/logs", "driver"),
+    "logs": Picture(f"#/{RUN}/logs", "gradient norm"),
     "compare": Picture(f"#/{RUN}/compare?with={next(iter(OTHERS))}", "learning_rate"),
 }
 
