@@ -11,6 +11,7 @@ const MOST_SPANS = 40_000;
 const STEP_SPANS = 100_000;
 const EXPORT_SPANS = 500_000;
 const WAIT_MS = 90;
+const STEP_WAIT_MS = 250;
 
 export interface Loaded {
   from: number;
@@ -28,7 +29,7 @@ export const readForExport = (run: string, view: View) =>
 export function useSpans(run: string, view: View | null, buckets: number, version: string): { loaded: Loaded | null; error: Error | null } {
   const [loaded, setLoaded] = useState<Loaded | null>(null);
   const [error, setError] = useState<Error | null>(null);
-  const state = useRef({ version: "", abort: null as AbortController | null });
+  const state = useRef({ version: "", reading: false });
   const width = view ? view.to - view.from : 0;
   const stale = state.current.version !== version;
   const covers = loaded && view && loaded.from <= view.from && loaded.to >= view.to;
@@ -37,20 +38,21 @@ export function useSpans(run: string, view: View | null, buckets: number, versio
   useEffect(() => {
     if (!needed || !view) return;
     const timer = setTimeout(() => {
-      state.current.abort?.abort();
-      const abort = new AbortController();
-      state.current.abort = abort;
+      // One read at a time, because the server finishes an aborted one too. Its answer leads here again.
+      if (state.current.reading) return;
+      state.current.reading = true;
       const [from, to] = [view.from - width / 2, view.to + width / 2];
-      get<SpanColumns>(runPath(run, "spans"), { start: from, end: to, limit: MOST_SPANS, buckets: 2 * buckets }, abort.signal)
+      get<SpanColumns>(runPath(run, "spans"), { start: from, end: to, limit: MOST_SPANS, buckets: 2 * buckets })
         .then((columns) => {
           state.current.version = version;
           setError(null);
           setLoaded({ from, to, lanes: buildLanes(columns), merged: Boolean(columns.merged) });
         })
-        .catch((problem: Error) => problem.name !== "AbortError" && setError(problem));
+        .catch(setError)
+        .finally(() => (state.current.reading = false));
     }, WAIT_MS);
     return () => clearTimeout(timer);
-  }, [run, needed, view?.from, view?.to, version, buckets]);
+  }, [run, needed, view?.from, view?.to, version, buckets, loaded]);
   return { loaded, error };
 }
 
@@ -76,13 +78,19 @@ export function useCriticalPath(run: string, step: number | null, start: number 
   useEffect(() => {
     if (step === null || start === null || end === null) return;
     const abort = new AbortController();
-    Promise.all([
-      get<SpanColumns>(runPath(run, "spans"), { start, end, limit: STEP_SPANS, buckets: 4000 }, abort.signal),
-      get<{ rows: StepSample[] }>(runPath(run, "samples"), { status: "kept", step_min: step, step_max: step, limit: 10_000 }, abort.signal),
-    ])
-      .then(([columns, samples]) => setState({ key, path: criticalPath(step, start, end, spanRows(columns), samples.rows), merged: Boolean(columns.merged), error: null }))
-      .catch((error: Error) => error.name !== "AbortError" && setState({ key, path: null, merged: false, error }));
-    return () => abort.abort();
+    const load = () =>
+      Promise.all([
+        get<SpanColumns>(runPath(run, "spans"), { start, end, limit: STEP_SPANS, buckets: 4000 }, abort.signal),
+        get<{ rows: StepSample[] }>(runPath(run, "samples"), { status: "kept", step_min: step, step_max: step, limit: 10_000 }, abort.signal),
+      ])
+        .then(([columns, samples]) => setState({ key, path: criticalPath(step, start, end, spanRows(columns), samples.rows), merged: Boolean(columns.merged), error: null }))
+        .catch((error: Error) => error.name !== "AbortError" && setState({ key, path: null, merged: false, error }));
+    // A view that moves passes over many steps.
+    const timer = setTimeout(() => void load(), state.key ? STEP_WAIT_MS : 0);
+    return () => {
+      clearTimeout(timer);
+      abort.abort();
+    };
   }, [key]);
   return state.key === key ? state : { path: null, merged: false, error: null };
 }

@@ -47,12 +47,14 @@ test("every known name has a kind", () => {
   expect(kindOf("environment", "turn")).toBe("environment");
 });
 
-test("many narrow spans become one box a pixel", () => {
-  const many: Row[] = Array.from({ length: 10_000 }, (_, i) => ["inference", i % 3 ? "decode" : "queue", { server: 0, lane: 0, start: i * 0.001, end: i * 0.001 + 0.0009 }]);
+test("narrow spans share the boxes of their pixels, and neighbors of one kind are one box", () => {
+  const kind = (i: number) => (i < 5000 ? (i % 3 ? "decode" : "queue") : Math.floor(i / 100) % 2 ? "prefill" : "queue");
+  const many: Row[] = Array.from({ length: 10_000 }, (_, i) => ["inference", kind(i), { server: 0, lane: 0, start: i * 0.001, end: i * 0.001 + 0.0009 }]);
   const track = buildLanes(columns(many)).engines[0]!.lanes[0]!.main;
   const boxes = visibleBoxes(track, 0, 10, 0.1);
-  expect(boxes.length).toBeLessThanOrEqual(101);
-  expect(KINDS[boxes[5]!.kind]).toBe("decode");
+  expect(boxes.length).toBe(51);
+  expect([boxes[0]!.from, boxes[0]!.to]).toEqual([0, expect.closeTo(5)]);
+  expect(boxes.slice(0, 3).map((box) => KINDS[box.kind])).toEqual(["decode", "queue", "prefill"]);
 });
 
 test("a long span that began before the view is drawn", () => {
