@@ -13,6 +13,7 @@ whose pages were all opened.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import statistics
 import sys
@@ -29,7 +30,7 @@ from measure import provenance
 from rich.console import Console
 from rich.table import Table
 
-from telescope.dashboard.app import create_app
+from telescope.dashboard.app import STATIC, create_app
 from telescope.record.reader import Run
 
 
@@ -45,6 +46,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.steps, arguments.samples = 1000, 128
+    where = provenance(["fastapi", "duckdb", "pyarrow"])
     with tempfile.TemporaryDirectory() as folder:
         run_dir = arguments.keep or Path(folder) / "run"
         begin = time.perf_counter()
@@ -61,9 +63,19 @@ def main() -> int:
     if browser:
         frames = ", ".join(f"{name} {value:.0f}" for name, value in browser["timeline_frames"].items())
         print(f"timeline of the whole run, zooming: {frames}\nserver: {browser['server_mib']:.0f} MiB of memory")
+        print(f"server while a page is open: {browser['idle_server_percent_of_a_core']:.1f} % of a core")
+    print(f"built pages: {built_kib():.0f} KiB compressed")
     if arguments.json:
         shape = {"steps": arguments.steps, "samples": arguments.samples, "rows": counted}
-        report = {"where": provenance(["fastapi", "duckdb", "pyarrow"]), **shape, "addresses": rows, **browser}
+        command = " ".join(["benchmarks/dashboard.py", *sys.argv[1:]])
+        report = {
+            "where": where,
+            "command": command,
+            **shape,
+            "built_kib": built_kib(),
+            "addresses": rows,
+            **browser,
+        }
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
@@ -123,6 +135,13 @@ def measure(run_dir: Path, num_steps: int, repeats: int) -> list[dict[str, Any]]
         }
         rows.append({"address": choices[0].removeprefix(run) or run, "first_ms": times[0], **then})
     return rows
+
+
+def built_kib() -> float:
+    """Returns the size of the built pages, compressed with gzip. Fonts are compressed already."""
+    files = [path for path in STATIC.rglob("*") if path.is_file()]
+    contents = [path.read_bytes() if path.suffix == ".woff2" else gzip.compress(path.read_bytes()) for path in files]
+    return sum(map(len, contents)) / 1024
 
 
 def size(folder: Path) -> int:

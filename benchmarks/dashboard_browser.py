@@ -23,6 +23,9 @@ PAGES = ("overview", "metrics", "rollouts", "timeline", "infra", "evals", "logs"
 CALM_MS = 500
 """A page is complete when it waits for no answer and its document has not changed for so long."""
 
+IDLE_SECONDS = 10.0
+"""How long the processor time of the server is measured while a page of an ended run is open."""
+
 WHEEL_EVENTS = 60
 WATCH = """
 (() => {
@@ -89,7 +92,7 @@ REDRAW = """() => {
 
 
 def measure_pages(run_dir: Path, repeats: int) -> dict[str, Any]:
-    """Returns milliseconds of first paints, filters, charts and frames, and the server's memory in MiB."""
+    """Returns milliseconds of first paints, filters, charts and frames, and the server's memory and idle load."""
     name = run_dir.name
     with open_browser() as browser:
         pages = []
@@ -112,6 +115,7 @@ def measure_pages(run_dir: Path, repeats: int) -> dict[str, Any]:
                 timed(browser, f"{run}/rollouts?list=answers", FACET % "discarded") for _ in range(repeats)
             ]
             frames = timeline_frames(browser, f"{run}/timeline")
+            idle = idle_share(browser, f"{run}/overview", dashboard.pid)
             memory = psutil.Process(dashboard.pid).memory_info().rss / 2**20
     return {
         "pages": pages,
@@ -121,6 +125,7 @@ def measure_pages(run_dir: Path, repeats: int) -> dict[str, Any]:
         ],
         "timeline_frames": frames,
         "server_mib": memory,
+        "idle_server_percent_of_a_core": 100 * idle,
     }
 
 
@@ -171,3 +176,13 @@ def timeline_frames(browser: Browser, address: str) -> dict[str, float]:
             "p95_ms": frames[int(95 * share)],
             "largest_ms": frames[-1],
         }
+
+
+def idle_share(browser: Browser, address: str, pid: int) -> float:
+    """Returns the share of one core that the server uses while a page is open."""
+    server = psutil.Process(pid)
+    with opened(browser, address) as page:
+        before = server.cpu_times()
+        page.wait_for_timeout(1000 * IDLE_SECONDS)
+        after = server.cpu_times()
+    return (after.user + after.system - before.user - before.system) / IDLE_SECONDS

@@ -29,8 +29,8 @@ def distribution(
     """Returns the distribution of a number of the samples, a row per step.
 
     An empty `environment` means all samples; `tag` (`name=value`) chooses those with that tag. Steps without recorded
-    statistics, and all steps of a tag, are computed from the samples. Raises `UserError` for an unknown metric or a
-    malformed tag. The columns of the histogram are empty unless `histogram` is true.
+    statistics, and all steps of a tag or of a number without any, are computed from the samples. Raises `UserError` for
+    an unknown metric or a malformed tag. The columns of the histogram are empty unless `histogram` is true.
     """
     visible = store.visible()
     store.refresh("step_stats")
@@ -41,12 +41,13 @@ def distribution(
     )
     given = {"metric": metric, "environment": environment}
     ((num_recorded,),) = store.fetch(f"SELECT count(*) FROM ({recorded})", given)
-    ((num_steps,),) = store.fetch(f"SELECT count(*) FROM steps WHERE {visible}")
+    without = f"SELECT count(*) FROM steps ANTI JOIN step_stats USING (attempt, step) WHERE {visible}"
+    ((num_without,),) = store.fetch(without)
     computed = _computed(metric, f"{visible} AND {_tag_condition(tag)}", histogram)
     if tag:
         store.refresh("samples")
         recorded = f"{recorded} AND false"
-    elif num_recorded < num_steps or not num_steps:
+    elif num_without or not num_recorded:
         store.refresh("samples")
     else:
         computed = f"{recorded} AND false"

@@ -25,7 +25,7 @@ BEGINNING = 200
 """Characters of a prompt or an answer in a list."""
 
 NEAR_STEPS = 20
-SMALL_BYTES = 32 * 2**20
+SMALL_BYTES = 8 * 2**20
 """Rows of a list come with their texts when they lie within so many steps, or when the record is this small.
 Otherwise a list that is ordered by reward would read every text of the run."""
 
