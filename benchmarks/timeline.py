@@ -31,7 +31,7 @@ from rich.table import Table
 from trainer import SHAPES, free_port, gpu_name, write_model
 
 from telescope.config import TelescopeConfig
-from telescope.trainer.backends.fsdp import backend as fsdp_backend
+from telescope.trainer import step as rl_step
 from telescope.trainer.batch import StepInput, TrainSample
 from telescope.trainer.packing import pack_step
 from telescope.trainer.timeline import Timeline
@@ -83,7 +83,7 @@ def run(shape: str, num_tokens: int, model: str, device: torch.device, arguments
     try:
         for step in range(arguments.warmup + arguments.steps):
             for tracked in (True, False) if step % 2 else (False, True):
-                fsdp_backend.Timeline = partial(Timeline, enabled=tracked)  # type: ignore[misc]
+                rl_step.Timeline = partial(Timeline, enabled=tracked)  # type: ignore[misc]
                 if device.type == "cuda":
                     torch.cuda.synchronize()
                 started = clock()

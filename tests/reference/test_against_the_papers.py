@@ -122,11 +122,11 @@ def last_optimizer_step(trainer: Trainer, samples: list[TrainSample], config: An
         samples, step=0, version=0, seq_len=64, num_ranks=1, pad_to_multiple_of=8,
         num_minibatches=config.number_of_minibatches,
     )  # fmt: skip
-    references = backend.reference_logprobs(mine.minibatches, 0, timeline)
+    references = backend.reference_logprobs(mine.minibatches, timeline)
     *earlier, last = mine.minibatches
     for index, minibatch in enumerate(earlier):
         backend.accumulate(minibatch, 0, timeline, StepMetrics(backend.device), references=references[index])
-        backend.update(1e-2, denominator(backend.algorithm, minibatch, config), 0, timeline)
+        backend.optimizer_step(1e-2, denominator(backend.algorithm, minibatch, config), timeline)
     sums = StepMetrics(backend.device)
     backend.accumulate(last, 0, timeline, sums, weights_moved=bool(earlier), references=references[-1])
     metrics = sums.reduce()

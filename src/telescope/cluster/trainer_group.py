@@ -30,8 +30,9 @@ from telescope.errors import DeadlineExceeded, RankLost, RunError, UserError
 from telescope.record.files import RunFiles
 from telescope.record.gauges import ReadingBatch
 from telescope.trainer.batch import Span, StepInput, StepResult
+from telescope.trainer.layout import Layout, check_layouts
 from telescope.utils.process import log_size, log_tail
-from telescope.weights.plan import InitInfo, TensorMeta, UpdateInfo, sender_rank
+from telescope.weights.plan import InitInfo, TensorMeta, UpdateInfo
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,7 +67,7 @@ CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, s
 
 
 class TrainerGroup:
-    """The trainer's ranks, numbered from 0. `weights.plan.sender_rank` assigns a rank to each engine."""
+    """The trainer's ranks, numbered from 0."""
 
     def __init__(self, config: TelescopeConfig, placement: Placement, run_dir: Path, cluster: Cluster) -> None:
         self.world_size = config.trainer_num_workers
@@ -84,6 +85,7 @@ class TrainerGroup:
         self._has_loss = asyncio.Event()
         self._saving = Path()
         self._is_warming_up = False
+        self._layouts = [Layout(rank, self.world_size) for rank in range(self.world_size)]  # `setup` asks the ranks
         self._logs = [RunFiles(run_dir).log(f"trainer-{rank}") for rank in range(self.world_size)]
         self._start()
 
@@ -144,7 +146,27 @@ class TrainerGroup:
             "model setup", lambda rank: self._ranks[rank].setup.remote(host, port, loopback), SETUP_TIMEOUT_SECONDS
         )
         self._devices = [info.device for info in infos]
+        self._layouts = [info.layout for info in infos]
+        check_layouts(self._layouts)
         return infos
+
+    @property
+    def data_size(self) -> int:
+        """Number of shares of a batch, after `setup`: `train_step` takes as many inputs."""
+        return self._layouts[0].data_size
+
+    def _inputs(self, shares: list[StepInput]) -> list[Any]:
+        """Returns the input of each rank. Ranks with the same data rank get the same one."""
+        assert len(shares) == self.data_size
+        if len(shares) == self.world_size:
+            return [shares[layout.data_rank] for layout in self._layouts]
+        stored = [ray.put(share) for share in shares]  # serialized once, however many ranks read it
+        return [stored[layout.data_rank] for layout in self._layouts]
+
+    def _sender(self, engine: int) -> int:
+        """Returns the rank that sends to an engine. Engines are spread evenly over the ranks that send."""
+        senders = [rank for rank, layout in enumerate(self._layouts) if layout.sends_weights]
+        return senders[engine % len(senders)]
 
     @property
     def topology(self) -> dict[str, str]:
@@ -165,12 +187,16 @@ class TrainerGroup:
         return spans
 
     async def train_step(self, inputs: list[StepInput]) -> StepResult:
-        """Runs one training step on all ranks. Metrics are reduced over the ranks; spans are of every rank."""
+        """Runs one training step on all ranks. Element i of `inputs` is for data rank i.
+
+        Metrics are reduced over the ranks; spans are of every rank.
+        """
+        by_rank = self._inputs(inputs)
         async with self.queue:
             self.is_settled = False  # until the step has ended on all ranks
             results: list[StepResult] = await self._all(
                 f"training step {inputs[0].step}",
-                lambda rank: self._ranks[rank].train_step.remote(inputs[rank]),
+                lambda rank: self._ranks[rank].train_step.remote(by_rank[rank]),
                 self._step_timeout,
             )
             self.version += 1
@@ -196,18 +222,18 @@ class TrainerGroup:
 
     async def listen_for_engine(self, engine: int, num_workers: int, *, loopback: bool) -> InitInfo:
         """Opens the sender's listener for an engine. Returns what the engine's workers need to connect."""
-        rank = sender_rank(engine, self.world_size)
+        rank = self._sender(engine)
         call = self._ranks[rank].listen_for_engine.remote(engine, num_workers, loopback)
         return await self._one(rank, call, f"listening for engine {engine}")
 
     async def connect_engine(self, engine: int) -> None:
         """Opens the sender's end of a communicator. The engine opens its end at the same time."""
-        rank = sender_rank(engine, self.world_size)
+        rank = self._sender(engine)
         await self._one(rank, self._ranks[rank].connect_engine.remote(engine), f"connecting engine {engine}")
 
     async def abort_engine(self, engine: int, reason: str) -> None:
         """Aborts a transfer or connection that is blocked on this engine. Sends to other engines go on."""
-        rank = sender_rank(engine, self.world_size)
+        rank = self._sender(engine)
         await self._one(rank, self._ranks[rank].abort_engine.remote(engine, reason), f"abort of engine {engine}")
 
     async def send_weights(
@@ -234,18 +260,20 @@ class TrainerGroup:
 
     async def packed_logprobs(self, inputs: list[StepInput]) -> dict[str, np.ndarray]:
         """Logprobs of the trained tokens of every sample in `inputs`, as packed there, by sample id."""
+        by_rank = self._inputs(inputs)
         per_rank = await self._all(
             "logprobs of packed samples",
-            lambda rank: self._ranks[rank].packed_logprobs.remote(inputs[rank]),
+            lambda rank: self._ranks[rank].packed_logprobs.remote(by_rank[rank]),
             self._step_timeout,
         )
         return {name: values_N for logprobs in per_rank for name, values_N in logprobs.items()}
 
     async def compare_gradients(self, first: list[StepInput], second: list[StepInput]) -> GradientComparison:
         """Compares the gradients of two packings of the same samples. Updates nothing."""
+        one, other = self._inputs(first), self._inputs(second)
         results = await self._all(
             "gradients of two packings",
-            lambda rank: self._ranks[rank].compare_gradients.remote(first[rank], second[rank]),
+            lambda rank: self._ranks[rank].compare_gradients.remote(one[rank], other[rank]),
             2 * self._step_timeout,
         )
         return results[0]

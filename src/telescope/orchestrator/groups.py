@@ -200,8 +200,8 @@ def recorded_samples(samples: Sequence[TrainSample], wanted: int | str) -> froze
     return frozenset(ids[place * len(ids) // count] for place in range(count))
 
 
-def form_batch(config: TelescopeConfig, groups: list[Group], step: int) -> Batch:
-    """Packs the groups of training step `step`."""
+def form_batch(config: TelescopeConfig, groups: list[Group], step: int, *, num_ranks: int) -> Batch:
+    """Packs the groups of training step `step` for `num_ranks` data-parallel ranks."""
     trajectories, scored, samples = [], [], []
     for group in groups:
         for trajectory, reward in zip(group.usable_samples, group.training_rewards_n.tolist(), strict=True):
@@ -221,7 +221,7 @@ def form_batch(config: TelescopeConfig, groups: list[Group], step: int) -> Batch
         step=step,
         version=step,  # step s starts from policy version s
         seq_len=config.seq_len,
-        num_ranks=config.trainer_num_workers,
+        num_ranks=num_ranks,
         pad_to_multiple_of=config.pad_to_multiple_of,
         num_minibatches=config.number_of_minibatches,
     )

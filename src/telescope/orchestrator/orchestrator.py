@@ -64,7 +64,10 @@ DISCARD_LIMIT_BATCHES = 10
 
 
 class TrainerPort(Protocol):
-    """Interface of the trainer for the loops."""
+    """Interface of the trainer for the loops. A batch has one input for each of `data_size` data-parallel ranks."""
+
+    @property
+    def data_size(self) -> int: ...
 
     async def train_step(self, inputs: list[StepInput]) -> StepResult: ...
 
@@ -437,7 +440,7 @@ class Orchestrator:
 
     def _pack(self, groups: list[Group], step: int) -> Batch:
         """Computes advantages and micro-batches; numpy only, on a separate thread."""
-        return form_batch(self.config, groups, step)
+        return form_batch(self.config, groups, step, num_ranks=self.services.trainer.data_size)
 
     async def _train_loop(self) -> None:
         """Trains, syncs and counts until the last step."""

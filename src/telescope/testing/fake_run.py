@@ -43,6 +43,7 @@ SERVER_START_SECONDS = 10.0
 class FakeTrainer:
     """Counts steps. `fail_at` raises in that step, `seconds` is the duration of one, `keep` stores its inputs."""
 
+    data_size: int = 1
     seconds: float = 0.0
     fail_at: int | None = None
     keep: bool = True

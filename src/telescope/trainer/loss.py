@@ -1,6 +1,6 @@
 """The loss of a micro-batch: the sum of its token losses.
 
-Owns moving a `MicroBatch` to the device, the tensors that an algorithm reads, and the denominator. Does not own the
+Owns the tensors that an algorithm reads, and the denominator. Does not own the
 formulas (`telescope.algorithms`). Invariant: a micro-batch contributes a sum over its trained tokens, never a mean, so
 that packing, splitting and ranks do not change the weight of a token.
 """
@@ -16,20 +16,14 @@ import torch
 
 from telescope.algorithms import Algorithm, TokenBatch
 from telescope.algorithms.loss import LossTerms, loss_terms, needs_batch_reference
-from telescope.trainer.attention import Kernel, PackedLayout, make_layout
 from telescope.trainer.batch import MicroBatch, OptimizerStepBatch
-
-NUMPY_DTYPES = {torch.int64: np.int64, torch.float32: np.float32, torch.float64: np.float64}
+from telescope.trainer.model_input import move
 
 
 @dataclass(slots=True)
 class DeviceMicroBatch:
-    """A micro-batch on the device. The N trained tokens are at row positions `predicted_N`."""
+    """What the loss and the metrics read of a row's N trained tokens, on the device."""
 
-    token_ids_T: torch.Tensor
-    position_ids_T: torch.Tensor
-    layout: PackedLayout
-    predicted_N: torch.Tensor
     engine_logprob_N: torch.Tensor
     advantage_N: torch.Tensor
     sample_N: torch.Tensor
@@ -65,30 +59,16 @@ def prepare(micro_batch: MicroBatch, version: int, environments: Sequence[str] =
     return HostMicroBatch(micro_batch, predicted_N, age_N, ~is_stale[sample_N], environment_S[sample_N])
 
 
-def to_device(host: HostMicroBatch, device: torch.device, kernel: Kernel, float_dtype: torch.dtype) -> DeviceMicroBatch:
-    """Copies a prepared micro-batch to the device, on a GPU asynchronously and ordered before its readers."""
-
-    def move(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        # A copy, because Ray's object store returns read-only shared memory. By numpy, in this thread: torch would use
-        # OpenMP threads for long rows, which take 10 ms to wake up on some hosts.
-        if device.type != "cuda":
-            return torch.from_numpy(array.astype(NUMPY_DTYPES[dtype]))
-        pinned = torch.empty(array.shape, dtype=dtype, pin_memory=True)
-        np.copyto(pinned.numpy(), array)
-        return pinned.to(device, non_blocking=True)
-
+def to_device(host: HostMicroBatch, device: torch.device, float_dtype: torch.dtype) -> DeviceMicroBatch:
+    """Copies a prepared micro-batch to the device, as `move` does."""
     source, predicted_N = host.source, host.predicted_N
     return DeviceMicroBatch(
-        token_ids_T=move(source.token_ids_T, torch.int64),
-        position_ids_T=move(source.position_ids_T, torch.int64),
-        layout=make_layout(source.cu_seqlens, device, kernel),
-        predicted_N=move(predicted_N, torch.int64),
-        engine_logprob_N=move(source.engine_logprob_T[predicted_N], float_dtype),
-        advantage_N=move(source.advantage_T[predicted_N], float_dtype),
-        sample_N=move(source.sample_index_T[predicted_N], torch.int64),
-        age_N=move(host.age_N, float_dtype),
-        on_policy_N=move(host.on_policy_N, float_dtype),
-        environment_N=move(host.environment_N, torch.int64),
+        engine_logprob_N=move(source.engine_logprob_T[predicted_N], float_dtype, device),
+        advantage_N=move(source.advantage_T[predicted_N], float_dtype, device),
+        sample_N=move(source.sample_index_T[predicted_N], torch.int64, device),
+        age_N=move(host.age_N, float_dtype, device),
+        on_policy_N=move(host.on_policy_N, float_dtype, device),
+        environment_N=move(host.environment_N, torch.int64, device),
         num_samples=len(source.sample_ids),
     )
 

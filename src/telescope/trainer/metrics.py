@@ -72,16 +72,18 @@ class StepMetrics:
         scale: float,
         penalty_scale: float,
         weights_moved: bool,
+        counts: bool = True,
     ) -> None:
         """Adds one micro-batch. `scale` and `penalty_scale` convert sums of losses to shares of the step's loss.
 
         `weights_moved`: an earlier optimizer step of this batch has changed the weights, so that no token is on-policy.
+        `counts`: False where another rank adds the same micro-batch.
         """
         self._has_clip |= terms.clipped is not None
         self._has_weight |= terms.weight_N is not None
         self._has_mask |= terms.masked_N is not None
         self._has_penalty |= terms.penalty_N is not None
-        if logp_N.numel() == 0:
+        if logp_N.numel() == 0 or not counts:
             return
         delta_N = (logp_N.detach() - batch.engine_logprob_N).double().clamp_(-DELTA_CLAMP, DELTA_CLAMP)
         ratio_N = delta_N.exp()
@@ -130,8 +132,13 @@ class StepMetrics:
     def reduce(self) -> dict[str, float]:
         """Returns the metrics over all ranks, equal on each. Collective; waits for the device."""
         dist.all_reduce(self._sums, op=dist.ReduceOp.SUM)
-        dist.all_reduce(self._maxima, op=dist.ReduceOp.MAX)
-        sums, maxima = self._sums.cpu(), self._maxima.cpu()
+        # A rank that computes no loss has not seen which terms it has.
+        terms = [self._has_clip, self._has_weight, self._has_mask, self._has_penalty]
+        known = torch.cat([self._maxima.view(-1), self._maxima.new_tensor(terms)])
+        dist.all_reduce(known, op=dist.ReduceOp.MAX)
+        sums, known = self._sums.cpu(), known.cpu()
+        self._has_clip, self._has_weight, self._has_mask, self._has_penalty = known[-len(terms) :].bool().tolist()
+        maxima = known[: -len(terms)].view_as(self._maxima)
         by_environment = slice(0, len(self._environments))
         metrics = self._of_step(_Row(sums[by_environment].sum(dim=0), maxima[by_environment].amax(dim=0)))
         for position, name in enumerate((*self._environments, *AGE_NAMES)):

@@ -20,8 +20,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from telescope.config.model_contents import listed
 from telescope.errors import UserError
-from telescope.trainer.attention import ATTENTION_NAME, PackedLayout, register_attention
+from telescope.trainer.attention import ATTENTION_NAME, register_attention
 from telescope.trainer.logprob import LogprobHead
+from telescope.trainer.model_input import ModelInput
 from telescope.trainer.timeline import Timeline
 from telescope.utils.text import single_line
 
@@ -34,6 +35,11 @@ LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 """The `layer_types` of a model config in which only attention mixes tokens."""
+
+
+def compute_dtype(config: Any) -> torch.dtype:
+    """Returns the dtype of activations and of gathered weights."""
+    return DTYPES[config.mixed_precision_dtype or config.model_dtype]
 
 
 class PolicyModel(nn.Module):
@@ -76,26 +82,18 @@ class PolicyModel(nn.Module):
         return self.head.weight is self.causal_lm.get_input_embeddings().weight
 
     def forward(
-        self,
-        token_ids_T: torch.Tensor,
-        position_ids_T: torch.Tensor,
-        layout: PackedLayout,
-        predicted_N: torch.Tensor,
-        temperature: float,
-        timeline: Timeline,
-        micro_batch: int | None = None,
+        self, row: ModelInput, temperature: float, timeline: Timeline, micro_batch: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes logprob and entropy, each [N], of the tokens at `predicted_N` (never first in a segment)."""
+        """Computes logprob and entropy, each [N], of the row's predicted tokens."""
         with timeline.span("forward", micro_batch):
             hidden_TD = self.decoder(
-                input_ids=token_ids_T.unsqueeze(0),
-                position_ids=position_ids_T.unsqueeze(0),
+                input_ids=row.token_ids_T.unsqueeze(0),
+                position_ids=row.position_ids_T.unsqueeze(0),
                 use_cache=False,
-                packed_layout=layout,
+                packed_layout=row.layout,
             ).last_hidden_state.squeeze(0)
         with timeline.span("compute_entropy", micro_batch):
-            hidden_ND = hidden_TD.index_select(0, predicted_N - 1)
-            return self.head(hidden_ND, token_ids_T.index_select(0, predicted_N), temperature)
+            return self.head(hidden_TD.index_select(0, row.predicting_N), row.target_N, temperature)
 
 
 def load_causal_lm(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,10 +18,10 @@ import torch.distributed as dist
 from telescope.errors import UserError
 from telescope.trainer.backends import TrainingBackend
 from telescope.trainer.backends.fsdp.backend import FSDPBackend
-from telescope.trainer.backends.fsdp.sharding import reshard_all
 from telescope.trainer.batch import StepInput
 from telescope.trainer.loss import denominator
 from telescope.trainer.metrics import StepMetrics
+from telescope.trainer.step import RLBackend
 from telescope.trainer.timeline import Timeline
 
 
@@ -36,23 +37,20 @@ class GradientComparison:
     """Of this rank."""
 
 
-@torch.no_grad()
 def packed_logprobs(backend: TrainingBackend, step_input: StepInput) -> dict[str, np.ndarray]:
     """Computes logprobs of this rank's trained tokens in the packed rows, by sample id. Collective."""
-    backend = _fsdp(backend)
+    backend = _require(backend, RLBackend)  # type: ignore[type-abstract]  # only compared
+    rows = [row for batch in step_input.minibatches for row in batch.micro_batches]
     found: dict[str, np.ndarray] = {}
-    for batch in step_input.minibatches:
-        for micro_batch in batch.micro_batches:
-            values_N = backend.forward_logprobs(micro_batch, step_input.version).double().cpu().numpy()
-            sample_N = micro_batch.sample_index_T[np.flatnonzero(micro_batch.trained_T)]
-            found |= {name: values_N[sample_N == index] for index, name in enumerate(micro_batch.sample_ids)}
-    reshard_all(backend.policy)
+    for row, logp_N in zip(rows, backend.forward_logprobs(rows), strict=True):
+        values_N, sample_N = logp_N.double().cpu().numpy(), row.sample_index_T[row.trained_T]
+        found |= {name: values_N[sample_N == index] for index, name in enumerate(row.sample_ids)}
     return found
 
 
 def compare_gradients(backend: TrainingBackend, first: StepInput, second: StepInput) -> GradientComparison:
     """Compares gradient and loss of the same samples in two packings. Collective."""
-    backend = _fsdp(backend)
+    backend = _require(backend, FSDPBackend)
     losses, shards = [], []
     for step_input in (first, second):
         sums = StepMetrics(backend.device)
@@ -76,8 +74,11 @@ def compare_gradients(backend: TrainingBackend, first: StepInput, second: StepIn
     )
 
 
-def _fsdp(backend: TrainingBackend) -> FSDPBackend:
-    if not isinstance(backend, FSDPBackend):
+B = TypeVar("B", bound=TrainingBackend)
+
+
+def _require(backend: TrainingBackend, kind: type[B]) -> B:
+    if not isinstance(backend, kind):
         raise UserError(
             f"train_backend: {backend.config.train_backend!r} cannot be verified: use 'fsdp' or a class derived from it"
         )

@@ -9,7 +9,6 @@ ranks ends after `COLLECTIVE_TIMEOUT` with an error in every rank that still run
 
 from __future__ import annotations
 
-import datetime
 import os
 import socket
 import time
@@ -26,11 +25,9 @@ from telescope.config.memory import trainer_share
 from telescope.errors import ConfigError
 from telescope.trainer.backends import TrainingBackend, find_backend
 from telescope.trainer.batch import Span, StepInput, StepResult
+from telescope.trainer.layout import COLLECTIVE_TIMEOUT, Layout
 from telescope.trainer.metrics import reduce_max
 from telescope.utils.process import leave_out_nothing, leave_out_what_exists
-
-COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
-"""Limit for one collective: longer than loading a model from a slow disk."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -46,6 +43,7 @@ class TrainerInfo:
     host: str
     compiles: bool
     """Whether `warm_up` has something to do."""
+    layout: Layout
 
 
 class Trainer:
@@ -120,6 +118,7 @@ class Trainer:
             pid=os.getpid(),
             host=socket.gethostname(),
             compiles=backend.compiles,
+            layout=backend.layout,
         )
 
     def _open_store(self) -> dist.TCPStore:

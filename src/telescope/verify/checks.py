@@ -106,7 +106,7 @@ def packed(
         step=step,
         version=step,
         seq_len=seq_len,
-        num_ranks=config.trainer_num_workers,
+        num_ranks=components.trainer.data_size,
         pad_to_multiple_of=1 if otherwise else config.pad_to_multiple_of,
     )
 

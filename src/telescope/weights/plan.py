@@ -29,11 +29,6 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes per element of the dtypes of a transfer."""
 
 
-def sender_rank(engine: int, world_size: int) -> int:
-    """Returns the trainer rank that sends to an engine. Engines are spread evenly over the ranks."""
-    return engine % world_size
-
-
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
     """One trainer tensor: its Hugging Face name, full shape, and the trainer's dtype (`float32`)."""

@@ -84,7 +84,7 @@ def step(backend: Any, vocab_size: int, micro_batches: int) -> None:
     assert len(mine.micro_batches) == micro_batches
     timeline = Timeline(backend.device, 0, enabled=False)
     backend.accumulate(mine, 0, timeline, StepMetrics(backend.device))
-    backend.update(1e-6, 1.0, 0, timeline)
+    backend.optimizer_step(1e-6, 1.0, timeline)
 
 
 def as_on_a_gpu(patch: pytest.MonkeyPatch, mesh: Any) -> None:

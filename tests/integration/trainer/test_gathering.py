@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -67,8 +69,12 @@ def gradient_shards_job(trainer: Trainer) -> dict[str, Any]:
         gc.collect()
         before = live.now
 
-        class Watching(StepMetrics):
-            def add(self, *_: Any, **__: Any) -> None:
+        class Watching(Timeline):
+            @contextmanager
+            def span(self, name: str, micro_batch: int | None = None) -> Iterator[None]:
+                yield
+                if name != "backward":
+                    return
                 gc.collect()
                 held = [p.grad.to_local() for p in backend.parameters if p.grad is not None]
                 seen.append(
@@ -84,7 +90,7 @@ def gradient_shards_job(trainer: Trainer) -> dict[str, Any]:
                 )
 
         batch = packed(trainer, step=1).minibatches[0]
-        backend.accumulate(batch, 0, Timeline(backend.device, 0, enabled=False), Watching(backend.device))
+        backend.accumulate(batch, 0, Watching(backend.device, 0, enabled=False), StepMetrics(backend.device))
     return {"seen": seen, "whole_bytes": sum(p.numel() * p.element_size() for p in backend.parameters)}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,6 +20,7 @@ from telescope.cluster.trainer_group import TrainerGroup, describe_rank_exit
 from telescope.config import TelescopeConfig
 from telescope.errors import DeadlineExceeded, RankLost, RunError
 from telescope.trainer.batch import StepInput, StepResult
+from telescope.trainer.layout import Layout
 
 CONFIG = TelescopeConfig.model_validate(
     {"model": "m", "environments": [{"name": "countdown"}], "trainer_num_workers": 1}
@@ -103,6 +105,46 @@ async def test_the_version_counts_steps_that_all_ranks_have_finished_and_starts_
     assert group.version == 0
     assert group.is_settled
     assert len({*identities, group.weights_identity}) == 4
+
+
+class SharingRank(Rank):
+    """A rank that shares its rows with a neighbor. The last one sends no weights."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(asyncio.Event())
+        self.layout = replace(Layout.of_neighbors(rank, 4, 2), sends_weights=rank < 3)
+        self.given: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda *given: self._note(name, given))
+
+    async def _note(self, name: str, given: tuple[Any, ...]) -> Any:
+        if name == "setup":
+            return SimpleNamespace(device="cpu", layout=self.layout)
+        self.given.append(given[0])
+        return StepResult({}, []) if name == "train_step" else ("127.0.0.1", 1)
+
+
+async def test_ranks_that_share_rows_get_the_same_input_and_engines_the_ranks_that_send(monkeypatch, tmp_path):
+    ranks = [SharingRank(rank) for rank in range(4)]
+    made = iter(ranks)
+    monkeypatch.setattr(trainer_group, "make_actor", lambda *_: SimpleNamespace(remote=lambda *_: next(made)))
+    monkeypatch.setattr(trainer_group, "ray", SimpleNamespace(put=lambda share: share))
+    placement = SimpleNamespace(rank_nodes=[0] * 4, rank_options=lambda *_: {})
+    group = TrainerGroup(
+        CONFIG.replace(trainer_num_workers=4),
+        cast(Placement, placement), tmp_path, cast(Cluster, SimpleNamespace(node_names={0: "here"})),
+    )  # fmt: skip
+    await group.setup(loopback=True)
+    assert group.data_size == 2
+    for rank in ranks:
+        rank.given.clear()
+    first, second = (StepInput(step=0, version=0, minibatches=[]) for _ in range(2))
+    await group.train_step([first, second])
+    assert [rank.given.pop() for rank in ranks] == [first, first, second, second]
+    for engine in range(4):
+        await group.connect_engine(engine)
+    assert [rank.given for rank in ranks] == [[0, 3], [1], [2], []]
 
 
 class ExitedRank(Rank):
@@ -219,6 +261,7 @@ def test_a_rank_lost_with_its_node_is_reported_as_that(two_ranks):
 
 CRASHES = """
 import os, signal, sys
+from dataclasses import replace
 from pathlib import Path
 from telescope.cluster.actors import TrainerActor
 from telescope.config import TelescopeConfig

@@ -123,6 +123,7 @@ class CountingTrainer:
 
     steps: list[list[str]] = field(default_factory=list)
     version: int = 0
+    data_size: int = 1
 
     async def train_step(self, inputs: list[StepInput]) -> StepResult:
         await tick(3)

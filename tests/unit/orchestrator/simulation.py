@@ -203,6 +203,7 @@ class SimulatedTrainer:
     pace: Pace
     rng: random.Random
     servers: list[SimulatedServer]
+    data_size: int = 1
     on_step: Callable[[list[StepInput]], None] = lambda inputs: None
     version: int = 0
     ages: list[list[int]] = field(default_factory=list)

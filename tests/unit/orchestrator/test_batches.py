@@ -22,8 +22,8 @@ def advantages_by_sample(batch: Batch) -> dict[str, float]:
 
 
 def test_rewards_are_compared_within_their_group() -> None:
-    config = config_of(algorithm="dr_grpo", trainer_num_workers=2)
-    batch = form_batch(config, [group([0.0, 1.0], n=3), group([10.0, 14.0], n=8)], 0)
+    config = config_of(algorithm="dr_grpo")
+    batch = form_batch(config, [group([0.0, 1.0], n=3), group([10.0, 14.0], n=8)], 0, num_ranks=2)
     assert batch.advantages.tolist() == [-0.5, 0.5, -2.0, 2.0]
     assert advantages_by_sample(batch) == {"3-0": -0.5, "3-1": 0.5, "8-0": -2.0, "8-1": 2.0}
 
@@ -31,26 +31,26 @@ def test_rewards_are_compared_within_their_group() -> None:
 def test_each_sample_gets_the_advantage_of_its_own_reward_in_any_order_of_arrival() -> None:
     made = group([0.0, 1.0, 5.0], n=3)
     made.samples = [made.samples[index] for index in (2, 0, 1)]
-    batch = form_batch(config_of(algorithm="dr_grpo", group_size=3), [made], 0)
+    batch = form_batch(config_of(algorithm="dr_grpo", group_size=3), [made], 0, num_ranks=1)
     assert advantages_by_sample(batch) == {"3-0": -2.0, "3-1": -1.0, "3-2": 3.0}
 
 
 @pytest.mark.parametrize("step", [0, 7])
 def test_a_batch_starts_from_the_version_of_its_step_number(step: int) -> None:
-    batch = form_batch(config_of(), [group([0.0, 1.0])], step)
+    batch = form_batch(config_of(), [group([0.0, 1.0])], step, num_ranks=1)
     assert [(step_input.step, step_input.version) for step_input in batch.inputs] == [(step, step)]
 
 
 def test_masked_samples_are_not_packed_and_leave_the_others_advantages_alone() -> None:
-    batch = form_batch(config_of(algorithm="dr_grpo", group_size=3), [group([None, 0.0, 1.0], n=3)], 0)
+    batch = form_batch(config_of(algorithm="dr_grpo", group_size=3), [group([None, 0.0, 1.0], n=3)], 0, num_ranks=1)
     assert advantages_by_sample(batch) == {"3-1": -0.5, "3-2": 0.5}
     assert np.isfinite(batch.advantages).all()
 
 
 @pytest.mark.parametrize(("record_tokens", "count"), [("none", 0), (0, 0), (2, 2), (3, 3), ("all", 4), (99, 4)])
 def test_the_recorded_samples_are_as_many_as_the_config_says(record_tokens: int | str, count: int) -> None:
-    config = config_of(record_tokens=record_tokens, trainer_num_workers=2)
-    inputs = form_batch(config, [group([0.0, 1.0]), group([1.0, 0.0], n=6)], 0).inputs
+    config = config_of(record_tokens=record_tokens)
+    inputs = form_batch(config, [group([0.0, 1.0]), group([1.0, 0.0], n=6)], 0, num_ranks=2).inputs
     assert [len(rank.recorded) for rank in inputs] == [count, count]
     if count == 2:
         assert {name.split("-")[0] for name in inputs[0].recorded} == {"5", "6"}, "spread over the groups"

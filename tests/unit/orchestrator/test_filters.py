@@ -113,7 +113,7 @@ def test_equal_rewards_with_a_length_penalty_are_a_signal() -> None:
         for made in equal.samples:
             filters(overlong_buffer_tokens=4, **settings).judge(made, NO_SCALE)
         assert equal.signal() is signal
-    batch = form_batch(config_of(advantage_norm="group", algorithm="dr_grpo"), [equal], 0)
+    batch = form_batch(config_of(advantage_norm="group", algorithm="dr_grpo"), [equal], 0, num_ranks=1)
     assert list(batch.advantages) == [0.25, -0.25]
 
 
@@ -122,7 +122,7 @@ def test_a_filtered_sample_is_in_no_statistic_of_its_group() -> None:
     found.samples[2].turns[-1].generation.finish_reason = "length"
     for made in found.samples:
         filters(filter_overlong=True).judge(made, NO_SCALE)
-    batch = form_batch(config_of(algorithm="dr_grpo"), [found], 0)
+    batch = form_batch(config_of(algorithm="dr_grpo"), [found], 0, num_ranks=1)
     assert list(batch.advantages) == [-0.5, 0.5]
     trained = [i for mb in batch.inputs[0].minibatches for row in mb.micro_batches for i in row.sample_ids]
     assert sorted(trained) == ["5-0", "5-1"]

@@ -14,12 +14,12 @@ OVERLONG = {"lengths": (30,)}
 
 def test_by_default_a_sample_that_does_not_fit_is_an_error_that_names_the_fields() -> None:
     with pytest.raises(ValueError, match="32 tokens, more than seq_len = 16: raise seq_len or lower max_model_len"):
-        form_batch(config_of(seq_len=16, pad_to_multiple_of=1), [group([0.0, 1.0], **OVERLONG)], 0)
+        form_batch(config_of(seq_len=16, pad_to_multiple_of=1), [group([0.0, 1.0], **OVERLONG)], 0, num_ranks=1)
 
 
 def test_truncated_tokens_are_counted_and_not_trained() -> None:
     config = config_of(seq_len=16, pad_to_multiple_of=1, overlong_samples="truncate")
-    batch = form_batch(config, [group([0.0, 1.0], **OVERLONG), group([0.0, 1.0], n=6)], 0)
+    batch = form_batch(config, [group([0.0, 1.0], **OVERLONG), group([0.0, 1.0], n=6)], 0, num_ranks=1)
     assert batch.packing["packing/truncated_samples"] == 2
     assert batch.packing["packing/truncated_tokens"] == 2 * (30 - 14)
     rows = [row for minibatch in batch.inputs[0].minibatches for row in minibatch.micro_batches]

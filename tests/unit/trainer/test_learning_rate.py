@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telescope.trainer.backends.fsdp.backend import learning_rate
+from telescope.trainer.step import learning_rate
 
 
 def rates(schedule: str, *, warmup: int, total: int, min_ratio: float = 0.0) -> list[float]:

@@ -12,6 +12,7 @@ from tests.unit.trainer.test_packing import make_sample, rows_of
 
 from telescope.trainer.batch import MicroBatch
 from telescope.trainer.loss import prepare, to_device
+from telescope.trainer.model_input import model_input
 from telescope.trainer.packing import pack_step
 
 CPU = torch.device("cpu")
@@ -28,12 +29,13 @@ def row_of(*lengths: int, seq_len: int = 256) -> MicroBatch:
 @pytest.mark.parametrize("float_dtype", [torch.float32, torch.float64])
 def test_trained_tokens_arrive_with_their_numbers_in_the_types_that_the_loss_wants(float_dtype: torch.dtype):
     row = row_of(9, 20, 33)
-    rows = to_device(prepare(row, 2, ["countdown"]), CPU, "varlen", float_dtype)
+    rows, given = to_device(prepare(row, 2, ["countdown"]), CPU, float_dtype), model_input(row, CPU, "varlen")
 
     predicted_N = np.flatnonzero(row.trained_T)
-    assert rows.predicted_N.tolist() == predicted_N.tolist()
-    assert rows.token_ids_T.tolist() == row.token_ids_T.tolist()
-    assert rows.position_ids_T.tolist() == row.position_ids_T.tolist()
+    assert given.predicting_N.tolist() == (predicted_N - 1).tolist()
+    assert given.target_N.tolist() == row.token_ids_T[predicted_N].tolist()
+    assert given.token_ids_T.tolist() == row.token_ids_T.tolist()
+    assert given.position_ids_T.tolist() == row.position_ids_T.tolist()
     assert rows.sample_N.tolist() == row.sample_index_T[predicted_N].tolist()
     assert rows.age_N.tolist() == (2 - row.version_T[predicted_N]).tolist()
     assert rows.on_policy_N.tolist() == (row.version_T[predicted_N] == 2).tolist()
@@ -43,28 +45,31 @@ def test_trained_tokens_arrive_with_their_numbers_in_the_types_that_the_loss_wan
     assert {rows.engine_logprob_N.dtype, rows.advantage_N.dtype, rows.age_N.dtype, rows.on_policy_N.dtype} == {
         float_dtype
     }
-    assert {rows.token_ids_T.dtype, rows.predicted_N.dtype, rows.sample_N.dtype} == {torch.int64}
+    indices = given.token_ids_T, given.predicting_N, given.target_N, rows.sample_N
+    assert {index.dtype for index in indices} == {torch.int64}
 
 
 def test_read_only_arrays_are_copied():
     row = row_of(9, 20)
     for name in ARRAYS:
         getattr(row, name).flags.writeable = False  # as they come out of Ray's object store
-    rows = to_device(prepare(row, 2), CPU, "varlen", torch.float64)
+    to_device(prepare(row, 2), CPU, torch.float64)
     before = row.token_ids_T.copy()
-    rows.token_ids_T += 1
+    model_input(row, CPU, "varlen").token_ids_T += 1
     assert np.array_equal(row.token_ids_T, before)
 
 
 def test_a_long_row_is_moved_by_the_calling_thread():
     """torch would wake the threads of a pool for each array, which cost up to 66 ms a row on a machine of 16 cores."""
-    host = prepare(row_of(200_000, seq_len=200_000), 2)
+    row = row_of(200_000, seq_len=200_000)
+    host = prepare(row, 2)
     threads: list[int] = []
 
     def move() -> None:  # a new thread: OpenMP keeps a pool for each thread that has needed one
         torch.set_num_threads(4)
         threads.append(len(os.listdir("/proc/self/task")))
-        to_device(host, CPU, "varlen", torch.float32)
+        to_device(host, CPU, torch.float32)
+        model_input(row, CPU, "varlen")
         threads.append(len(os.listdir("/proc/self/task")))
 
     num_threads = torch.get_num_threads()

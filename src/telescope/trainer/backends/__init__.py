@@ -2,8 +2,9 @@
 
 The worker calls a backend and users subclass it (`train_backend: "my_package.my_module:MyBackend"`). It owns the model,
 its sharding, the optimizer, and the collectives between its ranks. A subclass may implement a part: missing methods,
-and `super()` calls, are those of the FSDP backend. Invariant: methods marked collective are called on all ranks in the
-same order, by one queue in the driver.
+and `super()` calls, are those of the FSDP backend. A backend that shards the model in another way derives from
+`telescope.trainer.step.RLBackend`, which has the RL step. Invariant: methods marked collective are called on all ranks
+in the same order, by one queue in the driver.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 
 from telescope.errors import ConfigError
 from telescope.trainer.batch import SampleTokens, Span
+from telescope.trainer.layout import Layout
 from telescope.utils.text import did_you_mean
 from telescope.weights.plan import TensorMeta
 
@@ -38,6 +40,11 @@ class TrainingBackend(ABC):
         self.rank = rank
         self.world_size = world_size
         self.device = device
+
+    @property
+    def layout(self) -> Layout:
+        """This rank's place among all ranks, after `init`. By default every rank trains rows of its own."""
+        return Layout(self.rank, self.world_size)
 
     @abstractmethod
     def init(self) -> None:
@@ -74,7 +81,7 @@ class TrainingBackend(ABC):
         """Yields full tensors with their Hugging Face names, on this rank's device. Collective.
 
         Every rank must drain it; the order is the same on all. A tied tensor is yielded once. In `dtype`, by default as
-        stored.
+        stored. On a rank that sends no weights (`layout`), only names and shapes have to be right.
         """
 
     @abstractmethod

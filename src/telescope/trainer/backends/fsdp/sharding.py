@@ -37,15 +37,10 @@ from telescope.config.model_shape import ModelShape
 from telescope.errors import UserError
 from telescope.trainer.attention import choose_kernel
 from telescope.trainer.blocks import wrap_blocks
-from telescope.trainer.model import DTYPES, PREFIX, PolicyModel, can_be_compiled, load_causal_lm
+from telescope.trainer.model import DTYPES, PREFIX, PolicyModel, can_be_compiled, compute_dtype, load_causal_lm
 from telescope.trainer.timeline import Timeline
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-
-
-def compute_dtype(config: Any) -> torch.dtype:
-    """Returns the dtype of activations and of gathered weights."""
-    return DTYPES[config.mixed_precision_dtype or config.model_dtype]
 
 
 def build_sharded_policy(config: Any, mesh: DeviceMesh, device: torch.device) -> PolicyModel:

@@ -1,0 +1,236 @@
+"""The RL step, written once for every backend.
+
+Owns the order of a training step: reference logprobs, optimizer steps, loss, learning rate, metrics, timeline. Does not
+own the model: a backend has `forward_backward`, `forward_logprobs` and `optimizer_step`, and its `layout`.
+
+Invariants: backward passes run on the *sum* of token losses. The gradient is divided by the global count afterwards, so
+that neither packing nor the number of ranks changes it and half precision does not underflow. The loss of a row is
+computed from the logprobs of all of its trained tokens, on every rank that has them, so that neither algorithms nor
+metrics depend on how ranks share a row. A gradient that is not finite ends the run before it reaches the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from telescope.algorithms import get_algorithm
+from telescope.algorithms.loss import needs_batch_reference
+from telescope.trainer.backends import TrainingBackend
+from telescope.trainer.batch import MicroBatch, OptimizerStepBatch, SampleTokens, Span, tokens_of_samples
+from telescope.trainer.loss import denominator, micro_batch_loss, prepare, to_device
+from telescope.trainer.metrics import StepMetrics, environment_names, reduce_max
+from telescope.trainer.model import compute_dtype
+from telescope.trainer.timeline import Timeline, timing_metrics
+
+RowLoss = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(index of the micro-batch, logprob [N], entropy [N]) -> the sum of its token losses, a scalar with gradient.
+
+N are all trained tokens of the row, in its order. Called once for each micro-batch, on every rank that has the numbers:
+one that reports (`Layout.reports`) at least."""
+
+Forward = tuple[MicroBatch, torch.Tensor, torch.Tensor]
+"""A micro-batch with the logprobs and the entropies of its N trained tokens."""
+
+
+class RLBackend(TrainingBackend):
+    """A backend that trains by the RL step. Subclasses add the model, its passes and its optimizer."""
+
+    def init(self) -> None:
+        """Prepares the step. A subclass calls it before it loads its model."""
+        self.algorithm = get_algorithm(self.config.algorithm)
+        self.environments = environment_names(self.config)
+        self.loss_dtype = torch.float64 if compute_dtype(self.config) == torch.float64 else torch.float32
+        self._spans: list[Span] = []
+        self._tokens: list[SampleTokens] = []
+
+    @abstractmethod
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: RowLoss, timeline: Timeline) -> None:
+        """Adds the gradient of the sum of `loss` over the micro-batches of all data ranks. Collective.
+
+        All ranks have equally many micro-batches. Where several ranks compute the loss of one row, they compute the
+        same, and its gradient counts once. Spans of `timeline` are named in `trainer.timeline.OPERATIONS`.
+        """
+
+    @abstractmethod
+    def forward_logprobs(
+        self, micro_batches: Sequence[MicroBatch], temperature: float | None = None
+    ) -> list[torch.Tensor]:
+        """Computes logprobs of each row's N trained tokens, on every rank that gets the row. Collective.
+
+        At the temperature of the run by default. Without gradients.
+        """
+
+    @abstractmethod
+    def optimizer_step(self, rate: float, divisor: float, timeline: Timeline) -> float:
+        """Divides and clips the gradient, takes one AdamW step and frees the gradient. Collective.
+
+        Returns the L2 norm of the divided gradient over all parameters, before clipping. If it is not finite, weights
+        and optimizer do not change.
+        """
+
+    def train_step(self, trainer_data: dict[str, Any]) -> dict[str, float]:
+        step, version = int(trainer_data["step"]), int(trainer_data["version"])
+        minibatches: list[OptimizerStepBatch] = trainer_data["minibatches"]
+        rate = self.learning_rate(step)
+        timeline = Timeline(self.device, self.rank)
+        sums = StepMetrics(self.device, self.environments)
+        norms = []
+        recorded: frozenset[str] = trainer_data.get("recorded", frozenset())
+        forwards: list[Forward] | None = [] if recorded and self.layout.reports else None
+        references = self.reference_logprobs(minibatches, timeline)
+        for index, batch in enumerate(minibatches):
+            self.accumulate(
+                batch, version, timeline, sums,
+                weights_moved=index > 0, references=references[index], forwards=forwards,
+            )  # fmt: skip
+            norm = self.optimizer_step(rate, denominator(self.algorithm, batch, self.config), timeline)
+            if not math.isfinite(norm):
+                raise FloatingPointError(
+                    f"the gradient of training step {step} is not finite (norm {norm}); weights were not changed. "
+                    f"mixed_precision_dtype is {self.config.mixed_precision_dtype}, learning_rate {rate:g}"
+                )
+            norms.append(norm)
+        metrics = sums.reduce()
+        for row, logp_N, entropy_N in forwards or ():  # the device has finished: no wait
+            if not recorded.isdisjoint(row.sample_ids):
+                logprobs, entropies = (values.float().cpu().numpy() for values in (logp_N, entropy_N))
+                self._tokens += tokens_of_samples(row, recorded, logprobs, entropies)
+        spans = timeline.finish()
+        if self.config.track_gpu_events:
+            self._spans += spans
+        num_micro_batches = sum(len(batch.micro_batches) for batch in minibatches)
+        metrics |= reduce_max(timing_metrics(spans, num_micro_batches), self.device)
+        metrics |= {
+            "grad_norm": sum(norms) / len(norms) if norms else 0.0,
+            "learning_rate": rate,
+            "optimizer_steps": float(len(norms)),
+            "micro_batches": float(num_micro_batches),
+        }
+        return metrics
+
+    def learning_rate(self, step: int) -> float:
+        """Returns the learning rate of training step `step`."""
+        config = self.config
+        return learning_rate(
+            step,
+            base=config.learning_rate,
+            schedule=config.lr_scheduler,
+            warmup_steps=config.warmup_steps,
+            total_steps=config.number_of_steps,
+            min_ratio=config.min_lr_ratio,
+        )
+
+    def accumulate(
+        self,
+        batch: OptimizerStepBatch,
+        version: int,
+        timeline: Timeline,
+        sums: StepMetrics,
+        *,
+        weights_moved: bool = False,
+        references: list[torch.Tensor] | None = None,
+        forwards: list[Forward] | None = None,
+    ) -> None:
+        """Adds the gradient of the *sum* of all token losses of an optimizer step, not yet divided. Collective.
+
+        `references` are the logprobs of each micro-batch from before the first update of the batch, if the loss has a
+        ratio to them and the weights have changed since. `forwards` receives the results of each forward pass.
+        """
+        divisor = denominator(self.algorithm, batch, self.config)
+        penalty_share = divisor / max(batch.num_trained_tokens, 1)
+
+        def loss(index: int, logp_N: torch.Tensor, entropy_N: torch.Tensor) -> torch.Tensor:
+            micro_batch = batch.micro_batches[index]
+            with timeline.span("prepare_tensors", index):
+                host = prepare(micro_batch, version, self.environments)
+            with timeline.span("data_to_device", index):
+                rows = to_device(host, self.device, self.loss_dtype)
+            if forwards is not None:
+                forwards.append((micro_batch, logp_N.detach(), entropy_N.detach()))
+            with timeline.span("loss_computation", index):
+                total, terms = micro_batch_loss(
+                    self.algorithm, rows, logp_N, entropy_N, self.config,
+                    reference_N=references[index] if references is not None else None, penalty_share=penalty_share,
+                )  # fmt: skip
+            with timeline.span("compute_kl", index):
+                sums.add(
+                    rows, logp_N, entropy_N, terms,
+                    scale=1.0 / divisor, penalty_scale=penalty_share / divisor, weights_moved=weights_moved,
+                    counts=self.layout.reports,
+                )  # fmt: skip
+            return total
+
+        self.forward_backward(batch.micro_batches, loss, timeline)
+
+    def reference_logprobs(
+        self, minibatches: Sequence[OptimizerStepBatch], timeline: Timeline
+    ) -> list[list[torch.Tensor] | None]:
+        """Computes this rank's logprobs under the batch's first weights, by step and micro-batch.
+
+        None if the loss has no ratio to them, and for the first optimizer step, whose own forward pass computes the
+        same numbers. Collective.
+        """
+        if len(minibatches) < 2 or not needs_batch_reference(self.config):
+            return [None] * len(minibatches)
+        later = minibatches[1:]
+        with timeline.span("reference_logprobs"):
+            logprobs = iter(self.forward_logprobs([row for batch in later for row in batch.micro_batches]))
+        return [None, *([next(logprobs) for _ in batch.micro_batches] for batch in later)]
+
+    def sequence_logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
+        (logp_N,) = self.forward_logprobs([_single_row(token_ids)], temperature)
+        return logp_N.tolist()
+
+    def take_spans(self) -> list[Span]:
+        spans, self._spans = self._spans, []
+        return spans
+
+    def take_tokens(self) -> list[SampleTokens]:
+        tokens, self._tokens = self._tokens, []
+        return tokens
+
+
+def _single_row(token_ids: list[int]) -> MicroBatch:
+    """Makes a row of one sequence in which every token except the first is predicted."""
+    size = len(token_ids)
+    trained_T = np.ones(size, dtype=bool)
+    trained_T[0] = False
+    return MicroBatch(
+        token_ids_T=np.array(token_ids, dtype=np.int64),
+        position_ids_T=np.arange(size),
+        trained_T=trained_T,
+        engine_logprob_T=np.zeros(size),
+        advantage_T=np.zeros(size),
+        version_T=np.zeros(size, dtype=np.int32),
+        sample_index_T=np.zeros(size, dtype=np.int32),
+        cu_seqlens=np.array([0, size], dtype=np.int32),
+        sample_ids=["probe"],
+        environments=["probe"],
+    )
+
+
+def learning_rate(
+    step: int, *, base: float, schedule: str, warmup_steps: int, total_steps: int, min_ratio: float
+) -> float:
+    """Computes the rate of training step `step`, counted from 0.
+
+    `none` ignores the warm-up; `constant` warms up and stays; `linear` and `cosine` warm up, then decay from `base` at
+    step `warmup_steps` to `base * min_ratio`, which they would reach at step `total_steps`. A pure function: there is
+    no scheduler to save or to lose at a resume, and no step has a rate of 0.
+    """
+    if schedule == "none":
+        return base
+    if step < warmup_steps:
+        return base * (step + 1) / warmup_steps
+    if schedule == "constant":
+        return base
+    decay_steps = max(1, total_steps - warmup_steps)
+    progress = min(1.0, (step - warmup_steps) / decay_steps)
+    remaining = 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return base * (min_ratio + (1.0 - min_ratio) * remaining)
