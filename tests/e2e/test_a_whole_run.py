@@ -1,4 +1,7 @@
-"""A run as a person starts it, with a backend of their own and every modifier of the loss, watched, ended by Ctrl-C."""
+"""A run as a person starts it, watched and ended by Ctrl-C.
+
+It has a backend of the person's own, every modifier of the loss, and two ranks that share each row.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class MyBackend(TrainingBackend):
 """
 
 FLAGS = """
---train_backend own_backend:MyBackend --number_of_minibatches 2
+--train_backend own_backend:MyBackend --number_of_minibatches 2 --fsdp_context_parallel_size 2
 --use_ppo_clip --ppo_clip_ref_logprobs batch --clip_ratio_c 3 --use_tis --tis_mode icepop --tis_floor 0.5
 --seq_is_masking --kl_penalty_tau 0.01 --entropy_coef 0.001
 --filter_repetition --filter_gibberish --overlong_penalty_factor 0.1 --overlong_buffer_tokens 8

@@ -279,12 +279,15 @@ def _trainer_rows(config: TelescopeConfig, trainer: TrainerMemory, num_layers: i
         checkpointing = f"{layers} layers recomputed"
     if trainer.recomputes_attention:
         checkpointing += " with attention"
+    tokens = f"{config.seq_len:,} tokens"
+    if config.fsdp_context_parallel_size > 1:
+        tokens = f"{-(-config.seq_len // config.fsdp_context_parallel_size):,} of {tokens}"
     sizes = [
         (f"parameters ({config.model_dtype}, 1/{config.trainer_num_workers})", trainer.parameters),
         ("gradients", trainer.gradients),
         ("optimizer (AdamW)", trainer.optimizer),
         ("weights that stay gathered", trainer.unsharded),
-        (f"activations ({config.seq_len:,} tokens, {checkpointing})", trainer.activations),
+        (f"activations ({tokens}, {checkpointing})", trainer.activations),
         ("largest moment of a backward pass", trainer.moment),
         ("libraries", trainer.overhead),
         ("total", trainer.total),

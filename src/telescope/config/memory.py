@@ -44,7 +44,7 @@ class TrainerMemory:
     unsharded: int
     """Weights that are gathered all through a micro-batch: a table that is tied, or everything if it stays gathered."""
     activations: int
-    """What all layers keep of one micro-batch of `seq_len` tokens."""
+    """What all layers keep of one micro-batch of `seq_len` tokens, or of this rank's part of it."""
     recomputes_attention: bool
     """Whether recomputed layers compute attention twice instead of keeping its output."""
     layer: int
@@ -101,7 +101,8 @@ def trainer_memory(
     config: TelescopeConfig, shape: ModelShape, device: Literal["cpu", "cuda"], *, recompute_attention: bool
 ) -> TrainerMemory:
     """Estimates the memory of one rank. `recompute_attention`: see `recomputes_attention`."""
-    ranks, tokens, width = config.trainer_num_workers, config.seq_len, shape.hidden_size
+    ranks, width, share = config.trainer_num_workers, shape.hidden_size, config.fsdp_context_parallel_size
+    tokens = -(-config.seq_len // share)
     stored = DTYPE_BYTES[config.model_dtype]
     computed = DTYPE_BYTES[config.mixed_precision_dtype or config.model_dtype]
     shard = -(-shape.num_parameters // ranks) * stored
@@ -114,8 +115,13 @@ def trainer_memory(
     # The whole gradient of a tied table is there from the head's backward pass to the embedding's.
     whole_gradient = table * computed if shape.tied_embeddings else 0
 
+    # Ranks that share a row exchange tokens for heads: queries, and keys and values, which they may have to repeat.
+    query, key_value = shape.num_heads * shape.head_dim, max(shape.num_kv_heads, share) * shape.head_dim
+    repeated = 2 * (key_value - shape.num_kv_heads * shape.head_dim)
+    # Attention keeps its output by heads, and the product after it by tokens.
+    exchanged = query + repeated if share > 1 else 0
     dense, sparse = (
-        tokens * computed * shape.activation_elements_per_token(mlp_width, compiled=compiled)
+        tokens * computed * (shape.activation_elements_per_token(mlp_width, compiled=compiled) + exchanged)
         for mlp_width in shape.mlp_widths
     )
     # Recomputed blocks keep their input and, unless that is recomputed too, what attention returned.
@@ -152,7 +158,8 @@ def trainer_memory(
 
 def _logprobs(config: TelescopeConfig, shape: ModelShape, device: str, computed: int) -> int:
     """The output layer's backward pass, its gathered weight not counted."""
-    tokens, table = config.seq_len, shape.vocab_size * shape.hidden_size
+    tokens = -(-config.seq_len // config.fsdp_context_parallel_size)
+    table = shape.vocab_size * shape.hidden_size
     chunk = min(config.entropy_chunk_size, tokens) * shape.vocab_size
     if device == "cuda":
         logits = chunk * (SUM_BYTES + computed)  # and their gradient, which on Hopper is all that there is
@@ -333,6 +340,8 @@ def _problems(
     shared = config.share_gpus and device == "cuda"
     left = _memory_of_a_rank(config, memory or 0)
     more = "" if trainer.recomputes_attention else ", set recompute_attention to true"
+    can_share = config.fsdp_context_parallel_size < config.trainer_num_workers
+    share = ", raise fsdp_context_parallel_size" if can_share else ""
     if shared and memory is not None and trainer.total > left:
         problems.append(
             f"A trainer worker needs about {trainer.total / GIB:.1f} GiB (weights, gradients, optimizer "
@@ -343,7 +352,7 @@ def _problems(
     elif memory is not None and device == "cuda" and trainer.total > memory:
         problems.append(
             f"A trainer worker needs about {trainer.total / GIB:.1f} GiB, and a GPU has {memory / GIB:.1f} GiB: raise "
-            f'trainer_num_workers, lower seq_len{more}, or set model_dtype to "bfloat16".'
+            f'trainer_num_workers, lower seq_len{share}{more}, or set model_dtype to "bfloat16".'
         )
     if memory is not None and device == "cpu":
         everything = trainer.total * config.trainer_num_workers

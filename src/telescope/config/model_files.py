@@ -34,6 +34,7 @@ from telescope.config.model_shape import (
     has_zero_sparse_step,
     invalid_size,
     known_shape,
+    uneven_heads,
     unsupported_experts,
 )
 from telescope.config.model_source import TOKENIZER_FILES, HubUnreachableError, ModelFiles, files_here, find_files
@@ -321,6 +322,11 @@ def _check_against_shape(config: TelescopeConfig, shape: ModelShape, *, scaled: 
             f"model is {config.model!r}, whose config.json has num_experts_per_tok {shape.experts_per_token}, but "
             f"num_experts {shape.num_experts}: a token visits at least one of the experts and no more than there are. "
             "Correct config.json, or save the model again"
+        )
+    if heads := uneven_heads(config.fsdp_context_parallel_size, shape.num_heads, shape.num_kv_heads):
+        raise ConfigError(
+            f"fsdp_context_parallel_size is {config.fsdp_context_parallel_size}, but {config.model} has {heads}. "
+            "Choose another size"
         )
     tensor_parallel = config.inference_tensor_parallel_size
     if shape.num_heads % tensor_parallel:

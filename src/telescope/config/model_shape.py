@@ -176,6 +176,15 @@ def invalid_size(config: Mapping[str, Any]) -> str | None:
     return None
 
 
+def uneven_heads(num_ranks: int, num_heads: int, num_kv_heads: int) -> str | None:
+    """Describes the heads that ranks of context parallelism cannot share evenly. None if they can."""
+    if num_heads % num_ranks:
+        return f"{num_heads} attention heads, which it must divide"
+    if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
+        return f"{num_kv_heads} key and value heads, which it must divide or be a multiple of"
+    return None
+
+
 def unsupported_experts(config: Mapping[str, Any]) -> str | None:
     """Returns the `model_type` if the weight transfer does not support its experts, else None."""
     inner = config.get("text_config")

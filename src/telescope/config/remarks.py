@@ -104,11 +104,9 @@ def _top_p(config: TelescopeConfig, top_p: float) -> str:
     return f"{remark}; the loss does not."
 
 
-PARALLELISM = "context parallelism"
 MEGATRON = "the Megatron backend"
 
 FIELD_STATUS: dict[str, str] = {
-    "fsdp_context_parallel_size": PARALLELISM,
     **dict.fromkeys((
         "weight_broadcast_free_grad_buffers", "megatron_tensor_parallel_size", "megatron_pipeline_parallel_size",
         "megatron_context_parallel_size", "megatron_expert_parallel_size", "megatron_global_batch_size",

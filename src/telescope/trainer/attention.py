@@ -29,6 +29,7 @@ from transformers import AttentionInterface
 
 from telescope.errors import UserError
 from telescope.trainer import flash_attention_4
+from telescope.trainer.sequence_exchange import ContextGroup, heads_to_tokens, tokens_to_heads
 
 ATTENTION_NAME = "telescope_packed"
 Kernel = Literal["flash_attn_4", "flash_attn", "varlen", "padded"]
@@ -59,7 +60,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class PackedLayout:
-    """The segments of a row of T tokens, on the device, in the form of the kernel."""
+    """The segments of a whole row of T tokens, on the device, in the form of the kernel."""
 
     kernel: Kernel
     cu_seqlens: torch.Tensor
@@ -67,6 +68,8 @@ class PackedLayout:
     buckets: list[Bucket] = field(default_factory=list)
     order_T: torch.Tensor | None = None
     """For each row position, its index in the concatenated real outputs of all buckets (`padded` only)."""
+    context: ContextGroup | None = None
+    """The ranks that share the row. None: this rank has all of it."""
 
 
 def choose_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
@@ -82,13 +85,16 @@ def choose_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Ke
     return "flash_attn" if is_second else "varlen"
 
 
-def make_layout(cu_seqlens: np.ndarray, device: torch.device, kernel: Kernel) -> PackedLayout:
+def make_layout(
+    cu_seqlens: np.ndarray, device: torch.device, kernel: Kernel, context: ContextGroup | None = None
+) -> PackedLayout:
     """Plans the attention of one row from its host-side offsets (int32 [S + 1])."""
     lengths = np.diff(cu_seqlens)
     layout = PackedLayout(
         kernel=kernel,
         cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)).to(device, non_blocking=True),
         max_seqlen=int(lengths.max()),
+        context=context,
     )
     if kernel != "padded":
         return layout
@@ -141,7 +147,10 @@ def packed_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface. query [1, H, T, D]; key, value [1, K, T, D] -> output [1, T, H, D]."""
+    """transformers' attention interface. query [1, H, T, D]; key, value [1, K, T, D] -> output [1, T, H, D].
+
+    With context parallelism T are the tokens of this rank's part of the row.
+    """
     if softcap is not None or s_aux is not None:
         raise UserError(
             f"model: {type(module).__name__} uses soft-capped scores or attention sinks, which the trainer's packed "
@@ -149,6 +158,9 @@ def packed_attention(
         )
     assert dropout == 0.0, "dropout would make the trainer's logprobs differ from the engine's"
     q_THD, k_TKD, v_TKD = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
+    context = packed_layout.context
+    if context is not None:
+        q_THD, k_TKD, v_TKD = (tokens_to_heads(t, context) for t in (q_THD, k_TKD, v_TKD))
     if sliding_window is not None and sliding_window >= packed_layout.max_seqlen:
         sliding_window = None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -156,6 +168,8 @@ def packed_attention(
         out_THD = _padded(q_THD, k_TKD, v_TKD, packed_layout, scale, sliding_window)
     else:
         out_THD = _by_offsets(q_THD, k_TKD, v_TKD, packed_layout, scale, sliding_window)
+    if context is not None:
+        out_THD = heads_to_tokens(out_THD, context)
     return out_THD.unsqueeze(0), None
 
 

@@ -1,7 +1,8 @@
 """Moves the model's input of a micro-batch to the device.
 
 Owns the choice of targets, and the cut of a row for context parallelism. Does not own the tensors of the loss
-(`trainer.loss`), which are always those of the whole row.
+(`trainer.loss`), which are always those of the whole row. Invariant: targets and trained tokens are chosen before the
+cut, so that the last token of a part predicts the first of the next.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ import torch
 
 from telescope.trainer.attention import Kernel, PackedLayout, make_layout
 from telescope.trainer.batch import MicroBatch
+from telescope.trainer.sequence_exchange import ContextGroup, pad_row
 
 NUMPY_DTYPES = {torch.int64: np.int64, torch.float32: np.float32, torch.float64: np.float64}
 
 
 @dataclass(slots=True)
 class ModelInput:
-    """A row of T tokens on the device, of which N are predicted.
+    """A row of T tokens on the device, or with context parallelism this rank's part of it, which predicts N tokens.
 
-    The hidden state at row position `predicting_N[i]` predicts the token `target_N[i]`.
+    The hidden state at position `predicting_N[i]` of the T predicts the token `target_N[i]`.
     """
 
     token_ids_T: torch.Tensor
@@ -29,17 +31,29 @@ class ModelInput:
     layout: PackedLayout
     predicting_N: torch.Tensor
     target_N: torch.Tensor
+    own: slice
+    """Which of the row's trained tokens the N are."""
 
 
-def model_input(micro_batch: MicroBatch, device: torch.device, kernel: Kernel) -> ModelInput:
-    """Copies what the model reads of a micro-batch to the device, as `move` does."""
+def model_input(
+    micro_batch: MicroBatch, device: torch.device, kernel: Kernel, context: ContextGroup | None = None
+) -> ModelInput:
+    """Copies what the model reads of a micro-batch to the device, as `move` does. `context`: this rank's part of it."""
     predicted_N = np.flatnonzero(micro_batch.trained_T)
+    predicting_N, target_N = predicted_N - 1, micro_batch.token_ids_T[predicted_N]
+    token_ids_T, position_ids_T, cu_seqlens = pad_row(micro_batch, context.size if context else 1)
+    first, end = 0, len(token_ids_T)
+    if context is not None:
+        size = end // context.size
+        first, end = size * context.rank, size * (context.rank + 1)
+    own = slice(*np.searchsorted(predicting_N, (first, end)).tolist())
     return ModelInput(
-        token_ids_T=move(micro_batch.token_ids_T, torch.int64, device),
-        position_ids_T=move(micro_batch.position_ids_T, torch.int64, device),
-        layout=make_layout(micro_batch.cu_seqlens, device, kernel),
-        predicting_N=move(predicted_N - 1, torch.int64, device),
-        target_N=move(micro_batch.token_ids_T[predicted_N], torch.int64, device),
+        token_ids_T=move(token_ids_T[first:end], torch.int64, device),
+        position_ids_T=move(position_ids_T[first:end], torch.int64, device),
+        layout=make_layout(cu_seqlens, device, kernel, context),
+        predicting_N=move(predicting_N[own] - first, torch.int64, device),
+        target_N=move(target_N[own], torch.int64, device),
+        own=own,
     )
 
 

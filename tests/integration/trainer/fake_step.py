@@ -72,15 +72,15 @@ def peak(config: TelescopeConfig, vocab_size: int, micro_batches: int) -> int:
 
 
 def step(backend: Any, vocab_size: int, micro_batches: int) -> None:
-    tokens, ranks = backend.config.seq_len, backend.world_size
+    tokens = backend.config.seq_len
     trained_T = np.arange(tokens) > 0
     samples = [
         TrainSample(
             f"s{i}", 0, "countdown", np.zeros(tokens, dtype=int), trained_T, -1.0 * trained_T, trained_T - 1, 0.0, 1.0
         )
-        for i in range(micro_batches * ranks)
+        for i in range(micro_batches * backend.layout.data_size)
     ]
-    mine = pack_step(samples, step=0, version=0, seq_len=tokens, num_ranks=ranks)[0].minibatches[0]
+    mine = pack_step(samples, step=0, version=0, seq_len=tokens, num_ranks=backend.layout.data_size)[0].minibatches[0]
     assert len(mine.micro_batches) == micro_batches
     timeline = Timeline(backend.device, 0, enabled=False)
     backend.accumulate(mine, 0, timeline, StepMetrics(backend.device))

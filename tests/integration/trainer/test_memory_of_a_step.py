@@ -42,6 +42,14 @@ CASES: dict[str, tuple[dict[str, Any], int, int, dict[str, Any]]] = {
     "8B on two, three layers ahead": (MIDDLE, 2, 2048, {"fsdp_prefetch_layers": 3}),
     "0.6B on two, short": (SMALL, 2, 2048, {}),
     "0.6B on one, 16k": (SMALL, 1, 16_384, {}),
+    "8B on four that share a row of 64k": (MIDDLE, 4, 65_536, {"fsdp_context_parallel_size": 4}),
+    "0.6B on sixteen that share a row of 64k": (SMALL, 16, 65_536, {"fsdp_context_parallel_size": 16}),
+    "8B on four, two share a row, nothing recomputed": (
+        MIDDLE,
+        4,
+        32_768,
+        {"fsdp_context_parallel_size": 2, "gradient_checkpointing": False},
+    ),
 }
 
 

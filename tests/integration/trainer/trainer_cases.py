@@ -28,7 +28,8 @@ from transformers import (
 from telescope.algorithms import compute_advantages
 from telescope.config import TelescopeConfig
 from telescope.orchestrator.checkpoints import META
-from telescope.trainer.batch import TrainSample
+from telescope.trainer.batch import StepInput, TrainSample
+from telescope.trainer.packing import pack_step
 from telescope.trainer.worker import Trainer
 
 VOCAB = 61
@@ -107,6 +108,13 @@ def make_samples(lengths: list[int], *, group_size: int = 4, seed: int = 0, vers
         )
     compute_advantages(samples)
     return samples
+
+
+def packed_share(trainer: Trainer, samples: list[TrainSample], **packing: int) -> StepInput:
+    """This rank's input of a step over the samples."""
+    layout = trainer.backend.layout
+    options = {"step": 0, "version": 0, "seq_len": 40, "pad_to_multiple_of": 8, **packing}
+    return pack_step(samples, num_ranks=layout.data_size, **options)[layout.data_rank]
 
 
 def near_policy(samples: list[TrainSample], trainer: Trainer, noise: float = 0.3) -> list[TrainSample]:

@@ -122,6 +122,20 @@ def test_checkpointing_saves_activations_and_length_costs_them():
     assert longer == 2 * recomputed
 
 
+def test_ranks_that_share_a_row_have_each_a_part_of_its_activations():
+    shape = shape_of("Qwen/Qwen2.5-3B")
+    ranks = {"trainer_num_workers": 4, "seq_len": 65_536}
+    alone, shared = (
+        estimate_memory(config(**ranks, fsdp_context_parallel_size=size), shape, device_memory_bytes=20 * GIB)
+        for size in (1, 4)
+    )
+    assert shared.trainer.activations == alone.trainer.activations / 4
+    assert shared.trainer.moment < alone.trainer.moment
+    assert shared.trainer.states == alone.trainer.states
+    assert "raise fsdp_context_parallel_size" in alone.problems[0]
+    assert not any("fsdp_context_parallel_size" in problem for problem in shared.problems)
+
+
 MEASURED = [
     # shape, tokens, recomputed, model_dtype, GiB: benchmarks/results/trainer.json
     ("qwen3-0.6b", 16_384, "nothing", "float32", 28.28),

@@ -279,6 +279,25 @@ def test_tensor_parallelism_must_divide_the_heads(tmp_path):
     assert "4 attention heads" in message
 
 
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "num_ranks", "words"),
+    [
+        (4, 2, 3, "4 attention heads, which it must divide"),
+        (12, 3, 2, "3 key and value heads, which it must divide or be a multiple of"),
+        (12, 3, 6, None),
+        (4, 2, 2, None),
+    ],
+)
+def test_ranks_that_share_rows_must_share_heads_evenly(tmp_path, heads, key_heads, num_ranks, words):
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": key_heads, "head_dim": 16}
+    folder = write_model(tmp_path / "m", config=json.dumps({**MODEL_CONFIG, **sizes}))
+    changes = {"fsdp_context_parallel_size": num_ranks, "trainer_num_workers": num_ranks}
+    if words is None:
+        assert inspect_model(config(folder, **changes)).shape
+    else:
+        assert f"fsdp_context_parallel_size is {num_ranks}, but {folder} has {words}" in error_of(folder, **changes)
+
+
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 44}
 
 

@@ -139,8 +139,9 @@ class TrainerSection(Section):
     memory of a gathered layer. Raise it when gathers are not hidden behind the computation (short micro-batches,
     several nodes); 0 leaves it to torch."""
     fsdp_context_parallel_size: Workers = 1
-    """Ranks that share one sequence (FSDP). Raise it when one sequence does not fit one GPU. Must divide
-    trainer_num_workers."""
+    """Neighboring ranks that share each row of `seq_len` tokens (context parallelism, FSDP). Raise it when a row does
+    not fit one GPU: it divides activations by tokens, and attention by heads. Results do not change. Must divide
+    trainer_num_workers and the attention heads; and the key and value heads, or be a multiple of them."""
 
     @field_validator("train_backend")
     @classmethod

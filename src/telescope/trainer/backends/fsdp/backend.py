@@ -1,5 +1,8 @@
 """The FSDP2 backend: any number of ranks, each with a shard of every weight.
 
+With `fsdp_context_parallel_size` C, each C neighbors share the rows of one data-parallel rank (`sequence_exchange`).
+Weights are sharded over all ranks, and gradients summed over all of them.
+
 Owns the passes over this rank's micro-batches, the global gradient norm, the clipped update, and what is gathered when.
 The RL step is `trainer.step`.
 
@@ -20,7 +23,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from telescope.config.memory import reshards_after_forward
+from telescope.config.model_shape import uneven_heads
 from telescope.config.model_source import read_meta_files
+from telescope.errors import UserError
 from telescope.trainer.attention import choose_kernel
 from telescope.trainer.backends.fsdp.checkpoint import (
     BackgroundSaver,
@@ -38,9 +43,11 @@ from telescope.trainer.backends.fsdp.sharding import (
 )
 from telescope.trainer.batch import MicroBatch
 from telescope.trainer.hf_folder import CONFIG, with_dtype, write_model_folder
+from telescope.trainer.layout import COLLECTIVE_TIMEOUT, Layout
 from telescope.trainer.model import DTYPES, PREFIX, checkpoint_tensors, compute_dtype
 from telescope.trainer.model_input import model_input
 from telescope.trainer.packing import warm_up_row
+from telescope.trainer.sequence_exchange import ContextGroup, whole_row
 from telescope.trainer.step import RLBackend, RowLoss
 from telescope.trainer.timeline import Timeline
 from telescope.weights.plan import TensorMeta
@@ -56,7 +63,10 @@ class FSDPBackend(RLBackend):
         super().init()
         config = self.config
         self.mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("data",))
+        context = self.context
         self.policy = build_sharded_policy(config, self.mesh, self.device)
+        if context is not None:
+            self._refuse_uneven_heads(context.size)
         self.compiles = compiles_blocks(config, self.policy, self.device)
         self.parameters = list(self.policy.parameters())
         # Weight decay is for matrices; norms and biases should not be pulled to 0.
@@ -71,6 +81,28 @@ class FSDPBackend(RLBackend):
         self._keeps_gathered = not reshards_after_forward(config.fsdp_reshard_after_forward, self.device.type)
         if self.config.checkpoint_every:
             _ = self.saver  # its process starts meanwhile
+
+    def _refuse_uneven_heads(self, num_ranks: int) -> None:
+        """Raises `UserError` for a model whose sizes were not known before the start."""
+        model = self.policy.causal_lm.config
+        num_kv_heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
+        if heads := uneven_heads(num_ranks, model.num_attention_heads, num_kv_heads):
+            raise UserError(
+                f"fsdp_context_parallel_size is {num_ranks}, but {self.config.model} has {heads}. Choose another size"
+            )
+
+    @property
+    def layout(self) -> Layout:
+        return Layout.of_neighbors(self.rank, self.world_size, self.config.fsdp_context_parallel_size)
+
+    @functools.cached_property
+    def context(self) -> ContextGroup | None:
+        """The ranks that share this rank's rows; kept when the weights are loaded again. Collective at first."""
+        size = self.config.fsdp_context_parallel_size
+        if size == 1:
+            return None
+        group, _ = dist.new_subgroups(size, timeout=COLLECTIVE_TIMEOUT)
+        return ContextGroup.of(group)
 
     def warm_up(self) -> None:
         on_gpu = self.device.type == "cuda"
@@ -111,8 +143,11 @@ class FSDPBackend(RLBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes logprob and entropy, each [N], of a row's trained tokens."""
         with timeline.span("data_to_device", index):
-            row = model_input(micro_batch, self.device, self.kernel)
+            row = model_input(micro_batch, self.device, self.kernel, self.context)
         logp_N, entropy_N = self.policy(row, temperature, timeline, index)
+        if self.context is not None:
+            own_2N = torch.stack([logp_N, entropy_N])
+            logp_N, entropy_N = whole_row(own_2N, row.own, int(micro_batch.trained_T.sum()), self.context)
         return logp_N, entropy_N
 
     def _unmeasured(self) -> Timeline:
