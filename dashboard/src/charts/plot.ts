@@ -300,11 +300,14 @@ function decorate(plot: uPlot, props: ChartProps, drawn: Drawn): void {
     if (row < 0) return;
     const x = X(drawn.x[row]!);
     const y = Y(values[row]!);
-    if (line.direct) {
-      const under = i > 0 && line.area ? (drawn.data[drawn.rows[i - 1]!] as (Value | undefined)[])[row] : undefined;
-      const middle = line.area ? (y + (under == null ? top + height : Y(under))) / 2 : y;
-      labels.push({ x: x + 9 * ratio, y: middle, text: line.direct, color: line.area ? "--ink2" : line.color });
+    const under = i > 0 && line.area ? (drawn.data[drawn.rows[i - 1]!] as (Value | undefined)[])[row] : undefined;
+    const bottom = under == null ? top + height : Y(under);
+    if (line.area && row === 0) {
+      // An area of one step has no width.
+      context.fillStyle = faded(color(line.color), 0.85);
+      context.fillRect(x, y, 6 * ratio, bottom - y);
     }
+    if (line.direct) labels.push({ x: x + 9 * ratio, y: line.area ? (y + bottom) / 2 : y, text: line.direct, color: line.area ? "--ink2" : line.color });
     if (line.head === false || line.area) return;
     context.beginPath();
     context.arc(x, y, 3.4 * ratio, 0, 2 * Math.PI);

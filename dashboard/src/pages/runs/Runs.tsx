@@ -211,11 +211,14 @@ function Table({ list, ids, lost }: { list: RunList; ids: string[]; lost: boolea
                     />
                   </td>
                   {run
-                    ? columns.map((column) => (
-                        <td key={column.id} className={column.right ? "r" : undefined}>
-                          {column === NAME ? <Name run={run} href={format(link(run.id))} /> : column.show(run)}
-                        </td>
-                      ))
+                    ? columns.map((column) => {
+                        const shown = column === NAME ? <Name run={run} href={format(link(run.id))} /> : column.show(run);
+                        return (
+                          <td key={column.id} className={column.right ? "r" : undefined} title={typeof shown === "string" ? shown : undefined}>
+                            {shown}
+                          </td>
+                        );
+                      })
                     : columns.map((column) => (
                         <td key={column.id} className={column.right ? "r" : undefined}>
                           {column === NAME ? (
