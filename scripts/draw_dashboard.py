@@ -52,7 +52,7 @@ PICTURES = {
     "timeline": Picture(f"#/{RUN}/timeline?step=221", "Critical path", dark=True),
     "infra": Picture(f"#/{RUN}/infra", "Machine"),
     "evals": Picture(f"#/{RUN}/evals", "Every item"),
-    "logs": Picture(f"#/{RUN}/logs", "gradient norm"),
+    "logs": Picture(f"#/{RUN}/logs", "Avg generation throughput"),
     "compare": Picture(f"#/{RUN}/compare?with={next(iter(OTHERS))}", "learning_rate"),
 }
 
@@ -67,7 +67,7 @@ def main() -> None:
         for name in arguments.names or PICTURES:
             with page_of(PICTURES[name].dark) as page:
                 page.goto(f"{dashboard.address}{PICTURES[name].place}")
-                page.get_by_text(PICTURES[name].shows).first.wait_for()
+                page.get_by_text(PICTURES[name].shows).locator("visible=true").first.wait_for()
                 page.wait_for_timeout(1500)  # what is read after the first paint
                 path = arguments.output / f"dashboard-{name}.png"
                 save(page.screenshot(), path)
