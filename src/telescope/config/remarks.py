@@ -104,23 +104,20 @@ def _top_p(config: TelescopeConfig, top_p: float) -> str:
     return f"{remark}; the loss does not."
 
 
-MEGATRON = "the Megatron backend"
+TRANSFORMER_ENGINE = "Transformer Engine"
 
 FIELD_STATUS: dict[str, str] = {
     **dict.fromkeys((
-        "weight_broadcast_free_grad_buffers", "megatron_tensor_parallel_size", "megatron_pipeline_parallel_size",
-        "megatron_context_parallel_size", "megatron_expert_parallel_size", "megatron_global_batch_size",
-        "megatron_disable_unified_memory_jit", "megatron_optimizer_cpu_offload",
-        "megatron_optimizer_offload_fraction", "megatron_overlap_cpu_optimizer_d2h_h2d",
-        "megatron_use_precision_aware_optimizer", "megatron_main_grads_dtype", "megatron_main_params_dtype",
-        "megatron_exp_avg_dtype", "megatron_exp_avg_sq_dtype", "megatron_grad_reduce_in_fp32",
-        "megatron_gradient_checkpointing", "megatron_sequence_parallel", "megatron_use_distributed_optimizer",
-        "megatron_overlap_grad_reduce", "megatron_use_transformer_engine", "megatron_fp8",
-    ), MEGATRON),
+        "megatron_use_transformer_engine", "megatron_fp8", "megatron_use_precision_aware_optimizer",
+        "megatron_main_grads_dtype", "megatron_main_params_dtype", "megatron_exp_avg_dtype",
+        "megatron_exp_avg_sq_dtype",
+    ), TRANSFORMER_ENGINE),
 }  # fmt: skip
 """Field to the feature it waits for. Absent: the field works."""
 
-AVAILABLE_CHOICES: dict[str, tuple[Any, ...]] = {"train_backend": ("fsdp",)}
+AVAILABLE_CHOICES: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    ("megatron_use_transformer_engine", "megatron_fp8", "megatron_use_precision_aware_optimizer"), (False,)
+)
 """Fields of which only these values can be run in this version."""
 
 
@@ -139,8 +136,8 @@ def refuse_unavailable_choices(config: TelescopeConfig) -> None:
     """Raises `ConfigError` for a value that is valid but cannot be run in this version."""
     for field, available in AVAILABLE_CHOICES.items():
         value = getattr(config, field)
-        is_class_path = isinstance(value, str) and ":" in value
-        if value not in available and not is_class_path:
+        is_ignored = field.startswith("megatron_") and config.train_backend != "megatron"
+        if value not in available and not is_ignored:
             raise ConfigError(
                 f"{field} is {show(value)}, which is not available in this version. Use "
                 f"{' or '.join(map(show, available))}"

@@ -333,6 +333,22 @@ RULES: tuple[Rule, ...] = (
         lambda c: False,
     ),
     Rule(
+        ("megatron_global_batch_size", "prompts_batch_size_for_trainer"),
+        "must be null or prompts_batch_size_for_trainer, since a step trains the whole batch",
+        lambda c: (
+            _megatron(c)
+            and c.megatron_global_batch_size is not None
+            and c.megatron_global_batch_size != c.prompts_batch_size_for_trainer
+        ),
+        lambda c: "Set megatron_global_batch_size to null, or change prompts_batch_size_for_trainer",
+    ),
+    Rule(
+        ("mixed_precision_dtype", "model_dtype"),
+        "cannot be float16 with train_backend megatron, which would scale its losses",
+        lambda c: _megatron(c) and (c.mixed_precision_dtype or c.model_dtype) == "float16",
+        lambda c: "Set it to bfloat16",
+    ),
+    Rule(
         ("megatron_fp8", "megatron_use_transformer_engine"),
         "requires megatron_use_transformer_engine",
         lambda c: _megatron(c) and c.megatron_fp8 and not c.megatron_use_transformer_engine,

@@ -135,7 +135,7 @@ def convert(
     meta = read_meta(checkpoint)
     files = model_files(checkpoint, meta)
     max_shard_bytes = max_shard_bytes or MAX_SHARD_BYTES
-    weights = read_checkpoint(checkpoint, meta, is_tied=_is_tied(files[CONFIG]), read_bytes=max_shard_bytes // 2)
+    weights = read_checkpoint(checkpoint, meta, files[CONFIG], read_bytes=max_shard_bytes // 2)
     metas = [m if dtype is None else replace(m, dtype=dtype) for m in weights.metas]
     stored = {m.dtype for m in metas}
     files = with_dtype(files, dtype or max(stored, key=lambda name: sum(m.numel for m in metas if m.dtype == name)))
@@ -155,8 +155,8 @@ def convert(
         raise RunError(f"{error}. Free space, or choose another folder") from error
 
 
-def read_checkpoint(checkpoint: Path, meta: dict[str, Any], *, is_tied: bool, read_bytes: int) -> ModelWeights:
-    """Returns the weights of a checkpoint of any backend. Tied ones come once.
+def read_checkpoint(checkpoint: Path, meta: dict[str, Any], config: bytes, *, read_bytes: int) -> ModelWeights:
+    """Returns the weights of a checkpoint of any backend. Tied ones come once. `config` is the model's config.json.
 
     At most `read_bytes` of them, or the largest tensor, are in memory. Raises `UserError` for an unknown format.
     """
@@ -169,8 +169,15 @@ def read_checkpoint(checkpoint: Path, meta: dict[str, Any], *, is_tied: bool, re
     if not (checkpoint / ".metadata").is_file():
         raise UserError(
             f"{checkpoint} was written by train_backend {meta.get('train_backend')!r} in another format (it has no "
-            ".metadata of torch.distributed.checkpoint). Only checkpoints of the fsdp backend can be converted"
+            ".metadata of torch.distributed.checkpoint). Only checkpoints of the backends fsdp and megatron can be "
+            "converted"
         )
+    if meta.get("train_backend") == "megatron":
+        from telescope.trainer.backends.megatron import saved as megatron
+
+        parts, tensors = megatron.saved_weights(checkpoint, json.loads(config))
+        return ModelWeights(parts, lambda: tensors)
+    is_tied = _is_tied(config)
     saved = [m for m in saved_weights(checkpoint) if not (is_tied and m.name == f"{PREFIX}lm_head.weight")]
     metas = [
         TensorMeta(name, tuple(part.shape), m.dtype)

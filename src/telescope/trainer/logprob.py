@@ -14,6 +14,9 @@ The softmax is accumulated over parts of the vocabulary by the online recurrence
   kernel reads a block for all three sums, and one converts it to its gradient.
 `logprob_kernels` has the kernels. In both ways the gradients of hidden states and weight are products with the gradient
 of a block.
+
+With tensor parallelism each rank has a part of the vocabulary (`VocabularyPart`): the ranks exchange the three sums and
+the target's logit, four numbers a token, and go on alone.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 VOCABULARY_BLOCKS = {"cuda": 8}
@@ -103,6 +107,19 @@ class _Softmax:
         self.moment_C += p_CB.mul_(z_CB).sum(dim=1)
         self.top_C = top_C
 
+    def write(self, rows: slice, part: _Softmax) -> None:
+        """Sets the tokens of `rows`."""
+        self.top_C[rows], self.total_C[rows] = part.top_C, part.total_C
+        self.moment_C[rows], self.target_logit_C[rows] = part.moment_C, part.target_logit_C
+
+    def merged_over(self, group: dist.ProcessGroup) -> _Softmax:
+        """Combines the parts of the vocabulary of all ranks. Collective."""
+        own_4C = torch.stack([self.top_C, self.total_C, self.moment_C, self.target_logit_C])
+        parts = [torch.empty_like(own_4C) for _ in range(group.size())]
+        dist.all_gather(parts, own_4C, group=group)
+        all_4SC = torch.stack(parts, dim=1)
+        return _Softmax.merged(all_4SC[:3], all_4SC[3].sum(dim=0))  # 0 where a rank does not have the target
+
     @classmethod
     def merged(cls, sums_3SC: torch.Tensor, target_logit_C: torch.Tensor) -> _Softmax:
         """Combines top, total and moment of S parts of the vocabulary by the same recurrence."""
@@ -175,9 +192,10 @@ class _LogprobEntropy(torch.autograd.Function):
         targets_N: torch.Tensor,
         temperature: float,
         chunk_size: int,
+        group: dist.ProcessGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dtype, device, num_tokens = _accumulation_dtype(hidden_ND.dtype), hidden_ND.device, hidden_ND.shape[0]
-        logprob_N, entropy_N, log_total_N = (torch.empty(num_tokens, dtype=dtype, device=device) for _ in range(3))
+        sums = _Softmax.empty(num_tokens, dtype, device)
         all_rows, blocks = _cut(num_tokens, weight_VD.shape[0], chunk_size, device)
         tiled = _is_tiled(hidden_ND, weight_VD)
         if tiled:
@@ -191,7 +209,10 @@ class _LogprobEntropy(torch.autograd.Function):
                 for columns in blocks:
                     logits_CB = _logits(hidden_CD, weight_VD, bias_V, columns, dtype)
                     softmax.add(logits_CB, target_C - columns.start, temperature)
-            logprob_N[rows], entropy_N[rows], log_total_N[rows] = softmax.result()
+            sums.write(rows, softmax)
+        if group is not None:
+            sums = sums.merged_over(group)
+        logprob_N, entropy_N, log_total_N = sums.result()
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, log_total_N, entropy_N)
         ctx.temperature = temperature
         ctx.chunk_size = chunk_size
@@ -235,7 +256,7 @@ class _LogprobEntropy(torch.autograd.Function):
                 grad_weight_BD.copy_(sum_BD)
             del sum_BD
         grad_bias = None if grad_bias_V is None else grad_bias_V.to(weight_VD.dtype)
-        return grad_hidden_ND.to(hidden_ND.dtype), grad_weight_VD, grad_bias, None, None, None
+        return grad_hidden_ND.to(hidden_ND.dtype), grad_weight_VD, grad_bias, None, None, None, None
 
 
 def _logits(
@@ -275,6 +296,8 @@ def _rows_of_sums(num_tokens: int, vocab_size: int) -> list[slice]:
 
 def _cut(num_tokens: int, vocab_size: int, chunk_size: int, device: torch.device) -> tuple[list[slice], list[slice]]:
     """Returns rows and columns of blocks with about chunk_size x vocab_size numbers."""
+    if not vocab_size:  # a rank whose part of the vocabulary is padding
+        return [], []
     num_blocks = max(1, min(VOCABULARY_BLOCKS.get(device.type, 1), -(-num_tokens // chunk_size)))
     per_block = vocab_size
     if num_blocks > 1:
@@ -282,6 +305,36 @@ def _cut(num_tokens: int, vocab_size: int, chunk_size: int, device: torch.device
     columns = [slice(first, min(first + per_block, vocab_size)) for first in range(0, vocab_size, per_block)]
     step = chunk_size * num_blocks
     return [slice(first, min(first + step, num_tokens)) for first in range(0, num_tokens, step)], columns
+
+
+@dataclass(slots=True, frozen=True)
+class VocabularyPart:
+    """This rank's part of the vocabulary: the ids from `first` on, as many as the rank's weight has rows.
+
+    Rows for ids from `vocab_size` on are padding, and no part of the softmax.
+    """
+
+    group: dist.ProcessGroup
+    first: int
+    vocab_size: int
+
+    def logprob_entropy(
+        self,
+        hidden_ND: torch.Tensor,
+        weight_PD: torch.Tensor,
+        targets_N: torch.Tensor,
+        temperature: float,
+        chunk_size: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes what `LogprobHead` computes, equal on all ranks of the group. Collective in the forward pass.
+
+        `hidden_ND` is equal on all ranks. Its gradient is this rank's share, which the caller has to sum.
+        """
+        num_real = min(max(self.vocab_size - self.first, 0), weight_PD.shape[0])
+        logprob_N, entropy_N = _LogprobEntropy.apply(
+            hidden_ND, weight_PD[:num_real], None, targets_N - self.first, temperature, chunk_size, self.group
+        )
+        return logprob_N, entropy_N
 
 
 class LogprobHead(nn.Module):
@@ -302,6 +355,6 @@ class LogprobHead(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes logprob [N] and entropy [N] of softmax(logits / temperature), in nats, float32 or wider."""
         logprob_N, entropy_N = _LogprobEntropy.apply(
-            hidden_ND, self.weight, self.bias, targets_N, temperature, self.chunk_size
+            hidden_ND, self.weight, self.bias, targets_N, temperature, self.chunk_size, None
         )
         return logprob_N, entropy_N

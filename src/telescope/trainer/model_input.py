@@ -36,12 +36,19 @@ class ModelInput:
 
 
 def model_input(
-    micro_batch: MicroBatch, device: torch.device, kernel: Kernel, context: ContextGroup | None = None
+    micro_batch: MicroBatch,
+    device: torch.device,
+    kernel: Kernel,
+    context: ContextGroup | None = None,
+    multiple: int = 1,
 ) -> ModelInput:
-    """Copies what the model reads of a micro-batch to the device, as `move` does. `context`: this rank's part of it."""
+    """Copies what the model reads of a micro-batch to the device, as `move` does.
+
+    `context`: this rank's part of it. The tokens of a part are padded to a `multiple`.
+    """
     predicted_N = np.flatnonzero(micro_batch.trained_T)
     predicting_N, target_N = predicted_N - 1, micro_batch.token_ids_T[predicted_N]
-    token_ids_T, position_ids_T, cu_seqlens = pad_row(micro_batch, context.size if context else 1)
+    token_ids_T, position_ids_T, cu_seqlens = pad_row(micro_batch, multiple * (context.size if context else 1))
     first, end = 0, len(token_ids_T)
     if context is not None:
         size = end // context.size

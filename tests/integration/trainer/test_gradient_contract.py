@@ -39,7 +39,8 @@ def accumulated(trainer: Trainer, samples: list[TrainSample], **packing: int) ->
 
 def reference_gradient(model: str, samples: list[TrainSample], temperature: float) -> dict[str, torch.Tensor]:
     """The contract written out over unpacked samples, with transformers' own attention and log-softmax."""
-    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="sdpa").eval()
+    options = {"attn_implementation": "sdpa", "experts_implementation": "eager"}  # torch groups experts in float32 only
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, **options).eval()
     total = torch.zeros((), dtype=torch.float64)
     num_tokens = sum(sample.num_trained for sample in samples)
     for sample in samples:

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -57,6 +59,8 @@ def build_model(directory: Path, *, family: str = "qwen2", tied: bool = True, se
     shape |= changes
     if family == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**shape))
+    elif family == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**shape))
     elif family == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**(shape | {"head_dim": 4} | changes)))
     elif family == "qwen3_moe":

@@ -114,8 +114,9 @@ class TrainerSection(Section):
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Minimum LR as a fraction of learning_rate for linear/cosine decay. Range: [0, 1]."""
     train_backend: str = "fsdp"
-    """Training backend: "fsdp", "megatron" (not in this version), or the path of your own subclass,
-    "package.module:Class". FSDP suits models up to about 14B parameters."""
+    """Training backend: "fsdp", "megatron" (`make setup MEGATRON=1`), or the path of your own subclass,
+    "package.module:Class". FSDP suits models up to about 14B parameters; Megatron divides larger ones, and long rows,
+    by layers, heads, experts and tokens."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass (FSDP); what attention returned is kept. Off: faster, and a multiple
     of the activation memory."""
@@ -167,9 +168,10 @@ class MegatronSection(Section):
     megatron_expert_parallel_size: Workers = 1
     """Expert parallelism degree (MoE models)."""
     megatron_global_batch_size: Count | None = None
-    """Global batch size. Defaults to prompts_batch_size_for_trainer."""
+    """Global batch size, in groups of samples. null, or prompts_batch_size_for_trainer: it always trains the whole
+    batch."""
     megatron_disable_unified_memory_jit: bool = True
-    """Disable unified memory JIT."""
+    """Do not compile the allocator of unified memory, which only Megatron's own inference uses."""
     megatron_optimizer_cpu_offload: bool = False
     """Offload optimizer states to CPU. Frees GPU memory for larger models or batches, at the cost of step time."""
     megatron_optimizer_offload_fraction: Annotated[float, Field(ge=0, le=1)] = 1.0

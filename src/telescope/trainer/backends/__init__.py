@@ -136,6 +136,10 @@ def find_backend(name: str) -> type[TrainingBackend]:
         from telescope.trainer.backends.fsdp.backend import FSDPBackend
 
         return FSDPBackend
+    if name == "megatron":
+        from telescope.trainer.backends.megatron import load_backend
+
+        return load_backend()
     module_name, colon, class_name = name.partition(":")
     if not colon:
         raise ConfigError(f"train_backend: {name!r} is unknown: use 'fsdp' or 'package.module:Class'")

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 NO_SHARED_MEMORY = ("shared memory", "unable to resize file", "unable to mmap", "No space left")
 """Parts of the messages of torch when /dev/shm is full."""
@@ -64,6 +66,35 @@ def shard_sizes(directory: Path) -> dict[str, int]:
         except AttributeError as error:
             raise RuntimeError(_missing("relative_path, offset and length in the index of checkpoints")) from error
     return sizes
+
+
+def read_part(directory: Path, index: Metadata, name: str, first: tuple[int, ...]) -> torch.Tensor:
+    """Reads a part of the tensor `name` from a checkpoint, without a process group.
+
+    `first` chooses one place in each of the first dimensions, which the part does not have.
+    """
+    entry = index.state_dict_metadata[name]
+    assert isinstance(entry, TensorStorageMetadata)
+    offsets = torch.Size([*first, *[0] * (len(entry.size) - len(first))])
+    sizes = torch.Size([*[1] * len(first), *entry.size[len(first) :]])
+    part = torch.empty(sizes, dtype=entry.properties.dtype)
+    items = create_read_items_for_chunk_list(name, entry, [ChunkStorageMetadata(offsets, sizes)])
+    planner = _OnePart(part)
+    reader = dcp.FileSystemReader(directory)
+    reader.set_up_storage_reader(index, is_coordinator=True)
+    reader.read_data(LoadPlan(items), planner).wait()
+    return part.reshape(entry.size[len(first) :])
+
+
+class _OnePart(DefaultLoadPlanner):
+    """Reads all items into one tensor."""
+
+    def __init__(self, part: torch.Tensor) -> None:
+        super().__init__()
+        self.part = part
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self.part
 
 
 def _missing(what: str) -> str:

@@ -1,0 +1,103 @@
+"""How `train_backend: megatron` divides a model: what is possible, and the memory of one rank.
+
+Imports neither torch nor megatron-core, so that a configuration is checked before anything starts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from telescope.config.memory import CUDA_CONTEXT_BYTES, SUM_BYTES, TrainerMemory, logprob_bytes
+from telescope.config.model_shape import DTYPE_BYTES, ModelShape, uneven_heads
+from telescope.errors import ConfigError
+
+if TYPE_CHECKING:
+    from telescope.config.schema import TelescopeConfig
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""The families with a table in `trainer.backends.megatron.families`."""
+
+MASTER_BYTES = 4
+"""Beside weights in half precision the optimizer keeps them, and both moments, in float32."""
+
+
+def check_model_type(config: TelescopeConfig, model_type: str) -> None:
+    """Raises `ConfigError` for a model that the backend cannot train."""
+    if config.train_backend == "megatron" and model_type not in MODEL_TYPES:
+        raise ConfigError(
+            f"model is {config.model!r} of type {model_type}, but train_backend megatron trains "
+            f"{', '.join(MODEL_TYPES)}. Choose one of these, or train_backend fsdp"
+        )
+
+
+def check_division(config: TelescopeConfig, shape: ModelShape) -> None:
+    """Raises `ConfigError` when layers, heads or experts cannot be divided as configured."""
+    if config.train_backend != "megatron":
+        return
+    tensor, context = config.megatron_tensor_parallel_size, config.megatron_context_parallel_size
+    divided = [
+        ("megatron_tensor_parallel_size", "attention heads", shape.num_heads),
+        ("megatron_tensor_parallel_size", "key and value heads", shape.num_kv_heads),
+        ("megatron_pipeline_parallel_size", "layers", shape.num_layers),
+    ]
+    if shape.num_dense_layers():
+        divided.append(("megatron_tensor_parallel_size", "rows in an MLP", shape.intermediate_size))
+    if shape.num_experts:
+        divided.append(("megatron_expert_parallel_size", "experts", shape.num_experts))
+    for field, what, number in divided:
+        if number % (size := getattr(config, field)):
+            raise ConfigError(f"{field} is {size}, but {config.model} has {number} {what}, which it must divide")
+    if heads := uneven_heads(context, shape.num_heads // tensor, shape.num_kv_heads // tensor):
+        raise ConfigError(
+            f"megatron_context_parallel_size is {context}, but with megatron_tensor_parallel_size {tensor} a rank of "
+            f"{config.model} has {heads}. Choose another size"
+        )
+    if config.megatron_expert_parallel_size > 1 and not shape.num_experts:
+        raise ConfigError(
+            f"megatron_expert_parallel_size is {config.megatron_expert_parallel_size}, but {config.model} has no "
+            "experts. Set it to 1"
+        )
+    if shape.num_experts and tensor > 1 and not config.megatron_sequence_parallel:
+        raise ConfigError(
+            f"megatron_sequence_parallel is false, but {config.model} has experts, which need it with "
+            "megatron_tensor_parallel_size above 1. Set it to true"
+        )
+
+
+def megatron_memory(config: TelescopeConfig, shape: ModelShape, device: str) -> TrainerMemory:
+    """Estimates the memory of one rank: of a last stage, which has the output layer."""
+    tensor, stages = config.megatron_tensor_parallel_size, config.megatron_pipeline_parallel_size
+    context, experts = config.megatron_context_parallel_size, config.megatron_expert_parallel_size
+    computed = DTYPE_BYTES[config.mixed_precision_dtype or config.model_dtype]
+    copies = config.trainer_num_workers // (tensor * stages)  # data and context parallelism divide the optimizer
+    matrices = 3 * shape.num_experts * shape.hidden_size * shape.expert_intermediate_size * shape.num_sparse_layers()
+    table = shape.vocab_size * shape.hidden_size
+    tables = table if stages > 1 or shape.tied_embeddings else 2 * table
+    dense = (shape.num_parameters - shape.embedding_parameters - matrices) // stages
+    parameters = (dense + tables) // tensor + matrices // (stages * experts)
+    moments = 2 * SUM_BYTES + (MASTER_BYTES if computed < SUM_BYTES else 0)
+    shards = copies if config.megatron_use_distributed_optimizer else 1
+    on_host = config.megatron_optimizer_offload_fraction if config.megatron_optimizer_cpu_offload else 0.0
+    gradient = SUM_BYTES if config.megatron_grad_reduce_in_fp32 else computed
+
+    tokens = -(-config.seq_len // context)
+    # Between the products of a layer, sequence parallelism divides the tokens, and tensor parallelism the arrays.
+    apart = tensor if config.megatron_sequence_parallel else 1
+    elements = max(shape.activation_elements_per_token(width, compiled=False) for width in shape.mlp_widths)
+    block = tokens * computed * elements // tensor
+    layers = shape.num_layers // stages
+    in_flight = stages  # micro-batches of which the first stage keeps activations
+    boundary = tokens * shape.hidden_size * computed // apart
+    kept = layers * in_flight * (boundary if config.megatron_gradient_checkpointing else block)
+    return TrainerMemory(
+        parameters=parameters * computed,
+        gradients=parameters * gradient,
+        optimizer=int(parameters * moments // shards * (1 - on_host)),
+        unsharded=0,
+        activations=kept,
+        recomputes_attention=config.megatron_gradient_checkpointing,
+        layer=2 * block,
+        logprobs=logprob_bytes(config, shape, device, computed, tokens) // tensor,
+        tables=0,
+        overhead=CUDA_CONTEXT_BYTES if device == "cuda" else 0,
+    )

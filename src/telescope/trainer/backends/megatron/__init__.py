@@ -1,0 +1,35 @@
+"""The Megatron backend: tensor, pipeline, context and expert parallelism by megatron-core."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+
+from telescope.errors import ConfigError
+
+if TYPE_CHECKING:
+    from telescope.trainer.backends import TrainingBackend
+
+INSTALL = "make setup MEGATRON=1"
+
+
+def load_backend() -> type[TrainingBackend]:
+    """Returns the backend's class. Raises `ConfigError` without megatron-core.
+
+    Only for the process of a trainer rank: without a GPU it changes `torch.cuda`, before megatron-core is imported.
+    """
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+        raise ConfigError(f"train_backend: 'megatron' needs megatron-core: install it with `{INSTALL}`")
+    # It warns of what this backend has decided (no Transformer Engine, no apex) and of its own old names in torch.
+    warnings.filterwarnings("ignore", module=r"megatron\.core")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    if not torch.cuda.is_available():
+        from telescope.trainer.backends.megatron.cpu import place_on_cpu
+
+        place_on_cpu()
+    from telescope.trainer.backends.megatron.backend import MegatronBackend
+
+    return MegatronBackend

@@ -1,0 +1,243 @@
+"""The Megatron backend: a model divided by layers, heads, experts and tokens, for the RL step.
+
+Owns the passes over this rank's stage by Megatron's schedules, and the update. The model is in `model`, its weights in
+`conversion`, the groups of ranks in `parallel`.
+
+Invariants: the gradient of a parameter is a sum over tokens, as in the FSDP backend, and is divided once in
+`optimizer_step`. Only the last stage calls the loss. Megatron's data-parallel buffers hold gradients between
+`forward_backward` and `optimizer_step` and are zero otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from telescope.config.model_source import read_meta_files
+from telescope.errors import ConfigError
+from telescope.trainer.attention import choose_kernel
+from telescope.trainer.backends.megatron import checkpoint, conversion
+from telescope.trainer.backends.megatron.families import Place, heads_of, places_of, refuse_other_names
+from telescope.trainer.backends.megatron.model import LastStage, Row, build_stage, transformer_config
+from telescope.trainer.backends.megatron.optimizer import build_optimizer, wrap
+from telescope.trainer.backends.megatron.parallel import initialize, leave
+from telescope.trainer.batch import MicroBatch
+from telescope.trainer.hf_folder import CONFIG, with_dtype, write_model_folder
+from telescope.trainer.layout import Layout
+from telescope.trainer.model import checkpoint_tensors, compute_dtype, load_causal_lm
+from telescope.trainer.model_input import model_input
+from telescope.trainer.sequence_exchange import whole_row
+from telescope.trainer.step import RLBackend, RowLoss
+from telescope.trainer.timeline import Timeline
+from telescope.weights.plan import TensorMeta
+
+SPANS = {"forward-compute": "forward", "backward-compute": "backward", "all-grads-sync": "gradient_reduction"}
+"""Megatron's timers, and the spans of the timeline that they become."""
+
+
+class MegatronBackend(RLBackend):
+    """One rank of a Megatron trainer, on CPU (gloo) or GPU (NCCL)."""
+
+    def init(self) -> None:
+        super().init()
+        config = self.config
+        if self.device.type == "cpu" and torch.cuda.is_available():
+            raise ConfigError("device: train_backend megatron uses the GPU where there is one: set device to 'auto'")
+        self.parallel = initialize(config)
+        self.dtype = compute_dtype(config)
+        skeleton = load_causal_lm(
+            config.model, self.dtype, with_weights=False, trust_remote_code=config.trust_remote_code
+        )
+        self.hf_config = hf_config = skeleton.config
+        self.heads = heads_of(hf_config)
+        self.shapes = {
+            part: tensor.shape
+            for name, parameter in skeleton.named_parameters()
+            for part, tensor in checkpoint_tensors(name, parameter)
+        }
+        self.places: list[Place] = places_of(hf_config)
+        refuse_other_names(self.places, self.shapes)
+        num_experts = getattr(hf_config, "num_experts", None) or 0
+        self.stages = conversion.Stages(
+            hf_config.num_hidden_layers, num_experts, self.parallel.pp.size(), self.parallel.ep.size()
+        )
+        self.megatron = transformer_config(hf_config, config, self.parallel, self.dtype)
+        rotary = type(skeleton.model.rotary_emb)(hf_config)
+        if rotary.attention_scaling != 1.0:
+            raise ConfigError("model: its rope_scaling scales attention, which train_backend megatron lacks: use fsdp")
+        self.stage = build_stage(hf_config, self.megatron, self.parallel, rotary.inv_freq).to(self.device)
+        folder = conversion.model_folder(config.model)
+        conversion.load(self.stage, folder, self.places, self.stages, self.parallel, self.heads)
+        self.ddp = wrap(self.stage, config)
+        self.optimizer = build_optimizer(self.ddp, config)
+        self.megatron.finalize_model_grads_func = _sum_gradients
+        if config.megatron_overlap_grad_reduce:
+            self.megatron.no_sync_func = self.ddp.no_sync
+        self.last_stage = LastStage(self.parallel, hf_config.vocab_size, config.entropy_chunk_size)
+        self.kernel = choose_kernel(self.device, self.dtype, self.heads.size)
+        self.ddp.zero_grad_buffer()
+
+    @property
+    def layout(self) -> Layout:
+        return self.parallel.layout()
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(shape) for name, shape in self.shapes.items() if not self._is_second_table(name))
+
+    def _is_second_table(self, name: str) -> bool:
+        return name == "lm_head.weight" and self.hf_config.tie_word_embeddings
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: RowLoss, timeline: Timeline) -> None:
+        def finish(index: int, row: MicroBatch, own: slice, out_2N: torch.Tensor) -> Any:
+            logp_N, entropy_N = self._whole(out_2N, own, int(row.trained_T.sum()))
+            return loss(index, logp_N, entropy_N), torch.zeros((), dtype=torch.int), {}
+
+        self.megatron.timers = _Timers(timeline)
+        self._run(micro_batches, self.config.temperature, finish, timeline, forward_only=False)
+        self.megatron.timers = None
+
+    @torch.no_grad()
+    def forward_logprobs(
+        self, micro_batches: Sequence[MicroBatch], temperature: float | None = None
+    ) -> list[torch.Tensor]:
+        def finish(index: int, row: MicroBatch, own: slice, out_2N: torch.Tensor, **_: Any) -> torch.Tensor:
+            return self._whole(out_2N, own, int(row.trained_T.sum()))[0]
+
+        temperature = self.config.temperature if temperature is None else temperature
+        timeline = Timeline(self.device, self.rank, enabled=False)
+        results = self._run(micro_batches, temperature, finish, timeline, forward_only=True)
+        sizes = [int(row.trained_T.sum()) for row in micro_batches]
+        whole = torch.cat(results) if results else torch.empty(sum(sizes), dtype=self.loss_dtype, device=self.device)
+        if self.parallel.pp.size() > 1:
+            last = dist.get_global_rank(self.parallel.pp, self.parallel.pp.size() - 1)
+            dist.broadcast(whole, last, group=self.parallel.pp)
+        return list(whole.split(sizes))
+
+    def _run(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        temperature: float,
+        finish: Callable[..., Any],
+        timeline: Timeline,
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        """Runs Megatron's schedule. Returns what `finish` returned, on the last stage of a forward-only pass."""
+
+        def forward(rows: Iterator[tuple[int, MicroBatch]], model: Any, *_: Any) -> tuple[Any, Callable[..., Any]]:
+            index, micro_batch = next(rows)
+            with timeline.span("data_to_device", index):
+                # Sequence parallelism divides the tokens of a part once more.
+                data = model_input(
+                    micro_batch, self.device, self.kernel, self.parallel.context, multiple=self.parallel.tp.size()
+                )
+            row = Row(data, temperature)
+            out = model(
+                data.token_ids_T[None], data.position_ids_T[None], None,
+                packed_seq_params=row, output_processor=self.last_stage, output_processor_context=row,
+            )  # fmt: skip
+            return out, partial(finish, index, micro_batch, data.own)
+
+        results: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(enumerate(micro_batches)),
+            model=[self.ddp],
+            num_microbatches=len(micro_batches),
+            seq_length=self.config.seq_len,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+        return results
+
+    def _whole(self, out_2N: torch.Tensor, own: slice, num_tokens: int) -> torch.Tensor:
+        """Returns logprob and entropy of the whole row, [2, N], on every rank that shares it."""
+        context = self.parallel.context
+        return out_2N if context is None else whole_row(out_2N, own, num_tokens, context)
+
+    @torch.no_grad()
+    def optimizer_step(self, rate: float, divisor: float, timeline: Timeline) -> float:
+        with timeline.span("gradient_norm"):
+            self.ddp.scale_gradients(1.0 / divisor)
+            self.optimizer.prepare_grads()
+            norm = float(self.optimizer.get_grad_norm())
+        with timeline.span("optimizer"):
+            if math.isfinite(norm):
+                for group in self.optimizer.param_groups:
+                    group["lr"] = rate
+                self.optimizer.step()
+            self.ddp.zero_grad_buffer()
+            self.optimizer.zero_grad()
+        return norm
+
+    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from conversion.export(
+            dict(self.stage.named_parameters()), self.places, self.stages, self.parallel, self.heads, self.shapes,
+            dtype or self.dtype,
+        )  # fmt: skip
+
+    def weight_metadata(self) -> list[TensorMeta]:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return [TensorMeta(name, tuple(self.shapes[name]), dtype) for place in self.places for name in place.names]
+
+    def save_checkpoint(self, step: int, directory: Path) -> None:
+        checkpoint.save(self.stage, self.optimizer if self.config.checkpoint_save_training_state else None, directory)
+
+    def load_checkpoint(self, step: int, directory: Path) -> None:
+        checkpoint.load(self.stage, self.optimizer, directory)
+
+    def close(self) -> None:
+        leave()
+
+    def save_hf(self, directory: Path) -> None:
+        if self.rank == 0:
+            files = with_dtype(read_meta_files(self.config.model), str(self.dtype).removeprefix("torch."))
+            assert CONFIG in files
+            write_model_folder(directory, self.weight_metadata(), self.named_weights(), files)
+        else:
+            for _ in self.named_weights():
+                pass
+
+
+def _sum_gradients(models: list[Any], num_tokens: Any = None, **options: Any) -> None:
+    """Sums gradients over ranks without Megatron's division by a count of tokens: the step has its own counts."""
+    finalize_model_grads(models, None, **options)
+
+
+class _Timers:
+    """What Megatron's schedules call `config.timers`: spans of the timeline, numbered by micro-batch."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+        self.counts: dict[str, int] = {}
+        self.open: dict[str, AbstractContextManager[None]] = {}
+
+    def __call__(self, name: str, log_level: int | None = None) -> _Timer:
+        return _Timer(self, name)
+
+
+class _Timer:
+    def __init__(self, timers: _Timers, name: str) -> None:
+        self.timers = timers
+        self.name = name
+
+    def start(self, barrier: bool = False) -> None:
+        if span := SPANS.get(self.name):
+            timers = self.timers
+            index = timers.counts[span] = timers.counts.get(span, -1) + 1
+            timers.open[span] = timers.timeline.span(span, index)
+            timers.open[span].__enter__()
+
+    def stop(self, barrier: bool = False) -> None:
+        if span := SPANS.get(self.name):
+            self.timers.open.pop(span).__exit__(None, None, None)

@@ -1,0 +1,93 @@
+"""Checkpoints of the Megatron backend, in the format of megatron-core's `dist_checkpointing`.
+
+Weights and moments are saved as whole tensors under Megatron's names, so that a checkpoint loads with other sizes of
+tensor, pipeline, expert and data parallelism. `telescope convert` reads the weights without Megatron.
+
+Without Transformer Engine and apex the optimizer is torch's AdamW, which keeps a `step` tensor for each parameter.
+megatron-core 0.19 does not expect that in three places, one of which makes a resumed run differ without an error:
+`_give_steps` and `_with_step` correct them. A test compares a resumed run with a straight one, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+MODEL, OPTIMIZER = "model", "optimizer"
+
+
+def _metadata() -> dict[str, Any]:
+    """Returns how to save, as a new dict: Megatron adds its process groups to it."""
+    return {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+def save(stage: GPTModel, optimizer: MegatronOptimizer | None, directory: Path) -> None:
+    """Writes the weights and, with an optimizer, its state. Collective."""
+    state: dict[str, Any] = {MODEL: stage.sharded_state_dict(metadata=_metadata())}
+    if optimizer is not None:
+        state[OPTIMIZER] = optimizer.sharded_state_dict(state[MODEL], metadata=_metadata())
+    dist_checkpointing.save(state, str(directory), validate_access_integrity=False)
+
+
+def load(stage: GPTModel, optimizer: MegatronOptimizer, directory: Path) -> None:
+    """Loads a checkpoint, saved by any division of the model. Collective.
+
+    The optimizer's settings stay those of the config. Its state too, if the checkpoint has none.
+    """
+    state: dict[str, Any] = {MODEL: stage.sharded_state_dict(metadata=_metadata())}
+    saved = dist_checkpointing.load_tensors_metadata(str(directory))
+    has_optimizer = any(f"{OPTIMIZER}." in name for name in saved)  # of dense parameters, and of experts
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    if has_optimizer:
+        _give_steps(optimizer)
+        state[OPTIMIZER] = optimizer.sharded_state_dict(state[MODEL], is_loading=True, metadata=_metadata())
+    loaded = dist_checkpointing.load(state, str(directory))
+    stage.load_state_dict(loaded[MODEL], strict=False)  # without `_extra_state` of Transformer Engine
+    if not has_optimizer:
+        optimizer.reload_model_params()
+        return
+    with _with_step():
+        optimizer.load_state_dict(loaded[OPTIMIZER])
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
+    for inner in _inner(optimizer):
+        for values in inner.optimizer.state.values():
+            if torch.is_tensor(values.get("step")):
+                # All parameters share one tensor here, which each of them would count up.
+                values["step"] = values["step"].clone()
+
+
+def _inner(optimizer: MegatronOptimizer) -> Iterator[Any]:
+    """Yields the optimizers of dense parameters and of experts."""
+    yield from getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _give_steps(optimizer: MegatronOptimizer) -> None:
+    """Makes the state of a new optimizer complete, which Megatron makes without AdamW's `step`."""
+    for inner in _inner(optimizer):
+        if inner.init_state_fn is not None:
+            inner.init_state_fn(inner.optimizer, inner.config)
+        for values in inner.optimizer.state.values():
+            values.setdefault("step", torch.tensor(0.0))
+
+
+class _with_step:  # noqa: N801  # a context manager
+    """Lets the distributed optimizer load tensors that have no `step` among them, as its own checkpoints do."""
+
+    def __enter__(self) -> None:
+        self.original = original = DistributedOptimizer._set_main_param_and_optimizer_states
+
+        def with_step(optimizer: DistributedOptimizer, parameter: Any, tensors: dict[str, Any]) -> None:
+            original(optimizer, parameter, {"step": None, **tensors})
+
+        DistributedOptimizer._set_main_param_and_optimizer_states = with_step
+
+    def __exit__(self, *_: Any) -> None:
+        DistributedOptimizer._set_main_param_and_optimizer_states = self.original

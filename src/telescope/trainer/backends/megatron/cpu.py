@@ -1,0 +1,114 @@
+"""Lets megatron-core run on the CPU, for tests and small models without a GPU.
+
+megatron-core asks CUDA for a device, for streams and for random states by name. `place_on_cpu` answers with the CPU. It
+changes where tensors are and makes streams and events do nothing; every product, schedule and collective is Megatron's.
+It changes `torch.cuda` for the whole process, so it must only be called in the process of a trainer rank without a GPU.
+
+The tests of the Megatron backend fail when a version of megatron-core asks for something else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+def _is_cuda(place: object) -> bool:
+    return (isinstance(place, str) and place.startswith("cuda")) or (
+        isinstance(place, torch.device) and place.type == "cuda"
+    )
+
+
+class _OnCPU(TorchFunctionMode):
+    """Replaces CUDA by the CPU in the arguments of torch functions."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "cuda" and args and isinstance(args[0], torch.Tensor):
+            return args[0]
+        if name == "type" and len(args) == 1 and not kwargs:
+            # The optimizers take parameters of the types torch.cuda.FloatTensor and so on, compared by name.
+            return "torch.cuda." + func(*args).removeprefix("torch.")
+        if _is_cuda(kwargs.get("device")):
+            kwargs = kwargs | {"device": CPU}
+        if name == "to" and any(map(_is_cuda, args[1:])):
+            args = tuple(CPU if _is_cuda(value) else value for value in args)
+        return func(*args, **kwargs)
+
+
+class _Event:
+    """An event of a device that has finished everything."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record(self, *_: Any) -> None: ...
+
+    def wait(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class _Stream:
+    """A stream of a device that finishes each call before it returns."""
+
+    cuda_stream = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_stream(self, *_: Any) -> None: ...
+
+    def wait_event(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, *_: Any) -> _Event:
+        return _Event()
+
+
+@functools.cache
+def place_on_cpu() -> None:
+    """Replaces CUDA by the CPU in this process. Call it before the first import of `megatron.core`. Idempotent."""
+    stream = _Stream()
+    # A function for each name: torch.compile refuses one function that has two names.
+    replaced: dict[str, Any] = {
+        "current_device": lambda: CPU,
+        "synchronize": lambda *_, **__: None,
+        "empty_cache": lambda *_, **__: None,
+        "current_stream": lambda *_, **__: stream,
+        "default_stream": lambda *_, **__: stream,
+        "stream": lambda *_, **__: contextlib.nullcontext(),
+        "Stream": _Stream,
+        "Event": _Event,
+        # Nothing in the model draws random numbers: there is no dropout, and the weights are loaded.
+        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
+        "manual_seed": lambda *_, **__: None,
+        "_lazy_call": lambda *_, **__: None,
+        "memory_allocated": lambda *_, **__: 0,
+        "max_memory_allocated": lambda *_, **__: 0,
+    }
+    for name, value in replaced.items():
+        setattr(torch.cuda, name, value)
+    torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
+    _OnCPU().__enter__()
+    # The sizes of the exchange between experts become numbers only if they are on a GPU.
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    token_dispatcher.maybe_move_tensor_to_cpu = moe_utils.maybe_move_tensor_to_cpu = _as_host_numbers
+
+
+def _as_host_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

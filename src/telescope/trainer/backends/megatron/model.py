@@ -1,0 +1,246 @@
+"""The policy as a megatron-core model: its configuration, its layers for packed rows, and its output.
+
+Megatron's own attention knows neither packed rows nor context parallelism without Transformer Engine. Three small
+modules take its place in the layer specification: `PackedAttention` (that of `trainer.attention`), `RowRotary` (angles by position in the sample) and `RMSNorm` (marked for
+sequence parallelism).
+
+Invariants: a `Row` travels through the model as `packed_seq_params`. The last stage returns logprobs and entropies of
+the row's predicted tokens and never logits.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import nn
+
+from telescope.errors import UserError
+from telescope.trainer.attention import packed_attention
+from telescope.trainer.backends.megatron.families import heads_of, rows_of_vocabulary
+from telescope.trainer.backends.megatron.parallel import Parallel
+from telescope.trainer.logprob import VocabularyPart
+from telescope.trainer.model_input import ModelInput
+
+logging.getLogger("megatron.core").setLevel(logging.ERROR)  # it warns of what this module has decided
+
+
+@dataclass(slots=True)
+class Row:
+    """This rank's part of a packed row, in the place of Megatron's `PackedSeqParams`."""
+
+    data: ModelInput
+    temperature: float
+    # What Megatron reads of its own class. This format means: one sequence, which it neither squeezes nor cuts.
+    qkv_format: str = field(default="sbhd", init=False)
+    cp_group: Any = field(default=None, init=False)
+    local_cp_size: int | None = field(default=None, init=False)
+    padding_mask: Any = field(default=None, init=False)
+    max_seqlen_q: Any = field(default=None, init=False)
+    max_seqlen_kv: Any = field(default=None, init=False)
+    cu_seqlens_q: Any = field(default=None, init=False)
+    cu_seqlens_kv: Any = field(default=None, init=False)
+    cu_seqlens_q_padded: Any = field(default=None, init=False)
+    cu_seqlens_kv_padded: Any = field(default=None, init=False)
+    total_tokens: Any = field(default=None, init=False)
+    seq_idx: Any = field(default=None, init=False)
+
+
+class RowRotary(nn.Module):
+    """Rotary angles of each token by its position in its sample, with the model's own frequencies."""
+
+    inv_freq: torch.Tensor
+
+    def __init__(self, inv_freq: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
+
+    def get_rotary_seq_len(self, _context: Any, _decoder: Any, _input: Any, _config: Any, row: Row) -> torch.Tensor:
+        """Returns what Megatron gives to `forward`: the positions, instead of a length."""
+        return row.data.position_ids_T
+
+    def forward(self, position_ids_T: torch.Tensor, packed_seq: bool = False, cp_group: Any = None) -> torch.Tensor:
+        angles = position_ids_T[:, None].float() * self.inv_freq
+        return torch.cat([angles, angles], dim=-1)[:, None, None, :]
+
+
+class PackedAttention(nn.Module):
+    """Attention over a packed row. q [T, 1, H, D]; k, v [T, 1, K, D] -> [T, 1, H x D], for this rank's T tokens."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any = None,
+        attn_mask_type: Any = None,
+        attention_bias: Any = None,
+        packed_seq_params: Row | None = None,
+    ) -> torch.Tensor:
+        assert packed_seq_params is not None
+        q, k, v = (tensor.transpose(0, 2).transpose(0, 1) for tensor in (query, key, value))
+        layout = packed_seq_params.data.layout
+        out, _ = packed_attention(self, q, k, v, None, packed_layout=layout, scaling=self.scale)
+        return out.reshape(out.shape[1], 1, -1)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm, as transformers computes it: rounded before the product with the weight."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Under sequence parallelism each rank sees some tokens: Megatron sums the gradients of marked parameters.
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  # it is no field of torch's
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(hidden, hidden.shape[-1:], None, self.eps) * self.weight
+
+
+class LastStage:
+    """Megatron's `output_processor`: logprobs and entropies of the row's predicted tokens, [2, N]."""
+
+    def __init__(self, parallel: Parallel, vocab_size: int, chunk_size: int) -> None:
+        rows = rows_of_vocabulary(vocab_size, parallel.tp.size()) // parallel.tp.size()
+        self.part = VocabularyPart(parallel.tp, parallel.tp.rank() * rows, vocab_size)
+        self.chunk_size = chunk_size
+
+    def __call__(
+        self,
+        *,
+        hidden_states: torch.Tensor,
+        output_layer: Any,
+        output_weight: torch.Tensor | None,
+        config: TransformerConfig,
+        context: Row,
+        **_: Any,
+    ) -> torch.Tensor:
+        weight = output_layer.weight if output_weight is None else output_weight
+        # Each rank's gradient of the hidden states is a share: both functions sum it over the group.
+        if config.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden_states)
+        else:
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states)
+        hidden_ND = hidden.squeeze(1).index_select(0, context.data.predicting_N)
+        return torch.stack(
+            self.part.logprob_entropy(hidden_ND, weight, context.data.target_N, context.temperature, self.chunk_size)
+        )
+
+
+def transformer_config(hf_config: Any, config: Any, parallel: Parallel, dtype: torch.dtype) -> TransformerConfig:
+    """Returns Megatron's configuration of a model. Raises `UserError` for what it would compute differently."""
+    _refuse_differences(hf_config)
+    heads = heads_of(hf_config)
+    tp_size = parallel.tp.size()
+    options: dict[str, Any] = {
+        "num_layers": hf_config.num_hidden_layers,
+        "hidden_size": hf_config.hidden_size,
+        "ffn_hidden_size": hf_config.intermediate_size,
+        "num_attention_heads": heads.queries,
+        "num_query_groups": heads.groups,
+        "kv_channels": heads.size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf_config.rms_norm_eps,
+        "activation_func": F.silu,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": hf_config.model_type == "qwen2",
+        "qk_layernorm": hf_config.model_type.startswith("qwen3"),
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "perform_initialization": False,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "tensor_model_parallel_size": tp_size,
+        "pipeline_model_parallel_size": parallel.pp.size(),
+        "context_parallel_size": parallel.cp.size(),
+        "expert_model_parallel_size": parallel.ep.size(),
+        "sequence_parallel": config.megatron_sequence_parallel and tp_size > 1,
+        "variable_seq_lengths": True,  # packed rows differ in length
+        "moe_token_dispatcher_type": "alltoall",
+        # Gradients are sums over tokens: the step divides them by a count over all ranks.
+        "calculate_per_token_loss": True,
+        # These need Transformer Engine or apex.
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+    }
+    if config.megatron_gradient_checkpointing:
+        options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if num_experts := getattr(hf_config, "num_experts", None):
+        balances = getattr(hf_config, "output_router_logits", False)
+        options |= {
+            "num_moe_experts": num_experts,
+            "expert_tensor_parallel_size": 1,
+            "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
+            "moe_router_topk": hf_config.num_experts_per_tok,
+            "moe_router_pre_softmax": not hf_config.norm_topk_prob,
+            "moe_router_load_balancing_type": "aux_loss" if balances else "none",
+            "moe_aux_loss_coeff": hf_config.router_aux_loss_coef if balances else 0.0,
+        }
+    return TransformerConfig(**options)
+
+
+def build_stage(hf_config: Any, megatron: TransformerConfig, parallel: Parallel, inv_freq: torch.Tensor) -> GPTModel:
+    """Builds this rank's pipeline stage with arbitrary weights."""
+    layer = get_gpt_layer_local_spec(
+        num_experts=megatron.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=megatron.qk_layernorm,
+        normalization="RMSNorm",
+    )
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    if megatron.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    layers: list[ModuleSpec] = [layer] * (megatron.num_layers // parallel.pp.size())
+    stage = GPTModel(
+        megatron,
+        TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
+        vocab_size=rows_of_vocabulary(hf_config.vocab_size, parallel.tp.size()),
+        max_sequence_length=hf_config.max_position_embeddings,
+        pre_process=parallel.is_first_stage,
+        post_process=parallel.is_last_stage,
+        share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
+        position_embedding_type="rope",
+    )
+    stage.rotary_pos_emb = RowRotary(inv_freq)
+    return stage
+
+
+def _refuse_differences(hf_config: Any) -> None:
+    if hf_config.hidden_act != "silu":
+        raise UserError(f"model: hidden_act {hf_config.hidden_act!r} is not implemented by train_backend megatron")
+    if "sliding_attention" in (getattr(hf_config, "layer_types", None) or ()):
+        raise UserError("model: sliding attention is not implemented by train_backend megatron: use fsdp")
+    if getattr(hf_config, "mlp_only_layers", None) or getattr(hf_config, "decoder_sparse_step", 1) != 1:
+        raise UserError("model: train_backend megatron has experts in all layers or in none: use fsdp")

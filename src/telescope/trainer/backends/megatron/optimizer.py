@@ -1,0 +1,62 @@
+"""AdamW over Megatron's gradient buffers, with the groups and numbers of the FSDP backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+
+from telescope.trainer.model import DTYPES
+
+
+def wrap(stage: GPTModel, config: Any) -> DistributedDataParallel:
+    """Gives the stage one buffer of gradients, which are summed over data-parallel ranks."""
+    options = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.megatron_grad_reduce_in_fp32,
+        overlap_grad_reduce=config.megatron_overlap_grad_reduce,
+        use_distributed_optimizer=config.megatron_use_distributed_optimizer,
+    )
+    return DistributedDataParallel(stage.config, options, stage)
+
+
+def build_optimizer(ddp: DistributedDataParallel, config: Any) -> MegatronOptimizer:
+    """Returns AdamW as configured. Matrices decay, norms and biases do not, as in the FSDP backend."""
+    dtype = ddp.module.config.params_dtype
+    options: dict[str, Any] = {
+        "optimizer": "adam",
+        "lr": config.learning_rate,
+        "min_lr": config.learning_rate,
+        "weight_decay": config.weight_decay,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.999,
+        "adam_eps": 1e-8,
+        "clip_grad": config.grad_clip,
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "use_distributed_optimizer": config.megatron_use_distributed_optimizer,
+        "optimizer_cpu_offload": config.megatron_optimizer_cpu_offload,
+        "optimizer_offload_fraction": config.megatron_optimizer_offload_fraction,
+        "overlap_cpu_optimizer_d2h_h2d": config.megatron_overlap_cpu_optimizer_d2h_h2d,
+    }
+    if config.megatron_use_precision_aware_optimizer:
+        kinds = {**DTYPES, "fp8": torch.uint8}
+        options |= {
+            "use_precision_aware_optimizer": True,
+            "main_grads_dtype": kinds[config.megatron_main_grads_dtype],
+            "main_params_dtype": kinds[config.megatron_main_params_dtype],
+            "exp_avg_dtype": kinds[config.megatron_exp_avg_dtype],
+            "exp_avg_sq_dtype": kinds[config.megatron_exp_avg_sq_dtype],
+        }
+    settings = OptimizerConfig(**options)
+    optimizer = get_megatron_optimizer(settings, [ddp], config_overrides=get_standard_config_overrides(settings))
+    for group in optimizer.param_groups:
+        group["weight_decay"] = config.weight_decay * group.get("wd_mult", 1.0)
+    return optimizer

@@ -1,0 +1,77 @@
+"""Reads the weights of a Megatron checkpoint by their Hugging Face names, without megatron-core and without ranks.
+
+A checkpoint has whole tensors. Those of all layers are one tensor, with the layer as first dimension, and those of all
+experts too, with the expert as second. One parameter at a time is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import AutoConfig
+
+from telescope.errors import RunError
+from telescope.trainer.backends.fsdp.torch_internals import read_index, read_part
+from telescope.trainer.backends.megatron.families import Place, heads_of, places_of, whole_tensors
+from telescope.weights.plan import TensorMeta
+
+LAYERS, EXPERTS = "decoder.layers.", "mlp.experts.local_experts."
+
+SAVED_NAMES = {
+    # The names that these have with Transformer Engine, which computes them together with what follows.
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
+
+def saved_weights(
+    directory: Path, config: Mapping[str, Any]
+) -> tuple[list[TensorMeta], Iterator[tuple[str, torch.Tensor]]]:
+    """Returns metadata and tensors of a checkpoint, in the order of the model.
+
+    `config` has the values of the model's config.json. Raises `RunError` for a damaged checkpoint.
+    """
+    hf_config = AutoConfig.for_model(**config)
+    heads = heads_of(hf_config)
+    try:
+        index = read_index(directory)
+    except (OSError, ValueError) as error:
+        raise RunError(f"{directory} is damaged: its .metadata cannot be read ({error}). Use another step") from error
+    places = places_of(hf_config)
+    metas = []
+    for place in places:
+        name, first = saved_place(place)
+        entry = index.state_dict_metadata.get(name)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise RunError(f"{directory} is damaged: it has no tensor {name}. Use another step")
+        part = torch.empty(entry.size[len(first) :], device="meta")
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        wholes = whole_tensors(place.entry.kind, [part], heads, hf_config.vocab_size)
+        metas += [
+            TensorMeta(key, tuple(whole.shape), dtype) for key, whole in zip(place.names, wholes, strict=True)
+        ]
+
+    def read() -> Iterator[tuple[str, torch.Tensor]]:
+        for place in places:
+            part = read_part(directory, index, *saved_place(place))
+            yield from zip(
+                place.names, whole_tensors(place.entry.kind, [part], heads, hf_config.vocab_size), strict=True
+            )
+
+    return metas, read()
+
+
+def saved_place(place: Place) -> tuple[str, tuple[int, ...]]:
+    """Returns the name of the tensor that has a parameter, and the parameter's place in its first dimensions."""
+    name = place.entry.parameter
+    if place.layer is None:
+        return name, ()
+    name = name.removeprefix(f"{LAYERS}{{layer}}.")
+    if place.expert is None:
+        return LAYERS + SAVED_NAMES.get(name, name), (place.layer,)
+    leaf = name.removeprefix(f"{EXPERTS}{{expert}}.")
+    return f"{LAYERS}mlp.experts.experts.{leaf}", (place.layer, place.expert)

@@ -1,0 +1,41 @@
+"""A run whose model is divided over two Megatron ranks learns, and its checkpoint is a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.e2e.train_command import Command
+
+from telescope.orchestrator.conversion import convert
+from telescope.record.reader import Run
+
+pytestmark = pytest.mark.e2e
+
+NUM_STEPS = 20
+FLAGS = """
+--train_backend megatron --megatron_tensor_parallel_size 2 --eval_after_training false --checkpoint_every 20
+--weight_probe_every 5
+"""
+
+
+def test_reward_rises_with_a_model_divided_over_two_ranks(tiny_model: Path, tmp_path: Path) -> None:
+    command = Command(tiny_model, tmp_path, 20200, *FLAGS.split(), number_of_steps=NUM_STEPS)
+    assert command.process.wait(timeout=600) == 0, command.log.read_text()[-3000:]
+    record = Run(tmp_path / "run")
+    steps = sorted(record.table("steps").to_pylist(maps_as_pydicts="strict"), key=lambda row: row["step"])
+    rewards = [row["metrics"]["reward/all_groups/mean"] for row in steps]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.05, rewards
+    # Before the first update both sides have the same weights: engine and trainer agree up to rounding.
+    assert steps[0]["metrics"]["mismatch/logprob_difference_mean"] < 1e-5
+
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step_*")
+    assert json.loads((checkpoint / "meta.json").read_text())["train_backend"] == "megatron"
+    convert(checkpoint, tmp_path / "converted")
+    (final,) = (tmp_path / "run").glob("**/final*/model.safetensors")
+    found, wanted = load_file(tmp_path / "converted" / "model.safetensors"), load_file(final)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())

@@ -1,0 +1,224 @@
+"""Megatron's ranks compute what transformers and the FSDP backend compute, however the model is divided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.integration.trainer.test_gradient_contract import reference_gradient
+from tests.integration.trainer.trainer_cases import (
+    build_model,
+    make_config,
+    make_samples,
+    relative_error,
+    run_here,
+    run_ranks,
+    weights,
+    write_meta,
+)
+from transformers import AutoModelForCausalLM
+
+from telescope.orchestrator.conversion import convert
+from telescope.trainer.batch import StepInput
+from telescope.trainer.loss import denominator
+from telescope.trainer.metrics import StepMetrics
+from telescope.trainer.model import checkpoint_tensors
+from telescope.trainer.packing import pack_step
+from telescope.trainer.timeline import Timeline
+from telescope.trainer.worker import Trainer
+
+LENGTHS = [5, 31, 12, 7, 2, 28, 19, 3, 16, 9, 24, 11]
+TEXT = [1, 5, 9, 2, 60, 33]
+TEMPERATURE = 0.7
+
+TP, PP, CP, EP = (f"megatron_{kind}_parallel_size" for kind in ("tensor", "pipeline", "context", "expert"))
+SEQUENCE, OPTIMIZER = "megatron_sequence_parallel", "megatron_use_distributed_optimizer"
+RECOMPUTE = "megatron_gradient_checkpointing"
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dp2": ("qwen2", {}),
+    "tp2": ("qwen2", {TP: 2}),
+    "tp2 with sequence parallel": ("tied", {TP: 2, SEQUENCE: True}),
+    "pp2": ("llama", {PP: 2}),
+    "pp2 tied": ("tied", {PP: 2}),
+    "cp2": ("qwen3", {CP: 2}),
+    "ep2": ("experts", {EP: 2}),
+    "tp2 with ep2": ("experts", {TP: 2, EP: 2, SEQUENCE: True}),
+    "recomputation": ("qwen3", {TP: 2, SEQUENCE: True, RECOMPUTE: True}),
+}
+"""The model and the division of each case."""
+
+RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "dp2 with distributed optimizer": ("qwen2", {OPTIMIZER: True}),
+    "tp2": ("tied", {TP: 2, SEQUENCE: True}),
+    "pp2": ("qwen2", {PP: 2}),
+    "ep2 with distributed optimizer": ("experts", {EP: 2, OPTIMIZER: True}),
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {"tied": False},
+    "tied": {"family": "qwen3", "tied": True},
+    "qwen3": {"family": "qwen3", "tied": False},
+    "llama": {"family": "llama", "tied": False},
+    "experts": {"family": "qwen3_moe", "tied": False},
+}
+
+
+def config_of(model: str, **changes: Any) -> Any:
+    options: dict[str, Any] = {
+        "train_backend": "megatron", "model_dtype": "float32", "temperature": TEMPERATURE, "warmup_steps": 3,
+        "weight_decay": 0.1, "grad_clip": 0.05, SEQUENCE: False, OPTIMIZER: False, RECOMPUTE: False,
+    }  # fmt: skip
+    return make_config(model, **(options | changes))
+
+
+def packed(trainer: Trainer, step: int) -> StepInput:
+    layout = trainer.backend.layout
+    samples = make_samples(LENGTHS, seed=step)
+    return pack_step(samples, step=step, version=step, seq_len=64, num_ranks=layout.data_size)[layout.data_rank]
+
+
+def gradient_job(trainer: Trainer) -> dict[str, Any]:
+    """The gradient of one optimizer step, and what the backend says of its weights."""
+    from telescope.trainer.backends.megatron import conversion
+
+    backend: Any = trainer.backend
+    (batch,) = packed(trainer, 0).minibatches
+    sums = StepMetrics(backend.device)
+    backend.accumulate(batch, 0, Timeline(backend.device, 0), sums)
+    found = {name: parameter.main_grad for name, parameter in backend.stage.named_parameters()}
+    exported = conversion.export(
+        found, backend.places, backend.stages, backend.parallel, backend.heads, backend.shapes, torch.float32
+    )
+    divisor = denominator(backend.algorithm, batch, trainer.config)
+    return {
+        "gradient": {name: tensor / divisor for name, tensor in exported},
+        "weights": weights(trainer),
+        "metadata": [(meta.name, meta.shape) for meta in backend.weight_metadata()],
+        "logprobs": backend.sequence_logprobs(TEXT, TEMPERATURE),
+    }
+
+
+def steps_job(trainer: Trainer, folder: Path | None = None) -> dict[str, Any]:
+    """Three training steps, with a checkpoint after the second."""
+    metrics = []
+    for step in range(3):
+        if step == 2 and folder is not None:
+            trainer.save_checkpoint(2, folder)
+            trainer.backend.finish_checkpoint()
+        metrics.append(trainer.train_step(packed(trainer, step)).metrics)
+    return {"weights": weights(trainer), "metrics": metrics}
+
+
+def resumed_job(trainer: Trainer, folder: Path) -> dict[str, Any]:
+    """The third step, from a checkpoint after the second."""
+    trainer.backend.load_checkpoint(2, folder)
+    loaded = weights(trainer)
+    trainer.train_step(packed(trainer, 2))
+    return {"loaded": loaded, "weights": weights(trainer)}
+
+
+@dataclass
+class Results:
+    """By case: of each rank of `gradient_job`, of `steps_job`, of `resumed_job`, and of a resume by another division."""
+
+    gradient: dict[str, list[Any]]
+    straight: dict[str, list[Any]]
+    resumed: dict[str, list[Any]]
+    divided_anew: list[Any]
+    folders: dict[str, Path]
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory):
+    root = tmp_path_factory.mktemp("families")
+    return {name: build_model(root / name, **changes) for name, changes in FAMILIES.items()}
+
+
+@pytest.fixture(scope="module")
+def results(families, tmp_path_factory):
+    root = tmp_path_factory.mktemp("megatron")
+    folders = {case: root / f"checkpoint {index}" for index, case in enumerate(RESUMED)}
+    for folder in folders.values():
+        folder.mkdir()
+    jobs = [(gradient_job, config_of(families[model], **changes), ()) for model, changes in CASES.values()]
+    for job in (steps_job, resumed_job):
+        jobs += [
+            (job, config_of(families[model], **changes), (folders[case],))
+            for case, (model, changes) in RESUMED.items()
+        ]
+    jobs.append((resumed_job, config_of(families["tied"], **{PP: 2}), (folders["tp2"],)))
+    found = iter(run_ranks(jobs, num_ranks=2, folder=root / "ranks"))
+    return Results(
+        {case: next(found) for case in CASES},
+        {case: next(found) for case in RESUMED},
+        {case: next(found) for case in RESUMED},
+        next(found),
+        folders,
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradient_equals_that_of_single_samples(results, families, case):
+    reference = reference_gradient(families[CASES[case][0]], make_samples(LENGTHS), TEMPERATURE)
+    wanted = {part: tensor for name, grad in reference.items() for part, tensor in checkpoint_tensors(name, grad)}
+    for rank in results.gradient[case]:
+        assert relative_error(rank["gradient"], wanted) < 1e-5
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_rank_yields_the_weights_of_the_checkpoint(results, families, case):
+    model = AutoModelForCausalLM.from_pretrained(families[CASES[case][0]], dtype=torch.float32)
+    wanted = {part: t for name, tensor in model.named_parameters() for part, t in checkpoint_tensors(name, tensor)}
+    for rank in results.gradient[case]:
+        assert rank["weights"].keys() == wanted.keys()
+        assert all(torch.equal(rank["weights"][name], wanted[name]) for name in wanted)
+        assert rank["metadata"] == [(name, tuple(tensor.shape)) for name, tensor in rank["weights"].items()]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_rank_has_the_logprobs_of_transformers(results, families, case):
+    model = AutoModelForCausalLM.from_pretrained(families[CASES[case][0]], dtype=torch.float32)
+    with torch.no_grad():
+        logp_LV = (model(torch.tensor([TEXT])).logits[0] / TEMPERATURE).log_softmax(dim=-1)
+    wanted = logp_LV[:-1].gather(1, torch.tensor(TEXT[1:])[:, None]).squeeze(1).tolist()
+    for rank in results.gradient[case]:
+        assert rank["logprobs"] == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_three_steps_give_the_weights_and_metrics_of_the_fsdp_backend(results, families, case):
+    fsdp = run_here((steps_job, config_of(families[RESUMED[case][0]], train_backend="fsdp"), ()))
+    for rank in results.straight[case]:
+        assert relative_error(rank["weights"], fsdp["weights"]) < 1e-5
+        for found, wanted in zip(rank["metrics"], fsdp["metrics"], strict=True):
+            assert found.keys() == wanted.keys()
+            counted = {name: value for name, value in wanted.items() if not name.startswith(("timing_", "micro_"))}
+            assert {name: found[name] for name in counted} == pytest.approx(counted, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_resumed_run_equals_a_straight_one_bit_for_bit(results, case):
+    for straight, resumed in zip(results.straight[case], results.resumed[case], strict=True):
+        assert straight["weights"].keys() == resumed["weights"].keys()
+        assert all(torch.equal(tensor, resumed["weights"][name]) for name, tensor in straight["weights"].items())
+
+
+def test_a_checkpoint_loads_into_another_division_of_the_model(results):
+    for found, wanted in zip(results.divided_anew, results.resumed["tp2"], strict=True):
+        assert all(torch.equal(found["loaded"][name], tensor) for name, tensor in wanted["loaded"].items())
+        assert relative_error(found["weights"], wanted["weights"]) < 1e-6
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_convert_reads_a_checkpoint_without_megatron(results, families, tmp_path, case):
+    write_meta(results.folders[case], families[RESUMED[case][0]], train_backend="megatron")
+    convert(results.folders[case], tmp_path / "hf")
+    found, wanted = load_file(tmp_path / "hf" / "model.safetensors"), results.resumed[case][0]["loaded"]
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
