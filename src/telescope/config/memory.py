@@ -101,6 +101,10 @@ def trainer_memory(
     config: TelescopeConfig, shape: ModelShape, device: Literal["cpu", "cuda"], *, recompute_attention: bool
 ) -> TrainerMemory:
     """Estimates the memory of one rank. `recompute_attention`: see `recomputes_attention`."""
+    if config.train_backend == "megatron":
+        from telescope.config.megatron import megatron_memory
+
+        return megatron_memory(config, shape, device)
     ranks, width, share = config.trainer_num_workers, shape.hidden_size, config.fsdp_context_parallel_size
     tokens = -(-config.seq_len // share)
     stored = DTYPE_BYTES[config.model_dtype]
@@ -137,7 +141,7 @@ def trainer_memory(
     # A copy for the reduction lives until the next one: the last block still meets that of an untied output layer.
     reduced = SUM_BYTES * (layer if shape.tied_embeddings else max(layer, table))
 
-    logprobs = _logprobs(config, shape, device, computed)
+    logprobs = logprob_bytes(config, shape, device, computed, tokens)
     if not shape.tied_embeddings:
         # The output layer is a unit by itself: its gradient is reduced right after its pass.
         logprobs = max(logprobs + (table * computed if drops else 0), _reduction(table, computed, ranks))
@@ -156,9 +160,8 @@ def trainer_memory(
     )
 
 
-def _logprobs(config: TelescopeConfig, shape: ModelShape, device: str, computed: int) -> int:
-    """The output layer's backward pass, its gathered weight not counted."""
-    tokens = -(-config.seq_len // config.fsdp_context_parallel_size)
+def logprob_bytes(config: TelescopeConfig, shape: ModelShape, device: str, computed: int, tokens: int) -> int:
+    """The output layer's backward pass over `tokens`, its gathered weight not counted."""
     table = shape.vocab_size * shape.hidden_size
     chunk = min(config.entropy_chunk_size, tokens) * shape.vocab_size
     if device == "cuda":
@@ -340,8 +343,11 @@ def _problems(
     shared = config.share_gpus and device == "cuda"
     left = _memory_of_a_rank(config, memory or 0)
     more = "" if trainer.recomputes_attention else ", set recompute_attention to true"
-    can_share = config.fsdp_context_parallel_size < config.trainer_num_workers
-    share = ", raise fsdp_context_parallel_size" if can_share else ""
+    if config.train_backend == "megatron":
+        share, more = ", raise a megatron parallel size", ", set megatron_gradient_checkpointing to true"
+    else:
+        can_share = config.fsdp_context_parallel_size < config.trainer_num_workers
+        share = ", raise fsdp_context_parallel_size" if can_share else ""
     if shared and memory is not None and trainer.total > left:
         problems.append(
             f"A trainer worker needs about {trainer.total / GIB:.1f} GiB (weights, gradients, optimizer "

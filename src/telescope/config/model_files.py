@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from telescope.config.chat_template import compile_template, render_problem
+from telescope.config.megatron import check_division, check_model_type
 from telescope.config.messages import show
 from telescope.config.model_contents import (
     CAUSAL_LM_CLASSES,
@@ -122,6 +123,7 @@ def _inspect(config: TelescopeConfig, files: ModelFiles) -> ModelReport:
         problem = "has a config.json that is no JSON object" if "config.json" in files.names else "holds no config.json"
         raise ConfigError(f"model is {config.model!r}, but {files.where} {problem}. Give a model in HuggingFace format")
     _check_architecture(config, data)
+    check_model_type(config, str(data.get("model_type")))
     _check_quantization(config, data)
     _check_tokenizer(config, files, data)
     shapes = _check_weights(config, files)
@@ -328,6 +330,7 @@ def _check_against_shape(config: TelescopeConfig, shape: ModelShape, *, scaled: 
             f"fsdp_context_parallel_size is {config.fsdp_context_parallel_size}, but {config.model} has {heads}. "
             "Choose another size"
         )
+    check_division(config, shape)
     tensor_parallel = config.inference_tensor_parallel_size
     if shape.num_heads % tensor_parallel:
         raise ConfigError(

@@ -14,18 +14,24 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig
 
 from telescope.algorithms import get_algorithm
 from telescope.algorithms.loss import needs_batch_reference
+from telescope.config.model_source import read_meta_files
 from telescope.trainer.backends import TrainingBackend
 from telescope.trainer.batch import MicroBatch, OptimizerStepBatch, SampleTokens, Span, tokens_of_samples
+from telescope.trainer.hf_folder import CONFIG, with_dtype, write_model_folder
 from telescope.trainer.loss import denominator, micro_batch_loss, prepare, to_device
 from telescope.trainer.metrics import StepMetrics, environment_names, reduce_max
-from telescope.trainer.model import compute_dtype
+from telescope.trainer.model import DTYPES, compute_dtype
 from telescope.trainer.timeline import Timeline, timing_metrics
 
 RowLoss = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -73,6 +79,11 @@ class RLBackend(TrainingBackend):
         Returns the L2 norm of the divided gradient over all parameters, before clipping. If it is not finite, weights
         and optimizer do not change.
         """
+
+    @property
+    @abstractmethod
+    def hf_config(self) -> PretrainedConfig:
+        """The model's config, for the folder of a saved model."""
 
     def train_step(self, trainer_data: dict[str, Any]) -> dict[str, float]:
         step, version = int(trainer_data["step"]), int(trainer_data["version"])
@@ -182,6 +193,24 @@ class RLBackend(TrainingBackend):
         with timeline.span("reference_logprobs"):
             logprobs = iter(self.forward_logprobs([row for batch in later for row in batch.micro_batches]))
         return [None, *([next(logprobs) for _ in batch.micro_batches] for batch in later)]
+
+    def save_hf(self, directory: Path) -> None:
+        dtype = self.config.model_dtype
+        weights = self.named_weights(DTYPES[dtype])
+        error: OSError | None = None
+        if self.rank == 0:
+            metas = [replace(meta, dtype=dtype) for meta in self.weight_metadata()]
+            loaded = self.hf_config.to_json_string().encode()  # for a model folder that is gone
+            try:
+                files = with_dtype({CONFIG: loaded, **read_meta_files(self.config)}, dtype)
+                write_model_folder(directory, metas, weights, files)
+            except OSError as caught:
+                error = caught  # raised below: the other ranks gather the rest
+        for _ in weights:
+            continue
+        dist.barrier()
+        if error is not None:
+            raise error
 
     def sequence_logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
         (logp_N,) = self.forward_logprobs([_single_row(token_ids)], temperature)

@@ -110,7 +110,7 @@ def test_a_checkpoint_that_lacks_a_file_is_damaged_and_leaves_nothing(trained, t
     with pytest.raises(RunError, match=r"\.metadata cannot be read"):
         convert(copy, tmp_path / "m")
     (copy / ".metadata").unlink()
-    with pytest.raises(UserError, match="Only checkpoints of the fsdp backend"):
+    with pytest.raises(UserError, match="Only checkpoints of the backends fsdp and megatron"):
         convert(copy, tmp_path / "m")
     (copy / META).unlink()
     with pytest.raises(UserError, match=f"is no complete checkpoint: it has no {META}"):

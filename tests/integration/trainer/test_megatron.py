@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from telescope.orchestrator.conversion import convert
 from telescope.trainer.batch import StepInput
+from telescope.trainer.logprob import VocabularyPart
 from telescope.trainer.loss import denominator
 from telescope.trainer.metrics import StepMetrics
 from telescope.trainer.model import checkpoint_tensors
@@ -59,11 +60,16 @@ RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
     "ep2 with distributed optimizer": ("experts", {EP: 2, OPTIMIZER: True}),
 }
 
+LLAMA_3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tied": False},
     "tied": {"family": "qwen3", "tied": True},
     "qwen3": {"family": "qwen3", "tied": False},
-    "llama": {"family": "llama", "tied": False},
+    "llama": {"family": "llama", "tied": False, "rope_parameters": LLAMA_3},
     "experts": {"family": "qwen3_moe", "tied": False},
 }
 
@@ -71,7 +77,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def config_of(model: str, **changes: Any) -> Any:
     options: dict[str, Any] = {
         "train_backend": "megatron", "model_dtype": "float32", "temperature": TEMPERATURE, "warmup_steps": 3,
-        "weight_decay": 0.1, "grad_clip": 0.05, SEQUENCE: False, OPTIMIZER: False, RECOMPUTE: False,
+        "weight_decay": 0.1, "grad_clip": 0.05, "weight_broadcast_free_grad_buffers": True,
+        SEQUENCE: False, OPTIMIZER: False, RECOMPUTE: False,
     }  # fmt: skip
     return make_config(model, **(options | changes))
 
@@ -100,7 +107,33 @@ def gradient_job(trainer: Trainer) -> dict[str, Any]:
         "weights": weights(trainer),
         "metadata": [(meta.name, meta.shape) for meta in backend.weight_metadata()],
         "logprobs": backend.sequence_logprobs(TEXT, TEMPERATURE),
+        "vocabulary": divided_vocabulary(backend.parallel.tp),
     }
+
+
+def divided_vocabulary(group: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Logprobs, entropies and gradients in float64, with this rank's part of 37 ids and with all of them."""
+    generator = torch.Generator().manual_seed(0)
+    hidden_ND, table_VD = (torch.randn(size, 8, generator=generator, dtype=torch.float64) for size in (10, 37))
+    targets_N = torch.randint(0, 37, (10,), generator=generator)
+    weights_N = torch.linspace(-1.0, 2.0, 10, dtype=torch.float64)
+    size = -(-40 // group.size())  # three rows of padding
+    padded_VD = torch.cat([table_VD, torch.full((3, 8), 9.0, dtype=torch.float64)])
+    own = slice(group.rank() * size, (group.rank() + 1) * size)
+
+    def results(logprob_N: torch.Tensor, entropy_N: torch.Tensor, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        total = (weights_N * logprob_N + weights_N.flip(0) * entropy_N).sum()
+        return [logprob_N.detach(), entropy_N.detach(), *torch.autograd.grad(total, inputs)]
+
+    hidden, part = hidden_ND.clone().requires_grad_(), padded_VD[own].clone().requires_grad_()
+    vocabulary = VocabularyPart(group, own.start, 37)
+    found = results(*vocabulary.logprob_entropy(hidden, part, targets_N, 0.7, 3), hidden, part)
+    torch.distributed.all_reduce(found[2], group=group)  # of the hidden states each rank has a share
+    hidden, whole = hidden_ND.clone().requires_grad_(), padded_VD.clone().requires_grad_()
+    logp_NV = (hidden @ whole[:37].t() / 0.7).log_softmax(dim=-1)
+    entropy_N = -(logp_NV.exp() * logp_NV).sum(dim=-1)
+    wanted = results(logp_NV.gather(1, targets_N[:, None]).squeeze(1), entropy_N, hidden, whole)
+    return found, [*wanted[:3], wanted[3][own]]
 
 
 def steps_job(trainer: Trainer, folder: Path | None = None) -> dict[str, Any]:
@@ -111,6 +144,7 @@ def steps_job(trainer: Trainer, folder: Path | None = None) -> dict[str, Any]:
             trainer.save_checkpoint(2, folder)
             trainer.backend.finish_checkpoint()
         metrics.append(trainer.train_step(packed(trainer, step)).metrics)
+        weights(trainer)  # as for the servers, which frees the gradient buffers
     return {"weights": weights(trainer), "metrics": metrics}
 
 
@@ -124,7 +158,10 @@ def resumed_job(trainer: Trainer, folder: Path) -> dict[str, Any]:
 
 @dataclass
 class Results:
-    """By case: of each rank of `gradient_job`, of `steps_job`, of `resumed_job`, and of a resume by another division."""
+    """By case, what each rank returned from `gradient_job`, `steps_job` and `resumed_job`.
+
+    `divided_anew`: from `resumed_job` with another division than that of the checkpoint.
+    """
 
     gradient: dict[str, list[Any]]
     straight: dict[str, list[Any]]
@@ -188,6 +225,12 @@ def test_every_rank_has_the_logprobs_of_transformers(results, families, case):
     wanted = logp_LV[:-1].gather(1, torch.tensor(TEXT[1:])[:, None]).squeeze(1).tolist()
     for rank in results.gradient[case]:
         assert rank["logprobs"] == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("case", ["tp2", "dp2"])
+def test_logprobs_and_gradients_of_a_divided_vocabulary_are_exact(results, case):
+    for rank in results.gradient[case]:
+        torch.testing.assert_close(*rank["vocabulary"], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("case", RESUMED)

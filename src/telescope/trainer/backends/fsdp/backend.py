@@ -15,16 +15,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import PretrainedConfig
 
 from telescope.config.memory import reshards_after_forward
 from telescope.config.model_shape import uneven_heads
-from telescope.config.model_source import read_meta_files
 from telescope.errors import UserError
 from telescope.trainer.attention import choose_kernel
 from telescope.trainer.backends.fsdp.checkpoint import (
@@ -42,9 +41,8 @@ from telescope.trainer.backends.fsdp.sharding import (
     stay_gathered,
 )
 from telescope.trainer.batch import MicroBatch
-from telescope.trainer.hf_folder import CONFIG, with_dtype, write_model_folder
 from telescope.trainer.layout import COLLECTIVE_TIMEOUT, Layout
-from telescope.trainer.model import DTYPES, PREFIX, checkpoint_tensors, compute_dtype
+from telescope.trainer.model import PREFIX, checkpoint_tensors, compute_dtype
 from telescope.trainer.model_input import model_input
 from telescope.trainer.packing import warm_up_row
 from telescope.trainer.sequence_exchange import ContextGroup, whole_row
@@ -209,6 +207,10 @@ class FSDPBackend(RLBackend):
         """Writes checkpoints; kept when the weights are loaded again."""
         return BackgroundSaver(self.device, self.store_address)
 
+    @property
+    def hf_config(self) -> PretrainedConfig:
+        return self.policy.causal_lm.config
+
     def save_checkpoint(self, step: int, directory: Path) -> None:
         optimizer = self.optimizer if self.config.checkpoint_save_training_state else None
         self.saver.start(training_state(self.policy, optimizer), directory)
@@ -222,21 +224,3 @@ class FSDPBackend(RLBackend):
 
     def load_checkpoint(self, step: int, directory: Path) -> None:
         load_training_state(self.policy, self.optimizer, directory)
-
-    def save_hf(self, directory: Path) -> None:
-        dtype = self.config.model_dtype
-        weights = self.named_weights(DTYPES[dtype])
-        error: OSError | None = None
-        if self.rank == 0:
-            metas = [replace(meta, dtype=dtype) for meta in self.weight_metadata()]
-            loaded = self.policy.causal_lm.config.to_json_string().encode()  # for a model folder that is gone
-            try:
-                files = with_dtype({CONFIG: loaded, **read_meta_files(self.config)}, dtype)
-                write_model_folder(directory, metas, weights, files)
-            except OSError as caught:
-                error = caught  # raised below: the other ranks gather the rest
-        for _ in weights:
-            continue
-        dist.barrier()
-        if error is not None:
-            raise error

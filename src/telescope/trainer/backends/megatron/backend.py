@@ -20,9 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.inference import unified_memory
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from transformers import PretrainedConfig
 
-from telescope.config.model_source import read_meta_files
 from telescope.errors import ConfigError
 from telescope.trainer.attention import choose_kernel
 from telescope.trainer.backends.megatron import checkpoint, conversion
@@ -31,7 +32,6 @@ from telescope.trainer.backends.megatron.model import LastStage, Row, build_stag
 from telescope.trainer.backends.megatron.optimizer import build_optimizer, wrap
 from telescope.trainer.backends.megatron.parallel import initialize, leave
 from telescope.trainer.batch import MicroBatch
-from telescope.trainer.hf_folder import CONFIG, with_dtype, write_model_folder
 from telescope.trainer.layout import Layout
 from telescope.trainer.model import checkpoint_tensors, compute_dtype, load_causal_lm
 from telescope.trainer.model_input import model_input
@@ -57,7 +57,7 @@ class MegatronBackend(RLBackend):
         skeleton = load_causal_lm(
             config.model, self.dtype, with_weights=False, trust_remote_code=config.trust_remote_code
         )
-        self.hf_config = hf_config = skeleton.config
+        self._hf_config = hf_config = skeleton.config
         self.heads = heads_of(hf_config)
         self.shapes = {
             part: tensor.shape
@@ -85,23 +85,33 @@ class MegatronBackend(RLBackend):
         self.last_stage = LastStage(self.parallel, hf_config.vocab_size, config.entropy_chunk_size)
         self.kernel = choose_kernel(self.device, self.dtype, self.heads.size)
         self.ddp.zero_grad_buffer()
+        self._has_no_buffers = False
+        if config.megatron_disable_unified_memory_jit:
+            unified_memory._compilation_state = unified_memory.CompilationState.FAILURE
 
     @property
     def layout(self) -> Layout:
         return self.parallel.layout()
 
     @property
+    def hf_config(self) -> PretrainedConfig:
+        return self._hf_config
+
+    @property
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for name, shape in self.shapes.items() if not self._is_second_table(name))
 
     def _is_second_table(self, name: str) -> bool:
-        return name == "lm_head.weight" and self.hf_config.tie_word_embeddings
+        return name == "lm_head.weight" and self._hf_config.tie_word_embeddings
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: RowLoss, timeline: Timeline) -> None:
         def finish(index: int, row: MicroBatch, own: slice, out_2N: torch.Tensor) -> Any:
             logp_N, entropy_N = self._whole(out_2N, own, int(row.trained_T.sum()))
             return loss(index, logp_N, entropy_N), torch.zeros((), dtype=torch.int), {}
 
+        if self._has_no_buffers:
+            self.ddp.restore_grad_buffers()
+            self._has_no_buffers = False
         self.megatron.timers = _Timers(timeline)
         self._run(micro_batches, self.config.temperature, finish, timeline, forward_only=False)
         self.megatron.timers = None
@@ -181,6 +191,9 @@ class MegatronBackend(RLBackend):
         return norm
 
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.config.weight_broadcast_free_grad_buffers and not self._has_no_buffers:
+            self.ddp.offload_grad_buffers()  # they are zero now; the next forward pass brings them back
+            self._has_no_buffers = True
         yield from conversion.export(
             dict(self.stage.named_parameters()), self.places, self.stages, self.parallel, self.heads, self.shapes,
             dtype or self.dtype,
@@ -198,15 +211,6 @@ class MegatronBackend(RLBackend):
 
     def close(self) -> None:
         leave()
-
-    def save_hf(self, directory: Path) -> None:
-        if self.rank == 0:
-            files = with_dtype(read_meta_files(self.config.model), str(self.dtype).removeprefix("torch."))
-            assert CONFIG in files
-            write_model_folder(directory, self.weight_metadata(), self.named_weights(), files)
-        else:
-            for _ in self.named_weights():
-                pass
 
 
 def _sum_gradients(models: list[Any], num_tokens: Any = None, **options: Any) -> None:

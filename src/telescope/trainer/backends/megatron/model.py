@@ -1,8 +1,8 @@
 """The policy as a megatron-core model: its configuration, its layers for packed rows, and its output.
 
 Megatron's own attention knows neither packed rows nor context parallelism without Transformer Engine. Three small
-modules take its place in the layer specification: `PackedAttention` (that of `trainer.attention`), `RowRotary` (angles by position in the sample) and `RMSNorm` (marked for
-sequence parallelism).
+modules take their places in the layer specification: `PackedAttention` (that of `trainer.attention`), `RowRotary`
+(angles by position in the sample) and `RMSNorm` (marked for sequence parallelism).
 
 Invariants: a `Row` travels through the model as `packed_seq_params`. The last stage returns logprobs and entropies of
 the row's predicted tokens and never logits.
