@@ -89,6 +89,7 @@ def run_checks(*, hub: bool = True) -> list[Check]:
             check_vllm(gpus),
             check_plugin(),
             check_torchvision(),
+            check_megatron(),
             check_writable("run directory", Path.cwd()),
             check_writable("temporary files", Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())),
             check_ray_cluster(),
@@ -273,6 +274,15 @@ def check_torchvision() -> Check:
         fix = "pip uninstall torchvision torchaudio torchcodec: text models need none of them"
         return Check("torchvision", "bad", found, fix)
     return Check("torchvision", "ok", torchvision or "not installed, and not needed")
+
+
+def check_megatron() -> Check:
+    """Checks the optional parts for large models."""
+    core, engine = installed("megatron-core"), installed("transformer-engine")
+    if core is None:
+        return Check("megatron-core", "note", "not installed", "make setup MEGATRON=1, for train_backend megatron")
+    without = "" if engine else ", without Transformer Engine: FP8 needs it, and this version does not use it"
+    return Check("megatron-core", "ok", core + without)
 
 
 def installed(name: str) -> str | None:

@@ -91,6 +91,14 @@ def test_a_torchvision_for_cuda_beside_a_cpu_torch_is_found(monkeypatch: pytest.
     assert doctor.check_torchvision().status == "ok"
 
 
+@pytest.mark.parametrize(("versions", "status"), [({}, "note"), ({"megatron-core": "0.19.2"}, "ok")])
+def test_missing_parts_for_large_models_are_named(monkeypatch: pytest.MonkeyPatch, versions, status):
+    monkeypatch.setattr(doctor, "installed", versions.get)
+    check = doctor.check_megatron()
+    assert check.status == status
+    assert "MEGATRON=1" in (check.fix or "") if status == "note" else "Transformer Engine" in check.found
+
+
 def test_a_port_in_use_is_named_with_the_option_that_changes_it(monkeypatch: pytest.MonkeyPatch):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -48,7 +48,7 @@ def test_possible_divisions_pass():
 
 def test_the_families_that_are_checked_have_tables():
     assert set(MODEL_TYPES) == set(LAYERS)
-    with pytest.raises(ConfigError, match="gpt2.*fsdp"):
+    with pytest.raises(ConfigError, match=r"gpt2.*fsdp"):
         check_model_type(megatron(), "gpt2")
     check_model_type(build({}), "gpt2")
 
