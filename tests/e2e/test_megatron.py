@@ -35,7 +35,7 @@ def test_reward_rises_with_a_model_divided_over_two_ranks(tiny_model: Path, tmp_
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step_*")
     assert json.loads((checkpoint / "meta.json").read_text())["train_backend"] == "megatron"
     convert(checkpoint, tmp_path / "converted")
-    (final,) = (tmp_path / "run").glob("**/final*/model.safetensors")
+    final = tmp_path / "run" / "model" / "model.safetensors"
     found, wanted = load_file(tmp_path / "converted" / "model.safetensors"), load_file(final)
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
