@@ -35,27 +35,21 @@ def distribution(
     visible = store.visible()
     store.refresh("step_stats")
     names = ", ".join((*STATISTICS, *(HISTOGRAM if histogram else ())))
+    given = {"metric": metric, "environment": environment}
     recorded = (
         f"SELECT step, {names} FROM step_stats "
-        f"WHERE {visible} AND metric = $metric AND coalesce(environment, '') = $environment"
+        f"WHERE {visible} AND metric = $metric AND coalesce(environment, '') = $environment AND {not tag}"
     )
-    given = {"metric": metric, "environment": environment}
-    ((num_recorded,),) = store.fetch(f"SELECT count(*) FROM ({recorded})", given)
-    without = f"SELECT count(*) FROM steps ANTI JOIN step_stats USING (attempt, step) WHERE {visible}"
-    ((num_without,),) = store.fetch(without)
     computed = _computed(metric, f"{visible} AND {_tag_condition(tag)}", histogram)
-    if tag:
+    found = store.columns(f"{recorded} ORDER BY step", given)
+    without = f"SELECT 1 FROM steps ANTI JOIN step_stats USING (attempt, step) WHERE {visible} LIMIT 1"
+    if not found.num_rows or store.fetch(without):
         store.refresh("samples")
-        recorded = f"{recorded} AND false"
-    elif num_without or not num_recorded:
-        store.refresh("samples")
-    else:
-        computed = f"{recorded} AND false"
-    sql = (
-        f"WITH recorded AS ({recorded}), computed AS ({computed}) SELECT step, {names} FROM recorded UNION ALL "
-        f"SELECT step, {names} FROM computed ANTI JOIN recorded USING (step) ORDER BY step"
-    )
-    found = store.columns(sql, given)
+        found = store.columns(
+            f"WITH recorded AS ({recorded}), computed AS ({computed}) SELECT step, {names} FROM recorded UNION ALL "
+            f"SELECT step, {names} FROM computed ANTI JOIN recorded USING (step) ORDER BY step",
+            given,
+        )
     return {name: [] for name in HISTOGRAM} | {name: found[name].to_pylist() for name in found.column_names}
 
 

@@ -10,6 +10,7 @@ from tests.unit.dashboard.conftest import write_run, write_step
 
 from telescope.dashboard.app import create_app
 from telescope.dashboard.store import RunStore
+from telescope.record.query import block_rows
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 from telescope.record.run_info import begin_run
@@ -73,6 +74,40 @@ def test_a_damaged_file_is_left_out_and_named(tmp_path):
     assert client.get("/api/runs/run/samples?search=answer").json()["total"] == 0
     assert client.get("/api/runs/run/steps").json()["step"] == [0]
     assert "cannot be read" in client.get("/api/runs").json()["problems"][0]["problem"]
+
+
+def write_blocks(run_dir, num_blocks):
+    """Writes a run with a step in each block of its tables."""
+    for step in range(num_blocks):
+        with Recorder(run_dir) as recorder:
+            write_step(recorder, step)
+    assert len(Run(run_dir).table_files("turns")) == num_blocks
+
+
+def test_one_sample_is_read_from_one_file_of_a_table(tmp_path, monkeypatch):
+    write_blocks(tmp_path / "run", 3)
+    store = RunStore(Run(tmp_path / "run"))
+    opened = []
+    monkeypatch.setattr(
+        "telescope.dashboard.store.block_rows",
+        lambda name, blocks: opened.append(len(blocks)) or block_rows(name, blocks),
+    )
+    for row in Run(tmp_path / "run").table("samples").to_pylist():
+        store.refresh("turns")
+        opened.clear()
+        (turn,) = store.of_sample("turns", row["attempt"], row["sample_id"])
+        assert (turn["text"], opened) == (row["completion_text"], [1])
+    assert store.of_sample("turns", 1, "unknown") == []
+
+
+def test_a_sample_is_found_when_an_earlier_file_is_lost(tmp_path):
+    write_blocks(tmp_path / "run", 3)
+    (first, *_) = Run(tmp_path / "run").table_files("turns")
+    first.path.unlink()
+    client = client_of(tmp_path)
+    for row in client.get("/api/runs/run/samples").json()["rows"]:
+        turns = client.get(f"/api/runs/run/samples/{row['attempt']}/{row['sample_id']}").json()["turns"]
+        assert [turn["text"] for turn in turns] == ([] if row["step"] == 0 else [row["completion"]])
 
 
 def test_a_file_that_is_completed_while_the_run_is_copied_is_shown(tmp_path, monkeypatch):
