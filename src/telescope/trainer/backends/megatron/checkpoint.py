@@ -11,6 +11,7 @@ megatron-core 0.19 does not expect that in three places, one of which makes a re
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -78,16 +79,16 @@ def _give_steps(optimizer: MegatronOptimizer) -> None:
             values.setdefault("step", torch.tensor(0.0))
 
 
-class _with_step:  # noqa: N801  # a context manager
+@contextmanager
+def _with_step() -> Iterator[None]:
     """Lets the distributed optimizer load tensors that have no `step` among them, as its own checkpoints do."""
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
 
-    def __enter__(self) -> None:
-        self.original = original = DistributedOptimizer._set_main_param_and_optimizer_states
+    def with_step(optimizer: DistributedOptimizer, parameter: Any, tensors: dict[str, Any]) -> None:
+        original(optimizer, parameter, {"step": None, **tensors})
 
-        def with_step(optimizer: DistributedOptimizer, parameter: Any, tensors: dict[str, Any]) -> None:
-            original(optimizer, parameter, {"step": None, **tensors})
-
-        DistributedOptimizer._set_main_param_and_optimizer_states = with_step
-
-    def __exit__(self, *_: Any) -> None:
-        DistributedOptimizer._set_main_param_and_optimizer_states = self.original
+    DistributedOptimizer._set_main_param_and_optimizer_states = with_step
+    try:
+        yield
+    finally:
+        DistributedOptimizer._set_main_param_and_optimizer_states = original
