@@ -42,6 +42,8 @@ def write_run(run_dir: Path, num_steps: int, num_samples: int) -> None:
     More than `MOST_GENERATED` steps must be a multiple of it.
     """
     generated = min(num_steps, MOST_GENERATED)
+    if num_steps % generated:
+        raise ValueError(f"{num_steps} steps are no multiple of {MOST_GENERATED}")
     with RunWriter(run_dir, Story(), num_steps=num_steps, num_groups=num_samples // GROUP_SIZE) as writer:
         for number in range(generated):
             writer.write_samples(number)

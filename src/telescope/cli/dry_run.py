@@ -273,17 +273,23 @@ def _print_memory(
 
 
 def _trainer_rows(config: TelescopeConfig, trainer: TrainerMemory, num_layers: int) -> list[tuple[str, str]]:
-    layers = num_recomputed(config, num_layers)
-    checkpointing = "recomputed" if config.gradient_checkpointing else "kept"
-    if config.gradient_checkpointing_layers is not None and layers < num_layers:
-        checkpointing = f"{layers} layers recomputed"
-    if trainer.recomputes_attention:
-        checkpointing += " with attention"
+    if config.train_backend == "megatron":
+        dtype, context = config.mixed_precision_dtype or config.model_dtype, config.megatron_context_parallel_size
+        parts = config.megatron_tensor_parallel_size * config.megatron_pipeline_parallel_size
+        checkpointing = "recomputed" if config.megatron_gradient_checkpointing else "kept"
+    else:
+        dtype, context, parts = config.model_dtype, config.fsdp_context_parallel_size, config.trainer_num_workers
+        layers = num_recomputed(config, num_layers)
+        checkpointing = "recomputed" if config.gradient_checkpointing else "kept"
+        if config.gradient_checkpointing_layers is not None and layers < num_layers:
+            checkpointing = f"{layers} layers recomputed"
+        if trainer.recomputes_attention:
+            checkpointing += " with attention"
     tokens = f"{config.seq_len:,} tokens"
-    if config.fsdp_context_parallel_size > 1:
-        tokens = f"{-(-config.seq_len // config.fsdp_context_parallel_size):,} of {tokens}"
+    if context > 1:
+        tokens = f"{-(-config.seq_len // context):,} of {tokens}"
     sizes = [
-        (f"parameters ({config.model_dtype}, 1/{config.trainer_num_workers})", trainer.parameters),
+        (f"parameters ({dtype}, 1/{parts})", trainer.parameters),
         ("gradients", trainer.gradients),
         ("optimizer (AdamW)", trainer.optimizer),
         ("weights that stay gathered", trainer.unsharded),

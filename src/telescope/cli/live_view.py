@@ -262,7 +262,7 @@ class LiveView:
                 show_phase(summary.phase)
                 self._console.print(step_line(summary, status.num_steps), highlight=False, markup=False, soft_wrap=True)
             num_shown = len(history)
-            if status.phase == phase:  # else at the next look, after the steps that finished meanwhile
+            if status.phase == phase:  # if it changed meanwhile, the next iteration prints the steps before it
                 show_phase(phase)
 
 

@@ -65,34 +65,42 @@ def check_division(config: TelescopeConfig, shape: ModelShape) -> None:
 
 
 def megatron_memory(config: TelescopeConfig, shape: ModelShape, device: str) -> TrainerMemory:
-    """Estimates the memory of one rank: of a last stage, which has the output layer."""
+    """Estimates the memory of one rank: the activations of the first stage, and the output layer of the last.
+
+    No rank needs more.
+    """
     tensor, stages = config.megatron_tensor_parallel_size, config.megatron_pipeline_parallel_size
     context, experts = config.megatron_context_parallel_size, config.megatron_expert_parallel_size
     computed = DTYPE_BYTES[config.mixed_precision_dtype or config.model_dtype]
-    copies = config.trainer_num_workers // (tensor * stages)  # data and context parallelism divide the optimizer
+    ranks = config.trainer_num_workers // stages
     matrices = 3 * shape.num_experts * shape.hidden_size * shape.expert_intermediate_size * shape.num_sparse_layers()
     table = shape.vocab_size * shape.hidden_size
     tables = table if stages > 1 or shape.tied_embeddings else 2 * table
     dense = (shape.num_parameters - shape.embedding_parameters - matrices) // stages
-    parameters = (dense + tables) // tensor + matrices // (stages * experts)
+    shared_part, expert_part = (dense + tables) // tensor, matrices // (stages * experts)
+    parameters = shared_part + expert_part
+    # The distributed optimizer divides its state over the ranks that have the same parameters.
+    if config.megatron_use_distributed_optimizer:
+        kept_moments = shared_part // max(1, ranks // tensor) + expert_part // max(1, ranks // experts)
+    else:
+        kept_moments = parameters
     moments = 2 * SUM_BYTES + (MASTER_BYTES if computed < SUM_BYTES else 0)
-    shards = copies if config.megatron_use_distributed_optimizer else 1
     on_host = config.megatron_optimizer_offload_fraction if config.megatron_optimizer_cpu_offload else 0.0
     gradient = SUM_BYTES if config.megatron_grad_reduce_in_fp32 else computed
 
     tokens = -(-config.seq_len // context)
     # Between the products of a layer, sequence parallelism divides the tokens, and tensor parallelism the arrays.
-    apart = tensor if config.megatron_sequence_parallel else 1
+    sequence_shards = tensor if config.megatron_sequence_parallel else 1
     elements = max(shape.activation_elements_per_token(width, compiled=False) for width in shape.mlp_widths)
     block = tokens * computed * elements // tensor
     layers = shape.num_layers // stages
-    in_flight = stages  # micro-batches of which the first stage keeps activations
-    boundary = tokens * shape.hidden_size * computed // apart
-    kept = layers * in_flight * (boundary if config.megatron_gradient_checkpointing else block)
+    num_kept = stages  # micro-batches of which the first stage keeps activations
+    boundary = tokens * shape.hidden_size * computed // sequence_shards
+    kept = layers * num_kept * (boundary if config.megatron_gradient_checkpointing else block)
     return TrainerMemory(
         parameters=parameters * computed,
         gradients=parameters * gradient,
-        optimizer=int(parameters * moments // shards * (1 - on_host)),
+        optimizer=int(kept_moments * moments * (1 - on_host)),
         unsharded=0,
         activations=kept,
         recomputes_attention=config.megatron_gradient_checkpointing,

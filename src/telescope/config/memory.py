@@ -326,7 +326,11 @@ def trainer_share(config: TelescopeConfig, memory: int) -> int:
 
 
 def checkpoint_bytes(config: TelescopeConfig, shape: ModelShape) -> int:
-    """Estimates the bytes of one checkpoint. All ranks' copies in shared memory need as many."""
+    """Estimates the bytes of one checkpoint. FSDP copies as many to shared memory."""
+    if config.train_backend == "megatron":
+        computed = DTYPE_BYTES[config.mixed_precision_dtype or config.model_dtype]
+        # Float32 weights and both moments, beside the weights that are computed with.
+        return shape.num_parameters * (computed + (3 * SUM_BYTES if config.checkpoint_save_training_state else 0))
     weights = shape.num_parameters * DTYPE_BYTES[config.model_dtype]
     return weights * (3 if config.checkpoint_save_training_state else 1)  # AdamW: two moments
 
@@ -344,7 +348,8 @@ def _problems(
     left = _memory_of_a_rank(config, memory or 0)
     more = "" if trainer.recomputes_attention else ", set recompute_attention to true"
     if config.train_backend == "megatron":
-        share, more = ", raise a megatron parallel size", ", set megatron_gradient_checkpointing to true"
+        share = ", raise a megatron parallel size"
+        more = "" if config.megatron_gradient_checkpointing else ", set megatron_gradient_checkpointing to true"
     else:
         can_share = config.fsdp_context_parallel_size < config.trainer_num_workers
         share = ", raise fsdp_context_parallel_size" if can_share else ""

@@ -219,7 +219,7 @@ def check_open_files(config: TelescopeConfig) -> None:
 def check_run_dir(config: TelescopeConfig) -> None:
     """Checks that the run and checkpoint directories are writable and have no other run."""
     run_dir = choose_run_dir(config)
-    # Without run_dir, the folder of another run that starts in this second is not taken either.
+    # Without run_dir, RunDirectory.create chooses a free name if another run started in the same second.
     if config.run_dir and (run_dir / "run.json").exists() and not config.resume_from_checkpoint:
         raise ConfigError(
             f"run_dir is {str(run_dir)!r}, which already holds a run. Continue it with --resume {run_dir} (or "
@@ -345,7 +345,9 @@ def check_disk(config: TelescopeConfig, report: ModelReport) -> None:
 
 
 def check_checkpoint_memory(config: TelescopeConfig, report: ModelReport) -> None:
-    """Checks space in shared memory for copies, if all ranks run here."""
+    """Checks space in shared memory for the copies of the FSDP backend, if all ranks run here."""
+    if config.train_backend == "megatron":
+        return
     if not config.checkpoint_every or report.shape is None or not SHARED_MEMORY.is_dir():
         return
     if ray_cluster_is_configured(config.ray_address):

@@ -322,15 +322,24 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("megatron_use_distributed_optimizer", "trainer_num_workers"),
-        "requires more than one data-parallel rank: trainer_num_workers above the product of the megatron tensor, "
-        "pipeline and context parallel sizes",
+        "requires several ranks with the same parameters: trainer_num_workers above the product of the megatron tensor "
+        "and pipeline parallel sizes",
         lambda c: (
             _megatron(c)
             and c.megatron_use_distributed_optimizer
-            and c.trainer_num_workers <= megatron_model_parallel_size(c)
+            and c.trainer_num_workers <= c.megatron_tensor_parallel_size * c.megatron_pipeline_parallel_size
         ),
         lambda c: "Set megatron_use_distributed_optimizer to false, or raise trainer_num_workers",
         lambda c: False,
+    ),
+    Rule(
+        ("megatron_expert_parallel_size", "megatron_pipeline_parallel_size", "trainer_num_workers"),
+        "times megatron_pipeline_parallel_size must divide trainer_num_workers",
+        lambda c: (
+            _megatron(c)
+            and c.trainer_num_workers % (c.megatron_expert_parallel_size * c.megatron_pipeline_parallel_size) != 0
+        ),
+        lambda c: "Lower megatron_expert_parallel_size, or raise trainer_num_workers",
     ),
     Rule(
         ("megatron_global_batch_size", "prompts_batch_size_for_trainer"),

@@ -158,7 +158,8 @@ def convert(
 def read_checkpoint(checkpoint: Path, meta: dict[str, Any], config: bytes, *, read_bytes: int) -> ModelWeights:
     """Returns the weights of a checkpoint of any backend. Tied ones come once. `config` is the model's config.json.
 
-    At most `read_bytes` of them, or the largest tensor, are in memory. Raises `UserError` for an unknown format.
+    At most `read_bytes` of them, or the largest tensor, are in memory; of a Megatron checkpoint one parameter at a
+    time. Raises `UserError` for an unknown format.
     """
     import torch
 
@@ -175,8 +176,7 @@ def read_checkpoint(checkpoint: Path, meta: dict[str, Any], config: bytes, *, re
     if meta.get("train_backend") == "megatron":
         from telescope.trainer.backends.megatron import saved as megatron
 
-        parts, tensors = megatron.saved_weights(checkpoint, json.loads(config))
-        return ModelWeights(parts, lambda: tensors)
+        return ModelWeights(*megatron.saved_weights(checkpoint, json.loads(config)))
     is_tied = _is_tied(config)
     saved = [m for m in saved_weights(checkpoint) if not (is_tied and m.name == f"{PREFIX}lm_head.weight")]
     metas = [

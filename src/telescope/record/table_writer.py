@@ -46,7 +46,7 @@ ROW_GROUP_BYTES = 16 * 2**20
 """Approximate memory of writing a block, and size of its row groups."""
 
 SET_ASIDE_PREFIX = "set-aside-"
-"""Name prefix of what is no file of the table. Readers ignore it."""
+"""Name prefix of entries that are not valid files of the table. Readers ignore them."""
 
 _CATEGORIES = frozenset(
     (

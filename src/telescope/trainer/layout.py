@@ -25,10 +25,11 @@ class Layout:
     data_size: int
     """Number of shares, equal on all ranks."""
     reports: bool = True
-    """Whether this rank counts its rows in metrics and returns recorded tokens. One rank of each data rank does. It has
-    the logprobs of the rows."""
+    """Whether this rank adds its rows to the metrics and returns recorded tokens. Exactly one rank of each data rank
+    does: one that has the logprobs."""
     sends_weights: bool = True
-    """Whether `named_weights` yields full tensors here. Rank 0 always does. Elsewhere only names and shapes count."""
+    """Whether `named_weights` yields full tensors on this rank. Must be True on rank 0. If False, only names and shapes
+    have to be right."""
 
     @classmethod
     def of_neighbors(cls, rank: int, world_size: int, model_size: int) -> Layout:

@@ -1,8 +1,8 @@
 """The loss of a micro-batch: the sum of its token losses.
 
-Owns the tensors that an algorithm reads, and the denominator. Does not own the
-formulas (`telescope.algorithms`). Invariant: a micro-batch contributes a sum over its trained tokens, never a mean, so
-that packing, splitting and ranks do not change the weight of a token.
+Owns the tensors that an algorithm reads, and the denominator. Does not own the formulas (`telescope.algorithms`).
+Invariant: a micro-batch contributes a sum over its trained tokens, never a mean, so that packing, splitting and ranks
+do not change the weight of a token.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class StepMetrics:
     def reduce(self) -> dict[str, float]:
         """Returns the metrics over all ranks, equal on each. Collective; waits for the device."""
         dist.all_reduce(self._sums, op=dist.ReduceOp.SUM)
-        # A rank that computes no loss has not seen which terms it has.
+        # Only the last pipeline stage computes the loss, so other ranks do not know which terms it has.
         terms = [self._has_clip, self._has_weight, self._has_mask, self._has_penalty]
         known = torch.cat([self._maxima.view(-1), self._maxima.new_tensor(terms)])
         dist.all_reduce(known, op=dist.ReduceOp.MAX)

@@ -44,7 +44,7 @@ def model_input(
 ) -> ModelInput:
     """Copies what the model reads of a micro-batch to the device, as `move` does.
 
-    `context`: this rank's part of it. The tokens of a part are padded to a `multiple`.
+    With `context`, only this rank's part of the row. Its number of tokens is padded to a multiple of `multiple`.
     """
     predicted_N = np.flatnonzero(micro_batch.trained_T)
     predicting_N, target_N = predicted_N - 1, micro_batch.token_ids_T[predicted_N]

@@ -111,7 +111,7 @@ def whole_row(own_Kn: torch.Tensor, own: slice, num_tokens: int, context: Contex
 def pad_row(micro_batch: MicroBatch, num_parts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns token ids, position ids and segment bounds of a row that can be cut into equal parts.
 
-    What is added is a segment by itself.
+    The padding is a separate segment.
     """
     token_ids_T, position_ids_T, cu_seqlens = (
         micro_batch.token_ids_T,

@@ -64,3 +64,12 @@ def test_experts_are_divided_by_expert_parallelism():
     parts = [megatron_memory(megatron(**{EP: size}), EXPERTS, "cuda").parameters for size in (1, 8)]
     experts = 48 * 128 * 3 * 2048 * 768 * 2
     assert parts[0] - parts[1] == pytest.approx(experts * 7 / 8)
+
+
+def test_the_optimizer_of_experts_is_divided_over_the_ranks_that_have_the_same_experts():
+    options = {EP: 8, "trainer_num_workers": 8, "megatron_use_distributed_optimizer": True}
+    eight = megatron_memory(megatron(**options), EXPERTS, "cuda").optimizer
+    sixteen = megatron_memory(megatron(**options | {"trainer_num_workers": 16}), EXPERTS, "cuda").optimizer
+    experts = 48 * 16 * 3 * 2048 * 768 * 12  # of one rank of eight: float32 weights and both moments
+    assert eight > experts
+    assert sixteen == pytest.approx(eight / 2)

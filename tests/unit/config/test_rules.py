@@ -57,6 +57,7 @@ BROKEN: list[tuple[str, dict[str, object]]] = [
         {**MEGATRON, "megatron_tensor_parallel_size": 4, "megatron_use_distributed_optimizer": True},
     ),
     ("megatron_fp8", {**MEGATRON, "megatron_fp8": True}),
+    ("megatron_expert_parallel_size", {**MEGATRON, "megatron_expert_parallel_size": 8}),
     ("megatron_global_batch_size", {**MEGATRON, "megatron_global_batch_size": 7}),
     ("mixed_precision_dtype", {**MEGATRON, "mixed_precision_dtype": "float16"}),
     (

@@ -11,6 +11,7 @@ const MOST_SPANS = 40_000;
 const STEP_SPANS = 100_000;
 const EXPORT_SPANS = 500_000;
 const WAIT_MS = 90;
+const RETRY_MS = 2_000;
 const STEP_WAIT_MS = 250;
 
 export interface Loaded {
@@ -29,7 +30,9 @@ export const readForExport = (run: string, view: View) =>
 export function useSpans(run: string, view: View | null, buckets: number, version: string): { loaded: Loaded | null; error: Error | null } {
   const [loaded, setLoaded] = useState<Loaded | null>(null);
   const [error, setError] = useState<Error | null>(null);
-  const state = useRef({ version: "", reading: false });
+  const [reads, setReads] = useState(0);
+  const state = useRef({ version: "", reading: false, run });
+  state.current.run = run;
   const width = view ? view.to - view.from : 0;
   const stale = state.current.version !== version;
   const covers = loaded && view && loaded.from <= view.from && loaded.to >= view.to;
@@ -38,21 +41,25 @@ export function useSpans(run: string, view: View | null, buckets: number, versio
   useEffect(() => {
     if (!needed || !view) return;
     const timer = setTimeout(() => {
-      // One read at a time, because the server finishes an aborted one too. Its answer leads here again.
+      // One read at a time, because the server finishes an aborted one too. When it ends, this effect runs again.
       if (state.current.reading) return;
       state.current.reading = true;
       const [from, to] = [view.from - width / 2, view.to + width / 2];
       get<SpanColumns>(runPath(run, "spans"), { start: from, end: to, limit: MOST_SPANS, buckets: 2 * buckets })
         .then((columns) => {
+          if (state.current.run !== run) return;
           state.current.version = version;
           setError(null);
           setLoaded({ from, to, lanes: buildLanes(columns), merged: Boolean(columns.merged) });
         })
         .catch(setError)
-        .finally(() => (state.current.reading = false));
-    }, WAIT_MS);
+        .finally(() => {
+          state.current.reading = false;
+          setReads((number) => number + 1);
+        });
+    }, error ? RETRY_MS : WAIT_MS);
     return () => clearTimeout(timer);
-  }, [run, needed, view?.from, view?.to, version, buckets, loaded]);
+  }, [run, needed, view?.from, view?.to, version, buckets, loaded, reads]);
   return { loaded, error };
 }
 

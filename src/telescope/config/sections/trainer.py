@@ -160,13 +160,14 @@ class MegatronSection(Section):
     INTRO: ClassVar[str] = 'Only relevant when `train_backend: "megatron"`; ignored with "fsdp".'
 
     megatron_tensor_parallel_size: Workers = 1
-    """Tensor parallelism degree."""
+    """Neighboring ranks that divide attention heads, MLPs and the vocabulary. Must divide the heads, the key and value
+    heads, and the rows of an MLP."""
     megatron_pipeline_parallel_size: Workers = 1
-    """Pipeline parallelism degree."""
+    """Stages of consecutive layers. Must divide the layers."""
     megatron_context_parallel_size: Workers = 1
-    """Context parallelism degree."""
+    """Ranks that share each row of `seq_len` tokens. Must divide the attention heads of a rank."""
     megatron_expert_parallel_size: Workers = 1
-    """Expert parallelism degree (MoE models)."""
+    """Ranks of a stage that divide the experts of a mixture of experts. Must divide them."""
     megatron_global_batch_size: Count | None = None
     """Global batch size, in groups of samples. null, or prompts_batch_size_for_trainer: it always trains the whole
     batch."""
@@ -189,9 +190,9 @@ class MegatronSection(Section):
     megatron_exp_avg_sq_dtype: str = "float32"
     """Data type for Adam exponential average squared."""
     megatron_grad_reduce_in_fp32: bool = True
-    """Reduce gradients in FP32. false halves grad buffer memory (~14 GB savings)."""
+    """Sum gradients over ranks, and keep them, in float32. false halves their memory."""
     megatron_gradient_checkpointing: bool = True
-    """Recompute activations in backward pass (~15-20 GB memory savings)."""
+    """Recompute the activations of every layer in the backward pass."""
     megatron_sequence_parallel: bool = True
     """Shard sequence dimension in LayerNorm/dropout (requires TP > 1)."""
     megatron_use_distributed_optimizer: bool = True

@@ -142,7 +142,7 @@ def find_backend(name: str) -> type[TrainingBackend]:
         return load_backend()
     module_name, colon, class_name = name.partition(":")
     if not colon:
-        raise ConfigError(f"train_backend: {name!r} is unknown: use 'fsdp' or 'package.module:Class'")
+        raise ConfigError(f"train_backend: {name!r} is unknown: use 'fsdp', 'megatron' or 'package.module:Class'")
     found = _imported(name, module_name, class_name)
     if not (isinstance(found, type) and issubclass(found, TrainingBackend)):
         raise ConfigError(f"train_backend: {name!r} is not a subclass of telescope.trainer.backends.TrainingBackend")

@@ -23,7 +23,7 @@ def load_backend() -> type[TrainingBackend]:
     """
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
         raise ConfigError(f"train_backend: 'megatron' needs megatron-core: install it with `{INSTALL}`")
-    # It warns of what this backend has decided (no Transformer Engine, no apex) and of its own old names in torch.
+    # It warns about options that this backend chose on purpose, and about deprecated calls of its own.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""The Megatron backend: a model divided by layers, heads, experts and tokens, for the RL step.
+"""Trains a model that megatron-core divides over ranks.
 
 Owns the passes over this rank's stage by Megatron's schedules, and the update. The model is in `model`, its weights in
 `conversion`, the groups of ranks in `parallel`.
@@ -30,7 +30,7 @@ from telescope.trainer.backends.megatron import checkpoint, conversion
 from telescope.trainer.backends.megatron.families import Place, heads_of, places_of, refuse_other_names
 from telescope.trainer.backends.megatron.model import LastStage, Row, build_stage, transformer_config
 from telescope.trainer.backends.megatron.optimizer import build_optimizer, wrap
-from telescope.trainer.backends.megatron.parallel import initialize, leave
+from telescope.trainer.backends.megatron.parallel import destroy_groups, initialize
 from telescope.trainer.batch import MicroBatch
 from telescope.trainer.layout import Layout
 from telescope.trainer.model import checkpoint_tensors, compute_dtype, load_causal_lm
@@ -40,7 +40,7 @@ from telescope.trainer.step import RLBackend, RowLoss
 from telescope.trainer.timeline import Timeline
 from telescope.weights.plan import TensorMeta
 
-SPANS = {"forward-compute": "forward", "backward-compute": "backward", "all-grads-sync": "gradient_reduction"}
+SPANS = {"backward-compute": "backward", "all-grads-sync": "gradient_reduction"}
 """Megatron's timers, and the spans of the timeline that they become."""
 
 
@@ -72,8 +72,11 @@ class MegatronBackend(RLBackend):
         )
         self.megatron = transformer_config(hf_config, config, self.parallel, self.dtype)
         rotary = type(skeleton.model.rotary_emb)(hf_config)
-        if rotary.attention_scaling != 1.0:
-            raise ConfigError("model: its rope_scaling scales attention, which train_backend megatron lacks: use fsdp")
+        if rotary.attention_scaling != 1.0 or rotary.rope_type in ("dynamic", "longrope"):
+            raise ConfigError(
+                f"model: its rope_scaling of type {rotary.rope_type} scales attention, or changes with the length of a "
+                "row, which train_backend megatron lacks: use fsdp"
+            )
         self.stage = build_stage(hf_config, self.megatron, self.parallel, rotary.inv_freq).to(self.device)
         folder = conversion.model_folder(config.model)
         conversion.load(self.stage, folder, self.places, self.stages, self.parallel, self.heads)
@@ -99,9 +102,9 @@ class MegatronBackend(RLBackend):
 
     @property
     def num_parameters(self) -> int:
-        return sum(math.prod(shape) for name, shape in self.shapes.items() if not self._is_second_table(name))
+        return sum(math.prod(shape) for name, shape in self.shapes.items() if not self._is_tied_output(name))
 
-    def _is_second_table(self, name: str) -> bool:
+    def _is_tied_output(self, name: str) -> bool:
         return name == "lm_head.weight" and self._hf_config.tie_word_embeddings
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: RowLoss, timeline: Timeline) -> None:
@@ -152,10 +155,11 @@ class MegatronBackend(RLBackend):
                     micro_batch, self.device, self.kernel, self.parallel.context, multiple=self.parallel.tp.size()
                 )
             row = Row(data, temperature)
-            out = model(
-                data.token_ids_T[None], data.position_ids_T[None], None,
-                packed_seq_params=row, output_processor=self.last_stage, output_processor_context=row,
-            )  # fmt: skip
+            with timeline.span("forward", index):
+                out = model(
+                    data.token_ids_T[None], data.position_ids_T[None], None,
+                    packed_seq_params=row, output_processor=self.last_stage, output_processor_context=row,
+                )  # fmt: skip
             return out, partial(finish, index, micro_batch, data.own)
 
         results: list[Any] = get_forward_backward_func()(
@@ -210,7 +214,7 @@ class MegatronBackend(RLBackend):
         checkpoint.load(self.stage, self.optimizer, directory)
 
     def close(self) -> None:
-        leave()
+        destroy_groups()
 
 
 def _sum_gradients(models: list[Any], num_tokens: Any = None, **options: Any) -> None:

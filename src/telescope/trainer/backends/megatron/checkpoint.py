@@ -4,8 +4,8 @@ Weights and moments are saved as whole tensors under Megatron's names, so that a
 tensor, pipeline, expert and data parallelism. `telescope convert` reads the weights without Megatron.
 
 Without Transformer Engine and apex the optimizer is torch's AdamW, which keeps a `step` tensor for each parameter.
-megatron-core 0.19 does not expect that in three places, one of which makes a resumed run differ without an error:
-`_give_steps` and `_with_step` correct them. A test compares a resumed run with a straight one, bit for bit.
+megatron-core 0.19 does not expect that in three places: `_give_steps`, `_with_step` and the end of `load` correct them.
+Without the last a resumed run differs without an error. A test compares one with a straight run, bit for bit.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def load(stage: GPTModel, optimizer: MegatronOptimizer, directory: Path) -> None
     for inner in _inner(optimizer):
         for values in inner.optimizer.state.values():
             if torch.is_tensor(values.get("step")):
-                # All parameters share one tensor here, which each of them would count up.
+                # All parameters share this tensor after loading, so each of them would increment it.
                 values["step"] = values["step"].clone()
 
 

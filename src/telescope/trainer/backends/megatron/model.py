@@ -31,7 +31,7 @@ from telescope.trainer.backends.megatron.parallel import Parallel
 from telescope.trainer.logprob import VocabularyPart
 from telescope.trainer.model_input import ModelInput
 
-logging.getLogger("megatron.core").setLevel(logging.ERROR)  # it warns of what this module has decided
+logging.getLogger("megatron.core").setLevel(logging.ERROR)  # it warns about options that are chosen here on purpose
 
 
 @dataclass(slots=True)
@@ -196,15 +196,13 @@ def transformer_config(hf_config: Any, config: Any, parallel: Parallel, dtype: t
     if config.megatron_gradient_checkpointing:
         options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if num_experts := getattr(hf_config, "num_experts", None):
-        balances = getattr(hf_config, "output_router_logits", False)
         options |= {
             "num_moe_experts": num_experts,
             "expert_tensor_parallel_size": 1,
             "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
             "moe_router_topk": hf_config.num_experts_per_tok,
             "moe_router_pre_softmax": not hf_config.norm_topk_prob,
-            "moe_router_load_balancing_type": "aux_loss" if balances else "none",
-            "moe_aux_loss_coeff": hf_config.router_aux_loss_coef if balances else 0.0,
+            "moe_router_load_balancing_type": "none",
         }
     return TransformerConfig(**options)
 

@@ -14,8 +14,6 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 
-from telescope.trainer.model import DTYPES
-
 
 def wrap(stage: GPTModel, config: Any) -> DistributedDataParallel:
     """Gives the stage one buffer of gradients, which are summed over data-parallel ranks."""
@@ -46,15 +44,6 @@ def build_optimizer(ddp: DistributedDataParallel, config: Any) -> MegatronOptimi
         "optimizer_offload_fraction": config.megatron_optimizer_offload_fraction,
         "overlap_cpu_optimizer_d2h_h2d": config.megatron_overlap_cpu_optimizer_d2h_h2d,
     }
-    if config.megatron_use_precision_aware_optimizer:
-        kinds = {**DTYPES, "fp8": torch.uint8}
-        options |= {
-            "use_precision_aware_optimizer": True,
-            "main_grads_dtype": kinds[config.megatron_main_grads_dtype],
-            "main_params_dtype": kinds[config.megatron_main_params_dtype],
-            "exp_avg_dtype": kinds[config.megatron_exp_avg_dtype],
-            "exp_avg_sq_dtype": kinds[config.megatron_exp_avg_sq_dtype],
-        }
     settings = OptimizerConfig(**options)
     optimizer = get_megatron_optimizer(settings, [ddp], config_overrides=get_standard_config_overrides(settings))
     for group in optimizer.param_groups:

@@ -1,7 +1,7 @@
 """The process groups of a Megatron run, and this rank's place in them.
 
 Megatron orders ranks by tensor, context, expert, data and pipeline parallelism: neighbors share a layer. Expert
-parallelism divides the data-parallel ranks: each trains its own rows and has a part of the experts.
+parallelism divides the ranks of a pipeline stage, also those that share rows: each has a part of the experts.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Parallel:
 
 
 def initialize(config: Any) -> Parallel:
-    """Makes the groups of a config, instead of earlier ones. Collective."""
-    leave()
+    """Creates the process groups of a config and replaces earlier ones. Collective."""
+    destroy_groups()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.megatron_tensor_parallel_size,
         pipeline_model_parallel_size=config.megatron_pipeline_parallel_size,
@@ -69,7 +69,7 @@ def initialize(config: Any) -> Parallel:
     )
 
 
-def leave() -> None:
-    """Forgets the groups, if any."""
+def destroy_groups() -> None:
+    """Destroys the process groups, if any."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()

@@ -6,7 +6,7 @@ experts too, with the expert as second. One parameter at a time is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,8 @@ SAVED_NAMES = {
 
 def saved_weights(
     directory: Path, config: Mapping[str, Any]
-) -> tuple[list[TensorMeta], Iterator[tuple[str, torch.Tensor]]]:
-    """Returns metadata and tensors of a checkpoint, in the order of the model.
+) -> tuple[list[TensorMeta], Callable[[], Iterator[tuple[str, torch.Tensor]]]]:
+    """Returns the metadata of a checkpoint's weights, and a function that reads them, in the order of the model.
 
     `config` has the values of the model's config.json. Raises `RunError` for a damaged checkpoint.
     """
@@ -62,7 +62,7 @@ def saved_weights(
                 place.names, whole_tensors(place.entry.kind, [part], heads, hf_config.vocab_size), strict=True
             )
 
-    return metas, read()
+    return metas, read
 
 
 def saved_place(place: Place) -> tuple[str, tuple[int, ...]]:
