@@ -81,6 +81,7 @@ def checks_of_machine() -> tuple[Check, ...]:
         check_packages,
         check_trackers,
         check_plugin,
+        check_megatron,
         check_ray_address,
         check_placement,
         check_open_files,
@@ -155,6 +156,12 @@ def check_plugin(_: TelescopeConfig) -> None:
     """Checks that vLLM finds Telescope's weight transfer among installed entry points."""
     if problem := plugin_problem():
         raise ConfigError(f"vLLM cannot load Telescope's plugin: {problem}")
+
+
+def check_megatron(config: TelescopeConfig) -> None:
+    """Checks that the package of the Megatron backend is installed here, where the driver is."""
+    if config.train_backend == "megatron" and not is_installed("megatron.core"):
+        raise ConfigError('train_backend is "megatron", which needs megatron-core: run make setup MEGATRON=1')
 
 
 def check_shared_memory(config: TelescopeConfig) -> None:

@@ -7,5 +7,8 @@ import importlib.util
 
 def is_installed(name: str) -> bool:
     """Returns whether a package can be imported. Not a folder of that name without modules, such as W&B's own."""
-    spec = importlib.util.find_spec(name)
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:  # the package that it would be in
+        return False
     return spec is not None and spec.origin is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.unit.config.test_rules import build
 
+from telescope.config import preflight
 from telescope.config.megatron import MODEL_TYPES, check_division, check_model_type, megatron_memory
 from telescope.config.model_shape import ModelShape
 from telescope.errors import ConfigError
@@ -44,6 +45,13 @@ def test_an_impossible_division_names_the_field_and_the_size(shape, changes, fie
 def test_possible_divisions_pass():
     check_division(megatron(**{TP: 4, PP: 3, CP: 4}), QWEN3_4B)
     check_division(megatron(**{TP: 2, EP: 8, "megatron_sequence_parallel": True}), EXPERTS)
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setattr(preflight, "is_installed", lambda name: name != "megatron.core")
+    with pytest.raises(ConfigError, match="make setup MEGATRON=1"):
+        preflight.check_megatron(megatron())
+    preflight.check_megatron(build({}))
 
 
 def test_the_families_that_are_checked_have_tables():

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from typing import TYPE_CHECKING
 
 import torch
 
 from telescope.errors import ConfigError
+from telescope.utils.packages import is_installed
 
 if TYPE_CHECKING:
     from telescope.trainer.backends import TrainingBackend
-
-INSTALL = "make setup MEGATRON=1"
 
 
 def load_backend() -> type[TrainingBackend]:
@@ -21,8 +19,8 @@ def load_backend() -> type[TrainingBackend]:
 
     Only for the process of a trainer rank: without a GPU it changes `torch.cuda`, before megatron-core is imported.
     """
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
-        raise ConfigError(f"train_backend: 'megatron' needs megatron-core: install it with `{INSTALL}`")
+    if not is_installed("megatron.core"):
+        raise ConfigError("train_backend: 'megatron' needs megatron-core: install it with make setup MEGATRON=1")
     # It warns about options that this backend chose on purpose, and about deprecated calls of its own.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")

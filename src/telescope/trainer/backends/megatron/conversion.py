@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from telescope.config.model_source import is_local_path
@@ -119,7 +119,10 @@ def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise UserError(f"model: {folder} has no safetensors files, which train_backend megatron reads")
-    files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
+    try:
+        files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
+    except SafetensorError as error:
+        raise UserError(f"model: weights in {folder} cannot be read: {error}. Save the model again") from error
     return {name: file for file in files for name in file.keys()}  # noqa: SIM118  # no mapping
 
 
