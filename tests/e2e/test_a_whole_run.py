@@ -85,8 +85,8 @@ def test_pages_follow_a_run_that_trains(command: Command) -> None:
         page.goto(f"{dashboard.address}#/run/metrics?metric=entropy")
         expect(page.get_by_role("banner")).to_contain_text("training", timeout=60_000)
         progress = page.get_by_label("Progress").first
-        expect(progress).to_contain_text("Step", timeout=60_000)
-        shown = "() => Number(/Step (\\d+)/.exec(document.querySelector('[aria-label=Progress]').innerText)[1])"
+        expect(progress).to_contain_text("of 500 steps", timeout=60_000)
+        shown = "() => Number(/(\\d+) of 500 steps/.exec(document.querySelector('[aria-label=Progress]').innerText)[1])"
         first = page.evaluate(shown)
         page.wait_for_function(f"(first) => ({shown})() >= first + 2", arg=first, timeout=120_000)
         with page.expect_download() as begun:
