@@ -2,12 +2,14 @@
 
     python benchmarks/trainer.py --quick --ranks 2                           a tiny model on the CPU, two processes
     python benchmarks/trainer.py --shapes 0.6b --tokens 16384 65536          on one GPU
+    python benchmarks/trainer.py --backend fsdp megatron --shapes 4b --tokens 16384 --checkpointing full none
     python benchmarks/trainer.py --shapes 14b --ranks 4 --tokens 16384 32768 --loads single --json results.json
 
 Runs `Trainer.train_step`, as a training run does, on random weights of a real shape: a step is `--micro-batches` rows
 of the given tokens on each rank, forward, backward, gradient norm, clipping and AdamW. Two loads: `single`, one
 sequence of the whole length, and `packed`, answers of log-normal length (mean 1,000 tokens, sigma 0.8, at most 8,192)
-packed end to end. All tokens but each sequence's first are trained. Tokens/s are of all ranks.
+packed end to end. All tokens but each sequence's first are trained. Tokens/s are of all ranks; a row that several ranks
+share counts once. `--backend megatron` recomputes all of a layer (`full`) or nothing (`none`).
 
 Model FLOPs of a step: 6 N per token, N being all parameters but the embedding table, the output layer included (also
 where it shares the table), plus causal attention, 6 x layers x heads x head dimension x length per token of a sequence
@@ -32,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from measure import positive, provenance, require_gpus
 from rich.console import Console
 from rich.table import Table
@@ -57,6 +60,10 @@ RESHARD = {"auto": "auto", "true": True, "false": False}
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["0.6b"])
+    parser.add_argument("--backend", nargs="+", choices=["fsdp", "megatron"], default=["fsdp"])
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="FIELD=VALUE", dest="options", help="further fields of the config"
+    )
     parser.add_argument("--ranks", type=positive, default=1, help="GPUs, with --quick processes on the CPU")
     parser.add_argument("--micro-batches", type=positive, default=1, help="micro-batches of each rank in a step")
     parser.add_argument("--tokens", nargs="+", type=positive, default=[16_384, 65_536], help="tokens of a micro-batch")
@@ -110,16 +117,19 @@ def main() -> int:
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
     """Returns every combination of the arguments."""
+    pairs = [option.partition("=") for option in arguments.options]
+    options = tuple((name, yaml.safe_load(value)) for name, _, value in pairs)
     return [
         Case(
-            shape, num_tokens, load, checkpointing, ranks=arguments.ranks, micro_batches=arguments.micro_batches,
+            shape, num_tokens, load, checkpointing, backend=backend, options=options, ranks=arguments.ranks,
+            micro_batches=arguments.micro_batches,
             model_dtype=arguments.model_dtype, compiled=not arguments.no_compile, chunk_size=arguments.chunk_size,
             reshard=RESHARD[reshard], prefetch=prefetch, checkpointing_layers=layers,
             steps=arguments.steps, warmup=arguments.warmup,
         )
-        for shape, checkpointing, num_tokens, load, reshard, prefetch, layers in product(
-            arguments.shapes, arguments.checkpointing, arguments.tokens, arguments.loads, arguments.reshard,
-            arguments.prefetch, arguments.checkpointing_layers,
+        for backend, shape, checkpointing, num_tokens, load, reshard, prefetch, layers in product(
+            arguments.backend, arguments.shapes, arguments.checkpointing, arguments.tokens, arguments.loads,
+            arguments.reshard, arguments.prefetch, arguments.checkpointing_layers,
         )
     ]  # fmt: skip
 
@@ -127,7 +137,7 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
 def progress(case: Case, row: dict[str, Any]) -> str:
     """Summarizes a case in a few words."""
     seconds = f"{row['seconds']:.3f} s/step" if "seconds" in row else "failed" if "failed" in row else "out of memory"
-    return f"{case.shape}, {case.num_tokens:,} tokens, {case.load}, {case.checkpointing}: {seconds}"
+    return f"{case.backend}, {case.shape}, {case.num_tokens:,} tokens, {case.load}, {case.checkpointing}: {seconds}"
 
 
 def gpu_name(device: torch.device) -> str | None:
@@ -140,12 +150,12 @@ def gpu_name(device: torch.device) -> str | None:
 
 def print_table(report: dict[str, Any]) -> None:
     table = Table(
-        "shape", "ranks", "tokens", "load", "recomputed", "reshard, ahead", "s/step", "tokens/s", "TFLOP/s", "MFU",
-        "of matmul", "peak GiB", "estimate",
+        "backend", "shape", "ranks", "tokens", "load", "recomputed", "reshard, ahead", "s/step", "tokens/s", "TFLOP/s",
+        "MFU", "of matmul", "peak GiB", "estimate",
     )  # fmt: skip
     for row in report["cases"]:
         recomputed = row["checkpointing"] + (f", {row['checkpointing_layers']}" if row["checkpointing_layers"] else "")
-        head = [row["shape"], str(row["ranks"]), f"{row['tokens']:,}", row["load"], recomputed]
+        head = [row["backend"], row["shape"], str(row["ranks"]), f"{row['tokens']:,}", row["load"], recomputed]
         head.append(f"{row['reshard']}, {row['prefetch']}".lower())
         if "seconds" not in row:
             table.add_row(*head, "out of memory" if "out_of_memory" in row else "failed")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import multiprocessing
 import multiprocessing.connection
 import socket
@@ -67,6 +68,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Shapes of Qwen3 (Qwen3 Technical Report, arXiv:2505.09388), and one for a CPU."""
 
+SHARING = (
+    "fsdp_context_parallel_size", "megatron_tensor_parallel_size", "megatron_pipeline_parallel_size",
+    "megatron_context_parallel_size",
+)  # fmt: skip
+"""Fields whose product is the number of ranks that share a row."""
+
 CHECKPOINTING = {
     "none": {"gradient_checkpointing": False},
     "selective": {"gradient_checkpointing": True, "recompute_attention": False},
@@ -91,6 +98,9 @@ class Case:
     chunk_size: int = 1024
     reshard: bool | str = "auto"
     prefetch: int = 1
+    backend: str = "fsdp"
+    options: tuple[tuple[str, Any], ...] = ()
+    """Further fields of the config, such as the parallel sizes of Megatron."""
     checkpointing_layers: int | None = None
     """Number of recomputed blocks; None: all, unless `checkpointing` is none."""
     steps: int = 5
@@ -103,8 +113,14 @@ class Case:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of all ranks in a step."""
-        return self.num_tokens * self.ranks * self.micro_batches
+        """Tokens of a step, each counted once where several ranks share a row."""
+        return self.num_tokens * self.data_ranks * self.micro_batches
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks with rows of their own."""
+        sizes = [int(value) for name, value in self.options if name in SHARING]
+        return self.ranks // math.prod(sizes)
 
 
 def run_here(case: Case, wanted_device: str, matmul: float, folder: Path) -> dict[str, Any]:
@@ -174,8 +190,14 @@ def make_trainer(case: Case, device: torch.device, folder: Path, rank: int, port
     def without_weights(model: str, dtype: torch.dtype, *, with_weights: bool, **options: Any) -> Any:
         return None if with_weights else load(model, dtype, with_weights=False, **options)
 
-    sharding.load_causal_lm = without_weights
-    sharding.fill = draw_weights
+    if case.backend == "megatron":
+        from telescope.trainer.backends.megatron import conversion
+
+        conversion.model_folder = Path
+        conversion.load = draw_stage
+    else:
+        sharding.load_causal_lm = without_weights
+        sharding.fill = draw_weights
     config = make_config(case, device, folder)
     if device.type == "cuda":
         torch.set_num_threads(int(config.ray_trainer_cpus_per_worker))  # as Ray does for a rank of a run
@@ -203,10 +225,22 @@ def draw_weights(policy: PolicyModel, source: Any, mesh: Any, device: torch.devi
         buffer.copy_(buffers[name.removeprefix(PREFIX)])
 
 
+@torch.no_grad()
+def draw_stage(stage: torch.nn.Module, *_: Any) -> None:
+    """Replaces `conversion.load` of Megatron, with weights as `draw_weights` has them."""
+    torch.manual_seed(dist.get_rank())
+    for parameter in stage.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(0.0, 0.02)
+        else:
+            parameter.fill_(1.0)
+
+
 def make_config(case: Case, device: torch.device, folder: Path) -> TelescopeConfig:
     settings: dict[str, Any] = {
         "model": str(folder),
         "environments": [{"name": "countdown"}],
+        "train_backend": case.backend,
         "trainer_num_workers": case.ranks,
         "model_dtype": case.model_dtype,
         "mixed_precision_dtype": "bfloat16" if device.type == "cuda" else None,
@@ -220,7 +254,11 @@ def make_config(case: Case, device: torch.device, folder: Path) -> TelescopeConf
         "max_model_len": case.num_tokens,
         "max_tokens": case.num_tokens // 2,
     }
-    return TelescopeConfig(**settings, **CHECKPOINTING[case.checkpointing])
+    if case.backend == "megatron":
+        recomputation = {"megatron_gradient_checkpointing": case.checkpointing == "full"}
+    else:
+        recomputation = CHECKPOINTING[case.checkpointing]
+    return TelescopeConfig(**(settings | recomputation | dict(case.options)))
 
 
 def time_steps(trainer: Trainer, case: Case, device: torch.device, matmul: float) -> dict[str, Any]:
@@ -238,7 +276,7 @@ def time_steps(trainer: Trainer, case: Case, device: torch.device, matmul: float
         steps.append(trainer.train_step(make_step(case, rows, step)).metrics)
         seconds.append(time.perf_counter() - started)
     timed = seconds[case.warmup :]
-    flops = model_flops(shape, case.lengths) * case.micro_batches * case.ranks
+    flops = model_flops(shape, case.lengths) * case.micro_batches * case.data_ranks
     tflops = flops / statistics.median(timed) / 1e12 / case.ranks
     times = {name: statistics.median(m[name] for m in steps[case.warmup :]) for name in steps[-1] if "_total" in name}
     row = {
@@ -311,8 +349,8 @@ def make_row(case: Case, seed: int) -> MicroBatch:
 
 def make_step(case: Case, rows: list[MicroBatch], step: int) -> StepInput:
     """Returns the input of one rank; all ranks have the same."""
-    trained = sum(int(row.trained_T.sum()) for row in rows) * case.ranks
-    samples = sum(len(row.sample_ids) for row in rows) * case.ranks
+    trained = sum(int(row.trained_T.sum()) for row in rows) * case.data_ranks
+    samples = sum(len(row.sample_ids) for row in rows) * case.data_ranks
     return StepInput(step, 0, [OptimizerStepBatch(list(rows), trained, samples)])
 
 
