@@ -77,7 +77,8 @@ class MegatronBackend(RLBackend):
                 f"model: its rope_scaling of type {rotary.rope_type} scales attention, or changes with the length of a "
                 "row, which train_backend megatron lacks: use fsdp"
             )
-        self.stage = build_stage(hf_config, self.megatron, self.parallel, rotary.inv_freq).to(self.device)
+        self.inv_freq = rotary.inv_freq.float().to(self.device)
+        self.stage = build_stage(hf_config, self.megatron, self.parallel).to(self.device)
         folder = conversion.model_folder(config.model)
         conversion.load(self.stage, folder, self.places, self.stages, self.parallel, self.heads)
         self.ddp = wrap(self.stage, config)
@@ -154,7 +155,7 @@ class MegatronBackend(RLBackend):
                 data = model_input(
                     micro_batch, self.device, self.kernel, self.parallel.context, multiple=self.parallel.tp.size()
                 )
-            row = Row(data, temperature)
+            row = Row.of(data, temperature, self.inv_freq, self.dtype)
             with timeline.span("forward", index):
                 out = model(
                     data.token_ids_T[None], data.position_ids_T[None], None,

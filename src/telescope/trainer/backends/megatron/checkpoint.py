@@ -21,6 +21,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from telescope.trainer.backends.megatron.optimizer import inner_optimizers
+
 MODEL, OPTIMIZER = "model", "optimizer"
 
 
@@ -58,25 +60,21 @@ def load(stage: GPTModel, optimizer: MegatronOptimizer, directory: Path) -> None
         optimizer.load_state_dict(loaded[OPTIMIZER])
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
-    for inner in _inner(optimizer):
-        for values in inner.optimizer.state.values():
+    for inner in inner_optimizers(optimizer):
+        for parameter, values in inner.optimizer.state.items():
             if torch.is_tensor(values.get("step")):
-                # All parameters share this tensor after loading, so each of them would increment it.
-                values["step"] = values["step"].clone()
-
-
-def _inner(optimizer: MegatronOptimizer) -> Iterator[Any]:
-    """Yields the optimizers of dense parameters and of experts."""
-    yield from getattr(optimizer, "chained_optimizers", [optimizer])
+                # All parameters share this tensor after loading, so each of them would increment it. The fused update
+                # of a GPU needs it there.
+                values["step"] = values["step"].to(parameter.device, copy=True)
 
 
 def _give_steps(optimizer: MegatronOptimizer) -> None:
     """Makes the state of a new optimizer complete, which Megatron makes without AdamW's `step`."""
-    for inner in _inner(optimizer):
+    for inner in inner_optimizers(optimizer):
         if inner.init_state_fn is not None:
             inner.init_state_fn(inner.optimizer, inner.config)
-        for values in inner.optimizer.state.values():
-            values.setdefault("step", torch.tensor(0.0))
+        for parameter, values in inner.optimizer.state.items():
+            values.setdefault("step", torch.zeros((), device=parameter.device))
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """The policy as a megatron-core model: its configuration, its layers for packed rows, and its output.
 
-Megatron's own attention knows neither packed rows nor context parallelism without Transformer Engine. Three small
-modules take their places in the layer specification: `PackedAttention` (that of `trainer.attention`), `RowRotary`
-(angles by position in the sample) and `RMSNorm` (marked for sequence parallelism).
+Megatron's own attention knows neither packed rows nor context parallelism without Transformer Engine. Two small modules
+take their places in the layer specification: `PackedAttention` (that of `trainer.attention`, with rotary embedding by
+position in the sample) and `RMSNorm` (marked for sequence parallelism). On a GPU, operations on single elements are
+compiled; megatron-core has no fused ones without Transformer Engine.
 
 Invariants: a `Row` travels through the model as `packed_seq_params`. The last stage returns logprobs and entropies of
 the row's predicted tokens and never logits.
@@ -10,7 +11,9 @@ the row's predicted tokens and never logits.
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +43,9 @@ class Row:
 
     data: ModelInput
     temperature: float
+    cos: torch.Tensor
+    """Of the rotary angles of this rank's tokens, [T, 1, 1, D], in the model's dtype; `sin` likewise."""
+    sin: torch.Tensor
     # What Megatron reads of its own class. This format means: one sequence, which it neither squeezes nor cuts.
     qkv_format: str = field(default="sbhd", init=False)
     cp_group: Any = field(default=None, init=False)
@@ -54,23 +60,42 @@ class Row:
     total_tokens: Any = field(default=None, init=False)
     seq_idx: Any = field(default=None, init=False)
 
+    @classmethod
+    def of(cls, data: ModelInput, temperature: float, inv_freq: torch.Tensor, dtype: torch.dtype) -> Row:
+        """Adds the angles by position in the sample, with the model's own frequencies [D / 2]."""
+        angles = data.position_ids_T[:, None].float() * inv_freq.to(data.position_ids_T.device)
+        angles = torch.cat([angles, angles], dim=-1)[:, None, None, :]
+        return cls(data, temperature, angles.cos().to(dtype), angles.sin().to(dtype))
 
-class RowRotary(nn.Module):
-    """Rotary angles of each token by its position in its sample, with the model's own frequencies."""
 
-    inv_freq: torch.Tensor
+def compiled_on_gpus(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Fuses a function of tensors [T, ...] on GPUs, once for every shape of a token."""
+    compiled = torch.compile(function, dynamic=False)
 
-    def __init__(self, inv_freq: torch.Tensor) -> None:
-        super().__init__()
-        self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
+    @functools.wraps(function)
+    def call(*tensors: Any) -> torch.Tensor:
+        if not tensors[0].is_cuda:
+            return function(*tensors)
+        for tensor in tensors:
+            if torch.is_tensor(tensor) and tensor.shape[0] == tensors[0].shape[0]:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        result: torch.Tensor = compiled(*tensors)
+        return result
 
-    def get_rotary_seq_len(self, _context: Any, _decoder: Any, _input: Any, _config: Any, row: Row) -> torch.Tensor:
-        """Returns what Megatron gives to `forward`: the positions, instead of a length."""
-        return row.data.position_ids_T
+    return call
 
-    def forward(self, position_ids_T: torch.Tensor, packed_seq: bool = False, cp_group: Any = None) -> torch.Tensor:
-        angles = position_ids_T[:, None].float() * self.inv_freq
-        return torch.cat([angles, angles], dim=-1)[:, None, None, :]
+
+@compiled_on_gpus
+def rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Applies rotary embedding to queries or keys [T, 1, H, D]."""
+    left, right = heads.chunk(2, dim=-1)
+    return heads * cos + torch.cat([-right, left], dim=-1) * sin
+
+
+@compiled_on_gpus
+def normalized(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root mean square norm of the last dimension, as transformers computes it: rounded before the last product."""
+    return F.rms_norm(hidden, hidden.shape[-1:], None, eps) * weight
 
 
 class PackedAttention(nn.Module):
@@ -101,14 +126,16 @@ class PackedAttention(nn.Module):
         packed_seq_params: Row | None = None,
     ) -> torch.Tensor:
         assert packed_seq_params is not None
+        row = packed_seq_params
+        query, key = (rotated(heads, row.cos, row.sin) for heads in (query, key))
         q, k, v = (tensor.transpose(0, 2).transpose(0, 1) for tensor in (query, key, value))
-        layout = packed_seq_params.data.layout
+        layout = row.data.layout
         out, _ = packed_attention(self, q, k, v, None, packed_layout=layout, scaling=self.scale)
         return out.reshape(out.shape[1], 1, -1)
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm, as transformers computes it: rounded before the product with the weight."""
+    """`normalized`, in the place of megatron-core's norm."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
@@ -118,7 +145,7 @@ class RMSNorm(nn.Module):
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  # it is no field of torch's
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(hidden, hidden.shape[-1:], None, self.eps) * self.weight
+        return normalized(hidden, self.weight, self.eps)
 
 
 class LastStage:
@@ -186,10 +213,10 @@ def transformer_config(hf_config: Any, config: Any, parallel: Parallel, dtype: t
         "moe_token_dispatcher_type": "alltoall",
         # Gradients are sums over tokens: the step divides them by a count over all ranks.
         "calculate_per_token_loss": True,
+        "bias_activation_fusion": torch.cuda.is_available(),  # compiled
         # These need Transformer Engine or apex.
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
-        "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
         "apply_rope_fusion": False,
     }
@@ -207,7 +234,7 @@ def transformer_config(hf_config: Any, config: Any, parallel: Parallel, dtype: t
     return TransformerConfig(**options)
 
 
-def build_stage(hf_config: Any, megatron: TransformerConfig, parallel: Parallel, inv_freq: torch.Tensor) -> GPTModel:
+def build_stage(hf_config: Any, megatron: TransformerConfig, parallel: Parallel) -> GPTModel:
     """Builds this rank's pipeline stage with arbitrary weights."""
     layer = get_gpt_layer_local_spec(
         num_experts=megatron.num_moe_experts,
@@ -221,7 +248,7 @@ def build_stage(hf_config: Any, megatron: TransformerConfig, parallel: Parallel,
     if megatron.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layers: list[ModuleSpec] = [layer] * (megatron.num_layers // parallel.pp.size())
-    stage = GPTModel(
+    return GPTModel(
         megatron,
         TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
         vocab_size=rows_of_vocabulary(hf_config.vocab_size, parallel.tp.size()),
@@ -229,10 +256,8 @@ def build_stage(hf_config: Any, megatron: TransformerConfig, parallel: Parallel,
         pre_process=parallel.is_first_stage,
         post_process=parallel.is_last_stage,
         share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
-        position_embedding_type="rope",
+        position_embedding_type="none",  # `PackedAttention` has it
     )
-    stage.rotary_pos_emb = RowRotary(inv_freq)
-    return stage
 
 
 def _refuse_differences(hf_config: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -48,4 +49,13 @@ def build_optimizer(ddp: DistributedDataParallel, config: Any) -> MegatronOptimi
     optimizer = get_megatron_optimizer(settings, [ddp], config_overrides=get_standard_config_overrides(settings))
     for group in optimizer.param_groups:
         group["weight_decay"] = config.weight_decay * group.get("wd_mult", 1.0)
+    for inner in inner_optimizers(optimizer):
+        if type(inner.optimizer) is torch.optim.AdamW and torch.cuda.is_available():
+            for group in inner.optimizer.param_groups:
+                group["fused"] = True  # else it needs as much memory again as all parameters in float32
     return optimizer
+
+
+def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[Any]:
+    """Yields the optimizers of dense parameters and of experts."""
+    yield from getattr(optimizer, "chained_optimizers", [optimizer])
