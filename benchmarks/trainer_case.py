@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from telescope.config import TelescopeConfig
 from telescope.config.memory import recomputes_attention, trainer_memory
@@ -65,8 +65,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 5120, "intermediate_size": 25_600, "num_hidden_layers": 64, "num_attention_heads": 64,
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": False,
     },
+    "moe": {
+        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 6, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": False,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+    },
 }  # fmt: skip
-"""Shapes of Qwen3 (Qwen3 Technical Report, arXiv:2505.09388), and one for a CPU."""
+"""Shapes of Qwen3 (Qwen3 Technical Report, arXiv:2505.09388), one for a CPU, and six layers of 30B-A3B."""
 
 SHARING = (
     "fsdp_context_parallel_size", "megatron_tensor_parallel_size", "megatron_pipeline_parallel_size",
@@ -219,6 +224,7 @@ def draw_weights(policy: PolicyModel, source: Any, mesh: Any, device: torch.devi
     # Buffers (rotary frequencies) depend on neither depth nor vocabulary.
     smallest = policy.causal_lm.config.to_dict() | {
         "num_hidden_layers": 1, "vocab_size": 8, "intermediate_size": 8, "layer_types": None,
+        "num_experts": 2, "num_experts_per_tok": 1,
     }  # fmt: skip
     buffers = dict(AutoModelForCausalLM.from_config(type(policy.causal_lm.config)(**smallest)).named_buffers())
     for name, buffer in policy.named_buffers():
@@ -368,17 +374,20 @@ def model_flops(shape: dict[str, Any], lengths: list[int]) -> float:
     """Returns floating-point operations of forward and backward, recomputation not counted."""
     width, inner, layers = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
     queries, keys = shape["num_attention_heads"] * shape["head_dim"], shape["num_key_value_heads"] * shape["head_dim"]
+    if experts := shape.get("num_experts_per_tok"):  # those that see a token, and the router
+        inner = experts * shape["moe_intermediate_size"] + shape["num_experts"] / 3
     per_layer = width * (2 * queries + 2 * keys) + 3 * width * inner + 2 * width + 2 * shape["head_dim"]
     parameters = layers * per_layer + width + width * shape["vocab_size"]
     attention = 6 * layers * queries * sum(length * length for length in lengths)
     return 6.0 * parameters * sum(lengths) + attention
 
 
-def write_config(shape: dict[str, Any], folder: Path) -> Qwen3Config:
+def write_config(shape: dict[str, Any], folder: Path) -> PretrainedConfig:
     """Writes and returns the config of a shape."""
-    config = Qwen3Config(
+    kind = Qwen3MoeConfig if "num_experts" in shape else Qwen3Config
+    config = kind(
         **shape, max_position_embeddings=131_072, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        architectures=["Qwen3ForCausalLM"],
+        architectures=[kind.__name__.replace("Config", "ForCausalLM")],
     )  # fmt: skip
     config.save_pretrained(folder)
     return config
