@@ -96,6 +96,14 @@ PARTS = (
         360,
         "run/summary.json",
     ),
+    Part(
+        "fp8 rollouts",
+        f"{RUN} train {DEMO} --share_gpus true --number_of_steps 10 --weight_probe_every 2 --inference_dtype bfloat16 "
+        "--inference_quantization fp8_per_block --use_tis true --run_dir {folder}/run",
+        1,
+        360,
+        "run/summary.json",
+    ),
     Part("verify", f"{RUN} verify {DEMO} --gpu_memory_utilization 0.5 --json {{json}}", 2, 360),
     Part("loss on a shared gpu", f"{PYTEST} tests/gpu/test_shared_gpu.py", 1, 420),
     Part(

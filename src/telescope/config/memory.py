@@ -255,7 +255,7 @@ def estimate_memory(
 
 def _engine_memory(config: TelescopeConfig, shape: ModelShape, device: str, memory: int | None) -> EngineMemory:
     tensor_parallel = config.inference_tensor_parallel_size
-    weights = -(-shape.num_parameters * DTYPE_BYTES[config.engine_dtype] // tensor_parallel)
+    weights = -(-engine_weight_bytes(config, shape) // tensor_parallel)
     # KV heads are split over the workers, and repeated where there are fewer heads than workers.
     share = max(shape.num_kv_heads // tensor_parallel, 1) / shape.num_kv_heads
     per_token = int(shape.kv_bytes_per_token(config.engine_dtype) * share)
@@ -280,6 +280,19 @@ def _engine_memory(config: TelescopeConfig, shape: ModelShape, device: str, memo
     return EngineMemory(weights, staging, kv_cache, overhead, per_token, all_slots_kv, longest)
 
 
+FP8_BLOCK_ELEMENTS = 128 * 128
+
+
+def engine_weight_bytes(config: TelescopeConfig, shape: ModelShape) -> int:
+    """Bytes of the weights of one server, over all its workers."""
+    item = DTYPE_BYTES[config.engine_dtype]
+    if config.inference_quantization == "none":
+        return shape.num_parameters * item
+    # Embeddings and the output layer stay as they are; norms and biases are too small to count.
+    quantized = shape.num_parameters - shape.embedding_parameters
+    return quantized + quantized * SUM_BYTES // FP8_BLOCK_ELEMENTS + shape.embedding_parameters * item
+
+
 def plan_staging(config: TelescopeConfig, shape: ModelShape | None, memory: int | None) -> StagingPlan:
     """Resolves `weight_transfer` for a GPU of `memory` bytes.
 
@@ -289,6 +302,8 @@ def plan_staging(config: TelescopeConfig, shape: ModelShape | None, memory: int 
     """
     if config.weight_transfer == "in_place":
         return StagingPlan(0, "weight_transfer is in_place")
+    if config.inference_quantization != "none":
+        return StagingPlan(0, "the weights are quantized as they arrive")
     if config.inference_tensor_parallel_size > 1:
         return StagingPlan(0, "collectives of a tensor-parallel engine must not run beside a transfer")
     if shape is not None and shape.num_experts:

@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from telescope.config.loader import choose_checkpoint_dir, choose_run_dir
-from telescope.config.machine import LOOPBACK, local_resources, ray_cluster_is_configured, require_port
+from telescope.config.machine import (
+    LOOPBACK,
+    local_resources,
+    ray_cluster_is_configured,
+    require_port,
+    visible_gpu_capabilities,
+)
 from telescope.config.memory import GIB, checkpoint_bytes, estimate_memory, trainer_share
 from telescope.config.model_files import ModelReport, check_rendering, inspect_model, vocabulary_size
 from telescope.config.model_shape import DTYPE_BYTES
@@ -37,6 +43,8 @@ OTHER_OPEN_FILES = 512
 SHARED_MEMORY = Path("/dev/shm")
 VLLM_QUEUE_BYTES = 160 << 20
 """Shared memory that vLLM allocates for the queue to the workers of one server: ten messages of 16 MiB."""
+FP8_CAPABILITY = 8.9
+"""Compute capability of the first GPUs with FP8 (Ada)."""
 TRAINING_PACKAGES = ("torch", "transformers", "ray", "msgspec", "vllm")
 
 Check = Callable[["TelescopeConfig"], None]
@@ -84,6 +92,7 @@ def checks_of_machine() -> tuple[Check, ...]:
         check_megatron,
         check_ray_address,
         check_placement,
+        check_quantization,
         check_open_files,
         check_shared_memory,
         check_run_dir,
@@ -206,6 +215,21 @@ def check_placement(config: TelescopeConfig) -> None:
     """Checks that the workers fit this machine, unless the run joins a cluster."""
     if not ray_cluster_is_configured(config.ray_address):
         plan_placement(config, local_resources())
+
+
+def check_quantization(config: TelescopeConfig) -> None:
+    """Checks that GPUs of this machine compute in FP8, where servers shall, unless the run joins a cluster."""
+    if config.inference_quantization == "none" or ray_cluster_is_configured(config.ray_address):
+        return
+    chosen = f"inference_quantization is {config.inference_quantization}, which requires GPUs with FP8"
+    fix = 'Set inference_quantization to "none"'
+    if resolve_device(config, local_resources()) == "cpu":
+        raise ConfigError(f"{chosen}, and no GPU was found. {fix}, or use such a machine")
+    lowest = min(visible_gpu_capabilities(), default=FP8_CAPABILITY)
+    if lowest < FP8_CAPABILITY:
+        raise ConfigError(
+            f"{chosen} (compute capability {FP8_CAPABILITY:g} or more), and a GPU here has {lowest:g}. {fix}"
+        )
 
 
 def check_open_files(config: TelescopeConfig) -> None:

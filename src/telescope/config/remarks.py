@@ -62,6 +62,8 @@ def remarks(config: TelescopeConfig) -> list[str]:
                 f"evals: {entry.name!r} has pass_k and temperature 0: all samples of an item are the same greedy "
                 "answer, so pass@k is the accuracy. Set its temperature above 0, or remove pass_k."
             )
+    if config.inference_quantization != "none" and not (config.use_tis or config.seq_is_masking):
+        found.append(_quantization(config))
     if config.top_p is not None and config.top_p < 1:
         found.append(_top_p(config, config.top_p))
     return found
@@ -83,6 +85,19 @@ def remarks_on_place(
             f"{num_layers} so that some are not, or leave it null."
         )
     return found
+
+
+def _quantization(config: TelescopeConfig) -> str:
+    """Explains what samples of quantized servers mean for the loss."""
+    remark = (
+        f"inference_quantization is {config.inference_quantization}: answers are sampled by quantized weights, which "
+        "differ from the trainer's at every update (kl_divergence_inference)"
+    )
+    if config.ppo_clip_ref_logprobs == "rollout" and (
+        config.use_ppo_clip or ALGORITHM_FACTS[config.algorithm].holds_ratio
+    ):
+        return f"{remark}. The ratio of the loss includes that."
+    return f"{remark}. Set use_tis to true to correct for it."
 
 
 def _top_p(config: TelescopeConfig, top_p: float) -> str:

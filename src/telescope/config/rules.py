@@ -363,7 +363,26 @@ RULES: tuple[Rule, ...] = (
         lambda c: _megatron(c) and c.megatron_fp8 and not c.megatron_use_transformer_engine,
         lambda c: "Set megatron_use_transformer_engine to true, or megatron_fp8 to false",
     ),
+    # Quantized servers.
+    Rule(
+        ("inference_quantization", "inference_dtype", "mixed_precision_dtype", "model_dtype"),
+        "requires servers that compute in bfloat16 or float16",
+        lambda c: c.inference_quantization != "none" and c.engine_dtype == "float32",
+        lambda c: 'Set inference_dtype to "bfloat16", or inference_quantization to "none"',
+    ),
+    Rule(
+        ("inference_quantization", "device"),
+        "requires GPUs with FP8",
+        lambda c: c.inference_quantization != "none" and c.device == "cpu",
+        lambda c: 'Set inference_quantization to "none", or use GPUs',
+    ),
     # How weights reach the servers.
+    Rule(
+        ("weight_transfer", "inference_quantization"),
+        "cannot be background with quantized servers, which quantize each layer as it arrives",
+        lambda c: c.weight_transfer == "background" and c.inference_quantization != "none",
+        lambda c: "Set weight_transfer to auto, or inference_quantization to none",
+    ),
     Rule(
         ("weight_transfer", "inference_tensor_parallel_size"),
         "cannot be background with tensor-parallel servers, whose collectives must not run beside a transfer",

@@ -152,6 +152,11 @@ class TelescopeConfig(
         return self.max_concurrent_prompts_per_server * self.group_size
 
     @property
+    def engine_precision(self) -> str:
+        """What the engine multiplies with: its quantization, else its dtype."""
+        return self.engine_dtype if self.inference_quantization == "none" else self.inference_quantization
+
+    @property
     def engine_dtype(self) -> str:
         """Dtype of the engine: `inference_dtype`, else the mixed precision dtype, else the model's."""
         return self.inference_dtype or self.mixed_precision_dtype or self.model_dtype

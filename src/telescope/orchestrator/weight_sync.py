@@ -134,8 +134,9 @@ class WeightSync:
         """
         config = self._config
         async with self._trainer.queue:
-            if config.model_dtype not in ("float32", config.engine_dtype):
-                # The engine may have loaded more digits than the trainer keeps: it is sent what the trainer has.
+            if config.model_dtype not in ("float32", config.engine_dtype) or config.inference_quantization != "none":
+                # The engine may have loaded more digits than the trainer keeps, or has kept fewer: it is sent what the
+                # trainer has.
                 await self._probe(await self._send(self._trainer.version, self._engines_up(), fingerprints=True))
                 return
             update = await self._make_update(self._trainer.version)
@@ -195,7 +196,7 @@ class WeightSync:
         if self._connected_ranks != self._trainer.num_replacements:
             self._connected_ranks = self._trainer.num_replacements
             self._connected.clear()
-        update = await self._make_update(version)
+        update = replace(await self._make_update(version), verify=fingerprints)
         await self._each(report, self._connect)
         await self._each(report, self._begin)
         body, in_background = update.to_dict(), replace(update, background=True).to_dict()
@@ -355,6 +356,6 @@ class WeightSync:
                 loaded=loaded,
                 trainer_logprobs=trainer_logprobs,
                 engine_logprobs=engine_logprobs,
-                dtype=self._config.engine_dtype,
+                dtype=self._config.engine_precision,
             )
         return probes

@@ -45,7 +45,7 @@ async def check_parity(components: RunComponents, samples: list[TrainSample], in
         f"engine and trainer logprobs agree (temperature {config.temperature:g})",
         engine_logprobs(samples),
         await _trainer_logprobs(components, samples, inputs),
-        (config.engine_dtype, trainer_dtype(components)),
+        (config.engine_precision, trainer_dtype(components)),
         config.temperature,
     )
 
@@ -55,7 +55,7 @@ async def check_top_p(components: RunComponents, samples: list[TrainSample], inp
     config = components.config
     assert config.top_p is not None
     above_N = engine_logprobs(samples) - await _trainer_logprobs(components, samples, inputs)
-    dtype, tolerance = loosest_tolerance((config.engine_dtype, trainer_dtype(components)), config.temperature)
+    dtype, tolerance = loosest_tolerance((config.engine_precision, trainer_dtype(components)), config.temperature)
     largest = -math.log(config.top_p)
     inside_N = (above_N >= -tolerance.maximum) & (above_N <= largest + tolerance.maximum)
     return Check(
@@ -155,7 +155,7 @@ async def check_gradient(components: RunComponents, samples: list[TrainSample]) 
     )  # fmt: skip
 
 
-KL_BOUNDS = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 2e-2}
+KL_BOUNDS = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 2e-2, "fp8_per_block": 0.1}
 """Mean of exp(d) - 1 - d over tokens, d the difference of logprobs: about half of its mean square."""
 
 
@@ -163,7 +163,7 @@ async def check_first_step(components: RunComponents, inputs: list[StepInput]) -
     """Trains one step on samples of the current weights and checks its KL and gradient."""
     config = components.config
     metrics = (await components.trainer.train_step(inputs)).metrics
-    dtype, _ = loosest_tolerance((config.engine_dtype, trainer_dtype(components)), 1.0)
+    dtype, _ = loosest_tolerance((config.engine_precision, trainer_dtype(components)), 1.0)
     bound = KL_BOUNDS[dtype if dtype in KL_BOUNDS else "float32"] / min(config.temperature, 1.0) ** 2
     kl, norm = metrics["kl_divergence_inference"], metrics["grad_norm"]
     return Check(

@@ -113,10 +113,11 @@ def experts_as_loaded(module: nn.Module, attribute: str) -> torch.Tensor:
 
 
 def _backend(module: nn.Module) -> str | None:
-    """Returns the name of an unquantized layer's kernel, or None."""
+    """Returns the name of a layer's kernel, or None."""
     method = getattr(module, "quant_method", None)
     method = getattr(method, "old_quant_method", method)  # where vLLM has wrapped it
-    return getattr(getattr(method, "unquantized_backend", None), "name", None)
+    backend = getattr(method, "unquantized_backend", None) or getattr(method, "fp8_backend", None)
+    return getattr(backend, "name", None)
 
 
 def _tensor_parallel(module: nn.Module) -> tuple[int, int]:

@@ -3,7 +3,8 @@
 An engine fuses projections (`q_proj`, `k_proj`, `v_proj` into `qkv_proj`), divides them over tensor-parallel ranks,
 pads the vocabulary, and on the CPU packs them for its matrix kernels and frees the plain weight. Owns the map from
 trainer tensors to locations in parameters, and reading them. vLLM's layers are known by class name and attributes only;
-vLLM is not imported, so that tests can use stand-ins. Experts have layouts of their own: `engine_experts`.
+vLLM is not imported, so that tests can use stand-ins. Experts have layouts of their own: `engine_experts`. Quantized
+layers cannot be read back: `engine_quantized` computes what they must contain.
 
 Invariants:
 - The map is written from the meaning of the layers (heads, partitions, ranks), not derived by running the model's
@@ -26,6 +27,7 @@ import torch
 from torch import nn
 
 from telescope.weights.engine_experts import expert_slices, experts_as_loaded, is_experts, why_unreadable
+from telescope.weights.engine_quantized import SCALE, QuantizedReference, is_quantized, quantized_matrices
 from telescope.weights.fingerprint import Share, Slice, as_matrix_shape, fingerprint_slices
 from telescope.weights.plan import TensorMeta
 
@@ -36,27 +38,48 @@ USUAL_PACKING = {"gate_up_proj": ["gate_proj", "up_proj"]}
 """Fused modules that a model with experts in some layers does not always list."""
 
 
-def engine_weights(model: nn.Module, metas: list[TensorMeta], dtype: torch.dtype) -> dict[str, Any]:
+def engine_weights(
+    model: nn.Module, metas: list[TensorMeta], dtype: torch.dtype, reference: QuantizedReference | None = None
+) -> dict[str, Any]:
     """Reads every tensor of `metas` (the trainer's names and full shapes) from this worker's `model`.
 
     Returns JSON: `tensors` maps each name to its shares on this worker (empty if it has none), `unaccounted` lists
-    parameters of the engine that no tensor explains. `dtype` is the dtype of the transfer.
+    parameters of the engine that no tensor explains. `dtype` is the dtype of the transfer. `reference` has
+    observed the last update, and is needed for quantized models.
     """
     shapes = {meta.name: meta.shape for meta in metas}
     shares: dict[str, list[dict[str, Any]]] = {meta.name: [] for meta in metas}
     unaccounted: list[str] = []
     for place, module, attribute, parameter, canonical in _parameters(model):
-        if is_experts(module):
-            slices = expert_slices(module, place, attribute, shapes)
-        else:
-            slices = _slices(module, place, attribute, parameter, shapes, canonical, _packing(model))
+        quantized = quantized_matrices(module) if is_quantized(module) else []
+        if attribute.removesuffix(SCALE) in quantized and attribute.endswith(SCALE):
+            continue  # compared with its matrix
+        slices = _locations(model, module, place, attribute, shapes, canonical)
         if not slices:
             problem = why_unreadable(module) if is_experts(module) else None
             unaccounted.append(f"{place}.{attribute}" + (f" ({problem})" if problem else ""))
             continue
+        if attribute in quantized:
+            if reference is None:
+                unaccounted.append(f"{place}.{attribute} (no update was observed since it was quantized)")
+                continue
+            for name, found in reference.shares(module, place, attribute, slices):
+                shares[name].append(asdict(found))
+            continue
         for name, found in _read(module, place, attribute, parameter, slices, dtype, model):
             shares[name].append(asdict(found))
     return {"tensors": shares, "unaccounted": unaccounted}
+
+
+def quantized_reference(model: nn.Module, metas: list[TensorMeta]) -> QuantizedReference | None:
+    """Returns an observer of an update of `metas`. None if the model has no quantized layers."""
+    if not any(is_quantized(module) for module in model.modules()):
+        return None
+    shapes = {meta.name: meta.shape for meta in metas}
+    return QuantizedReference(
+        model,
+        lambda module, place, attribute: _locations(model, module, place, attribute, shapes, f"{place}.{attribute}"),
+    )
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -92,11 +115,24 @@ def _kinds(module: nn.Module) -> set[str]:
     return {kind.__name__ for kind in type(module).__mro__}
 
 
+def _locations(
+    model: nn.Module,
+    module: nn.Module,
+    place: str,
+    attribute: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    canonical: str,
+) -> dict[str, Slice]:
+    """Returns the trainer tensors in any parameter, and their locations."""
+    if is_experts(module):
+        return expert_slices(module, place, attribute, shapes)
+    return _slices(module, place, attribute, shapes, canonical, _packing(model))
+
+
 def _slices(
     module: nn.Module,
     place: str,
     attribute: str,
-    parameter: nn.Parameter,
     shapes: Mapping[str, tuple[int, ...]],
     canonical: str,
     packing: Mapping[str, list[str]],

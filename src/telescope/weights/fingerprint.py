@@ -37,6 +37,7 @@ _VIEWS: dict[torch.dtype, tuple[torch.dtype, int]] = {
     torch.float32: (torch.int32, 0x7F800000),
     torch.bfloat16: (torch.int16, 0x7F80),
     torch.float16: (torch.int16, 0x7FFF),
+    torch.float8_e4m3fn: (torch.int8, 0x7F),
 }
 
 
@@ -132,6 +133,8 @@ class Share:
     columns: tuple[int, int]
     fingerprint: str
     exact: bool = True
+    problem: str = ""
+    """Why the part counts as other than what was sent, if it does for another reason."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,8 @@ class UpdateInfo:
     """Names that are not sent because another tensor is the same parameter (see `make_update`)."""
     background: bool = False
     """Whether the engine receives it while it samples (`weights.receiver`). The sender does not differ."""
+    verify: bool = False
+    """Whether engines prepare to be compared with this update (`weights.engine_quantized`)."""
     folder: str = ""
     """Model folder from which every worker loads the tensors itself, instead of a transfer."""
 

@@ -32,8 +32,10 @@ TOLERANCES: Mapping[str, Tolerance] = {
     # Rounding of 2^-11 and 2^-8 in every layer of one or both sides. A rare token can have a large error, not the mean.
     "float16": Tolerance(maximum=0.2, mean=0.02),
     "bfloat16": Tolerance(maximum=1.0, mean=0.08),
+    # Rounding of 2^-4 of weights and activations in every product of one side.
+    "fp8_per_block": Tolerance(maximum=4.0, mean=0.3),
 }
-"""By the engine's dtype. They are wide because fingerprints detect stale weights."""
+"""By what the engine computes in. They are wide because fingerprints detect stale weights."""
 
 MAX_NAMES_IN_MESSAGE = 8
 
@@ -98,7 +100,8 @@ def compare(
     """Compares one engine with the sent tensors.
 
     `sent` is `SendReport.fingerprints` of all ranks, `loaded` the result of `telescope_fingerprints`, one mapping per
-    worker. Logprobs are of the same tokens in the same order; both or none. `dtype` is the engine's.
+    worker. Logprobs are of the same tokens in the same order; both or none. `dtype` is the engine's, or its
+    quantization.
     """
     mismatched: dict[str, str] = {}
     if not loaded:
@@ -161,6 +164,8 @@ def _mismatch_in_place(
     """Checks that shares are exact, equal where repeated, cover the tensor, and add up to its fingerprint."""
     parts: dict[tuple[int, int, int, int], str] = {}
     for rank, share in shares:
+        if share.get("problem"):
+            return f"worker {rank}: {share['problem']}"
         if not share["exact"]:
             return f"worker {rank} has values that do not fit the dtype that was sent"
         area = (*share["rows"], *share["columns"])

@@ -344,6 +344,13 @@ def test_a_list_of_trackers_decides_use_wandb_without_a_word():
     assert (loaded.config.use_wandb, loaded.notes) == (False, [])
 
 
+def test_quantized_servers_get_a_remark_that_suggests_use_tis():
+    quantized = ("--inference_quantization", "fp8_per_block", "--inference_dtype", "bfloat16")
+    (note,) = load(None, *NO_WANDB, *quantized).notes
+    assert "Set use_tis to true" in note
+    assert load(None, *NO_WANDB, *quantized, "--use_tis", "true").notes == []
+
+
 def test_max_off_policy_steps_below_max_async_rollout_is_remarked():
     (note,) = load(None, *NO_WANDB, "--max_off_policy_steps", "1").notes
     assert note.startswith("max_off_policy_steps is 1, below max_async_rollout, which is 2:")

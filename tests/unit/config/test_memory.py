@@ -7,7 +7,7 @@ import re
 import pytest
 
 from telescope.config import TelescopeConfig
-from telescope.config.memory import GIB, estimate_memory, plan_staging
+from telescope.config.memory import GIB, StagingPlan, estimate_memory, plan_staging
 from telescope.config.model_shape import ModelShape, known_shape
 
 # Parameters as the models' own pages and files state them.
@@ -242,6 +242,16 @@ def test_engine_weights_follow_the_engine_dtype_and_tensor_parallelism():
     assert full.weights == 2 * half.weights
     assert split.weights == pytest.approx(half.weights / 2, rel=1e-6)
     assert split.kv_bytes_per_token == half.kv_bytes_per_token // 2
+
+
+def test_quantized_servers_need_about_half_for_their_weights_and_receive_them_in_place():
+    shape = shape_of("Qwen/Qwen2.5-7B")
+    half = estimate_memory(config(inference_dtype="bfloat16"), shape).engine
+    quantized = config(inference_dtype="bfloat16", inference_quantization="fp8_per_block")
+    engine = estimate_memory(quantized, shape).engine
+    tables = shape.embedding_parameters * 2
+    assert engine.weights - tables == pytest.approx((half.weights - tables) / 2, rel=1e-3)
+    assert plan_staging(quantized, shape, 80 * GIB) == StagingPlan(0, "the weights are quantized as they arrive")
 
 
 def test_the_kv_cache_is_what_the_share_of_the_gpu_leaves():

@@ -296,3 +296,21 @@ def test_a_gpu_whose_kv_cache_cannot_hold_one_sequence_is_refused():
     message = message_of(lambda run: preflight.check_kv_cache(run, report, machine), run)
     assert message.startswith("max_model_len is 32768, but the KV cache of a server holds 0 tokens")
     preflight.check_kv_cache(run, report, assumed_cluster(run, gpu_memory_bytes=24 << 30))
+
+
+@pytest.mark.parametrize(("capabilities", "problem"), [([9.0, 8.0], "a GPU here has 8"), ([8.9, 9.0], None)])
+def test_quantized_servers_need_gpus_with_fp8(monkeypatch, capabilities, problem):
+    monkeypatch.setattr(preflight, "local_resources", lambda: assumed_cluster(config(device="cuda")))
+    monkeypatch.setattr(preflight, "visible_gpu_capabilities", lambda: capabilities)
+    run = config(inference_quantization="fp8_per_block", inference_dtype="bfloat16")
+    if problem is None:
+        preflight.check_quantization(run)
+    else:
+        assert problem in message_of(preflight.check_quantization, run)
+
+
+def test_quantized_servers_are_refused_where_there_is_no_gpu(monkeypatch):
+    monkeypatch.setattr(preflight, "local_resources", lambda: assumed_cluster(config(device="cpu")))
+    run = config(inference_quantization="fp8_per_block", inference_dtype="bfloat16")
+    assert "no GPU was found" in message_of(preflight.check_quantization, run)
+    preflight.check_quantization(config())

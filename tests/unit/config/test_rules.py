@@ -71,6 +71,16 @@ BROKEN: list[tuple[str, dict[str, object]]] = [
             "gpu_memory_utilization": 0.4,
         },
     ),
+    ("inference_quantization", {"inference_quantization": "fp8_per_block", "inference_dtype": "float32"}),
+    ("inference_quantization", {"inference_quantization": "fp8_per_block", "device": "cpu"}),
+    (
+        "weight_transfer",
+        {
+            "weight_transfer": "background",
+            "inference_quantization": "fp8_per_block",
+            "inference_dtype": "bfloat16",
+        },
+    ),
     (
         "weight_transfer",
         {"weight_transfer": "background", "inference_tensor_parallel_size": 2, "inference_num_workers": 2},

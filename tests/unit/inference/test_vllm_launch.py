@@ -296,3 +296,20 @@ def test_the_engine_decides_the_weight_transfer_on_a_cpu(tmp_path: Path) -> None
 def test_a_staging_buffer_that_leaves_no_kv_cache_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds 0 tokens.*in_place, which saves 30\.4 GiB"):
         launch_on_gpu(tmp_path, "Qwen/Qwen3-14B", 66 << 30, weight_transfer="background")
+
+
+def test_quantization_is_passed_on_with_kernels_that_keep_scales_readable(tmp_path: Path) -> None:
+    chosen = {"inference_quantization": "fp8_per_block", "inference_dtype": "bfloat16"}
+    command = launch_on_gpu(tmp_path, "Qwen/Qwen3-4B", 140 << 30, **chosen)
+    assert value_of(command, "--quantization") == "fp8_per_block"
+    assert command.environment["VLLM_USE_DEEP_GEMM"] == "0"
+    assert command.environment[TRANSFER_VARIABLE] == "in_place: the weights are quantized as they arrive"
+    assert "--quantization" not in launch_on_gpu(tmp_path, "Qwen/Qwen3-4B", 140 << 30).arguments
+    with pytest.raises(ConfigError, match="needs GPUs with FP8"):
+        launch(tmp_path, **chosen)
+
+
+def test_a_gpu_without_fp8_is_named() -> None:
+    hint = hint_for("ValueError: inference_quantization needs GPUs with FP8; this one has (8, 0)")
+    assert hint is not None
+    assert "inference_quantization" in hint

@@ -22,6 +22,10 @@ class InferenceSection(Section):
     inference_dtype: Dtype | None = None
     """Dtype that the engine computes in, and that weights are sent in. Null: mixed_precision_dtype, else
     model_dtype."""
+    inference_quantization: Literal["none", "fp8_per_block"] = "none"
+    """Quantization of the servers' weights. "fp8_per_block": matrices of linear layers and experts become FP8 with a
+    scale per 128 x 128 block when they arrive, and activations while they are computed; half the memory, on GPUs with
+    FP8 only. The trainer keeps its own precision, so logprobs differ (`kl_divergence_inference`): set `use_tis`."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Fraction of GPU memory allocated to vLLM. Range: (0, 1]. What weights leave of it becomes KV cache. Lower it
     when other processes use the GPU."""

@@ -117,6 +117,10 @@ def launch_command(
     arguments = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
     arguments += ["--host", host, "--port", str(port), "--model", model, "--served-model-name", config.model]
     arguments += ["--dtype", config.engine_dtype, "--seed", str(config.seed % 2**31)]
+    if config.inference_quantization != "none":
+        if on_cpu:
+            raise ConfigError(f"inference_quantization is {config.inference_quantization}, which needs GPUs with FP8")
+        arguments += ["--quantization", config.inference_quantization]
     arguments += ["--max-model-len", str(config.max_model_len)]
     arguments += _batch_arguments(config, on_cpu=on_cpu)
     arguments += ["--scheduling-policy", config.vllm_scheduling_policy, "--enable-prefix-caching"]
@@ -219,6 +223,10 @@ def _environment(config: TelescopeConfig, secret: str, model: str, *, on_cpu: bo
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if config.inference_quantization != "none":
+        # DeepGEMM would rearrange scales, and on some GPUs round them to powers of two: the probe could not read them.
+        # It also compiles its kernels at the start, for which many machines have no compiler.
+        environment["VLLM_USE_DEEP_GEMM"] = "0"
     if restarted:
         environment[REQUIRE_UPDATE_VARIABLE] = "1"
     if allowed := os.environ.get("VLLM_PLUGINS"):
@@ -275,6 +283,10 @@ HINTS = (
     (
         r"CUDA out of memory|OutOfMemoryError|less than desired GPU memory utilization",
         "the GPU is full: lower gpu_memory_utilization or max_num_seqs, or stop other processes on it",
+    ),
+    (
+        r"inference_quantization needs GPUs with FP8",
+        "set inference_quantization to none, or use GPUs of compute capability 8.9 or more",
     ),
     (r"weight_transfer is background, but", "set weight_transfer to auto or in_place"),
     (

@@ -43,7 +43,8 @@ from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tens
 from telescope.inference.vllm.plugin import TRANSFER_VARIABLE
 from telescope.weights.communicator import Communicator
 from telescope.weights.control_channel import TransferError
-from telescope.weights.engine_weights import engine_weights, tied_names
+from telescope.weights.engine_quantized import QuantizedReference, is_quantized
+from telescope.weights.engine_weights import engine_weights, quantized_reference, tied_names
 from telescope.weights.fingerprint import fingerprint, to_hex
 from telescope.weights.model_folder import folder_reader
 from telescope.weights.plan import InitInfo, UpdateInfo, plan_buckets
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
     from vllm.config.weight_transfer import WeightTransferConfig
 
 GIB = 1 << 30
+FP8_CAPABILITY = (8, 9)
+"""Compute capability of the first GPUs with FP8. On older ones vLLM would multiply in higher precision."""
 logger = logging.getLogger("vllm.telescope.weights")
 
 
@@ -101,6 +104,12 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         self.received: ReceiveReport | None = None
         self.fingerprints_of_folder: dict[str, str] = {}
         """Of the tensors of the last update, if they were read from a model folder."""
+        self.reference: QuantizedReference | None = None
+        """Of the last update, if it was to be verified and the model is quantized."""
+        if any(is_quantized(module) for module in model.modules()) and device.type == "cuda":
+            capability = torch.cuda.get_device_capability(device)
+            if capability < FP8_CAPABILITY:
+                raise ValueError(f"inference_quantization needs GPUs with FP8; this one has {capability}")
         # Before any reload, which separates tied parameters.
         self.tied = tied_names(model)
         self.addresses = storage_addresses(model)
@@ -198,6 +207,9 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
             self._finish_background(update_info)
             return
         self.fingerprints_of_folder = {}
+        self.reference = None
+        if update_info.verify or update_info.folder:
+            self.reference = quantized_reference(self.model, update_info.metas)
         if update_info.folder:
             self._load_folder(update_info)
             return
@@ -286,6 +298,9 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
     def _load(self, tensors: NamedTensors) -> None:
         """Passes a bucket to the model's own loader. The second name of a tied parameter needs no loading."""
         model: Any = self.model
+        if self.reference is not None:
+            for name, tensor in tensors:
+                self.reference.observe(name, tensor)
         model.load_weights((name, tensor) for name, tensor in tensors if name not in self.tied)
 
 
@@ -332,7 +347,7 @@ class WeightsWorkerExtension:
         if update is None:
             return {"version": None, "tensors": {}, "shapes": {}, "unaccounted": [], "moved": []}
         with torch.inference_mode():
-            answer = engine_weights(engine.model, update.metas, getattr(torch, update.dtype))
+            answer = engine_weights(engine.model, update.metas, getattr(torch, update.dtype), engine.reference)
         now = storage_addresses(engine.model)
         answer["version"] = update.version
         answer["read"] = engine.fingerprints_of_folder

@@ -1,0 +1,167 @@
+"""What the block-quantized parameters of an engine must contain, computed from the tensors that arrived.
+
+vLLM quantizes a fused layer when all of its components are there (`--quantization fp8_per_block`): blocks of 128 x 128
+elements, each with a float32 scale. Trainer tensors cannot be read back from that. So while an update arrives that will
+be verified, its tensors are put together and quantized a second time, by this module, and the results of both are
+compared bit for bit. A parameter that passes counts as its tensors as they arrived, whose fingerprints are compared
+with those that were sent: `engine_weights` returns the same shares as for other parameters.
+
+Invariants:
+- Tensors are placed by the map of `engine_weights` and `engine_experts`, not by vLLM's loader.
+- The arithmetic is that of vLLM's `per_block_cast_to_fp8`, operation by operation, on the same device. A test compares
+  them.
+- Only fingerprints are kept, and one matrix for each fused layer, or expert, that has not arrived completely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from telescope.weights.fingerprint import Share, Slice, add_fingerprints, partial_fingerprint, to_hex
+
+BLOCK = 128
+FP8_MAX = 448.0
+"""Largest value of float8_e4m3fn."""
+SMALLEST_MAXIMUM = 1e-4
+"""vLLM's lower bound of a block's largest magnitude, so that a block of zeros has a scale."""
+CHUNK_ROWS = 8 * BLOCK
+METHODS = ("Fp8PerBlockOnlineLinearMethod", "Fp8PerBlockOnlineMoEMethod")
+"""Classes of `quant_method` whose parameters are quantized here as well."""
+SCALE = "_scale_inv"
+
+Locate = Callable[[nn.Module, str, str], Mapping[str, Slice]]
+"""Returns the trainer tensors in a parameter, by module, module name and attribute."""
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Returns whether the matrices of this module are FP8 with a scale per block."""
+    method = getattr(module, "quant_method", None)
+    return type(getattr(method, "old_quant_method", method)).__name__ in METHODS  # vLLM wraps some methods
+
+
+def quantized_matrices(module: nn.Module) -> list[str]:
+    """Returns the attributes of a quantized module that are matrices in FP8."""
+    return [name for name in ("weight", "w13_weight", "w2_weight") if name in module._parameters]
+
+
+def quantize_blocks(weight_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantizes a matrix to float8_e4m3fn [R, C] and scales [ceil(R / 128), ceil(C / 128)] that multiply it back."""
+    rows, columns = weight_RC.shape
+    padded = weight_RC.new_zeros(-(-rows // BLOCK) * BLOCK, -(-columns // BLOCK) * BLOCK)
+    padded[:rows, :columns] = weight_RC
+    blocks = padded.view(-1, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+    largest = blocks.abs().float().amax(dim=(1, 3), keepdim=True).clamp(SMALLEST_MAXIMUM)
+    scale = largest / FP8_MAX
+    quantized = (blocks * (1.0 / scale)).to(torch.float8_e4m3fn)
+    return quantized.view_as(padded)[:rows, :columns], scale.view(blocks.shape[0], blocks.shape[2])
+
+
+def quantized_fingerprint(weight_RC: torch.Tensor) -> tuple[int, int]:
+    """Returns the fingerprints of a matrix' quantized values and of its scales."""
+    values, scales = [], []
+    for start in range(0, len(weight_RC), CHUNK_ROWS):
+        quantized, scale = quantize_blocks(weight_RC[start : start + CHUNK_ROWS])
+        values.append(partial_fingerprint(quantized, start))
+        scales.append(partial_fingerprint(scale, start // BLOCK))
+    return add_fingerprints(values), add_fingerprints(scales)
+
+
+@dataclass(slots=True)
+class _Matrix:
+    """One matrix that is quantized by itself: a linear layer's, or one of an expert."""
+
+    rows: int
+    columns: int
+    waiting: set[str]
+    values_RC: torch.Tensor | None = None
+    fingerprint: tuple[int, int] | None = None
+
+
+@dataclass(slots=True)
+class _Parameter:
+    """A quantized parameter: its matrices, and the fingerprints of its tensors' slices as they arrived."""
+
+    slices: Mapping[str, Slice]
+    matrices: list[_Matrix]
+    arrived: dict[str, str] = field(default_factory=dict)
+
+
+class QuantizedReference:
+    """Recomputed quantization of one update on one worker."""
+
+    def __init__(self, model: nn.Module, locate: Locate) -> None:
+        """Takes the matrices of `model` as they are loaded, not quantized yet, or as they are after that."""
+        self._parameters: dict[str, _Parameter] = {}
+        self._places: dict[str, list[str]] = {}
+        """Parameters that a tensor is part of."""
+        for place, module in model.named_modules():
+            for attribute in quantized_matrices(module) if is_quantized(module) else ():
+                self._add(f"{place}.{attribute}", module._parameters[attribute], locate(module, place, attribute))
+
+    def _add(self, place: str, parameter: Any, slices: Mapping[str, Slice]) -> None:
+        count = len(parameter) if parameter.dim() == 3 else 1
+        rows, columns = parameter.shape[-2:]
+        matrices = [_Matrix(rows, columns, set()) for _ in range(count)]
+        covered = sum((where.rows[1] - where.rows[0]) for where in slices.values())
+        narrow = any(where.columns[1] - where.columns[0] != columns for where in slices.values())
+        if covered != count * rows or narrow:
+            return  # padded, or without explanation: `shares` reports it
+        for name, where in slices.items():
+            matrices[where.first_row // rows].waiting.add(name)
+            self._places.setdefault(name, []).append(place)
+        self._parameters[place] = _Parameter(slices, matrices)
+
+    @torch.no_grad()
+    def observe(self, name: str, tensor: torch.Tensor) -> None:
+        """Takes a tensor of the update, in the dtype of the transfer, on the device of the model."""
+        for place in self._places.get(name, ()):
+            parameter = self._parameters[place]
+            where = parameter.slices[name]
+            part = tensor.reshape(len(tensor), -1)[slice(*where.rows), slice(*where.columns)]
+            parameter.arrived[name] = to_hex(partial_fingerprint(part, where.rows[0], where.columns[0]))
+            matrix = parameter.matrices[where.first_row // parameter.matrices[0].rows]
+            if matrix.values_RC is None:
+                matrix.values_RC = torch.empty(matrix.rows, matrix.columns, dtype=part.dtype, device=part.device)
+            start = where.first_row % matrix.rows
+            matrix.values_RC[start : start + len(part)] = part
+            matrix.waiting.discard(name)
+            if not matrix.waiting:
+                matrix.fingerprint = quantized_fingerprint(matrix.values_RC)
+                matrix.values_RC = None
+
+    def shares(
+        self, module: nn.Module, place: str, attribute: str, slices: Mapping[str, Slice]
+    ) -> Iterator[tuple[str, Share]]:
+        """Compares a parameter of the loaded model with what it must contain."""
+        address = f"{place}.{attribute}"
+        parameter = self._parameters.get(address)
+        problem = "a quantized layer with padding cannot be compared" if parameter is None else ""
+        arrived: Mapping[str, str] = {}
+        if parameter is not None:
+            arrived, problem = parameter.arrived, _problem(module, attribute, parameter)
+        for name, where in slices.items():
+            yield name, Share(address, where.rows, where.columns, arrived.get(name, to_hex(0)), problem=problem)
+
+
+def _problem(module: nn.Module, attribute: str, parameter: _Parameter) -> str:
+    """Returns how the quantized values differ from the recomputed ones; empty if they do not."""
+    if any(matrix.fingerprint is None for matrix in parameter.matrices):
+        return "not all of its tensors arrived"
+    values = getattr(module, attribute).detach()
+    scales = getattr(module, attribute + SCALE).detach()
+    if values.dtype != torch.float8_e4m3fn or scales.dtype != torch.float32:
+        return f"its values are {values.dtype} and its scales {scales.dtype}"
+    if values.dim() == 2:
+        values, scales = values[None], scales[None]
+    for index, matrix in enumerate(parameter.matrices):
+        found = partial_fingerprint(values[index]), partial_fingerprint(scales[index])
+        if found != matrix.fingerprint:
+            assert matrix.fingerprint is not None
+            what = "scales" if found[0] == matrix.fingerprint[0] else "values"
+            return f"its quantized {what} are not those of the tensors that arrived"
+    return ""

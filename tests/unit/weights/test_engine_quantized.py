@@ -1,0 +1,159 @@
+"""Claims about block-quantized parameters of an engine, with stand-ins for vLLM's layers."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from telescope.weights.engine_quantized import BLOCK, FP8_MAX, quantize_blocks, quantized_fingerprint
+from telescope.weights.engine_weights import engine_weights, quantized_reference
+from telescope.weights.fingerprint import fingerprint, to_hex
+from telescope.weights.plan import TensorMeta
+from telescope.weights.probe import ProbeReport, compare
+
+HIDDEN, QUERY, KEY = 256, 320, 64  # blocks lie across the borders of q, k and v
+EXPERTS, INNER = 2, 128
+ATTENTION, MLP = "model.layers.0.attn", "model.layers.0.mlp.experts"
+
+
+class Fp8PerBlockOnlineLinearMethod:
+    pass
+
+
+class Fp8PerBlockOnlineMoEMethod:
+    fp8_backend = SimpleNamespace(name="TRITON")
+
+
+class QKVParallelLinear(nn.Module):
+    tp_rank, tp_size, num_kv_head_replicas = 0, 1, 1
+
+
+class RoutedExperts(nn.Module):
+    moe_config = SimpleNamespace(moe_parallel_config=SimpleNamespace(tp_rank=0, tp_size=1, use_ep=False))
+
+
+def trainer_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for kind, size in (("q", QUERY), ("k", KEY), ("v", KEY)):
+        shapes |= {f"{ATTENTION}.{kind}_proj.weight": (size, HIDDEN), f"{ATTENTION}.{kind}_proj.bias": (size,)}
+    for expert in range(EXPERTS):
+        shapes |= {f"{MLP}.{expert}.{kind}_proj.weight": (INNER, HIDDEN) for kind in ("gate", "up")}
+        shapes[f"{MLP}.{expert}.down_proj.weight"] = (HIDDEN, INNER)
+    return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+
+
+def frozen(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+def engine_model(tensors: dict[str, torch.Tensor]) -> Any:
+    """A worker's model that has loaded and quantized `tensors`."""
+    root: Any = nn.Module()
+    root.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    root.model = nn.Module()
+    layer: Any = nn.Module()
+    layer.attn, layer.mlp = nn.Module(), nn.Module()
+    root.model.layers = nn.ModuleList([layer])
+    qkv: Any = QKVParallelLinear()
+    qkv.quant_method = Fp8PerBlockOnlineLinearMethod()
+    values, scales = quantize_blocks(torch.cat([tensors[f"{ATTENTION}.{kind}_proj.weight"] for kind in "qkv"]))
+    qkv.weight, qkv.weight_scale_inv = frozen(values.clone()), frozen(scales)
+    qkv.bias = frozen(torch.cat([tensors[f"{ATTENTION}.{kind}_proj.bias"] for kind in "qkv"]))
+    layer.attn.qkv_proj = qkv
+    experts: Any = RoutedExperts()
+    experts.quant_method = Fp8PerBlockOnlineMoEMethod()
+    for name, kinds in (("w13_weight", ("gate", "up")), ("w2_weight", ("down",))):
+        matrices = [torch.cat([tensors[f"{MLP}.{e}.{kind}_proj.weight"] for kind in kinds]) for e in range(EXPERTS)]
+        pairs = [quantize_blocks(matrix) for matrix in matrices]
+        setattr(experts, name, frozen(torch.stack([pair[0] for pair in pairs])))
+        setattr(experts, name + "_scale_inv", frozen(torch.stack([pair[1] for pair in pairs])))
+    layer.mlp.experts = experts
+    return root
+
+
+def probe(model: Any, sent: dict[str, torch.Tensor], arrived: dict[str, torch.Tensor]) -> ProbeReport:
+    """Verifies a model after an update in which `sent` was sent and `arrived` arrived."""
+    metas = [TensorMeta(name, tuple(tensor.shape)) for name, tensor in sent.items()]
+    reference = quantized_reference(model, metas)
+    assert reference is not None
+    for name, tensor in arrived.items():
+        reference.observe(name, tensor)
+    loaded = {**engine_weights(model, metas, torch.bfloat16, reference), "shapes": {m.name: m.shape for m in metas}}
+    return compare(sent={name: to_hex(fingerprint(tensor)) for name, tensor in sent.items()}, loaded=[loaded])
+
+
+def test_quantized_layers_count_as_the_tensors_that_they_were_made_of() -> None:
+    tensors = trainer_tensors()
+    report = probe(engine_model(tensors), tensors, tensors)
+    assert report.ok, str(report)
+    assert report.num_tensors == len(tensors)
+
+
+@pytest.mark.parametrize("name", [f"{ATTENTION}.k_proj.weight", f"{MLP}.1.up_proj.weight", f"{MLP}.0.down_proj.weight"])
+def test_a_layer_that_was_quantized_of_older_weights_is_named(name: str) -> None:
+    tensors = trainer_tensors()
+    stale = {**tensors, name: trainer_tensors(seed=1)[name]}
+    report = probe(engine_model(stale), tensors, tensors)
+    assert name in report.mismatched
+    assert "quantized values are not those" in report.mismatched[name]
+
+
+def test_one_wrong_scale_is_detected() -> None:
+    tensors = trainer_tensors()
+    model = engine_model(tensors)
+    model.model.layers[0].attn.qkv_proj.weight_scale_inv[1, 0] *= 1.0001
+    report = probe(model, tensors, tensors)
+    assert "quantized scales are not those" in report.mismatched[f"{ATTENTION}.q_proj.weight"]
+    assert f"{MLP}.0.down_proj.weight" not in report.mismatched
+
+
+def test_a_tensor_that_arrived_with_another_bit_is_named_alone() -> None:
+    tensors = trainer_tensors()
+    name = f"{MLP}.0.gate_proj.weight"
+    corrupt = {**tensors, name: tensors[name].clone()}
+    corrupt[name].view(torch.int16)[3, 5] ^= 1
+    report = probe(engine_model(corrupt), tensors, corrupt)
+    assert list(report.mismatched) == [name]
+
+
+def test_a_layer_of_which_a_tensor_is_missing_does_not_pass() -> None:
+    tensors = trainer_tensors()
+    name = f"{ATTENTION}.v_proj.weight"
+    report = probe(engine_model(tensors), tensors, {key: tensor for key, tensor in tensors.items() if key != name})
+    assert "not all of its tensors arrived" in report.mismatched[name]
+
+
+def test_without_an_observed_update_quantized_layers_are_reported() -> None:
+    tensors = trainer_tensors()
+    metas = [TensorMeta(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    answer = engine_weights(engine_model(tensors), metas, torch.bfloat16)
+    assert [entry.split(" ")[0] for entry in answer["unaccounted"]] == [
+        f"{ATTENTION}.qkv_proj.weight",
+        f"{MLP}.w13_weight",
+        f"{MLP}.w2_weight",
+    ]
+
+
+def test_a_model_without_quantized_layers_needs_no_second_quantization() -> None:
+    assert quantized_reference(nn.Linear(4, 4), []) is None
+
+
+def test_blocks_are_within_half_a_step_of_the_grid_and_use_all_of_it() -> None:
+    weight = torch.randn(300, 200).bfloat16()
+    values, scales = quantize_blocks(weight)
+    assert scales.shape == (3, 2)
+    spread = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:300, :200]
+    restored = values.float() * spread
+    # Three bits of mantissa: half a step is 2^-4 of the value, and 2^-10 of a scale among subnormals.
+    assert (restored - weight.float()).abs().le(weight.float().abs() * 2**-4 + spread * 2**-10).all()
+    assert values.float().abs()[:BLOCK, :BLOCK].max() == FP8_MAX
+    assert quantize_blocks(torch.zeros(2, 2))[1].item() > 0
+
+
+def test_fingerprints_of_a_tall_matrix_do_not_depend_on_its_chunks() -> None:
+    weight = torch.randn(2500, 130).bfloat16()
+    values, scales = quantize_blocks(weight)
+    assert quantized_fingerprint(weight) == (fingerprint(values), fingerprint(scales))
