@@ -181,9 +181,9 @@ def test_a_parser_that_vllm_does_not_have(train):
     )  # fmt: skip
 
 
-def test_a_part_of_a_later_version(train):
+def test_a_missing_optional_package(train):
     result = train("--train_backend", "megatron", "--megatron_use_transformer_engine")
-    refused(result, "megatron_use_transformer_engine is true", "not available in this version")
+    refused(result, "megatron_use_transformer_engine is true", "Transformer Engine", "docs/gpu.md")
 
 
 def test_an_environment_that_does_not_exist(train):

@@ -114,7 +114,6 @@ def print_train_help(console: Console, *, all_fields: bool = False) -> None:
     if all_fields:
         print_sections(console, SECTIONS)
         console.print(
-            "Fields marked with · are accepted and have no effect in this version. "
             "`telescope config explain FIELD` describes one in full.",
             style="dim",
             width=WIDEST,
@@ -144,8 +143,6 @@ def print_sections(console: Console, sections: Sequence[type[Section]]) -> None:
 
 def _add_field(grid: Table, field: FieldDescription) -> None:
     name = Text(f"--{field.name}")
-    if field.waits_for:
-        name.append(" ·", style="dim")
     value = Text(field.type if field.required or field.default in (None, [], {}) else _short_default(field))
     grid.add_row(name, value, Text(field.summary))
 
@@ -194,8 +191,6 @@ def _print_field(console: Console, field: FieldDescription) -> None:
     grid.add_row("default", Text(field.default_text))
     if field.range:
         grid.add_row("range", Text(field.range))
-    if field.waits_for:
-        grid.add_row("status", Text(f"accepted, without effect in this version (waits for {field.waits_for})"))
     for rule in RULES:
         if field.name in rule.fields:
             about = "" if rule.fields[0] == field.name else f"{rule.fields[0]} "

@@ -36,6 +36,7 @@ from rich.text import Text
 
 import telescope
 from telescope.config.machine import LOOPBACK, listen_problem, local_resources, ray_cluster_is_configured
+from telescope.config.megatron import NEEDS_TRANSFORMER_ENGINE, TRANSFORMER_ENGINE_FIX
 from telescope.config.preflight import SHARED_MEMORY, VLLM_QUEUE_BYTES, plugin_problem
 from telescope.config.schema import TelescopeConfig
 from telescope.errors import UserError
@@ -90,6 +91,7 @@ def run_checks(*, hub: bool = True) -> list[Check]:
             check_plugin(),
             check_torchvision(),
             check_megatron(),
+            check_transformer_engine(),
             check_writable("run directory", Path.cwd()),
             check_writable("temporary files", Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())),
             check_ray_cluster(),
@@ -278,11 +280,18 @@ def check_torchvision() -> Check:
 
 def check_megatron() -> Check:
     """Checks the optional parts for large models."""
-    core, engine = installed("megatron-core"), installed("transformer-engine")
-    if core is None:
+    if (core := installed("megatron-core")) is None:
         return Check("megatron-core", "note", "not installed", "make setup MEGATRON=1, for train_backend megatron")
-    without = "" if engine else ", without Transformer Engine: FP8 needs it, and this version does not use it"
-    return Check("megatron-core", "ok", core + without)
+    return Check("megatron-core", "ok", core)
+
+
+def check_transformer_engine() -> Check:
+    """Checks the optional kernels of the Megatron backend: the Python package and its torch extension."""
+    versions = {name: installed(name) for name in ("transformer-engine", "transformer-engine-torch")}
+    if missing := [name for name, version in versions.items() if version is None]:
+        fix = f"{TRANSFORMER_ENGINE_FIX}, for {', '.join(NEEDS_TRANSFORMER_ENGINE)}"
+        return Check("Transformer Engine", "note", f"{' and '.join(missing)} not installed", fix)
+    return Check("Transformer Engine", "ok", ", ".join(f"{name} {version}" for name, version in versions.items()))
 
 
 def installed(name: str) -> str | None:

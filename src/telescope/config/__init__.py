@@ -5,8 +5,8 @@
     loaded.config.learning_rate
 
 Imports neither torch nor Ray nor vLLM. `schema` holds the object, `sections` its fields, `rules` what ties fields
-together, `remarks` which fields work in this version, `loader` the merge of defaults, environment, YAML and command
-line, `plan` and `memory` what a run needs of the machines, `preflight` what can be seen to be wrong before it starts.
+together, `remarks` which settings may surprise, `loader` the merge of defaults, environment, YAML and command line,
+ `plan` and `memory` what a run needs of the machines, `preflight` what can be seen to be wrong before it starts.
 """
 
 from telescope.config.environments import EnvironmentEntry, EvalEntry

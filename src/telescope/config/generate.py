@@ -20,7 +20,6 @@ from pydantic.fields import FieldInfo
 from telescope.config.base import Section, member_types, thaw
 from telescope.config.environments import EnvironmentEntry, EvalEntry
 from telescope.config.loader import ENVIRONMENT_VARIABLES
-from telescope.config.remarks import FIELD_STATUS
 from telescope.config.rules import RULES
 from telescope.config.schema import SECTIONS
 
@@ -102,8 +101,7 @@ def generated_files() -> dict[str, str]:
 def _described(field: FieldDescription) -> str:
     choices = f" One of {field.type}." if field.type.startswith('"') else ""
     span = f" Range: {field.range}." if field.range and "Range:" not in field.text else ""
-    status = f" No effect in this version (waits for {field.waits_for})." if field.waits_for else ""
-    return f"{field.text}{choices}{span}{status}"
+    return f"{field.text}{choices}{span}"
 
 
 def _comment(text: str) -> list[str]:
@@ -116,8 +114,6 @@ def _table(fields: list[FieldDescription]) -> str:
         text = field.text
         if field.range and "Range:" not in text:
             text += f" Range: {field.range}."
-        if field.waits_for:
-            text += f" *No effect in this version (waits for {field.waits_for}).*"
         cells = (f"`{field.name}`", field.type, f"`{field.default_text}`" if not field.required else "required", text)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
@@ -155,9 +151,6 @@ configuration is frozen, written to the run directory, and handed to every proce
 the same in each.
 
 The upper bounds of numbers are far above anything that runs: they only catch typing errors.
-
-Fields whose feature is not in this version are accepted and checked, and a run that sets one prints a line. They
-are marked below.
 """
 
 _ENVIRONMENTS_EXAMPLE = """```yaml
@@ -199,8 +192,6 @@ class FieldDescription:
     """`> 0`, `0 to 1`, or nothing."""
     text: str
     """The whole description, in one paragraph."""
-    waits_for: str | None
-    """The feature that the field needs and that is missing; None when the field works in this version."""
     required: bool = False
 
     @property
@@ -224,7 +215,6 @@ def describe_section(section: type[Section], prefix: str = "") -> list[FieldDesc
             default=None if field.is_required() else thaw(field.get_default(call_default_factory=True)),
             range=_range_text(field),
             text=re.sub(r"\s+", " ", field.description or "").strip(),
-            waits_for=FIELD_STATUS.get(prefix + name),
             required=field.is_required(),
         )
         for name, field in section.model_fields.items()

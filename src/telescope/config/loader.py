@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from telescope.config.base import accepts
 from telescope.config.messages import describe_errors, show, unknown_field
-from telescope.config.remarks import no_effect_note, refuse_unavailable_choices, remarks
+from telescope.config.remarks import remarks
 from telescope.config.schema import TelescopeConfig
 from telescope.errors import ConfigError
 from telescope.utils.text import did_you_mean
@@ -42,8 +42,8 @@ ENVIRONMENT_VARIABLES = {
 class LoadedConfig:
     """A configuration and remarks about it.
 
-    `notes` are sentences for the person who starts the run: adjusted defaults, settings that may surprise, and one line
-    naming the set fields that have no effect in this version. `sources` names the origin of each chosen field.
+    `notes` are sentences for the person who starts the run: adjusted defaults, and settings that may surprise.
+    `sources` names the origin of each chosen field.
     """
 
     config: TelescopeConfig
@@ -109,11 +109,7 @@ def load_config(
     sources.update(dict.fromkeys(from_flags, "command line"))
 
     config = build_config(values, sources)
-    refuse_unavailable_choices(config)
-    notes = [*config.notes, *remarks(config)]
-    if (note := no_effect_note(config)) is not None:
-        notes.append(note)
-    return LoadedConfig(config, notes, sources)
+    return LoadedConfig(config, [*config.notes, *remarks(config)], sources)
 
 
 def build_config(values: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> TelescopeConfig:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from telescope.config.memory import CUDA_CONTEXT_BYTES, SUM_BYTES, TrainerMemory, logprob_bytes
 from telescope.config.model_shape import DTYPE_BYTES, ModelShape, uneven_heads
 from telescope.errors import ConfigError
+from telescope.utils.packages import is_installed
 
 if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
@@ -19,6 +20,41 @@ MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 MASTER_BYTES = 4
 """Beside weights in half precision the optimizer keeps them, and both moments, in float32."""
+
+NEEDS_TRANSFORMER_ENGINE = (
+    "megatron_use_transformer_engine", "megatron_fp8", "megatron_use_precision_aware_optimizer",
+)  # fmt: skip
+NEEDS_GPU = (*NEEDS_TRANSFORMER_ENGINE, "megatron_optimizer_cpu_offload")
+
+OPTIMIZER_DTYPE_FIELDS = (
+    "megatron_main_grads_dtype", "megatron_main_params_dtype", "megatron_exp_avg_dtype", "megatron_exp_avg_sq_dtype",
+)  # fmt: skip
+"""Dtypes of the precision-aware optimizer."""
+OPTIMIZER_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+
+TRANSFORMER_ENGINE_MODULES = ("transformer_engine", "transformer_engine_torch")
+TRANSFORMER_ENGINE_FIX = "install transformer-engine and build transformer-engine-torch as in docs/gpu.md"
+
+FP8_MULTIPLE = 16
+"""Sizes of an FP8 product are multiples of this, also the tokens of a row."""
+
+
+def check_transformer_engine(config: TelescopeConfig) -> None:
+    """Raises `ConfigError` when a field needs Transformer Engine and it is not installed here."""
+    if config.train_backend != "megatron" or all(map(is_installed, TRANSFORMER_ENGINE_MODULES)):
+        return
+    for field in NEEDS_TRANSFORMER_ENGINE:
+        if getattr(config, field):
+            raise ConfigError(
+                f"{field} is true, which needs Transformer Engine: {TRANSFORMER_ENGINE_FIX}, or set {field} to false"
+            )
+
+
+def check_gpu_fields(config: TelescopeConfig, device: str) -> None:
+    """Raises `ConfigError` for a field that needs a GPU where training runs on the CPU."""
+    for field in NEEDS_GPU:
+        if config.train_backend == "megatron" and device == "cpu" and getattr(config, field):
+            raise ConfigError(f"{field} is true, which needs a GPU, and training runs on the CPU here. Set it to false")
 
 
 def check_model_type(config: TelescopeConfig, model_type: str) -> None:
@@ -52,6 +88,8 @@ def check_division(config: TelescopeConfig, shape: ModelShape) -> None:
             f"megatron_context_parallel_size is {context}, but with megatron_tensor_parallel_size {tensor} a rank of "
             f"{config.model} has {heads}. Choose another size"
         )
+    if config.megatron_fp8:
+        _check_fp8(config, shape)
     if config.megatron_expert_parallel_size > 1 and not shape.num_experts:
         raise ConfigError(
             f"megatron_expert_parallel_size is {config.megatron_expert_parallel_size}, but {config.model} has no "
@@ -64,6 +102,36 @@ def check_division(config: TelescopeConfig, shape: ModelShape) -> None:
         )
 
 
+def _check_fp8(config: TelescopeConfig, shape: ModelShape) -> None:
+    """Raises `ConfigError` for products of a layer whose sizes FP8 does not take."""
+    tensor = config.megatron_tensor_parallel_size
+    sizes = {
+        "numbers in a hidden state": shape.hidden_size,
+        "numbers in the queries of a rank": shape.num_heads * shape.head_dim // tensor,
+        "numbers in the queries, keys and values of a rank": (
+            (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim // tensor
+        ),
+    }
+    if shape.num_dense_layers():
+        sizes["rows of a rank in an MLP"] = shape.intermediate_size // tensor
+    if shape.num_experts:
+        sizes["rows in an expert"] = shape.expert_intermediate_size
+    for what, number in sizes.items():
+        if number % FP8_MULTIPLE:
+            raise ConfigError(
+                f"megatron_fp8 is true, but {config.model} has {number} {what}, which must be a multiple of "
+                f"{FP8_MULTIPLE}. Set megatron_fp8 to false, or change megatron_tensor_parallel_size"
+            )
+
+
+def _optimizer_bytes(config: TelescopeConfig, computed: int) -> int:
+    """Returns the optimizer's bytes for a parameter: both moments, and the weight beside one in half precision."""
+    if config.megatron_use_precision_aware_optimizer:
+        fields = ("megatron_main_params_dtype", "megatron_exp_avg_dtype", "megatron_exp_avg_sq_dtype")
+        return sum(OPTIMIZER_DTYPE_BYTES[getattr(config, field)] for field in fields)
+    return 2 * SUM_BYTES + (MASTER_BYTES if computed < SUM_BYTES else 0)
+
+
 def megatron_memory(config: TelescopeConfig, shape: ModelShape, device: str) -> TrainerMemory:
     """Estimates the memory of one rank: the activations of the first stage, and the output layer of the last.
 
@@ -71,7 +139,7 @@ def megatron_memory(config: TelescopeConfig, shape: ModelShape, device: str) -> 
     """
     tensor, stages = config.megatron_tensor_parallel_size, config.megatron_pipeline_parallel_size
     context, experts = config.megatron_context_parallel_size, config.megatron_expert_parallel_size
-    computed = DTYPE_BYTES[config.mixed_precision_dtype or config.model_dtype]
+    computed = DTYPE_BYTES[config.compute_dtype]
     ranks = config.trainer_num_workers // stages
     matrices = 3 * shape.num_experts * shape.hidden_size * shape.expert_intermediate_size * shape.num_sparse_layers()
     table = shape.vocab_size * shape.hidden_size
@@ -84,7 +152,7 @@ def megatron_memory(config: TelescopeConfig, shape: ModelShape, device: str) -> 
         kept_moments = shared_part // max(1, ranks // tensor) + expert_part // max(1, ranks // experts)
     else:
         kept_moments = parameters
-    moments = 2 * SUM_BYTES + (MASTER_BYTES if computed < SUM_BYTES else 0)
+    moments = _optimizer_bytes(config, computed)
     on_host = config.megatron_optimizer_offload_fraction if config.megatron_optimizer_cpu_offload else 0.0
     gradient = SUM_BYTES if config.megatron_grad_reduce_in_fp32 else computed
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from telescope.config import megatron
 from telescope.config.loader import choose_checkpoint_dir, choose_run_dir
 from telescope.config.machine import (
     LOOPBACK,
@@ -168,9 +169,12 @@ def check_plugin(_: TelescopeConfig) -> None:
 
 
 def check_megatron(config: TelescopeConfig) -> None:
-    """Checks that the package of the Megatron backend is installed here, where the driver is."""
+    """Checks that the packages of the Megatron backend are installed here, where the driver is, and its devices."""
     if config.train_backend == "megatron" and not is_installed("megatron.core"):
         raise ConfigError('train_backend is "megatron", which needs megatron-core: run make setup MEGATRON=1')
+    megatron.check_transformer_engine(config)
+    if not ray_cluster_is_configured(config.ray_address):
+        megatron.check_gpu_fields(config, resolve_device(config, local_resources()))
 
 
 def check_shared_memory(config: TelescopeConfig) -> None:

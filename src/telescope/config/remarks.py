@@ -1,18 +1,11 @@
-"""Remarks on surprising settings, and on fields without effect in this version.
-
-Every field is accepted and validated from the start, so that a file keeps working as features arrive. A field whose
-feature is missing is in `FIELD_STATUS`, and a run that sets one reports it in one line. A choice that would change the
-computation is refused instead (`AVAILABLE_CHOICES`).
-"""
+"""Remarks on surprising settings."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from telescope.config.algorithms import ALGORITHM_FACTS
-from telescope.config.messages import show
-from telescope.errors import ConfigError
 from telescope.utils.text import pluralize
 
 if TYPE_CHECKING:
@@ -117,43 +110,3 @@ def _top_p(config: TelescopeConfig, top_p: float) -> str:
     if config.use_tis or config.seq_is_masking or config.kl_penalty_tau > 0:
         return f"{remark}, and so do importance weights against the engine. top_p 1 avoids it."
     return f"{remark}; the loss does not."
-
-
-TRANSFORMER_ENGINE = "Transformer Engine"
-
-FIELD_STATUS: dict[str, str] = {
-    **dict.fromkeys((
-        "megatron_use_transformer_engine", "megatron_fp8", "megatron_use_precision_aware_optimizer",
-        "megatron_main_grads_dtype", "megatron_main_params_dtype", "megatron_exp_avg_dtype",
-        "megatron_exp_avg_sq_dtype",
-    ), TRANSFORMER_ENGINE),
-}  # fmt: skip
-"""Field to the feature it waits for. Absent: the field works."""
-
-AVAILABLE_CHOICES: dict[str, tuple[Any, ...]] = dict.fromkeys(
-    ("megatron_use_transformer_engine", "megatron_fp8", "megatron_use_precision_aware_optimizer"), (False,)
-)
-"""Fields of which only these values can be run in this version."""
-
-
-def has_no_effect(field: str) -> bool:
-    """Returns whether the field is accepted, but its feature is not there yet."""
-    return field in FIELD_STATUS
-
-
-def no_effect_note(config: TelescopeConfig) -> str | None:
-    """Returns a line that names the set fields without effect, or None."""
-    names = {name for name in config.user_set if has_no_effect(name)}
-    return f"Fields without effect in this version: {', '.join(sorted(names))}." if names else None
-
-
-def refuse_unavailable_choices(config: TelescopeConfig) -> None:
-    """Raises `ConfigError` for a value that is valid but cannot be run in this version."""
-    for field, available in AVAILABLE_CHOICES.items():
-        value = getattr(config, field)
-        is_ignored = field.startswith("megatron_") and config.train_backend != "megatron"
-        if value not in available and not is_ignored:
-            raise ConfigError(
-                f"{field} is {show(value)}, which is not available in this version. Use "
-                f"{' or '.join(map(show, available))}"
-            )

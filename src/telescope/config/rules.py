@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from telescope.config.algorithms import ALGORITHM_FACTS, AlgorithmFacts, names_where
+from telescope.config.megatron import OPTIMIZER_DTYPE_FIELDS
 from telescope.config.messages import show
-from telescope.config.remarks import has_no_effect
 from telescope.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def apply_rules(config: TelescopeConfig, user_set: frozenset[str]) -> list[str]:
             continue
         before, after = getattr(config, field), rule.adjust(config)
         config.__dict__[field] = after  # past the freezing of the model; later rules see the new value
-        if rule.is_reported and not has_no_effect(field):
+        if rule.is_reported:
             reason = f"it {rule.statement}{_because(rule, config)}"
             notes.append(f"{field} adjusted from {show(before)} to {show(after)}: {reason}.")
     if problems:
@@ -89,6 +89,49 @@ def megatron_model_parallel_size(config: TelescopeConfig) -> int:
 
 def _megatron(config: TelescopeConfig) -> bool:
     return config.train_backend == "megatron"
+
+
+def _ranks_share_parameters(config: TelescopeConfig) -> bool:
+    return config.trainer_num_workers > config.megatron_tensor_parallel_size * config.megatron_pipeline_parallel_size
+
+
+OWN_WEIGHTS = ("megatron_use_precision_aware_optimizer", "megatron_optimizer_cpu_offload")
+"""With one of these the optimizer has weights of its own, beside those in bfloat16."""
+
+
+def _needs_bfloat16(field: str) -> Rule:
+    return Rule(
+        (field, "mixed_precision_dtype", "model_dtype"),
+        "requires weights in bfloat16",
+        lambda c: _megatron(c) and getattr(c, field) and c.compute_dtype != "bfloat16",
+        lambda c: f"Set mixed_precision_dtype to bfloat16, or {field} to false",
+    )
+
+
+def _needs_distributed_optimizer(field: str) -> Rule:
+    def broken(config: TelescopeConfig) -> bool:
+        is_off = _ranks_share_parameters(config) and not config.megatron_use_distributed_optimizer
+        return _megatron(config) and getattr(config, field) and is_off
+
+    return Rule(
+        (field, "megatron_use_distributed_optimizer"),
+        "requires megatron_use_distributed_optimizer where several ranks have the same parameters",
+        broken,
+        lambda c: f"Set megatron_use_distributed_optimizer to true, or {field} to false",
+    )
+
+
+def _needs_precision_aware_optimizer(field: str) -> Rule:
+    def broken(config: TelescopeConfig) -> bool:
+        is_off = not config.megatron_use_precision_aware_optimizer
+        return _megatron(config) and is_off and getattr(config, field) != "float32"
+
+    return Rule(
+        (field, "megatron_use_precision_aware_optimizer"),
+        "must be float32 without megatron_use_precision_aware_optimizer",
+        broken,
+        lambda c: f"Set megatron_use_precision_aware_optimizer to true, or {field} to float32",
+    )
 
 
 def _facts(config: TelescopeConfig) -> AlgorithmFacts:
@@ -324,11 +367,7 @@ RULES: tuple[Rule, ...] = (
         ("megatron_use_distributed_optimizer", "trainer_num_workers"),
         "requires several ranks with the same parameters: trainer_num_workers above the product of the megatron tensor "
         "and pipeline parallel sizes",
-        lambda c: (
-            _megatron(c)
-            and c.megatron_use_distributed_optimizer
-            and c.trainer_num_workers <= c.megatron_tensor_parallel_size * c.megatron_pipeline_parallel_size
-        ),
+        lambda c: _megatron(c) and c.megatron_use_distributed_optimizer and not _ranks_share_parameters(c),
         lambda c: "Set megatron_use_distributed_optimizer to false, or raise trainer_num_workers",
         lambda c: False,
     ),
@@ -354,7 +393,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("mixed_precision_dtype", "model_dtype"),
         "cannot be float16 with train_backend megatron, which would scale its losses",
-        lambda c: _megatron(c) and (c.mixed_precision_dtype or c.model_dtype) == "float16",
+        lambda c: _megatron(c) and c.compute_dtype == "float16",
         lambda c: "Set it to bfloat16",
     ),
     Rule(
@@ -362,6 +401,31 @@ RULES: tuple[Rule, ...] = (
         "requires megatron_use_transformer_engine",
         lambda c: _megatron(c) and c.megatron_fp8 and not c.megatron_use_transformer_engine,
         lambda c: "Set megatron_use_transformer_engine to true, or megatron_fp8 to false",
+    ),
+    *map(_needs_bfloat16, ("megatron_fp8", *OWN_WEIGHTS)),
+    *map(_needs_distributed_optimizer, OWN_WEIGHTS),
+    Rule(
+        ("megatron_use_precision_aware_optimizer", "megatron_optimizer_cpu_offload"),
+        "cannot be combined with megatron_optimizer_cpu_offload, whose states are all float32",
+        lambda c: _megatron(c) and c.megatron_use_precision_aware_optimizer and c.megatron_optimizer_cpu_offload,
+        lambda c: "Set one of them to false",
+    ),
+    *map(_needs_precision_aware_optimizer, OPTIMIZER_DTYPE_FIELDS),
+    Rule(
+        ("megatron_main_params_dtype",),
+        "must be float32 or float16, which the optimizer of Transformer Engine has for weights",
+        lambda c: _megatron(c) and c.megatron_main_params_dtype not in ("float32", "float16"),
+        lambda c: "Set it to float32",
+    ),
+    Rule(
+        ("megatron_main_grads_dtype", "megatron_grad_reduce_in_fp32"),
+        "must be the dtype that gradients are summed in: float32 with megatron_grad_reduce_in_fp32, else bfloat16",
+        lambda c: (
+            _megatron(c)
+            and c.megatron_use_precision_aware_optimizer
+            and c.megatron_main_grads_dtype != ("float32" if c.megatron_grad_reduce_in_fp32 else "bfloat16")
+        ),
+        lambda c: "Change megatron_main_grads_dtype or megatron_grad_reduce_in_fp32",
     ),
     # Quantized servers.
     Rule(

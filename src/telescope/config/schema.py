@@ -157,9 +157,14 @@ class TelescopeConfig(
         return self.engine_dtype if self.inference_quantization == "none" else self.inference_quantization
 
     @property
+    def compute_dtype(self) -> str:
+        """Dtype of the trainer's products: the mixed precision dtype, else the model's."""
+        return self.mixed_precision_dtype or self.model_dtype
+
+    @property
     def engine_dtype(self) -> str:
         """Dtype of the engine: `inference_dtype`, else the mixed precision dtype, else the model's."""
-        return self.inference_dtype or self.mixed_precision_dtype or self.model_dtype
+        return self.inference_dtype or self.compute_dtype
 
     @property
     def tracker_names(self) -> list[str]:

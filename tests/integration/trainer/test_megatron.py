@@ -89,8 +89,8 @@ def packed(trainer: Trainer, step: int) -> StepInput:
     return pack_step(samples, step=step, version=step, seq_len=64, num_ranks=layout.data_size)[layout.data_rank]
 
 
-def gradient_job(trainer: Trainer) -> dict[str, Any]:
-    """The gradient of one optimizer step, and what the backend says of its weights."""
+def full_gradient(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """The gradient of one optimizer step, by Hugging Face name."""
     from telescope.trainer.backends.megatron import conversion
 
     backend: Any = trainer.backend
@@ -102,8 +102,14 @@ def gradient_job(trainer: Trainer) -> dict[str, Any]:
         found, backend.places, backend.stages, backend.parallel, backend.heads, backend.shapes, torch.float32
     )
     divisor = denominator(backend.algorithm, batch, trainer.config)
+    return {name: (tensor / divisor).cpu() for name, tensor in exported}
+
+
+def gradient_job(trainer: Trainer) -> dict[str, Any]:
+    """The gradient of one optimizer step, and what the backend says of its weights."""
+    backend: Any = trainer.backend
     return {
-        "gradient": {name: tensor / divisor for name, tensor in exported},
+        "gradient": full_gradient(trainer),
         "weights": weights(trainer),
         "metadata": [(meta.name, meta.shape) for meta in backend.weight_metadata()],
         "logprobs": backend.sequence_logprobs(TEXT, TEMPERATURE),

@@ -96,7 +96,20 @@ def test_missing_parts_for_large_models_are_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(doctor, "installed", versions.get)
     check = doctor.check_megatron()
     assert check.status == status
-    assert "MEGATRON=1" in (check.fix or "") if status == "note" else "Transformer Engine" in check.found
+    assert ("MEGATRON=1" in (check.fix or "")) == (status == "note")
+
+
+@pytest.mark.parametrize("present", [{}, {"transformer-engine": "2.20.2"}])
+def test_a_missing_transformer_engine_is_named_with_the_fields_that_need_it(monkeypatch, present):
+    monkeypatch.setattr(doctor, "installed", present.get)
+    check = doctor.check_transformer_engine()
+    assert check.status == "note"
+    assert "transformer-engine-torch" in check.found
+    assert ("transformer-engine and" in check.found) == (not present)
+    assert "docs/gpu.md" in (check.fix or "")
+    assert "megatron_fp8" in (check.fix or "")
+    monkeypatch.setattr(doctor, "installed", lambda name: "2.20.2")
+    assert doctor.check_transformer_engine().status == "ok"
 
 
 def test_a_port_in_use_is_named_with_the_option_that_changes_it(monkeypatch: pytest.MonkeyPatch):

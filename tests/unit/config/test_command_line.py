@@ -140,7 +140,6 @@ def test_a_field_is_explained_with_range_default_and_rules(capsys):
 def test_a_section_and_a_list_of_entries_are_explained(capsys):
     assert "--learning_rate" in run(capsys, "config", "explain", "Trainer")[1]
     assert "pass_k" in run(capsys, "config", "explain", "evals")[1]
-    assert "without effect in this version" in run(capsys, "config", "explain", "megatron_fp8")[1]
 
 
 def test_show_prints_the_resolved_configuration(capsys, tmp_path):

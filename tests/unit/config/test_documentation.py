@@ -23,7 +23,6 @@ from telescope.config.generate import (
     yaml_text,
 )
 from telescope.config.loader import load_config
-from telescope.config.remarks import AVAILABLE_CHOICES, FIELD_STATUS
 from telescope.config.rules import RULES
 from telescope.config.schema import SECTIONS
 
@@ -97,12 +96,6 @@ def test_values_are_written_as_yaml_that_any_reader_understands(value):
     assert yaml.safe_load(f"x: {yaml_text(value)}") == {"x": value}
 
 
-def test_the_status_table_names_only_fields_that_exist():
-    known = set(TelescopeConfig.model_fields)
-    known |= {f"{name}.{field}" for name, entry in ENTRIES.items() for field in entry.model_fields}
-    assert set(FIELD_STATUS) <= known
-
-
 ONLY_CHECKED = {"megatron_global_batch_size"}
 """Fields that may only have the value of another field."""
 
@@ -125,9 +118,7 @@ def test_every_field_that_works_is_read_by_the_code():
         prefix + name
         for schema, prefix in [(TelescopeConfig, ""), (EnvironmentEntry, "environments."), (EvalEntry, "evals.")]
         for name in schema.model_fields
-        if prefix + name not in FIELD_STATUS
-        and prefix + name not in ONLY_CHECKED
-        and len(AVAILABLE_CHOICES.get(prefix + name, "any")) > 1
+        if prefix + name not in ONLY_CHECKED
         and not is_read(name)
         and not any(is_read(p) and f".{name}" in source for p, source in derived.items())
     ]

@@ -326,15 +326,6 @@ def test_yaml_anchors_and_merges_work(tmp_path):
     assert load(path).config.evals[0].kwargs == {"x": 1, "y": 3}
 
 
-def test_fields_without_effect_are_named_in_one_line():
-    loaded = load(
-        None, *NO_WANDB, "--megatron_exp_avg_dtype", "float32", "--megatron_fp8", "false", "--seed", "1",
-    )  # fmt: skip
-    (note,) = loaded.notes
-    named = ["megatron_exp_avg_dtype", "megatron_fp8"]
-    assert note == f"Fields without effect in this version: {', '.join(named)}."
-
-
 def test_a_run_that_sets_nothing_special_has_no_notes(run_yaml):
     assert load(run_yaml, "--use_wandb", "false").notes == []
 
@@ -358,14 +349,6 @@ def test_max_off_policy_steps_below_max_async_rollout_is_remarked():
     for bound, ahead in ((2, 2), (0, 0), (-1, 2)):
         flags = ("--max_off_policy_steps", str(bound), "--max_async_rollout", str(ahead))
         assert load(None, *NO_WANDB, *flags).notes == []
-
-
-def test_a_choice_that_would_compute_something_else_is_refused():
-    message = error_of(
-        None, "--environments", "[{name: a}]", "--train_backend", "megatron", "--megatron_use_transformer_engine"
-    )
-    assert message.startswith("megatron_use_transformer_engine is true, ")
-    assert "not available in this version" in message
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHM_FACTS)

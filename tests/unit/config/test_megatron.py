@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 from tests.unit.config.test_rules import build
 
+from telescope.config import megatron as rules_of_megatron
 from telescope.config import preflight
-from telescope.config.megatron import MODEL_TYPES, check_division, check_model_type, megatron_memory
+from telescope.config.megatron import (
+    MODEL_TYPES,
+    check_division,
+    check_gpu_fields,
+    check_model_type,
+    check_transformer_engine,
+    megatron_memory,
+)
 from telescope.config.model_shape import ModelShape
 from telescope.errors import ConfigError
-from telescope.trainer.backends.megatron.families import LAYERS
+from telescope.trainer.backends.megatron.families import LAYERS, Place, places_of
 
 QWEN3_4B = ModelShape(36, 2560, 9728, 32, 8, 128, 151936, tied_embeddings=True, qk_norm=True)
 EXPERTS = ModelShape(
     48, 2048, 6144, 32, 4, 128, 151936, tied_embeddings=False, qk_norm=True, num_experts=128,
     expert_intermediate_size=768, experts_per_token=8,
+)  # fmt: skip
+TE, FP8, PRECISION_AWARE = (
+    "megatron_use_transformer_engine", "megatron_fp8", "megatron_use_precision_aware_optimizer",
 )  # fmt: skip
 TP, PP, CP, EP = (f"megatron_{kind}_parallel_size" for kind in ("tensor", "pipeline", "context", "expert"))
 
@@ -54,6 +68,70 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
     preflight.check_megatron(build({}))
 
 
+@pytest.mark.parametrize("missing", ["transformer_engine", "transformer_engine_torch"])
+@pytest.mark.parametrize("changes", [{TE: True}, {TE: True, FP8: True}, {PRECISION_AWARE: True}])
+def test_a_missing_transformer_engine_is_named_with_the_field_and_the_fix(monkeypatch, missing, changes):
+    monkeypatch.setattr(rules_of_megatron, "is_installed", lambda name: name != missing)
+    with pytest.raises(ConfigError, match=rf"^{next(iter(changes))} is true, .*Transformer Engine.*docs/gpu.md"):
+        check_transformer_engine(megatron(**changes))
+    check_transformer_engine(megatron())
+    check_transformer_engine(build({"train_backend": "fsdp", **changes}))
+
+
+@pytest.mark.parametrize("field", [TE, PRECISION_AWARE, "megatron_optimizer_cpu_offload"])
+def test_fields_that_need_a_gpu_are_refused_without_one(field):
+    with pytest.raises(ConfigError, match=f"^{field} is true, which needs a GPU"):
+        check_gpu_fields(megatron(**{field: True}), "cpu")
+    check_gpu_fields(megatron(**{field: True}), "cuda")
+    check_gpu_fields(build({field: True}), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes", "what"),
+    [
+        (replace(QWEN3_4B, hidden_size=2568), {}, "2568 numbers in a hidden state"),
+        (replace(QWEN3_4B, intermediate_size=9736), {}, "9736 rows of a rank in an MLP"),
+        (replace(QWEN3_4B, head_dim=2), {TP: 4, "megatron_sequence_parallel": True}, "keys and values of a rank"),
+        (replace(EXPERTS, expert_intermediate_size=776), {}, "776 rows in an expert"),
+    ],
+)
+def test_sizes_that_fp8_does_not_take_are_refused(shape, changes, what):
+    with pytest.raises(ConfigError, match=r"^megatron_fp8 is true") as error:
+        check_division(megatron(**{TE: True, FP8: True}, **changes), shape)
+    assert what in str(error.value)
+
+
+def test_fp8_takes_the_sizes_of_common_models():
+    for shape in (QWEN3_4B, EXPERTS):
+        check_division(megatron(**{TE: True, FP8: True}), shape)
+
+
+def test_the_estimate_knows_the_dtypes_of_the_precision_aware_optimizer():
+    fixed = {"trainer_num_workers": 1}
+    whole = megatron_memory(megatron(**fixed), QWEN3_4B, "cuda").optimizer
+    moments = {"megatron_exp_avg_dtype": "bfloat16", "megatron_exp_avg_sq_dtype": "fp8"}
+    small = megatron_memory(megatron(**fixed, **{PRECISION_AWARE: True}, **moments), QWEN3_4B, "cuda").optimizer
+    assert small / whole == pytest.approx((4 + 2 + 1) / 12)
+
+
+@pytest.mark.parametrize("family", sorted(LAYERS))
+def test_transformer_engine_has_the_same_tensors_under_other_names(family):
+    experts = {"num_experts": 2} if family.endswith("moe") else {}
+    config = SimpleNamespace(model_type=family, num_hidden_layers=2, tie_word_embeddings=False, **experts)
+    local, fused = places_of(config), places_of(config, transformer_engine=True)
+    assert [place.names for place in fused] == [place.names for place in local]
+    names = {place.parameter() for place in fused}
+    assert len(names) == len(fused)
+    layer = "decoder.layers.1."
+    assert f"{layer}self_attention.linear_qkv.layer_norm_weight" in names
+    assert f"{layer}input_layernorm.weight" not in names
+    if experts:
+        assert {f"{layer}pre_mlp_layernorm.weight", f"{layer}mlp.experts.linear_fc1.weight1"} <= names
+        assert Place(fused[-3].entry, 1, 3).parameter(1, 2) == "decoder.layers.0.mlp.experts.linear_fc2.weight1"
+    else:
+        assert f"{layer}mlp.linear_fc1.layer_norm_weight" in names
+
+
 def test_the_families_that_are_checked_have_tables():
     assert set(MODEL_TYPES) == set(LAYERS)
     with pytest.raises(ConfigError, match=r"gpt2.*fsdp"):
@@ -63,7 +141,7 @@ def test_the_families_that_are_checked_have_tables():
 
 @pytest.mark.parametrize("changes", [{TP: 2}, {PP: 2}, {CP: 2}, {"megatron_optimizer_cpu_offload": True}])
 def test_each_division_lowers_the_estimate(changes):
-    fixed = {"seq_len": 65536, "megatron_use_distributed_optimizer": False}
+    fixed = {"seq_len": 65536}
     whole = megatron_memory(megatron(**fixed), QWEN3_4B, "cuda").total
     assert megatron_memory(megatron(**fixed, **changes), QWEN3_4B, "cuda").total < whole
 

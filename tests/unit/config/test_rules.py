@@ -11,6 +11,8 @@ from telescope.errors import ConfigError
 
 COUNTDOWN = [{"name": "countdown"}]
 MEGATRON = {"train_backend": "megatron", "trainer_num_workers": 4}
+OFFLOAD = {"megatron_optimizer_cpu_offload": True}
+PRECISION_AWARE = "megatron_use_precision_aware_optimizer"
 
 # What breaks each rule when the user sets all of it, and the field that the message must begin with.
 BROKEN: list[tuple[str, dict[str, object]]] = [
@@ -57,6 +59,18 @@ BROKEN: list[tuple[str, dict[str, object]]] = [
         {**MEGATRON, "megatron_tensor_parallel_size": 4, "megatron_use_distributed_optimizer": True},
     ),
     ("megatron_fp8", {**MEGATRON, "megatron_fp8": True}),
+    (
+        "megatron_fp8",
+        {**MEGATRON, "megatron_fp8": True, "megatron_use_transformer_engine": True, "mixed_precision_dtype": None},
+    ),
+    ("megatron_optimizer_cpu_offload", {**MEGATRON, **OFFLOAD, "mixed_precision_dtype": "float32"}),
+    ("megatron_optimizer_cpu_offload", {**MEGATRON, **OFFLOAD, "megatron_use_distributed_optimizer": False}),
+    (PRECISION_AWARE, {**MEGATRON, PRECISION_AWARE: True, "megatron_use_distributed_optimizer": False}),
+    (PRECISION_AWARE, {**MEGATRON, **OFFLOAD, PRECISION_AWARE: True}),
+    ("megatron_exp_avg_dtype", {**MEGATRON, "megatron_exp_avg_dtype": "bfloat16"}),
+    ("megatron_main_params_dtype", {**MEGATRON, PRECISION_AWARE: True, "megatron_main_params_dtype": "fp8"}),
+    ("megatron_main_grads_dtype", {**MEGATRON, PRECISION_AWARE: True, "megatron_main_grads_dtype": "bfloat16"}),
+    ("megatron_main_grads_dtype", {**MEGATRON, PRECISION_AWARE: True, "megatron_grad_reduce_in_fp32": False}),
     ("megatron_expert_parallel_size", {**MEGATRON, "megatron_expert_parallel_size": 8}),
     ("megatron_global_batch_size", {**MEGATRON, "megatron_global_batch_size": 7}),
     ("mixed_precision_dtype", {**MEGATRON, "mixed_precision_dtype": "float16"}),

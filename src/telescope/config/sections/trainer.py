@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 
 from telescope.config.algorithms import AdvantageNorm, AlgorithmName
 from telescope.config.base import MAX_STEPS, Count, Section, Tokens, Workers
+from telescope.config.megatron import OPTIMIZER_DTYPE_BYTES, OPTIMIZER_DTYPE_FIELDS
 
 
 class AlgorithmSection(Section):
@@ -152,9 +153,6 @@ class TrainerSection(Section):
         return value
 
 
-OPTIMIZER_DTYPES = ("float32", "float16", "bfloat16", "fp8")
-
-
 class MegatronSection(Section):
     TITLE: ClassVar[str] = "Megatron"
     INTRO: ClassVar[str] = 'Only relevant when `train_backend: "megatron"`; ignored with "fsdp".'
@@ -180,15 +178,16 @@ class MegatronSection(Section):
     megatron_overlap_cpu_optimizer_d2h_h2d: bool = True
     """Overlap CPU optimizer D2H/H2D transfers with compute."""
     megatron_use_precision_aware_optimizer: bool = False
-    """Use precision-aware optimizer. The four dtypes below apply only with it."""
+    """Optimizer of Transformer Engine, which keeps its states in the four dtypes below. Needs Transformer Engine, see
+    docs/gpu.md."""
     megatron_main_grads_dtype: str = "float32"
-    """Data type for main gradients."""
+    """Gradients that the optimizer reads: "float32" with megatron_grad_reduce_in_fp32, else "bfloat16"."""
     megatron_main_params_dtype: str = "float32"
-    """Data type for main parameters."""
+    """The optimizer's weights: "float32" or "float16"."""
     megatron_exp_avg_dtype: str = "float32"
-    """Data type for Adam exponential average."""
+    """First moment of Adam: "float32", "bfloat16", "float16" or "fp8"."""
     megatron_exp_avg_sq_dtype: str = "float32"
-    """Data type for Adam exponential average squared."""
+    """Second moment of Adam: "float32", "bfloat16", "float16" or "fp8"."""
     megatron_grad_reduce_in_fp32: bool = True
     """Sum gradients over ranks, and keep them, in float32. false halves their memory."""
     megatron_gradient_checkpointing: bool = True
@@ -200,15 +199,15 @@ class MegatronSection(Section):
     megatron_overlap_grad_reduce: bool = False
     """Overlap gradient allreduce with backward compute."""
     megatron_use_transformer_engine: bool = False
-    """Use TransformerEngine layer spec (fused attention, FP8-ready)."""
+    """Compute layers with Transformer Engine: norms fused with the products after them, experts in one product.
+    Needs Transformer Engine, see docs/gpu.md."""
     megatron_fp8: bool = False
-    """Enable FP8 compute (requires TransformerEngine + Hopper GPU)."""
+    """Compute the products of layers in FP8, scaled by blocks. Requires megatron_use_transformer_engine, and GPUs of
+    the Hopper generation or newer."""
 
-    @field_validator(
-        "megatron_main_grads_dtype", "megatron_main_params_dtype", "megatron_exp_avg_dtype", "megatron_exp_avg_sq_dtype"
-    )
+    @field_validator(*OPTIMIZER_DTYPE_FIELDS)
     @classmethod
     def _known_dtype(cls, value: str) -> str:
-        if value not in OPTIMIZER_DTYPES:
-            raise ValueError(f"must be one of {', '.join(OPTIMIZER_DTYPES)}")
+        if value not in OPTIMIZER_DTYPE_BYTES:
+            raise ValueError(f"must be one of {', '.join(OPTIMIZER_DTYPE_BYTES)}")
         return value

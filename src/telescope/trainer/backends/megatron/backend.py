@@ -24,6 +24,7 @@ from megatron.core.inference import unified_memory
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from transformers import PretrainedConfig
 
+from telescope.config.megatron import FP8_MULTIPLE, check_gpu_fields, check_transformer_engine
 from telescope.errors import ConfigError
 from telescope.trainer.attention import choose_kernel
 from telescope.trainer.backends.megatron import checkpoint, conversion
@@ -43,6 +44,9 @@ from telescope.weights.plan import TensorMeta
 SPANS = {"backward-compute": "backward", "all-grads-sync": "gradient_reduction"}
 """Megatron's timers, and the spans of the timeline that they become."""
 
+HOPPER = (9, 0)
+"""The compute capability that scaling FP8 by blocks needs."""
+
 
 class MegatronBackend(RLBackend):
     """One rank of a Megatron trainer, on CPU (gloo) or GPU (NCCL)."""
@@ -52,6 +56,12 @@ class MegatronBackend(RLBackend):
         config = self.config
         if self.device.type == "cpu" and torch.cuda.is_available():
             raise ConfigError("device: train_backend megatron uses the GPU where there is one: set device to 'auto'")
+        check_transformer_engine(config)
+        check_gpu_fields(config, self.device.type)
+        if config.megatron_fp8 and torch.cuda.get_device_capability(self.device) < HOPPER:
+            raise ConfigError(
+                "megatron_fp8 is true, which needs a GPU of the Hopper generation or newer: set it to false"
+            )
         self.parallel = initialize(config)
         self.dtype = compute_dtype(config)
         skeleton = load_causal_lm(
@@ -64,7 +74,7 @@ class MegatronBackend(RLBackend):
             for name, parameter in skeleton.named_parameters()
             for part, tensor in checkpoint_tensors(name, parameter)
         }
-        self.places: list[Place] = places_of(hf_config)
+        self.places: list[Place] = places_of(hf_config, transformer_engine=config.megatron_use_transformer_engine)
         refuse_other_names(self.places, self.shapes)
         num_experts = getattr(hf_config, "num_experts", None) or 0
         self.stages = conversion.Stages(
@@ -152,9 +162,8 @@ class MegatronBackend(RLBackend):
             index, micro_batch = next(rows)
             with timeline.span("data_to_device", index):
                 # Sequence parallelism divides the tokens of a part once more.
-                data = model_input(
-                    micro_batch, self.device, self.kernel, self.parallel.context, multiple=self.parallel.tp.size()
-                )
+                multiple = self.parallel.tp.size() * (FP8_MULTIPLE if self.megatron.fp8 else 1)
+                data = model_input(micro_batch, self.device, self.kernel, self.parallel.context, multiple)
             row = Row.of(data, temperature, self.inv_freq, self.dtype)
             with timeline.span("forward", index):
                 out = model(

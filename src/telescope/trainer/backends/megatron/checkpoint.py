@@ -19,6 +19,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from telescope.trainer.backends.megatron.optimizer import inner_optimizers
@@ -33,7 +34,7 @@ def _metadata() -> dict[str, Any]:
 
 def save(stage: GPTModel, optimizer: MegatronOptimizer | None, directory: Path) -> None:
     """Writes the weights and, with an optimizer, its state. Collective."""
-    state: dict[str, Any] = {MODEL: stage.sharded_state_dict(metadata=_metadata())}
+    state: dict[str, Any] = {MODEL: _weights(stage)}
     if optimizer is not None:
         state[OPTIMIZER] = optimizer.sharded_state_dict(state[MODEL], metadata=_metadata())
     dist_checkpointing.save(state, str(directory), validate_access_integrity=False)
@@ -44,15 +45,18 @@ def load(stage: GPTModel, optimizer: MegatronOptimizer, directory: Path) -> None
 
     The optimizer's settings stay those of the config. Its state too, if the checkpoint has none.
     """
-    state: dict[str, Any] = {MODEL: stage.sharded_state_dict(metadata=_metadata())}
+    state: dict[str, Any] = {MODEL: _weights(stage)}
     saved = dist_checkpointing.load_tensors_metadata(str(directory))
     has_optimizer = any(f"{OPTIMIZER}." in name for name in saved)  # of dense parameters, and of experts
-    settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    settings = [
+        {name: value for name, value in group.items() if name not in ("params", "step")}
+        for group in optimizer.param_groups
+    ]
     if has_optimizer:
         _give_steps(optimizer)
         state[OPTIMIZER] = optimizer.sharded_state_dict(state[MODEL], is_loading=True, metadata=_metadata())
     loaded = dist_checkpointing.load(state, str(directory))
-    stage.load_state_dict(loaded[MODEL], strict=False)  # without `_extra_state` of Transformer Engine
+    stage.load_state_dict(loaded[MODEL], strict=False)  # without `_extra_state`
     if not has_optimizer:
         optimizer.reload_model_params()
         return
@@ -61,6 +65,10 @@ def load(stage: GPTModel, optimizer: MegatronOptimizer, directory: Path) -> None
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
     for inner in inner_optimizers(optimizer):
+        if isinstance(inner.optimizer, HybridDeviceOptimizer):
+            # Its part on the GPU counts steps itself, unless these groups, which are copied before each step, do.
+            for group in inner.optimizer.param_groups:
+                group.pop("step", None)
         for parameter, values in inner.optimizer.state.items():
             if torch.is_tensor(values.get("step")):
                 # All parameters share this tensor after loading, so each of them would increment it. The fused update
@@ -68,11 +76,20 @@ def load(stage: GPTModel, optimizer: MegatronOptimizer, directory: Path) -> None
                 values["step"] = values["step"].to(parameter.device, copy=True)
 
 
+def _weights(stage: GPTModel) -> dict[str, Any]:
+    """Returns the sharded weights, without Transformer Engine's `_extra_state`: scales of blocks need no history."""
+    state: dict[str, Any] = stage.sharded_state_dict(metadata=_metadata())
+    return {name: part for name, part in state.items() if not name.rpartition(".")[2].startswith("_extra_state")}
+
+
 def _give_steps(optimizer: MegatronOptimizer) -> None:
     """Makes the state of a new optimizer complete, which Megatron makes without AdamW's `step`."""
     for inner in inner_optimizers(optimizer):
-        if inner.init_state_fn is not None:
-            inner.init_state_fn(inner.optimizer, inner.config)
+        if isinstance(inner.optimizer, HybridDeviceOptimizer) and not inner.optimizer.state:
+            inner.optimizer.dummy_step()  # changes the weights, which are loaded afterwards
+        if not isinstance(inner.optimizer, torch.optim.AdamW):
+            continue  # Transformer Engine's counts steps in its groups
+        inner.init_state_fn(inner.optimizer, inner.config)
         for parameter, values in inner.optimizer.state.items():
             values.setdefault("step", torch.zeros((), device=parameter.device))
 

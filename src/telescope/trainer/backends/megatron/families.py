@@ -13,7 +13,7 @@ tables.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -64,9 +64,7 @@ HEAD_NORMS = (
     Entry(_MEGATRON + "self_attention.k_layernorm.weight", (_HF + "self_attn.k_norm.weight",)),
 )
 DENSE = (
-    Entry(
-        _MEGATRON + "mlp.linear_fc1.weight", (_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight"), "gate_up"
-    ),
+    Entry(_MEGATRON + "mlp.linear_fc1.weight", (_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight"), "gate_up"),
     Entry(_MEGATRON + "mlp.linear_fc2.weight", (_HF + "mlp.down_proj.weight",), "columns"),
 )
 # Every rank has whole experts, and only some of them.
@@ -75,6 +73,17 @@ EXPERTS = (
     Entry(_EXPERT + "linear_fc1.weight", (_HF_EXPERT + "gate_proj.weight", _HF_EXPERT + "up_proj.weight"), "gate_up"),
     Entry(_EXPERT + "linear_fc2.weight", (_HF_EXPERT + "down_proj.weight",)),
 )
+
+_FUSED_EXPERT = _MEGATRON + "mlp.experts."
+TRANSFORMER_ENGINE_NAMES = {
+    _MEGATRON + "input_layernorm.weight": _MEGATRON + "self_attention.linear_qkv.layer_norm_weight",
+    _MEGATRON + "pre_mlp_layernorm.weight": _MEGATRON + "mlp.linear_fc1.layer_norm_weight",
+    _EXPERT + "linear_fc1.weight": _FUSED_EXPERT + "linear_fc1.weight{expert}",
+    _EXPERT + "linear_fc2.weight": _FUSED_EXPERT + "linear_fc2.weight{expert}",
+}
+"""The names of parameters with Transformer Engine, which fuses norms with what follows, and experts."""
+NORM_OF_ROUTER = _MEGATRON + "pre_mlp_layernorm.weight"
+"""Not fused in a mixture of experts: the router reads its output too."""
 
 LAYERS: dict[str, tuple[Entry, ...]] = {
     "llama": (*ATTENTION, *DENSE),
@@ -104,8 +113,11 @@ class Place:
         return [name.format(layer=self.layer, expert=self.expert) for name in self.entry.tensors]
 
 
-def places_of(hf_config: Any) -> list[Place]:
-    """Returns every parameter of a model in the order of the model. Raises `UserError` for an unknown family."""
+def places_of(hf_config: Any, *, transformer_engine: bool = False) -> list[Place]:
+    """Returns every parameter of a model in the order of the model. Raises `UserError` for an unknown family.
+
+    `transformer_engine`: with the names that parameters have in its modules.
+    """
     family = hf_config.model_type
     if family not in LAYERS:
         raise UserError(
@@ -114,8 +126,12 @@ def places_of(hf_config: Any) -> list[Place]:
         )
     experts = range(getattr(hf_config, "num_experts", None) or 0)
     places = [Place(EMBEDDING)]
+    entries = LAYERS[family]
+    if transformer_engine:
+        other = {old: new for old, new in TRANSFORMER_ENGINE_NAMES.items() if not (experts and old == NORM_OF_ROUTER)}
+        entries = tuple(replace(entry, parameter=other.get(entry.parameter, entry.parameter)) for entry in entries)
     for layer in range(hf_config.num_hidden_layers):
-        for entry in LAYERS[family]:
+        for entry in entries:
             numbers: Iterable[int | None] = experts if "{expert}" in entry.parameter else (None,)
             places += [Place(entry, layer, expert) for expert in numbers]
     places += [Place(entry) for entry in FINAL]

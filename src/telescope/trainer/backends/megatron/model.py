@@ -21,7 +21,10 @@ import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -183,6 +186,7 @@ def transformer_config(hf_config: Any, config: Any, parallel: Parallel, dtype: t
     _refuse_differences(hf_config)
     heads = heads_of(hf_config)
     tp_size = parallel.tp.size()
+    uses_engine = config.megatron_use_transformer_engine
     options: dict[str, Any] = {
         "num_layers": hf_config.num_hidden_layers,
         "hidden_size": hf_config.hidden_size,
@@ -199,7 +203,9 @@ def transformer_config(hf_config: Any, config: Any, parallel: Parallel, dtype: t
         "qk_layernorm": hf_config.model_type.startswith("qwen3"),
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        "use_cpu_initialization": True,
+        # Transformer Engine's modules replace parameters that are made on the CPU, and lose what they know of them.
+        "use_cpu_initialization": not uses_engine,
+        "transformer_impl": "transformer_engine" if uses_engine else "local",
         "perform_initialization": False,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -220,11 +226,15 @@ def transformer_config(hf_config: Any, config: Any, parallel: Parallel, dtype: t
         "bias_dropout_fusion": False,
         "apply_rope_fusion": False,
     }
+    if config.megatron_fp8:
+        # One scale for each 1 x 128 activations and 128 x 128 weights, from their own values: no history to keep.
+        options |= {"fp8": "e4m3", "fp8_recipe": "blockwise"}
     if config.megatron_gradient_checkpointing:
         options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if num_experts := getattr(hf_config, "num_experts", None):
         options |= {
             "num_moe_experts": num_experts,
+            "moe_grouped_gemm": uses_engine,
             "expert_tensor_parallel_size": 1,
             "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
             "moe_router_topk": hf_config.num_experts_per_tok,
@@ -236,17 +246,7 @@ def transformer_config(hf_config: Any, config: Any, parallel: Parallel, dtype: t
 
 def build_stage(hf_config: Any, megatron: TransformerConfig, parallel: Parallel) -> GPTModel:
     """Builds this rank's pipeline stage with arbitrary weights."""
-    layer = get_gpt_layer_local_spec(
-        num_experts=megatron.num_moe_experts,
-        moe_grouped_gemm=False,
-        qk_layernorm=megatron.qk_layernorm,
-        normalization="RMSNorm",
-    )
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    if megatron.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    layer = layer_spec(megatron)
     layers: list[ModuleSpec] = [layer] * (megatron.num_layers // parallel.pp.size())
     return GPTModel(
         megatron,
@@ -258,6 +258,24 @@ def build_stage(hf_config: Any, megatron: TransformerConfig, parallel: Parallel)
         share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
         position_embedding_type="none",  # `PackedAttention` has it
     )
+
+
+def layer_spec(megatron: TransformerConfig) -> ModuleSpec:
+    """Returns the modules of a layer, of Transformer Engine if `transformer_impl` says so."""
+    options = {"num_experts": megatron.num_moe_experts, "qk_layernorm": megatron.qk_layernorm}
+    if megatron.transformer_impl == "transformer_engine":
+        layer = get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=True, **options)
+        if megatron.num_moe_experts:
+            # In a checkpoint as without Transformer Engine, so that each loads the other's.
+            layer.submodules.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    else:
+        layer = get_gpt_layer_local_spec(moe_grouped_gemm=False, normalization="RMSNorm", **options)
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if megatron.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return layer
 
 
 def _refuse_differences(hf_config: Any) -> None:

@@ -15,13 +15,16 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.uint8}
+"""The optimizer of Transformer Engine calls FP8 uint8."""
+
 
 def wrap(stage: GPTModel, config: Any) -> DistributedDataParallel:
     """Gives the stage one buffer of gradients, which are summed over data-parallel ranks."""
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.megatron_grad_reduce_in_fp32,
         overlap_grad_reduce=config.megatron_overlap_grad_reduce,
-        use_distributed_optimizer=config.megatron_use_distributed_optimizer,
+        use_distributed_optimizer=_is_distributed(config),
     )
     return DistributedDataParallel(stage.config, options, stage)
 
@@ -40,7 +43,14 @@ def build_optimizer(ddp: DistributedDataParallel, config: Any) -> MegatronOptimi
         "clip_grad": config.grad_clip,
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        "use_distributed_optimizer": config.megatron_use_distributed_optimizer,
+        "use_distributed_optimizer": _is_distributed(config),
+        "use_precision_aware_optimizer": _is_precision_aware(config),
+        # The remainder of float32 weights beside those in bfloat16 could not be saved.
+        "store_param_remainders": False,
+        "main_grads_dtype": DTYPES[config.megatron_main_grads_dtype],
+        "main_params_dtype": DTYPES[config.megatron_main_params_dtype],
+        "exp_avg_dtype": DTYPES[config.megatron_exp_avg_dtype],
+        "exp_avg_sq_dtype": DTYPES[config.megatron_exp_avg_sq_dtype],
         "optimizer_cpu_offload": config.megatron_optimizer_cpu_offload,
         "optimizer_offload_fraction": config.megatron_optimizer_offload_fraction,
         "overlap_cpu_optimizer_d2h_h2d": config.megatron_overlap_cpu_optimizer_d2h_h2d,
@@ -49,11 +59,23 @@ def build_optimizer(ddp: DistributedDataParallel, config: Any) -> MegatronOptimi
     optimizer = get_megatron_optimizer(settings, [ddp], config_overrides=get_standard_config_overrides(settings))
     for group in optimizer.param_groups:
         group["weight_decay"] = config.weight_decay * group.get("wd_mult", 1.0)
+        for name in ("cpu_optimizer_cls", "gpu_optimizer_cls"):  # classes, which a checkpoint could not be read with
+            group.pop(name, None)
     for inner in inner_optimizers(optimizer):
         if type(inner.optimizer) is torch.optim.AdamW and torch.cuda.is_available():
             for group in inner.optimizer.param_groups:
                 group["fused"] = True  # else it needs as much memory again as all parameters in float32
     return optimizer
+
+
+def _is_precision_aware(config: Any) -> bool:
+    """Whether the optimizer has its own weights. One on the CPU does: Megatron saves its state only so."""
+    return bool(config.megatron_use_precision_aware_optimizer or config.megatron_optimizer_cpu_offload)
+
+
+def _is_distributed(config: Any) -> bool:
+    """Whether Megatron's distributed optimizer is used. Over one rank it divides nothing, but has dtypes of its own."""
+    return bool(config.megatron_use_distributed_optimizer or _is_precision_aware(config))
 
 
 def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[Any]:
