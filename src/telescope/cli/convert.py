@@ -21,6 +21,7 @@ EPILOG = """examples:
   telescope convert runs/first --step all
   telescope convert --checkpoint-dir runs/first/checkpoints/step_50 --output-dir models/first-50
   telescope convert --checkpoint-root runs/first/checkpoints --output-root models/first-bf16 --dtype bfloat16
+  telescope convert runs/first --adapter                  of a LoRA run: the adapter, to runs/first/adapters_hf/step_N
   telescope convert runs/first --push-to-hub me/first     needs `hf auth login`
 
 The result loads in transformers, in vLLM, and as `model` of another run. Models that are complete are skipped."""
@@ -44,6 +45,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--output-root", type=Path, metavar="O", help="folder for step_N folders of models")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a weight file (default: 5GB)")
     parser.add_argument("--dtype", choices=conversion.DTYPES, help="cast the weights (default: as they were saved)")
+    parser.add_argument("--adapter", action="store_true", help="of a LoRA run: write the adapter alone, as peft does")
     parser.add_argument("--push-to-hub", metavar="NAME", help="upload the model as NAME, with a model card")
     parser.add_argument("--private", action="store_true", help="with --push-to-hub: make a private repository")
     parser.set_defaults(func=run)
@@ -57,16 +59,24 @@ def run(arguments: argparse.Namespace) -> int:
     jobs = choose_jobs(arguments)
     if arguments.push_to_hub and len(jobs) > 1:
         raise UserError(f"--push-to-hub uploads one model, and these are {len(jobs)}. Choose one with --step N")
-    done = {checkpoint: conversion.is_converted(checkpoint, target, arguments.dtype) for checkpoint, target in jobs}
+    if arguments.adapter and (arguments.dtype or arguments.push_to_hub):
+        raise UserError(
+            "--adapter writes the adapter as it was saved, to a folder: leave out --dtype and --push-to-hub"
+        )
+    kind = conversion.ADAPTER if arguments.adapter else arguments.dtype
+    done = {checkpoint: conversion.is_converted(checkpoint, target, kind) for checkpoint, target in jobs}
     for checkpoint, target in jobs:
         if done[checkpoint]:
             print(f"{target} is complete: skipped")
             continue
         started = time.monotonic()
-        with progress(checkpoint.name, " GB", GB) as on_bytes:
-            conversion.convert(
-                checkpoint, target, dtype=arguments.dtype, max_shard_bytes=max_shard_bytes, on_bytes=on_bytes
-            )
+        if arguments.adapter:
+            conversion.convert_adapter(checkpoint, target)
+        else:
+            with progress(checkpoint.name, " GB", GB) as on_bytes:
+                conversion.convert(
+                    checkpoint, target, dtype=arguments.dtype, max_shard_bytes=max_shard_bytes, on_bytes=on_bytes
+                )
         size = sum(path.stat().st_size for path in target.iterdir())
         seconds = time.monotonic() - started
         print(f"{target} ({size / GB:.3g} GB in {seconds:.1f} s, {size / GB / seconds:.2g} GB/s)")
@@ -110,5 +120,5 @@ def choose_jobs(arguments: argparse.Namespace) -> list[tuple[Path, Path]]:
                     "Give --output-root alone"
                 )
             return [(next(iter(found.values())), output)]
-        root = root or arguments.run / conversion.CONVERTED
+        root = root or arguments.run / (conversion.CONVERTED_ADAPTERS if arguments.adapter else conversion.CONVERTED)
     return [(checkpoint, root / checkpoint.name) for checkpoint in found.values()]

@@ -276,6 +276,12 @@ class TrainerActor:
     def save_hf(self, directory: str) -> None:
         self._trainer.backend.save_hf(Path(directory))
 
+    def sync_adapter(self, directory: str, dtype: str) -> Any:
+        """Writes the adapter for the servers; see `Trainer.sync_adapter`."""
+        import torch
+
+        return self._trainer.sync_adapter(Path(directory), getattr(torch, dtype))
+
     @ray.method(concurrency_group="control")
     def dump_stacks(self) -> str:
         return thread_stacks()

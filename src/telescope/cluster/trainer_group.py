@@ -319,6 +319,15 @@ class TrainerGroup:
         """Writes the current weights as a Hugging Face model folder."""
         await self._all("saving", lambda rank: self._ranks[rank].save_hf.remote(str(directory)), SETUP_TIMEOUT_SECONDS)
 
+    async def sync_adapter(self, directory: Path, dtype: str) -> int:
+        """Writes the adapters as a folder that servers load. Returns the bytes of their weights."""
+        sizes: list[int] = await self._all(
+            f"writing the adapter of version {self.version}",
+            lambda rank: self._ranks[rank].sync_adapter.remote(str(directory), dtype),
+            self._sync_timeout + 60,
+        )
+        return sizes[0]
+
     async def take_readings(self, rank: int) -> ReadingBatch:
         """Readings of this rank's memory since the last call. Not a collective: other commands may be running."""
         batch: ReadingBatch = await self._one(rank, self._ranks[rank].take_readings.remote(), "reading its gauges")

@@ -110,6 +110,8 @@ def trainer_memory(
     stored = DTYPE_BYTES[config.model_dtype]
     computed = DTYPE_BYTES[config.mixed_precision_dtype or config.model_dtype]
     shard = -(-shape.num_parameters // ranks) * stored
+    adapters = _adapter_bytes(config, shape)  # in float32
+    trained = -(-adapters // ranks) if adapters else shard
     table, layer = shape.vocab_size * width, shape.largest_layer_parameters
     drops = reshards_after_forward(config.fsdp_reshard_after_forward, device)
     compiled = config.compile_blocks and device == "cuda" and computed == 2
@@ -117,7 +119,7 @@ def trainer_memory(
     # One rank has nothing to send: it copies its weights when it needs them.
     ahead = config.fsdp_prefetch_layers * layer * computed if drops and ranks > 1 else 0
     # The whole gradient of a tied table is there from the head's backward pass to the embedding's.
-    whole_gradient = table * computed if shape.tied_embeddings else 0
+    whole_gradient = table * computed if shape.tied_embeddings and not adapters else 0
 
     # Ranks that share a row exchange tokens for heads: queries, and keys and values, which they may have to repeat.
     query, key_value = shape.num_heads * shape.head_dim, max(shape.num_kv_heads, share) * shape.head_dim
@@ -137,25 +139,30 @@ def trainer_memory(
     block = max(dense, sparse) if recomputed == shape.num_layers else 0
     # Beside what a block saves: gradients of the widest arrays, of its input and of its output.
     block += tokens * computed * (2 * max(shape.mlp_widths) + 2 * width)
-    weights_of_block = layer * ((computed if drops else 0) + computed)  # gathered, and their gradients
-    # A copy for the reduction lives until the next one: the last block still meets that of an untied output layer.
-    reduced = SUM_BYTES * (layer if shape.tied_embeddings else max(layer, table))
+    weights_of_block = layer * computed if drops else 0  # gathered
+    if adapters:
+        reduced = 2 * adapters // shape.num_layers  # of a block: the gradient, and its copy for the reduction
+    else:
+        weights_of_block += layer * computed  # their gradients
+        # A copy for the reduction lives until the next one: the last block still meets that of an untied output layer.
+        reduced = SUM_BYTES * (layer if shape.tied_embeddings else max(layer, table))
 
     logprobs = logprob_bytes(config, shape, device, computed, tokens)
     if not shape.tied_embeddings:
         # The output layer is a unit by itself: its gradient is reduced right after its pass.
-        logprobs = max(logprobs + (table * computed if drops else 0), _reduction(table, computed, ranks))
+        reduction = 0 if adapters else _reduction(table, computed, ranks)
+        logprobs = max(logprobs + (table * computed if drops else 0), reduction)
 
     return TrainerMemory(
-        parameters=shard,
-        gradients=shard,
-        optimizer=2 * shard,
+        parameters=shard + (trained if adapters else 0),
+        gradients=trained,
+        optimizer=2 * trained,
         unsharded=unsharded * computed,
         activations=kept,
         recomputes_attention=recompute_attention and recomputed > 0,
         layer=block + weights_of_block + reduced + ahead + whole_gradient,
         logprobs=logprobs + ahead,
-        tables=_reduction(table, computed, ranks) + whole_gradient,
+        tables=0 if adapters else _reduction(table, computed, ranks) + whole_gradient,
         overhead=CUDA_CONTEXT_BYTES if device == "cuda" else 0,
     )
 
@@ -169,10 +176,19 @@ def logprob_bytes(config: TelescopeConfig, shape: ModelShape, device: str, compu
         blocks = max(1, min(VOCABULARY_BLOCKS, -(-tokens // config.entropy_chunk_size)))
     else:
         logits, blocks = chunk * 3 * SUM_BYTES, 1  # without kernels of our own an array more
-    sums = 0 if computed == SUM_BYTES else table * SUM_BYTES // blocks
+    gradient, sums = table * computed, 0 if computed == SUM_BYTES else table * SUM_BYTES // blocks
+    if config.lora_rank:  # the table is frozen
+        gradient = sums = 0
     # Final norm's input, the predicting rows of its output, and two gradients, one of them in float32.
     hidden = tokens * shape.hidden_size * (3 * computed + 2 * SUM_BYTES)
-    return logits + table * computed + sums + hidden
+    return logits + gradient + sums + hidden
+
+
+def _adapter_bytes(config: TelescopeConfig, shape: ModelShape) -> int:
+    """Bytes of all adapters in the trainer. 0 without LoRA."""
+    if not config.lora_rank:
+        return 0
+    return shape.adapter_parameters(config.lora_rank, config.lora_target_modules) * SUM_BYTES
 
 
 def _reduction(parameters: int, computed: int, ranks: int) -> int:
@@ -256,6 +272,8 @@ def estimate_memory(
 def _engine_memory(config: TelescopeConfig, shape: ModelShape, device: str, memory: int | None) -> EngineMemory:
     tensor_parallel = config.inference_tensor_parallel_size
     weights = -(-engine_weight_bytes(config, shape) // tensor_parallel)
+    if config.lora_sync == "adapter":
+        weights += _adapter_bytes(config, shape) // SUM_BYTES * DTYPE_BYTES[config.engine_dtype] // tensor_parallel
     # KV heads are split over the workers, and repeated where there are fewer heads than workers.
     share = max(shape.num_kv_heads // tensor_parallel, 1) / shape.num_kv_heads
     per_token = int(shape.kv_bytes_per_token(config.engine_dtype) * share)
@@ -304,6 +322,8 @@ def plan_staging(config: TelescopeConfig, shape: ModelShape | None, memory: int 
         return StagingPlan(0, "weight_transfer is in_place")
     if config.inference_quantization != "none":
         return StagingPlan(0, "the weights are quantized as they arrive")
+    if config.lora_sync == "adapter":
+        return StagingPlan(0, "the base weights do not change")
     if config.inference_tensor_parallel_size > 1:
         return StagingPlan(0, "collectives of a tensor-parallel engine must not run beside a transfer")
     if shape is not None and shape.num_experts:
@@ -346,7 +366,7 @@ def checkpoint_bytes(config: TelescopeConfig, shape: ModelShape) -> int:
         computed = DTYPE_BYTES[config.mixed_precision_dtype or config.model_dtype]
         # Float32 weights and both moments, beside the weights that are computed with.
         return shape.num_parameters * (computed + (3 * SUM_BYTES if config.checkpoint_save_training_state else 0))
-    weights = shape.num_parameters * DTYPE_BYTES[config.model_dtype]
+    weights = _adapter_bytes(config, shape) or shape.num_parameters * DTYPE_BYTES[config.model_dtype]
     return weights * (3 if config.checkpoint_save_training_state else 1)  # AdamW: two moments
 
 

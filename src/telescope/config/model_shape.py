@@ -6,11 +6,14 @@ is `model_files`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+ALL_LINEAR = "all-linear"
+"""`lora_target_modules` for every linear layer but the output layer."""
 EXPERT_MODEL_TYPES = ("qwen3_moe",)
 """Models whose experts both ends of a weight transfer know (`trainer.model`, `weights.engine_experts`)."""
 
@@ -105,6 +108,34 @@ class ModelShape:
         layers = self.num_dense_layers() * self.dense_layer_parameters
         layers += self.num_sparse_layers() * self.sparse_layer_parameters
         return layers + self.embedding_parameters + self.hidden_size
+
+    def adapter_parameters(self, rank: int, targets: str | Sequence[str]) -> int:
+        """Parameters of LoRA adapters on the layers that `lora_target_modules` names.
+
+        Counted as on all layers for targets that only another architecture has.
+        """
+        layers = list(self._linear_layers())
+        chosen = layers
+        if isinstance(targets, str) and targets != ALL_LINEAR:
+            chosen = [layer for layer in layers if re.fullmatch(targets, layer[0])]
+        elif not isinstance(targets, str):
+            chosen = [layer for layer in layers if any(f".{layer[0]}".endswith(f".{target}") for target in targets)]
+        return sum(rank * (inputs + outputs) for _, inputs, outputs in chosen or layers)
+
+    def _linear_layers(self) -> Iterator[tuple[str, int, int]]:
+        """Yields name, inputs and outputs of the linear layers of all blocks; experts are none."""
+        query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        width, inner = self.hidden_size, self.intermediate_size
+        for index in range(self.num_layers):
+            block = f"model.layers.{index}"
+            yield f"{block}.self_attn.q_proj", width, query
+            yield f"{block}.self_attn.k_proj", width, key_value
+            yield f"{block}.self_attn.v_proj", width, key_value
+            yield f"{block}.self_attn.o_proj", query, width
+            if not self.has_experts(index):
+                yield f"{block}.mlp.gate_proj", width, inner
+                yield f"{block}.mlp.up_proj", width, inner
+                yield f"{block}.mlp.down_proj", inner, width
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes of keys and values of one token, over all layers."""

@@ -169,6 +169,11 @@ def _shares_gpus(config: TelescopeConfig) -> bool:
     return config.share_gpus and config.device != "cpu"
 
 
+SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes as --max-lora-rank, in 0.26 and 0.32."""
+LARGEST_SERVED_RANK = SERVED_RANKS[-1]
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         ("environments",),
@@ -440,6 +445,38 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.inference_quantization != "none" and c.device == "cpu",
         lambda c: 'Set inference_quantization to "none", or use GPUs',
     ),
+    # Adapters.
+    Rule(
+        ("lora_rank", "train_backend"),
+        "must be 0 with train_backend megatron, which trains all weights",
+        lambda c: _megatron(c) and c.lora_rank > 0,
+        lambda c: "Set lora_rank to 0, or train_backend to fsdp",
+    ),
+    Rule(
+        ("lora_sync", "lora_rank"),
+        'requires lora_rank above 0 for "adapter"',
+        lambda c: c.lora_sync == "adapter" and c.lora_rank == 0,
+        lambda c: 'Set lora_rank, or lora_sync to "merged"',
+    ),
+    Rule(
+        ("lora_rank", "lora_sync"),
+        f"must be at most {LARGEST_SERVED_RANK} with lora_sync adapter, which is the largest that vLLM serves",
+        lambda c: c.lora_sync == "adapter" and c.lora_rank > LARGEST_SERVED_RANK,
+        lambda c: f'Lower lora_rank to {LARGEST_SERVED_RANK}, or set lora_sync to "merged"',
+    ),
+    Rule(
+        ("model_dtype", "inference_dtype", "lora_sync"),
+        "must be float32 or the dtype of the servers with lora_sync adapter, since they keep the base weights that "
+        "they have loaded themselves",
+        lambda c: c.lora_sync == "adapter" and c.model_dtype not in ("float32", c.engine_dtype),
+        lambda c: f'Set model_dtype to {c.engine_dtype}, or lora_sync to "merged"',
+    ),
+    Rule(
+        ("inference_quantization", "lora_sync"),
+        "must be none with lora_sync adapter, since adapters of quantized layers are not tested",
+        lambda c: c.lora_sync == "adapter" and c.inference_quantization != "none",
+        lambda c: 'Set inference_quantization to "none", or lora_sync to "merged"',
+    ),
     # How weights reach the servers.
     Rule(
         ("weight_transfer", "inference_quantization"),
@@ -452,6 +489,12 @@ RULES: tuple[Rule, ...] = (
         "cannot be background with tensor-parallel servers, whose collectives must not run beside a transfer",
         lambda c: c.weight_transfer == "background" and c.inference_tensor_parallel_size > 1,
         lambda c: "Set weight_transfer to auto, or inference_tensor_parallel_size to 1",
+    ),
+    Rule(
+        ("weight_transfer", "lora_sync"),
+        "cannot be background with lora_sync adapter, which sends no weights to a second copy",
+        lambda c: c.weight_transfer == "background" and c.lora_sync == "adapter",
+        lambda c: 'Set weight_transfer to auto, or lora_sync to "merged"',
     ),
     # One GPU for a server and a rank.
     Rule(

@@ -38,7 +38,13 @@ from telescope.config.sections.rollout import (
     SamplingSection,
     TracingSection,
 )
-from telescope.config.sections.trainer import AlgorithmSection, FilterSection, MegatronSection, TrainerSection
+from telescope.config.sections.trainer import (
+    AlgorithmSection,
+    FilterSection,
+    LoraSection,
+    MegatronSection,
+    TrainerSection,
+)
 
 USER_SET_CONTEXT = "user_set"
 HASH_LENGTH = 12  # hex digits: 48 bits, ample to tell the configurations of one project apart
@@ -47,6 +53,7 @@ HASH_LENGTH = 12  # hex digits: 48 bits, ample to tell the configurations of one
 class TelescopeConfig(
     TracingSection,
     MegatronSection,
+    LoraSection,
     WeightSection,
     RaySection,
     LoggingSection,

@@ -19,6 +19,7 @@ import resource
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -196,6 +197,16 @@ class EngineClient:
         await self._control("POST", wire.FINISH_UPDATE_ROUTE, body, within=self._update_timeout)
         await self._check_workers()
         self.loaded_version = version
+
+    async def load_adapter(self, folder: Path) -> None:
+        """Loads a LoRA adapter, in place of the one before for running requests too. Call it inside a pause."""
+        body = {"lora_name": wire.ADAPTER_NAME, "lora_path": str(folder), "load_inplace": True}
+        try:
+            await self._control("POST", wire.LOAD_ADAPTER_ROUTE, body, within=self._update_timeout)
+        except (
+            EngineRequestError
+        ) as error:  # a folder that the server does not see, or an adapter that vLLM cannot take
+            raise InfrastructureError(str(error)) from error
 
     async def call_worker(
         self, method: str, args: list[str] | None = None, *, within: float | None = None

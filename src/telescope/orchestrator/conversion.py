@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from telescope.errors import RunError, UserError
@@ -30,6 +31,12 @@ MARKER = ".telescope"
 
 CONVERTED = "hf"
 """Folder of converted checkpoints in a run directory."""
+
+ADAPTER = "adapter"
+"""Marks, in the place of a dtype, the folder of an adapter."""
+
+CONVERTED_ADAPTERS = "adapters_hf"
+"""Folder of converted adapters in a run directory."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes that a model can be cast to."""
@@ -177,6 +184,8 @@ def read_checkpoint(checkpoint: Path, meta: dict[str, Any], config: bytes, *, re
         from telescope.trainer.backends.megatron import saved as megatron
 
         return ModelWeights(*megatron.saved_weights(checkpoint, json.loads(config)))
+    if adapter_settings(meta) is not None:
+        return _merged_weights(checkpoint, meta)
     is_tied = _is_tied(config)
     saved = [m for m in saved_weights(checkpoint) if not (is_tied and m.name == f"{PREFIX}lm_head.weight")]
     metas = [
@@ -190,6 +199,72 @@ def read_checkpoint(checkpoint: Path, meta: dict[str, Any], config: bytes, *, re
             yield from checkpoint_tensors(name.removeprefix(PREFIX), tensor)
 
     return ModelWeights(metas, read)
+
+
+def adapter_settings(meta: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the config of the run if the checkpoint has adapters. None if it has all weights."""
+    config = meta.get("config") or {}
+    return config if config.get("lora_rank") else None
+
+
+def _read_adapter(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Returns the adapters of a checkpoint by their names in the model."""
+    from telescope.trainer.backends.fsdp.checkpoint import read_weights, saved_weights
+    from telescope.trainer.model import PREFIX
+
+    return {name.removeprefix(PREFIX): tensor for name, tensor in read_weights(checkpoint, saved_weights(checkpoint))}
+
+
+def _merged_weights(checkpoint: Path, meta: dict[str, Any]) -> ModelWeights:
+    """Returns the weights of the run's first model with the checkpoint's adapters added, in `model_dtype`."""
+    import torch
+
+    from telescope.trainer.lora import A, B, is_adapter, merged
+    from telescope.weights.model_folder import folder_metas, folder_reader, model_folder
+
+    config = meta["config"]
+    dtype = config["model_dtype"]
+    try:
+        base = model_folder(config["model"])
+        metas = [replace(m, dtype=dtype) for m in folder_metas(base)]
+        read_base = folder_reader(base)
+    except (OSError, UserError) as error:
+        raise UserError(
+            f"{checkpoint} has adapters for the model {config['model']!r}, whose weights cannot be read: {error}. "
+            "Restore it, or convert with --adapter, which needs no model"
+        ) from error
+    adapter = _read_adapter(checkpoint)
+    adapted = {name.removesuffix(A) for name in adapter if name.endswith(A)}
+    if missing := sorted(adapted - {m.name.removesuffix(".weight") for m in metas}):
+        raise UserError(f"{base} has no weights of {missing[0]}, for which {checkpoint} has an adapter")
+    assert all(is_adapter(name) for name in adapter)
+    scaling = config["lora_alpha"] / config["lora_rank"]
+
+    def read() -> Iterator[tuple[str, torch.Tensor]]:
+        for m in metas:
+            layer = m.name.removesuffix(".weight")
+            weight = read_base(m.name).to(getattr(torch, dtype))
+            if layer in adapted:
+                weight = merged(weight, adapter[layer + A], adapter[layer + B], scaling)
+            yield m.name, weight
+
+    return ModelWeights(metas, read)
+
+
+def convert_adapter(checkpoint: Path, target: Path) -> None:
+    """Writes the adapter of a checkpoint to `target` in peft's format. Raises `UserError` if it has none."""
+    from telescope.trainer.lora import adapter_tensors, config_of_adapter, write_adapter
+
+    meta = read_meta(checkpoint)
+    config = adapter_settings(meta)
+    if config is None:
+        raise UserError(f"{checkpoint} has no adapter, since its run trained all weights. Convert it without --adapter")
+    tensors = dict(adapter_tensors(_read_adapter(checkpoint).items()))
+    files = {MARKER: json.dumps(_marker(meta, ADAPTER), indent=1).encode()}
+    try:
+        write_adapter(target, tensors, config_of_adapter(tensors, SimpleNamespace(**config)), files)
+    except OSError as error:
+        raise RunError(f"{error}. Free space, or choose another folder") from error
 
 
 def model_files(checkpoint: Path, meta: dict[str, Any]) -> dict[str, bytes]:

@@ -27,7 +27,7 @@ from telescope.orchestrator.checkpoints import HF_META, Checkpoint, CheckpointFo
 from telescope.orchestrator.prompt_sampler import SamplerPosition
 from telescope.orchestrator.run_state import RunState
 
-FIXED_FIELDS = ("model_dtype", "train_backend", "seed")
+FIXED_FIELDS = ("model_dtype", "train_backend", "seed", "lora_rank", "lora_alpha", "lora_target_modules")
 """Fields that a resumed run cannot change, besides the environments."""
 
 FIXED_OF_ENVIRONMENTS = ("name", "weight", "kwargs")

@@ -47,6 +47,7 @@ from telescope.orchestrator.servers import ServerPool
 from telescope.orchestrator.status import Interrupted, RunStatus
 from telescope.orchestrator.weight_sync import SyncReport, WeightSync
 from telescope.record.alerts import REPORTED
+from telescope.record.files import RunFiles
 from telescope.rollout.sample import RolloutSettings
 from telescope.trainer.batch import Span
 from telescope.utils.process import in_daemon_thread
@@ -148,6 +149,7 @@ async def start_components(
         engines_up=lambda: servers.synced,
         on_failure=servers.report_failure,
         on_report=lambda report: record_sync(directory, report),
+        adapters=RunFiles(directory.path).adapters if config.lora_sync == "adapter" else None,
         probe_token_ids=probe_prompt.token_ids[: min(PROBE_TEXT_TOKENS, config.max_model_len - 1)],
     )
     servers.bring_weights = weights.sync_one

@@ -5,8 +5,11 @@ One sync, per server, with one communicator per engine, while the trainer's rank
     in place:      pause (running requests freeze) -> start update -> receive -> finish (version counted) -> resume
     overlapped:    receive (requests continue) ... complete -> start update -> pause -> finish (swap) -> resume
 
-The server's workers report which of the two they support when they connect. Owns this order, the connections, and the
-measurements.
+    adapter:       write a folder ... pause -> start and finish update (version counted) -> load the adapter -> resume
+
+With `lora_sync: adapter` the base weights stay, and a sync replaces the adapter of every server through a folder in the
+run directory. Of the other two, the server's workers report which they support when they connect. Owns this order, the
+connections, and the measurements.
 
 Invariants: a sync holds the trainer's command queue, so syncs run one at a time and never during a training step. A
 server that fails is dropped from the rest of the sync with its communicator, and delays no other server. A paused
@@ -18,9 +21,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from telescope.cluster.trainer_group import TrainerGroup
@@ -107,7 +112,9 @@ class WeightSync:
         on_failure: Callable[[int, InfrastructureError], None],
         on_report: Callable[[SyncReport], None],
         probe_token_ids: list[int],
+        adapters: Path | None = None,
     ) -> None:
+        """`adapters` is where adapters are written, for `lora_sync: adapter`."""
         self._config = config
         self._trainer = trainer
         self._clients = clients
@@ -116,12 +123,14 @@ class WeightSync:
         self._on_failure = on_failure
         self._on_report = on_report
         self._probe_token_ids = probe_token_ids
+        self._adapters = None if adapters is None else adapters.absolute()
         self._connected: set[int] = set()
         self._connected_ranks = trainer.num_replacements
         """The ranks to which the servers are connected: how often they had been replaced."""
         self._in_background: set[int] = set()
-        # Every server starts with the trainer's initial weights.
-        self._loaded: dict[int, tuple[int, int]] = dict.fromkeys(range(len(clients)), trainer.weights_identity)
+        # Every server starts with the trainer's initial weights, but without an adapter.
+        starts_current = range(len(clients)) if adapters is None else ()
+        self._loaded: dict[int, tuple[int, int]] = dict.fromkeys(starts_current, trainer.weights_identity)
         """`weights_identity` of the weights that each server has loaded, where known."""
         self._metas: list[TensorMeta] | None = None
         self._num_syncs = 0
@@ -134,9 +143,11 @@ class WeightSync:
         """
         config = self._config
         async with self._trainer.queue:
-            if config.model_dtype not in ("float32", config.engine_dtype) or config.inference_quantization != "none":
-                # The engine may have loaded more digits than the trainer keeps, or has kept fewer: it is sent what the
-                # trainer has.
+            changes = config.model_dtype not in ("float32", config.engine_dtype)
+            if self._adapters is not None or changes or config.inference_quantization != "none":
+                # With an adapter every request names it from the first on, so that running ones take part in syncs.
+                # Else the engine may have loaded more digits than the trainer keeps, or has kept fewer: it is sent what
+                # the trainer has.
                 await self._probe(await self._send(self._trainer.version, self._engines_up(), fingerprints=True))
                 return
             update = await self._make_update(self._trainer.version)
@@ -193,6 +204,8 @@ class WeightSync:
         self, version: int, servers: list[int], *, fingerprints: bool, corrupt: str | None = None
     ) -> SyncReport:
         report = SyncReport(version, time.time(), servers=[ServerSync(server, time.time()) for server in servers])
+        if self._adapters is not None:
+            return await self._send_adapter(report, self._adapters)
         if self._connected_ranks != self._trainer.num_replacements:
             self._connected_ranks = self._trainer.num_replacements
             self._connected.clear()
@@ -237,6 +250,32 @@ class WeightSync:
         await self._each(report, lambda part: self._finish(part, in_background))
         report.ended_at = time.time()
         self._on_report(report)
+        return report
+
+    async def _send_adapter(self, report: SyncReport, adapters: Path) -> SyncReport:
+        """Writes the trainer's adapter and loads it into the servers of `report`. Removes the one before."""
+        # A new path for new weights, since vLLM's prefix cache knows an adapter by its path.
+        folder = adapters / "-".join(map(str, self._trainer.weights_identity))
+        started = time.monotonic()
+        report.num_bytes = await self._trainer.sync_adapter(folder, self._config.engine_dtype)
+        report.trainer_seconds = time.monotonic() - started
+
+        async def load(part: ServerSync) -> None:
+            client = self._clients[part.server]
+            await self._pause(part)
+            await client.start_update()
+            await client.finish_update(report.version)  # vLLM 0.32 forgets adapters here
+            started, part.transfer_started_at = time.monotonic(), time.time()
+            await client.load_adapter(folder)
+            part.transfer_seconds = time.monotonic() - started
+            await client.resume()
+            part.resumed_at = time.time()
+            self._loaded[part.server] = self._trainer.weights_identity
+
+        await self._each(report, load)
+        report.ended_at = time.time()
+        self._on_report(report)
+        await asyncio.to_thread(_remove_all_but, folder)
         return report
 
     async def _make_update(self, version: int) -> UpdateInfo:
@@ -343,7 +382,11 @@ class WeightSync:
         for server in report.updated_servers:
             client = self._clients[server]
             try:
-                loaded = await client.call_worker("telescope_fingerprints", [initial] if initial else None)
+                loaded = (
+                    await client.call_worker("telescope_fingerprints", [initial] if initial else None)
+                    if self._adapters is None
+                    else None
+                )
                 engine_logprobs = await client.prompt_logprobs(self._probe_token_ids)
             except InfrastructureError as error:
                 # Unverified counts as failed: the server gets the weights again and is verified before it serves.
@@ -359,3 +402,10 @@ class WeightSync:
                 dtype=self._config.engine_precision,
             )
         return probes
+
+
+def _remove_all_but(folder: Path) -> None:
+    """Removes the other folders beside `folder`."""
+    for other in folder.parent.iterdir():
+        if other != folder:
+            shutil.rmtree(other)

@@ -48,6 +48,8 @@ class RunFiles:
         """Log files, one per component."""
         self.checkpoints = root / "checkpoints"
         """One folder per checkpoint, see `orchestrator.checkpoints`."""
+        self.adapters = root / "adapters"
+        """The adapters of the newest weight sync (`lora_sync: adapter`)."""
         self.code = root / "code"
         """The code of each start, see `code_snapshot`."""
         self.model = root / "model"

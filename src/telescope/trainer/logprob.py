@@ -225,7 +225,8 @@ class _LogprobEntropy(torch.autograd.Function):
         hidden_ND, weight_VD, bias_V, targets_N, log_total_N, entropy_N = ctx.saved_tensors
         dtype, device = _accumulation_dtype(hidden_ND.dtype), hidden_ND.device
         grad_hidden_ND = torch.zeros(hidden_ND.shape, dtype=dtype, device=device)
-        grad_weight_VD = torch.zeros_like(weight_VD)
+        # A frozen weight, as with adapters, has no gradient, which takes a third of this pass.
+        grad_weight_VD = torch.zeros_like(weight_VD) if ctx.needs_input_grad[1] else None
         grad_bias_V = None if bias_V is None else torch.zeros(bias_V.shape, dtype=dtype, device=device)
         # The outer loop is over the vocabulary, so that wide sums are needed for one block of the weight at a time. For
         # the whole weight they would take twice its memory.
@@ -234,8 +235,10 @@ class _LogprobEntropy(torch.autograd.Function):
         if tiled:
             from telescope.trainer.logprob_kernels import gradient
         for columns in blocks:
-            grad_weight_BD = grad_weight_VD[columns]
-            sum_BD = grad_weight_BD if weight_VD.dtype == dtype else grad_weight_BD.to(dtype)
+            grad_weight_BD = sum_BD = None
+            if grad_weight_VD is not None:
+                grad_weight_BD = grad_weight_VD[columns]
+                sum_BD = grad_weight_BD if weight_VD.dtype == dtype else grad_weight_BD.to(dtype)
             for rows in all_rows:
                 hidden_CD = hidden_ND[rows]
                 target_C = targets_N[rows] - columns.start
@@ -250,9 +253,10 @@ class _LogprobEntropy(torch.autograd.Function):
                 if grad_bias_V is not None:
                     grad_bias_V[columns] += grad_CB.sum(dim=0, dtype=dtype)
                 _add_product(grad_hidden_ND[rows], grad_CB, weight_VD[columns])
-                _add_product(sum_BD, grad_CB.t(), hidden_CD)
+                if sum_BD is not None:
+                    _add_product(sum_BD, grad_CB.t(), hidden_CD)
                 del grad_CB  # or it would be there beside the next one
-            if sum_BD is not grad_weight_BD:
+            if grad_weight_BD is not None and sum_BD is not None and sum_BD is not grad_weight_BD:
                 grad_weight_BD.copy_(sum_BD)
             del sum_BD
         grad_bias = None if grad_bias_V is None else grad_bias_V.to(weight_VD.dtype)

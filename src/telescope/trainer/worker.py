@@ -200,6 +200,17 @@ class Trainer:
         """
         started = time.time()
         yield from self.backend.named_weights(dtype)
+        self._count_sync(started)
+
+    def sync_adapter(self, directory: Path, dtype: torch.dtype) -> int:
+        """Writes the adapters; see `TrainingBackend.save_adapter`. Its time counts as weight sync. Collective."""
+        started = time.time()
+        try:
+            return self.backend.save_adapter(directory, dtype)
+        finally:
+            self._count_sync(started)
+
+    def _count_sync(self, started: float) -> None:
         ended = time.time()
         self._sync_seconds += ended - started
         self._spans_between.append(Span("weight_sync", started, ended, self.rank))

@@ -228,7 +228,8 @@ def _summary(probes: dict[int, ProbeReport]) -> str:
         return "no server answered"
     tensors = min(probe.num_tensors for probe in probes.values())
     logprobs = [probe.logprobs for probe in probes.values() if probe.logprobs is not None]
-    text = f"{tensors} of {tensors} tensors bit for bit"
+    is_adapter = any(probe.has_adapter for probe in probes.values())
+    text = "the adapter is loaded" if is_adapter else f"{tensors} of {tensors} tensors bit for bit"
     return text + (f"; logprobs differ by at most {max(p.maximum for p in logprobs):.1e} nats" if logprobs else "")
 
 

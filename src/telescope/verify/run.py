@@ -52,7 +52,8 @@ async def _verify(
 ) -> tuple[Report, Path | None]:
     folder = Path(tempfile.mkdtemp(prefix="telescope-verify-"))
     report = Report(config_hash=config.hash)
-    config = config.replace(run_dir=str(folder), use_wandb=False, evals=[])
+    # Dropout of adapters would make the trainer differ from the engine.
+    config = config.replace(run_dir=str(folder), use_wandb=False, evals=[], lora_dropout=0.0)
     status = RunStatus("verify", 0)
     interrupt = Interrupt(status)
     started_at = time.monotonic()
@@ -119,4 +120,5 @@ async def run_checks(components: RunComponents, status: RunStatus, on_check: Cal
     await run("computing one gradient in two packings", check_gradient(components, samples))
     await run("training one step", check_first_step(components, inputs))
     await run("sending the new weights", check_weights(components, "after a training step"))
-    await run("corrupting a tensor on purpose", check_corrupted_tensor(components))
+    if components.config.lora_sync == "merged":  # of an adapter in an engine only the logprobs are compared
+        await run("corrupting a tensor on purpose", check_corrupted_tensor(components))

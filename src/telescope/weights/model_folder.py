@@ -11,11 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from telescope.config.model_contents import safetensors_tensors
+from telescope.config.model_source import is_local_path
 from telescope.errors import UserError
 from telescope.weights.plan import TensorMeta
 
 if TYPE_CHECKING:
     import torch
+
+
+def model_folder(model: str) -> Path:
+    """Returns the folder of a model on this machine, downloading it from the hub if it is an identifier."""
+    if is_local_path(model):
+        return Path(model).expanduser()
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors"]))
 
 
 def folder_metas(folder: Path) -> list[TensorMeta]:

@@ -66,14 +66,20 @@ class ProbeReport:
     moved: list[str] = field(default_factory=list)
     """Parameters whose storage has moved since the start: captured graphs would read the old one."""
     logprobs: LogprobComparison | None = None
+    has_adapter: bool = False
+    """Whether the engine has an adapter, so that only logprobs were compared."""
 
     @property
     def ok(self) -> bool:
+        if self.has_adapter:
+            return self.logprobs is not None and self.logprobs.ok
         exact = not (self.mismatched or self.unaccounted or self.moved)
         return exact and self.num_tensors > 0 and (self.logprobs is None or self.logprobs.ok)
 
     def __str__(self) -> str:
-        parts = [f"{self.num_tensors - len(self.mismatched)} of {self.num_tensors} tensors loaded as sent"]
+        parts = []
+        if not self.has_adapter:
+            parts.append(f"{self.num_tensors - len(self.mismatched)} of {self.num_tensors} tensors loaded as sent")
         if self.mismatched:
             parts.append("not loaded as sent: " + _names(f"{n} ({why})" for n, why in self.mismatched.items()))
         if self.unaccounted:
@@ -92,17 +98,22 @@ class ProbeReport:
 def compare(
     *,
     sent: Mapping[str, str],
-    loaded: Sequence[Mapping[str, Any]],
+    loaded: Sequence[Mapping[str, Any]] | None,
     trainer_logprobs: Sequence[float] | None = None,
     engine_logprobs: Sequence[float] | None = None,
     dtype: str = "float32",
 ) -> ProbeReport:
     """Compares one engine with the sent tensors.
 
-    `sent` is `SendReport.fingerprints` of all ranks, `loaded` the result of `telescope_fingerprints`, one mapping per
-    worker. Logprobs are of the same tokens in the same order; both or none. `dtype` is the engine's, or its
-    quantization.
+    `sent` is `SendReport.fingerprints` of all ranks. `loaded` is the result of `telescope_fingerprints`, one mapping
+    per worker, or None for an engine with an adapter. Logprobs are of the same tokens in the same order; both or none.
+    `dtype` is the engine's, or its quantization.
     """
+    logprobs = None
+    if trainer_logprobs is not None and engine_logprobs is not None:
+        logprobs = compare_logprobs(trainer_logprobs, engine_logprobs, dtype)
+    if loaded is None:
+        return ProbeReport(0, logprobs=logprobs, has_adapter=True)
     mismatched: dict[str, str] = {}
     if not loaded:
         mismatched = dict.fromkeys(sent, "no worker answered")
@@ -110,9 +121,6 @@ def compare(
         reason = _mismatch(name, sent.get(name), loaded) if loaded else None
         if reason is not None:
             mismatched[name] = reason
-    logprobs = None
-    if trainer_logprobs is not None and engine_logprobs is not None:
-        logprobs = compare_logprobs(trainer_logprobs, engine_logprobs, dtype)
     return ProbeReport(
         num_tensors=len(sent),
         mismatched=mismatched,

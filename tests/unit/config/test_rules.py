@@ -74,6 +74,12 @@ BROKEN: list[tuple[str, dict[str, object]]] = [
     ("megatron_expert_parallel_size", {**MEGATRON, "megatron_expert_parallel_size": 8}),
     ("megatron_global_batch_size", {**MEGATRON, "megatron_global_batch_size": 7}),
     ("mixed_precision_dtype", {**MEGATRON, "mixed_precision_dtype": "float16"}),
+    ("lora_rank", {**MEGATRON, "lora_rank": 8}),
+    ("lora_sync", {"lora_sync": "adapter"}),
+    ("lora_rank", {"lora_rank": 513, "lora_sync": "adapter"}),
+    ("model_dtype", {"lora_rank": 8, "lora_sync": "adapter", "model_dtype": "bfloat16", "inference_dtype": "float16"}),
+    ("weight_transfer", {"weight_transfer": "background", "lora_rank": 8, "lora_sync": "adapter"}),
+    ("inference_quantization", {"inference_quantization": "fp8_per_block", "lora_rank": 8, "lora_sync": "adapter"}),
     (
         "inference_tensor_parallel_size",
         {

@@ -22,6 +22,7 @@ class Engine:
         self.block.set()
         self.status = 200
         self.counts: dict[str, int] = {}
+        self.adapters = {wire.ADAPTER_NAME: SimpleNamespace(load_inplace=True)}
 
     @property
     def state(self) -> Any:
@@ -31,7 +32,10 @@ class Engine:
             )
             for name, count in self.counts.items()
         }
-        return SimpleNamespace(engine_client=SimpleNamespace(output_processor=SimpleNamespace(request_states=states)))
+        return SimpleNamespace(
+            engine_client=SimpleNamespace(output_processor=SimpleNamespace(request_states=states)),
+            openai_serving_models=SimpleNamespace(lora_requests=self.adapters),
+        )
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         body = (await receive())["body"]
@@ -231,3 +235,19 @@ async def test_a_body_that_is_not_json_reaches_vllm_unchanged() -> None:
     caller.middleware = PolicyVersionMiddleware(app, note_spans=False)
     assert (await caller.post(wire.GENERATE_ROUTE, b"{not json"))[0] == 400
     assert reached == [b"{not json"]
+
+
+async def test_requests_name_the_adapter_once_one_is_loaded() -> None:
+    engine = Engine()
+    caller = Caller(engine)
+    await caller.generate("before")
+    engine.status = 400
+    await caller.post(wire.LOAD_ADAPTER_ROUTE, {"lora_name": wire.ADAPTER_NAME})
+    engine.status = 200
+    await caller.generate("after a failure")
+    assert engine.adapters[wire.ADAPTER_NAME].load_inplace
+    await caller.post(wire.LOAD_ADAPTER_ROUTE, {"lora_name": wire.ADAPTER_NAME})
+    await caller.generate("after", model="base")
+    models = [body.get("model") for path, body in engine.seen if path == wire.GENERATE_ROUTE]
+    assert models == [None, None, wire.ADAPTER_NAME]
+    assert not engine.adapters[wire.ADAPTER_NAME].load_inplace  # or vLLM would read its files at every step

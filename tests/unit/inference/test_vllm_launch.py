@@ -89,6 +89,13 @@ def test_the_secret_check_is_the_outermost_middleware(tmp_path: Path) -> None:
     assert given[-1] == "telescope.inference.auth.RunSecretMiddleware"  # vLLM adds them inside out
 
 
+def test_a_server_takes_adapters_of_the_next_rank_that_vllm_has(tmp_path: Path) -> None:
+    assert "--enable-lora" not in launch(tmp_path, lora_rank=20).arguments
+    command = launch(tmp_path, lora_rank=20, lora_sync="adapter")
+    assert value_of(command, "--max-lora-rank") == "32"
+    assert command.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+
+
 def test_only_versions_with_the_scale_out_flag_get_it(tmp_path: Path) -> None:
     assert "--enable-scale-out" in launch(tmp_path, "0.32.0").arguments
     assert "--enable-scale-out" in launch(tmp_path, "0.30.1").arguments

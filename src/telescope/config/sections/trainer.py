@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from telescope.config.algorithms import AdvantageNorm, AlgorithmName
-from telescope.config.base import MAX_STEPS, Count, Section, Tokens, Workers
+from telescope.config.base import MAX_STEPS, Count, Section, Text, Tokens, Workers
 from telescope.config.megatron import OPTIMIZER_DTYPE_BYTES, OPTIMIZER_DTYPE_FIELDS
 
 
@@ -151,6 +151,28 @@ class TrainerSection(Section):
         if value not in BACKENDS and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
             raise ValueError('must be "fsdp", "megatron" or a class path such as "my_package.my_module:MyBackend"')
         return value
+
+
+class LoraSection(Section):
+    TITLE: ClassVar[str] = "LoRA"
+    INTRO: ClassVar[str] = (
+        "Train small adapters instead of all weights (FSDP). Fields and files are those of peft. "
+        "docs/large-models.md has more."
+    )
+
+    lora_rank: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Rank of the adapters. 0 = off: all weights are trained. The base weights then stay frozen in `model_dtype`
+    (bfloat16 is enough), and only the adapters, in float32, have gradients and optimizer state."""
+    lora_alpha: Annotated[float, Field(gt=0, le=1e6)] = 32.0
+    """Numerator of the scale lora_alpha / lora_rank of an adapter's output."""
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout of an adapter's input in training passes. Above 0 the trainer's logprobs differ from the engines'."""
+    lora_target_modules: Text | Annotated[list[Text], Field(min_length=1)] = "all-linear"
+    """Linear layers with an adapter: "all-linear" for all but the output layer, a list of names or their ends (q_proj),
+    or a regular expression for whole names. Experts and embeddings can have none."""
+    lora_sync: Literal["merged", "adapter"] = "merged"
+    """What a weight sync sends. merged: all weights with the adapters added, as without LoRA; adapter: the adapters
+    alone, through files in the run directory, which all servers must see. vLLM then adds them in every layer."""
 
 
 class MegatronSection(Section):

@@ -41,6 +41,10 @@ START_UPDATE_ROUTE = "/start_weight_update"
 UPDATE_WEIGHTS_ROUTE = "/update_weights"
 FINISH_UPDATE_ROUTE = "/finish_weight_update"
 COLLECTIVE_RPC_ROUTE = "/collective_rpc"
+LOAD_ADAPTER_ROUTE = "/v1/load_lora_adapter"
+
+ADAPTER_NAME = "policy"
+"""Name of the trained LoRA adapter in a server (`lora_sync: adapter`)."""
 
 REQUEST_ID_PREFIX = "generate-tokens-"
 """Prefix that vLLM adds to the caller's request id; aborts must name the prefixed form."""

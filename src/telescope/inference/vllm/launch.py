@@ -34,6 +34,7 @@ from telescope.config.memory import (
     plan_staging,
 )
 from telescope.config.model_shape import ModelShape, known_shape
+from telescope.config.rules import SERVED_RANKS
 from telescope.errors import ConfigError
 from telescope.inference.auth import SECRET_VARIABLE
 from telescope.inference.vllm.engine_health import CALL_LIMIT_VARIABLE, STEP_LIMIT_VARIABLE
@@ -156,6 +157,9 @@ def launch_command(
         arguments += memory_arguments(
             config, staging_bytes=staging.num_bytes, gpu_memory_bytes=gpu_memory_bytes, kv_cache_bytes=kv_cache_bytes
         )
+    if config.lora_sync == "adapter":
+        rank = min(served for served in SERVED_RANKS if served >= config.lora_rank)
+        arguments += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
     if config.trust_remote_code:
         arguments.append("--trust-remote-code")
     arguments += _chat_arguments(config, directory)
@@ -227,6 +231,8 @@ def _environment(config: TelescopeConfig, secret: str, model: str, *, on_cpu: bo
         # DeepGEMM would rearrange scales, and on some GPUs round them to powers of two: the probe could not read them.
         # It also compiles its kernels at the start, for which many machines have no compiler.
         environment["VLLM_USE_DEEP_GEMM"] = "0"
+    if config.lora_sync == "adapter":
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if restarted:
         environment[REQUIRE_UPDATE_VARIABLE] = "1"
     if allowed := os.environ.get("VLLM_PLUGINS"):
@@ -288,6 +294,7 @@ HINTS = (
         r"inference_quantization needs GPUs with FP8",
         "set inference_quantization to none, or use GPUs of compute capability 8.9 or more",
     ),
+    (r"does not support LoRA yet", 'vLLM has no adapters for this model: set lora_sync to "merged"'),
     (r"weight_transfer is background, but", "set weight_transfer to auto or in_place"),
     (
         r"`trust_remote_code=True`|`--trust-remote-code`",

@@ -8,6 +8,7 @@ A middleware between HTTP and vLLM owns the server's version counter, and with i
   cache.
 - **Spans.** For a vLLM that does not report which weights sampled a token, the token count of every running request is
   noted at each finished update, inside the pause, and the answer gets the spans as a header.
+- **Adapter.** Once a LoRA adapter is loaded (`lora_sync: adapter`), every request that samples names it as its model.
 - **Staleness.** A restarted server has the weights of the run's start; it samples nothing (503) until an update has
   finished.
 
@@ -80,6 +81,7 @@ class PolicyVersionMiddleware:
         self._updates = 0
         self._label = wire.INITIAL_LABEL
         self._paused = False
+        self._adapter: bytes | None = None
         self._waiting: dict[str, FrozenRequest] = {}
         self._spans: dict[str, list[tuple[str, int]]] = {}
 
@@ -102,6 +104,8 @@ class PolicyVersionMiddleware:
             await self._resume(scope, receive, send)
         elif path == wire.FINISH_UPDATE_ROUTE:
             await self._finish_update(scope, receive, send)
+        elif path == wire.LOAD_ADAPTER_ROUTE:
+            await self._forward(scope, receive, send, before_answer=lambda status: self._adapter_loaded(status, scope))
         elif path in ABORT_ROUTES:
             body = await read_body(receive)
             self._abort_waiting(body)
@@ -122,6 +126,8 @@ class PolicyVersionMiddleware:
         if self._paused and not await self._wait_for_resume(request_id, receive, send):
             return
         body["cache_salt"] = msgspec.Raw(msgspec.json.encode(self.salt))
+        if self._adapter is not None:
+            body["model"] = msgspec.Raw(self._adapter)
         stamped = msgspec.json.encode(body)
         if not self._note_spans or request_id is None or scope["path"] != wire.GENERATE_ROUTE:
             await self._app(with_length(scope, len(stamped)), replay(stamped, receive), send)
@@ -208,6 +214,13 @@ class PolicyVersionMiddleware:
                     spans.append((label, counts.get(request_id, 0)))
 
         await self._forward(scope, replay(raw, receive), send, before_answer=moved)
+
+    def _adapter_loaded(self, status: int, scope: Scope) -> None:
+        if status >= 400:
+            return
+        self._adapter = msgspec.json.encode(wire.ADAPTER_NAME)
+        # vLLM keeps `load_inplace` with the adapter, and would read its files again at every step of the engine.
+        scope["app"].state.openai_serving_models.lora_requests[wire.ADAPTER_NAME].load_inplace = False
 
     async def _forward(
         self, scope: Scope, receive: Receive, send: Send, *, before_answer: Callable[[int], None] | None = None

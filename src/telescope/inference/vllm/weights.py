@@ -119,6 +119,8 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         self.receiving: OverlappedReceive | None = None
         self.swap_seconds = 0.0
         self._buffers = ReceiveBuffers()
+        self.has_adapter = vllm_config.lora_config is not None
+        """Whether syncs replace an adapter (`lora_sync: adapter`). An update then only counts the version."""
         self._wish = os.environ.get(TRANSFER_VARIABLE, "auto")
         self.in_place_because = self._why_in_place()
         """None where weights may come in the background."""
@@ -185,7 +187,7 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
 
         Does nothing for weights that came in the background.
         """
-        if self.receiving is not None:
+        if self.receiving is not None or self.has_adapter:
             return
         # Layers read the current config. vLLM 0.26 leaves setting it to the engine, 0.32 sets it around these calls.
         with set_current_vllm_config(self.vllm_config):
@@ -236,6 +238,8 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
 
     @stores_failure
     def finish_weight_update(self) -> None:
+        if self.has_adapter:
+            return
         if self.receiving is not None:
             self._swap()
             return
@@ -256,6 +260,8 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         raise NotImplementedError("send weights with telescope.weights.sender.WeightSender")
 
     def _why_in_place(self) -> str | None:
+        if self.has_adapter:
+            return "the base weights do not change"
         if self._wish.startswith("in_place"):
             return self._wish.partition(": ")[2] or "weight_transfer is in_place"
         if self.parallel_config.world_size > 1:

@@ -99,6 +99,13 @@ class TrainingBackend(ABC):
         Raises `OSError` on rank 0 when the disk cannot take it; the ranks can then save again elsewhere.
         """
 
+    def save_adapter(self, directory: Path, dtype: torch.dtype | None = None) -> int:
+        """Writes the adapters in peft's format (rank 0 writes), in `dtype` or as stored. Collective.
+
+        Returns the bytes of the weights, on rank 0. Raises `OSError` there.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no adapters: set lora_rank to 0")
+
     @abstractmethod
     def take_spans(self) -> list[Span]:
         """Returns this rank's spans since the last call."""

@@ -15,7 +15,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,11 +39,13 @@ from telescope.trainer.backends.fsdp.sharding import (
     compiles_blocks,
     gather_full_tensors,
     local_tensor,
+    merged_tensors,
     reshard_all,
     stay_gathered,
 )
 from telescope.trainer.batch import MicroBatch
 from telescope.trainer.layout import COLLECTIVE_TIMEOUT, Layout
+from telescope.trainer.lora import adapter_tensors, config_of_adapter, is_adapter, set_dropout, write_adapter
 from telescope.trainer.model import PREFIX, checkpoint_tensors, compute_dtype
 from telescope.trainer.model_input import model_input
 from telescope.trainer.packing import warm_up_row
@@ -66,7 +70,8 @@ class FSDPBackend(RLBackend):
         if context is not None:
             self._refuse_uneven_heads(context.size)
         self.compiles = compiles_blocks(config, self.policy, self.device)
-        self.parameters = list(self.policy.parameters())
+        self.parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
+        """What is trained: with LoRA the adapters alone."""
         # Weight decay is for matrices; norms and biases should not be pulled to 0.
         groups = [
             {"params": [p for p in self.parameters if p.ndim > 1], "weight_decay": config.weight_decay},
@@ -116,9 +121,13 @@ class FSDPBackend(RLBackend):
 
     @property
     def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.parameters)
+        return sum(parameter.numel() for parameter in self.policy.parameters())
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: RowLoss, timeline: Timeline) -> None:
+        with self._dropout():
+            self._forward_backward(micro_batches, loss, timeline)
+
+    def _forward_backward(self, micro_batches: Sequence[MicroBatch], loss: RowLoss, timeline: Timeline) -> None:
         for index, micro_batch in enumerate(micro_batches):
             # Weights do not change until the update.
             stay_gathered(self.policy, self._keeps_gathered and index + 1 < len(micro_batches))
@@ -126,6 +135,22 @@ class FSDPBackend(RLBackend):
             total = loss(index, logp_N, entropy_N)
             with timeline.span("backward", index), self.reduction.during(timeline, index):
                 total.backward()
+
+    @contextmanager
+    def _dropout(self) -> Iterator[None]:
+        """Activates the adapters' dropout, with random numbers that follow from seed, rank and update."""
+        if not (self.config.lora_rank and self.config.lora_dropout):
+            yield
+            return
+        state: dict[str, Any] = next(iter(self.optimizer.state.values()), {})
+        num_updates = int(state.get("step", 0))
+        set_dropout(self.policy, True)
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(hash((self.config.seed, self.rank, num_updates)) % 2**63)
+            try:
+                yield
+            finally:
+                set_dropout(self.policy, False)
 
     @torch.no_grad()
     def forward_logprobs(
@@ -184,13 +209,17 @@ class FSDPBackend(RLBackend):
     @torch.no_grad()
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         # Shards are cast before gathering: half the bytes and half the memory.
-        for name, tensor in gather_full_tensors(self._named_tensors(), dtype):
+        named = self._named_tensors()
+        if self.config.lora_rank:
+            named = merged_tensors(named, self.policy, dtype)
+        for name, tensor in gather_full_tensors(named, dtype):
             yield from checkpoint_tensors(name, tensor.detach())
 
     def weight_metadata(self) -> list[TensorMeta]:
         return [
             TensorMeta(part, tuple(shape.shape), str(tensor.dtype).removeprefix("torch."))
             for name, tensor in self._named_tensors()
+            if not is_adapter(name)
             for part, shape in checkpoint_tensors(name, torch.empty(tensor.shape, device="meta"))
         ]
 
@@ -201,6 +230,21 @@ class FSDPBackend(RLBackend):
         for name, buffer in self.policy.named_buffers():
             if name in persistent:
                 yield name.removeprefix(PREFIX), buffer
+
+    @torch.no_grad()
+    def save_adapter(self, directory: Path, dtype: torch.dtype | None = None) -> int:
+        named = [(name, tensor) for name, tensor in self._named_tensors() if is_adapter(name)]
+        tensors = dict(adapter_tensors(gather_full_tensors(named, dtype)))
+        size, error = 0, None
+        if self.rank == 0:
+            try:
+                size = write_adapter(directory, tensors, config_of_adapter(tensors, self.config))
+            except OSError as caught:
+                error = caught  # raised below, so that the other ranks do not wait
+        dist.barrier()
+        if error is not None:
+            raise error
+        return size
 
     @functools.cached_property
     def saver(self) -> BackgroundSaver:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
@@ -89,11 +90,17 @@ def _on_all_ranks(holds: bool) -> bool:
 
 
 def training_state(policy: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Returns the weights and, with an optimizer, its state, by their names in the model. Collective."""
+    """Returns the trained weights and, with an optimizer, its state, by their names in the model. Collective.
+
+    Frozen weights, those of a model with adapters, are the ones of the model that the run started from.
+    """
+    frozen = {name for name, p in policy.named_parameters(remove_duplicate=False) if not p.requires_grad}
     if optimizer is None:
-        return {MODEL: get_model_state_dict(policy)}
-    model_state, optimizer_state = get_state_dict(policy, optimizer)
-    return {MODEL: model_state, OPTIMIZER: optimizer_state}
+        model_state, optimizer_state = get_model_state_dict(policy), None
+    else:
+        model_state, optimizer_state = get_state_dict(policy, optimizer)
+    state: dict[str, Any] = {MODEL: {name: value for name, value in model_state.items() if name not in frozen}}
+    return state if optimizer_state is None else state | {OPTIMIZER: optimizer_state}
 
 
 def missing_files(directory: Path, train_backend: str) -> list[str]:
@@ -128,7 +135,7 @@ def load_training_state(policy: torch.nn.Module, optimizer: torch.optim.Optimize
     has_optimizer = any(name.startswith(f"{OPTIMIZER}.") for name in saved)
     state = training_state(policy, optimizer if has_optimizer else None)
     dcp.load(state, checkpoint_id=str(directory))
-    set_model_state_dict(policy, state[MODEL])
+    set_model_state_dict(policy, state[MODEL], options=StateDictOptions(strict=False))
     if has_optimizer:
         settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         set_optimizer_state_dict(policy, optimizer, state[OPTIMIZER])

@@ -37,6 +37,7 @@ from telescope.config.model_shape import ModelShape
 from telescope.errors import UserError
 from telescope.trainer.attention import choose_kernel
 from telescope.trainer.blocks import wrap_blocks
+from telescope.trainer.lora import adapted_layers, add_adapters, is_adapter, merged
 from telescope.trainer.model import DTYPES, PREFIX, PolicyModel, can_be_compiled, compute_dtype, load_causal_lm
 from telescope.trainer.timeline import Timeline
 
@@ -48,7 +49,12 @@ def build_sharded_policy(config: Any, mesh: DeviceMesh, device: torch.device) ->
     dtype = DTYPES[config.model_dtype]
     options = {"trust_remote_code": config.trust_remote_code}
     source = load_causal_lm(config.model, dtype, with_weights=True, **options) if dist.get_rank() == 0 else None
-    policy = PolicyModel(load_causal_lm(config.model, dtype, with_weights=False, **options), config.entropy_chunk_size)
+    causal_lm = load_causal_lm(config.model, dtype, with_weights=False, **options)
+    if config.lora_rank:
+        for model in (causal_lm, source):
+            if model is not None:
+                add_adapters(model, config)
+    policy = PolicyModel(causal_lm, config.entropy_chunk_size)
     gpu_memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     model_shape = ModelShape.from_config(policy.causal_lm.config.to_dict())
     wrap_blocks(
@@ -137,6 +143,41 @@ def refuse_non_finite(policy: PolicyModel, config: Any) -> None:
             f"model: {config.model!r} has weights that are NaN or infinite in model_dtype {config.model_dtype}: "
             f"{listed(names)}. Download or save the model again, or choose a model_dtype with a wider range"
         )
+
+
+def merged_tensors(
+    named: Iterable[tuple[str, torch.Tensor]], policy: PolicyModel, dtype: torch.dtype | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields `named` without adapters, which are added to the weights of their layers. Collective.
+
+    Every rank merges its own rows, a tensor at a time; it needs all of A, and its rows of B.
+    """
+    layers = {name.removeprefix(PREFIX): layer for name, layer in adapted_layers(policy).items()}
+    wide = gather_full_tensors(((name, layer.lora_A.weight) for name, layer in layers.items()), None)
+    gathered_A = dict(wide)
+    for name, tensor in named:
+        layer = layers.get(name.removesuffix(".weight"))
+        if is_adapter(name):
+            continue
+        if layer is None or not name.endswith(".weight"):
+            yield name, tensor
+            continue
+        a_RI = gathered_A[name.removesuffix(".weight")]
+        local = merged(local_tensor(tensor), a_RI, local_tensor(layer.lora_B.weight), layer.scaling, dtype)
+        if isinstance(tensor, DTensor):
+            yield (
+                name,
+                DTensor.from_local(
+                    local,
+                    tensor.device_mesh,
+                    tensor.placements,
+                    run_check=False,
+                    shape=tensor.shape,
+                    stride=tensor.stride(),
+                ),
+            )
+        else:
+            yield name, local
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

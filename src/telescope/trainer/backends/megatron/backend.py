@@ -39,6 +39,7 @@ from telescope.trainer.model_input import model_input
 from telescope.trainer.sequence_exchange import whole_row
 from telescope.trainer.step import RLBackend, RowLoss
 from telescope.trainer.timeline import Timeline
+from telescope.weights.model_folder import model_folder
 from telescope.weights.plan import TensorMeta
 
 SPANS = {"backward-compute": "backward", "all-grads-sync": "gradient_reduction"}
@@ -89,7 +90,7 @@ class MegatronBackend(RLBackend):
             )
         self.inv_freq = rotary.inv_freq.float().to(self.device)
         self.stage = build_stage(hf_config, self.megatron, self.parallel).to(self.device)
-        folder = conversion.model_folder(config.model)
+        folder = model_folder(config.model)
         conversion.load(self.stage, folder, self.places, self.stages, self.parallel, self.heads)
         self.ddp = wrap(self.stage, config)
         self.optimizer = build_optimizer(self.ddp, config)

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from telescope.config.model_source import is_local_path
 from telescope.errors import UserError
 from telescope.trainer.backends.fsdp.sharding import GROUP_BYTES, all_gather
 from telescope.trainer.backends.megatron.families import (
@@ -76,9 +75,7 @@ def load(
     tied_output = FINAL[-1].parameter
     if tied_output in parameters and places[-1].entry is not FINAL[-1]:
         own.append(Place(Entry(tied_output, EMBEDDING.tensors, "vocabulary")))  # the last stage's copy of a tied table
-    experts = range(
-        parallel.ep.rank() * stages.experts_per_rank, (parallel.ep.rank() + 1) * stages.experts_per_rank
-    )
+    experts = range(parallel.ep.rank() * stages.experts_per_rank, (parallel.ep.rank() + 1) * stages.experts_per_rank)
     tp = parallel.tp
     with ExitStack() as stack:
         files = _open_files(folder, stack)
@@ -103,15 +100,6 @@ def load(
                     "model again, or choose a dtype with a wider range"
                 )
     assert not parameters, f"parameters without a place: {sorted(parameters)}"
-
-
-def model_folder(model: str) -> Path:
-    """Returns the folder of a model on this machine, downloading it from the hub if it is an identifier."""
-    if is_local_path(model):
-        return Path(model).expanduser()
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors"]))
 
 
 def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:

@@ -1,0 +1,212 @@
+"""Adapters compute what peft computes, on one rank and on two, and are what a run trains, saves and resumes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.integration.trainer.lora_cases import CASES, FIELDS, TOKENS, build, golden
+from tests.integration.trainer.trainer_cases import (
+    make_config,
+    make_samples,
+    near_policy,
+    packed_share,
+    relative_error,
+    run_here,
+    run_ranks,
+    weights,
+    write_meta,
+)
+from torch.distributed.tensor import distribute_tensor
+
+from telescope.errors import UserError
+from telescope.orchestrator.conversion import ADAPTER, convert, convert_adapter, is_converted
+from telescope.trainer.backends.fsdp.checkpoint import saved_weights
+from telescope.trainer.lora import FILE_PREFIX, find_targets, is_adapter
+from telescope.trainer.model import PREFIX
+from telescope.trainer.step import _single_row
+from telescope.trainer.timeline import Timeline
+from telescope.trainer.worker import Trainer
+
+LENGTHS = [5, 31, 12, 7, 2, 28, 19, 3, 16, 9, 24, 11]
+
+
+def adapters(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """The sharded adapters by their names in peft's files."""
+    policy: Any = trainer.backend.policy  # type: ignore[attr-defined]
+    return {FILE_PREFIX + n.removeprefix(PREFIX): p for n, p in policy.named_parameters() if is_adapter(n)}
+
+
+def peft_job(trainer: Trainer, case: str, folder: Path) -> dict[str, Any]:
+    """What peft's stored numbers are compared with, from peft's adapter."""
+    backend: Any = trainer.backend
+    base = weights(trainer)
+    stored = golden(case, "adapter")
+    trained = adapters(trainer)
+    assert stored.keys() == trained.keys()
+    for name, parameter in trained.items():
+        shard = distribute_tensor(stored[name], parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.data.to_local().copy_(shard.to_local())
+    found: dict[str, Any] = {"logprobs": torch.tensor(backend.sequence_logprobs(TOKENS), dtype=torch.float64)}
+    row = _single_row(TOKENS)
+    # Every rank has the row, and gradients are summed over the ranks.
+    backend.forward_backward(
+        [row], lambda index, logp_N, entropy_N: logp_N.sum() / trainer.world_size, Timeline(backend.device, 0)
+    )
+    found["gradient"] = {name: parameter.grad.full_tensor() for name, parameter in trained.items()}
+    found["frozen_gradients"] = [
+        n for n, p in backend.policy.named_parameters() if p.grad is not None and not is_adapter(n)
+    ]
+    backend.optimizer.zero_grad()
+    merged = weights(trainer)
+    found["merged"] = {name: tensor for name, tensor in merged.items() if not torch.equal(tensor, base[name])}
+    found["names"] = [meta.name for meta in backend.weight_metadata()]
+    found["yielded"] = list(merged)
+    found["bytes"] = backend.save_adapter(folder / case)
+    return found
+
+
+def train_job(trainer: Trainer, folder: Path) -> dict[str, Any]:
+    """Four steps, with a checkpoint after the second that the last two are repeated from."""
+    backend: Any = trainer.backend
+    samples = near_policy(make_samples(LENGTHS), trainer)
+
+    def step() -> None:
+        trainer.train_step(packed_share(trainer, samples))
+
+    found: dict[str, Any] = {"start": weights(trainer), "num_trained": len(backend.parameters)}
+    step()
+    step()
+    found["weights_2"] = weights(trainer)
+    trainer.save_checkpoint(2, folder / "checkpoint")
+    backend.finish_checkpoint()
+    backend.save_hf(folder / "hf")
+    backend.save_adapter(folder / "adapter")
+    step()
+    step()
+    found["weights_4"] = weights(trainer)
+    trainer.restart()
+    found["restarted"] = weights(trainer)
+    backend.load_checkpoint(2, folder / "checkpoint")
+    found["loaded"] = weights(trainer)
+    step()
+    step()
+    found["weights_4_again"] = weights(trainer)
+    return found
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return build(tmp_path_factory.mktemp("lora") / "model")
+
+
+TRAINED: dict[str, Any] = {**FIELDS, "lora_dropout": 0.2, "weight_decay": 0.1, "gradient_checkpointing": True}
+
+
+@pytest.fixture(scope="module")
+def results(source: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """By number of ranks: each case of peft, `trained`, and the folder."""
+    found: dict[str, Any] = {}
+    for num_ranks in (1, 2):
+        folder = tmp_path_factory.mktemp(f"lora_{num_ranks}")
+        jobs: list[Any] = [
+            (peft_job, make_config(source, **FIELDS, lora_target_modules=targets), (case, folder))
+            for case, targets in CASES.items()
+        ]
+        jobs.append((train_job, make_config(source, **TRAINED), (folder,)))
+        if num_ranks == 1:
+            by_job = [run_here(job) for job in jobs]
+        else:
+            by_job = [ranks[0] for ranks in run_ranks(jobs, num_ranks=2, folder=folder / "ranks")]
+        found[num_ranks] = dict(zip([*CASES, "trained"], by_job, strict=True)) | {"folder": folder}
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_logprobs_gradients_and_merged_weights_are_those_of_peft(
+    results: dict[Any, Any], case: str, num_ranks: int
+) -> None:
+    found = results[num_ranks][case]
+    torch.testing.assert_close(found["logprobs"], golden(case, "logprobs")[""], rtol=0, atol=1e-12)
+    assert relative_error(found["gradient"], golden(case, "gradient")) < 1e-12
+    assert relative_error(found["merged"], golden(case, "merged")) < 1e-14
+    assert found["frozen_gradients"] == []
+    assert found["names"] == found["yielded"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_file_of_an_adapter_is_the_one_that_peft_writes(results: dict[Any, Any], case: str) -> None:
+    folder = results[2]["folder"] / case
+    saved = load_file(folder / "adapter_model.safetensors")
+    wanted = golden(case, "adapter")
+    assert saved.keys() == wanted.keys()
+    assert all(torch.equal(saved[name], wanted[name]) for name in wanted)
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    assert (settings["peft_type"], settings["r"], settings["lora_alpha"]) == ("LORA", 3, 7.5)
+    assert results[2][case]["bytes"] == (folder / "adapter_model.safetensors").stat().st_size
+    named = {name.removeprefix(FILE_PREFIX).rpartition(".lora_")[0].rpartition(".")[2] for name in wanted}
+    assert settings["target_modules"] == (sorted(named) if case == "all" else CASES[case])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_resumed_run_with_dropout_is_bit_equal(results: dict[Any, Any], num_ranks: int) -> None:
+    found = results[num_ranks]["trained"]
+    start, trained = found["start"], found["weights_2"]
+    moved = {name for name in start if not torch.equal(start[name], trained[name])}
+    layers = {"q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "c_proj"}
+    assert {name.split(".")[-2] for name in moved} == layers
+    assert not any(name.endswith("bias") for name in moved)
+    assert found["num_trained"] == 2 * len(moved)
+    for one, other in (("restarted", "start"), ("loaded", "weights_2"), ("weights_4_again", "weights_4")):
+        assert all(torch.equal(found[one][name], tensor) for name, tensor in found[other].items()), one
+
+
+def test_a_checkpoint_holds_the_adapter_alone(results: dict[Any, Any]) -> None:
+    saved = saved_weights(results[2]["folder"] / "checkpoint")
+    adapter = load_file(results[2]["folder"] / "adapter" / "adapter_model.safetensors")
+    assert {FILE_PREFIX + meta.name.removeprefix(PREFIX) for meta in saved} == adapter.keys()
+
+
+def test_a_checkpoint_converts_to_the_merged_model_and_to_the_adapter(
+    results: dict[Any, Any], source: str, tmp_path: Path
+) -> None:
+    folder = results[2]["folder"]
+    checkpoint = folder / "checkpoint"
+    settings = {"model": source, "model_dtype": "float64", "lora_dropout": 0.2, "lora_target_modules": "all-linear"}
+    write_meta(checkpoint, source, config={**FIELDS, **settings})
+    convert(checkpoint, tmp_path / "merged")
+    merged, saved = load_file(tmp_path / "merged" / "model.safetensors"), load_file(folder / "hf" / "model.safetensors")
+    trained = results[2]["trained"]["weights_2"]
+    assert merged.keys() == saved.keys() == trained.keys()
+    assert relative_error(merged, trained) < 1e-15
+    assert relative_error(saved, trained) == 0
+    convert_adapter(checkpoint, tmp_path / "adapter")
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "adapter" / file).read_bytes() == (folder / "adapter" / file).read_bytes()
+    assert is_converted(checkpoint, tmp_path / "adapter", ADAPTER)
+    with pytest.raises(UserError, match="is not this checkpoint"):
+        is_converted(checkpoint, tmp_path / "adapter")
+    write_meta(checkpoint, source, config={**FIELDS, **settings, "model": str(tmp_path / "gone")})
+    with pytest.raises(UserError, match="convert with --adapter"):
+        convert(checkpoint, tmp_path / "again")
+
+
+@pytest.mark.parametrize(("targets", "message"), [
+    ("nothing", "'nothing' matches nothing in the model. Choose from c_fc, c_proj, k_proj, o_proj, q_proj, v_proj"),
+    (["q_proj", "q_pro"], "'q_pro' matches nothing"),
+    (["norm"], "'norm' matches model.norm, not linear layers"),
+    (["lm_head"], "'lm_head' matches lm_head, not linear layers"),
+    (r"model\.(norm|layers\.0\.self_attn\.q_proj)", "also matches model.norm"),
+])  # fmt: skip
+def test_modules_that_can_have_no_adapter_are_refused(source: str, targets: Any, message: str) -> None:
+    from telescope.trainer.model import PolicyModel, load_causal_lm
+
+    policy = PolicyModel(load_causal_lm(source, torch.float64, with_weights=False), 7)
+    with pytest.raises(UserError, match=re.escape(message)):
+        find_targets(policy.causal_lm, targets)
