@@ -14,6 +14,7 @@ import multiprocessing.connection
 import socket
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,12 +129,22 @@ class Case:
         return self.ranks // math.prod(sizes)
 
 
-def run_here(case: Case, wanted_device: str, matmul: float, folder: Path) -> dict[str, Any]:
-    """Measures a case of one rank in this process; `out_of_memory` if it does not fit."""
+def run_here(
+    case: Case,
+    wanted_device: str,
+    matmul: float,
+    folder: Path,
+    afterwards: Callable[[Trainer], dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Measures a case of one rank in this process; `out_of_memory` if it does not fit.
+
+    Adds what `afterwards` returns for the trainer after its steps.
+    """
     device, trainer = choose_device(wanted_device, 0), None
     try:
         trainer = make_trainer(case, device, folder, 0, free_port())
-        return time_steps(trainer, case, device, matmul)
+        found = time_steps(trainer, case, device, matmul)
+        return found if afterwards is None else found | afterwards(trainer)
     except torch.OutOfMemoryError:
         return {"out_of_memory": True}
     finally:
@@ -282,7 +293,8 @@ def time_steps(trainer: Trainer, case: Case, device: torch.device, matmul: float
         steps.append(trainer.train_step(make_step(case, rows, step)).metrics)
         seconds.append(time.perf_counter() - started)
     timed = seconds[case.warmup :]
-    flops = model_flops(shape, case.lengths) * case.micro_batches * case.data_ranks
+    frozen = bool(trainer.config.lora_rank)
+    flops = model_flops(shape, case.lengths, frozen=frozen) * case.micro_batches * case.data_ranks
     tflops = flops / statistics.median(timed) / 1e12 / case.ranks
     times = {name: statistics.median(m[name] for m in steps[case.warmup :]) for name in steps[-1] if "_total" in name}
     row = {
@@ -370,8 +382,11 @@ def answer_lengths(num_tokens: int, seed: int = 0) -> list[int]:
     return lengths
 
 
-def model_flops(shape: dict[str, Any], lengths: list[int]) -> float:
-    """Returns floating-point operations of forward and backward, recomputation not counted."""
+def model_flops(shape: dict[str, Any], lengths: list[int], *, frozen: bool = False) -> float:
+    """Returns floating-point operations of forward and backward, recomputation not counted.
+
+    `frozen`: weights have no gradients, as with LoRA, whose adapters are too small to count.
+    """
     width, inner, layers = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
     queries, keys = shape["num_attention_heads"] * shape["head_dim"], shape["num_key_value_heads"] * shape["head_dim"]
     if experts := shape.get("num_experts_per_tok"):  # those that see a token, and the router
@@ -379,7 +394,7 @@ def model_flops(shape: dict[str, Any], lengths: list[int]) -> float:
     per_layer = width * (2 * queries + 2 * keys) + 3 * width * inner + 2 * width + 2 * shape["head_dim"]
     parameters = layers * per_layer + width + width * shape["vocab_size"]
     attention = 6 * layers * queries * sum(length * length for length in lengths)
-    return 6.0 * parameters * sum(lengths) + attention
+    return (4.0 if frozen else 6.0) * parameters * sum(lengths) + attention
 
 
 def write_config(shape: dict[str, Any], folder: Path) -> PretrainedConfig:

@@ -155,6 +155,7 @@ PARTS = (
         8,
         480,
     ),
+    Part("lora 14b", f"{BENCHMARK}/lora.py --json {{json}} --shapes 14b", 1, 200),
     Part("sync small", f"{SYNC} 0.6b 1.7b", 2, 360),
     Part("sync 8b on four", f"{SYNC} 8b --engines 2 --trainers 2", 4, 420),
     Part("steps", f"{BENCHMARK}/engine_steps.py --json {{json}} --port {{port}}", 1, 300),

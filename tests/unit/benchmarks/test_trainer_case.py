@@ -26,6 +26,8 @@ def test_flops_are_six_per_parameter_and_token_plus_causal_attention(trainer_cas
     found = trainer_case.model_flops(trainer_case.SHAPES[name], [1000, 24])
     attention = 6 * shape.num_layers * shape.num_heads * shape.head_dim * (1000**2 + 24**2)
     assert found == pytest.approx(6 * in_products * 1024 + attention, rel=1e-12)
+    without_gradients = trainer_case.model_flops(trainer_case.SHAPES[name], [1000, 24], frozen=True)
+    assert without_gradients == pytest.approx(4 * in_products * 1024 + attention, rel=1e-12)
 
 
 def test_a_step_is_normalized_by_the_tokens_of_all_ranks(trainer_case):
