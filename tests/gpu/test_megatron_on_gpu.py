@@ -33,11 +33,11 @@ from tests.integration.trainer.trainer_cases import (
 )
 from transformers import AutoModelForCausalLM
 
-from telescope.config.megatron import TRANSFORMER_ENGINE_MODULES
+from telescope.config.megatron import TRANSFORMER_ENGINE
 from telescope.orchestrator.conversion import convert
 from telescope.trainer.model import checkpoint_tensors
 from telescope.trainer.worker import Trainer
-from telescope.utils.packages import is_installed
+from telescope.utils.packages import installed_version, is_installed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,7 +45,7 @@ pytestmark = [
     pytest.mark.skipif(not is_installed("megatron.core"), reason="needs megatron-core: make setup MEGATRON=1"),
 ]
 needs_engine = pytest.mark.skipif(
-    not all(map(is_installed, TRANSFORMER_ENGINE_MODULES)), reason="needs Transformer Engine, see docs/gpu.md"
+    not all(map(installed_version, TRANSFORMER_ENGINE)), reason="needs Transformer Engine, see docs/gpu.md"
 )
 
 # Sizes that real kernels take, and weights small enough that attention does not saturate.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import json
 import os
 import platform
@@ -36,13 +35,13 @@ from rich.text import Text
 
 import telescope
 from telescope.config.machine import LOOPBACK, listen_problem, local_resources, ray_cluster_is_configured
-from telescope.config.megatron import NEEDS_TRANSFORMER_ENGINE, TRANSFORMER_ENGINE_FIX
+from telescope.config.megatron import NEEDS_TRANSFORMER_ENGINE, TRANSFORMER_ENGINE, TRANSFORMER_ENGINE_FIX
 from telescope.config.preflight import SHARED_MEMORY, VLLM_QUEUE_BYTES, plugin_problem
 from telescope.config.schema import TelescopeConfig
 from telescope.errors import UserError
 from telescope.inference.vllm import support
 from telescope.trackers.wandb import has_credentials
-from telescope.utils.packages import is_installed
+from telescope.utils.packages import installed_version, is_installed
 from telescope.utils.process import describe_exit
 
 GIB = 1 << 30
@@ -238,7 +237,7 @@ def check_torch(answer: dict[str, object], gpus: list[str]) -> Check:
 
 
 def check_package(name: str) -> Check:
-    version = installed(name)
+    version = installed_version(name)
     return Check(name, "ok", version) if version else Check(name, "bad", "not installed", SET_UP)
 
 
@@ -270,7 +269,7 @@ def check_plugin() -> Check:
 
 def check_torchvision() -> Check:
     """Checks that torchvision matches torch: a CUDA build beside a CPU torch breaks `import transformers`."""
-    torchvision, torch = installed("torchvision"), installed("torch")
+    torchvision, torch = installed_version("torchvision"), installed_version("torch")
     if torchvision and torch and "+cpu" in torch and "+cpu" not in torchvision:
         found = f"{torchvision} does not fit torch {torch}"
         fix = "pip uninstall torchvision torchaudio torchcodec: text models need none of them"
@@ -280,26 +279,18 @@ def check_torchvision() -> Check:
 
 def check_megatron() -> Check:
     """Checks the optional parts for large models."""
-    if (core := installed("megatron-core")) is None:
+    if (core := installed_version("megatron-core")) is None:
         return Check("megatron-core", "note", "not installed", "make setup MEGATRON=1, for train_backend megatron")
     return Check("megatron-core", "ok", core)
 
 
 def check_transformer_engine() -> Check:
     """Checks the optional kernels of the Megatron backend: the Python package and its torch extension."""
-    versions = {name: installed(name) for name in ("transformer-engine", "transformer-engine-torch")}
+    versions = {name: installed_version(name) for name in TRANSFORMER_ENGINE}
     if missing := [name for name, version in versions.items() if version is None]:
         fix = f"{TRANSFORMER_ENGINE_FIX}, for {', '.join(NEEDS_TRANSFORMER_ENGINE)}"
         return Check("Transformer Engine", "note", f"{' and '.join(missing)} not installed", fix)
     return Check("Transformer Engine", "ok", ", ".join(f"{name} {version}" for name, version in versions.items()))
-
-
-def installed(name: str) -> str | None:
-    """Version of an installed distribution, without importing it."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 # --- places, ports, services ----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from telescope.config.memory import CUDA_CONTEXT_BYTES, SUM_BYTES, TrainerMemory, logprob_bytes
 from telescope.config.model_shape import DTYPE_BYTES, ModelShape, uneven_heads
 from telescope.errors import ConfigError
-from telescope.utils.packages import is_installed
+from telescope.utils.packages import installed_version
 
 if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
@@ -32,7 +32,8 @@ OPTIMIZER_DTYPE_FIELDS = (
 """Dtypes of the precision-aware optimizer."""
 OPTIMIZER_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
-TRANSFORMER_ENGINE_MODULES = ("transformer_engine", "transformer_engine_torch")
+TRANSFORMER_ENGINE = ("transformer-engine", "transformer-engine-torch")
+"""The Python package and its torch extension, a distribution of its own inside the same folder."""
 TRANSFORMER_ENGINE_FIX = "install transformer-engine and build transformer-engine-torch as in docs/gpu.md"
 
 FP8_MULTIPLE = 16
@@ -41,7 +42,7 @@ FP8_MULTIPLE = 16
 
 def check_transformer_engine(config: TelescopeConfig) -> None:
     """Raises `ConfigError` when a field needs Transformer Engine and it is not installed here."""
-    if config.train_backend != "megatron" or all(map(is_installed, TRANSFORMER_ENGINE_MODULES)):
+    if config.train_backend != "megatron" or all(map(installed_version, TRANSFORMER_ENGINE)):
         return
     for field in NEEDS_TRANSFORMER_ENGINE:
         if getattr(config, field):

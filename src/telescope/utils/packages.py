@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 
 
@@ -12,3 +13,11 @@ def is_installed(name: str) -> bool:
     except ModuleNotFoundError:  # the package that it would be in
         return False
     return spec is not None and spec.origin is not None
+
+
+def installed_version(name: str) -> str | None:
+    """Returns the version of an installed distribution, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -191,8 +191,7 @@ def results(families, tmp_path_factory):
     jobs = [(gradient_job, config_of(families[model], **changes), ()) for model, changes in CASES.values()]
     for job in (steps_job, resumed_job):
         jobs += [
-            (job, config_of(families[model], **changes), (folders[case],))
-            for case, (model, changes) in RESUMED.items()
+            (job, config_of(families[model], **changes), (folders[case],)) for case, (model, changes) in RESUMED.items()
         ]
     jobs.append((resumed_job, config_of(families["tied"], **{PP: 2}), (folders["tp2"],)))
     found = iter(run_ranks(jobs, num_ranks=2, folder=root / "ranks"))

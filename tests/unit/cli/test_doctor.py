@@ -85,7 +85,7 @@ def test_vllm_has_to_be_a_supported_version_for_the_device(
 
 def test_a_torchvision_for_cuda_beside_a_cpu_torch_is_found(monkeypatch: pytest.MonkeyPatch):
     versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}
-    monkeypatch.setattr(doctor, "installed", versions.get)
+    monkeypatch.setattr(doctor, "installed_version", versions.get)
     assert doctor.check_torchvision().status == "bad"
     versions["torchvision"] = "0.28.0+cpu"
     assert doctor.check_torchvision().status == "ok"
@@ -93,7 +93,7 @@ def test_a_torchvision_for_cuda_beside_a_cpu_torch_is_found(monkeypatch: pytest.
 
 @pytest.mark.parametrize(("versions", "status"), [({}, "note"), ({"megatron-core": "0.19.2"}, "ok")])
 def test_missing_parts_for_large_models_are_named(monkeypatch: pytest.MonkeyPatch, versions, status):
-    monkeypatch.setattr(doctor, "installed", versions.get)
+    monkeypatch.setattr(doctor, "installed_version", versions.get)
     check = doctor.check_megatron()
     assert check.status == status
     assert ("MEGATRON=1" in (check.fix or "")) == (status == "note")
@@ -101,14 +101,14 @@ def test_missing_parts_for_large_models_are_named(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("present", [{}, {"transformer-engine": "2.20.2"}])
 def test_a_missing_transformer_engine_is_named_with_the_fields_that_need_it(monkeypatch, present):
-    monkeypatch.setattr(doctor, "installed", present.get)
+    monkeypatch.setattr(doctor, "installed_version", present.get)
     check = doctor.check_transformer_engine()
     assert check.status == "note"
     assert "transformer-engine-torch" in check.found
     assert ("transformer-engine and" in check.found) == (not present)
     assert "docs/gpu.md" in (check.fix or "")
     assert "megatron_fp8" in (check.fix or "")
-    monkeypatch.setattr(doctor, "installed", lambda name: "2.20.2")
+    monkeypatch.setattr(doctor, "installed_version", lambda name: "2.20.2")
     assert doctor.check_transformer_engine().status == "ok"
 
 

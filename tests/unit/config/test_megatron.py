@@ -68,10 +68,10 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
     preflight.check_megatron(build({}))
 
 
-@pytest.mark.parametrize("missing", ["transformer_engine", "transformer_engine_torch"])
+@pytest.mark.parametrize("missing", ["transformer-engine", "transformer-engine-torch"])
 @pytest.mark.parametrize("changes", [{TE: True}, {TE: True, FP8: True}, {PRECISION_AWARE: True}])
 def test_a_missing_transformer_engine_is_named_with_the_field_and_the_fix(monkeypatch, missing, changes):
-    monkeypatch.setattr(rules_of_megatron, "is_installed", lambda name: name != missing)
+    monkeypatch.setattr(rules_of_megatron, "installed_version", lambda name: None if name == missing else "2")
     with pytest.raises(ConfigError, match=rf"^{next(iter(changes))} is true, .*Transformer Engine.*docs/gpu.md"):
         check_transformer_engine(megatron(**changes))
     check_transformer_engine(megatron())

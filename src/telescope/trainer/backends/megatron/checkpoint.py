@@ -65,15 +65,26 @@ def load(stage: GPTModel, optimizer: MegatronOptimizer, directory: Path) -> None
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
     for inner in inner_optimizers(optimizer):
+        parts = [inner.optimizer]
         if isinstance(inner.optimizer, HybridDeviceOptimizer):
+            parts = inner.optimizer.sub_optimizers
             # Its part on the GPU counts steps itself, unless these groups, which are copied before each step, do.
             for group in inner.optimizer.param_groups:
                 group.pop("step", None)
-        for parameter, values in inner.optimizer.state.items():
-            if torch.is_tensor(values.get("step")):
-                # All parameters share this tensor after loading, so each of them would increment it. The fused update
-                # of a GPU needs it there.
-                values["step"] = values["step"].to(parameter.device, copy=True)
+        for part in parts:
+            _place(part)
+
+
+def _place(optimizer: torch.optim.Optimizer) -> None:
+    """Puts loaded state beside its parameters.
+
+    Where both parts of an offloaded optimizer are torch's AdamW, Megatron moves the state of both to the CPU. And all
+    parameters share one `step`, which each of them would increment; the fused update of a GPU needs it there.
+    """
+    for parameter, values in optimizer.state.items():
+        for name, value in values.items():
+            if torch.is_tensor(value):
+                values[name] = value.to(parameter.device, copy=name == "step")
 
 
 def _weights(stage: GPTModel) -> dict[str, Any]:

@@ -51,9 +51,7 @@ def saved_weights(
         part = torch.empty(entry.size[len(first) :], device="meta")
         dtype = str(entry.properties.dtype).removeprefix("torch.")
         wholes = whole_tensors(place.entry.kind, [part], heads, hf_config.vocab_size)
-        metas += [
-            TensorMeta(key, tuple(whole.shape), dtype) for key, whole in zip(place.names, wholes, strict=True)
-        ]
+        metas += [TensorMeta(key, tuple(whole.shape), dtype) for key, whole in zip(place.names, wholes, strict=True)]
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
         for place in places:
