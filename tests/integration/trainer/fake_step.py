@@ -29,6 +29,7 @@ from telescope.trainer.backends.fsdp import sharding
 from telescope.trainer.backends.fsdp.sharding import set_prefetch
 from telescope.trainer.batch import TrainSample
 from telescope.trainer.blocks import wrap_blocks
+from telescope.trainer.lora import add_adapters
 from telescope.trainer.metrics import StepMetrics
 from telescope.trainer.model import DTYPES, PolicyModel, load_causal_lm
 from telescope.trainer.packing import pack_step
@@ -91,6 +92,8 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch, mesh: Any) -> None:
     def build(config: Any, mesh: Any, device: torch.device) -> PolicyModel:
         # As `build_sharded_policy`, without weights to read and send.
         causal_lm = load_causal_lm(config.model, DTYPES[config.model_dtype], with_weights=False)
+        if config.lora_rank:
+            add_adapters(causal_lm, config)
         policy = PolicyModel(causal_lm, config.entropy_chunk_size)
         count, attention = (
             num_recomputed(config, len(policy.layers)),

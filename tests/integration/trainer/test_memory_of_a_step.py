@@ -50,6 +50,13 @@ CASES: dict[str, tuple[dict[str, Any], int, int, dict[str, Any]]] = {
         32_768,
         {"fsdp_context_parallel_size": 2, "gradient_checkpointing": False},
     ),
+    "14B on one, adapters": (LARGE, 1, 16_384, {"model_dtype": "bfloat16", "lora_rank": 16}),
+    "8B on two, adapters, nothing recomputed": (
+        MIDDLE,
+        2,
+        16_384,
+        {"model_dtype": "bfloat16", "lora_rank": 64, "gradient_checkpointing": False},
+    ),
 }
 
 
