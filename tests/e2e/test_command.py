@@ -70,10 +70,11 @@ def test_a_driver_that_is_killed_while_something_starts_leaves_no_process_behind
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("flags", ["", "--lora_rank=8 --lora_sync=adapter --learning_rate=2e-3"], ids=["all", "lora"])
 def test_a_killed_run_continues_and_its_checkpoints_are_evaluated_and_its_printed_commands_work(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path, flags: str
 ) -> None:
-    command = Command(tiny_model, tmp_path, 18660, "--checkpoint_every=1")
+    command = Command(tiny_model, tmp_path, 18660, "--checkpoint_every=1", *flags.split())
     checkpoints = CheckpointFolder(command.run_dir / "checkpoints")
     try:
         command.wait_for("second checkpoint", lambda: len(checkpoints.steps()) > 1, 400)
