@@ -28,7 +28,10 @@ from telescope.orchestrator.prompt_sampler import SamplerPosition
 from telescope.orchestrator.run_state import RunState
 
 FIXED_FIELDS = ("model_dtype", "train_backend", "seed", "lora_rank", "lora_alpha", "lora_target_modules")
-"""Fields that a resumed run cannot change, besides the environments."""
+"""Fields that a resumed run cannot change, besides the environments and the model of a run with adapters."""
+
+FIXED_TENSORS = ("lora_rank", "lora_target_modules")
+"""Fixed fields that decide which tensors a checkpoint has: even `resume_force` cannot change them."""
 
 FIXED_OF_ENVIRONMENTS = ("name", "weight", "kwargs")
 
@@ -57,10 +60,11 @@ def find_checkpoint(config: TelescopeConfig, run_dir: Path) -> Checkpoint | None
     _check_files(checkpoint)
     _check_model(config, checkpoint)
     fixed, used = changed_fields(checkpoint.meta["config"], config)
-    if fixed and not config.resume_force:
+    is_forcible = not fixed.keys() & set(FIXED_TENSORS)
+    if fixed and not (config.resume_force and is_forcible):
         raise UserError(
             f"{checkpoint.path} cannot be resumed with this config: {_listed(fixed, 'was', 'and is')}. Restore the old "
-            f"values, or start another run in another run_dir. {FORCE}"
+            "values, or start another run in another run_dir" + (f". {FORCE}" if is_forcible else "")
         )
     notes = [f"Changed since the checkpoint: {_listed(used, '', '->')}"] if used else []
     state = checkpoint.state
@@ -86,7 +90,9 @@ def changed_fields(
         for name, now in config.values.items()
         if name not in NOT_COMPARED and before[name] != now
     }
-    fixed = {name: changed.pop(name) for name in FIXED_FIELDS if name in changed}
+    # A checkpoint of adapters is nothing without the weights that they were added to.
+    names = (*FIXED_FIELDS, "model") if config.lora_rank else FIXED_FIELDS
+    fixed = {name: changed.pop(name) for name in names if name in changed}
     if "environments" in changed:
         then, now = changed["environments"]
         for part in FIXED_OF_ENVIRONMENTS:

@@ -20,7 +20,7 @@ from telescope.errors import UserError
 from telescope.orchestrator.async_window import Ledger
 from telescope.orchestrator.checkpoints import HF_META, META, STATE, Checkpoint, CheckpointFolder
 from telescope.orchestrator.prompt_sampler import SamplerPosition
-from telescope.orchestrator.resume import check_data, describe_data, find_checkpoint
+from telescope.orchestrator.resume import changed_fields, check_data, describe_data, find_checkpoint
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.run_state import RunState
 from telescope.record.files import read_json, replace_json
@@ -102,6 +102,20 @@ def test_what_cannot_change_is_refused_with_both_values(
 ) -> None:
     with pytest.raises(UserError, match=message):
         resuming.find(**changes)
+
+
+def test_rank_and_layers_of_adapters_cannot_be_forced(resuming: Resuming) -> None:
+    for changes in ({"lora_rank": 8}, {"lora_target_modules": ["q_proj"]}):
+        with pytest.raises(UserError, match=r"lora_\w+ was .* and is .*run_dir$"):
+            resuming.find(**changes, resume_force=True)
+
+
+def test_adapters_continue_on_the_model_that_they_were_trained_for(resuming: Resuming, tmp_path: Path) -> None:
+    moved = str(write_model_folder(tmp_path / "moved"))
+    assert resuming.find(model=moved).notes, "a checkpoint of all weights needs no model"
+    before = resuming.config(lora_rank=8)
+    fixed, used = changed_fields(before.values, resuming.config(lora_rank=8, model=moved))
+    assert (list(fixed), used) == (["model"], {})
 
 
 def test_resume_force_overrides_the_refusal_and_forgets_the_prompts_in_between(resuming: Resuming) -> None:
