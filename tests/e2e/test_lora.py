@@ -16,7 +16,7 @@ pytestmark = pytest.mark.e2e
 
 NUM_STEPS = 14
 FLAGS = """
---lora_rank 8 --learning_rate 2e-3 --eval_after_training false --checkpoint_every 14 --weight_probe_every 5
+--lora_rank 8 --learning_rate 2e-3 --eval_after_training false --checkpoint_every 14 --weight_probe_every 1
 """
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import nn
 from torch.nn import functional as F
 
@@ -175,7 +175,8 @@ def write_adapter(
     unfinished = directory.with_name(f"{directory.name}.writing")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    save_file(dict(tensors), unfinished / WEIGHTS_FILE, metadata={"format": "pt"})
+    # `save_file` would let nobody but the owner read it.
+    (unfinished / WEIGHTS_FILE).write_bytes(save(dict(tensors), metadata={"format": "pt"}))
     (unfinished / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for name, content in (files or {}).items():
         (unfinished / name).write_bytes(content)

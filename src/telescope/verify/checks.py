@@ -235,7 +235,8 @@ def _summary(probes: dict[int, ProbeReport]) -> str:
 
 def _allowed(probes: dict[int, ProbeReport]) -> str:
     bounds = [probe.logprobs.tolerance.maximum for probe in probes.values() if probe.logprobs is not None]
-    return "every bit" + (f"; {max(bounds):.0e} nats" if bounds else "")
+    exact = [] if any(probe.has_adapter for probe in probes.values()) else ["every bit"]
+    return "; ".join(exact + ([f"{max(bounds):.0e} nats"] if bounds else []))
 
 
 NUM_SAMPLES = 32

@@ -37,6 +37,7 @@ import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
@@ -187,6 +188,8 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
 
         Does nothing for weights that came in the background.
         """
+        if self.has_adapter:
+            use_plain_logits(self.model)
         if self.receiving is not None or self.has_adapter:
             return
         # Layers read the current config. vLLM 0.26 leaves setting it to the engine, 0.32 sets it around these calls.
@@ -374,6 +377,23 @@ class WeightsWorkerExtension:
             "load_seconds": report.load_seconds,
             "swap_seconds": engine.swap_seconds,
         }
+
+
+def use_plain_logits(model: nn.Module) -> None:
+    """Makes the output layer of an engine with adapters compute as in one without.
+
+    No adapter has a part of that layer, but vLLM (0.26 to 0.32) adds a product of zeros at every step, with an index
+    per running request. For logprobs of a prompt, whose rows are its tokens, the index is wrong: on a CPU the engine
+    fails when other requests run (vllm-project/vllm issues 16668, 51594).
+    """
+    wrappers: list[Any] = [module for module in model.modules() if isinstance(module, LogitsProcessorWithLoRA)]
+    for wrapper in wrappers:
+        wrapper._get_logits = functools.partial(_plain_logits, wrapper.base_layer)
+
+
+def _plain_logits(layer: Any, hidden: torch.Tensor, output: Any, *rest: Any) -> torch.Tensor | None:
+    # An output layer that is tied to the embedding is inside the wrapper of the embedding's adapter.
+    return layer._get_logits(hidden, getattr(output, "base_layer", output), *rest)
 
 
 def storage_addresses(model: nn.Module) -> dict[str, int]:
