@@ -106,7 +106,7 @@ def print_dry_run(
     placement, resources = _plan(config, assumed, elsewhere=elsewhere is not None)
     _print_placement(config, placement, console)
     remarks = [*loaded.notes, *([elsewhere] if elsewhere else [])]
-    remarks += remarks_on_place(config, placement.device, report.shape.num_layers if report.shape else None)
+    remarks += remarks_on_place(config, placement.device, report.shape)
     remarks += _print_memory(config, report, placement, resources, console, assumed=assumed is not None)
     remarks += [f"On this machine, a run would be refused: {problem}." for problem in remarked]
     remarks += resumed.notes if resumed else []

@@ -64,7 +64,7 @@ def find_remarks(config: TelescopeConfig) -> list[str]:
     device = None if joins else resolve_device(config, local_resources())
     report = inspect_model(config, ask_hub=False)
     sentence = checkpoint_sentence(config, report)
-    remarks = remarks_on_place(config, device, report.shape.num_layers if report.shape else None)
+    remarks = remarks_on_place(config, device, report.shape)
     return [*remarks, *([sentence] if sentence else [])]
 
 
@@ -321,6 +321,10 @@ def check_report(config: TelescopeConfig, report: ModelReport) -> None:
             f"model is {config.model!r}: {report.unchecked}. Set model to a local folder, or connect to the hub, or "
             "download the model beforehand (`hf download`)"
         )
+    shape = report.shape
+    if config.router_replay and shape is not None and (not shape.num_experts or shape.experts_per_token < 2):
+        has = "one expert per token" if shape.num_experts else "no experts"
+        raise ConfigError(f"router_replay is true, but {config.model} has {has}. Set router_replay to false")
     if config.filter_gibberish:
         vocabulary_size(config)
 

@@ -9,6 +9,7 @@ from telescope.config.algorithms import ALGORITHM_FACTS
 from telescope.utils.text import pluralize
 
 if TYPE_CHECKING:
+    from telescope.config.model_shape import ModelShape
     from telescope.config.schema import TelescopeConfig
 
 GSPO_BOUND_THAT_BINDS = 0.01
@@ -63,13 +64,20 @@ def remarks(config: TelescopeConfig) -> list[str]:
 
 
 def remarks_on_place(
-    config: TelescopeConfig, device: Literal["cpu", "cuda"] | None, num_layers: int | None
+    config: TelescopeConfig, device: Literal["cpu", "cuda"] | None, shape: ModelShape | None
 ) -> list[str]:
     """Returns remarks that depend on the placement and the model. None: not known."""
     found = []
     if config.share_gpus and device == "cpu":
         why = 'device is "cpu"' if config.device == "cpu" else "no GPU was found, so that everything runs on CPU cores"
         found.append(f"share_gpus is true and has no effect, because {why}. Set share_gpus to false, or use GPUs.")
+    num_layers = shape.num_layers if shape is not None else None
+    if shape is not None and shape.num_experts and not config.router_replay and device == "cuda":
+        found.append(
+            f"{config.model} is a mixture of experts: where logits of its routers nearly tie, trainer and servers "
+            "choose other experts, so that logprobs differ (kl_divergence_inference). Set router_replay to true to "
+            "train with the servers' choices."
+        )
     layers = config.gradient_checkpointing_layers
     if layers is not None and num_layers is not None and layers > num_layers:
         found.append(

@@ -432,6 +432,13 @@ RULES: tuple[Rule, ...] = (
         ),
         lambda c: "Change megatron_main_grads_dtype or megatron_grad_reduce_in_fp32",
     ),
+    # Routes of the engine.
+    Rule(
+        ("router_replay", "train_backend"),
+        'requires train_backend "fsdp" or "megatron"',
+        lambda c: c.router_replay and c.train_backend not in ("fsdp", "megatron"),
+        lambda c: "Set router_replay to false",
+    ),
     # Quantized servers.
     Rule(
         ("inference_quantization", "inference_dtype", "mixed_precision_dtype", "model_dtype"),

@@ -124,6 +124,7 @@ class EngineClient:
             finish_reason=parsed.finish_reason,
             version_spans=parsed.version_spans,
             server_index=self.server_index,
+            routes_MXK=parsed.routes_MXK,
         )
 
     async def abort(self, request_ids: list[str]) -> None:

@@ -211,7 +211,7 @@ class Rollout:
         if task.is_multi_turn:
             await self._begin()
         prompt_token_ids = added_token_ids = task.prompt_token_ids
-        restarts = False
+        routes_start, restarts = 0, False
         reply: Advance | None = None
         while not trajectory.cancelled:
             num_free_tokens = settings.sampling.max_context - len(prompt_token_ids)
@@ -220,7 +220,9 @@ class Rollout:
                 what = f"the prompt of turn {len(trajectory.turns)} fills the context (max_model_len, seq_len)"
                 raise EnvironmentFailure(what)
             started_at = time.time()
-            lease, generation = await self._generate(len(trajectory.turns), prompt_token_ids, num_free_tokens)
+            lease, generation = await self._generate(
+                len(trajectory.turns), prompt_token_ids, num_free_tokens, routes_start
+            )
             try:
                 if settings.free_lane_after_generation:
                     self._slots.release(lease)
@@ -249,6 +251,8 @@ class Rollout:
             added_token_ids, restarts = reply.append_token_ids, reply.restarts
             before = [] if restarts else [*prompt_token_ids, *generation.token_ids_N.tolist()]
             prompt_token_ids = before + added_token_ids
+            # Known up to the token before the last sampled one.
+            routes_start = max(len(before) - 1, 0) if generation.routes_MXK is not None else 0
 
     async def _begin(self) -> None:
         """Lets the environment create the state of a new conversation."""
@@ -308,7 +312,7 @@ class Rollout:
                     raise
 
     async def _generate(
-        self, turn_index: int, prompt_token_ids: list[int], num_free_tokens: int
+        self, turn_index: int, prompt_token_ids: list[int], num_free_tokens: int, routes_start: int
     ) -> tuple[Lease, Generation]:
         """Samples one turn, and retries in a new slot after infrastructure failures. The returned slot is not
         released."""
@@ -330,6 +334,7 @@ class Rollout:
                     top_p=sampling.top_p,
                     seed=task.seed_of_turn(turn_index),
                     priority=turn_index if settings.priority_by_turn else 0,
+                    routes_start=routes_start,
                 )
                 engine = self._engine_of(lease.server)
                 version = engine.loaded_version
@@ -338,7 +343,7 @@ class Rollout:
                     generation = await engine.generate(request)
                 finally:
                     self._in_engine = None
-                problem = None if trajectory.cancelled else _problem_with(generation, version)
+                problem = None if trajectory.cancelled else _problem_with(request, generation, version)
                 if problem is not None:
                     num_seen = len(generation.token_ids_N)
                     raise InfrastructureError(f"server {lease.server}, request {request.request_id}: {problem}")
@@ -356,7 +361,7 @@ class Rollout:
                 raise
 
 
-def _problem_with(generation: Generation, loaded_version: int) -> str | None:
+def _problem_with(request: GenerateRequest, generation: Generation, loaded_version: int) -> str | None:
     """Returns what is wrong with an answer. None if it can be used.
 
     `loaded_version` is the policy version of the server when the request was sent. An older answer comes from a server
@@ -367,4 +372,8 @@ def _problem_with(generation: Generation, loaded_version: int) -> str | None:
     oldest = min((version for version, _, _ in generation.version_spans), default=loaded_version)
     if oldest < loaded_version:
         return f"it was sampled with policy version {oldest}, but the server had received version {loaded_version}"
+    if generation.routes_MXK is not None:
+        num_routed = len(request.prompt_token_ids) - request.routes_start + len(generation.token_ids_N) - 1
+        if len(generation.routes_MXK) != num_routed:
+            return f"it has routed experts of {len(generation.routes_MXK)} tokens instead of {num_routed}"
     return None

@@ -201,4 +201,30 @@ class Trajectory:
             engine_logprob_L=np.concatenate(logprobs),
             version_L=np.concatenate(versions),
             reward=math.nan,
+            routes_LXK=_joined_routes(turns),
         )
+
+
+def _joined_routes(turns: list[Turn]) -> np.ndarray | None:
+    """Returns the routes of a sequence's tokens [L, X, K], zeros where none are recorded. None without any.
+
+    An answer has routes of its whole prompt. A token keeps those of the first answer that has them: under those its
+    successor was sampled. The last sampled token of a turn has them from the next turn's prompt.
+    """
+    recorded = [turn.generation.routes_MXK for turn in turns]
+    known = [routes for routes in recorded if routes is not None and len(routes)]
+    if not known:
+        return None
+    length = sum(len(turn.added_token_ids) + len(turn.generation.token_ids_N) for turn in turns)
+    routes_LXK = np.zeros((length, *known[0].shape[1:]), dtype=known[0].dtype)
+    end, filled = 0, 0
+    for turn, routes in zip(turns, recorded, strict=True):
+        end += len(turn.added_token_ids) + len(turn.generation.token_ids_N)
+        if routes is None:
+            continue
+        last = end - 1
+        first = max(filled, last - len(routes))
+        if first < last:
+            routes_LXK[first:last] = routes[len(routes) - (last - first) :]
+            filled = last
+    return routes_LXK

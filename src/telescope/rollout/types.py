@@ -25,6 +25,8 @@ class GenerateRequest:
     """Lower values are served first (vLLM's order)."""
     ignore_eos: bool = False
     """Sample exactly `max_tokens` tokens (benchmarks)."""
+    routes_start: int = 0
+    """First prompt token whose routes are returned, if the server returns any (`router_replay`)."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,6 +64,9 @@ class Generation:
     """`stop` (end token), `length` (`max_tokens` or context exhausted) or `abort`."""
     version_spans: list[tuple[int, int, int]]
     server_index: int = 0
+    routes_MXK: np.ndarray | None = None
+    """Experts of the M tokens from the request's `routes_start` to the last sampled one, which has none, in each of X
+    layers (`router_replay`)."""
 
     @property
     def version_N(self) -> np.ndarray:

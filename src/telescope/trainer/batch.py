@@ -29,6 +29,9 @@ class TrainSample:
     version_L: np.ndarray
     reward: float
     advantage: float = 0.0
+    routes_LXK: np.ndarray | None = None
+    """The engine's K experts of each token in each of X layers, uint8 or uint16 (`router_replay`). A token whose K
+    experts are not all different has no recorded routes."""
 
     @property
     def length(self) -> int:
@@ -63,6 +66,8 @@ class MicroBatch:
     cu_seqlens: np.ndarray
     sample_ids: list[str] = field(default_factory=list)
     environments: list[str] = field(default_factory=list)
+    routes_TXK: np.ndarray | None = None
+    """As in `TrainSample`; None if no sample of the row has routes."""
 
 
 @dataclass(slots=True)

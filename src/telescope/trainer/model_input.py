@@ -16,7 +16,12 @@ from telescope.trainer.attention import Kernel, PackedLayout, make_layout
 from telescope.trainer.batch import MicroBatch
 from telescope.trainer.sequence_exchange import ContextGroup, pad_row
 
-NUMPY_DTYPES = {torch.int64: np.int64, torch.float32: np.float32, torch.float64: np.float64}
+NUMPY_DTYPES = {
+    torch.int64: np.int64,
+    torch.int32: np.int32,
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+}
 
 
 @dataclass(slots=True)
@@ -33,6 +38,8 @@ class ModelInput:
     target_N: torch.Tensor
     own: slice
     """Which of the row's trained tokens the N are."""
+    routes_TXK: torch.Tensor | None = None
+    """The engine's experts of the T tokens in X layers (`router_replay`)."""
 
 
 def model_input(
@@ -61,7 +68,18 @@ def model_input(
         predicting_N=move(predicting_N[own] - first, torch.int64, device),
         target_N=move(target_N[own], torch.int64, device),
         own=own,
+        routes_TXK=_routes(micro_batch, slice(first, end), device),
     )
+
+
+def _routes(micro_batch: MicroBatch, part: slice, device: torch.device) -> torch.Tensor | None:
+    """Copies the part's routes to the device; padding has none, which zeros mean."""
+    routes_TXK = micro_batch.routes_TXK
+    if routes_TXK is None:
+        return None
+    own = routes_TXK[part]
+    padded = np.pad(own, ((0, part.stop - part.start - len(own)), (0, 0), (0, 0)))
+    return move(padded, torch.int32, device)
 
 
 def move(array: np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -179,7 +179,22 @@ def lay_out(samples: Sequence[TrainSample], pad_to_multiple_of: int = 1) -> Micr
         cu_seqlens=cu_seqlens,
         sample_ids=[sample.sample_id for sample in samples],
         environments=[sample.environment for sample in samples],
+        routes_TXK=_routes(samples, total),
     )
+
+
+def _routes(samples: Sequence[TrainSample], total: int) -> np.ndarray | None:
+    """Concatenates the samples' routes [total, X, K], zeros where there are none."""
+    known = [sample.routes_LXK for sample in samples if sample.routes_LXK is not None]
+    if not known:
+        return None
+    routes_TXK = np.zeros((total, *known[0].shape[1:]), dtype=known[0].dtype)
+    start = 0
+    for sample in samples:
+        if sample.routes_LXK is not None:
+            routes_TXK[start : start + sample.length] = sample.routes_LXK
+        start += sample.length
+    return routes_TXK
 
 
 def warm_up_row(seq_len: int, pad_to_multiple_of: int, vocab_size: int) -> MicroBatch:
@@ -263,6 +278,7 @@ def truncate_to(samples: Sequence[TrainSample], seq_len: int) -> tuple[list[Trai
                 version_L=sample.version_L[:seq_len],
                 reward=sample.reward,
                 advantage=sample.advantage,
+                routes_LXK=None if sample.routes_LXK is None else sample.routes_LXK[:seq_len],
             )
         )
     return kept, lost

@@ -32,6 +32,7 @@ from telescope.trainer.hf_folder import CONFIG, with_dtype, write_model_folder
 from telescope.trainer.loss import denominator, micro_batch_loss, prepare, to_device
 from telescope.trainer.metrics import StepMetrics, environment_names, reduce_max
 from telescope.trainer.model import DTYPES, compute_dtype
+from telescope.trainer.router_replay import RouterReplay
 from telescope.trainer.timeline import Timeline, timing_metrics
 
 RowLoss = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -52,6 +53,8 @@ class RLBackend(TrainingBackend):
         self.algorithm = get_algorithm(self.config.algorithm)
         self.environments = environment_names(self.config)
         self.loss_dtype = torch.float64 if compute_dtype(self.config) == torch.float64 else torch.float32
+        self.replay = RouterReplay(self.device) if self.config.router_replay else None
+        """What chooses experts, which the backend puts into its model."""
         self._spans: list[Span] = []
         self._tokens: list[SampleTokens] = []
 
@@ -108,6 +111,8 @@ class RLBackend(TrainingBackend):
                 )
             norms.append(norm)
         metrics = sums.reduce()
+        if self.replay is not None:
+            metrics |= self.replay.metrics()
         for row, logp_N, entropy_N in forwards or ():  # the device has finished: no wait
             if not recorded.isdisjoint(row.sample_ids):
                 logprobs, entropies = (values.float().cpu().numpy() for values in (logp_N, entropy_N))

@@ -184,6 +184,8 @@ class Server:
     """The (last) GPU of the server; None: the CPU. The model lies where it was put."""
     staged: bool = False
     """Weights travel through host memory, so that both may be on one GPU."""
+    router_replay: bool = False
+    """Its answers have routed experts."""
     modes: list[dict[str, Any]] = field(init=False)
     """What each worker said of how it takes its weights."""
     sender: WeightSender = field(init=False)
@@ -199,6 +201,7 @@ class Server:
             *("--inference_dtype", self.dtype, "--environments", "[{name: countdown}]"),
             *("--inference_tensor_parallel_size", str(self.tensor_parallel)),
             *("--inference_num_workers", str(self.tensor_parallel)),
+            *("--router_replay", str(self.router_replay).lower()),
             *(("--device", "cpu") if on_cpu else ("--device", "cuda")),
             *(("--inference_kv_cache_gib", "1") if on_cpu else ("--gpu_memory_utilization", "0.2")),
         ]

@@ -16,6 +16,7 @@ from telescope.config.loader import choose_run_dir
 from telescope.config.model_files import ModelReport, inspect_model
 from telescope.config.model_shape import known_shape
 from telescope.config.plan import assumed_cluster
+from telescope.config.remarks import remarks_on_place
 from telescope.errors import ConfigError
 
 
@@ -314,3 +315,14 @@ def test_quantized_servers_are_refused_where_there_is_no_gpu(monkeypatch):
     run = config(inference_quantization="fp8_per_block", inference_dtype="bfloat16")
     assert "no GPU was found" in message_of(preflight.check_quantization, run)
     preflight.check_quantization(config())
+
+
+def test_router_replay_needs_experts_and_is_suggested_where_there_are_some():
+    dense, sparse = (ModelReport("a table", known_shape(f"Qwen/Qwen3-{size}")) for size in ("4B", "30B-A3B"))
+    message = message_of(lambda run: preflight.check_report(run, dense), config(router_replay=True))
+    assert message.startswith("router_replay is true, but ")
+    preflight.check_report(config(router_replay=True), sparse)
+    (remark,) = remarks_on_place(config(), "cuda", sparse.shape)
+    assert "Set router_replay to true" in remark
+    assert remarks_on_place(config(router_replay=True), "cuda", sparse.shape) == []
+    assert remarks_on_place(config(), "cuda", dense.shape) == []

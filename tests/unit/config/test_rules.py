@@ -91,6 +91,7 @@ BROKEN: list[tuple[str, dict[str, object]]] = [
             "gpu_memory_utilization": 0.4,
         },
     ),
+    ("router_replay", {"router_replay": True, "train_backend": "package.module:Class"}),
     ("inference_quantization", {"inference_quantization": "fp8_per_block", "inference_dtype": "float32"}),
     ("inference_quantization", {"inference_quantization": "fp8_per_block", "device": "cpu"}),
     (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,11 +125,14 @@ class Engine:
             self.closed = True
 
 
-def engine_output(ids: list[int], logprobs: list[float] | None, *, finished: bool = True) -> Any:
+def engine_output(
+    ids: list[int], logprobs: list[float] | None, *, finished: bool = True, routes: np.ndarray | None = None
+) -> Any:
     entries = (
         None if logprobs is None else [{i: SimpleNamespace(logprob=p)} for i, p in zip(ids, logprobs, strict=False)]
     )
-    answer = SimpleNamespace(token_ids=ids, logprobs=entries, finish_reason="stop" if finished else None)
+    reason = "stop" if finished else None
+    answer = SimpleNamespace(token_ids=ids, logprobs=entries, finish_reason=reason, routed_experts=routes)
     return SimpleNamespace(finished=finished, outputs=[answer])
 
 
@@ -196,3 +201,27 @@ async def test_a_nan_logprob_is_an_error_of_the_server() -> None:
     body = await from_engine(Engine(engine_output([4], [float("nan")])))
     with pytest.raises(InfrastructureError, match="NaN logprobs"):
         wire.unpack_answer(body)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+async def test_routes_of_tokens_bypass_the_json_and_are_read_from_it_too(dtype: Any) -> None:
+    routes = (np.arange(5 * 3 * 2).reshape(5, 3, 2) * 7).astype(dtype)  # five tokens, three layers, two experts
+    output = engine_output([4, 5], [-1.0, -2.0], routes=routes)
+    answer = wire.resolve_versions(wire.unpack_answer(await from_engine(Engine(output))))
+    assert answer.routes_MXK is not None
+    np.testing.assert_array_equal(answer.routes_MXK, routes)
+    assert (answer.routes_MXK.dtype, answer.token_ids_N.tolist()) == (dtype, [4, 5])
+    assert output.outputs[0].routed_experts is None, "vLLM would encode them"
+    file = io.BytesIO()
+    np.save(file, routes)
+    choice = {"token_ids": [], "finish_reason": "stop", "routed_experts": base64.b64encode(file.getvalue()).decode()}
+    read = wire.read_generate(json.dumps({"choices": [choice]}).encode())
+    assert read.routes_MXK is not None
+    np.testing.assert_array_equal(read.routes_MXK, routes)
+
+
+@pytest.mark.parametrize("text", ["not base64", "AAAA", base64.b64encode(b"\x93NUMPY").decode()])
+def test_unreadable_routes_are_a_failure_of_the_server(text: str) -> None:
+    choice = {"token_ids": [], "finish_reason": "stop", "routed_experts": text}
+    with pytest.raises(InfrastructureError, match="routed experts are unreadable"):
+        wire.read_generate(json.dumps({"choices": [choice]}).encode())

@@ -35,6 +35,7 @@ class Output(msgspec.Struct, array_like=True, omit_defaults=True):
     prefill_stats: object | None = None
     trace_headers: dict[str, str] | None = None
     num_nans_in_logits: int = 0
+    routed_experts: np.ndarray | None = None
 
 
 class Message(msgspec.Struct):
@@ -169,3 +170,14 @@ def test_an_output_with_other_fields_is_not_buffered(fields: dict[str, Any]) -> 
     assert carries_tokens_only(output("a", [1], trace_headers={"traceparent": "00-1"}))
     assert not carries_tokens_only(output("a", [1], **fields))
     assert not carries_tokens_only(Output("a", []))
+
+
+def test_routes_of_buffered_tokens_leave_together_and_in_order() -> None:
+    batcher = OutputBatcher(most=3)
+    routes = [np.full((1, 2, 2), token, np.uint8) for token in (1, 2, 3)]
+    steps = [output("a", [token], routed_experts=routes[token - 1]) for token in (1, 2, 3)]
+    assert sent(batcher, steps[0]) == []
+    assert sent(batcher, steps[1]) == []
+    (message,) = sent(batcher, steps[2])
+    assert message.new_token_ids == [1, 2, 3]
+    np.testing.assert_array_equal(message.routed_experts, np.concatenate(routes))

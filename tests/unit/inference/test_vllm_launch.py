@@ -320,3 +320,14 @@ def test_a_gpu_without_fp8_is_named() -> None:
     hint = hint_for("ValueError: inference_quantization needs GPUs with FP8; this one has (8, 0)")
     assert hint is not None
     assert "inference_quantization" in hint
+
+
+def test_routes_are_asked_for_with_the_runner_that_returns_them(tmp_path: Path) -> None:
+    command = launch_on_gpu(tmp_path, "Qwen/Qwen3-4B", 140 << 30, router_replay=True)
+    assert "--enable-return-routed-experts" in command.arguments
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in command.environment, "0.26 returns them from its first runner"
+    newer = launch(tmp_path, on_cpu=False, router_replay=True)
+    assert newer.environment["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert "--enable-return-routed-experts" not in launch(tmp_path).arguments
+    with pytest.raises(ConfigError, match="CPU build cannot return routed experts"):
+        launch(tmp_path, router_replay=True)

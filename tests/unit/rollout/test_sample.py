@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,7 +26,7 @@ from telescope.environments.worker_pool.messages import Advance
 from telescope.errors import DeadlineExceeded, EnvironmentFailure, InfrastructureError, RolloutLost
 from telescope.orchestrator.request_slots import RequestSlotPool
 from telescope.rollout.sample import MAX_INFRASTRUCTURE_RETRIES, Rollout, RolloutSettings
-from telescope.rollout.types import parse_request_id
+from telescope.rollout.types import Generation, parse_request_id
 
 DEAD = InfrastructureError("the server is gone")
 
@@ -133,6 +134,34 @@ async def test_the_turns_of_a_rollout_are_one_growing_sequence() -> None:
     assert sample.num_environment_tokens == 3
     assert not bench.environments.open
     assert not bench.environments.cancelled, "a conversation that is over is not cancelled"
+
+
+async def test_a_turn_asks_for_the_routes_that_are_not_known_and_its_answer_has_them_all() -> None:
+    def routed(tokens: list[int], *experts: int) -> Generation:
+        answer = generation(tokens)
+        answer.routes_MXK = np.array(experts, np.uint8)[:, None, None] + np.arange(2, dtype=np.uint8)
+        return answer
+
+    bench = Bench(
+        FakeEngine(
+            [
+                routed([7, 8], 1, 2, 3, 4),  # of 1, 2, 3 and 7
+                routed([9], 5, 6),  # of too few tokens
+                routed([9], 5, 6, 7),  # of 8, 20 and 21
+                generation([10]),  # without any
+                routed([11], 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11),  # of all tokens again
+            ]
+        ),
+        FakeEnvironments([Advance(False, [20, 21], "", None), Advance(False, [22], "", None),
+                          Advance(False, [23], "", None), Advance(True, [], "", reward(1.0))]),
+    )  # fmt: skip
+    sample = await bench.run(turns=True)
+    assert [request.routes_start for request in bench.engine.requests] == [0, 4, 4, 7, 0]
+    assert "routed experts of 2 tokens instead of 3" in str(bench.failures[0][1])
+    (train,) = sample.to_train_samples()
+    assert train.token_ids_L.tolist() == [1, 2, 3, 7, 8, 20, 21, 9, 22, 10, 23, 11]
+    assert train.routes_LXK is not None
+    assert train.routes_LXK[:, 0, 0].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 0]
 
 
 async def test_a_turn_whose_prompt_is_rendered_anew_begins_another_training_sample() -> None:

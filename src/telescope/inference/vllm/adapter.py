@@ -5,7 +5,8 @@ the bytes. Imports neither vllm nor torch, so the driver can use it.
 
 Invariants: token ids in both directions, never text; logprobs are those of the sampled distribution (the server runs
 with `--logprobs-mode processed_logprobs`: after temperature and, where set, after top-p, renormalized over the kept
-mass); every sampled token has exactly one policy version.
+mass); every sampled token has exactly one policy version. Routes (`router_replay`) end with the token before the last
+sampled one, which the engine has not processed; a token whose experts are not all different has none.
 
 Answers differ between versions. 0.26 writes a logprob entry in OpenAI's chat format with `token: "token_id:<n>"` and
 does not report which weights sampled a token; 0.32 writes `token_id: <n>` and reports spans of weight versions. One
@@ -15,7 +16,10 @@ parser reads both: ids from `token_ids`, values from `logprob`, and spans from t
 
 from __future__ import annotations
 
+import base64
+import io
 import itertools
+import math
 import operator
 from dataclasses import dataclass
 
@@ -86,6 +90,8 @@ def encode_generate(request: GenerateRequest, *, with_priority: bool = True) -> 
         sampling["seed"] = request.seed
     if request.ignore_eos:
         sampling["ignore_eos"] = True
+    if request.routes_start:
+        sampling["routed_experts_prompt_start"] = request.routes_start
     body: dict[str, object] = {
         "request_id": request.request_id,
         "token_ids": request.prompt_token_ids,
@@ -135,6 +141,7 @@ class _Choice(msgspec.Struct):
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
     weight_versions: list[_WeightSpan] | None = None
+    routed_experts: str | None = None
 
 
 class _PromptLogprob(msgspec.Struct, gc=False):
@@ -154,6 +161,9 @@ _prompt_decoder = msgspec.json.Decoder(_PromptAnswer)
 
 _logprob_of = operator.attrgetter("logprob")
 
+ROUTE_DTYPES = (np.dtype(np.uint8), np.dtype(np.uint16))
+"""Of expert numbers: uint16 for more than 256 experts."""
+
 FINISH_REASONS = ("stop", "length", "abort")
 
 
@@ -165,6 +175,8 @@ class ParsedAnswer:
     logprobs_N: np.ndarray
     finish_reason: str
     version_spans: list[tuple[int, int, int]]
+    routes_MXK: np.ndarray | None = None
+    """As in `Generation`; None if the server returns none."""
 
 
 @dataclass(slots=True)
@@ -175,6 +187,7 @@ class LabelledAnswer:
     logprobs_N: np.ndarray
     finish_reason: str
     label_starts: list[tuple[str, int]] | None
+    routes_MXK: np.ndarray | None = None
 
 
 def read_generate(body: bytes | memoryview, *, spans_header: str | None = None) -> LabelledAnswer:
@@ -201,7 +214,19 @@ def read_generate(body: bytes | memoryview, *, spans_header: str | None = None) 
         starts = [(span.version, span.start) for span in choice.weight_versions]
     elif spans_header is not None:
         starts = parse_spans_header(spans_header)
-    return LabelledAnswer(token_ids_N, logprobs_N, choice.finish_reason, starts)
+    routes = _decode_routes(choice.routed_experts) if choice.routed_experts is not None else None
+    return LabelledAnswer(token_ids_N, logprobs_N, choice.finish_reason, starts, routes)
+
+
+def _decode_routes(text: str) -> np.ndarray:
+    """Decodes vLLM's base64 of a .npy file. Raises `InfrastructureError` for anything else."""
+    try:
+        routes = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise InfrastructureError(f"the engine's routed experts are unreadable: {error}") from error
+    if not isinstance(routes, np.ndarray) or routes.dtype not in ROUTE_DTYPES or routes.ndim != 3:
+        raise InfrastructureError("the engine's routed experts are no array [tokens, layers, experts]")
+    return routes
 
 
 def resolve_versions(answer: LabelledAnswer, *, initial_version: int = 0) -> ParsedAnswer:
@@ -213,7 +238,7 @@ def resolve_versions(answer: LabelledAnswer, *, initial_version: int = 0) -> Par
     if answer.label_starts is None and num_tokens:
         raise InfrastructureError("the engine does not report which weights sampled the tokens")
     spans = _close_spans(answer.label_starts or [], num_tokens, initial_version=initial_version)
-    return ParsedAnswer(answer.token_ids_N, answer.logprobs_N, answer.finish_reason, spans)
+    return ParsedAnswer(answer.token_ids_N, answer.logprobs_N, answer.finish_reason, spans, answer.routes_MXK)
 
 
 def parse_generate(
@@ -232,33 +257,48 @@ PACKED_TYPE = "application/x-telescope-generation"
 class _PackedRest(msgspec.Struct):
     finish_reason: str
     label_starts: list[tuple[str, int]] | None
+    routes_dtype: str | None = None
+    routes_shape: tuple[int, int, int] | None = None
 
 
 _packed_decoder = msgspec.json.Decoder(_PackedRest)
 
 
 def pack_answer(answer: LabelledAnswer) -> bytes:
-    """Packs an answer as a frame (`utils.frames`): a header, and a blob of N int32 ids and N float32 logprobs."""
-    rest = msgspec.json.encode(_PackedRest(answer.finish_reason, answer.label_starts))
+    """Packs an answer as a frame (`utils.frames`): a header, and a blob of N int32 ids, N float32 logprobs, routes."""
+    rest = _PackedRest(answer.finish_reason, answer.label_starts)
     ids_N, logprobs_N = answer.token_ids_N.astype("<i4", copy=False), answer.logprobs_N.astype("<f4", copy=False)
-    return pack_frame(rest, ids_N.tobytes() + logprobs_N.tobytes())
+    blob = ids_N.tobytes() + logprobs_N.tobytes()
+    if (routes := answer.routes_MXK) is not None:
+        rest.routes_dtype, rest.routes_shape = routes.dtype.newbyteorder("<").str, tuple(routes.shape)
+        blob += routes.astype(rest.routes_dtype, copy=False).tobytes()
+    return pack_frame(msgspec.json.encode(rest), blob)
 
 
 def unpack_answer(data: bytes | memoryview) -> LabelledAnswer:
     """Inverse of `pack_answer`. Raises `InfrastructureError` for other bytes."""
     try:
         header, blob = split_frame(data)
+        rest = _packed_decoder.decode(header)
+        routes = None
+        if rest.routes_dtype is not None and rest.routes_shape is not None:
+            dtype = np.dtype(rest.routes_dtype)
+            count = math.prod(rest.routes_shape)
+            if dtype not in ROUTE_DTYPES or min(rest.routes_shape) < 0 or len(blob) < count * dtype.itemsize:
+                raise ValueError(f"routes {rest.routes_shape} of {dtype}")
+            start = len(blob) - count * dtype.itemsize
+            routes = np.frombuffer(blob, dtype, count, start).reshape(rest.routes_shape).astype(dtype.type)
+            blob = blob[:start]
         num_tokens, remainder = divmod(len(blob), 8)
         if remainder:
             raise ValueError(f"{len(blob)} bytes of ids and logprobs")
         ids_N = np.frombuffer(blob, "<i4", num_tokens).astype(np.int32)
         logprobs_N = np.frombuffer(blob, "<f4", num_tokens, 4 * num_tokens).astype(np.float32)
-        rest = _packed_decoder.decode(header)
-    except (ValueError, msgspec.DecodeError) as error:
+    except (ValueError, TypeError, msgspec.DecodeError) as error:
         raise InfrastructureError(f"the server's answer is not a binary response: {error}") from error
     if np.isnan(logprobs_N).any():
         raise InfrastructureError("the server's answer has NaN logprobs: its weights or its cache are corrupt")
-    return LabelledAnswer(ids_N, logprobs_N, rest.finish_reason, rest.label_starts)
+    return LabelledAnswer(ids_N, logprobs_N, rest.finish_reason, rest.label_starts, routes)
 
 
 def format_spans_header(starts: list[tuple[str, int]]) -> str:

@@ -28,13 +28,14 @@ SPANS_HEADER = wire.VERSION_SPANS_HEADER.encode()
 
 
 class Arrays:
-    """Ids and logprobs of one answer, once the engine has produced them. Both [N]."""
+    """Ids and logprobs of one answer, once the engine has produced them. Both [N]; and its routes, if there are any."""
 
-    __slots__ = ("logprobs_N", "token_ids_N")
+    __slots__ = ("logprobs_N", "routes_MXK", "token_ids_N")
 
     def __init__(self) -> None:
         self.token_ids_N: np.ndarray | None = None
         self.logprobs_N: np.ndarray | None = None
+        self.routes_MXK: np.ndarray | None = None
 
     def take_from(self, output: Any) -> None:
         """Takes the arrays from the engine's `RequestOutput` if it is a whole answer."""
@@ -48,6 +49,8 @@ class Arrays:
         self.logprobs_N = np.fromiter((at[token].logprob for at, token in pairs), dtype=np.float32, count=num_tokens)
         self.token_ids_N = np.fromiter(answer.token_ids, dtype=np.int32, count=num_tokens)
         answer.token_ids, answer.logprobs = [], []
+        if getattr(answer, "routed_experts", None) is not None:
+            self.routes_MXK, answer.routed_experts = answer.routed_experts, None
 
 
 _wanted: ContextVar[Arrays | None] = ContextVar("arrays of the answer to this request", default=None)
@@ -123,7 +126,8 @@ class _Packer:
         else:
             ids_N, logprobs_N = self._arrays.token_ids_N, self._arrays.logprobs_N
             if ids_N is not None and logprobs_N is not None:
-                answer = replace(answer, token_ids_N=ids_N, logprobs_N=logprobs_N)
+                routes = self._arrays.routes_MXK
+                answer = replace(answer, token_ids_N=ids_N, logprobs_N=logprobs_N, routes_MXK=routes)
             body = wire.pack_answer(answer)
             headers[b"content-type"] = wire.PACKED_TYPE.encode()
             headers[b"content-length"] = str(len(body)).encode()

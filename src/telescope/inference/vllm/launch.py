@@ -44,6 +44,8 @@ from telescope.inference.vllm.request_tracing import TraceTarget
 from telescope.inference.vllm.step_meter import STEP_METER_VARIABLE, meter_path
 from telescope.inference.vllm.support import check_supported, is_cpu_build
 
+ROUTES_BY_V2_SINCE = (0, 31)
+"""Only vLLM's second model runner returns routed experts since 0.31; before, the first one does."""
 SCALE_OUT_FLAG_SINCE = (0, 30)
 """`--enable-scale-out` opens the token-in-token-out route since 0.30; before, an environment variable did."""
 
@@ -122,6 +124,13 @@ def launch_command(
         if on_cpu:
             raise ConfigError(f"inference_quantization is {config.inference_quantization}, which needs GPUs with FP8")
         arguments += ["--quantization", config.inference_quantization]
+    if config.router_replay:
+        if on_cpu and version >= ROUTES_BY_V2_SINCE:
+            raise ConfigError(
+                "router_replay is true, but vLLM's CPU build cannot return routed experts: its model runner for that "
+                "requires Triton. Set router_replay to false, or use GPUs"
+            )
+        arguments.append("--enable-return-routed-experts")
     arguments += ["--max-model-len", str(config.max_model_len)]
     arguments += _batch_arguments(config, on_cpu=on_cpu)
     arguments += ["--scheduling-policy", config.vllm_scheduling_policy, "--enable-prefix-caching"]
@@ -166,6 +175,8 @@ def launch_command(
     if version >= SCALE_OUT_FLAG_SINCE:
         arguments.append("--enable-scale-out")
     environment = _environment(config, secret, model, on_cpu=on_cpu, restarted=restarted)
+    if config.router_replay and version >= ROUTES_BY_V2_SINCE:
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     environment[TRANSFER_VARIABLE] = config.weight_transfer
     if staging.in_place_because is not None and config.weight_transfer == "auto":
         environment[TRANSFER_VARIABLE] = f"in_place: {staging.in_place_because}"

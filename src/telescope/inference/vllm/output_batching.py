@@ -25,7 +25,9 @@ import numpy as np
 BATCH_TOKENS = 16
 """Tokens per message: nearly all of the gain, while vLLM's counters lag by little."""
 
-TOKEN_FIELDS = frozenset(("request_id", "new_token_ids", "new_logprobs", "stop_reason", "trace_headers"))
+TOKEN_FIELDS = frozenset(
+    ("request_id", "new_token_ids", "new_logprobs", "stop_reason", "trace_headers", "routed_experts")
+)
 """Fields of an output that may be buffered. An output with a value in any other field is sent at once."""
 
 LOGPROB_ARRAYS = ("logprob_token_ids", "logprobs", "sampled_token_ranks")
@@ -34,23 +36,29 @@ LOGPROB_ARRAYS = ("logprob_token_ids", "logprobs", "sampled_token_ranks")
 class _Buffered:
     """Buffered outputs of one request, merged into the first of them."""
 
-    __slots__ = ("client", "logprobs", "output")
+    __slots__ = ("client", "logprobs", "output", "routes")
 
     def __init__(self, client: int, output: Any) -> None:
         self.client = client
         self.output = output
         output.new_token_ids = list(output.new_token_ids)
         self.logprobs = [] if output.new_logprobs is None else [output.new_logprobs]
+        routes = getattr(output, "routed_experts", None)
+        self.routes = [] if routes is None else [routes]
 
     def add(self, output: Any) -> None:
         self.output.new_token_ids.extend(output.new_token_ids)
         if output.new_logprobs is not None:
             self.logprobs.append(output.new_logprobs)
+        if (routes := getattr(output, "routed_experts", None)) is not None:
+            self.routes.append(routes)
 
     def move_into(self, output: Any) -> Any:
         """Moves everything that is buffered into `output` and returns it."""
         output.new_token_ids = self.output.new_token_ids
         output.new_logprobs = _joined(self.logprobs)
+        if self.routes:
+            output.routed_experts = self.routes[0] if len(self.routes) == 1 else np.concatenate(self.routes)
         return output
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ from telescope.trainer.lora import adapter_tensors, config_of_adapter, is_adapte
 from telescope.trainer.model import PREFIX, checkpoint_tensors, compute_dtype
 from telescope.trainer.model_input import model_input
 from telescope.trainer.packing import warm_up_row
+from telescope.trainer.router_replay import ReplayedRouters
 from telescope.trainer.sequence_exchange import ContextGroup, whole_row
 from telescope.trainer.step import RLBackend, RowLoss
 from telescope.trainer.timeline import Timeline
@@ -69,6 +70,7 @@ class FSDPBackend(RLBackend):
         self.policy = build_sharded_policy(config, self.mesh, self.device)
         if context is not None:
             self._refuse_uneven_heads(context.size)
+        self.routers = ReplayedRouters(self.policy.layers, self.replay) if self.replay is not None else None
         self.compiles = compiles_blocks(config, self.policy, self.device)
         self.parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         """What is trained: with LoRA the adapters alone."""
@@ -131,7 +133,8 @@ class FSDPBackend(RLBackend):
         for index, micro_batch in enumerate(micro_batches):
             # Weights do not change until the update.
             stay_gathered(self.policy, self._keeps_gathered and index + 1 < len(micro_batches))
-            logp_N, entropy_N = self._forward(micro_batch, self.config.temperature, timeline, index)
+            with self.replay.counting() if self.replay is not None else nullcontext():
+                logp_N, entropy_N = self._forward(micro_batch, self.config.temperature, timeline, index)
             total = loss(index, logp_N, entropy_N)
             with timeline.span("backward", index), self.reduction.during(timeline, index):
                 total.backward()
@@ -167,6 +170,8 @@ class FSDPBackend(RLBackend):
         """Computes logprob and entropy, each [N], of a row's trained tokens."""
         with timeline.span("data_to_device", index):
             row = model_input(micro_batch, self.device, self.kernel, self.context)
+        if self.routers is not None:
+            self.routers.set(row.routes_TXK)
         logp_N, entropy_N = self.policy(row, temperature, timeline, index)
         if self.context is not None:
             own_2N = torch.stack([logp_N, entropy_N])

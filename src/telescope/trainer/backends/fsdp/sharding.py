@@ -87,7 +87,8 @@ def compiles_blocks(config: Any, policy: PolicyModel, device: torch.device) -> b
     dtype = compute_dtype(config)
     # The padded kernel makes one call per length in a row, so that each row would be compiled anew.
     by_offsets = choose_kernel(device, dtype, policy.head_dim) != "padded"
-    return config.compile_blocks and by_offsets and can_be_compiled(policy, dtype)
+    # Routes are set from outside of a block, and their agreement is counted inside.
+    return config.compile_blocks and not config.router_replay and by_offsets and can_be_compiled(policy, dtype)
 
 
 def shard(policy: PolicyModel, mesh: DeviceMesh, dtype: torch.dtype, *, reshard: bool) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from telescope.trainer.batch import MicroBatch
 from telescope.trainer.layout import Layout
 from telescope.trainer.model import checkpoint_tensors, compute_dtype, load_causal_lm
 from telescope.trainer.model_input import model_input
+from telescope.trainer.router_replay import replay_in_megatron
 from telescope.trainer.sequence_exchange import whole_row
 from telescope.trainer.step import RLBackend, RowLoss
 from telescope.trainer.timeline import Timeline
@@ -90,6 +91,8 @@ class MegatronBackend(RLBackend):
             )
         self.inv_freq = rotary.inv_freq.float().to(self.device)
         self.stage = build_stage(hf_config, self.megatron, self.parallel).to(self.device)
+        if self.replay is not None:
+            replay_in_megatron(self.stage, self.replay, self._tokens_of_router)
         folder = model_folder(config.model)
         conversion.load(self.stage, folder, self.places, self.stages, self.parallel, self.heads)
         self.ddp = wrap(self.stage, config)
@@ -115,6 +118,13 @@ class MegatronBackend(RLBackend):
     @property
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for name, shape in self.shapes.items() if not self._is_tied_output(name))
+
+    def _tokens_of_router(self, num_tokens: int) -> slice:
+        """Returns which of a row's tokens on this rank its routers see: with sequence parallelism a part of them."""
+        if not self.megatron.sequence_parallel:
+            return slice(None)
+        size = num_tokens // self.parallel.tp.size()
+        return slice(size * self.parallel.tp.rank(), size * (self.parallel.tp.rank() + 1))
 
     def _is_tied_output(self, name: str) -> bool:
         return name == "lm_head.weight" and self._hf_config.tie_word_embeddings
@@ -166,7 +176,8 @@ class MegatronBackend(RLBackend):
                 multiple = self.parallel.tp.size() * (FP8_MULTIPLE if self.megatron.fp8 else 1)
                 data = model_input(micro_batch, self.device, self.kernel, self.parallel.context, multiple)
             row = Row.of(data, temperature, self.inv_freq, self.dtype)
-            with timeline.span("forward", index):
+            counted = self.replay.counting() if self.replay is not None and not forward_only else nullcontext()
+            with timeline.span("forward", index), counted:
                 out = model(
                     data.token_ids_T[None], data.position_ids_T[None], None,
                     packed_seq_params=row, output_processor=self.last_stage, output_processor_context=row,

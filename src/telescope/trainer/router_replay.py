@@ -1,0 +1,160 @@
+"""Replays the engine's choices of experts in the trainer ("R3", arXiv 2510.11370).
+
+Engine and trainer compute the logits of a router with other kernels, so that near ties go to other experts: a
+difference of logprobs that no precision of the rest removes. With `router_replay` a token goes to the experts that the
+engine chose for it. The weights of these experts come from the trainer's own logits, so that gradients reach the
+router.
+
+Owns the choice, and the count of choices in which both agree. `RouterReplay` takes the place of what selects experts
+in a backend: the top-k of Qwen3-MoE's router in transformers, `router_replay` of a Megatron router.
+
+Invariants: a token without recorded routes goes where the trainer would send it. Routes belong to a row, also when a
+block is recomputed, and agreement is counted in forward passes of training alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from telescope.errors import UserError
+
+AGREEMENT = "router_replay/agreement"
+REPLAYED = "router_replay/token_share"
+
+
+class RouterReplay:
+    """Choices of one rank in all of its layers with experts."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._counts = torch.zeros(3, dtype=torch.float64, device=device)
+        """Agreeing choices, replayed choices, and all choices of the step."""
+        self._counting = False
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Counts the choices of the forward pass inside, not those of its recomputation."""
+        self._counting = True
+        try:
+            yield
+        finally:
+            self._counting = False
+
+    def choose(self, own_TK: torch.Tensor, recorded_TK: torch.Tensor | None) -> torch.Tensor:
+        """Returns the experts [T, K], int64, of each token: the recorded ones, else the trainer's own."""
+        chosen_TK = own_TK
+        if recorded_TK is not None:
+            recorded_TK = recorded_TK.long()
+            sorted_TK = recorded_TK.sort(dim=-1).values
+            known_T1 = (sorted_TK[:, 1:] != sorted_TK[:, :-1]).all(dim=-1, keepdim=True)
+            chosen_TK = torch.where(known_T1, recorded_TK, own_TK)
+            if self._counting:
+                agree_TK = (recorded_TK[:, :, None] == own_TK[:, None, :]).any(dim=-1) & known_T1
+                self._counts[0] += agree_TK.sum()
+                self._counts[1] += known_T1.sum() * own_TK.shape[1]
+        if self._counting:
+            self._counts[2] += own_TK.numel()
+        return chosen_TK
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the metrics since the last call, over all ranks, equal on each. Collective."""
+        dist.all_reduce(self._counts)
+        agreeing, replayed, everything = self._counts.tolist()
+        self._counts.zero_()
+        shares = {REPLAYED: replayed / everything} if everything else {}
+        return shares | ({AGREEMENT: agreeing / replayed} if replayed else {})
+
+
+class ReplayedRouters:
+    """The routers of a transformers model (Qwen3-MoE), whose choices a `RouterReplay` makes."""
+
+    def __init__(self, layers: list[nn.Module], replay: RouterReplay) -> None:
+        """Replaces the routers' `forward`. Raises `UserError` for other routers, and for a model without any."""
+        self._routers: list[tuple[int, Any]] = []
+        for index, layer in enumerate(layers):
+            for module in layer.modules():
+                if type(module).__name__ == "Qwen3MoeTopKRouter":
+                    self._routers.append((index, module))
+                    module.forward = functools.partial(_route, module, replay)
+        if not self._routers:
+            raise UserError("router_replay is true, which works for Qwen3-MoE: set it to false, or choose such a model")
+        self.set(None)
+
+    def set(self, routes_TXK: torch.Tensor | None) -> None:
+        """Sets the routes of the next forward pass, and of its backward pass."""
+        for index, router in self._routers:
+            router.recorded_TK = None if routes_TXK is None else routes_TXK[:, index]
+
+
+def _route(router: Any, replay: RouterReplay, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Computes (logits, weights [T, K], experts [T, K]) as `Qwen3MoeTopKRouter.forward` does, of the chosen experts."""
+    logits = nn.functional.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
+    probabilities = logits.softmax(dim=-1, dtype=torch.float)
+    own_TK = probabilities.topk(router.top_k, dim=-1).indices
+    chosen_TK = replay.choose(own_TK, router.recorded_TK)
+    weights_TK = probabilities.gather(1, chosen_TK)
+    if router.norm_topk_prob:
+        weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+    return logits, weights_TK.to(logits.dtype), chosen_TK
+
+
+class MegatronChoice:
+    """The `router_replay` of one Megatron router: what megatron-core calls instead of its top-k.
+
+    megatron-core's own class takes the routes of a recomputation from a queue, whose order it has to share with the
+    pipeline's schedule, and knows no tokens without routes. Here the layer's input brings its routes each time.
+    """
+
+    def __init__(self, replay: RouterReplay) -> None:
+        self._replay = replay
+        self.recorded_TK: torch.Tensor | None = None
+        self.layer_number: int | None = None
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the scores and the numbers of the chosen experts, [T, K] each."""
+        assert default_compute_topk is not None
+        own_TK = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)[1]
+        chosen_TK = self._replay.choose(own_TK, self.recorded_TK)
+        return scores.gather(1, chosen_TK), chosen_TK
+
+
+def replay_in_megatron(stage: nn.Module, replay: RouterReplay, own_tokens: Callable[[int], slice]) -> None:
+    """Makes the routers of a pipeline stage replay the routes of each `Row` that its layers get.
+
+    `own_tokens(T)` is the part of a row's T tokens that a router of this rank sees. Raises `UserError` for a model
+    without routers.
+    """
+    found = False
+    for layer in stage.modules():
+        router = getattr(getattr(layer, "mlp", None), "router", None)
+        if router is None:
+            continue
+        found = True
+        router.router_replay = choice = MegatronChoice(replay)
+        hook = functools.partial(_take_routes, choice, own_tokens)
+        layer.register_forward_pre_hook(hook, with_kwargs=True)
+    if not found:
+        raise UserError("router_replay is true, but the model has no experts: set it to false")
+
+
+def _take_routes(
+    choice: MegatronChoice, own_tokens: Callable[[int], slice], layer: Any, args: Any, kwargs: dict[str, Any]
+) -> None:
+    routes_TXK = kwargs["packed_seq_params"].data.routes_TXK
+    if routes_TXK is None:
+        choice.recorded_TK = None
+        return
+    choice.recorded_TK = routes_TXK[own_tokens(len(routes_TXK)), layer.layer_number - 1]
