@@ -2,14 +2,14 @@
 
 vLLM quantizes a fused layer when all of its components are there (`--quantization fp8_per_block`): blocks of 128 x 128
 elements, each with a float32 scale. Trainer tensors cannot be read back from that. So while an update arrives that will
-be verified, its tensors are put together and quantized a second time, by this module, and the results of both are
+be verified, its tensors are put together by this module and quantized a second time, and the results of both are
 compared bit for bit. A parameter that passes counts as its tensors as they arrived, whose fingerprints are compared
 with those that were sent: `engine_weights` returns the same shares as for other parameters.
 
 Invariants:
 - Tensors are placed by the map of `engine_weights` and `engine_experts`, not by vLLM's loader.
-- The arithmetic is that of vLLM's `per_block_cast_to_fp8`, operation by operation, on the same device. A test compares
-  them.
+- The arithmetic is vLLM's `per_block_cast_to_fp8` itself: compiled for a GPU, its division may round
+  otherwise than torch's. A test compares it with a plain description.
 - Only fingerprints are kept, and one matrix for each fused layer, or expert, that has not arrived completely.
 """
 
@@ -22,20 +22,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from telescope.weights.fingerprint import Share, Slice, add_fingerprints, partial_fingerprint, to_hex
+from telescope.weights.fingerprint import Share, Slice, partial_fingerprint, to_hex
 
-BLOCK = 128
-FP8_MAX = 448.0
-"""Largest value of float8_e4m3fn."""
-SMALLEST_MAXIMUM = 1e-4
-"""vLLM's lower bound of a block's largest magnitude, so that a block of zeros has a scale."""
-CHUNK_ROWS = 8 * BLOCK
 METHODS = ("Fp8PerBlockOnlineLinearMethod", "Fp8PerBlockOnlineMoEMethod")
 """Classes of `quant_method` whose parameters are quantized here as well."""
 SCALE = "_scale_inv"
 
 Locate = Callable[[nn.Module, str, str], Mapping[str, Slice]]
 """Returns the trainer tensors in a parameter, by module, module name and attribute."""
+Quantize = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Quantizes a matrix to float8_e4m3fn [R, C] and scales [ceil(R / 128), ceil(C / 128)] that multiply it back."""
 
 
 def is_quantized(module: nn.Module) -> bool:
@@ -49,26 +45,10 @@ def quantized_matrices(module: nn.Module) -> list[str]:
     return [name for name in ("weight", "w13_weight", "w2_weight") if name in module._parameters]
 
 
-def quantize_blocks(weight_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantizes a matrix to float8_e4m3fn [R, C] and scales [ceil(R / 128), ceil(C / 128)] that multiply it back."""
-    rows, columns = weight_RC.shape
-    padded = weight_RC.new_zeros(-(-rows // BLOCK) * BLOCK, -(-columns // BLOCK) * BLOCK)
-    padded[:rows, :columns] = weight_RC
-    blocks = padded.view(-1, BLOCK, padded.shape[1] // BLOCK, BLOCK)
-    largest = blocks.abs().float().amax(dim=(1, 3), keepdim=True).clamp(SMALLEST_MAXIMUM)
-    scale = largest / FP8_MAX
-    quantized = (blocks * (1.0 / scale)).to(torch.float8_e4m3fn)
-    return quantized.view_as(padded)[:rows, :columns], scale.view(blocks.shape[0], blocks.shape[2])
-
-
-def quantized_fingerprint(weight_RC: torch.Tensor) -> tuple[int, int]:
+def quantized_fingerprint(weight_RC: torch.Tensor, quantize: Quantize) -> tuple[int, int]:
     """Returns the fingerprints of a matrix' quantized values and of its scales."""
-    values, scales = [], []
-    for start in range(0, len(weight_RC), CHUNK_ROWS):
-        quantized, scale = quantize_blocks(weight_RC[start : start + CHUNK_ROWS])
-        values.append(partial_fingerprint(quantized, start))
-        scales.append(partial_fingerprint(scale, start // BLOCK))
-    return add_fingerprints(values), add_fingerprints(scales)
+    values, scales = quantize(weight_RC)
+    return partial_fingerprint(values), partial_fingerprint(scales)
 
 
 @dataclass(slots=True)
@@ -94,8 +74,9 @@ class _Parameter:
 class QuantizedReference:
     """Recomputed quantization of one update on one worker."""
 
-    def __init__(self, model: nn.Module, locate: Locate) -> None:
+    def __init__(self, model: nn.Module, locate: Locate, quantize: Quantize) -> None:
         """Takes the matrices of `model` as they are loaded, not quantized yet, or as they are after that."""
+        self._quantize = quantize
         self._parameters: dict[str, _Parameter] = {}
         self._places: dict[str, list[str]] = {}
         """Parameters that a tensor is part of."""
@@ -131,7 +112,7 @@ class QuantizedReference:
             matrix.values_RC[start : start + len(part)] = part
             matrix.waiting.discard(name)
             if not matrix.waiting:
-                matrix.fingerprint = quantized_fingerprint(matrix.values_RC)
+                matrix.fingerprint = quantized_fingerprint(matrix.values_RC, self._quantize)
                 matrix.values_RC = None
 
     def shares(

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from telescope.weights.engine_experts import expert_slices, experts_as_loaded, is_experts, why_unreadable
-from telescope.weights.engine_quantized import SCALE, QuantizedReference, is_quantized, quantized_matrices
+from telescope.weights.engine_quantized import SCALE, Quantize, QuantizedReference, is_quantized, quantized_matrices
 from telescope.weights.fingerprint import Share, Slice, as_matrix_shape, fingerprint_slices
 from telescope.weights.plan import TensorMeta
 
@@ -71,7 +71,7 @@ def engine_weights(
     return {"tensors": shares, "unaccounted": unaccounted}
 
 
-def quantized_reference(model: nn.Module, metas: list[TensorMeta]) -> QuantizedReference | None:
+def quantized_reference(model: nn.Module, metas: list[TensorMeta], quantize: Quantize) -> QuantizedReference | None:
     """Returns an observer of an update of `metas`. None if the model has no quantized layers."""
     if not any(is_quantized(module) for module in model.modules()):
         return None
@@ -79,6 +79,7 @@ def quantized_reference(model: nn.Module, metas: list[TensorMeta]) -> QuantizedR
     return QuantizedReference(
         model,
         lambda module, place, attribute: _locations(model, module, place, attribute, shapes, f"{place}.{attribute}"),
+        quantize,
     )
 
 

@@ -1,10 +1,9 @@
-"""The second quantization of a verification is vLLM's, bit for bit."""
+"""The description of vLLM's quantization by which the unit tests compute is vLLM's, bit for bit."""
 
 import pytest
 import torch
+from tests.unit.weights.test_engine_quantized import quantize_blocks
 from vllm.utils.deep_gemm import per_block_cast_to_fp8
-
-from telescope.weights.engine_quantized import quantize_blocks
 
 
 @pytest.mark.parametrize("shape", [(256, 384), (300, 200), (1, 1)])

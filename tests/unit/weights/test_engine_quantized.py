@@ -7,15 +7,29 @@ import pytest
 import torch
 from torch import nn
 
-from telescope.weights.engine_quantized import BLOCK, FP8_MAX, quantize_blocks, quantized_fingerprint
 from telescope.weights.engine_weights import engine_weights, quantized_reference
 from telescope.weights.fingerprint import fingerprint, to_hex
 from telescope.weights.plan import TensorMeta
 from telescope.weights.probe import ProbeReport, compare
 
+BLOCK = 128
+FP8_MAX = 448.0
+SMALLEST_MAXIMUM = 1e-4
 HIDDEN, QUERY, KEY = 256, 320, 64  # blocks lie across the borders of q, k and v
 EXPERTS, INNER = 2, 128
 ATTENTION, MLP = "model.layers.0.attn", "model.layers.0.mlp.experts"
+
+
+def quantize_blocks(weight_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Describes vLLM's `per_block_cast_to_fp8`."""
+    rows, columns = weight_RC.shape
+    padded = weight_RC.new_zeros(-(-rows // BLOCK) * BLOCK, -(-columns // BLOCK) * BLOCK)
+    padded[:rows, :columns] = weight_RC
+    blocks = padded.view(-1, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+    largest = blocks.abs().float().amax(dim=(1, 3), keepdim=True).clamp(SMALLEST_MAXIMUM)
+    scale = largest / FP8_MAX
+    quantized = (blocks * (1.0 / scale)).to(torch.float8_e4m3fn)
+    return quantized.view_as(padded)[:rows, :columns], scale.view(blocks.shape[0], blocks.shape[2])
 
 
 class Fp8PerBlockOnlineLinearMethod:
@@ -77,7 +91,7 @@ def engine_model(tensors: dict[str, torch.Tensor]) -> Any:
 def probe(model: Any, sent: dict[str, torch.Tensor], arrived: dict[str, torch.Tensor]) -> ProbeReport:
     """Verifies a model after an update in which `sent` was sent and `arrived` arrived."""
     metas = [TensorMeta(name, tuple(tensor.shape)) for name, tensor in sent.items()]
-    reference = quantized_reference(model, metas)
+    reference = quantized_reference(model, metas, quantize_blocks)
     assert reference is not None
     for name, tensor in arrived.items():
         reference.observe(name, tensor)
@@ -138,7 +152,7 @@ def test_without_an_observed_update_quantized_layers_are_reported() -> None:
 
 
 def test_a_model_without_quantized_layers_needs_no_second_quantization() -> None:
-    assert quantized_reference(nn.Linear(4, 4), []) is None
+    assert quantized_reference(nn.Linear(4, 4), [], quantize_blocks) is None
 
 
 def test_blocks_are_within_half_a_step_of_the_grid_and_use_all_of_it() -> None:
@@ -151,9 +165,3 @@ def test_blocks_are_within_half_a_step_of_the_grid_and_use_all_of_it() -> None:
     assert (restored - weight.float()).abs().le(weight.float().abs() * 2**-4 + spread * 2**-10).all()
     assert values.float().abs()[:BLOCK, :BLOCK].max() == FP8_MAX
     assert quantize_blocks(torch.zeros(2, 2))[1].item() > 0
-
-
-def test_fingerprints_of_a_tall_matrix_do_not_depend_on_its_chunks() -> None:
-    weight = torch.randn(2500, 130).bfloat16()
-    values, scales = quantize_blocks(weight)
-    assert quantized_fingerprint(weight) == (fingerprint(values), fingerprint(scales))

@@ -40,6 +40,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
 from telescope.inference.vllm.plugin import TRANSFER_VARIABLE
 from telescope.weights.communicator import Communicator
@@ -214,7 +215,7 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         self.fingerprints_of_folder = {}
         self.reference = None
         if update_info.verify or update_info.folder:
-            self.reference = quantized_reference(self.model, update_info.metas)
+            self.reference = quantized_reference(self.model, update_info.metas, _quantize_blocks)
         if update_info.folder:
             self._load_folder(update_info)
             return
@@ -445,6 +446,12 @@ def restore_kernels(taken: list[tuple[Any, Any]]) -> None:
         if method.moe_kernel is None:
             method.moe_kernel = kernel
     taken.clear()
+
+
+def _quantize_blocks(weight_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantizes a matrix as vLLM's online quantization does."""
+    values, scales = per_block_cast_to_fp8(weight_RC, block_size=[128, 128], use_ue8m0=False)
+    return values, scales
 
 
 def reprocess_tied_layers(model: nn.Module) -> None:
