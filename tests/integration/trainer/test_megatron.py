@@ -67,8 +67,8 @@ LLAMA_3 = {
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tied": False},
-    "tied": {"family": "qwen3", "tied": True},
-    "qwen3": {"family": "qwen3", "tied": False},
+    "tied": {"family": "qwen3", "tied": True, "pad_token_id": 3},
+    "qwen3": {"family": "qwen3", "tied": False, "pad_token_id": 3},
     "llama": {"family": "llama", "tied": False, "rope_parameters": LLAMA_3},
     "experts": {"family": "qwen3_moe", "tied": False},
 }

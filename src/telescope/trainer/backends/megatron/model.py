@@ -248,7 +248,7 @@ def build_stage(hf_config: Any, megatron: TransformerConfig, parallel: Parallel)
     """Builds this rank's pipeline stage with arbitrary weights."""
     layer = layer_spec(megatron)
     layers: list[ModuleSpec] = [layer] * (megatron.num_layers // parallel.pp.size())
-    return GPTModel(
+    stage = GPTModel(
         megatron,
         TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
         vocab_size=rows_of_vocabulary(hf_config.vocab_size, parallel.tp.size()),
@@ -258,6 +258,18 @@ def build_stage(hf_config: Any, megatron: TransformerConfig, parallel: Parallel)
         share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
         position_embedding_type="none",  # `PackedAttention` has it
     )
+    padding = getattr(hf_config, "pad_token_id", None)
+    if parallel.is_first_stage and padding is not None:
+        stage.embedding.word_embeddings.register_forward_hook(functools.partial(_freeze_row, padding, parallel))
+    return stage
+
+
+def _freeze_row(padding: int, parallel: Parallel, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """Keeps the gradient from one embedding, as `padding_idx` does in transformers, wherever it stands in a sample."""
+    ids = inputs[0]
+    if module.reduce_scatter_embeddings:  # the output has this rank's share of the tokens first
+        ids = ids.transpose(0, 1).chunk(parallel.tp.size())[parallel.tp.rank()]
+    return torch.where((ids == padding)[..., None], output.detach(), output)
 
 
 def layer_spec(megatron: TransformerConfig) -> ModuleSpec:
