@@ -72,7 +72,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
     },
 }  # fmt: skip
-"""Shapes of Qwen3 (Qwen3 Technical Report, arXiv:2505.09388), one for a CPU, and six layers of 30B-A3B."""
+SHAPES["30b-a3b"] = SHAPES["moe"] | {"num_hidden_layers": 48}
+"""Shapes of Qwen3 (Qwen3 Technical Report, arXiv:2505.09388), one for a CPU, and `moe`, six layers of 30B-A3B."""
 
 SHARING = (
     "fsdp_context_parallel_size", "megatron_tensor_parallel_size", "megatron_pipeline_parallel_size",

@@ -155,6 +155,46 @@ PARTS = (
         8,
         480,
     ),
+    Part("megatron tests", f"{PYTEST} tests/gpu/test_megatron_on_gpu.py", 1, 480),
+    Part("4b by megatron", f"{TRAINER} 4b --backend fsdp megatron --tokens 16384 --checkpointing full {FEW}", 1, 300),
+    Part(
+        "experts by megatron",
+        f"{TRAINER} moe --backend fsdp megatron --tokens 16384 --loads single --checkpointing full {FEW}",
+        1,
+        300,
+    ),
+    Part("4b by fsdp on two", f"{TRAINER} 4b --ranks 2 --tokens 16384 --checkpointing full {FEW}", 2, 300),
+    Part(
+        "4b by megatron on two",
+        f"{TRAINER} 4b --ranks 2 --backend megatron --tokens 16384 --checkpointing full {FEW} "
+        "--set megatron_tensor_parallel_size=2",
+        2,
+        300,
+    ),
+    Part("64k on one", f"{TRAINER} 4b --tokens 65536 --loads single --checkpointing full {FEW}", 1, 300),
+    Part(
+        "64k on two by context",
+        f"{TRAINER} 4b --ranks 2 --tokens 65536 --loads single --checkpointing full {FEW} "
+        "--set fsdp_context_parallel_size=2",
+        2,
+        300,
+    ),
+    Part(
+        "256k on four by context",
+        f"{TRAINER} 4b --ranks 4 --tokens 262144 --loads single --checkpointing full {FEW} "
+        "--set fsdp_context_parallel_size=4",
+        4,
+        480,
+    ),
+    Part(
+        "30b of experts on four",
+        f"{TRAINER} 30b-a3b --ranks 4 --backend megatron --tokens 16384 --loads single --checkpointing full {FEW} "
+        "--set megatron_expert_parallel_size=4 megatron_use_transformer_engine=true "
+        "megatron_use_precision_aware_optimizer=true megatron_exp_avg_dtype=bfloat16 "
+        "megatron_exp_avg_sq_dtype=bfloat16 megatron_main_grads_dtype=bfloat16 megatron_grad_reduce_in_fp32=false",
+        4,
+        480,
+    ),
     Part("lora 14b", f"{BENCHMARK}/lora.py --json {{json}} --shapes 14b", 1, 200),
     Part("sync small", f"{SYNC} 0.6b 1.7b", 2, 360),
     Part("sync 8b on four", f"{SYNC} 8b --engines 2 --trainers 2", 4, 420),
