@@ -278,7 +278,7 @@ def check_torchvision() -> Check:
 
 
 def check_megatron() -> Check:
-    """Checks the optional parts for large models."""
+    """Checks megatron-core, which `train_backend: megatron` needs."""
     if (core := installed_version("megatron-core")) is None:
         return Check("megatron-core", "note", "not installed", "make setup MEGATRON=1, for train_backend megatron")
     return Check("megatron-core", "ok", core)

@@ -30,6 +30,13 @@ USUAL_EXPERTS_PER_TOKEN = 8
 """Of Qwen3-MoE, where its `config.json` does not say."""
 
 
+def _is_target(name: str, targets: str | Sequence[str]) -> bool:
+    """Whether `lora_target_modules` names this layer: by a regular expression, or by a name or its end."""
+    if isinstance(targets, str):
+        return targets == ALL_LINEAR or re.fullmatch(targets, name) is not None
+    return any(f".{name}".endswith(f".{target}") for target in targets)
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """A decoder of the Llama family: grouped-query attention, gated MLP (or experts), RMS norms.
@@ -115,12 +122,15 @@ class ModelShape:
         Counted as on all layers for targets that only another architecture has.
         """
         layers = list(self._linear_layers())
-        chosen = layers
-        if isinstance(targets, str) and targets != ALL_LINEAR:
-            chosen = [layer for layer in layers if re.fullmatch(targets, layer[0])]
-        elif not isinstance(targets, str):
-            chosen = [layer for layer in layers if any(f".{layer[0]}".endswith(f".{target}") for target in targets)]
+        chosen = [layer for layer in layers if _is_target(layer[0], targets)]
         return sum(rank * (inputs + outputs) for _, inputs, outputs in chosen or layers)
+
+    def unknown_targets(self, targets: str | Sequence[str]) -> list[str]:
+        """Returns what `lora_target_modules` names and no linear layer of a Llama or Qwen model matches."""
+        names = [name for name, _, _ in self._linear_layers()]
+        parts: Sequence[str | list[str]] = [targets] if isinstance(targets, str) else [[target] for target in targets]
+        unknown = [part for part in parts if not any(_is_target(name, part) for name in names)]
+        return [part if isinstance(part, str) else part[0] for part in unknown]
 
     def _linear_layers(self) -> Iterator[tuple[str, int, int]]:
         """Yields name, inputs and outputs of the linear layers of all blocks; experts are none."""

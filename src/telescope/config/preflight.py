@@ -27,8 +27,8 @@ from telescope.config.machine import (
     visible_gpu_capabilities,
 )
 from telescope.config.memory import GIB, checkpoint_bytes, estimate_memory, trainer_share
-from telescope.config.model_files import ModelReport, check_rendering, inspect_model, vocabulary_size
-from telescope.config.model_shape import DTYPE_BYTES
+from telescope.config.model_files import ModelReport, architecture_of, check_rendering, inspect_model, vocabulary_size
+from telescope.config.model_shape import DTYPE_BYTES, ModelShape
 from telescope.config.plan import ClusterResources, PlacementError, gpus_needed, plan_placement, resolve_device
 from telescope.config.remarks import remarks_on_place
 from telescope.config.sections.general import client_address_problem
@@ -94,6 +94,7 @@ def checks_of_machine() -> tuple[Check, ...]:
         check_ray_address,
         check_placement,
         check_quantization,
+        check_router_replay,
         check_open_files,
         check_shared_memory,
         check_run_dir,
@@ -222,7 +223,7 @@ def check_placement(config: TelescopeConfig) -> None:
 
 
 def check_quantization(config: TelescopeConfig) -> None:
-    """Checks that GPUs of this machine compute in FP8, where servers shall, unless the run joins a cluster."""
+    """Checks that this machine's GPUs have FP8 if servers are quantized. Skipped for a run that joins a cluster."""
     if config.inference_quantization == "none" or ray_cluster_is_configured(config.ray_address):
         return
     chosen = f"inference_quantization is {config.inference_quantization}, which requires GPUs with FP8"
@@ -234,6 +235,15 @@ def check_quantization(config: TelescopeConfig) -> None:
         raise ConfigError(
             f"{chosen} (compute capability {FP8_CAPABILITY:g} or more), and a GPU here has {lowest:g}. {fix}"
         )
+
+
+def check_router_replay(config: TelescopeConfig) -> None:
+    """Checks that the vLLM of this machine returns routed experts if they are replayed."""
+    if not config.router_replay or ray_cluster_is_configured(config.ray_address):
+        return
+    from telescope.inference.vllm.support import check_routes
+
+    check_routes(on_cpu=resolve_device(config, local_resources()) == "cpu")
 
 
 def check_open_files(config: TelescopeConfig) -> None:
@@ -325,8 +335,19 @@ def check_report(config: TelescopeConfig, report: ModelReport) -> None:
     if config.router_replay and shape is not None and (not shape.num_experts or shape.experts_per_token < 2):
         has = "one expert per token" if shape.num_experts else "no experts"
         raise ConfigError(f"router_replay is true, but {config.model} has {has}. Set router_replay to false")
+    if config.lora_rank and shape is not None and architecture_of(config) in megatron.MODEL_TYPES:
+        _check_adapters(config, shape)
     if config.filter_gibberish:
         vocabulary_size(config)
+
+
+def _check_adapters(config: TelescopeConfig, shape: ModelShape) -> None:
+    if unknown := shape.unknown_targets(config.lora_target_modules):
+        raise ConfigError(
+            f"lora_target_modules: {', '.join(map(repr, unknown))} matches no layer of {config.model} that can have an "
+            "adapter. Choose from q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj as a list, such as "
+            '[q_proj, v_proj], or use "all-linear"; a text that is no list is a regular expression for whole names'
+        )
 
 
 def checkpoint_sentence(config: TelescopeConfig, report: ModelReport) -> str | None:

@@ -58,6 +58,12 @@ def remarks(config: TelescopeConfig) -> list[str]:
             )
     if config.inference_quantization != "none" and not (config.use_tis or config.seq_is_masking):
         found.append(_quantization(config))
+    idle = sorted({"lora_alpha", "lora_dropout", "lora_target_modules"} & config.user_set)
+    if idle and not config.lora_rank:
+        found.append(
+            f"{' and '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect, because lora_rank is 0 and all "
+            "weights are trained. Set lora_rank to train adapters."
+        )
     if config.top_p is not None and config.top_p < 1:
         found.append(_top_p(config, config.top_p))
     return found
@@ -74,8 +80,8 @@ def remarks_on_place(
     num_layers = shape.num_layers if shape is not None else None
     if shape is not None and shape.num_experts and not config.router_replay and device == "cuda":
         found.append(
-            f"{config.model} is a mixture of experts: where logits of its routers nearly tie, trainer and servers "
-            "choose other experts, so that logprobs differ (kl_divergence_inference). Set router_replay to true to "
+            f"{config.model} is a mixture of experts: trainer and servers choose different experts where router "
+            "logits nearly tie, so that logprobs differ (kl_divergence_inference). Set router_replay to true to "
             "train with the servers' choices."
         )
     layers = config.gradient_checkpointing_layers

@@ -8,6 +8,7 @@ Pure functions of the configuration: machine and files are checked in `plan` and
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -85,6 +86,15 @@ def megatron_model_parallel_size(config: TelescopeConfig) -> int:
         * config.megatron_pipeline_parallel_size
         * config.megatron_context_parallel_size
     )
+
+
+def _is_invalid_pattern(config: TelescopeConfig) -> bool:
+    if isinstance(config.lora_target_modules, str):
+        try:
+            re.compile(config.lora_target_modules)
+        except re.error:
+            return True
+    return False
 
 
 def _megatron(config: TelescopeConfig) -> bool:
@@ -458,6 +468,12 @@ RULES: tuple[Rule, ...] = (
         "must be 0 with train_backend megatron, which trains all weights",
         lambda c: _megatron(c) and c.lora_rank > 0,
         lambda c: "Set lora_rank to 0, or train_backend to fsdp",
+    ),
+    Rule(
+        ("lora_target_modules",),
+        "must be a list of names, or a valid regular expression",
+        _is_invalid_pattern,
+        lambda c: "Write names as a list, such as [q_proj, v_proj]",
     ),
     Rule(
         ("lora_sync", "lora_rank"),

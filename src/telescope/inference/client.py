@@ -204,9 +204,8 @@ class EngineClient:
         body = {"lora_name": wire.ADAPTER_NAME, "lora_path": str(folder), "load_inplace": True}
         try:
             await self._control("POST", wire.LOAD_ADAPTER_ROUTE, body, within=self._update_timeout)
-        except (
-            EngineRequestError
-        ) as error:  # a folder that the server does not see, or an adapter that vLLM cannot take
+        except EngineRequestError as error:
+            # The server does not see the folder, or vLLM cannot load the adapter.
             raise InfrastructureError(str(error)) from error
 
     async def call_worker(

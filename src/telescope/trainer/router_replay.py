@@ -1,9 +1,9 @@
 """Replays the engine's choices of experts in the trainer ("R3", arXiv 2510.11370).
 
-Engine and trainer compute the logits of a router with other kernels, so that near ties go to other experts: a
-difference of logprobs that no precision of the rest removes. With `router_replay` a token goes to the experts that the
-engine chose for it. The weights of these experts come from the trainer's own logits, so that gradients reach the
-router.
+Engine and trainer compute router logits with different kernels, so they choose different experts where logits nearly
+tie. Higher precision elsewhere does not remove the resulting difference of logprobs. With `router_replay` a token goes
+to the experts that the engine chose for it. The weights of these experts come from the trainer's own logits, so that
+gradients reach the router.
 
 Owns the choice, and the count of choices in which both agree. `RouterReplay` takes the place of what selects experts
 in a backend: the top-k of Qwen3-MoE's router in transformers, `router_replay` of a Megatron router.

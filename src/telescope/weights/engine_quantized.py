@@ -46,7 +46,7 @@ def quantized_matrices(module: nn.Module) -> list[str]:
 
 
 def quantized_fingerprint(weight_RC: torch.Tensor, quantize: Quantize) -> tuple[int, int]:
-    """Returns the fingerprints of a matrix' quantized values and of its scales."""
+    """Returns the fingerprints of a matrix's quantized values and of its scales."""
     values, scales = quantize(weight_RC)
     return partial_fingerprint(values), partial_fingerprint(scales)
 

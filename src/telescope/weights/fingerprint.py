@@ -134,7 +134,7 @@ class Share:
     fingerprint: str
     exact: bool = True
     problem: str = ""
-    """Why the part counts as other than what was sent, if it does for another reason."""
+    """Why the part fails the comparison, whatever its fingerprint. Empty if nothing is wrong."""
 
 
 @dataclass(frozen=True, slots=True)

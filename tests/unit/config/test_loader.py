@@ -342,6 +342,13 @@ def test_quantized_servers_get_a_remark_that_suggests_use_tis():
     assert load(None, *NO_WANDB, *quantized, "--use_tis", "true").notes == []
 
 
+def test_settings_of_adapters_without_a_rank_are_remarked():
+    alpha = ("--lora_alpha", "64", "--lora_dropout", "0.1")
+    (note,) = load(None, *NO_WANDB, *alpha).notes
+    assert note.startswith("lora_alpha and lora_dropout have no effect")
+    assert load(None, *NO_WANDB, *alpha, "--lora_rank", "8").notes == []
+
+
 def test_max_off_policy_steps_below_max_async_rollout_is_remarked():
     (note,) = load(None, *NO_WANDB, "--max_off_policy_steps", "1").notes
     assert note.startswith("max_off_policy_steps is 1, below max_async_rollout, which is 2:")

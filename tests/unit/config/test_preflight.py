@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import socket
 from datetime import UTC, datetime
@@ -18,6 +19,7 @@ from telescope.config.model_shape import known_shape
 from telescope.config.plan import assumed_cluster
 from telescope.config.remarks import remarks_on_place
 from telescope.errors import ConfigError
+from telescope.inference.vllm import support
 
 
 def config(**values: object) -> TelescopeConfig:
@@ -315,6 +317,25 @@ def test_quantized_servers_are_refused_where_there_is_no_gpu(monkeypatch):
     run = config(inference_quantization="fp8_per_block", inference_dtype="bfloat16")
     assert "no GPU was found" in message_of(preflight.check_quantization, run)
     preflight.check_quantization(config())
+
+
+@pytest.mark.parametrize("targets", ["q_proj", "nonsense", ["q_proj", "nonsense"], ["lm_head"], ["gate"]])
+def test_adapters_on_layers_that_the_model_lacks_are_refused(monkeypatch, targets):
+    monkeypatch.setattr(preflight, "architecture_of", lambda _: "qwen3")
+    report = ModelReport("a table", known_shape("Qwen/Qwen3-4B"))
+    check = functools.partial(preflight.check_report, report=report)
+    message = message_of(check, config(lora_rank=8, lora_target_modules=targets))
+    assert message.startswith("lora_target_modules: ")
+    assert "'q_proj'" in message if targets == "q_proj" else "'q_proj'" not in message
+    for found in ("all-linear", ".*q_proj", ["q_proj", "mlp.up_proj"]):
+        check(config(lora_rank=8, lora_target_modules=found))
+
+
+def test_router_replay_is_refused_where_vllm_returns_no_routes(monkeypatch):
+    monkeypatch.setattr(support, "installed_version", lambda: "0.32.0")
+    assert "router_replay" in message_of(preflight.check_router_replay, config(router_replay=True, device="cpu"))
+    monkeypatch.setattr(support, "installed_version", lambda: "0.30.0")
+    preflight.check_router_replay(config(router_replay=True, device="cpu"))
 
 
 def test_router_replay_needs_experts_and_is_suggested_where_there_are_some():

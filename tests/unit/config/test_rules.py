@@ -75,6 +75,7 @@ BROKEN: list[tuple[str, dict[str, object]]] = [
     ("megatron_global_batch_size", {**MEGATRON, "megatron_global_batch_size": 7}),
     ("mixed_precision_dtype", {**MEGATRON, "mixed_precision_dtype": "float16"}),
     ("lora_rank", {**MEGATRON, "lora_rank": 8}),
+    ("lora_target_modules", {"lora_rank": 8, "lora_target_modules": "q_proj("}),
     ("lora_sync", {"lora_sync": "adapter"}),
     ("lora_rank", {"lora_rank": 513, "lora_sync": "adapter"}),
     ("model_dtype", {"lora_rank": 8, "lora_sync": "adapter", "model_dtype": "bfloat16", "inference_dtype": "float16"}),

@@ -120,8 +120,8 @@ class TrainerSection(Section):
     by layers, heads, experts and tokens."""
     router_replay: bool = False
     """Train each token of a mixture of experts with the experts that the engine chose for it (R3, arXiv 2510.11370).
-    Both sides choose differently where logits nearly tie, so that logprobs differ. Costs layers x experts per token
-    bytes per token, and blocks are not compiled. `router_replay/agreement` is the share of equal choices."""
+    Without it, trainer and engine choose different experts where router logits nearly tie. Costs layers x experts per
+    token bytes per token, and blocks are not compiled. `router_replay/agreement` is the share of equal choices."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass (FSDP); what attention returned is kept. Off: faster, and a multiple
     of the activation memory."""

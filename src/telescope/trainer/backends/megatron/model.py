@@ -265,7 +265,7 @@ def build_stage(hf_config: Any, megatron: TransformerConfig, parallel: Parallel)
 
 
 def _freeze_row(padding: int, parallel: Parallel, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """Keeps the gradient from one embedding, as `padding_idx` does in transformers, wherever it stands in a sample."""
+    """Blocks the gradient of the embedding of token `padding`, as `padding_idx` does in transformers."""
     ids = inputs[0]
     if module.reduce_scatter_embeddings:  # the output has this rank's share of the tokens first
         ids = ids.transpose(0, 1).chunk(parallel.tp.size())[parallel.tp.rank()]
