@@ -71,7 +71,9 @@ def main() -> int:
     parser.add_argument("--saves", type=positive, default=3, help="measured checkpoints of each case")
     parser.add_argument("--requests", type=positive, default=32, help="in flight on each engine")
     parser.add_argument("--dir", type=Path, help="where checkpoints are written, by default the temporary folder")
-    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="more configuration fields")
+    parser.add_argument(
+        "--set", nargs="*", action="extend", default=[], metavar="FIELD=VALUE", help="more configuration fields"
+    )
     parser.add_argument("--quick", action="store_true", help="small shapes on the CPU")
     parser.add_argument("--json", type=Path, help="write the results here, after every case")
     arguments = parser.parse_args()

@@ -73,7 +73,9 @@ def main() -> int:
     parser.add_argument("--syncs", type=positive, default=8, help="measured syncs of each kind")
     parser.add_argument("--requests", type=positive, default=64, help="in flight on each engine")
     parser.add_argument("--bucket-mb", type=positive, default=256)
-    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="more configuration fields")
+    parser.add_argument(
+        "--set", nargs="*", action="extend", default=[], metavar="FIELD=VALUE", help="more configuration fields"
+    )
     parser.add_argument("--quick", action="store_true", help="the tiny shape on the CPU")
     parser.add_argument("--json", type=Path, help="write the results here, after every case")
     arguments = parser.parse_args()

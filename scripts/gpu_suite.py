@@ -57,6 +57,8 @@ class Part:
     """Deadline: its duration on H200s with a cold compile cache, and about half of that more."""
     results: str = "results.json"
     """Results file in the scratch folder."""
+    tiny: str = "--num-heads 2 --num-kv-heads 1"
+    """Options of `telescope tiny-model` for {tiny}. GPU kernels require heads of 64 numbers."""
 
 
 DEMO = (
@@ -64,6 +66,7 @@ DEMO = (
     "--inference_num_workers 1 --inference_threads null --trainer_threads null --ray_inference_cpus_per_worker 4 "
     "--ray_trainer_cpus_per_worker 4 --use_wandb false --ray_address local --inference_base_port {port}"
 )
+DEMO_OF_TWO = DEMO.replace("_num_workers 1", "_num_workers 2")
 RUN = f"{sys.executable} -m telescope.cli.main"
 PYTEST = f"{sys.executable} -m pytest -q -p no:cacheprovider -m gpu"
 FIRST_FAILURE = f"{PYTEST} -x --tb=short"
@@ -76,10 +79,15 @@ SYNC = f"{sys.executable} benchmarks/weight_sync.py --json {{json}} --set infere
 CHECKPOINT = f"{sys.executable} benchmarks/checkpoint.py --json {{json}} --set inference_base_port={{port}} --shapes"
 TRAINER = f"{sys.executable} benchmarks/trainer.py --json {{json}} --shapes"
 FEW = "--steps 3 --warmup 2"
+LARGER = "--hidden-size 256 --intermediate-size 512 --num-heads 4 --num-kv-heads 2 --warm-start-steps 200"
+"""A tiny model whose matrices have blocks for FP8, and heads for two ranks."""
 EXPERTS_AND_RANKS = "tests/gpu/weights/test_experts_and_ranks_on_gpu.py"
 RANKS = "tests/gpu/weights/test_ranks_on_gpu.py"
+ROUTES = "tests/gpu/weights/test_routes_on_gpu.py"
 PARTS = (
-    Part("weights", f"{PYTEST} tests/gpu/weights --ignore {EXPERTS_AND_RANKS} --ignore {RANKS}", 2, 300),
+    Part(
+        "weights", f"{PYTEST} tests/gpu/weights --ignore {EXPERTS_AND_RANKS} --ignore {RANKS} --ignore {ROUTES}", 2, 300
+    ),
     # A server starts in 110 to 130 s with a cold cache. These start two, those of four ranks through host memory one.
     Part("experts and ranks", f"{FIRST_FAILURE} {EXPERTS_AND_RANKS} -k tied-2-nccl", 3, 420),
     Part("ranks", f"{FIRST_FAILURE} {RANKS} -k tied-2-nccl", 3, 420),
@@ -101,8 +109,9 @@ PARTS = (
         f"{RUN} train {DEMO} --share_gpus true --number_of_steps 10 --weight_probe_every 2 --inference_dtype bfloat16 "
         "--inference_quantization fp8_per_block --use_tis true --run_dir {folder}/run",
         1,
-        360,
+        420,
         "run/summary.json",
+        LARGER,
     ),
     Part("verify", f"{RUN} verify {DEMO} --gpu_memory_utilization 0.5 --json {{json}}", 2, 360),
     Part("loss on a shared gpu", f"{PYTEST} tests/gpu/test_shared_gpu.py", 1, 420),
@@ -156,6 +165,17 @@ PARTS = (
         480,
     ),
     Part("megatron tests", f"{PYTEST} tests/gpu/test_megatron_on_gpu.py", 1, 480),
+    Part("megatron on two gpus", f"{PYTEST} -s tests/gpu/test_megatron_on_two_gpus.py", 2, 420),
+    Part(
+        "demo by megatron on two",
+        f"{RUN} train {DEMO_OF_TWO} --share_gpus true --train_backend megatron "
+        "--megatron_tensor_parallel_size 2 --mixed_precision_dtype bfloat16 --number_of_steps 20 "
+        "--weight_probe_every 5 --run_dir {folder}/run",
+        2,
+        420,
+        "run/summary.json",
+        LARGER,
+    ),
     Part("4b by megatron", f"{TRAINER} 4b --backend fsdp megatron --tokens 16384 --checkpointing full {FEW}", 1, 300),
     Part(
         "experts by megatron",
@@ -171,6 +191,9 @@ PARTS = (
         2,
         300,
     ),
+    Part("sync 4b by megatron", f"{SYNC} 4b --set train_backend=megatron", 2, 300),
+    Part("sync 4b of adapters", f"{SYNC} 4b --set lora_rank=16 model_dtype=bfloat16 lora_sync=adapter", 2, 300),
+    Part("routes", f"{PYTEST} {ROUTES}", 1, 300),
     Part("64k on one", f"{TRAINER} 4b --tokens 65536 --loads single --checkpointing full {FEW}", 1, 300),
     Part(
         "64k on two by context",
@@ -393,8 +416,7 @@ class Running:
         self.deadline = self._started + part.seconds
         command = part.command.format(**words)
         if "{tiny}" in part.command:
-            # GPU kernels require heads of 64 numbers.
-            command = f"{RUN} tiny-model --output {words['tiny']} --num-heads 2 --num-kv-heads 1 && exec {command}"
+            command = f"{RUN} tiny-model --output {words['tiny']} {part.tiny} && exec {command}"
         with self._output.open("w") as sink:
             self.process = subprocess.Popen(
                 ["bash", "-c", command],

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import pickle
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -182,10 +183,12 @@ def run_here(job: Job) -> Any:
         trainer.shutdown()
 
 
-def run_ranks(jobs: list[Job], *, num_ranks: int, folder: Path) -> list[list[Any]]:
+def run_ranks(
+    jobs: list[Job], *, num_ranks: int, folder: Path, seconds: float = RANKS_DEADLINE_SECONDS
+) -> list[list[Any]]:
     """The jobs one after the other on `num_ranks` new processes, a new trainer for each: results by job, then by rank.
 
-    A rank that raises fails the test with its traceback; ranks that hang are ended after a deadline.
+    A rank that raises fails the test with its traceback; ranks that are not done after `seconds` are ended.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # torch and transformers, imported once for all ranks of all files
@@ -194,11 +197,12 @@ def run_ranks(jobs: list[Job], *, num_ranks: int, folder: Path) -> list[list[Any
     processes = [
         context.Process(target=_rank_main, args=(jobs, rank, num_ranks, ports, folder)) for rank in range(num_ranks)
     ]
+    deadline = time.monotonic() + seconds
     for process in processes:
         process.start()
     try:
         for process in processes:
-            process.join(RANKS_DEADLINE_SECONDS)
+            process.join(max(0.0, deadline - time.monotonic()))
     finally:
         hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
         for process in processes:
@@ -206,7 +210,7 @@ def run_ranks(jobs: list[Job], *, num_ranks: int, folder: Path) -> list[list[Any
             process.join()
     failures = [path.read_text() for path in sorted(folder.glob("*.failed"))]
     assert not failures, "\n".join(failures)
-    assert not hanging, f"ranks {hanging} did not finish within {RANKS_DEADLINE_SECONDS} s"
+    assert not hanging, f"ranks {hanging} did not finish within {seconds:g} s"
     by_rank = [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(num_ranks)]
     return [list(results) for results in zip(*by_rank, strict=True)]
 
