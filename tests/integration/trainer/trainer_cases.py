@@ -8,7 +8,8 @@ import pickle
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -140,6 +141,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@contextmanager
+def reserved_ports(count: int) -> Iterator[list[int]]:
+    """Yields free ports that only a server can still bind: no connection of another process gets one meanwhile."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        yield [int(one.getsockname()[1]) for one in sockets]
+
+
 def relative_error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
     """Relative L2 error over all tensors together."""
     assert found.keys() == wanted.keys()
@@ -192,22 +204,22 @@ def run_ranks(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # torch and transformers, imported once for all ranks of all files
-    ports = [free_port() for _ in jobs]
     folder.mkdir(parents=True, exist_ok=True)
-    processes = [
-        context.Process(target=_rank_main, args=(jobs, rank, num_ranks, ports, folder)) for rank in range(num_ranks)
-    ]
-    deadline = time.monotonic() + seconds
-    for process in processes:
-        process.start()
-    try:
+    with reserved_ports(len(jobs)) as ports:
+        processes = [
+            context.Process(target=_rank_main, args=(jobs, rank, num_ranks, ports, folder)) for rank in range(num_ranks)
+        ]
+        deadline = time.monotonic() + seconds
         for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-    finally:
-        hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
-        for process in processes:
-            process.kill()
-            process.join()
+            process.start()
+        try:
+            for process in processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+            for process in processes:
+                process.kill()
+                process.join()
     failures = [path.read_text() for path in sorted(folder.glob("*.failed"))]
     assert not failures, "\n".join(failures)
     assert not hanging, f"ranks {hanging} did not finish within {seconds:g} s"
