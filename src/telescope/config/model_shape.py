@@ -60,6 +60,8 @@ class ModelShape:
     sparse_step: int = 1
     dense_layers: frozenset[int] = frozenset()
     max_position_embeddings: int | None = None
+    router_loss: float = 0.0
+    """Weight of the load-balancing loss that the config switches on; the trainer has no such loss."""
 
     def has_experts(self, layer: int) -> bool:
         """Returns whether this layer has experts instead of one MLP."""
@@ -201,6 +203,9 @@ class ModelShape:
                 sparse_step=1 if step is None else int(step),
                 dense_layers=frozenset(map(int, config.get("mlp_only_layers") or ())),
                 max_position_embeddings=None if longest is None else int(longest),
+                router_loss=float(config.get("router_aux_loss_coef") or 0)
+                if config.get("output_router_logits")
+                else 0.0,
             )
         except (KeyError, TypeError, ValueError, ZeroDivisionError):
             return None

@@ -84,6 +84,11 @@ def remarks_on_place(
             "logits nearly tie, so that logprobs differ (kl_divergence_inference). Set router_replay to true to "
             "train with the servers' choices."
         )
+    if shape is not None and shape.num_experts and shape.router_loss:
+        found.append(
+            f"The config.json of {config.model} switches a load-balancing loss of its router on (output_router_logits, "
+            f"router_aux_loss_coef {shape.router_loss:g}). It is left out: the loss is that of the algorithm alone."
+        )
     layers = config.gradient_checkpointing_layers
     if layers is not None and num_layers is not None and layers > num_layers:
         found.append(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,7 +16,6 @@ import torch.distributed as dist
 
 from telescope.errors import UserError
 from telescope.trainer.backends import TrainingBackend
-from telescope.trainer.backends.fsdp.backend import FSDPBackend
 from telescope.trainer.batch import StepInput
 from telescope.trainer.loss import denominator
 from telescope.trainer.metrics import StepMetrics
@@ -39,7 +37,7 @@ class GradientComparison:
 
 def packed_logprobs(backend: TrainingBackend, step_input: StepInput) -> dict[str, np.ndarray]:
     """Computes logprobs of this rank's trained tokens in the packed rows, by sample id. Collective."""
-    backend = _require(backend, RLBackend)  # type: ignore[type-abstract]  # only compared
+    backend = _require_step(backend)
     rows = [row for batch in step_input.minibatches for row in batch.micro_batches]
     found: dict[str, np.ndarray] = {}
     for row, logp_N in zip(rows, backend.forward_logprobs(rows), strict=True):
@@ -50,22 +48,23 @@ def packed_logprobs(backend: TrainingBackend, step_input: StepInput) -> dict[str
 
 def compare_gradients(backend: TrainingBackend, first: StepInput, second: StepInput) -> GradientComparison:
     """Compares gradient and loss of the same samples in two packings. Collective."""
-    backend = _require(backend, FSDPBackend)
-    losses, shards = [], []
+    backend = _require_step(backend)
+    losses, gradients = [], []
     for step_input in (first, second):
         sums = StepMetrics(backend.device)
         (batch,) = step_input.minibatches  # the whole batch at once: minibatches would cut it by groups
         backend.accumulate(batch, step_input.version, Timeline(backend.device, backend.rank), sums)
-        divisor = denominator(backend.algorithm, batch, backend.config)
-        shards.append([shard.detach() / divisor for shard in backend.local_gradients()])
-        backend.optimizer.zero_grad(set_to_none=True)
+        gradients.append(backend.take_gradient(denominator(backend.algorithm, batch, backend.config)))
         losses.append(sums.reduce()["loss/policy"])
-    squares = torch.zeros(3, dtype=torch.float64, device=backend.device)
-    for one, other in zip(*shards, strict=True):
-        one, other = one.double(), other.double()
-        squares += torch.stack([(one - other).square().sum(), one.square().sum(), other.square().sum()])
-    dist.all_reduce(squares)
-    difference, norm_first, norm_second = (math.sqrt(value) for value in squares.tolist())
+    total = torch.zeros(3, dtype=torch.float64, device=backend.device)
+    for part, other_part in zip(*gradients, strict=True):
+        squares = torch.zeros_like(total)
+        for one, other in zip(part.shards, other_part.shards, strict=True):
+            one, other = one.double(), other.double()
+            squares += torch.stack([(one - other).square().sum(), one.square().sum(), other.square().sum()])
+        dist.all_reduce(squares, group=part.group)
+        total += squares
+    difference, norm_first, norm_second = (math.sqrt(value) for value in total.tolist())
     return GradientComparison(
         relative_error=difference / norm_second if norm_second > 0 else math.nan,
         norms=(norm_first, norm_second),
@@ -74,12 +73,10 @@ def compare_gradients(backend: TrainingBackend, first: StepInput, second: StepIn
     )
 
 
-B = TypeVar("B", bound=TrainingBackend)
-
-
-def _require(backend: TrainingBackend, kind: type[B]) -> B:
-    if not isinstance(backend, kind):
+def _require_step(backend: TrainingBackend) -> RLBackend:
+    if not isinstance(backend, RLBackend):
         raise UserError(
-            f"train_backend: {backend.config.train_backend!r} cannot be verified: use 'fsdp' or a class derived from it"
+            f"train_backend: {backend.config.train_backend!r} cannot be verified: use 'fsdp', 'megatron' or a class "
+            "derived from one of theirs"
         )
     return backend

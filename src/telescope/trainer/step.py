@@ -16,7 +16,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,6 +43,13 @@ one that reports (`Layout.reports`) at least."""
 
 Forward = tuple[MicroBatch, torch.Tensor, torch.Tensor]
 """A micro-batch with the logprobs and the entropies of its N trained tokens."""
+
+
+class GradientPart(NamedTuple):
+    """Of a gradient: this rank's `shards`. Those of all ranks of `group` (None: of all ranks) are the part."""
+
+    shards: list[torch.Tensor]
+    group: dist.ProcessGroup | None
 
 
 class RLBackend(TrainingBackend):
@@ -81,6 +88,13 @@ class RLBackend(TrainingBackend):
 
         Returns the L2 norm of the divided gradient over all parameters, before clipping. If it is not finite, weights
         and optimizer do not change.
+        """
+
+    @abstractmethod
+    def take_gradient(self, divisor: float) -> list[GradientPart]:
+        """Returns the divided gradient, for `telescope verify`, and frees it. Collective.
+
+        Equal divisions of the model give equally many parts and shards.
         """
 
     @property

@@ -29,6 +29,7 @@ from telescope.trainer.loss import denominator
 from telescope.trainer.metrics import StepMetrics
 from telescope.trainer.model import checkpoint_tensors
 from telescope.trainer.packing import pack_step
+from telescope.trainer.self_check import GradientComparison, compare_gradients
 from telescope.trainer.timeline import Timeline
 from telescope.trainer.worker import Trainer
 
@@ -83,10 +84,14 @@ def config_of(model: str, **changes: Any) -> Any:
     return make_config(model, **(options | changes))
 
 
-def packed(trainer: Trainer, step: int) -> StepInput:
+def packed(trainer: Trainer, step: int, seq_len: int = 64) -> StepInput:
     layout = trainer.backend.layout
     samples = make_samples(LENGTHS, seed=step)
-    return pack_step(samples, step=step, version=step, seq_len=64, num_ranks=layout.data_size)[layout.data_rank]
+    return pack_step(samples, step=step, version=step, seq_len=seq_len, num_ranks=layout.data_size)[layout.data_rank]
+
+
+def two_packings(trainer: Trainer) -> GradientComparison:
+    return compare_gradients(trainer.backend, packed(trainer, 0), packed(trainer, 0, seq_len=40))
 
 
 def full_gradient(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -109,6 +114,7 @@ def gradient_job(trainer: Trainer) -> dict[str, Any]:
     """The gradient of one optimizer step, and what the backend says of its weights."""
     backend: Any = trainer.backend
     return {
+        "two_packings": two_packings(trainer),
         "gradient": full_gradient(trainer),
         "weights": weights(trainer),
         "metadata": [(meta.name, meta.shape) for meta in backend.weight_metadata()],
@@ -159,7 +165,7 @@ def resumed_job(trainer: Trainer, folder: Path) -> dict[str, Any]:
     trainer.backend.load_checkpoint(2, folder)
     loaded = weights(trainer)
     trainer.train_step(packed(trainer, 2))
-    return {"loaded": loaded, "weights": weights(trainer)}
+    return {"loaded": loaded, "weights": weights(trainer), "two_packings": two_packings(trainer)}
 
 
 @dataclass
@@ -210,6 +216,22 @@ def test_gradient_equals_that_of_single_samples(results, families, case):
     wanted = {part: tensor for name, grad in reference.items() for part, tensor in checkpoint_tensors(name, grad)}
     for rank in results.gradient[case]:
         assert relative_error(rank["gradient"], wanted) < 1e-5
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_verify_finds_one_gradient_in_two_packings(results, families, case):
+    reference = reference_gradient(families[CASES[case][0]], make_samples(LENGTHS), TEMPERATURE)
+    norm = float(torch.stack([gradient.norm() for gradient in reference.values()]).norm())
+    for rank in results.gradient[case]:
+        assert rank["two_packings"].relative_error < 1e-5
+        assert rank["two_packings"].norms == pytest.approx((norm, norm), rel=1e-5)
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_verify_compares_gradients_that_the_optimizer_divides(results, case):
+    for rank in results.resumed[case]:
+        assert rank["two_packings"].relative_error < 1e-5
+        assert rank["two_packings"].norms[0] > 0
 
 
 @pytest.mark.parametrize("case", CASES)

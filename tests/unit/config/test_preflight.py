@@ -15,7 +15,7 @@ from tests.model_folder import write_model_folder
 from telescope.config import TelescopeConfig, preflight
 from telescope.config.loader import choose_run_dir
 from telescope.config.model_files import ModelReport, inspect_model
-from telescope.config.model_shape import known_shape
+from telescope.config.model_shape import ModelShape, known_shape
 from telescope.config.plan import assumed_cluster
 from telescope.config.remarks import remarks_on_place
 from telescope.errors import ConfigError
@@ -336,6 +336,17 @@ def test_router_replay_is_refused_where_vllm_returns_no_routes(monkeypatch):
     assert "router_replay" in message_of(preflight.check_router_replay, config(router_replay=True, device="cpu"))
     monkeypatch.setattr(support, "installed_version", lambda: "0.30.0")
     preflight.check_router_replay(config(router_replay=True, device="cpu"))
+
+
+def test_a_load_balancing_loss_that_the_model_asks_for_is_named():
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "vocab_size": 512, "model_type": "qwen3_moe", "num_experts": 4, "router_aux_loss_coef": 0.001,
+    }  # fmt: skip
+    for asked in (True, False):
+        shape = ModelShape.from_config(sizes | {"output_router_logits": asked})
+        remarks = " ".join(remarks_on_place(config(), "cpu", shape))
+        assert ("router_aux_loss_coef 0.001" in remarks) == asked
 
 
 def test_router_replay_needs_experts_and_is_suggested_where_there_are_some():

@@ -51,7 +51,7 @@ from telescope.trainer.model_input import model_input
 from telescope.trainer.packing import warm_up_row
 from telescope.trainer.router_replay import ReplayedRouters
 from telescope.trainer.sequence_exchange import ContextGroup, whole_row
-from telescope.trainer.step import RLBackend, RowLoss
+from telescope.trainer.step import GradientPart, RLBackend, RowLoss
 from telescope.trainer.timeline import Timeline
 from telescope.weights.plan import TensorMeta
 
@@ -197,6 +197,11 @@ class FSDPBackend(RLBackend):
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def take_gradient(self, divisor: float) -> list[GradientPart]:
+        shards = [shard / divisor for shard in self.local_gradients()]
+        self.optimizer.zero_grad(set_to_none=True)
+        return [GradientPart(shards, None)]
 
     def local_gradients(self) -> list[torch.Tensor]:
         """Returns this rank's non-empty gradient shards."""

@@ -30,7 +30,7 @@ from telescope.trainer.attention import choose_kernel
 from telescope.trainer.backends.megatron import checkpoint, conversion
 from telescope.trainer.backends.megatron.families import Place, heads_of, places_of, refuse_other_names
 from telescope.trainer.backends.megatron.model import LastStage, Row, build_stage, transformer_config
-from telescope.trainer.backends.megatron.optimizer import build_optimizer, wrap
+from telescope.trainer.backends.megatron.optimizer import build_optimizer, inner_optimizers, wrap
 from telescope.trainer.backends.megatron.parallel import destroy_groups, initialize
 from telescope.trainer.batch import MicroBatch
 from telescope.trainer.layout import Layout
@@ -38,7 +38,7 @@ from telescope.trainer.model import checkpoint_tensors, compute_dtype, load_caus
 from telescope.trainer.model_input import model_input
 from telescope.trainer.router_replay import replay_in_megatron
 from telescope.trainer.sequence_exchange import whole_row
-from telescope.trainer.step import RLBackend, RowLoss
+from telescope.trainer.step import GradientPart, RLBackend, RowLoss
 from telescope.trainer.timeline import Timeline
 from telescope.weights.model_folder import model_folder
 from telescope.weights.plan import TensorMeta
@@ -215,6 +215,19 @@ class MegatronBackend(RLBackend):
             self.ddp.zero_grad_buffer()
             self.optimizer.zero_grad()
         return norm
+
+    @torch.no_grad()
+    def take_gradient(self, divisor: float) -> list[GradientPart]:
+        self.optimizer.prepare_grads()
+        parts = [
+            GradientPart(
+                [shard / divisor for shard in inner.get_grads_for_grad_norm()], inner.get_grad_stats_parallel_group()
+            )
+            for inner in inner_optimizers(self.optimizer)
+        ]
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        return parts
 
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         if self.config.weight_broadcast_free_grad_buffers and not self._has_no_buffers:
