@@ -133,7 +133,7 @@ def health_of(registry: Registry, run_id: str) -> dict[str, Any]:
     return {
         "verdict": verdict.verdict(history, found, state),
         "cells": verdict.cells(history, found),
-        "alerts": verdict.alerts(rows, info.attempt if info else 1, found, ended[-1] if ended else None),
+        "alerts": verdict.alerts(rows, info.attempt if info else 1, found, ended),
         "progress": progress,
     }
 

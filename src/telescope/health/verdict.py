@@ -130,18 +130,22 @@ RULE_KINDS = frozenset(rule.__name__ for rule in rules.RULES)
 REPEATED_KINDS = RULE_KINDS | {"disk"}
 """What `watch` reports again while it lasts."""
 
+STEPS_THAT_RESOLVE = {"stalled": 1, "log": rules.WINDOW}
+"""By kind of alert: steps that must end after it."""
+
 _SERVER = re.compile(r"^(server \d+) is (?:down|back)")
 _EVAL = re.compile(r"^(?:eval )?(\S+) at version \d+")
 
 
 def alerts(
-    rows: Sequence[Mapping[str, Any]], newest_attempt: int, found: Sequence[Finding], last_step_at: float | None = None
+    rows: Sequence[Mapping[str, Any]], newest_attempt: int, found: Sequence[Finding], ended: Values = ()
 ) -> list[dict[str, Any]]:
     """Returns recorded alerts, newest first, as `rows` are. One problem that was reported again is one alert.
 
-    `first_step` and `first_time` are those of its first report, `count` is the number of reports. Resolved is what a
-    rule does not find any more, a stall that a step ended (`last_step_at`, Unix seconds), a server that is back, an
-    eval with a later result, anything of an earlier attempt, and what only informs.
+    `ended`: when the steps ended, Unix seconds. `first_step` and `first_time` are those of its first report, `count` is
+    the number of reports. Resolved is what a rule does not find any more, a stall that a step ended, a logged line that
+    `rules.WINDOW` steps followed, a server that is back, an eval with a later result, anything of an earlier attempt,
+    and what only informs.
     """
     now = {finding.kind for finding in found}
     works: set[str] = set()
@@ -168,13 +172,19 @@ def alerts(
             "resolved": row["level"] == "info"
             or attempt < newest_attempt
             or (kind in RULE_KINDS and (kind not in now or same is not None))
-            or (kind == "stalled" and None not in (row["time"], last_step_at) and row["time"] < last_step_at)
+            or (kind in STEPS_THAT_RESOLVE and _steps_followed(row["time"], ended, STEPS_THAT_RESOLVE[kind]))
             or bool(about and about[1] in works),
         }
         shown.append(alert)
         if kind in REPEATED_KINDS:
             newer[kind, attempt] = alert
     return shown
+
+
+def _steps_followed(time: float | None, ended: Values, count: int) -> bool:
+    """Returns whether `count` steps ended after `time`."""
+    nth_last = ended[-count] if len(ended) >= count else None
+    return time is not None and nth_last is not None and time < nth_last
 
 
 def _lasted(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> bool:

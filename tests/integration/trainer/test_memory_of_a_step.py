@@ -62,7 +62,9 @@ CASES: dict[str, tuple[dict[str, Any], int, int, dict[str, Any]]] = {
 
 SLOW = {
     "14B on four, 16k", "14B on four, nothing recomputed", "8B on two, 4k", "8B on two, three layers ahead",
-    "0.6B on two, short",
+    "0.6B on two, short", "8B on two, weights stay gathered", "0.6B on one, 16k",
+    "0.6B on sixteen that share a row of 64k", "8B on four, two share a row, nothing recomputed",
+    "8B on two, adapters, nothing recomputed",
 }  # fmt: skip
 
 

@@ -85,7 +85,8 @@ def same(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize("model", [pytest.param("untied", marks=pytest.mark.slow), "experts"])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", CASES)
 def test_steps_after_a_warm_up_compile_nothing_and_give_the_same_bits(one_rank, model):
     changes, num_functions = CASES[model]
     results = both_ways(one_rank(model, **SETTINGS, **changes))
@@ -103,11 +104,15 @@ def test_on_two_ranks_too_where_one_has_rows_without_a_sample(models, tmp_path):
         assert same(rank["warm"], rank["cold"])
 
 
-def test_a_warm_up_leaves_weights_gradients_optimizer_and_random_numbers(one_rank, kernels):
+def test_a_warm_up_traces_a_block_once_and_leaves_weights_gradients_optimizer_and_random_numbers(one_rank, kernels):
+    torch._dynamo.reset()
     trainer = one_rank("untied", **SETTINGS)
     backend = trainer.backend
     before, states = weights(trainer), random_states()
+    clear_compilation_metrics()
     span = trainer.warm_up()
+    found = [metrics for metrics in get_compilation_metrics() if metrics.co_name is not None]
+    assert [metrics.restart_reasons for metrics in found] == [set()]
     assert kernels.calls["backward"] == 2  # it was a backward pass through both blocks
     assert random_states() == states
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
@@ -128,15 +133,6 @@ def test_a_row_as_long_as_the_hidden_size_compiles_nothing(one_rank, kernels):
         (mine,) = pack_step(make_samples(lengths), step=step, version=0, seq_len=16, num_ranks=1)
         trainer.train_step(mine)
     assert counters["stats"]["unique_graphs"] == 1
-
-
-def test_a_block_is_traced_once_and_not_begun_anew(one_rank, kernels):
-    torch._dynamo.reset()
-    trainer = one_rank("untied", model_dtype="float32")
-    clear_compilation_metrics()
-    trainer.warm_up()
-    found = [metrics for metrics in get_compilation_metrics() if metrics.co_name is not None]
-    assert [metrics.restart_reasons for metrics in found] == [set()]
 
 
 def test_a_trainer_without_compilation_reports_it(models, kernels):

@@ -131,7 +131,13 @@ def test_a_problem_that_was_reported_again_is_one_alert() -> None:
 
 def test_a_stall_is_resolved_by_the_next_step() -> None:
     rows = [row("stalled", "No step has ended for 6 min.", time=100.0)]
-    assert [verdict.alerts(rows, 2, [], at)[0]["resolved"] for at in (None, 99.0, 101.0)] == [False, False, True]
+    assert [verdict.alerts(rows, 2, [], at)[0]["resolved"] for at in ([], [99.0], [101.0])] == [False, False, True]
+
+
+def test_a_logged_warning_is_resolved_after_ten_steps() -> None:
+    rows = [row("log", "the tokenizer has no pad token", time=100.0)]
+    steps = [90.0 + step for step in range(21)]
+    assert [verdict.alerts(rows, 2, [], steps[:count])[0]["resolved"] for count in (5, 20, 21)] == [False, False, True]
 
 
 def test_an_alert_of_an_earlier_version_has_its_advice_in_its_message() -> None:
