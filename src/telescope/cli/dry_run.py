@@ -274,7 +274,7 @@ def _print_memory(
 
 def _trainer_rows(config: TelescopeConfig, trainer: TrainerMemory, num_layers: int) -> list[tuple[str, str]]:
     if config.train_backend == "megatron":
-        dtype, context = config.mixed_precision_dtype or config.model_dtype, config.megatron_context_parallel_size
+        dtype, context = config.compute_dtype, config.megatron_context_parallel_size
         parts = config.megatron_tensor_parallel_size * config.megatron_pipeline_parallel_size
         checkpointing = "recomputed" if config.megatron_gradient_checkpointing else "kept"
     else:

@@ -107,14 +107,14 @@ def _check_fp8(config: TelescopeConfig, shape: ModelShape) -> None:
     """Raises `ConfigError` for products of a layer whose sizes FP8 does not take."""
     tensor = config.megatron_tensor_parallel_size
     sizes = {
-        "numbers in a hidden state": shape.hidden_size,
-        "numbers in the queries of a rank": shape.num_heads * shape.head_dim // tensor,
-        "numbers in the queries, keys and values of a rank": (
+        "elements in a hidden state": shape.hidden_size,
+        "query elements on a rank": shape.num_heads * shape.head_dim // tensor,
+        "query, key and value elements on a rank": (
             (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim // tensor
         ),
     }
     if shape.num_dense_layers():
-        sizes["rows of a rank in an MLP"] = shape.intermediate_size // tensor
+        sizes["MLP rows on a rank"] = shape.intermediate_size // tensor
     if shape.num_experts:
         sizes["rows in an expert"] = shape.expert_intermediate_size
     for what, number in sizes.items():

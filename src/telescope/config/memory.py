@@ -108,7 +108,7 @@ def trainer_memory(
     ranks, width, share = config.trainer_num_workers, shape.hidden_size, config.fsdp_context_parallel_size
     tokens = -(-config.seq_len // share)
     stored = DTYPE_BYTES[config.model_dtype]
-    computed = DTYPE_BYTES[config.mixed_precision_dtype or config.model_dtype]
+    computed = DTYPE_BYTES[config.compute_dtype]
     shard = -(-shape.num_parameters // ranks) * stored
     adapters = _adapter_bytes(config, shape)  # in float32
     trained = -(-adapters // ranks) if adapters else shard
@@ -363,7 +363,7 @@ def trainer_share(config: TelescopeConfig, memory: int) -> int:
 def checkpoint_bytes(config: TelescopeConfig, shape: ModelShape) -> int:
     """Estimates the bytes of one checkpoint. FSDP copies as many to shared memory."""
     if config.train_backend == "megatron":
-        computed = DTYPE_BYTES[config.mixed_precision_dtype or config.model_dtype]
+        computed = DTYPE_BYTES[config.compute_dtype]
         # Float32 weights and both moments, beside the weights that are computed with.
         return shape.num_parameters * (computed + (3 * SUM_BYTES if config.checkpoint_save_training_state else 0))
     weights = _adapter_bytes(config, shape) or shape.num_parameters * DTYPE_BYTES[config.model_dtype]

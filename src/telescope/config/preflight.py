@@ -170,7 +170,7 @@ def check_plugin(_: TelescopeConfig) -> None:
 
 
 def check_megatron(config: TelescopeConfig) -> None:
-    """Checks that the packages of the Megatron backend are installed here, where the driver is, and its devices."""
+    """Checks the Megatron backend's packages on this machine, and its fields against the device."""
     if config.train_backend == "megatron" and not is_installed("megatron.core"):
         raise ConfigError('train_backend is "megatron", which needs megatron-core: run make setup MEGATRON=1')
     megatron.check_transformer_engine(config)

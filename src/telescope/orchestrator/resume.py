@@ -90,7 +90,7 @@ def changed_fields(
         for name, now in config.values.items()
         if name not in NOT_COMPARED and before[name] != now
     }
-    # A checkpoint of adapters is nothing without the weights that they were added to.
+    # A checkpoint of adapters lacks the base weights, so it continues only with the same model.
     names = (*FIXED_FIELDS, "model") if config.lora_rank else FIXED_FIELDS
     fixed = {name: changed.pop(name) for name in names if name in changed}
     if "environments" in changed:

@@ -4,11 +4,10 @@ One sync, per server, with one communicator per engine, while the trainer's rank
 
     in place:      pause (running requests freeze) -> start update -> receive -> finish (version counted) -> resume
     overlapped:    receive (requests continue) ... complete -> start update -> pause -> finish (swap) -> resume
-
     adapter:       write a folder ... pause -> start and finish update (version counted) -> load the adapter -> resume
 
-With `lora_sync: adapter` the base weights stay, and a sync replaces the adapter of every server through a folder in the
-run directory. Of the other two, the server's workers report which they support when they connect. Owns this order, the
+Adapters (`lora_sync: adapter`) reach the servers through a folder in the run directory, while the base weights stay.
+Otherwise the server's workers report at connection whether they support overlapped updates. Owns this order, the
 connections, and the measurements.
 
 Invariants: a sync holds the trainer's command queue, so syncs run one at a time and never during a training step. A

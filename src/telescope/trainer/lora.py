@@ -175,7 +175,7 @@ def write_adapter(
     unfinished = directory.with_name(f"{directory.name}.writing")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    # `save_file` would let nobody but the owner read it.
+    # `save_file` creates files with mode 0600, which servers of other users cannot read.
     (unfinished / WEIGHTS_FILE).write_bytes(save(dict(tensors), metadata={"format": "pt"}))
     (unfinished / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for name, content in (files or {}).items():

@@ -45,7 +45,7 @@ async def check_parity(components: RunComponents, samples: list[TrainSample], in
         f"engine and trainer logprobs agree (temperature {config.temperature:g})",
         engine_logprobs(samples),
         await _trainer_logprobs(components, samples, inputs),
-        (config.engine_precision, trainer_dtype(components)),
+        (config.engine_precision, components.config.compute_dtype),
         config.temperature,
     )
 
@@ -55,7 +55,7 @@ async def check_top_p(components: RunComponents, samples: list[TrainSample], inp
     config = components.config
     assert config.top_p is not None
     above_N = engine_logprobs(samples) - await _trainer_logprobs(components, samples, inputs)
-    dtype, tolerance = loosest_tolerance((config.engine_precision, trainer_dtype(components)), config.temperature)
+    dtype, tolerance = loosest_tolerance((config.engine_precision, components.config.compute_dtype), config.temperature)
     largest = -math.log(config.top_p)
     inside_N = (above_N >= -tolerance.maximum) & (above_N <= largest + tolerance.maximum)
     return Check(
@@ -76,11 +76,6 @@ async def _trainer_logprobs(
     async with components.trainer.queue:
         by_sample = await components.trainer.packed_logprobs(inputs)
     return np.concatenate([by_sample[sample.sample_id] for sample in samples])
-
-
-def trainer_dtype(components: RunComponents) -> str:
-    """Returns the dtype in which the trainer computes."""
-    return components.config.mixed_precision_dtype or components.config.model_dtype
 
 
 GRADIENT_BOUNDS = {"float64": 1e-10, "float32": 1e-5, "float16": 0.05, "bfloat16": 0.05}
@@ -128,7 +123,7 @@ async def check_packed_attention(
         "packed and single samples have equal logprobs",
         np.concatenate([by_sample[sample.sample_id] for sample in chosen]),
         np.concatenate(alone),
-        (trainer_dtype(components),),
+        (components.config.compute_dtype,),
         config.temperature,
     )
 
@@ -139,7 +134,7 @@ async def check_gradient(components: RunComponents, samples: list[TrainSample]) 
         found = await components.trainer.compare_gradients(
             packed(components, samples), packed(components, samples, otherwise=True)
         )
-    dtype = trainer_dtype(components)
+    dtype = components.config.compute_dtype
     bound = GRADIENT_BOUNDS[dtype]
     first, second = found.num_micro_batches
     return Check(
@@ -163,7 +158,7 @@ async def check_first_step(components: RunComponents, inputs: list[StepInput]) -
     """Trains one step on samples of the current weights and checks its KL and gradient."""
     config = components.config
     metrics = (await components.trainer.train_step(inputs)).metrics
-    dtype, _ = loosest_tolerance((config.engine_precision, trainer_dtype(components)), 1.0)
+    dtype, _ = loosest_tolerance((config.engine_precision, components.config.compute_dtype), 1.0)
     bound = KL_BOUNDS[dtype if dtype in KL_BOUNDS else "float32"] / min(config.temperature, 1.0) ** 2
     kl, norm = metrics["kl_divergence_inference"], metrics["grad_norm"]
     return Check(

@@ -89,9 +89,13 @@ def test_fields_that_need_a_gpu_are_refused_without_one(field):
 @pytest.mark.parametrize(
     ("shape", "changes", "what"),
     [
-        (replace(QWEN3_4B, hidden_size=2568), {}, "2568 numbers in a hidden state"),
-        (replace(QWEN3_4B, intermediate_size=9736), {}, "9736 rows of a rank in an MLP"),
-        (replace(QWEN3_4B, head_dim=2), {TP: 4, "megatron_sequence_parallel": True}, "keys and values of a rank"),
+        (replace(QWEN3_4B, hidden_size=2568), {}, "2568 elements in a hidden state"),
+        (replace(QWEN3_4B, intermediate_size=9736), {}, "9736 MLP rows on a rank"),
+        (
+            replace(QWEN3_4B, head_dim=2),
+            {TP: 4, "megatron_sequence_parallel": True},
+            "query, key and value elements on a rank",
+        ),
         (replace(EXPERTS, expert_intermediate_size=776), {}, "776 rows in an expert"),
     ],
 )

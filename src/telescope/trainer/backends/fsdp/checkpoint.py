@@ -92,7 +92,7 @@ def _on_all_ranks(holds: bool) -> bool:
 def training_state(policy: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """Returns the trained weights and, with an optimizer, its state, by their names in the model. Collective.
 
-    Frozen weights, those of a model with adapters, are the ones of the model that the run started from.
+    Frozen weights (of a model with adapters) are left out: they are those of the model that the run started from.
     """
     frozen = {name for name, p in policy.named_parameters(remove_duplicate=False) if not p.requires_grad}
     if optimizer is None:

@@ -154,8 +154,7 @@ def merged_tensors(
     Every rank merges its own rows, a tensor at a time; it needs all of A, and its rows of B.
     """
     layers = {name.removeprefix(PREFIX): layer for name, layer in adapted_layers(policy).items()}
-    wide = gather_full_tensors(((name, layer.lora_A.weight) for name, layer in layers.items()), None)
-    gathered_A = dict(wide)
+    gathered_A = dict(gather_full_tensors(((name, layer.lora_A.weight) for name, layer in layers.items()), None))
     for name, tensor in named:
         layer = layers.get(name.removesuffix(".weight"))
         if is_adapter(name):
