@@ -104,7 +104,7 @@ def full_gradient(trainer: Trainer) -> dict[str, torch.Tensor]:
     backend.accumulate(batch, 0, Timeline(backend.device, 0), sums)
     found = {name: parameter.main_grad for name, parameter in backend.stage.named_parameters()}
     exported = conversion.export(
-        found, backend.places, backend.stages, backend.parallel, backend.heads, backend.shapes, torch.float32
+        found, backend.mappings, backend.division, backend.parallel, backend.heads, backend.shapes, torch.float32
     )
     divisor = denominator(backend.algorithm, batch, trainer.config)
     return {name: (tensor / divisor).cpu() for name, tensor in exported}

@@ -108,7 +108,7 @@ def gradient_job(trainer: Trainer, samples: list[TrainSample]) -> tuple[dict[str
 
     found = {name: parameter.main_grad for name, parameter in backend.stage.named_parameters()}
     exported = conversion.export(
-        found, backend.places, backend.stages, backend.parallel, backend.heads, backend.shapes, torch.float32
+        found, backend.mappings, backend.division, backend.parallel, backend.heads, backend.shapes, torch.float32
     )
     return {name: (tensor / divisor).cpu() for name, tensor in exported}, metrics
 

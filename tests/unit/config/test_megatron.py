@@ -20,7 +20,7 @@ from telescope.config.megatron import (
 )
 from telescope.config.model_shape import ModelShape
 from telescope.errors import ConfigError
-from telescope.trainer.backends.megatron.families import LAYERS, Place, places_of
+from telescope.trainer.backends.megatron.families import LAYERS, ParameterMapping, mappings_of
 
 QWEN3_4B = ModelShape(36, 2560, 9728, 32, 8, 128, 151936, tied_embeddings=True, qk_norm=True)
 EXPERTS = ModelShape(
@@ -122,16 +122,18 @@ def test_the_estimate_knows_the_dtypes_of_the_precision_aware_optimizer():
 def test_transformer_engine_has_the_same_tensors_under_other_names(family):
     experts = {"num_experts": 2} if family.endswith("moe") else {}
     config = SimpleNamespace(model_type=family, num_hidden_layers=2, tie_word_embeddings=False, **experts)
-    local, fused = places_of(config), places_of(config, transformer_engine=True)
-    assert [place.names for place in fused] == [place.names for place in local]
-    names = {place.parameter() for place in fused}
+    local, fused = mappings_of(config), mappings_of(config, transformer_engine=True)
+    assert [mapping.names for mapping in fused] == [mapping.names for mapping in local]
+    names = {mapping.parameter() for mapping in fused}
     assert len(names) == len(fused)
     layer = "decoder.layers.1."
     assert f"{layer}self_attention.linear_qkv.layer_norm_weight" in names
     assert f"{layer}input_layernorm.weight" not in names
     if experts:
         assert {f"{layer}pre_mlp_layernorm.weight", f"{layer}mlp.experts.linear_fc1.weight1"} <= names
-        assert Place(fused[-3].entry, 1, 3).parameter(1, 2) == "decoder.layers.0.mlp.experts.linear_fc2.weight1"
+        assert (
+            ParameterMapping(fused[-3].entry, 1, 3).parameter(1, 2) == "decoder.layers.0.mlp.experts.linear_fc2.weight1"
+        )
     else:
         assert f"{layer}mlp.linear_fc1.layer_norm_weight" in names
 

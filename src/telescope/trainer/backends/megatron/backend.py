@@ -28,7 +28,7 @@ from telescope.config.megatron import FP8_MULTIPLE, check_gpu_fields, check_tran
 from telescope.errors import ConfigError
 from telescope.trainer.attention import choose_kernel
 from telescope.trainer.backends.megatron import checkpoint, conversion
-from telescope.trainer.backends.megatron.families import Place, heads_of, places_of, refuse_other_names
+from telescope.trainer.backends.megatron.families import ParameterMapping, heads_of, mappings_of, refuse_other_names
 from telescope.trainer.backends.megatron.model import LastStage, Row, build_stage, transformer_config
 from telescope.trainer.backends.megatron.optimizer import build_optimizer, inner_optimizers, wrap
 from telescope.trainer.backends.megatron.parallel import destroy_groups, initialize
@@ -76,10 +76,12 @@ class MegatronBackend(RLBackend):
             for name, parameter in skeleton.named_parameters()
             for part, tensor in checkpoint_tensors(name, parameter)
         }
-        self.places: list[Place] = places_of(hf_config, transformer_engine=config.megatron_use_transformer_engine)
-        refuse_other_names(self.places, self.shapes)
+        self.mappings: list[ParameterMapping] = mappings_of(
+            hf_config, transformer_engine=config.megatron_use_transformer_engine
+        )
+        refuse_other_names(self.mappings, self.shapes)
         num_experts = getattr(hf_config, "num_experts", None) or 0
-        self.stages = conversion.Stages(
+        self.division = conversion.Division(
             hf_config.num_hidden_layers, num_experts, self.parallel.pp.size(), self.parallel.ep.size()
         )
         self.megatron = transformer_config(hf_config, config, self.parallel, self.dtype)
@@ -94,7 +96,7 @@ class MegatronBackend(RLBackend):
         if self.replay is not None:
             replay_in_megatron(self.stage, self.replay, self._tokens_of_router)
         folder = model_folder(config.model)
-        conversion.load(self.stage, folder, self.places, self.stages, self.parallel, self.heads)
+        conversion.load(self.stage, folder, self.mappings, self.division, self.parallel, self.heads)
         self.ddp = wrap(self.stage, config)
         self.optimizer = build_optimizer(self.ddp, config)
         self.megatron.finalize_model_grads_func = _sum_gradients
@@ -234,13 +236,15 @@ class MegatronBackend(RLBackend):
             self.ddp.offload_grad_buffers()  # they are zero now; the next forward pass brings them back
             self._has_no_buffers = True
         yield from conversion.export(
-            dict(self.stage.named_parameters()), self.places, self.stages, self.parallel, self.heads, self.shapes,
+            dict(self.stage.named_parameters()), self.mappings, self.division, self.parallel, self.heads, self.shapes,
             dtype or self.dtype,
         )  # fmt: skip
 
     def weight_metadata(self) -> list[TensorMeta]:
         dtype = str(self.dtype).removeprefix("torch.")
-        return [TensorMeta(name, tuple(self.shapes[name]), dtype) for place in self.places for name in place.names]
+        return [
+            TensorMeta(name, tuple(self.shapes[name]), dtype) for mapping in self.mappings for name in mapping.names
+        ]
 
     def save_checkpoint(self, step: int, directory: Path) -> None:
         checkpoint.save(self.stage, self.optimizer if self.config.checkpoint_save_training_state else None, directory)

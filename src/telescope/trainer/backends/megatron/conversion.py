@@ -1,6 +1,6 @@
 """Loads a Hugging Face checkpoint into a Megatron stage, and yields the checkpoint's tensors from all stages.
 
-Invariants: each rank reads only its part of a file. Every rank yields every tensor, in the order of `places_of`;
+Invariants: each rank reads only its part of a file. Every rank yields every tensor, in the order of `mappings_of`;
 besides the yielded tensors at most one bucket is in memory, once for each rank of the group that gathers it. Names and
 shapes follow from the tables (`families`), so ranks exchange nothing but numbers.
 """
@@ -26,7 +26,7 @@ from telescope.trainer.backends.megatron.families import (
     FINAL,
     Entry,
     Heads,
-    Place,
+    ParameterMapping,
     local_part,
     whole_tensors,
 )
@@ -37,7 +37,7 @@ Shapes = Mapping[str, torch.Size]
 
 
 @dataclass(slots=True, frozen=True)
-class Stages:
+class Division:
     """What each pipeline stage and each expert-parallel rank has of a model."""
 
     num_layers: int
@@ -53,53 +53,62 @@ class Stages:
     def experts_per_rank(self) -> int:
         return self.num_experts // self.expert_ranks
 
-    def stage_of(self, place: Place) -> int:
+    def stage_of(self, mapping: ParameterMapping) -> int:
         """Returns the stage that has a parameter."""
-        if place.layer is None:
-            return 0 if place.entry is EMBEDDING else self.num_stages - 1
-        return place.layer // self.layers_per_stage
+        if mapping.layer is None:
+            return 0 if mapping.entry is EMBEDDING else self.num_stages - 1
+        return mapping.layer // self.layers_per_stage
 
-    def parameter(self, place: Place) -> str:
+    def parameter(self, mapping: ParameterMapping) -> str:
         """Returns the name of a parameter in its stage, on its rank."""
-        first_expert = (place.expert or 0) // self.experts_per_rank * self.experts_per_rank if self.num_experts else 0
-        return place.parameter((place.layer or 0) // self.layers_per_stage * self.layers_per_stage, first_expert)
+        first_expert = (mapping.expert or 0) // self.experts_per_rank * self.experts_per_rank if self.num_experts else 0
+        return mapping.parameter((mapping.layer or 0) // self.layers_per_stage * self.layers_per_stage, first_expert)
 
 
 @torch.no_grad()
 def load(
-    stage: nn.Module, folder: Path, places: Sequence[Place], stages: Stages, parallel: Parallel, heads: Heads
+    stage: nn.Module,
+    folder: Path,
+    mappings: Sequence[ParameterMapping],
+    division: Division,
+    parallel: Parallel,
+    heads: Heads,
 ) -> None:
     """Fills this rank's stage from the files in `folder`. Raises `UserError` for tensors that it lacks."""
     parameters = dict(stage.named_parameters())
-    own = [place for place in places if stages.stage_of(place) == parallel.pp.rank()]
+    own = [mapping for mapping in mappings if division.stage_of(mapping) == parallel.pp.rank()]
     tied_output = FINAL[-1].parameter
-    if tied_output in parameters and places[-1].entry is not FINAL[-1]:
-        own.append(Place(Entry(tied_output, EMBEDDING.tensors, "vocabulary")))  # the last stage's copy of a tied table
-    experts = range(parallel.ep.rank() * stages.experts_per_rank, (parallel.ep.rank() + 1) * stages.experts_per_rank)
+    if tied_output in parameters and mappings[-1].entry is not FINAL[-1]:
+        own.append(
+            ParameterMapping(Entry(tied_output, EMBEDDING.tensors, "vocabulary"))
+        )  # the last stage's copy of a tied table
+    experts = range(
+        parallel.ep.rank() * division.experts_per_rank, (parallel.ep.rank() + 1) * division.experts_per_rank
+    )
     tp = parallel.tp
     with ExitStack() as stack:
         files = _open_files(folder, stack)
-        for place in own:
-            if place.expert is not None and place.expert not in experts:
+        for mapping in own:
+            if mapping.expert is not None and mapping.expert not in experts:
                 continue
-            if missing := [name for name in place.names if name not in files]:
+            if missing := [name for name in mapping.names if name not in files]:
                 raise UserError(f"model: {folder} lacks the tensor {missing[0]}. Download or save the model again")
-            tensors = [files[name].get_slice(name) for name in place.names]
-            rank, size = (0, 1) if place.expert is not None else (tp.rank(), tp.size())
-            parameter = parameters.pop(stages.parameter(place))
-            part = local_part(place.entry.kind, tensors, heads, rank, size)
+            tensors = [files[name].get_slice(name) for name in mapping.names]
+            rank, size = (0, 1) if mapping.expert is not None else (tp.rank(), tp.size())
+            parameter = parameters.pop(division.parameter(mapping))
+            part = local_part(mapping.entry.kind, tensors, heads, rank, size)
             if part.shape != parameter.shape:
                 raise UserError(
-                    f"model: {', '.join(place.names)} in {folder} have a part of {list(part.shape)} instead of "
+                    f"model: {', '.join(mapping.names)} in {folder} have a part of {list(part.shape)} instead of "
                     f"{list(parameter.shape)}. Correct config.json, or save the model again"
                 )
             parameter.copy_(part)
             if not parameter.isfinite().all():
                 raise UserError(
-                    f"model: {', '.join(place.names)} in {folder} are NaN or infinite in {parameter.dtype}. Save the "
+                    f"model: {', '.join(mapping.names)} in {folder} are NaN or infinite in {parameter.dtype}. Save the "
                     "model again, or choose a dtype with a wider range"
                 )
-    assert not parameters, f"parameters without a place: {sorted(parameters)}"
+    assert not parameters, f"parameters without a mapping: {sorted(parameters)}"
 
 
 def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
@@ -118,7 +127,7 @@ def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
 class _Unit:
     """A parameter, or the same parameter of all experts of a layer."""
 
-    places: list[Place]
+    mappings: list[ParameterMapping]
     shape: torch.Size
     """Of one rank's part of one parameter."""
     num_local: int
@@ -126,7 +135,7 @@ class _Unit:
 
     @property
     def is_expert(self) -> bool:
-        return self.places[0].expert is not None
+        return self.mappings[0].expert is not None
 
     @property
     def numel(self) -> int:
@@ -136,8 +145,8 @@ class _Unit:
 @torch.no_grad()
 def export(
     parameters: Mapping[str, torch.Tensor],
-    places: Sequence[Place],
-    stages: Stages,
+    mappings: Sequence[ParameterMapping],
+    division: Division,
     parallel: Parallel,
     heads: Heads,
     shapes: Shapes,
@@ -151,15 +160,15 @@ def export(
     """
     device = next(iter(parameters.values())).device
     limit = bucket_bytes // dtype.itemsize
-    for stage_number, is_expert, units in _buckets(places, stages, parallel, heads, shapes, limit):
+    for stage_number, is_expert, units in _buckets(mappings, division, parallel, heads, shapes, limit):
         sizes = [unit.numel for unit in units]
         own = torch.empty(sum(sizes), dtype=dtype, device=device)
         if stage_number == parallel.pp.rank():
-            first = parallel.ep.rank() * stages.experts_per_rank if is_expert else 0
+            first = parallel.ep.rank() * division.experts_per_rank if is_expert else 0
             for unit, part in zip(units, own.split(sizes), strict=True):
-                local = unit.places[first : first + unit.num_local]
-                for place, values in zip(local, part.view(unit.num_local, *unit.shape), strict=True):
-                    values.copy_(parameters[stages.parameter(place)])
+                local = unit.mappings[first : first + unit.num_local]
+                for mapping, values in zip(local, part.view(unit.num_local, *unit.shape), strict=True):
+                    values.copy_(parameters[division.parameter(mapping)])
         if parallel.pp.size() > 1:
             dist.broadcast(own, dist.get_global_rank(parallel.pp, stage_number), group=parallel.pp)
         group = parallel.ep if is_expert else parallel.tp
@@ -170,27 +179,32 @@ def export(
             offset += unit.numel
             # Experts are whole on their ranks; everything else is a part of each rank.
             wholes = [[expert] for expert in parts.flatten(0, 1)] if is_expert else [list(parts[:, 0])]
-            for place, ranks in zip(unit.places, wholes, strict=True):
-                vocab_size = shapes[place.names[0]][0]
-                yield from zip(place.names, whole_tensors(place.entry.kind, ranks, heads, vocab_size), strict=True)
+            for mapping, ranks in zip(unit.mappings, wholes, strict=True):
+                vocab_size = shapes[mapping.names[0]][0]
+                yield from zip(mapping.names, whole_tensors(mapping.entry.kind, ranks, heads, vocab_size), strict=True)
 
 
 def _buckets(
-    places: Sequence[Place], stages: Stages, parallel: Parallel, heads: Heads, shapes: Shapes, limit: int
+    mappings: Sequence[ParameterMapping],
+    division: Division,
+    parallel: Parallel,
+    heads: Heads,
+    shapes: Shapes,
+    limit: int,
 ) -> Iterator[tuple[int, bool, list[_Unit]]]:
     """Yields (stage, whether of experts, units) with at most `limit` numbers in all ranks' parts, or one unit."""
 
-    def unit_of(places: list[Place]) -> _Unit:
-        is_expert = places[0].expert is not None
+    def unit_of(mappings: list[ParameterMapping]) -> _Unit:
+        is_expert = mappings[0].expert is not None
         size = 1 if is_expert else parallel.tp.size()
-        metas = [torch.empty(shapes[name], device="meta") for name in places[0].names]
-        shape = local_part(places[0].entry.kind, metas, heads, 0, size).shape
-        return _Unit(places, shape, stages.experts_per_rank if is_expert else 1)
+        metas = [torch.empty(shapes[name], device="meta") for name in mappings[0].names]
+        shape = local_part(mappings[0].entry.kind, metas, heads, 0, size).shape
+        return _Unit(mappings, shape, division.experts_per_rank if is_expert else 1)
 
-    same = itertools.groupby(places, key=lambda place: (place.layer, place.entry.parameter))
+    same = itertools.groupby(mappings, key=lambda mapping: (mapping.layer, mapping.entry.parameter))
     units = (unit_of(list(group)) for _, group in same)
     for (stage, is_expert), group in itertools.groupby(
-        units, key=lambda unit: (stages.stage_of(unit.places[0]), unit.is_expert)
+        units, key=lambda unit: (division.stage_of(unit.mappings[0]), unit.is_expert)
     ):
         bucket: list[_Unit] = []
         room = limit

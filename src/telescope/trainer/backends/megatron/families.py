@@ -95,7 +95,7 @@ LAYERS: dict[str, tuple[Entry, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ParameterMapping:
     """An entry with its numbers. `layer` is None outside of layers, `expert` None for what is no expert."""
 
     entry: Entry
@@ -113,7 +113,7 @@ class Place:
         return [name.format(layer=self.layer, expert=self.expert) for name in self.entry.tensors]
 
 
-def places_of(hf_config: Any, *, transformer_engine: bool = False) -> list[Place]:
+def mappings_of(hf_config: Any, *, transformer_engine: bool = False) -> list[ParameterMapping]:
     """Returns every parameter of a model in the order of the model. Raises `UserError` for an unknown family.
 
     `transformer_engine`: with the names that parameters have in its modules.
@@ -125,7 +125,7 @@ def places_of(hf_config: Any, *, transformer_engine: bool = False) -> list[Place
             f"{', '.join(sorted(LAYERS))}. Choose one of these, or train_backend fsdp"
         )
     experts = range(getattr(hf_config, "num_experts", None) or 0)
-    places = [Place(EMBEDDING)]
+    mappings = [ParameterMapping(EMBEDDING)]
     entries = LAYERS[family]
     if transformer_engine:
         other = {old: new for old, new in TRANSFORMER_ENGINE_NAMES.items() if not (experts and old == NORM_OF_ROUTER)}
@@ -133,17 +133,17 @@ def places_of(hf_config: Any, *, transformer_engine: bool = False) -> list[Place
     for layer in range(hf_config.num_hidden_layers):
         for entry in entries:
             numbers: Iterable[int | None] = experts if "{expert}" in entry.parameter else (None,)
-            places += [Place(entry, layer, expert) for expert in numbers]
-    places += [Place(entry) for entry in FINAL]
-    return places[:-1] if hf_config.tie_word_embeddings else places
+            mappings += [ParameterMapping(entry, layer, expert) for expert in numbers]
+    mappings += [ParameterMapping(entry) for entry in FINAL]
+    return mappings[:-1] if hf_config.tie_word_embeddings else mappings
 
 
-def refuse_other_names(places: Sequence[Place], names: Iterable[str]) -> None:
-    """Raises `UserError` unless the tensors of `places` are those of the model, `names`."""
-    known, actual = {name for place in places for name in place.names}, set(names)
+def refuse_other_names(mappings: Sequence[ParameterMapping], names: Iterable[str]) -> None:
+    """Raises `UserError` unless the tensors of `mappings` are those of the model, `names`."""
+    known, actual = {name for mapping in mappings for name in mapping.names}, set(names)
     if missing := sorted(actual - known):
         raise UserError(
-            f"model: train_backend megatron has no place for {listed(missing)}. Choose another model, or train_backend "
+            f"model: train_backend megatron has no mapping for {listed(missing)}. Use another model, or train_backend "
             "fsdp"
         )
     if missing := sorted(known - actual):

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from telescope.errors import RunError
 from telescope.trainer.backends.fsdp.torch_internals import read_index, read_part
-from telescope.trainer.backends.megatron.families import Place, heads_of, places_of, whole_tensors
+from telescope.trainer.backends.megatron.families import ParameterMapping, heads_of, mappings_of, whole_tensors
 from telescope.weights.plan import TensorMeta
 
 LAYERS, EXPERTS = "decoder.layers.", "mlp.experts.local_experts."
@@ -41,35 +41,35 @@ def saved_weights(
         index = read_index(directory)
     except (OSError, ValueError) as error:
         raise RunError(f"{directory} is damaged: its .metadata cannot be read ({error}). Use another step") from error
-    places = places_of(hf_config)
+    mappings = mappings_of(hf_config)
     metas = []
-    for place in places:
-        name, first = saved_place(place)
+    for mapping in mappings:
+        name, first = saved_location(mapping)
         entry = index.state_dict_metadata.get(name)
         if not isinstance(entry, TensorStorageMetadata):
             raise RunError(f"{directory} is damaged: it has no tensor {name}. Use another step")
         part = torch.empty(entry.size[len(first) :], device="meta")
         dtype = str(entry.properties.dtype).removeprefix("torch.")
-        wholes = whole_tensors(place.entry.kind, [part], heads, hf_config.vocab_size)
-        metas += [TensorMeta(key, tuple(whole.shape), dtype) for key, whole in zip(place.names, wholes, strict=True)]
+        wholes = whole_tensors(mapping.entry.kind, [part], heads, hf_config.vocab_size)
+        metas += [TensorMeta(key, tuple(whole.shape), dtype) for key, whole in zip(mapping.names, wholes, strict=True)]
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
-        for place in places:
-            part = read_part(directory, index, *saved_place(place))
+        for mapping in mappings:
+            part = read_part(directory, index, *saved_location(mapping))
             yield from zip(
-                place.names, whole_tensors(place.entry.kind, [part], heads, hf_config.vocab_size), strict=True
+                mapping.names, whole_tensors(mapping.entry.kind, [part], heads, hf_config.vocab_size), strict=True
             )
 
     return metas, read
 
 
-def saved_place(place: Place) -> tuple[str, tuple[int, ...]]:
-    """Returns the name of the tensor that has a parameter, and the parameter's place in its first dimensions."""
-    name = place.entry.parameter
-    if place.layer is None:
+def saved_location(mapping: ParameterMapping) -> tuple[str, tuple[int, ...]]:
+    """Returns the name of the tensor that has a parameter, and the parameter's index in its first dimensions."""
+    name = mapping.entry.parameter
+    if mapping.layer is None:
         return name, ()
     name = name.removeprefix(f"{LAYERS}{{layer}}.")
-    if place.expert is None:
-        return LAYERS + SAVED_NAMES.get(name, name), (place.layer,)
+    if mapping.expert is None:
+        return LAYERS + SAVED_NAMES.get(name, name), (mapping.layer,)
     leaf = name.removeprefix(f"{EXPERTS}{{expert}}.")
-    return f"{LAYERS}mlp.experts.experts.{leaf}", (place.layer, place.expert)
+    return f"{LAYERS}mlp.experts.experts.{leaf}", (mapping.layer, mapping.expert)
