@@ -10,6 +10,10 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect
 from tests.pages.page_visit import PLACES, Visit, groups_of, profile
 
 
+TALL = {"width": 1280, "height": 2400}
+"""A window without a lower edge: charts are drawn when they come near it, and stay."""
+
+
 def view(page: Page) -> tuple[str, str, list[str]]:
     """What a page shows: its address, its text, and the state of its controls."""
     states = page.locator("main button[aria-pressed], main input, main select, main [aria-checked]").evaluate_all(
@@ -68,6 +72,7 @@ def elsewhere(browser: Browser) -> Iterator[BrowserContext]:
 
 @pytest.mark.parametrize("name", PLACES)
 def test_an_address_opens_the_same_view_elsewhere(visitor: Visit, elsewhere: BrowserContext, name: str):
+    visitor.page.set_viewport_size(TALL)
     page = visitor.open(*PLACES[name])
     before = page.url
     act(page, name)
@@ -77,6 +82,7 @@ def test_an_address_opens_the_same_view_elsewhere(visitor: Visit, elsewhere: Bro
     visitor.settle()
     assert page.url != before
     other = Visit(elsewhere.new_page(), visitor.address)
+    other.page.set_viewport_size(TALL)
     other.page.goto(page.url)
     other.settle()
     assert view(other.page) == view(page)
