@@ -9,7 +9,6 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 from tests.pages.page_visit import PLACES, Visit, groups_of, profile
 
-
 TALL = {"width": 1280, "height": 2400}
 """A window without a lower edge: charts are drawn when they come near it, and stay."""
 

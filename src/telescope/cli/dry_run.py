@@ -93,12 +93,14 @@ def print_dry_run(
     )
     machine = assumed or local_resources()
     fit = preflight.find_problems(config, [lambda config: preflight.check_fit(config, report, machine)])
+    shape = preflight.find_problems(config, [lambda config: preflight.check_shape(config, report)])
     if assumed is not None:
         # Print the plan even if the hub cannot be reached and the sizes come from elsewhere.
-        refused, remarked = (fit, [*here, *files]) if report.shape is not None else (files, here)
+        refused, remarked = ([*shape, *fit], [*here, *files]) if report.shape is not None else (files, here)
     else:
         found = [*here, *files, *fit]
-        refused, remarked = ([], found) if elsewhere else (found, [])
+        refused, remarked = (shape, found) if elsewhere else (found, [])
+    remarked = [problem for problem in remarked if problem not in refused]
 
     _print_config(loaded, console)
     if resumed is not None:
@@ -268,7 +270,11 @@ def _print_memory(
     is_open = config.inference_tensor_parallel_size == 1 and not report.shape.num_experts
     is_decided = not is_open or (placement.device == "cuda" and memory is not None)
     if config.weight_transfer == "auto" and in_place and is_decided:
-        remarks.append(f"Weights reach the servers in place, inside a pause of each: {in_place}.")
+        remarks.append(
+            "A sync loads the adapter alone into each server, in a pause: the base weights stay."
+            if config.lora_sync == "adapter"
+            else f"Weights reach the servers in place, inside a pause of each: {in_place}."
+        )
     return remarks
 
 

@@ -83,7 +83,8 @@ PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 # Bounds far above any real run. They catch slips (a zero too many, a wrong unit) before anything is planned.
 MAX_STEPS = 10_000_000
 MAX_SECONDS = 366 * 24 * 3600  # a year
-Workers = Annotated[int, Field(ge=1, le=1024)]
+MAX_WORKERS = 1024
+Workers = Annotated[int, Field(ge=1, le=MAX_WORKERS)]
 """Processes, GPUs or threads of one kind."""
 Count = Annotated[int, Field(ge=1, le=65_536)]
 """Number of prompts, answers or requests."""

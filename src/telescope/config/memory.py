@@ -385,20 +385,22 @@ def _problems(
     if config.train_backend == "megatron":
         share = ", raise a megatron parallel size"
         more = "" if config.megatron_gradient_checkpointing else ", set megatron_gradient_checkpointing to true"
+        if not config.megatron_optimizer_cpu_offload:
+            more += ", set megatron_optimizer_cpu_offload to true"
     else:
+        more += "" if config.model_dtype == "bfloat16" else ', set model_dtype to "bfloat16"'
         can_share = config.fsdp_context_parallel_size < config.trainer_num_workers
         share = ", raise fsdp_context_parallel_size" if can_share else ""
     if shared and memory is not None and trainer.total > left:
         problems.append(
             f"A trainer worker needs about {trainer.total / GIB:.1f} GiB (weights, gradients, optimizer "
             f"{trainer.states / GIB:.1f}), and share_gpus leaves it {left / GIB:.1f} of a GPU's {memory / GIB:.1f} "
-            f'GiB: lower gpu_memory_utilization or seq_len, set model_dtype to "bfloat16"{more}, or choose a smaller '
-            "model."
+            f"GiB: lower gpu_memory_utilization or seq_len{more}, or choose a smaller model."
         )
     elif memory is not None and device == "cuda" and trainer.total > memory:
         problems.append(
             f"A trainer worker needs about {trainer.total / GIB:.1f} GiB, and a GPU has {memory / GIB:.1f} GiB: raise "
-            f'trainer_num_workers, lower seq_len{share}{more}, or set model_dtype to "bfloat16".'
+            f"trainer_num_workers, lower seq_len{share}{more}, or choose a smaller model."
         )
     if memory is not None and device == "cpu":
         everything = trainer.total * config.trainer_num_workers

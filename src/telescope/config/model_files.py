@@ -325,7 +325,9 @@ def _check_against_shape(config: TelescopeConfig, shape: ModelShape, *, scaled: 
             f"num_experts {shape.num_experts}: a token visits at least one of the experts and no more than there are. "
             "Correct config.json, or save the model again"
         )
-    if heads := uneven_heads(config.fsdp_context_parallel_size, shape.num_heads, shape.num_kv_heads):
+    if config.train_backend != "megatron" and (
+        heads := uneven_heads(config.fsdp_context_parallel_size, shape.num_heads, shape.num_kv_heads)
+    ):
         raise ConfigError(
             f"fsdp_context_parallel_size is {config.fsdp_context_parallel_size}, but {config.model} has {heads}. "
             "Choose another size"

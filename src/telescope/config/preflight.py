@@ -326,19 +326,24 @@ def check_model(config: TelescopeConfig) -> None:
 
 def check_report(config: TelescopeConfig, report: ModelReport) -> None:
     """Checks that the model's files were readable, and its sizes known if a filter asks."""
+    check_shape(config, report)
     if report.unchecked:
         raise ConfigError(
             f"model is {config.model!r}: {report.unchecked}. Set model to a local folder, or connect to the hub, or "
             "download the model beforehand (`hf download`)"
         )
+    if config.filter_gibberish:
+        vocabulary_size(config)
+
+
+def check_shape(config: TelescopeConfig, report: ModelReport) -> None:
+    """Checks fields that the model's shape excludes, on any machine."""
     shape = report.shape
     if config.router_replay and shape is not None and (not shape.num_experts or shape.experts_per_token < 2):
         has = "one expert per token" if shape.num_experts else "no experts"
         raise ConfigError(f"router_replay is true, but {config.model} has {has}. Set router_replay to false")
-    if config.lora_rank and shape is not None and architecture_of(config) in megatron.MODEL_TYPES:
+    if config.lora_rank and shape is not None and (report.unchecked or architecture_of(config) in megatron.MODEL_TYPES):
         _check_adapters(config, shape)
-    if config.filter_gibberish:
-        vocabulary_size(config)
 
 
 def _check_adapters(config: TelescopeConfig, shape: ModelShape) -> None:

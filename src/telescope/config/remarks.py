@@ -58,12 +58,7 @@ def remarks(config: TelescopeConfig) -> list[str]:
             )
     if config.inference_quantization != "none" and not (config.use_tis or config.seq_is_masking):
         found.append(_quantization(config))
-    idle = sorted({"lora_alpha", "lora_dropout", "lora_target_modules"} & config.user_set)
-    if idle and not config.lora_rank:
-        found.append(
-            f"{' and '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect, because lora_rank is 0 and all "
-            "weights are trained. Set lora_rank to train adapters."
-        )
+    found += _idle_fields(config)
     if config.top_p is not None and config.top_p < 1:
         found.append(_top_p(config, config.top_p))
     return found
@@ -96,6 +91,35 @@ def remarks_on_place(
             "recomputed, as without it. Set it to less than "
             f"{num_layers} so that some are not, or leave it null."
         )
+    return found
+
+
+def _idle_fields(config: TelescopeConfig) -> list[str]:
+    """Returns remarks on fields that the user set and another field switches off."""
+    of_megatron = {name for name in config.user_set if name.startswith("megatron_")}
+    causes: list[tuple[bool, set[str], str]] = [
+        (
+            not config.lora_rank,
+            {"lora_alpha", "lora_dropout", "lora_target_modules"},
+            "lora_rank is 0 and all weights are trained. Set lora_rank to train adapters",
+        ),
+        (config.train_backend == "fsdp", of_megatron, 'train_backend is "fsdp". Set train_backend to "megatron"'),
+        (
+            config.train_backend == "megatron",
+            {"fsdp_context_parallel_size", "gradient_checkpointing", "recompute_attention"},
+            'train_backend is "megatron", which has fields of its own: megatron_context_parallel_size, '
+            "megatron_gradient_checkpointing",
+        ),
+        (
+            config.train_backend == "megatron" and not config.megatron_optimizer_cpu_offload,
+            {"megatron_optimizer_offload_fraction"},
+            "megatron_optimizer_cpu_offload is false. Set it to true to offload the optimizer",
+        ),
+    ]
+    found = []
+    for is_off, names, why in causes:
+        if idle := sorted(names & config.user_set) if is_off else []:
+            found.append(f"{' and '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect, because {why}.")
     return found
 
 

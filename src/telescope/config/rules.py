@@ -9,11 +9,13 @@ Pure functions of the configuration: machine and files are checked in `plan` and
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from telescope.config.algorithms import ALGORITHM_FACTS, AlgorithmFacts, names_where
+from telescope.config.base import MAX_WORKERS
 from telescope.config.megatron import OPTIMIZER_DTYPE_FIELDS
 from telescope.config.messages import show
 from telescope.errors import ConfigError
@@ -57,6 +59,8 @@ def apply_rules(config: TelescopeConfig, user_set: frozenset[str]) -> list[str]:
         if rule.is_reported:
             reason = f"it {rule.statement}{_because(rule, config)}"
             notes.append(f"{field} adjusted from {show(before)} to {show(after)}: {reason}.")
+    # An adjusted value may break a rule that came before.
+    problems = problems or [_problem(rule, config) for rule in RULES if rule.broken(config)]
     if problems:
         raise ConfigError("\n".join(problems))
     return notes
@@ -91,8 +95,9 @@ def megatron_model_parallel_size(config: TelescopeConfig) -> int:
 def _is_invalid_pattern(config: TelescopeConfig) -> bool:
     if isinstance(config.lora_target_modules, str):
         try:
-            re.compile(config.lora_target_modules)
-        except re.error:
+            with warnings.catch_warnings(action="ignore", category=FutureWarning):
+                re.compile(config.lora_target_modules)
+        except (re.error, OverflowError, RecursionError):
             return True
     return False
 
@@ -351,6 +356,19 @@ RULES: tuple[Rule, ...] = (
     ),
     # Trainer parallelism.
     Rule(
+        ("trainer_num_workers", "inference_num_workers", "share_gpus"),
+        "must equal inference_num_workers with share_gpus, since each rank shares a GPU with a server",
+        lambda c: _shares_gpus(c) and c.trainer_num_workers != c.inference_num_workers,
+        lambda c: f"Set trainer_num_workers to {c.inference_num_workers}, or share_gpus to false",
+        lambda c: c.inference_num_workers,
+    ),
+    Rule(
+        ("megatron_tensor_parallel_size", "megatron_pipeline_parallel_size", "megatron_context_parallel_size"),
+        f"times the pipeline and context parallel sizes must be at most {MAX_WORKERS} trainer ranks",
+        lambda c: _megatron(c) and megatron_model_parallel_size(c) > MAX_WORKERS,
+        lambda c: "Lower one of them",
+    ),
+    Rule(
         ("fsdp_context_parallel_size", "trainer_num_workers"),
         "must divide trainer_num_workers",
         lambda c: not _megatron(c) and c.trainer_num_workers % c.fsdp_context_parallel_size != 0,
@@ -391,9 +409,13 @@ RULES: tuple[Rule, ...] = (
         "times megatron_pipeline_parallel_size must divide trainer_num_workers",
         lambda c: (
             _megatron(c)
+            and c.megatron_expert_parallel_size > 1
             and c.trainer_num_workers % (c.megatron_expert_parallel_size * c.megatron_pipeline_parallel_size) != 0
         ),
-        lambda c: "Lower megatron_expert_parallel_size, or raise trainer_num_workers",
+        lambda c: (
+            "Lower megatron_expert_parallel_size, or set trainer_num_workers to a multiple of "
+            f"{c.megatron_expert_parallel_size * c.megatron_pipeline_parallel_size}"
+        ),
     ),
     Rule(
         ("megatron_global_batch_size", "prompts_batch_size_for_trainer"),
@@ -525,13 +547,6 @@ RULES: tuple[Rule, ...] = (
         "must be 1 with share_gpus: a rank shares one GPU with one server",
         lambda c: _shares_gpus(c) and c.inference_tensor_parallel_size > 1,
         lambda c: "Set inference_tensor_parallel_size to 1, or share_gpus to false",
-    ),
-    Rule(
-        ("trainer_num_workers", "inference_num_workers", "share_gpus"),
-        "must equal inference_num_workers with share_gpus, since each rank shares a GPU with a server",
-        lambda c: _shares_gpus(c) and c.trainer_num_workers != c.inference_num_workers,
-        lambda c: f"Set trainer_num_workers to {c.inference_num_workers}, or share_gpus to false",
-        lambda c: c.inference_num_workers,
     ),
     Rule(
         ("weight_broadcast_cpu_staging", "share_gpus"),

@@ -30,8 +30,8 @@ from telescope.orchestrator.run_state import RunState
 FIXED_FIELDS = ("model_dtype", "train_backend", "seed", "lora_rank", "lora_alpha", "lora_target_modules")
 """Fields that a resumed run cannot change, besides the environments and the model of a run with adapters."""
 
-FIXED_TENSORS = ("lora_rank", "lora_target_modules")
-"""Fixed fields that decide which tensors a checkpoint has: even `resume_force` cannot change them."""
+FIXED_TENSORS = ("train_backend", "lora_rank", "lora_target_modules")
+"""Fixed fields that decide the format or the tensors of a checkpoint: even `resume_force` cannot change them."""
 
 FIXED_OF_ENVIRONMENTS = ("name", "weight", "kwargs")
 
@@ -90,6 +90,8 @@ def changed_fields(
         for name, now in config.values.items()
         if name not in NOT_COMPARED and before[name] != now
     }
+    if not config.lora_rank and not before["lora_rank"]:
+        changed = {name: pair for name, pair in changed.items() if not name.startswith("lora_")}
     # A checkpoint of adapters lacks the base weights, so it continues only with the same model.
     names = (*FIXED_FIELDS, "model") if config.lora_rank else FIXED_FIELDS
     fixed = {name: changed.pop(name) for name in names if name in changed}

@@ -193,6 +193,7 @@ def test_every_check_is_among_those_that_a_run_makes():
         "check_environment",
         "check_model",
         "check_report",
+        "check_shape",
         "check_disk",
         "check_checkpoint_memory",
         "check_fit",
@@ -329,6 +330,14 @@ def test_adapters_on_layers_that_the_model_lacks_are_refused(monkeypatch, target
     assert "'q_proj'" in message if targets == "q_proj" else "'q_proj'" not in message
     for found in ("all-linear", ".*q_proj", ["q_proj", "mlp.up_proj"]):
         check(config(lora_rank=8, lora_target_modules=found))
+
+
+def test_what_a_known_shape_excludes_is_refused_without_its_files():
+    report = ModelReport("a table", known_shape("Qwen/Qwen3-4B"), unchecked="the hub cannot be reached")
+    check = functools.partial(preflight.check_report, report=report)
+    assert "router_replay is true" in message_of(check, config(router_replay=True))
+    assert "'q_porj'" in message_of(check, config(lora_rank=8, lora_target_modules=["q_porj"]))
+    assert "the hub cannot be reached" in message_of(check, config())
 
 
 def test_router_replay_is_refused_where_vllm_returns_no_routes(monkeypatch):

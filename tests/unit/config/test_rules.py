@@ -6,6 +6,7 @@ import pytest
 
 from telescope.config import TelescopeConfig
 from telescope.config.loader import build_config
+from telescope.config.remarks import remarks
 from telescope.config.rules import RULES
 from telescope.errors import ConfigError
 
@@ -53,6 +54,10 @@ BROKEN: list[tuple[str, dict[str, object]]] = [
     ("overlong_buffer_tokens", {"overlong_buffer_tokens": 100, "max_tokens": 50, "overlong_penalty_factor": 1.0}),
     ("fsdp_context_parallel_size", {"fsdp_context_parallel_size": 4, "trainer_num_workers": 6}),
     ("trainer_num_workers", {**MEGATRON, "trainer_num_workers": 3, "megatron_tensor_parallel_size": 2}),
+    (
+        "megatron_tensor_parallel_size",
+        {"train_backend": "megatron", "megatron_tensor_parallel_size": 8, "megatron_pipeline_parallel_size": 256},
+    ),
     ("megatron_sequence_parallel", {**MEGATRON, "megatron_sequence_parallel": True}),
     (
         "megatron_use_distributed_optimizer",
@@ -76,6 +81,8 @@ BROKEN: list[tuple[str, dict[str, object]]] = [
     ("mixed_precision_dtype", {**MEGATRON, "mixed_precision_dtype": "float16"}),
     ("lora_rank", {**MEGATRON, "lora_rank": 8}),
     ("lora_target_modules", {"lora_rank": 8, "lora_target_modules": "q_proj("}),
+    ("lora_target_modules", {"lora_rank": 8, "lora_target_modules": "a{99999999999999999999}"}),
+    ("lora_target_modules", {"lora_rank": 8, "lora_target_modules": "(" * 3000 + ")" * 3000}),
     ("lora_sync", {"lora_sync": "adapter"}),
     ("lora_rank", {"lora_rank": 513, "lora_sync": "adapter"}),
     ("model_dtype", {"lora_rank": 8, "lora_sync": "adapter", "model_dtype": "bfloat16", "inference_dtype": "float16"}),
@@ -215,6 +222,43 @@ def test_megatron_rules_do_not_apply_to_fsdp():
     config = build({"megatron_sequence_parallel": True, "megatron_tensor_parallel_size": 1, "trainer_num_workers": 1})
     assert config.megatron_sequence_parallel
     assert config.notes == ()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train_backend": "megatron", "megatron_tensor_parallel_size": 2, "inference_num_workers": 3},
+        {"train_backend": "megatron", "megatron_tensor_parallel_size": 4},
+        {"fsdp_context_parallel_size": 2, "inference_num_workers": 3},
+    ],
+)
+def test_an_adjusted_default_breaks_no_earlier_rule(changes):
+    with pytest.raises(ConfigError, match=r"parallel_size|trainer_num_workers"):
+        build({"share_gpus": True, **changes})
+
+
+def test_ranks_follow_the_servers_of_shared_gpus_before_their_division_is_checked():
+    config = build({"share_gpus": True, "inference_num_workers": 4, "fsdp_context_parallel_size": 4})
+    assert config.trainer_num_workers == 4
+    megatron = {"train_backend": "megatron", "megatron_tensor_parallel_size": 2}
+    assert build({"share_gpus": True, "inference_num_workers": 4, **megatron}).megatron_use_distributed_optimizer
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"megatron_tensor_parallel_size": 2}, "megatron_tensor_parallel_size"),
+        ({"lora_alpha": 16}, "lora_alpha"),
+        ({"train_backend": "megatron", "gradient_checkpointing": False}, "gradient_checkpointing"),
+        (
+            {"train_backend": "megatron", "megatron_optimizer_offload_fraction": 0.5},
+            "megatron_optimizer_offload_fraction",
+        ),
+    ],
+)
+def test_a_field_that_another_switches_off_is_named(changes, field):
+    (remark,) = [text for text in remarks(build(changes)) if "no effect" in text]
+    assert remark.startswith(f"{field} has no effect, because ")
 
 
 def test_rules_see_what_earlier_rules_adjusted():

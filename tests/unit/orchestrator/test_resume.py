@@ -104,10 +104,14 @@ def test_what_cannot_change_is_refused_with_both_values(
         resuming.find(**changes)
 
 
-def test_rank_and_layers_of_adapters_cannot_be_forced(resuming: Resuming) -> None:
-    for changes in ({"lora_rank": 8}, {"lora_target_modules": ["q_proj"]}):
-        with pytest.raises(UserError, match=r"lora_\w+ was .* and is .*run_dir$"):
+def test_the_format_and_the_tensors_of_a_checkpoint_cannot_be_forced(resuming: Resuming) -> None:
+    for changes in ({"lora_rank": 8}, {"train_backend": "megatron"}):
+        with pytest.raises(UserError, match=r"(lora_rank|train_backend) was .* and is .*run_dir$"):
             resuming.find(**changes, resume_force=True)
+
+
+def test_fields_of_adapters_change_freely_without_adapters(resuming: Resuming) -> None:
+    assert resuming.find(lora_target_modules=["q_proj"], lora_alpha=3).notes == ()
 
 
 def test_adapters_continue_on_the_model_that_they_were_trained_for(resuming: Resuming, tmp_path: Path) -> None:
