@@ -93,14 +93,14 @@ def print_dry_run(
     )
     machine = assumed or local_resources()
     fit = preflight.find_problems(config, [lambda config: preflight.check_fit(config, report, machine)])
-    shape = preflight.find_problems(config, [lambda config: preflight.check_shape(config, report)])
+    # What the model's sizes exclude is refused on every machine.
+    excluded = preflight.find_problems(config, [lambda config: preflight.check_shape(config, report)])
     if assumed is not None:
         # Print the plan even if the hub cannot be reached and the sizes come from elsewhere.
-        refused, remarked = ([*shape, *fit], [*here, *files]) if report.shape is not None else (files, here)
+        refused, remarked = ([*excluded, *fit], [*here, *files]) if report.shape is not None else (files, here)
     else:
         found = [*here, *files, *fit]
-        refused, remarked = (shape, found) if elsewhere else (found, [])
-    remarked = [problem for problem in remarked if problem not in refused]
+        refused, remarked = (excluded, found) if elsewhere else ([*excluded, *found], [])
 
     _print_config(loaded, console)
     if resumed is not None:

@@ -203,9 +203,7 @@ class ModelShape:
                 sparse_step=1 if step is None else int(step),
                 dense_layers=frozenset(map(int, config.get("mlp_only_layers") or ())),
                 max_position_embeddings=None if longest is None else int(longest),
-                router_loss=float(config.get("router_aux_loss_coef") or 0)
-                if config.get("output_router_logits")
-                else 0.0,
+                router_loss=float(bool(config.get("output_router_logits")) * (config.get("router_aux_loss_coef") or 0)),
             )
         except (KeyError, TypeError, ValueError, ZeroDivisionError):
             return None

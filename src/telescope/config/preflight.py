@@ -318,6 +318,7 @@ def check_ports(config: TelescopeConfig) -> None:
 def check_model(config: TelescopeConfig) -> None:
     """Checks the model's files, and that it fits this machine as far as is certain."""
     report = inspect_model(config)
+    check_shape(config, report)
     check_report(config, report)
     check_disk(config, report)
     check_checkpoint_memory(config, report)
@@ -326,7 +327,6 @@ def check_model(config: TelescopeConfig) -> None:
 
 def check_report(config: TelescopeConfig, report: ModelReport) -> None:
     """Checks that the model's files were readable, and its sizes known if a filter asks."""
-    check_shape(config, report)
     if report.unchecked:
         raise ConfigError(
             f"model is {config.model!r}: {report.unchecked}. Set model to a local folder, or connect to the hub, or "

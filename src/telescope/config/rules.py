@@ -359,7 +359,7 @@ RULES: tuple[Rule, ...] = (
         ("trainer_num_workers", "inference_num_workers", "share_gpus"),
         "must equal inference_num_workers with share_gpus, since each rank shares a GPU with a server",
         lambda c: _shares_gpus(c) and c.trainer_num_workers != c.inference_num_workers,
-        lambda c: f"Set trainer_num_workers to {c.inference_num_workers}, or share_gpus to false",
+        lambda c: "Set trainer_num_workers and inference_num_workers to one number, or share_gpus to false",
         lambda c: c.inference_num_workers,
     ),
     Rule(

@@ -348,6 +348,19 @@ def test_a_problem_of_this_machine_is_a_remark_on_a_plan_for_assumed_gpus(dry_ru
     assert tried == [False]
 
 
+def test_what_the_sizes_of_a_model_exclude_is_an_error_on_a_plan_for_assumed_gpus(dry_run):
+    _, error = dry_run(config=EXAMPLE, gpu=80, router_replay=True)
+    assert error is not None
+    assert error.startswith("router_replay is true, but ")
+
+
+def test_a_sync_of_adapters_is_described_as_one(dry_run):
+    adapters = {"lora_rank": 8, "lora_sync": "adapter", "model_dtype": "bfloat16"}
+    printed, _ = dry_run(config=EXAMPLE, gpu=80, **adapters)
+    assert "A sync loads the adapter alone into each server" in printed
+    assert "Weights reach the servers in place" not in printed
+
+
 def test_an_unreachable_hub_is_an_error_only_if_nothing_can_be_checked(dry_run, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("telescope.cli.dry_run.inspect_model", lambda config: inspect_model(config, ask_hub=False))

@@ -369,6 +369,19 @@ def test_adapters_have_the_parameters_of_their_layers():
     assert experts.adapter_parameters(4, "all-linear") == 48 * 4 * (2 * (2048 + 4096) + 2 * (2048 + 512))
 
 
+def test_advice_on_memory_is_for_the_backend_and_for_what_is_not_set_yet():
+    shape = shape_of("Qwen/Qwen3-14B")
+
+    def advice(**changes: object) -> str:
+        return " ".join(estimate_memory(config(**changes), shape, device_memory_bytes=40 * GIB).problems)
+
+    assert 'set model_dtype to "bfloat16"' in advice()
+    assert "model_dtype" not in advice(model_dtype="bfloat16")
+    by_megatron = advice(train_backend="megatron")
+    assert "model_dtype" not in by_megatron
+    assert "set megatron_optimizer_cpu_offload to true" in by_megatron
+
+
 def test_a_14b_model_with_adapters_fits_one_gpu():
     shape = shape_of("Qwen/Qwen3-14B")
     settings = {"model_dtype": "bfloat16", "trainer_num_workers": 1, "seq_len": 16384}

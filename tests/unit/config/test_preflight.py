@@ -324,7 +324,7 @@ def test_quantized_servers_are_refused_where_there_is_no_gpu(monkeypatch):
 def test_adapters_on_layers_that_the_model_lacks_are_refused(monkeypatch, targets):
     monkeypatch.setattr(preflight, "architecture_of", lambda _: "qwen3")
     report = ModelReport("a table", known_shape("Qwen/Qwen3-4B"))
-    check = functools.partial(preflight.check_report, report=report)
+    check = functools.partial(preflight.check_shape, report=report)
     message = message_of(check, config(lora_rank=8, lora_target_modules=targets))
     assert message.startswith("lora_target_modules: ")
     assert "'q_proj'" in message if targets == "q_proj" else "'q_proj'" not in message
@@ -334,10 +334,10 @@ def test_adapters_on_layers_that_the_model_lacks_are_refused(monkeypatch, target
 
 def test_what_a_known_shape_excludes_is_refused_without_its_files():
     report = ModelReport("a table", known_shape("Qwen/Qwen3-4B"), unchecked="the hub cannot be reached")
-    check = functools.partial(preflight.check_report, report=report)
+    check = functools.partial(preflight.check_shape, report=report)
     assert "router_replay is true" in message_of(check, config(router_replay=True))
     assert "'q_porj'" in message_of(check, config(lora_rank=8, lora_target_modules=["q_porj"]))
-    assert "the hub cannot be reached" in message_of(check, config())
+    assert "the hub cannot be reached" in message_of(lambda run: preflight.check_report(run, report), config())
 
 
 def test_router_replay_is_refused_where_vllm_returns_no_routes(monkeypatch):
@@ -360,9 +360,9 @@ def test_a_load_balancing_loss_that_the_model_asks_for_is_named():
 
 def test_router_replay_needs_experts_and_is_suggested_where_there_are_some():
     dense, sparse = (ModelReport("a table", known_shape(f"Qwen/Qwen3-{size}")) for size in ("4B", "30B-A3B"))
-    message = message_of(lambda run: preflight.check_report(run, dense), config(router_replay=True))
+    message = message_of(lambda run: preflight.check_shape(run, dense), config(router_replay=True))
     assert message.startswith("router_replay is true, but ")
-    preflight.check_report(config(router_replay=True), sparse)
+    preflight.check_shape(config(router_replay=True), sparse)
     (remark,) = remarks_on_place(config(), "cuda", sparse.shape)
     assert "Set router_replay to true" in remark
     assert remarks_on_place(config(router_replay=True), "cuda", sparse.shape) == []

@@ -110,6 +110,12 @@ def test_the_format_and_the_tensors_of_a_checkpoint_cannot_be_forced(resuming: R
             resuming.find(**changes, resume_force=True)
 
 
+def test_layers_and_scale_of_adapters_cannot_change(resuming: Resuming) -> None:
+    before = resuming.config(lora_rank=8).values
+    fixed, used = changed_fields(before, resuming.config(lora_rank=8, lora_alpha=3, lora_target_modules=["q_proj"]))
+    assert (sorted(fixed), used) == (["lora_alpha", "lora_target_modules"], {})
+
+
 def test_fields_of_adapters_change_freely_without_adapters(resuming: Resuming) -> None:
     assert resuming.find(lora_target_modules=["q_proj"], lora_alpha=3).notes == ()
 

@@ -79,12 +79,10 @@ def load(
     own = [mapping for mapping in mappings if division.stage_of(mapping) == parallel.pp.rank()]
     tied_output = FINAL[-1].parameter
     if tied_output in parameters and mappings[-1].entry is not FINAL[-1]:
-        own.append(
-            ParameterMapping(Entry(tied_output, EMBEDDING.tensors, "vocabulary"))
-        )  # the last stage's copy of a tied table
-    experts = range(
-        parallel.ep.rank() * division.experts_per_rank, (parallel.ep.rank() + 1) * division.experts_per_rank
-    )
+        # The last stage's copy of a tied table.
+        own.append(ParameterMapping(Entry(tied_output, EMBEDDING.tensors, "vocabulary")))
+    first_expert = parallel.ep.rank() * division.experts_per_rank
+    experts = range(first_expert, first_expert + division.experts_per_rank)
     tp = parallel.tp
     with ExitStack() as stack:
         files = _open_files(folder, stack)
