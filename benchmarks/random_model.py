@@ -1,10 +1,13 @@
 """Builds models of real shapes with random weights and a small tokenizer.
 
+    python benchmarks/random_model.py qwen3-4b FOLDER
+
 Their text is noise, which takes as long as sense. `forced_lengths` sets its length.
 """
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +28,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True,
         "max_position_embeddings": 32_768,
     },
+    "qwen3-4b": {
+        "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True,
+        "max_position_embeddings": 32_768,
+    },
 }  # fmt: skip
-"""Shapes of Qwen2.5 (arXiv:2412.15115), and one for a CPU."""
+"""Shapes of Qwen2.5 (arXiv:2412.15115), of Qwen3 (arXiv:2505.09388; with `head_dim`), and one for a CPU."""
 
 
 def make_model(folder: Path, shape: str, *, on_gpu: bool) -> None:
@@ -34,21 +42,36 @@ def make_model(folder: Path, shape: str, *, on_gpu: bool) -> None:
     if (folder / "tokenizer.json").exists():
         return
     import torch
-    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qwen3Config
 
     folder.mkdir(parents=True, exist_ok=True)
     dtype = torch.bfloat16 if on_gpu else torch.float32
     end_token = save_tokenizer(folder, SHAPES[shape]["vocab_size"])
-    config = Qwen2Config(**SHAPES[shape], rope_theta=1e6, bos_token_id=None, eos_token_id=end_token, dtype=dtype)
+    kind = Qwen3Config if "head_dim" in SHAPES[shape] else Qwen2Config
+    config = kind(**SHAPES[shape], rope_theta=1e6, bos_token_id=None, eos_token_id=end_token, dtype=dtype)
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device("cuda" if on_gpu else "cpu"):
-            model = Qwen2ForCausalLM(config)
+            model = AutoModelForCausalLM.from_config(config)
     finally:
         torch.set_default_dtype(before)
     model.generation_config = GenerationConfig(eos_token_id=end_token)
     tokenizer = (folder / "tokenizer.json").read_bytes()
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_bytes(tokenizer)
+
+
+def main() -> None:
+    import torch
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=list(SHAPES))
+    parser.add_argument("folder", type=Path)
+    arguments = parser.parse_args()
+    make_model(arguments.folder, arguments.shape, on_gpu=torch.cuda.is_available())
+
+
+if __name__ == "__main__":
+    main()

@@ -81,6 +81,20 @@ TRAINER = f"{sys.executable} benchmarks/trainer.py --json {{json}} --shapes"
 FEW = "--steps 3 --warmup 2"
 LARGER = "--hidden-size 256 --intermediate-size 512 --num-heads 4 --num-kv-heads 2 --warm-start-steps 200"
 """A tiny model whose matrices have blocks for FP8, and heads for two ranks."""
+ADAPTERS = "lora_rank=16 model_dtype=bfloat16 lora_sync=adapter"
+BY_MEGATRON = f"--backend megatron --tokens 16384 --checkpointing full {FEW} --set"
+ENGINE = "megatron_use_transformer_engine=true"
+"""Needs Transformer Engine (docs/gpu.md)."""
+PRECISION_AWARE = (
+    f"{ENGINE} megatron_use_precision_aware_optimizer=true megatron_exp_avg_dtype=bfloat16 "
+    "megatron_exp_avg_sq_dtype=bfloat16 megatron_main_grads_dtype=bfloat16 megatron_grad_reduce_in_fp32=false"
+)
+VERIFY_4B = (
+    f"{BENCHMARK}/random_model.py qwen3-4b {{folder}}/model && exec {RUN} verify "
+    f"{DEMO.replace('{tiny}', '{folder}/model')} --share_gpus true --gpu_memory_utilization 0.2 "
+    "--mixed_precision_dtype bfloat16 --max_tokens 256 --max_model_len 512 --seq_len 2048 --json {json}"
+)
+"""Compares logprobs of a 4B model in bfloat16, 8,192 tokens, before and after a step. Needs 110 GiB."""
 EXPERTS_AND_RANKS = "tests/gpu/weights/test_experts_and_ranks_on_gpu.py"
 RANKS = "tests/gpu/weights/test_ranks_on_gpu.py"
 ROUTES = "tests/gpu/weights/test_routes_on_gpu.py"
@@ -176,7 +190,29 @@ PARTS = (
         "run/summary.json",
         LARGER,
     ),
+    Part(
+        "demo by megatron on one",
+        f"{RUN} train {DEMO} --share_gpus true --train_backend megatron --mixed_precision_dtype bfloat16 "
+        "--number_of_steps 20 --weight_probe_every 5 --run_dir {folder}/run",
+        1,
+        360,
+        "run/summary.json",
+        LARGER,
+    ),
+    Part("verify 4b", VERIFY_4B, 1, 480),
+    Part("verify 4b by megatron", f"{VERIFY_4B} --train_backend megatron", 1, 480),
+    # Of both backends, with the attention kernel that is installed; the report names it.
     Part("4b by megatron", f"{TRAINER} 4b --backend fsdp megatron --tokens 16384 --checkpointing full {FEW}", 1, 300),
+    Part(
+        "4b offloaded",
+        f"{TRAINER} 4b --loads single {BY_MEGATRON} megatron_optimizer_cpu_offload=true "
+        "megatron_optimizer_offload_fraction=1.0",
+        1,
+        300,
+    ),
+    Part("4b by transformer engine", f"{TRAINER} 4b {BY_MEGATRON} {ENGINE}", 1, 300),
+    Part("4b in fp8", f"{TRAINER} 4b {BY_MEGATRON} {ENGINE} megatron_fp8=true", 1, 300),
+    Part("4b with small moments", f"{TRAINER} 4b --loads single {BY_MEGATRON} {PRECISION_AWARE}", 1, 300),
     Part(
         "experts by megatron",
         f"{TRAINER} moe --backend fsdp megatron --tokens 16384 --loads single --checkpointing full {FEW}",
@@ -192,7 +228,9 @@ PARTS = (
         300,
     ),
     Part("sync 4b by megatron", f"{SYNC} 4b --set train_backend=megatron", 2, 300),
-    Part("sync 4b of adapters", f"{SYNC} 4b --set lora_rank=16 model_dtype=bfloat16 lora_sync=adapter", 2, 300),
+    Part("sync 4b by megatron on one", f"{SYNC} 4b --set train_backend=megatron share_gpus=true", 1, 300),
+    Part("sync 4b of adapters", f"{SYNC} 4b --set {ADAPTERS}", 2, 300),
+    Part("sync 4b of adapters on one", f"{SYNC} 4b --set {ADAPTERS} share_gpus=true", 1, 300),
     Part("routes", f"{PYTEST} {ROUTES}", 1, 300),
     Part("64k on one", f"{TRAINER} 4b --tokens 65536 --loads single --checkpointing full {FEW}", 1, 300),
     Part(
@@ -212,9 +250,7 @@ PARTS = (
     Part(
         "30b of experts on four",
         f"{TRAINER} 30b-a3b --ranks 4 --backend megatron --tokens 16384 --loads single --checkpointing full {FEW} "
-        "--set megatron_expert_parallel_size=4 megatron_use_transformer_engine=true "
-        "megatron_use_precision_aware_optimizer=true megatron_exp_avg_dtype=bfloat16 "
-        "megatron_exp_avg_sq_dtype=bfloat16 megatron_main_grads_dtype=bfloat16 megatron_grad_reduce_in_fp32=false",
+        f"--set megatron_expert_parallel_size=4 {PRECISION_AWARE}",
         4,
         480,
     ),
