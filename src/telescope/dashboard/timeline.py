@@ -103,8 +103,8 @@ def logs(
 ) -> dict[str, Any]:
     """Returns log lines, oldest first: those from row `since` on, those around the time `at`, or the newest ones.
 
-    The newest ones are before row `before` if it is given. `level` is the lowest one. Raises `UserError` for an unknown
-    one.
+    The newest ones are before row `before` if it is given. `level` is the lowest one. `component` is one process
+    (`trainer-0`) or all of a kind (`trainer`). Raises `UserError` for an unknown level.
     """
     (end,) = store.refresh("logs").values()
     where = ["true"]
@@ -114,10 +114,12 @@ def logs(
             raise UserError(f"level={level!r} is not a level. Use one of {', '.join(LEVELS)}.")
         where.append("list_contains(?, level)")
         parameters.append(list(LEVELS[LEVELS.index(level) :]))
-    for column, value in (("component", component), ("source", source)):
-        if value:
-            where.append(f"{column} = ?")
-            parameters.append(value)
+    if component:
+        where.append("(component = ? OR starts_with(component, ?))")
+        parameters += [component, f"{component}-"]
+    if source:
+        where.append("source = ?")
+        parameters.append(source)
     if search.strip():
         where.append("contains(lower(message), lower(?))")
         parameters.append(search.strip())
@@ -140,7 +142,13 @@ def logs(
     return {
         "next": rows[-1]["row"] + 1 if full else end,
         "rows": rows,
-        "components": sorted({name for name, _ in names if name is not None}),
+        "components": _with_families({name for name, _ in names if name is not None}),
         "sources": sorted({name for _, name in names if name is not None}),
         "levels": list(LEVELS),
     }
+
+
+def _with_families(components: set[str]) -> list[str]:
+    """Returns the components with the kinds that have several, sorted: `trainer`, `trainer-0`, `trainer-1`."""
+    kinds = Counter(name.rpartition("-")[0] for name in components)
+    return sorted(components | {kind for kind, number in kinds.items() if kind and number > 1})

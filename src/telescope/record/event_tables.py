@@ -50,7 +50,7 @@ LOGS = Table(
         ATTEMPT,
         Column("time", TIME, "When it was logged."),
         Column("level", TEXT, "`DEBUG`, `INFO`, `WARNING`, `ERROR` or `CRITICAL`."),
-        Column("component", TEXT, "Component that logged it."),
+        Column("component", TEXT, "Process that logged it: `driver`, `trainer-0`, `inference-1`, `environment-2`."),
         Column("message", TEXT, "The line, with its traceback if any."),
         Column("process", INTEGER, "Process id."),
         Column("place", TEXT, "Logger and source line: `telescope.orchestrator.run:120`."),

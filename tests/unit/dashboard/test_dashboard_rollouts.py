@@ -17,6 +17,7 @@ from telescope.dashboard.rollouts import add_tokens
 from telescope.dashboard.samples import _edges
 from telescope.dashboard.store import RunStore
 from telescope.orchestrator.step_stats import distribution
+from telescope.record.log_files import LogFiles
 from telescope.record.recorder import Recorder
 
 RUN = "/api/runs/first"
@@ -316,6 +317,27 @@ def test_logs_are_paged_filtered_and_followed(client):
     assert (odd["components"], odd["sources"]) == (["driver"], ["driver-0.log", "driver-1.log"])
     first = client.get(f"{run}?since=0&limit=5").json()
     assert client.get(f"{run}?since={first['next']}&limit=5").json()["rows"][0]["message"] == "step 5 of it"
+
+
+def test_a_log_filter_chooses_one_process_or_all_of_a_kind(tmp_path):
+    run_dir = tmp_path / "run"
+    (run_dir / "logs").mkdir(parents=True)
+    with Recorder(run_dir) as recorder:
+        files = LogFiles(run_dir, recorder.write)
+        for name in ("trainer-1", "trainer-10", "inference-0", "environment-0", "environment-server"):
+            (run_dir / "logs" / f"{name}.log").write_text(f"of {name}\n")
+        files.poll(T0, last=True)
+    client = TestClient(create_app([tmp_path]), base_url="http://localhost")
+
+    def lines(component: str) -> list[str]:
+        return [row["message"] for row in client.get(f"/api/runs/run/logs?component={component}").json()["rows"]]
+
+    assert lines("trainer-1") == ["of trainer-1"]
+    assert lines("trainer") == ["of trainer-1", "of trainer-10"]
+    assert lines("environment") == ["of environment-0", "of environment-server"]
+    assert client.get("/api/runs/run/logs").json()["components"] == [
+        *("environment", "environment-0", "environment-server", "inference-0", "trainer", "trainer-1", "trainer-10"),
+    ]
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, 1e308, -1.7e308])

@@ -104,9 +104,9 @@ def test_what_is_appended_is_recorded_once_with_its_file(tmp_path: Path) -> None
     files.poll(2.0)
     files.poll(3.0)
     assert sorted((row["source"], row["component"], row["message"]) for row in rows) == [
-        ("inference-0.log", "inference", "one"),
-        ("inference-0.log", "inference", "two"),
-        ("trainer-1.log", "trainer", "from the first line on"),
+        ("inference-0.log", "inference-0", "one"),
+        ("inference-0.log", "inference-0", "two"),
+        ("trainer-1.log", "trainer-1", "from the first line on"),
     ]
     assert all(set(row) <= COLUMN_NAMES["logs"] for row in rows)
     (logs / "inference-0.log").write_text("new\n")

@@ -164,6 +164,9 @@ async def test_log_lines_are_chosen_by_level_component_and_text(generated: Path,
         await view.write("component=trainer-1 shards")
         (line,) = view.text("RichLog").strip().splitlines()
         assert "rank 1 of 4 has its shards" in line
+        await view.press("slash")
+        await view.write("component=trainer shards")
+        assert len(view.text("RichLog").strip().splitlines()) == 4
 
 
 async def test_a_live_run_grows_on_the_page_that_is_seen(tmp_path: Path, open_view: Open) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from telescope import __version__
+from telescope.record.log_files import process_of
 from telescope.testing.demo_run.curves import Curves
 from telescope.testing.demo_run.steps import NUM_RANKS, NUM_SERVERS, Step
 from telescope.testing.demo_run.tasks import TASKS
@@ -144,7 +145,7 @@ def start_logs(origin: float) -> Iterator[Row]:
     lines = [
         (-58, "INFO", "driver", "telescope.orchestrator.run:112", f"loading environments {', '.join(TASKS)}"),
         (-49, "INFO", "driver", "telescope.cluster.ray_cluster:188", f"Ray runs on {len(NODES)} nodes with 8 GPUs"),
-        *((-41 + server, "INFO", f"inference-{server}", "model_runner.py:512", "Model weights took 3.2 GiB and 1.9 s")
+        *((-41 + server, "INFO", f"inference-{server}", "model_runner.py:512", "Model weights took 3.2 GiB")
           for server in range(NUM_SERVERS)),
         *((-30 + server, "INFO", f"inference-{server}", "kv_cache_utils.py:1087", "GPU KV cache size: 611,232 tokens")
           for server in range(NUM_SERVERS)),
@@ -153,8 +154,8 @@ def start_logs(origin: float) -> Iterator[Row]:
         (-6, "INFO", "driver", "telescope.orchestrator.weight_sync:336",
          "weights of version 0 verified on 4 servers: 311 of 311 tensors loaded as sent"),
     ]  # fmt: skip
-    for seconds, level, component, place, message in lines:
-        yield _line(origin + seconds, level, component, place, message)
+    for seconds, level, process, place, message in lines:
+        yield _line(origin + seconds, level, process, place, message)
 
 
 def step_logs(made: Step, draw: np.random.Generator) -> Iterator[Row]:
@@ -179,8 +180,6 @@ def step_logs(made: Step, draw: np.random.Generator) -> Iterator[Row]:
                     TRACEBACK.format(sample=sample.sample_id))  # fmt: skip
 
 
-def _line(time: float, level: str, component: str, place: str, message: str) -> Row:
-    return {
-        "time": time, "level": level, "component": component, "message": message, "process": 4000 + len(component) * 7,
-        "place": place, "source": f"{component}.log",
-    }  # fmt: skip
+def _line(time: float, level: str, process: str, place: str, message: str) -> Row:
+    row = {"time": time, "level": level, "message": message, "process": 4000 + len(process) * 7, "place": place}
+    return {**row, **process_of(f"{process}.log")}

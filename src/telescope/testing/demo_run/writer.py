@@ -22,6 +22,7 @@ from telescope.orchestrator.prompt_sampler import SamplerPosition
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.step_recorder import StepRecorder, TrainedStep
 from telescope.record.files import RunFiles, replace_file, replace_json
+from telescope.record.log_files import process_of
 from telescope.record.recorder import Recorder
 from telescope.record.run_info import attempt_row, begin_run, end_run
 from telescope.rollout.trajectory import Trajectory
@@ -314,10 +315,8 @@ class _LogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         place = f"{record.name}:{record.lineno}"
-        row = {"time": self._writer.now, "level": record.levelname, "component": "driver", "place": place}
-        self._writer.recorder.write(
-            "logs", {**row, "message": record.getMessage(), "process": 4000, "source": "driver.log"}
-        )
+        row = {"time": self._writer.now, "level": record.levelname, "message": record.getMessage(), "place": place}
+        self._writer.recorder.write("logs", {**row, "process": 4000, **process_of("driver.log")})
 
 
 def config_of(run_dir: Path, story: Story, num_steps: int, num_groups: int, seed: int) -> TelescopeConfig:
