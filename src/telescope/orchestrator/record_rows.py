@@ -15,11 +15,15 @@ import numpy as np
 from telescope.environments.worker_pool.messages import EnvironmentInfo
 from telescope.evals.runner import EvalItem, EvalResult, PlannedEval
 from telescope.orchestrator.groups import Group
-from telescope.rollout.trajectory import Trajectory
+from telescope.rollout.trajectory import Trajectory, Turn
 from telescope.trainer.batch import SampleTokens, Span
 
 MAX_FAILURE_MESSAGE = 4000
 """Longest recorded failure message; user code may raise one of any length."""
+
+
+Interval = tuple[str, float, float, dict[str, str]]
+"""Name, start and end of a span, and its own attributes."""
 
 
 def environment_row(key: str, name: str, weight: float | None, info: EnvironmentInfo) -> dict[str, Any]:
@@ -194,14 +198,34 @@ def detail_rows(sample: Trajectory) -> Iterator[tuple[str, dict[str, Any]]]:
             yield table, row
 
 
-def request_span_rows(sample: Trajectory) -> list[dict[str, Any]]:
-    """Returns the spans of a sample: each turn's generation, and the reward after the last one."""
+def sample_span_rows(sample: Trajectory) -> list[dict[str, Any]]:
+    """Returns the spans of a sample: of each turn, the generation and the environment's reply with its tool calls.
+
+    The reply to the last turn is the reward. Durations of tool calls are measured, their starts are not: the calls of
+    a turn are placed one after the other, or all at the start of the reply if they took longer than it in total.
+    """
     rows = []
     for index, turn in enumerate(sample.turns):
-        rows.append(_span("generate", sample, turn.started_at, turn.ended_at, {"turn": str(index)}))
-    if sample.turns and sample.finished_at > sample.generated_at:
-        rows.append(_span("reward", sample, sample.generated_at, sample.finished_at, {}))
+        is_last = index == len(sample.turns) - 1
+        replied_at = sample.finished_at if is_last else sample.turns[index + 1].started_at
+        intervals: list[Interval] = [("generate", turn.started_at, turn.ended_at, {})]
+        if replied_at > turn.ended_at:
+            intervals += [("reward" if is_last else "environment", turn.ended_at, replied_at, {})]
+            intervals += _tool_intervals(turn, replied_at)
+        common = {"component": "rollout", "server": turn.server, "sample_id": sample.sample_id}
+        place = {"turn": str(index), "lane": str(turn.slot)}
+        for name, start, end, more in intervals:
+            rows.append({**common, "name": name, "start": start, "end": end, "attributes": {**place, **more}})
     return rows
+
+
+def _tool_intervals(turn: Turn, replied_at: float) -> Iterator[Interval]:
+    calls = [(call["name"], call["seconds"]) for call in turn.tool_calls if call["seconds"]]
+    one_by_one = sum(seconds for _, seconds in calls) <= replied_at - turn.ended_at
+    start = turn.ended_at
+    for name, seconds in calls:
+        yield "tool", start, min(start + seconds, replied_at), {"tool": name}
+        start += seconds if one_by_one else 0.0
 
 
 def eval_row(
@@ -265,7 +289,8 @@ def rows_of_eval_sample(
     }
     row = sample_row(sample, item.prompt.text, status="eval", reason=None, step=step, eval_name=plan.name)
     numbers = [("tokens", row) for row in untrained_tokens_rows(sample, step)] if tokens else []
-    return [*detail_rows(sample), *numbers, ("samples", row), ("eval_samples", link)]
+    spans = [("spans", row) for row in sample_span_rows(sample)]
+    return [*detail_rows(sample), *numbers, *spans, ("samples", row), ("eval_samples", link)]
 
 
 def tokens_row(tokens: SampleTokens, step: int | None) -> dict[str, Any]:
@@ -305,16 +330,4 @@ def trainer_span_row(span: Span, step: int | None) -> dict[str, Any]:
         "micro_batch": span.micro_batch,
         "start": span.start,
         "end": span.end,
-    }
-
-
-def _span(name: str, sample: Trajectory, start: float, end: float, attributes: dict[str, str]) -> dict[str, Any]:
-    return {
-        "name": name,
-        "component": "rollout",
-        "server": sample.server_index,
-        "sample_id": sample.sample_id,
-        "start": start,
-        "end": end,
-        "attributes": {**attributes, "lane": str(sample.slot)},
     }

@@ -250,5 +250,5 @@ class StepRecorder:
         if self._all_tokens and status != "kept":
             for row in record_rows.untrained_tokens_rows(sample, outcome["step"]):
                 write("tokens", row)
-        for row in record_rows.request_span_rows(sample):
+        for row in record_rows.sample_span_rows(sample):
             write("spans", row)

@@ -233,6 +233,8 @@ class Rollout:
                     started_at=started_at,
                     ended_at=trajectory.generated_at,
                     restarts=restarts,
+                    server=lease.server,
+                    slot=lease.slot,
                 )
                 if reply is not None:
                     turn.replies = [(str(m.get("role", "")), str(m.get("content", ""))) for m in reply.messages]

@@ -41,6 +41,8 @@ class Turn:
     divergence: str | None = None
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     """Calls in this answer, as `ToolCall.record` has them."""
+    server: int = -1
+    slot: int = -1
 
 
 @dataclass

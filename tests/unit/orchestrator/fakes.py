@@ -53,7 +53,8 @@ def sample(
     made = Trajectory(f"{group}-{index}", group, index, environment)
     for turn, length in enumerate(lengths):
         sampled = generation(list(range(100, 100 + length)), version=version, finish_reason=finish_reason)
-        made.turns.append(Turn([1, 2] if turn == 0 else [9], sampled, f"turn {turn}", 10.0 + turn, 10.5 + turn))
+        added, times = [1, 2] if turn == 0 else [9], (10.0 + turn, 10.5 + turn)
+        made.turns.append(Turn(added, sampled, f"turn {turn}", *times, server=0, slot=3))
     made.server_index, made.slot = 0, 3
     made.started_at, made.generated_at, made.finished_at = 10.0, 12.0, 12.25
     if reward is None:

@@ -63,7 +63,7 @@ def rows_of_everything() -> dict[str, list[dict[str, Any]]]:
         "tool_calls": [row for one in made.samples for row in record_rows.tool_call_rows(one)],
         "info": [row for one in made.samples for row in record_rows.info_rows(one)],
         "tokens": [record_rows.tokens_row(some_tokens("5-0/1"), 7)],
-        "spans": [row for one in made.samples for row in record_rows.request_span_rows(one)],
+        "spans": [row for one in made.samples for row in record_rows.sample_span_rows(one)],
     }
 
 
@@ -145,7 +145,7 @@ def test_an_eval_is_one_row_and_its_completions_lead_to_samples_and_turns() -> N
     assert "accuracy" not in failed and failed["error"] == "its servers are gone"
     made = sample(2, 1.0, lengths=(3, 2))
     tables = record_rows.rows_of_eval_sample(plan, 10, plan.items[0], made)
-    assert [table for table, _ in tables] == ["turns"] * 2 + ["samples", "eval_samples"]
+    assert [table for table, _ in tables] == [*["turns"] * 2, *["spans"] * 4, *("samples", "eval_samples")]
     assert {row["sample_id"] for _, row in tables} == {made.sample_id}
     assert tables[-1][1]["sample_uid"] == "uid 7" and tables[-1][1]["item"] == 7
     assert tables[-2][1]["step"] == tables[-1][1]["step"] == 9, "hidden with the step that made the weights"
@@ -174,10 +174,29 @@ def test_samples_in_flight_are_those_that_are_not_done() -> None:
     assert in_flight[0]["prompt_tokens"] == 3
 
 
-def test_spans_of_a_sample_are_its_turns_and_its_reward() -> None:
-    spans = record_rows.request_span_rows(sample(0, 1.0, lengths=(3, 2)))
-    assert [(span["name"], span["start"], span["end"]) for span in spans] == [
-        ("generate", 10.0, 10.5), ("generate", 11.0, 11.5), ("reward", 12.0, 12.25)
+def call(name: str, seconds: float | None) -> dict[str, Any]:
+    return {"name": name, "arguments": "", "result": "", "error": None, "seconds": seconds}
+
+
+def test_spans_of_a_sample_are_its_turns_replies_and_reward() -> None:
+    made = sample(0, 1.0, lengths=(3, 2))
+    made.turns[0].slot = 2
+    spans = record_rows.sample_span_rows(made)
+    assert [(span["name"], span["start"], span["end"], span["attributes"]["turn"]) for span in spans] == [
+        ("generate", 10.0, 10.5, "0"), ("environment", 10.5, 11.0, "0"),
+        ("generate", 11.0, 11.5, "1"), ("reward", 11.5, 12.25, "1"),
     ]  # fmt: skip
-    assert all(span["sample_id"] == "5-0" and span["attributes"]["lane"] == "3" for span in spans)
-    assert record_rows.request_span_rows(sample(1, None, lengths=())) == []
+    assert all(span["sample_id"] == "5-0" for span in spans)
+    assert [span["attributes"]["lane"] for span in spans] == ["2", "2", "3", "3"], "a turn has its own slot"
+    assert record_rows.sample_span_rows(sample(1, None, lengths=())) == []
+
+
+def test_tool_calls_are_spans_inside_the_reply() -> None:
+    made = sample(0, 1.0, lengths=(3, 2))
+    made.turns[0].tool_calls = [call("add", 0.125), call("unread", None), call("search", 0.25)]
+    made.turns[1].tool_calls = [call("fetch", 0.5), call("fetch", 0.75)]
+    tools = [span for span in record_rows.sample_span_rows(made) if span["name"] == "tool"]
+    assert [(span["attributes"]["tool"], span["start"], span["end"]) for span in tools] == [
+        ("add", 10.5, 10.625), ("search", 10.625, 10.875),
+        ("fetch", 11.5, 12.0), ("fetch", 11.5, 12.25),
+    ], "calls that took longer in total than the reply ran together"  # fmt: skip

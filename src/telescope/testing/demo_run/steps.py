@@ -248,6 +248,7 @@ def _set_times(sample: Trajectory, start: float, seconds: float, made: Step) -> 
     generating = seconds - REWARD_SECONDS - TOOL_SECONDS * (len(sample.turns) - 1)
     at = start
     for turn in sample.turns:
+        turn.server, turn.slot = sample.server_index, sample.slot
         turn.started_at = at
         turn.ended_at = at + max(0.002, generating * len(turn.generation.token_ids_N) / tokens)
         _set_versions(turn, made)
