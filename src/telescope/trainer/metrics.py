@@ -226,6 +226,16 @@ def percentile(histogram: list[float], share: float) -> float:
     return float(10**high)
 
 
+def reduce_timing(values: dict[str, float], device: torch.device) -> dict[str, float]:
+    """Returns each time of the slowest rank, and of each `<operation>_total` also the mean over all ranks."""
+    totals = sorted(name for name in values if name.endswith("_total"))
+    sums = torch.tensor([values[name] for name in totals], dtype=torch.float64, device=device)
+    dist.all_reduce(sums, op=dist.ReduceOp.SUM)
+    names = [name.removesuffix("_total") + "_rank_mean" for name in totals]
+    means = (sums / dist.get_world_size()).tolist()
+    return reduce_max(values, device) | dict(zip(names, means, strict=True))
+
+
 def reduce_max(values: dict[str, float], device: torch.device) -> dict[str, float]:
     """Returns the maximum of each value over all ranks. Others wait for the slowest rank."""
     names = sorted(values)

@@ -30,7 +30,7 @@ from telescope.trainer.backends import TrainingBackend
 from telescope.trainer.batch import MicroBatch, OptimizerStepBatch, SampleTokens, Span, tokens_of_samples
 from telescope.trainer.hf_folder import CONFIG, with_dtype, write_model_folder
 from telescope.trainer.loss import denominator, micro_batch_loss, prepare, to_device
-from telescope.trainer.metrics import StepMetrics, environment_names, reduce_max
+from telescope.trainer.metrics import StepMetrics, environment_names, reduce_timing
 from telescope.trainer.model import DTYPES, compute_dtype
 from telescope.trainer.router_replay import RouterReplay
 from telescope.trainer.timeline import Timeline, timing_metrics
@@ -135,7 +135,7 @@ class RLBackend(TrainingBackend):
         if self.config.track_gpu_events:
             self._spans += spans
         num_micro_batches = sum(len(batch.micro_batches) for batch in minibatches)
-        metrics |= reduce_max(timing_metrics(spans, num_micro_batches), self.device)
+        metrics |= reduce_timing(timing_metrics(spans, num_micro_batches), self.device)
         metrics |= {
             "grad_norm": sum(norms) / len(norms) if norms else 0.0,
             "learning_rate": rate,

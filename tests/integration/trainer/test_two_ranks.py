@@ -300,6 +300,11 @@ def test_timing_metrics_have_the_documented_names_and_spans_lie_on_one_clock(bot
         assert metrics[f"timing_{operation}_total"] > 0
         mean = metrics[f"timing_{operation}_total"] / metrics["micro_batches"]
         assert metrics[f"timing_{operation}_microbatch_mean"] == pytest.approx(mean)
+        of_ranks = [
+            sum(span.end - span.start for span in result["spans"] if span.name == operation) for result in both.two
+        ]
+        assert metrics[f"timing_{operation}_total"] == pytest.approx(max(of_ranks))
+        assert metrics[f"timing_{operation}_rank_mean"] == pytest.approx(sum(of_ranks) / 2)
     parts = ("timing_step_active", "timing_waiting_for_data", "timing_weight_sync_trainer_total")
     assert metrics["timing_weight_sync_trainer_total"] > 0
     assert metrics["timing_step_total"] <= sum(metrics[part] for part in parts) + 1e-9

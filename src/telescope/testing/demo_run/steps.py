@@ -187,8 +187,9 @@ class Simulation:
         for span in spans:
             seconds[span.name, span.rank] += span.end - span.start  # type: ignore[assignment]
         for name in TIMED:
-            slowest = max(seconds[name, rank] for rank in range(NUM_RANKS))
-            metrics[f"timing_{name}_total"] = slowest
+            of_ranks = [seconds[name, rank] for rank in range(NUM_RANKS)]
+            slowest = metrics[f"timing_{name}_total"] = max(of_ranks)
+            metrics[f"timing_{name}_rank_mean"] = sum(of_ranks) / NUM_RANKS
             if name not in ("gradient_norm", "optimizer"):
                 metrics[f"timing_{name}_microbatch_mean"] = slowest / MICRO_BATCHES
         draw = self.curves.draw(made.number)
