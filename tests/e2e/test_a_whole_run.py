@@ -115,7 +115,7 @@ def test_a_run_with_a_custom_backend_reports_every_modifier_and_finishes_on_ctrl
     steps.sort(key=lambda row: row["step"])
     numbers = {row["step"] for row in steps}
     assert numbers == set(run.table("step_stats")["step"].to_pylist()) == set(run.table("tokens")["step"].to_pylist())
-    assert {"driver", "inference"} <= set(run.table("logs")["component"].to_pylist())
+    assert {"driver", "inference-0"} <= set(run.table("logs")["component"].to_pylist())
     assert (run.files.code / "attempt-1.tar.gz").stat().st_size > 0
     assert len(steps) == summary["steps"] >= 3
     assert [row["metrics"]["custom/step"] for row in steps] == list(range(len(steps)))
