@@ -120,11 +120,13 @@ class StepRecorder:
     async def trained(self, trained: TrainedStep) -> None:
         """Counts, writes and shows a finished step. Yields to the event loop after each group and environment."""
         ended_at = self._status.clock()
-        metrics = self._metrics(trained, ended_at)
+        generated = self._status.num_tokens_generated - self._num_tokens_at_last_step
+        self._num_tokens_at_last_step += generated
+        metrics = self._metrics(trained, generated, ended_at)
         await self._write_batch(trained)
-        self._write_step(trained, metrics, ended_at)
+        self._write_step(trained, metrics, generated, ended_at)
 
-    def _metrics(self, trained: TrainedStep, ended_at: float) -> dict[str, float]:
+    def _metrics(self, trained: TrainedStep, generated: int, ended_at: float) -> dict[str, float]:
         """Returns every metric of a step, and begins the counts of the next one."""
         # The clock may have been set back in between.
         seconds = max(ended_at - trained.started_at, 1e-6)
@@ -138,7 +140,10 @@ class StepRecorder:
             "timing_waiting_for_data": trained.waited,
             "timing_step_total": seconds,
             "timing_step_active": seconds - trained.waited,
+            "performance/generated_tokens_per_second": generated / seconds,
         }
+        metrics["performance/trained_tokens_per_second"] = metrics["kept/tokens"] / seconds
+        metrics["performance/samples_per_second"] = metrics["kept/samples"] / seconds
         idle, self._status.engines_idle_seconds = self._status.engines_idle_seconds, None
         if idle is not None:
             metrics["timing_engines_idle"] = min(idle, seconds)
@@ -153,14 +158,9 @@ class StepRecorder:
                 self._recorder.write("step_stats", row)
             await asyncio.sleep(0)
 
-    def _write_step(self, trained: TrainedStep, metrics: dict[str, float], ended_at: float) -> None:
+    def _write_step(self, trained: TrainedStep, metrics: dict[str, float], generated: int, ended_at: float) -> None:
         """Writes and shows a step, and reports what stands out."""
         seconds = metrics["timing_step_total"]
-        num_tokens = int(metrics["kept/tokens"])
-        generated, self._num_tokens_at_last_step = (
-            self._status.num_tokens_generated - self._num_tokens_at_last_step,
-            self._status.num_tokens_generated,
-        )
         self._recorder.write(
             "steps",
             {
@@ -172,7 +172,7 @@ class StepRecorder:
                 "learning_rate": metrics.get("learning_rate"),
                 "num_samples": int(metrics["kept/samples"]),
                 "num_groups": len(trained.groups),
-                "num_tokens_trained": num_tokens,
+                "num_tokens_trained": int(metrics["kept/tokens"]),
                 "num_tokens_generated": generated,
                 "next_draw": trained.position.next_draw,
                 "unfinished_draws": list(trained.position.unfinished),
@@ -186,7 +186,7 @@ class StepRecorder:
                 reward_mean=metrics["reward/total/mean"],
                 seconds=seconds,
                 staleness_mean=metrics.get("staleness/steps/mean", 0.0),
-                tokens_per_second=num_tokens / seconds,
+                tokens_per_second=metrics["performance/trained_tokens_per_second"],
                 kl_inference=metrics.get("kl_divergence_inference", 0.0),
                 grad_norm=metrics.get("grad_norm", 0.0),
                 entropy=metrics.get("entropy", 0.0),

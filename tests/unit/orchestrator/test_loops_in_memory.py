@@ -50,6 +50,13 @@ async def test_tokens_of_each_step_add_up_to_all_that_was_generated() -> None:
     await run.run()
     assert sum(row["num_tokens_generated"] for row in run.recorder.of("steps")) == run.status.num_tokens_generated
     assert run.status.num_tokens_generated == 3 * len(run.engine.requests)
+    for row in run.recorder.of("steps"):
+        metrics, seconds = row["metrics"], row["metrics"]["timing_step_total"]
+        assert metrics["performance/trained_tokens_per_second"] * seconds == pytest.approx(row["num_tokens_trained"])
+        assert metrics["performance/generated_tokens_per_second"] * seconds == pytest.approx(
+            row["num_tokens_generated"]
+        )
+        assert metrics["performance/samples_per_second"] * seconds == pytest.approx(row["num_samples"])
 
 
 async def test_full_collections_are_rare_while_a_run_trains(monkeypatch: pytest.MonkeyPatch) -> None:

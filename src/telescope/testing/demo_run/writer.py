@@ -76,7 +76,7 @@ class StepsAlone(StepRecorder):
 class SamplesAlone(StepRecorder):
     """Writes what `StepsAlone` leaves out, in any order of steps."""
 
-    def _write_step(self, trained: TrainedStep, metrics: dict[str, float], ended_at: float) -> None:
+    def _write_step(self, trained: TrainedStep, metrics: dict[str, float], generated: int, ended_at: float) -> None:
         """Does nothing."""
 
 
