@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,8 @@ def run(argv: Sequence[str]) -> int:
     if target is not None and not target.parent.is_dir():
         raise UserError(f"--json: {target.parent} is not a folder; create it or name another file")
     loaded = _load(config_file, overrides)
+    # A verification writes neither, so their disks need no space.
+    loaded = replace(loaded, config=loaded.config.replace(checkpoint_every=0, save_final_model=False))
 
     from telescope.cli.train import check_before_start
 

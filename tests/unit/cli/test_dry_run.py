@@ -6,6 +6,7 @@ import io
 import re
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -140,6 +141,27 @@ def test_a_field_without_effect_is_a_remark_of_dry_run_run_and_verification(
     with pytest.raises(KeyboardInterrupt):
         verify.run(flags)
     assert words in capsys.readouterr().err
+
+
+def test_a_verification_needs_no_disk_for_checkpoints_or_a_model(tmp_path, monkeypatch, dry_run):
+    dry_run(**HERE)  # makes the model
+
+    def disk_usage(path):
+        return SimpleNamespace(free=2**40 if path == preflight.SHARED_MEMORY else 1, total=2**40)
+
+    monkeypatch.setattr(preflight.shutil, "disk_usage", disk_usage)
+    monkeypatch.setattr("telescope.cli.train.try_components", lambda config: [])
+    started = []
+
+    def run_verification(config, view, report):
+        started.append(config)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("telescope.verify.run.run_verification", run_verification)
+    values = HERE | {"model": tmp_path / "model", "environments": "[{name: countdown}]", "checkpoint_every": 5}
+    with pytest.raises(KeyboardInterrupt):
+        verify.run([f"--{name}={value}" for name, value in values.items()])
+    assert (started[0].checkpoint_every, started[0].save_final_model) == (0, False)
 
 
 @pytest.mark.parametrize("debug", [True, False])
