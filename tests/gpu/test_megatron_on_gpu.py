@@ -61,6 +61,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 ENGINE = {"megatron_use_transformer_engine": True}
+ONE_ROUNDING = 2**-8
+"""Largest relative difference of neighbors in bfloat16: the halves of the optimizer have different kernels of Adam."""
 FP8 = ENGINE | {"megatron_fp8": True}
 BFLOAT16 = {"mixed_precision_dtype": "bfloat16"}
 OFFLOAD = BFLOAT16 | {"megatron_optimizer_cpu_offload": True}
@@ -134,7 +136,9 @@ def test_the_float32_gradient_equals_that_of_transformers(model_of, family):
     found, _ = run(gradient_and_weights, model, {})
     reference = reference_gradient(model, make_samples(LENGTHS), TEMPERATURE)
     wanted = {part: tensor for name, grad in reference.items() for part, tensor in checkpoint_tensors(name, grad)}
-    assert report("relative error", relative_error(found, wanted)) < 1e-4
+    # megatron-core multiplies the router by Transformer Engine where that is installed, in TF32.
+    rounds_router = family == "experts" and is_installed("transformer_engine")
+    assert report("relative error", relative_error(found, wanted)) < (1e-3 if rounds_router else 1e-4)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "experts"])
@@ -163,8 +167,8 @@ def test_offloading_half_of_the_optimizer_changes_nothing(model_of, overlap):
             BFLOAT16,
         )
     )
-    assert report("fraction 0.5 and 0", relative_error(half, on_gpu)) < 1e-3
-    assert report("fraction 0.5 and no offload", relative_error(half, plain)) < 1e-3
+    assert report("fraction 0.5 and 0", relative_error(half, on_gpu)) < ONE_ROUNDING
+    assert report("fraction 0.5 and no offload", relative_error(half, plain)) < ONE_ROUNDING
 
 
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
