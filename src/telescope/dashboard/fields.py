@@ -15,8 +15,7 @@ from typing import Any
 import pyarrow.compute as pc
 
 from telescope.health.rules import WINDOW
-from telescope.record.reader import Run
-from telescope.record.superseded import superseded
+from telescope.record.reader import Run, superseded
 
 CONFIG, LAST, EVAL = "config.", "last.", "eval."
 

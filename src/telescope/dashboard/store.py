@@ -22,8 +22,7 @@ import pyarrow as pa
 from telescope.dashboard.steps import StepColumns, StepMetrics
 from telescope.errors import UserError
 from telescope.record.query import block_rows, exclude_damaged, sql_text
-from telescope.record.reader import READ_ATTEMPTS, Run
-from telescope.record.superseded import superseded_sql
+from telescope.record.reader import READ_ATTEMPTS, Run, superseded_sql
 from telescope.record.tables import TABLES
 
 USER_MARKS = ("<|im_start|>user", "<|start_header_id|>user", "<start_of_turn>user", "<|user|>")

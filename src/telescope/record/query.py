@@ -23,10 +23,9 @@ import duckdb
 import pyarrow as pa
 
 from telescope.errors import UserError
-from telescope.record.reader import READ_ATTEMPTS, Run, is_readable
+from telescope.record.reader import READ_ATTEMPTS, Run, is_readable, superseded_sql
 from telescope.record.rollout_tables import SAMPLES
 from telescope.record.schema import type_name
-from telescope.record.superseded import superseded_sql
 from telescope.record.table_files import TableFile
 from telescope.record.tables import IN_FLIGHT, TABLES
 from telescope.utils.text import did_you_mean, plain

@@ -13,7 +13,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,6 @@ from telescope.record.files import RunFiles, read_json
 from telescope.record.rollout_tables import SAMPLES
 from telescope.record.run_info import RunInfo, read_heartbeat, read_run_json, status_now
 from telescope.record.schema import Table
-from telescope.record.superseded import cutoffs, superseded
 from telescope.record.table_files import AFTER_ALL_ROWS, BLOCK_NAME, TableFile, list_files
 from telescope.record.tables import TABLES
 from telescope.utils.text import single_line
@@ -47,6 +46,13 @@ SEARCH_DEPTH = 3
 
 _DAMAGE = (OSError, pa.ArrowException)
 """Errors that pyarrow raises for a damaged file, among others."""
+
+Cutoffs = Mapping[int, int]
+"""First superseded step per attempt. Attempts without superseded steps are missing.
+
+Attempt 1 trained steps 1 to 57 and was killed; attempt 2 continued from the checkpoint after step 50, so its first step
+is 51. Rows of attempt 1 at step 51 or later are then superseded. They stay on disk, and readers hide them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +326,36 @@ class Run:
         if what not in self._unreadable:
             self._unreadable[what] = _signature(what)
             logger.warning("record: %s", message)
+
+
+def cutoffs(first_steps: Mapping[int, int | None]) -> dict[int, int]:
+    """Returns the cutoffs for the first step of each attempt. None: an attempt that trained nothing."""
+    result: dict[int, int] = {}
+    lowest: int | None = None
+    for attempt in sorted(first_steps, reverse=True):
+        if lowest is not None:
+            result[attempt] = lowest
+        first = first_steps[attempt]
+        if first is not None:
+            lowest = first if lowest is None else min(lowest, first)
+    return result
+
+
+def superseded_sql(cut: Cutoffs) -> str:
+    """Returns an SQL condition for superseded rows, which is never null."""
+    if not cut:
+        return "false"
+    each = " OR ".join(f"(attempt = {attempt} AND step >= {first})" for attempt, first in sorted(cut.items()))
+    return f"coalesce({each}, false)"
+
+
+def superseded(data: pa.Table, cut: Cutoffs) -> pa.ChunkedArray | pa.Array:
+    """Returns a boolean array over `data`: whether each row is superseded."""
+    hidden = pa.chunked_array([pa.repeat(pa.scalar(False), data.num_rows)])
+    for attempt, first in cut.items():
+        beyond = pc.and_(pc.equal(data["attempt"], attempt), pc.greater_equal(data["step"], first))
+        hidden = pc.or_(hidden, pc.fill_null(beyond, False))
+    return hidden
 
 
 def is_run(directory: Path) -> bool:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from telescope.record.compact import compact
-from telescope.record.event_tables import GAUGES
 from telescope.record.files import TEMPORARY_PREFIX
 from telescope.record.query import Database
 from telescope.record.reader import Run
 from telescope.record.table_files import block_name
 from telescope.record.table_writer import TableWriter
+from telescope.record.tables import GAUGES
 
 WRITER = Path(__file__).parent / "record_writer_process.py"
 WAIT_SECONDS = 60.0

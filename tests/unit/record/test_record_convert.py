@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from telescope.record.convert import conform, rows_to_table
 from telescope.record.rollout_tables import SAMPLES, TOKENS
-from telescope.record.run_tables import STEPS
-from telescope.record.tables import TABLES
+from telescope.record.tables import STEPS, TABLES
 
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()) | st.binary(max_size=5),

@@ -5,7 +5,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telescope.record.superseded import cutoffs, superseded, superseded_sql
+from telescope.record.reader import cutoffs, superseded, superseded_sql
 
 
 def test_the_steps_beyond_a_checkpoint_are_superseded():

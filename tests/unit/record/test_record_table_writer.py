@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from telescope.record import compact as compact_module
 from telescope.record import files, table_writer
 from telescope.record.compact import compact
-from telescope.record.event_tables import GAUGES
 from telescope.record.files import TEMPORARY_PREFIX
 from telescope.record.reader import Run
 from telescope.record.rollout_tables import SAMPLES
 from telescope.record.table_files import block_name
 from telescope.record.table_writer import TAIL_BYTES, TableWriter
+from telescope.record.tables import GAUGES
 
 
 class Killed(BaseException):
