@@ -23,7 +23,6 @@ export interface Alert {
 export interface Architecture {
   name: string | null;
   source: string | null;
-  config: Record<string, unknown>;
   model_type: string | null;
   layers: Value;
   parameters: Value;
@@ -310,7 +309,6 @@ export interface Logs {
   rows: LogLine[];
   components: string[];
   sources: string[];
-  levels: string[];
 }
 
 /** Smallest and largest expected value of a metric. */
@@ -344,7 +342,6 @@ export interface Now {
   eval_done: Value;
   eval_total: Value;
   oldest_seconds: Value;
-  tokens_in_flight: number;
   trainer: string | null;
   servers: Server[];
   components: Record<string, string>;
@@ -405,7 +402,6 @@ export interface RunRow {
   model: string | null;
   algorithm: string | null;
   environments: string[];
-  max_step: Value;
   rewards: Value[];
   experiment: string;
   fields: Record<string, unknown>;

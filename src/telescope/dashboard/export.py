@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from telescope.dashboard import architecture, code, curves, rollouts, runs
+from telescope.dashboard import code, curves, rollouts, runs
 from telescope.dashboard.code import Snapshots
 from telescope.dashboard.models import to_json
 from telescope.dashboard.registry import Registry
@@ -117,7 +117,7 @@ def content_of(registry: Registry, run_id: str, now: float) -> dict[str, Any]:
             "next": steps["next"],
             "metrics": {name: _rounded(_picked(values, chosen)) for name, values in steps["metrics"].items()},
         },
-        f"{base}/model": architecture.architecture_of(store.run),
+        f"{base}/model": runs.architecture_of(store.run),
         f"{base}/code": _code(store, left_out),
         f"{base}/tags": {},
         f"{base}/evals": evals,
@@ -198,7 +198,7 @@ def _eval_answers(store: RunStore, base: str, evals: Sequence[Row], left_out: li
 def _examples(store: RunStore, steps: Sequence[int], left_out: list[str]) -> dict[str, Any]:
     """Returns groups of some steps, and the whole conversations of their answers."""
     chosen = [steps[place] for place in _evenly(len(steps), ANSWER_STEPS)]
-    kept = [(step, _few_groups(rollouts.groups(store, step, None))) for step in chosen]
+    kept = [(step, _few_groups(rollouts.groups(store, step))) for step in chosen]
     keys = [(group["attempt"], sample["id"]) for _, groups in kept for group in groups for sample in group["samples"]]
     whole = {name: store.of_samples(name, keys) for name in ("samples", "turns", "tool_calls", "info")}
     details: dict[str, Any] = {}

@@ -66,7 +66,6 @@ class RunRow(BaseModel):
     model: str | None
     algorithm: str | None
     environments: list[str]
-    max_step: int | None
     rewards: list[Number]
     experiment: str
     fields: dict[str, Any]
@@ -174,7 +173,6 @@ class Now(BaseModel):
     eval_done: int | None
     eval_total: int | None
     oldest_seconds: Number
-    tokens_in_flight: int
     trainer: str | None
     servers: list[Server]
     components: dict[str, str]
@@ -194,7 +192,6 @@ class Architecture(BaseModel):
 
     name: str | None
     source: str | None
-    config: dict[str, Any]
     model_type: str | None
     layers: int | None
     parameters: int | None

@@ -1,7 +1,8 @@
 """The runs that the server shows, by id, and the folders that it could not read.
 
-Owns ids, the cache of listed runs, and which runs stay open. A run is found below the roots only: an id is looked up,
-never turned into a path.
+Owns ids, the cache of listed runs, which runs stay open, and the fields of runs that a list shows
+(`config.learning_rate`, `last.entropy`, `eval.math500`). A run is found below the roots only: an id is looked up, never
+turned into a path.
 
 Invariant: listing reads small files and two columns, again only when files changed, and opens no database, so that a
 folder may hold hundreds of runs.
@@ -9,10 +10,12 @@ folder may hold hundreds of runs.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +25,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import yaml
 
-from telescope.dashboard.fields import experiment, values_of
 from telescope.dashboard.remote import RunCopy, WandbRuns
 from telescope.dashboard.store import NotFoundError, RunStore
 from telescope.errors import UserError
-from telescope.record.reader import Run, RunSummary, find_runs
+from telescope.health.rules import WINDOW
+from telescope.record.reader import Run, RunSummary, find_runs, superseded
 
 SEARCH_SECONDS = 5.0
 """How long a list of the folders is used before the roots are searched again."""
@@ -45,13 +48,28 @@ LINE_POINTS = 40
 """Points of the small curve of rewards in the list of runs."""
 
 
+CONFIG, LAST, EVAL = "config.", "last.", "eval."
+
+SEED = "seed"
+
+BOOKKEEPING = frozenset(
+    {
+        *("run_dir", "wandb_project", "wandb_run_name", "wandb_tags", "resume_from_checkpoint", "resume_force"),
+        *("inference_base_port", "otlp_receiver_port"),
+    }
+)
+"""Settings that say where a run is and what it is called, not what it does."""
+
+MOST_EXAMPLES = 4
+"""Values of a field that the choice of columns shows."""
+
+
 @dataclass(frozen=True, slots=True)
 class Listing:
     """What the list of runs shows of a run. `rewards` are mean rewards of at most `LINE_POINTS` parts of the steps."""
 
     summary: RunSummary
     config: dict[str, Any]
-    max_step: int | None
     rewards: list[float | None]
     experiment: str
     config_problem: str | None
@@ -143,7 +161,7 @@ class Registry:
         return self._listing(run_id, self.find(run_id).run)
 
     def fields(self, run_id: str) -> dict[str, Any]:
-        """Returns the fields of a run, see `fields.values_of`. Raises `NotFoundError`."""
+        """Returns the fields of a run, see `values_of`. Raises `NotFoundError`."""
         run = self.find(run_id).run
         files = run.files
         state = tuple(map(_modified, (files.run_json, files.table("steps"), files.table("evals"))))
@@ -163,8 +181,8 @@ class Registry:
             return known[1]
         config, _ = config_of(run)
         steps = run.table("steps", columns=["step", "reward_mean"]).sort_by("step")
-        newest, line = pc.max(steps["step"]).as_py(), _line(steps["reward_mean"])
-        listing = Listing(run.summary(steps), config, newest, line, experiment(config), run.config_problem)
+        line = _line(steps["reward_mean"])
+        listing = Listing(run.summary(steps), config, line, experiment(config), run.config_problem)
         self._listings[run_id] = (state, listing)
         return listing
 
@@ -236,3 +254,51 @@ def _modified(path: Path) -> int:
         return path.stat().st_mtime_ns
     except OSError:
         return 0
+
+
+def values_of(run: Run, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns all fields of a run: settings, means of the last 10 steps, and the newest accuracy of each eval."""
+    fields = {CONFIG + name: value for name, value in config.items()}
+    steps, _ = run.rows_since("steps", max(0, run.num_rows("steps") - 3 * WINDOW), ["attempt", "step", "metrics"])
+    if steps.num_rows:
+        steps = steps.filter(pc.invert(superseded(steps, run.cutoffs())))
+    rows = [dict(row) for row in steps["metrics"].to_pylist()[-WINDOW:] if row]
+    for name in sorted({name for row in rows for name in row}):
+        values = [value for value in (row.get(name) for row in rows) if value is not None and math.isfinite(value)]
+        if values:
+            fields[LAST + name] = _mean(values)
+    evals, _ = run.rows_since("evals", 0, ["name", "version", "status", "accuracy"])
+    newest: dict[str, int] = {}
+    for row in evals.to_pylist():
+        name, version = row["name"], row["version"] or 0
+        if name and row["accuracy"] is not None and version >= newest.get(name, version):
+            newest[name], fields[EVAL + name] = version, row["accuracy"]
+    return fields
+
+
+def _mean(values: list[float]) -> float:
+    try:
+        return math.fsum(values) / len(values)
+    except OverflowError:  # the sum is no float, the mean may be one
+        return sum(value / len(values) for value in values)
+
+
+def known_fields(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns every field that a run has, with the number of runs and of different values, and some of the values."""
+    found: dict[str, dict[str, Any]] = {}
+    numbers: dict[str, int] = {}
+    for fields in runs:
+        for name, value in fields.items():
+            found.setdefault(name, {}).setdefault(json.dumps(value, sort_keys=True, default=str), value)
+            numbers[name] = numbers.get(name, 0) + 1
+    return [
+        {"name": name, "runs": numbers[name], "values": len(values), "examples": list(values.values())[:MOST_EXAMPLES]}
+        for name, values in sorted(found.items())
+    ]
+
+
+def experiment(config: Mapping[str, Any]) -> str:
+    """Returns the same text for runs whose settings differ in the seed and bookkeeping alone."""
+    kept = {name: value for name, value in config.items() if name != SEED and name not in BOOKKEEPING}
+    text = json.dumps(kept, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

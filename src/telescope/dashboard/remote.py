@@ -176,7 +176,6 @@ class RunCopy:
         last = step.get("max") if isinstance(step, dict) else step
         known = {
             "steps": None if last is None else int(last) + 1,
-            "max_step": None if last is None else int(last),
             "reward_last": summary.get("reward/total/mean"),
             "heldout_before": summary.get("heldout_before"),
             "heldout_after": summary.get("heldout_after"),

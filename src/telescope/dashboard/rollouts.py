@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from telescope.dashboard.registry import config_of
 from telescope.dashboard.samples import beginnings
 from telescope.dashboard.store import NotFoundError, Row, RunStore
-from telescope.dashboard.token_texts import find_tokenizer, token_texts
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 IN_FLIGHT = (
     *("attempt", "sample_id", "group_id", "sample_index", "environment", "start_version", "prompt_tokens"),
@@ -20,27 +24,23 @@ IN_FLIGHT = (
 AROUND_SECONDS = 1.0
 """Clocks of engine and driver differ by less."""
 
+TOKENIZER = "tokenizer.json"
+NUM_TOKENIZERS = 4
+"""Tokenizers that are kept in memory; one of a large vocabulary takes about 50 MB."""
 
-def groups(store: RunStore, step: int | None, since: int | None) -> list[dict[str, Any]]:
-    """Returns the groups of a step, or all from row `since` on, with their samples."""
+
+def groups(store: RunStore, step: int) -> list[dict[str, Any]]:
+    """Returns the groups of a step with their samples."""
     visible = store.visible()
     store.refresh("groups", "samples")
-    where = [visible]
-    parameters: list[Any] = []
-    if step is not None:
-        where.append("step = ?")
-        parameters.append(step)
-    if since is not None:
-        where.append("rowid >= ?")
-        parameters.append(since)
     columns = "attempt, group_id, environment, status, reason, step, reward_mean, reward_std"
-    chosen = f"SELECT {columns} FROM groups WHERE {' AND '.join(where)}"
-    found = store.rows(f"{chosen} ORDER BY attempt, group_id", parameters)
+    chosen = f"SELECT {columns} FROM groups WHERE {visible} AND step = ?"
+    found = store.rows(f"{chosen} ORDER BY attempt, group_id", [step])
     members = store.rows(
         f"SELECT s.attempt, s.group_id, s.sample_id, s.reward, s.advantage, s.status, s.completion_tokens, s.metrics, "
         f"s.step FROM samples s SEMI JOIN ({chosen}) g ON s.attempt = g.attempt AND s.group_id = g.group_id "
         "ORDER BY s.sample_index",
-        parameters,
+        [step],
     )
     texts = beginnings(store, members)
     samples: dict[tuple[int, int], list[Row]] = defaultdict(list)
@@ -149,6 +149,49 @@ def add_texts(store: RunStore, turns: Sequence[Row]) -> None:
     for turn in turns:
         if turn.get("token_ids"):
             turn["tokens"] = token_texts(tokenizer, turn["token_ids"])
+
+
+def find_tokenizer(run_dir: Path, model: str | None) -> Path | None:
+    """Returns the file of the run's tokenizer, or None if it is not on this machine."""
+    folders = [run_dir / "model", *sorted(run_dir.glob("checkpoints/*/hf_meta"))]
+    if model:
+        folders.append(Path(model).expanduser())
+    for folder in folders:
+        if (folder / TOKENIZER).is_file():
+            return folder / TOKENIZER
+    if not model or Path(model).is_absolute():
+        return None
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(model, TOKENIZER)
+    except (ImportError, ValueError):  # only runs are read on this machine; or not the name of a model on the Hub
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def token_texts(path: Path, ids: Sequence[int]) -> list[str] | None:
+    """Returns the text of each token, blanks before words included; None if the tokenizer cannot be read."""
+    try:
+        tokenizer = _load(path, path.stat().st_mtime_ns)
+    except Exception:  # tokenizers raises Exception itself for a file that it cannot read
+        return None
+    texts: list[str] = []
+    before = ""
+    for place, token in enumerate(ids):
+        alone = tokenizer.decode([token], skip_special_tokens=False)
+        # Some decoders drop the blank before the first word, so a token is decoded behind the one before it.
+        both = tokenizer.decode(list(ids[max(0, place - 1) : place + 1]), skip_special_tokens=False)
+        texts.append(both[len(before) :] if both.startswith(before) and len(both) >= len(alone) else alone)
+        before = alone
+    return texts
+
+
+@lru_cache(NUM_TOKENIZERS)
+def _load(path: Path, _modified: int) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(path))
 
 
 def _json(text: str | None) -> Any:

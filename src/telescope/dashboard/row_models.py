@@ -309,4 +309,3 @@ class Logs(BaseModel):
     rows: list[LogLine]
     components: list[str]
     sources: list[str]
-    levels: list[str]

@@ -1,4 +1,4 @@
-"""The list of runs, one run, its steps, and the comparison of configs: plain data for the API."""
+"""Plain data for the API: the list of runs, one run with its steps and health, the comparison of configs."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from telescope.dashboard.fields import BOOKKEEPING, known_fields
-from telescope.dashboard.registry import Listing, Registry, config_of, json_object
+import pyarrow.compute as pc
+
+from telescope.config.model_shape import ModelShape, known_shape
+from telescope.dashboard.registry import BOOKKEEPING, Listing, Registry, config_of, json_object, known_fields
 from telescope.dashboard.remote import RunCopy
 from telescope.dashboard.steps import StepMetrics
 from telescope.dashboard.store import RunStore
 from telescope.health import rules, verdict
 from telescope.health.rules import EvalPoint, History
+from telescope.record.files import read_json
 from telescope.record.reader import Run
 
 MAPS = ("versions", "topology")
@@ -25,6 +29,13 @@ MAPS = ("versions", "topology")
 
 CHECKPOINT = re.compile(r"step_(\d+)")
 """Name of the folder of a checkpoint."""
+
+NEWEST_GAUGES = 4000
+"""Rows of gauges, from the end, that are looked through: those of about 20 seconds."""
+
+WAITING = "vllm:num_requests_waiting"
+
+MODEL_CONFIG = "config.json"
 
 
 def run_rows(registry: Registry, names: Sequence[str] = ()) -> dict[str, Any]:
@@ -58,7 +69,6 @@ def run_row(run_id: str, listing: Listing, copy: RunCopy | None) -> dict[str, An
         "environments": [
             entry.get("name", "") for entry in config.get("environments") or [] if isinstance(entry, dict)
         ],
-        "max_step": listing.max_step,
         "rewards": listing.rewards,
         "experiment": listing.experiment,
         "fields": {},
@@ -171,3 +181,107 @@ def compare(registry: Registry, run_ids: list[str], *, equal: bool = False) -> d
         for name in (names if equal else differing)
     ]
     return {"runs": run_ids, "config": rows, "num_differing": len(differing), "attempts": attempts}
+
+
+def now_of(run: Run) -> dict[str, Any]:
+    """Returns phase, requests, servers and queue of a run. `live` is false, and the rest empty, when it has ended."""
+    now = run.now()
+    if now is None:
+        now = {}
+    components = {str(part): str(doing) for part, doing in (now.get("components") or {}).items()}
+    numbers = ("time", "phase", "step", "version", "num_generating", "num_slots", "eval_done", "eval_total")
+    rates = ("num_open_groups", "num_finished_groups", "tokens_per_second", "seconds_left")
+    oldest = pc.min(run.in_flight()["started_at"]).as_py() if now else None
+    return {
+        "live": run.status == "live",
+        **{name: now.get(name) for name in (*numbers, *rates)},
+        "trainer": components.pop("trainer", None),
+        "servers": [
+            {"name": part, "doing": components.pop(part)}
+            for part in sorted(components, key=_by_number)
+            if part.startswith("server ")
+        ],
+        "components": components,
+        "num_waiting": _waiting(run) if now else None,
+        "oldest_seconds": None if oldest is None else max(0.0, time.time() - oldest),
+    }
+
+
+def _waiting(run: Run) -> int | None:
+    """Returns the requests that wait in the engines, by their newest gauges. None if they are not recorded."""
+    rows, _ = run.rows_since("gauges", max(0, run.num_rows("gauges") - NEWEST_GAUGES), ["name", "server", "value"])
+    rows = rows.filter(pc.equal(rows["name"], WAITING))
+    newest = dict(zip(rows["server"].to_pylist(), rows["value"].to_pylist(), strict=True))
+    return int(sum(newest.values())) if newest else None
+
+
+def _by_number(part: str) -> tuple[int, str]:
+    last = part.rpartition(" ")[2]
+    return (int(last) if last.isdecimal() else 0, part)
+
+
+def architecture_of(run: Run) -> dict[str, Any]:
+    """Returns name, sizes and parts of the model. `parts` is empty if they are not known."""
+    name = config_of(run)[0].get("model")
+    config, source = _model_config(run)
+    shape = ModelShape.from_config(config) if config else known_shape(str(name or ""))
+    if shape is not None and not config:
+        source = "a table of well-known models"
+    return {
+        "name": name,
+        "source": source,
+        "model_type": config.get("model_type"),
+        "layers": shape.num_layers if shape else None,
+        "parameters": shape.num_parameters if shape else None,
+        "active_parameters": _active(shape) if shape else None,
+        "kv_bytes_per_token": shape.kv_bytes_per_token("bfloat16") if shape else None,
+        "max_position_embeddings": shape.max_position_embeddings if shape else None,
+        "parts": parts_of(shape) if shape else [],
+    }
+
+
+def parts_of(shape: ModelShape) -> list[dict[str, Any]]:
+    """Returns the parts in the order of the forward pass: what, how many, sizes in words, parameters of one."""
+    hidden = shape.hidden_size
+    table = shape.vocab_size * hidden
+    attention = shape.dense_layer_parameters - 3 * hidden * shape.intermediate_size
+    kind = "heads" if shape.num_kv_heads == shape.num_heads else f"heads, {shape.num_kv_heads} of keys and values,"
+    parts = [
+        ("Embedding", 1, f"{shape.vocab_size} tokens x {hidden}", table),
+        ("Attention with norms", shape.num_layers, f"{shape.num_heads} {kind} of {shape.head_dim}", attention),
+    ]
+    if dense := shape.num_dense_layers():
+        inner = shape.intermediate_size
+        parts.append(("Gated MLP", dense, f"{hidden} to {inner}", shape.dense_layer_parameters - attention))
+    if sparse := shape.num_sparse_layers():
+        inner = shape.expert_intermediate_size
+        sizes = f"{shape.num_experts} of {hidden} to {inner}, {shape.experts_per_token} for a token"
+        parts.append(("Experts with router", sparse, sizes, shape.sparse_layer_parameters - attention))
+    parts.append(("Last norm", 1, str(hidden), hidden))
+    shared = shape.tied_embeddings
+    parts.append(("Output", 1, "the embedding" if shared else f"{hidden} x {shape.vocab_size}", 0 if shared else table))
+    return [dict(zip(("part", "count", "sizes", "parameters"), part, strict=True)) for part in parts]
+
+
+def _active(shape: ModelShape) -> int:
+    """Returns the parameters that one token visits."""
+    idle = shape.num_experts - min(shape.num_experts, shape.experts_per_token)
+    expert = 3 * shape.hidden_size * shape.expert_intermediate_size
+    return shape.num_parameters - shape.num_sparse_layers() * idle * expert
+
+
+def _model_config(run: Run) -> tuple[Mapping[str, Any], str | None]:
+    for attempt in reversed(run.attempts()):
+        if found := json_object(attempt.get("model_config")):
+            return found, f"attempt {attempt['attempt']}"
+    folders: list[Path] = [run.files.model]
+    if run.files.checkpoints.is_dir():
+        folders += sorted(run.files.checkpoints.glob("step_*/hf_meta"))
+    for folder in folders:
+        try:
+            found = read_json(folder / MODEL_CONFIG)
+        except (OSError, ValueError):
+            continue  # a file that another program writes; the next place may have it
+        if isinstance(found, dict):
+            return found, str((folder / MODEL_CONFIG).relative_to(run.files.run_dir))
+    return {}, None

@@ -144,7 +144,6 @@ def logs(
         "rows": rows,
         "components": _with_families({name for name, _ in names if name is not None}),
         "sources": sorted({name for _, name in names if name is not None}),
-        "levels": list(LEVELS),
     }
 
 

@@ -98,7 +98,7 @@ def test_runs_are_listed_from_config_and_summary_and_downloaded_when_opened(serv
         rows = {row["id"]: row for row in client.get("/api/runs").json()["runs"]}
         assert set(rows) == {"live", "ended"}
         listed = {"name": "ended-name", "status": "finished", "duration": 60, "model": "tiny", "tags": ["a"]}
-        numbers = {"steps": 8, "max_step": 7, "num_steps": 9, "reward_last": 0.75, "heldout_after": 0.5}
+        numbers = {"steps": 8, "num_steps": 9, "reward_last": 0.75, "heldout_after": 0.5}
         assert rows["ended"].items() >= {**listed, **numbers, "environments": ["countdown"]}.items()
         assert rows["ended"]["remote"]["phase"] == rows["live"]["remote"]["phase"] == "listed"
         assert rows["live"]["status"] == "live"

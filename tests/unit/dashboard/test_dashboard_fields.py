@@ -7,8 +7,7 @@ from fastapi.testclient import TestClient
 from tests.unit.dashboard.conftest import write_run, write_step
 
 from telescope.dashboard.app import create_app
-from telescope.dashboard.fields import experiment, known_fields, values_of
-from telescope.dashboard.registry import LINE_POINTS, Registry
+from telescope.dashboard.registry import LINE_POINTS, Registry, experiment, known_fields, values_of
 from telescope.health import rules
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder

@@ -30,7 +30,7 @@ def test_runs_below_the_root_are_listed_with_config_and_status(client):
     assert set(rows) == {"first", "below~second"}
     expected = {"name": "first", "status": "finished", "live": False, "attempt": 2, "steps": 12, "num_steps": 12}
     config = {"model": "tiny", "algorithm": "grpo", "environments": ["countdown", "wordle"]}
-    assert rows["first"].items() >= {**expected, "max_step": 11, "heldout_after": 0.5}.items()
+    assert rows["first"].items() >= {**expected, "steps": 12, "heldout_after": 0.5}.items()
     assert {name: rows["first"][name] for name in config} == config
 
 
@@ -132,7 +132,7 @@ def test_new_rows_of_a_live_run_appear(tmp_path):
             write_step(recorder, step)
             assert recorder.flush()
             assert client.get("/api/runs/run/steps").json()["step"] == list(range(step + 1))
-            assert client.get("/api/runs").json()["runs"][0]["max_step"] == step
+            assert client.get("/api/runs").json()["runs"][0]["steps"] == step + 1
 
 
 def test_compare_lists_only_settings_that_differ(client):

@@ -32,7 +32,7 @@ def test_only_new_rows_are_read(root, monkeypatch):
 
 def test_a_list_of_runs_opens_no_database(root, monkeypatch):
     monkeypatch.setattr(duckdb, "connect", None)
-    assert [row["max_step"] for row in client_of(root).get("/api/runs").json()["runs"]] == [11, 11]
+    assert [row["steps"] for row in client_of(root).get("/api/runs").json()["runs"]] == [12, 12]
 
 
 def test_a_folder_that_cannot_be_read_is_named_once(root, monkeypatch):

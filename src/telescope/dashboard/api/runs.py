@@ -10,10 +10,8 @@ from fastapi.responses import Response, StreamingResponse
 
 from telescope.dashboard import models, runs
 from telescope.dashboard.api import Reply, Row, Runs, Store
-from telescope.dashboard.architecture import architecture_of
 from telescope.dashboard.events import run_events
 from telescope.dashboard.export import export_run
-from telescope.dashboard.now import now_of
 
 router = APIRouter(prefix="/api", tags=["Runs"])
 
@@ -47,12 +45,12 @@ def health(request: Request, registry: Runs, run: str) -> Reply:
 
 @router.get("/runs/{run}/now", response_model=models.Now, summary="What a live run does right now")
 def now(request: Request, store: Store) -> Reply:
-    return Reply(request, now_of(store.run))
+    return Reply(request, runs.now_of(store.run))
 
 
 @router.get("/runs/{run}/model", response_model=models.Architecture, summary="Layers, sizes, parameters of its model")
 def model(request: Request, store: Store) -> Reply:
-    return Reply(request, architecture_of(store.run))
+    return Reply(request, runs.architecture_of(store.run))
 
 
 @router.get("/runs/{run}/export", response_class=Response, summary="The run as one HTML file")

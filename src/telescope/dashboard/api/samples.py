@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, HTTPException, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import StreamingResponse
 
 from telescope.dashboard import curves, rollouts, row_models
 from telescope.dashboard import samples as samples_of
-from telescope.dashboard.api import Integer, OptionalRow, Reply, Row, Store
+from telescope.dashboard.api import Integer, Reply, Row, Store
 
 MOST_EXPORTED = 100_000
 """Samples of one export. `X-Total-Count` has the number of all that pass the filters."""
@@ -20,11 +20,9 @@ FILE_NAME = re.compile(r"[^\w.~-]")
 router = APIRouter(prefix="/api/runs/{run}", tags=["Samples"])
 
 
-@router.get("/groups", response_model=list[row_models.Group], summary="Groups of a step, or from a row on")
-def groups(request: Request, store: Store, step: Integer | None = None, since: OptionalRow = None) -> Reply:
-    if step is None and since is None:
-        raise HTTPException(400, "Groups need step=N or since=ROW.")
-    return Reply(request, rollouts.groups(store, step, since))
+@router.get("/groups", response_model=list[row_models.Group], summary="Groups of a step")
+def groups(request: Request, store: Store, step: Integer) -> Reply:
+    return Reply(request, rollouts.groups(store, step))
 
 
 def _filters(
