@@ -84,6 +84,14 @@ def remarks_on_place(
             f"The config.json of {config.model} switches a load-balancing loss of its router on (output_router_logits, "
             f"router_aux_loss_coef {shape.router_loss:g}). It is left out: the loss is that of the algorithm alone."
         )
+    one_by_one = config.train_backend == "megatron" and not config.megatron_use_transformer_engine
+    if shape is not None and shape.num_experts and one_by_one and device == "cuda":
+        found.append(
+            f"{config.model} is a mixture of experts, and without megatron_use_transformer_engine train_backend "
+            "megatron computes the experts of a rank one after another. Set megatron_use_transformer_engine to true "
+            '(docs/gpu.md), or train_backend to "fsdp" if the model fits your GPUs that way: on one H200 a step was '
+            "four times as fast (docs/large-models.md)."
+        )
     layers = config.gradient_checkpointing_layers
     if layers is not None and num_layers is not None and layers > num_layers:
         found.append(
@@ -96,6 +104,7 @@ def remarks_on_place(
 
 def _idle_fields(config: TelescopeConfig) -> list[str]:
     """Returns remarks on fields that the user set and another field switches off."""
+    is_megatron, is_fsdp = config.train_backend == "megatron", config.train_backend == "fsdp"
     of_megatron = {name for name in config.user_set if name.startswith("megatron_")}
     causes: list[tuple[bool, set[str], str]] = [
         (
@@ -103,19 +112,26 @@ def _idle_fields(config: TelescopeConfig) -> list[str]:
             {"lora_alpha", "lora_dropout", "lora_target_modules"},
             "lora_rank is 0 and all weights are trained. Set lora_rank to train adapters",
         ),
-        (config.train_backend == "fsdp", of_megatron, 'train_backend is "fsdp". Set train_backend to "megatron"'),
         (
-            config.train_backend == "megatron",
-            {"fsdp_context_parallel_size", "gradient_checkpointing", "recompute_attention"},
+            is_fsdp,
+            of_megatron | {"weight_broadcast_free_grad_buffers"},
+            'train_backend is "fsdp". Set train_backend to "megatron"',
+        ),
+        (
+            is_megatron,
+            {
+                "fsdp_context_parallel_size", "fsdp_reshard_after_forward", "fsdp_prefetch_layers", "compile_blocks",
+                "gradient_checkpointing", "gradient_checkpointing_layers", "recompute_attention",
+            },
             'train_backend is "megatron", which has fields of its own: megatron_context_parallel_size, '
             "megatron_gradient_checkpointing",
         ),
         (
-            config.train_backend == "megatron" and not config.megatron_optimizer_cpu_offload,
-            {"megatron_optimizer_offload_fraction"},
+            is_megatron and not config.megatron_optimizer_cpu_offload,
+            {"megatron_optimizer_offload_fraction", "megatron_overlap_cpu_optimizer_d2h_h2d"},
             "megatron_optimizer_cpu_offload is false. Set it to true to offload the optimizer",
         ),
-    ]
+    ]  # fmt: skip
     found = []
     for is_off, names, why in causes:
         if idle := sorted(names & config.user_set) if is_off else []:
