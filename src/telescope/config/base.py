@@ -1,4 +1,4 @@
-"""Base classes and field types of the configuration sections.
+"""Base classes of the configuration: sections, field types, and rules between fields.
 
 A section is a Pydantic model: frozen, closed to unknown names, strict about booleans. `TITLE` and `INTRO` appear in
 the documentation and the help; the string under a field is its description, whose first sentence the help prints
@@ -12,9 +12,14 @@ from __future__ import annotations
 
 import math
 import types
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, Union, get_args, get_origin
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+if TYPE_CHECKING:
+    from telescope.config.schema import TelescopeConfig
 
 
 def _refuse(self: object, *_: object, **__: object) -> NoReturn:
@@ -141,3 +146,24 @@ def accepts(section: type[BaseModel], field: str, kind: type) -> bool:
     """Returns whether the field's type allows `kind` (`Any` allows everything)."""
     members = member_types(section.model_fields[field].annotation)
     return any(member is Any or member is kind or get_origin(member) is kind for member in members)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A relation between fields. `fields[0]` is adjusted, and named first."""
+
+    fields: tuple[str, ...]
+    statement: str
+    """The predicate of the error's first sentence, such as "must divide trainer_num_workers"."""
+    broken: Callable[[TelescopeConfig], bool]
+    fix: Callable[[TelescopeConfig], str]
+    """What to type instead."""
+    adjust: Callable[[TelescopeConfig], Any] | None = None
+    """The value that repairs `fields[0]` when only its default breaks the rule."""
+    is_reported: bool = True
+    """Whether the user is told of an adjusted default. False if that is what the other fields ask for."""
+
+
+def up_to_multiple(value: int, of: int) -> int:
+    """Rounds up to a multiple."""
+    return -(-value // of) * of

@@ -1,12 +1,14 @@
-"""How `train_backend: megatron` divides a model: what is possible, and the memory of one rank.
+"""The Megatron backend's fields: their rules, the models that it trains, and the memory of one rank.
 
 Imports neither torch nor megatron-core, so that a configuration is checked before anything starts.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from telescope.config.base import MAX_WORKERS, Rule, up_to_multiple
 from telescope.config.memory import CUDA_CONTEXT_BYTES, SUM_BYTES, TrainerMemory, logprob_bytes
 from telescope.config.model_shape import DTYPE_BYTES, ModelShape, uneven_heads
 from telescope.errors import ConfigError
@@ -36,8 +38,172 @@ TRANSFORMER_ENGINE = ("transformer-engine", "transformer-engine-torch")
 """The Python package and its torch extension, a distribution of its own inside the same folder."""
 TRANSFORMER_ENGINE_FIX = "install transformer-engine and build transformer-engine-torch as in docs/gpu.md"
 
+HOPPER = 9.0
+"""Compute capability of the first GPUs with FP8 scaled by blocks."""
+
+FIXED_ROPE_TYPES = ("default", "linear", "llama3")
+"""Kinds of `rope_scaling` whose frequencies depend on the model alone, and that leave attention's scale."""
+USUAL_WINDOW_LAYERS = 28
+"""Qwen's `max_window_layers` where its `config.json` does not say."""
+
 FP8_MULTIPLE = 16
 """Sizes of an FP8 product are multiples of this, also the tokens of a row."""
+
+
+def megatron_model_parallel_size(config: TelescopeConfig) -> int:
+    """Ranks that hold one copy of the model: tensor x pipeline x context."""
+    return (
+        config.megatron_tensor_parallel_size
+        * config.megatron_pipeline_parallel_size
+        * config.megatron_context_parallel_size
+    )
+
+
+def _megatron(config: TelescopeConfig) -> bool:
+    return config.train_backend == "megatron"
+
+
+def _ranks_share_parameters(config: TelescopeConfig) -> bool:
+    return config.trainer_num_workers > config.megatron_tensor_parallel_size * config.megatron_pipeline_parallel_size
+
+
+OWN_WEIGHTS = ("megatron_use_precision_aware_optimizer", "megatron_optimizer_cpu_offload")
+"""With one of these the optimizer has weights of its own, beside those in bfloat16."""
+
+
+def _needs_bfloat16(field: str) -> Rule:
+    return Rule(
+        (field, "mixed_precision_dtype", "model_dtype"),
+        "requires weights in bfloat16",
+        lambda c: _megatron(c) and getattr(c, field) and c.compute_dtype != "bfloat16",
+        lambda c: f"Set mixed_precision_dtype to bfloat16, or {field} to false",
+    )
+
+
+def _needs_distributed_optimizer(field: str) -> Rule:
+    def broken(config: TelescopeConfig) -> bool:
+        is_off = _ranks_share_parameters(config) and not config.megatron_use_distributed_optimizer
+        return _megatron(config) and getattr(config, field) and is_off
+
+    return Rule(
+        (field, "megatron_use_distributed_optimizer"),
+        "requires megatron_use_distributed_optimizer where several ranks have the same parameters",
+        broken,
+        lambda c: f"Set megatron_use_distributed_optimizer to true, or {field} to false",
+    )
+
+
+def _needs_precision_aware_optimizer(field: str) -> Rule:
+    def broken(config: TelescopeConfig) -> bool:
+        is_off = not config.megatron_use_precision_aware_optimizer
+        return _megatron(config) and is_off and getattr(config, field) != "float32"
+
+    return Rule(
+        (field, "megatron_use_precision_aware_optimizer"),
+        "must be float32 without megatron_use_precision_aware_optimizer",
+        broken,
+        lambda c: f"Set megatron_use_precision_aware_optimizer to true, or {field} to float32",
+    )
+
+
+MEGATRON_RULES: tuple[Rule, ...] = (
+    Rule(
+        ("megatron_tensor_parallel_size", "megatron_pipeline_parallel_size", "megatron_context_parallel_size"),
+        f"times the pipeline and context parallel sizes must be at most {MAX_WORKERS} trainer ranks",
+        lambda c: _megatron(c) and megatron_model_parallel_size(c) > MAX_WORKERS,
+        lambda c: "Lower one of them",
+    ),
+    Rule(
+        (
+            "trainer_num_workers",
+            "megatron_tensor_parallel_size",
+            "megatron_pipeline_parallel_size",
+            "megatron_context_parallel_size",
+        ),
+        "must be divisible by the product of the megatron tensor, pipeline and context parallel sizes",
+        lambda c: _megatron(c) and c.trainer_num_workers % megatron_model_parallel_size(c) != 0,
+        lambda c: (
+            "Set trainer_num_workers to "
+            f"{up_to_multiple(c.trainer_num_workers, megatron_model_parallel_size(c))}, or lower a parallel size"
+        ),
+        lambda c: up_to_multiple(c.trainer_num_workers, megatron_model_parallel_size(c)),
+    ),
+    Rule(
+        ("megatron_sequence_parallel", "megatron_tensor_parallel_size"),
+        "requires megatron_tensor_parallel_size above 1",
+        lambda c: _megatron(c) and c.megatron_sequence_parallel and c.megatron_tensor_parallel_size == 1,
+        lambda c: "Set megatron_sequence_parallel to false, or raise megatron_tensor_parallel_size",
+        lambda c: False,
+    ),
+    Rule(
+        ("megatron_use_distributed_optimizer", "trainer_num_workers"),
+        "requires several ranks with the same parameters: trainer_num_workers above the product of the megatron tensor "
+        "and pipeline parallel sizes",
+        lambda c: _megatron(c) and c.megatron_use_distributed_optimizer and not _ranks_share_parameters(c),
+        lambda c: "Set megatron_use_distributed_optimizer to false, or raise trainer_num_workers",
+        lambda c: False,
+    ),
+    Rule(
+        ("megatron_expert_parallel_size", "megatron_pipeline_parallel_size", "trainer_num_workers"),
+        "times megatron_pipeline_parallel_size must divide trainer_num_workers",
+        lambda c: (
+            _megatron(c)
+            and c.megatron_expert_parallel_size > 1
+            and c.trainer_num_workers % (c.megatron_expert_parallel_size * c.megatron_pipeline_parallel_size) != 0
+        ),
+        lambda c: (
+            "Lower megatron_expert_parallel_size, or set trainer_num_workers to a multiple of "
+            f"{c.megatron_expert_parallel_size * c.megatron_pipeline_parallel_size}"
+        ),
+    ),
+    Rule(
+        ("megatron_global_batch_size", "prompts_batch_size_for_trainer"),
+        "must be null or prompts_batch_size_for_trainer, since a step trains the whole batch",
+        lambda c: (
+            _megatron(c)
+            and c.megatron_global_batch_size is not None
+            and c.megatron_global_batch_size != c.prompts_batch_size_for_trainer
+        ),
+        lambda c: "Set megatron_global_batch_size to null, or change prompts_batch_size_for_trainer",
+    ),
+    Rule(
+        ("mixed_precision_dtype", "model_dtype"),
+        "cannot be float16 with train_backend megatron, which would scale its losses",
+        lambda c: _megatron(c) and c.compute_dtype == "float16",
+        lambda c: "Set it to bfloat16",
+    ),
+    Rule(
+        ("megatron_fp8", "megatron_use_transformer_engine"),
+        "requires megatron_use_transformer_engine",
+        lambda c: _megatron(c) and c.megatron_fp8 and not c.megatron_use_transformer_engine,
+        lambda c: "Set megatron_use_transformer_engine to true, or megatron_fp8 to false",
+    ),
+    *map(_needs_bfloat16, ("megatron_fp8", *OWN_WEIGHTS)),
+    *map(_needs_distributed_optimizer, OWN_WEIGHTS),
+    Rule(
+        ("megatron_use_precision_aware_optimizer", "megatron_optimizer_cpu_offload"),
+        "cannot be combined with megatron_optimizer_cpu_offload, whose states are all float32",
+        lambda c: _megatron(c) and c.megatron_use_precision_aware_optimizer and c.megatron_optimizer_cpu_offload,
+        lambda c: "Set one of them to false",
+    ),
+    *map(_needs_precision_aware_optimizer, OPTIMIZER_DTYPE_FIELDS),
+    Rule(
+        ("megatron_main_params_dtype",),
+        "must be float32 or float16, which the optimizer of Transformer Engine has for weights",
+        lambda c: _megatron(c) and c.megatron_main_params_dtype not in ("float32", "float16"),
+        lambda c: "Set it to float32",
+    ),
+    Rule(
+        ("megatron_main_grads_dtype", "megatron_grad_reduce_in_fp32"),
+        "must be the dtype that gradients are summed in: float32 with megatron_grad_reduce_in_fp32, else bfloat16",
+        lambda c: (
+            _megatron(c)
+            and c.megatron_use_precision_aware_optimizer
+            and c.megatron_main_grads_dtype != ("float32" if c.megatron_grad_reduce_in_fp32 else "bfloat16")
+        ),
+        lambda c: "Change megatron_main_grads_dtype or megatron_grad_reduce_in_fp32",
+    ),
+)
 
 
 def check_transformer_engine(config: TelescopeConfig) -> None:
@@ -51,20 +217,67 @@ def check_transformer_engine(config: TelescopeConfig) -> None:
             )
 
 
-def check_gpu_fields(config: TelescopeConfig, device: str) -> None:
-    """Raises `ConfigError` for a field that needs a GPU where training runs on the CPU."""
+def check_gpu_fields(config: TelescopeConfig, device: str, capabilities: Sequence[float] = ()) -> None:
+    """Raises `ConfigError` for a field that needs a GPU, or a newer one than those of these compute capabilities."""
+    if config.train_backend != "megatron":
+        return
     for field in NEEDS_GPU:
-        if config.train_backend == "megatron" and device == "cpu" and getattr(config, field):
+        if device == "cpu" and getattr(config, field):
             raise ConfigError(f"{field} is true, which needs a GPU, and training runs on the CPU here. Set it to false")
+    lowest = min(capabilities, default=HOPPER)
+    if config.megatron_fp8 and lowest < HOPPER:
+        raise ConfigError(
+            f"megatron_fp8 is true, which needs GPUs of the Hopper generation or newer (compute capability {HOPPER:g} "
+            f"or more), and a GPU here has {lowest:g}. Set megatron_fp8 to false"
+        )
 
 
-def check_model_type(config: TelescopeConfig, model_type: str) -> None:
-    """Raises `ConfigError` for a model that the backend cannot train."""
-    if config.train_backend == "megatron" and model_type not in MODEL_TYPES:
+def check_architecture(config: TelescopeConfig, data: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for a `config.json` of a model that the backend cannot train, or would compute otherwise."""
+    if config.train_backend != "megatron":
+        return
+    model_type = data.get("model_type")
+    if model_type not in MODEL_TYPES:
         raise ConfigError(
             f"model is {config.model!r} of type {model_type}, but train_backend megatron trains "
             f"{', '.join(MODEL_TYPES)}. Choose one of these, or train_backend fsdp"
         )
+    if (difference := _difference(data, str(model_type))) is not None:
+        raise ConfigError(
+            f"model is {config.model!r}, whose config.json has {difference}: train_backend megatron lacks that. Choose "
+            "another model, or train_backend fsdp"
+        )
+
+
+def _difference(data: Mapping[str, Any], model_type: str) -> str | None:
+    """Returns what a `config.json` asks for and the backend does not compute, with its value."""
+    if (activation := data.get("hidden_act", "silu")) != "silu":
+        return f"hidden_act {activation}"
+    rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else rope
+    if kind not in FIXED_ROPE_TYPES:
+        return f"rope_scaling of type {kind} (attention is scaled, or frequencies change with the length of a row)"
+    # Qwen2 has these biases whatever its config.json says.
+    for name in ("attention_bias", "mlp_bias"):
+        if data.get(name) and model_type != "qwen2":
+            return f"{name} true"
+    if _slides(data, model_type):
+        return "sliding attention"
+    if layers := data.get("mlp_only_layers"):
+        return f"mlp_only_layers {layers} (experts in some layers only)"
+    if (step := data.get("decoder_sparse_step", 1)) != 1:
+        return f"decoder_sparse_step {step} (experts in some layers only)"
+    return None
+
+
+def _slides(data: Mapping[str, Any], model_type: str) -> bool:
+    """Returns whether a layer attends to a window only, as transformers reads `config.json`."""
+    if (layers := data.get("layer_types")) is not None:
+        return "sliding_attention" in layers
+    if not data.get("use_sliding_window") or data.get("sliding_window", 1) is None:
+        return False
+    first = 0 if model_type == "qwen3_moe" else data.get("max_window_layers", USUAL_WINDOW_LAYERS)
+    return first < data.get("num_hidden_layers", 0)
 
 
 def check_division(config: TelescopeConfig, shape: ModelShape) -> None:
@@ -166,8 +379,13 @@ def megatron_memory(config: TelescopeConfig, shape: ModelShape, device: str) -> 
     num_kept = stages  # micro-batches of which the first stage keeps activations
     boundary = tokens * shape.hidden_size * computed // sequence_shards
     kept = layers * num_kept * (boundary if config.megatron_gradient_checkpointing else block)
+    # Transformer Engine keeps a copy of the matrices that it multiplies in FP8.
+    in_fp8 = dense // tensor + expert_part if config.megatron_fp8 else 0
+    # An update of weights in half precision makes gradients in float32, unless the optimizer reads them as they are.
+    reads_them = config.megatron_use_precision_aware_optimizer or config.megatron_optimizer_cpu_offload
+    update = kept_moments * SUM_BYTES if gradient < SUM_BYTES and not reads_them else 0
     return TrainerMemory(
-        parameters=parameters * computed,
+        parameters=parameters * computed + in_fp8,
         gradients=parameters * gradient,
         optimizer=int(kept_moments * moments * (1 - on_host)),
         unsharded=0,
@@ -175,6 +393,6 @@ def megatron_memory(config: TelescopeConfig, shape: ModelShape, device: str) -> 
         recomputes_attention=config.megatron_gradient_checkpointing,
         layer=2 * block,
         logprobs=logprob_bytes(config, shape, device, computed, tokens) // tensor,
-        tables=0,
+        tables=update,
         overhead=CUDA_CONTEXT_BYTES if device == "cuda" else 0,
     )

@@ -18,6 +18,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from telescope.config.lora import adapter_parameters
 from telescope.config.model_shape import DTYPE_BYTES, ModelShape
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ class TrainerMemory:
     logprobs: int
     """The chunked pass over the output layer and its gradient."""
     tables: int
-    """Reducing the gradients of embedding and output layer, after the activations are gone."""
+    """What comes when the activations are gone: reducing the gradients of embedding and output layer, or with Megatron
+    the update's copy of gradients in float32."""
     overhead: int
 
     @property
@@ -188,7 +190,7 @@ def _adapter_bytes(config: TelescopeConfig, shape: ModelShape) -> int:
     """Bytes of all adapters in the trainer. 0 without LoRA."""
     if not config.lora_rank:
         return 0
-    return shape.adapter_parameters(config.lora_rank, config.lora_target_modules) * SUM_BYTES
+    return adapter_parameters(shape, config.lora_rank, config.lora_target_modules) * SUM_BYTES
 
 
 def _reduction(parameters: int, computed: int, ranks: int) -> int:
@@ -364,8 +366,9 @@ def checkpoint_bytes(config: TelescopeConfig, shape: ModelShape) -> int:
     """Estimates the bytes of one checkpoint. FSDP copies as many to shared memory."""
     if config.train_backend == "megatron":
         computed = DTYPE_BYTES[config.compute_dtype]
-        # Float32 weights and both moments, beside the weights that are computed with.
-        return shape.num_parameters * (computed + (3 * SUM_BYTES if config.checkpoint_save_training_state else 0))
+        # Both moments, and beside weights in half precision those of the optimizer, all of them in float32.
+        states = (3 if computed < SUM_BYTES else 2) if config.checkpoint_save_training_state else 0
+        return shape.num_parameters * (computed + states * SUM_BYTES)
     weights = _adapter_bytes(config, shape) or shape.num_parameters * DTYPE_BYTES[config.model_dtype]
     return weights * (3 if config.checkpoint_save_training_state else 1)  # AdamW: two moments
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from telescope.config.chat_template import compile_template, render_problem
-from telescope.config.megatron import check_division, check_model_type
+from telescope.config.megatron import check_architecture, check_division
 from telescope.config.messages import show
 from telescope.config.model_contents import (
     CAUSAL_LM_CLASSES,
@@ -123,7 +123,7 @@ def _inspect(config: TelescopeConfig, files: ModelFiles) -> ModelReport:
         problem = "has a config.json that is no JSON object" if "config.json" in files.names else "holds no config.json"
         raise ConfigError(f"model is {config.model!r}, but {files.where} {problem}. Give a model in HuggingFace format")
     _check_architecture(config, data)
-    check_model_type(config, str(data.get("model_type")))
+    check_architecture(config, data)
     _check_quantization(config, data)
     _check_tokenizer(config, files, data)
     shapes = _check_weights(config, files)

@@ -6,14 +6,11 @@ is `model_files`.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-ALL_LINEAR = "all-linear"
-"""`lora_target_modules` for every linear layer but the output layer."""
 EXPERT_MODEL_TYPES = ("qwen3_moe",)
 """Models whose experts both ends of a weight transfer know (`trainer.model`, `weights.engine_experts`)."""
 
@@ -28,13 +25,6 @@ SIZES = (
 
 USUAL_EXPERTS_PER_TOKEN = 8
 """Of Qwen3-MoE, where its `config.json` does not say."""
-
-
-def _is_target(name: str, targets: str | Sequence[str]) -> bool:
-    """Whether `lora_target_modules` names this layer: by a regular expression, or by a name or its end."""
-    if isinstance(targets, str):
-        return targets == ALL_LINEAR or re.fullmatch(targets, name) is not None
-    return any(f".{name}".endswith(f".{target}") for target in targets)
 
 
 @dataclass(frozen=True)
@@ -117,37 +107,6 @@ class ModelShape:
         layers = self.num_dense_layers() * self.dense_layer_parameters
         layers += self.num_sparse_layers() * self.sparse_layer_parameters
         return layers + self.embedding_parameters + self.hidden_size
-
-    def adapter_parameters(self, rank: int, targets: str | Sequence[str]) -> int:
-        """Parameters of LoRA adapters on the layers that `lora_target_modules` names.
-
-        Counted as on all layers for targets that only another architecture has.
-        """
-        layers = list(self._linear_layers())
-        chosen = [layer for layer in layers if _is_target(layer[0], targets)]
-        return sum(rank * (inputs + outputs) for _, inputs, outputs in chosen or layers)
-
-    def unknown_targets(self, targets: str | Sequence[str]) -> list[str]:
-        """Returns what `lora_target_modules` names and no linear layer of a Llama or Qwen model matches."""
-        names = [name for name, _, _ in self._linear_layers()]
-        parts: Sequence[str | list[str]] = [targets] if isinstance(targets, str) else [[target] for target in targets]
-        unknown = [part for part in parts if not any(_is_target(name, part) for name in names)]
-        return [part if isinstance(part, str) else part[0] for part in unknown]
-
-    def _linear_layers(self) -> Iterator[tuple[str, int, int]]:
-        """Yields name, inputs and outputs of the linear layers of all blocks; experts are none."""
-        query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        width, inner = self.hidden_size, self.intermediate_size
-        for index in range(self.num_layers):
-            block = f"model.layers.{index}"
-            yield f"{block}.self_attn.q_proj", width, query
-            yield f"{block}.self_attn.k_proj", width, key_value
-            yield f"{block}.self_attn.v_proj", width, key_value
-            yield f"{block}.self_attn.o_proj", query, width
-            if not self.has_experts(index):
-                yield f"{block}.mlp.gate_proj", width, inner
-                yield f"{block}.mlp.up_proj", width, inner
-                yield f"{block}.mlp.down_proj", inner, width
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes of keys and values of one token, over all layers."""

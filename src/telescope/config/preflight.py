@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from telescope.config import megatron
+from telescope.config import lora, megatron
 from telescope.config.loader import choose_checkpoint_dir, choose_run_dir
 from telescope.config.machine import (
     LOOPBACK,
@@ -28,7 +28,7 @@ from telescope.config.machine import (
 )
 from telescope.config.memory import GIB, checkpoint_bytes, estimate_memory, trainer_share
 from telescope.config.model_files import ModelReport, architecture_of, check_rendering, inspect_model, vocabulary_size
-from telescope.config.model_shape import DTYPE_BYTES, ModelShape
+from telescope.config.model_shape import DTYPE_BYTES
 from telescope.config.plan import ClusterResources, PlacementError, gpus_needed, plan_placement, resolve_device
 from telescope.config.remarks import remarks_on_place
 from telescope.config.sections.general import client_address_problem
@@ -175,7 +175,7 @@ def check_megatron(config: TelescopeConfig) -> None:
         raise ConfigError('train_backend is "megatron", which needs megatron-core: run make setup MEGATRON=1')
     megatron.check_transformer_engine(config)
     if not ray_cluster_is_configured(config.ray_address):
-        megatron.check_gpu_fields(config, resolve_device(config, local_resources()))
+        megatron.check_gpu_fields(config, resolve_device(config, local_resources()), visible_gpu_capabilities())
 
 
 def check_shared_memory(config: TelescopeConfig) -> None:
@@ -343,16 +343,7 @@ def check_shape(config: TelescopeConfig, report: ModelReport) -> None:
         has = "one expert per token" if shape.num_experts else "no experts"
         raise ConfigError(f"router_replay is true, but {config.model} has {has}. Set router_replay to false")
     if config.lora_rank and shape is not None and (report.unchecked or architecture_of(config) in megatron.MODEL_TYPES):
-        _check_adapters(config, shape)
-
-
-def _check_adapters(config: TelescopeConfig, shape: ModelShape) -> None:
-    if unknown := shape.unknown_targets(config.lora_target_modules):
-        raise ConfigError(
-            f"lora_target_modules: {', '.join(map(repr, unknown))} matches no layer of {config.model} that can have an "
-            "adapter. Choose from q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj as a list, such as "
-            '[q_proj, v_proj], or use "all-linear"; a text that is no list is a regular expression for whole names'
-        )
+        lora.check_adapters(config, shape)
 
 
 def checkpoint_sentence(config: TelescopeConfig, report: ModelReport) -> str | None:

@@ -1,43 +1,25 @@
-"""Rules between fields.
+"""Rules between fields, and their application.
 
 A rule with an `adjust` fails when the user set the field that it is about; when only the default breaks it, the field
 is adjusted and the run reports that. A rule without `adjust` always fails. All broken rules are reported at once.
 
-Pure functions of the configuration: machine and files are checked in `plan` and `preflight`.
+Pure functions of the configuration: machine and files are checked in `plan` and `preflight`. Rules of Megatron and of
+adapters are in `megatron` and `lora`.
 """
 
 from __future__ import annotations
 
-import re
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from telescope.config.algorithms import ALGORITHM_FACTS, AlgorithmFacts, names_where
-from telescope.config.base import MAX_WORKERS
-from telescope.config.megatron import OPTIMIZER_DTYPE_FIELDS
+from telescope.config.base import Rule, up_to_multiple
+from telescope.config.lora import LORA_RULES
+from telescope.config.megatron import MEGATRON_RULES
 from telescope.config.messages import show
 from telescope.errors import ConfigError
 
 if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One relation between fields. `fields[0]` is the field the rule is about: what is adjusted, and named first."""
-
-    fields: tuple[str, ...]
-    statement: str
-    """What must hold, as a sentence without a subject: "must be ..."; ends in no full stop."""
-    broken: Callable[[TelescopeConfig], bool]
-    fix: Callable[[TelescopeConfig], str]
-    """What to type instead."""
-    adjust: Callable[[TelescopeConfig], Any] | None = None
-    """The value that repairs `fields[0]` when only its default breaks the rule."""
-    is_reported: bool = True
-    """Whether the user is told of an adjusted default. False if that is what the other fields ask for."""
 
 
 def apply_rules(config: TelescopeConfig, user_set: frozenset[str]) -> list[str]:
@@ -83,78 +65,8 @@ def _is_list_of_entries(name: str) -> bool:
     return name in ("environments", "evals")
 
 
-def megatron_model_parallel_size(config: TelescopeConfig) -> int:
-    """Ranks that hold one copy of the model: tensor x pipeline x context."""
-    return (
-        config.megatron_tensor_parallel_size
-        * config.megatron_pipeline_parallel_size
-        * config.megatron_context_parallel_size
-    )
-
-
-def _is_invalid_pattern(config: TelescopeConfig) -> bool:
-    if isinstance(config.lora_target_modules, str):
-        try:
-            with warnings.catch_warnings(action="ignore", category=FutureWarning):
-                re.compile(config.lora_target_modules)
-        except (re.error, OverflowError, RecursionError):
-            return True
-    return False
-
-
-def _megatron(config: TelescopeConfig) -> bool:
-    return config.train_backend == "megatron"
-
-
-def _ranks_share_parameters(config: TelescopeConfig) -> bool:
-    return config.trainer_num_workers > config.megatron_tensor_parallel_size * config.megatron_pipeline_parallel_size
-
-
-OWN_WEIGHTS = ("megatron_use_precision_aware_optimizer", "megatron_optimizer_cpu_offload")
-"""With one of these the optimizer has weights of its own, beside those in bfloat16."""
-
-
-def _needs_bfloat16(field: str) -> Rule:
-    return Rule(
-        (field, "mixed_precision_dtype", "model_dtype"),
-        "requires weights in bfloat16",
-        lambda c: _megatron(c) and getattr(c, field) and c.compute_dtype != "bfloat16",
-        lambda c: f"Set mixed_precision_dtype to bfloat16, or {field} to false",
-    )
-
-
-def _needs_distributed_optimizer(field: str) -> Rule:
-    def broken(config: TelescopeConfig) -> bool:
-        is_off = _ranks_share_parameters(config) and not config.megatron_use_distributed_optimizer
-        return _megatron(config) and getattr(config, field) and is_off
-
-    return Rule(
-        (field, "megatron_use_distributed_optimizer"),
-        "requires megatron_use_distributed_optimizer where several ranks have the same parameters",
-        broken,
-        lambda c: f"Set megatron_use_distributed_optimizer to true, or {field} to false",
-    )
-
-
-def _needs_precision_aware_optimizer(field: str) -> Rule:
-    def broken(config: TelescopeConfig) -> bool:
-        is_off = not config.megatron_use_precision_aware_optimizer
-        return _megatron(config) and is_off and getattr(config, field) != "float32"
-
-    return Rule(
-        (field, "megatron_use_precision_aware_optimizer"),
-        "must be float32 without megatron_use_precision_aware_optimizer",
-        broken,
-        lambda c: f"Set megatron_use_precision_aware_optimizer to true, or {field} to float32",
-    )
-
-
 def _facts(config: TelescopeConfig) -> AlgorithmFacts:
     return ALGORITHM_FACTS[config.algorithm]
-
-
-def _up_to_multiple(value: int, of: int) -> int:
-    return -(-value // of) * of
 
 
 def _repeated(entries: list[Any]) -> list[str]:
@@ -184,11 +96,6 @@ def _shares_gpus(config: TelescopeConfig) -> bool:
     return config.share_gpus and config.device != "cpu"
 
 
-SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes as --max-lora-rank, in 0.26 and 0.32."""
-LARGEST_SERVED_RANK = SERVED_RANKS[-1]
-
-
 RULES: tuple[Rule, ...] = (
     Rule(
         ("environments",),
@@ -208,10 +115,10 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.inference_num_workers % c.inference_tensor_parallel_size != 0,
         lambda c: (
             "Set inference_num_workers to "
-            f"{_up_to_multiple(c.inference_num_workers, c.inference_tensor_parallel_size)}, or lower "
+            f"{up_to_multiple(c.inference_num_workers, c.inference_tensor_parallel_size)}, or lower "
             "inference_tensor_parallel_size"
         ),
-        lambda c: _up_to_multiple(c.inference_num_workers, c.inference_tensor_parallel_size),
+        lambda c: up_to_multiple(c.inference_num_workers, c.inference_tensor_parallel_size),
     ),
     Rule(
         ("free_lane_after_generation", "enable_individual_sample_lanes"),
@@ -363,107 +270,12 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.inference_num_workers,
     ),
     Rule(
-        ("megatron_tensor_parallel_size", "megatron_pipeline_parallel_size", "megatron_context_parallel_size"),
-        f"times the pipeline and context parallel sizes must be at most {MAX_WORKERS} trainer ranks",
-        lambda c: _megatron(c) and megatron_model_parallel_size(c) > MAX_WORKERS,
-        lambda c: "Lower one of them",
-    ),
-    Rule(
         ("fsdp_context_parallel_size", "trainer_num_workers"),
         "must divide trainer_num_workers",
-        lambda c: not _megatron(c) and c.trainer_num_workers % c.fsdp_context_parallel_size != 0,
+        lambda c: c.train_backend != "megatron" and c.trainer_num_workers % c.fsdp_context_parallel_size != 0,
         lambda c: "Change fsdp_context_parallel_size or trainer_num_workers",
     ),
-    Rule(
-        (
-            "trainer_num_workers",
-            "megatron_tensor_parallel_size",
-            "megatron_pipeline_parallel_size",
-            "megatron_context_parallel_size",
-        ),
-        "must be divisible by the product of the megatron tensor, pipeline and context parallel sizes",
-        lambda c: _megatron(c) and c.trainer_num_workers % megatron_model_parallel_size(c) != 0,
-        lambda c: (
-            "Set trainer_num_workers to "
-            f"{_up_to_multiple(c.trainer_num_workers, megatron_model_parallel_size(c))}, or lower a parallel size"
-        ),
-        lambda c: _up_to_multiple(c.trainer_num_workers, megatron_model_parallel_size(c)),
-    ),
-    Rule(
-        ("megatron_sequence_parallel", "megatron_tensor_parallel_size"),
-        "requires megatron_tensor_parallel_size above 1",
-        lambda c: _megatron(c) and c.megatron_sequence_parallel and c.megatron_tensor_parallel_size == 1,
-        lambda c: "Set megatron_sequence_parallel to false, or raise megatron_tensor_parallel_size",
-        lambda c: False,
-    ),
-    Rule(
-        ("megatron_use_distributed_optimizer", "trainer_num_workers"),
-        "requires several ranks with the same parameters: trainer_num_workers above the product of the megatron tensor "
-        "and pipeline parallel sizes",
-        lambda c: _megatron(c) and c.megatron_use_distributed_optimizer and not _ranks_share_parameters(c),
-        lambda c: "Set megatron_use_distributed_optimizer to false, or raise trainer_num_workers",
-        lambda c: False,
-    ),
-    Rule(
-        ("megatron_expert_parallel_size", "megatron_pipeline_parallel_size", "trainer_num_workers"),
-        "times megatron_pipeline_parallel_size must divide trainer_num_workers",
-        lambda c: (
-            _megatron(c)
-            and c.megatron_expert_parallel_size > 1
-            and c.trainer_num_workers % (c.megatron_expert_parallel_size * c.megatron_pipeline_parallel_size) != 0
-        ),
-        lambda c: (
-            "Lower megatron_expert_parallel_size, or set trainer_num_workers to a multiple of "
-            f"{c.megatron_expert_parallel_size * c.megatron_pipeline_parallel_size}"
-        ),
-    ),
-    Rule(
-        ("megatron_global_batch_size", "prompts_batch_size_for_trainer"),
-        "must be null or prompts_batch_size_for_trainer, since a step trains the whole batch",
-        lambda c: (
-            _megatron(c)
-            and c.megatron_global_batch_size is not None
-            and c.megatron_global_batch_size != c.prompts_batch_size_for_trainer
-        ),
-        lambda c: "Set megatron_global_batch_size to null, or change prompts_batch_size_for_trainer",
-    ),
-    Rule(
-        ("mixed_precision_dtype", "model_dtype"),
-        "cannot be float16 with train_backend megatron, which would scale its losses",
-        lambda c: _megatron(c) and c.compute_dtype == "float16",
-        lambda c: "Set it to bfloat16",
-    ),
-    Rule(
-        ("megatron_fp8", "megatron_use_transformer_engine"),
-        "requires megatron_use_transformer_engine",
-        lambda c: _megatron(c) and c.megatron_fp8 and not c.megatron_use_transformer_engine,
-        lambda c: "Set megatron_use_transformer_engine to true, or megatron_fp8 to false",
-    ),
-    *map(_needs_bfloat16, ("megatron_fp8", *OWN_WEIGHTS)),
-    *map(_needs_distributed_optimizer, OWN_WEIGHTS),
-    Rule(
-        ("megatron_use_precision_aware_optimizer", "megatron_optimizer_cpu_offload"),
-        "cannot be combined with megatron_optimizer_cpu_offload, whose states are all float32",
-        lambda c: _megatron(c) and c.megatron_use_precision_aware_optimizer and c.megatron_optimizer_cpu_offload,
-        lambda c: "Set one of them to false",
-    ),
-    *map(_needs_precision_aware_optimizer, OPTIMIZER_DTYPE_FIELDS),
-    Rule(
-        ("megatron_main_params_dtype",),
-        "must be float32 or float16, which the optimizer of Transformer Engine has for weights",
-        lambda c: _megatron(c) and c.megatron_main_params_dtype not in ("float32", "float16"),
-        lambda c: "Set it to float32",
-    ),
-    Rule(
-        ("megatron_main_grads_dtype", "megatron_grad_reduce_in_fp32"),
-        "must be the dtype that gradients are summed in: float32 with megatron_grad_reduce_in_fp32, else bfloat16",
-        lambda c: (
-            _megatron(c)
-            and c.megatron_use_precision_aware_optimizer
-            and c.megatron_main_grads_dtype != ("float32" if c.megatron_grad_reduce_in_fp32 else "bfloat16")
-        ),
-        lambda c: "Change megatron_main_grads_dtype or megatron_grad_reduce_in_fp32",
-    ),
+    *MEGATRON_RULES,
     # Routes of the engine.
     Rule(
         ("router_replay", "train_backend"),
@@ -484,44 +296,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.inference_quantization != "none" and c.device == "cpu",
         lambda c: 'Set inference_quantization to "none", or use GPUs',
     ),
-    # Adapters.
-    Rule(
-        ("lora_rank", "train_backend"),
-        "must be 0 with train_backend megatron, which trains all weights",
-        lambda c: _megatron(c) and c.lora_rank > 0,
-        lambda c: "Set lora_rank to 0, or train_backend to fsdp",
-    ),
-    Rule(
-        ("lora_target_modules",),
-        "must be a list of names, or a valid regular expression",
-        _is_invalid_pattern,
-        lambda c: "Write names as a list, such as [q_proj, v_proj]",
-    ),
-    Rule(
-        ("lora_sync", "lora_rank"),
-        'requires lora_rank above 0 for "adapter"',
-        lambda c: c.lora_sync == "adapter" and c.lora_rank == 0,
-        lambda c: 'Set lora_rank, or lora_sync to "merged"',
-    ),
-    Rule(
-        ("lora_rank", "lora_sync"),
-        f"must be at most {LARGEST_SERVED_RANK} with lora_sync adapter, which is the largest that vLLM serves",
-        lambda c: c.lora_sync == "adapter" and c.lora_rank > LARGEST_SERVED_RANK,
-        lambda c: f'Lower lora_rank to {LARGEST_SERVED_RANK}, or set lora_sync to "merged"',
-    ),
-    Rule(
-        ("model_dtype", "inference_dtype", "lora_sync"),
-        "must be float32 or the dtype of the servers with lora_sync adapter, since they keep the base weights that "
-        "they have loaded themselves",
-        lambda c: c.lora_sync == "adapter" and c.model_dtype not in ("float32", c.engine_dtype),
-        lambda c: f'Set model_dtype to {c.engine_dtype}, or lora_sync to "merged"',
-    ),
-    Rule(
-        ("inference_quantization", "lora_sync"),
-        "must be none with lora_sync adapter, since adapters of quantized layers are not tested",
-        lambda c: c.lora_sync == "adapter" and c.inference_quantization != "none",
-        lambda c: 'Set inference_quantization to "none", or lora_sync to "merged"',
-    ),
+    *LORA_RULES,
     # How weights reach the servers.
     Rule(
         ("weight_transfer", "inference_quantization"),

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -26,8 +25,7 @@ from safetensors.torch import save
 from torch import nn
 from torch.nn import functional as F
 
-from telescope.config.model_contents import listed
-from telescope.config.model_shape import ALL_LINEAR
+from telescope.config.lora import ALL_LINEAR, choose_layers
 from telescope.errors import UserError
 
 A, B = ".lora_A.weight", ".lora_B.weight"
@@ -72,37 +70,17 @@ def add_adapters(causal_lm: nn.Module, config: Any) -> None:
 
 
 def find_targets(causal_lm: nn.Module, targets: str | list[str]) -> list[str]:
-    """Returns the names of the layers to adapt, in the model's order.
-
-    `all-linear` is every linear layer except the output layer, another string a regular expression for whole names, and
-    a list has names or their ends. Raises `UserError` for what matches no linear layer.
-    """
+    """Returns the names of the layers to adapt. Raises `UserError` as `choose_layers` does."""
     output = causal_lm.get_output_embeddings()  # type: ignore[operator]
-    modules = {name: module for name, module in causal_lm.named_modules() if name}
-    linear = [name for name, module in modules.items() if isinstance(module, nn.Linear) and module is not output]
-    kinds = sorted({name.rpartition(".")[2] for name in linear})
+
+    def is_linear(module: nn.Module) -> bool:
+        return isinstance(module, nn.Linear) and module is not output
+
+    names = [name for name, _ in causal_lm.named_modules() if name]
+    linear = [name for name in names if is_linear(causal_lm.get_submodule(name))]
     if not linear:
         raise UserError("lora_rank is set, but the model has no linear layers that an adapter could be added to")
-    if targets == ALL_LINEAR:
-        return linear
-    chosen: set[str] = set()
-    for target in [targets] if isinstance(targets, str) else targets:
-        pattern = target if isinstance(targets, str) else rf"(.*\.)?{re.escape(target)}"
-        found = {name for name in modules if re.fullmatch(pattern, name)}
-        if not found & set(linear):
-            what = (
-                "matches nothing in the model" if not found else f"matches {listed(sorted(found))}, not linear layers"
-            )
-            raise UserError(
-                f'lora_target_modules: {target!r} {what}. Choose from {", ".join(kinds)}, or use "{ALL_LINEAR}"'
-            )
-        if others := sorted(found - set(linear)):
-            raise UserError(
-                f"lora_target_modules: {target!r} also matches {listed(others)}, which can have no adapter here. "
-                f'Choose from {", ".join(kinds)}, or use "{ALL_LINEAR}"'
-            )
-        chosen |= found
-    return [name for name in linear if name in chosen]
+    return choose_layers(targets, linear, set(names) - set(linear))
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:

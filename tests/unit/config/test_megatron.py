@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.unit.config.test_rules import build
+from transformers import AutoConfig
 
 from telescope.config import megatron as rules_of_megatron
 from telescope.config import preflight
 from telescope.config.megatron import (
     MODEL_TYPES,
+    check_architecture,
     check_division,
     check_gpu_fields,
-    check_model_type,
     check_transformer_engine,
     megatron_memory,
 )
+from telescope.config.memory import GIB, checkpoint_bytes
+from telescope.config.model_contents import expected_tensors
 from telescope.config.model_shape import ModelShape
-from telescope.errors import ConfigError
-from telescope.trainer.backends.megatron.families import LAYERS, ParameterMapping, mappings_of
+from telescope.errors import ConfigError, UserError
+from telescope.trainer.backends.megatron.families import LAYERS, ParameterMapping, mappings_of, refuse_other_names
 
 QWEN3_4B = ModelShape(36, 2560, 9728, 32, 8, 128, 151936, tied_embeddings=True, qk_norm=True)
 EXPERTS = ModelShape(
@@ -118,6 +123,36 @@ def test_the_estimate_knows_the_dtypes_of_the_precision_aware_optimizer():
     assert small / whole == pytest.approx((4 + 2 + 1) / 12)
 
 
+MEASURED = {
+    "trainer_num_workers": 1,
+    "seq_len": 16384,
+    "mixed_precision_dtype": "bfloat16",
+    "megatron_use_distributed_optimizer": False,
+}
+
+
+def test_the_estimate_counts_the_copies_of_weights_in_fp8():
+    estimate = megatron_memory(megatron(**MEASURED, **{TE: True, FP8: True}), QWEN3_4B, "cuda")
+    assert (estimate.total - estimate.overhead) / GIB == pytest.approx(78.43, rel=0.01)  # benchmarks/results/megatron
+
+
+@pytest.mark.parametrize(("changes", "copied"), [
+    ({"megatron_grad_reduce_in_fp32": False}, 4),
+    ({"megatron_grad_reduce_in_fp32": False, PRECISION_AWARE: True, "megatron_main_grads_dtype": "bfloat16"}, 0),
+    ({}, 0),
+])  # fmt: skip
+def test_an_update_copies_half_precision_gradients_to_float32(changes, copied):
+    estimate = megatron_memory(megatron(**MEASURED, **changes), QWEN3_4B, "cuda")
+    assert estimate.tables == copied * QWEN3_4B.num_parameters
+    assert estimate.total >= estimate.states + estimate.tables
+
+
+@pytest.mark.parametrize(("dtype", "num_bytes"), [("bfloat16", 14), (None, 12)])
+def test_a_checkpoint_has_a_master_copy_beside_half_precision_alone(dtype, num_bytes):
+    run = megatron(mixed_precision_dtype=dtype, model_dtype="float32")
+    assert checkpoint_bytes(run, QWEN3_4B) == num_bytes * QWEN3_4B.num_parameters
+
+
 @pytest.mark.parametrize("family", sorted(LAYERS))
 def test_transformer_engine_has_the_same_tensors_under_other_names(family):
     experts = {"num_experts": 2} if family.endswith("moe") else {}
@@ -138,11 +173,84 @@ def test_transformer_engine_has_the_same_tensors_under_other_names(family):
         assert f"{layer}mlp.linear_fc1.layer_norm_weight" in names
 
 
-def test_the_families_that_are_checked_have_tables():
+def test_only_families_with_a_table_are_trained():
     assert set(MODEL_TYPES) == set(LAYERS)
     with pytest.raises(ConfigError, match=r"gpt2.*fsdp"):
-        check_model_type(megatron(), "gpt2")
-    check_model_type(build({}), "gpt2")
+        check_architecture(megatron(), {"model_type": "gpt2"})
+    check_architecture(build({}), {"model_type": "gpt2"})
+
+
+@pytest.mark.parametrize("written_by", ["hub", "transformers"])
+@pytest.mark.parametrize(
+    ("family", "changes", "what"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "hidden_act gelu"),
+        ("llama", {"attention_bias": True}, "attention_bias true"),
+        ("llama", {"mlp_bias": True}, "mlp_bias true"),
+        ("qwen3", {"attention_bias": True}, "attention_bias true"),
+        ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling of type yarn"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling of type dynamic"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding attention"),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}, "sliding attention"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers [0]"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
+    ],
+)
+def test_what_the_backend_would_compute_otherwise_is_refused_by_config_json(written_by, family, changes, what):
+    with pytest.raises(ConfigError) as error:
+        check_architecture(megatron(), config_json(family, changes, written_by))
+    assert what in str(error.value)
+    check_architecture(build({}), config_json(family, changes, written_by))
+
+
+@pytest.mark.parametrize("written_by", ["hub", "transformers"])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                                    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 1}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 131072, "max_window_layers": 2}),
+        ("qwen3", {"rope_scaling": None}),
+        ("qwen3_moe", {"mlp_only_layers": [], "decoder_sparse_step": 1}),
+    ],
+)  # fmt: skip
+def test_common_models_of_the_families_pass(written_by, family, changes):
+    check_architecture(megatron(), config_json(family, changes, written_by))
+
+
+def config_json(family: str, changes: dict[str, Any], written_by: str = "transformers") -> dict[str, Any]:
+    """The content of a model's config.json: a few fields as on the hub, or all that transformers saves."""
+    fields = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, **changes}
+    if written_by == "hub":
+        return {"model_type": family, **fields}
+    if "rope_scaling" in fields:
+        fields["rope_parameters"] = (fields.pop("rope_scaling") or {"rope_type": "default"}) | {"rope_theta": 1e4}
+    return AutoConfig.for_model(family, **fields).to_dict()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", sorted(LAYERS))
+def test_a_table_has_the_tensors_of_its_family(family, tied):
+    experts = {"num_experts": 2} if family == "qwen3_moe" else {}
+    config = AutoConfig.for_model(family, num_hidden_layers=2, tie_word_embeddings=tied, **experts)
+    expected = set(expected_tensors(config.to_dict())) - ({"lm_head.weight"} if tied else set())
+    mappings = mappings_of(config)
+    refuse_other_names(mappings, expected)
+    with pytest.raises(UserError, match=r"no mapping for model\.layers\.0\.mlp\.gain"):
+        refuse_other_names(mappings, expected | {"model.layers.0.mlp.gain"})
+    with pytest.raises(UserError, match=r"it lacks model\.norm\.weight"):
+        refuse_other_names(mappings, expected - {"model.norm.weight"})
+
+
+@pytest.mark.parametrize(("capabilities", "is_refused"), [([9.0, 8.9], True), ([9.0, 10.0], False), ([], False)])
+def test_fp8_needs_hopper(monkeypatch, capabilities, is_refused):
+    monkeypatch.setattr(rules_of_megatron, "installed_version", lambda name: "2")
+    monkeypatch.setattr(preflight, "resolve_device", lambda *_: "cuda")
+    monkeypatch.setattr(preflight, "visible_gpu_capabilities", lambda: capabilities)
+    run = megatron(**{TE: True, FP8: True})
+    with pytest.raises(ConfigError, match=r"^megatron_fp8 is true.*has 8\.9") if is_refused else nullcontext():
+        preflight.check_megatron(run)
 
 
 @pytest.mark.parametrize("changes", [{TP: 2}, {PP: 2}, {CP: 2}, {"megatron_optimizer_cpu_offload": True}])

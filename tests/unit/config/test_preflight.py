@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import socket
 from datetime import UTC, datetime
 from pathlib import Path
@@ -320,18 +321,6 @@ def test_quantized_servers_are_refused_where_there_is_no_gpu(monkeypatch):
     preflight.check_quantization(config())
 
 
-@pytest.mark.parametrize("targets", ["q_proj", "nonsense", ["q_proj", "nonsense"], ["lm_head"], ["gate"]])
-def test_adapters_on_layers_that_the_model_lacks_are_refused(monkeypatch, targets):
-    monkeypatch.setattr(preflight, "architecture_of", lambda _: "qwen3")
-    report = ModelReport("a table", known_shape("Qwen/Qwen3-4B"))
-    check = functools.partial(preflight.check_shape, report=report)
-    message = message_of(check, config(lora_rank=8, lora_target_modules=targets))
-    assert message.startswith("lora_target_modules: ")
-    assert "'q_proj'" in message if targets == "q_proj" else "'q_proj'" not in message
-    for found in ("all-linear", ".*q_proj", ["q_proj", "mlp.up_proj"]):
-        check(config(lora_rank=8, lora_target_modules=found))
-
-
 def test_what_a_known_shape_excludes_is_refused_without_its_files():
     report = ModelReport("a table", known_shape("Qwen/Qwen3-4B"), unchecked="the hub cannot be reached")
     check = functools.partial(preflight.check_shape, report=report)
@@ -352,9 +341,9 @@ def test_a_load_balancing_loss_that_the_model_asks_for_is_named():
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
         "vocab_size": 512, "model_type": "qwen3_moe", "num_experts": 4, "router_aux_loss_coef": 0.001,
     }  # fmt: skip
-    for asked in (True, False):
+    for asked, backend in itertools.product((True, False), ("fsdp", "megatron")):
         shape = ModelShape.from_config(sizes | {"output_router_logits": asked})
-        remarks = " ".join(remarks_on_place(config(), "cpu", shape))
+        remarks = " ".join(remarks_on_place(config(train_backend=backend), "cpu", shape))
         assert ("router_aux_loss_coef 0.001" in remarks) == asked
 
 
@@ -367,3 +356,13 @@ def test_router_replay_needs_experts_and_is_suggested_where_there_are_some():
     assert "Set router_replay to true" in remark
     assert remarks_on_place(config(router_replay=True), "cuda", sparse.shape) == []
     assert remarks_on_place(config(), "cuda", dense.shape) == []
+
+
+def test_experts_one_after_another_are_named():
+    shape = known_shape("Qwen/Qwen3-30B-A3B")
+    found = {"train_backend": "megatron", "router_replay": True}
+    (remark,) = remarks_on_place(config(**found), "cuda", shape)
+    assert "one after another. Set megatron_use_transformer_engine to true" in remark
+    engine = {"megatron_use_transformer_engine": True}
+    assert remarks_on_place(config(**found, **engine), "cuda", shape) == []
+    assert remarks_on_place(config(**found), "cpu", shape) == []

@@ -254,6 +254,15 @@ def test_ranks_follow_the_servers_of_shared_gpus_before_their_division_is_checke
             {"train_backend": "megatron", "megatron_optimizer_offload_fraction": 0.5},
             "megatron_optimizer_offload_fraction",
         ),
+        (
+            {"train_backend": "megatron", "megatron_overlap_cpu_optimizer_d2h_h2d": True},
+            "megatron_overlap_cpu_optimizer_d2h_h2d",
+        ),
+        ({"train_backend": "megatron", "compile_blocks": False}, "compile_blocks"),
+        ({"train_backend": "megatron", "fsdp_prefetch_layers": 2}, "fsdp_prefetch_layers"),
+        ({"train_backend": "megatron", "fsdp_reshard_after_forward": False}, "fsdp_reshard_after_forward"),
+        ({"train_backend": "megatron", "gradient_checkpointing_layers": 2}, "gradient_checkpointing_layers"),
+        ({"weight_broadcast_free_grad_buffers": True}, "weight_broadcast_free_grad_buffers"),
     ],
 )
 def test_a_field_that_another_switches_off_is_named(changes, field):

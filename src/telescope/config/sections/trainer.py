@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from telescope.config.algorithms import AdvantageNorm, AlgorithmName
 from telescope.config.base import MAX_STEPS, Count, Section, Text, Tokens, Workers
+from telescope.config.lora import ALL_LINEAR
 from telescope.config.megatron import OPTIMIZER_DTYPE_BYTES, OPTIMIZER_DTYPE_FIELDS
 
 
@@ -177,6 +178,14 @@ class LoraSection(Section):
     lora_sync: Literal["merged", "adapter"] = "merged"
     """What a weight sync sends. merged: all weights with the adapters added, as without LoRA; adapter: the adapters
     alone, through files in the run directory, which all servers must see. vLLM then adds them in every layer."""
+
+    @field_validator("lora_target_modules", mode="before")
+    @classmethod
+    def _names_or_a_pattern(cls, value: Any) -> Any:
+        names = value if isinstance(value, list | tuple) else [value]
+        if not names or not all(isinstance(name, str) and name.strip() for name in names):
+            raise ValueError(f'it must be "{ALL_LINEAR}", a regular expression, or a list of names: [q_proj, v_proj]')
+        return value
 
 
 class MegatronSection(Section):

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from telescope.config import TelescopeConfig
+from telescope.config.lora import SERVED_RANKS
 from telescope.config.memory import (
     CUDA_CONTEXT_BYTES,
     ENGINE_WORKSPACE_BYTES,
@@ -34,7 +35,6 @@ from telescope.config.memory import (
     plan_staging,
 )
 from telescope.config.model_shape import ModelShape, known_shape
-from telescope.config.rules import SERVED_RANKS
 from telescope.errors import ConfigError
 from telescope.inference.auth import SECRET_VARIABLE
 from telescope.inference.vllm.engine_health import CALL_LIMIT_VARIABLE, STEP_LIMIT_VARIABLE

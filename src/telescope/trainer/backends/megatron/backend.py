@@ -24,7 +24,7 @@ from megatron.core.inference import unified_memory
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from transformers import PretrainedConfig
 
-from telescope.config.megatron import FP8_MULTIPLE, check_gpu_fields, check_transformer_engine
+from telescope.config.megatron import FP8_MULTIPLE, check_architecture, check_gpu_fields, check_transformer_engine
 from telescope.errors import ConfigError
 from telescope.trainer.attention import choose_kernel
 from telescope.trainer.backends.megatron import checkpoint, conversion
@@ -46,9 +46,6 @@ from telescope.weights.plan import TensorMeta
 SPANS = {"backward-compute": "backward", "all-grads-sync": "gradient_reduction"}
 """Megatron's timers, and the spans of the timeline that they become."""
 
-HOPPER = (9, 0)
-"""The compute capability that scaling FP8 by blocks needs."""
-
 
 class MegatronBackend(RLBackend):
     """One rank of a Megatron trainer, on CPU (gloo) or GPU (NCCL)."""
@@ -59,17 +56,16 @@ class MegatronBackend(RLBackend):
         if self.device.type == "cpu" and torch.cuda.is_available():
             raise ConfigError("device: train_backend megatron uses the GPU where there is one: set device to 'auto'")
         check_transformer_engine(config)
-        check_gpu_fields(config, self.device.type)
-        if config.megatron_fp8 and torch.cuda.get_device_capability(self.device) < HOPPER:
-            raise ConfigError(
-                "megatron_fp8 is true, which needs a GPU of the Hopper generation or newer: set it to false"
-            )
+        on_gpu = self.device.type == "cuda"
+        major, minor = torch.cuda.get_device_capability(self.device) if on_gpu else (0, 0)
+        check_gpu_fields(config, self.device.type, [major + minor / 10] if on_gpu else [])
         self.parallel = initialize(config)
         self.dtype = compute_dtype(config)
         skeleton = load_causal_lm(
             config.model, self.dtype, with_weights=False, trust_remote_code=config.trust_remote_code
         )
         self._hf_config = hf_config = skeleton.config
+        check_architecture(config, hf_config.to_dict())
         self.heads = heads_of(hf_config)
         self.shapes = {
             part: tensor.shape
@@ -86,11 +82,6 @@ class MegatronBackend(RLBackend):
         )
         self.megatron = transformer_config(hf_config, config, self.parallel, self.dtype)
         rotary = type(skeleton.model.rotary_emb)(hf_config)
-        if rotary.attention_scaling != 1.0 or rotary.rope_type in ("dynamic", "longrope"):
-            raise ConfigError(
-                f"model: its rope_scaling of type {rotary.rope_type} scales attention, or changes with the length of a "
-                "row, which train_backend megatron lacks: use fsdp"
-            )
         self.inv_freq = rotary.inv_freq.float().to(self.device)
         self.stage = build_stage(hf_config, self.megatron, self.parallel).to(self.device)
         if self.replay is not None:

@@ -114,19 +114,13 @@ class ParameterMapping:
 
 
 def mappings_of(hf_config: Any, *, transformer_engine: bool = False) -> list[ParameterMapping]:
-    """Returns every parameter of a model in the order of the model. Raises `UserError` for an unknown family.
+    """Returns every parameter of a model, whose family has a table, in the order of the model.
 
     `transformer_engine`: with the names that parameters have in its modules.
     """
-    family = hf_config.model_type
-    if family not in LAYERS:
-        raise UserError(
-            f"model: type {family!r} has no table for train_backend megatron, which trains "
-            f"{', '.join(sorted(LAYERS))}. Choose one of these, or train_backend fsdp"
-        )
     experts = range(getattr(hf_config, "num_experts", None) or 0)
     mappings = [ParameterMapping(EMBEDDING)]
-    entries = LAYERS[family]
+    entries = LAYERS[hf_config.model_type]
     if transformer_engine:
         other = {old: new for old, new in TRANSFORMER_ENGINE_NAMES.items() if not (experts and old == NORM_OF_ROUTER)}
         entries = tuple(replace(entry, parameter=other.get(entry.parameter, entry.parameter)) for entry in entries)

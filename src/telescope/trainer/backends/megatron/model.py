@@ -30,7 +30,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import nn
 
-from telescope.errors import UserError
 from telescope.trainer.attention import packed_attention
 from telescope.trainer.backends.megatron.families import heads_of, rows_of_vocabulary
 from telescope.trainer.backends.megatron.parallel import Parallel
@@ -182,8 +181,7 @@ class LastStage:
 
 
 def transformer_config(hf_config: Any, config: Any, parallel: Parallel, dtype: torch.dtype) -> TransformerConfig:
-    """Returns Megatron's configuration of a model. Raises `UserError` for what it would compute differently."""
-    _refuse_differences(hf_config)
+    """Returns Megatron's configuration of a model."""
     heads = heads_of(hf_config)
     tp_size = parallel.tp.size()
     uses_engine = config.megatron_use_transformer_engine
@@ -288,12 +286,3 @@ def layer_spec(megatron: TransformerConfig) -> ModuleSpec:
     if megatron.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer
-
-
-def _refuse_differences(hf_config: Any) -> None:
-    if hf_config.hidden_act != "silu":
-        raise UserError(f"model: hidden_act {hf_config.hidden_act!r} is not implemented by train_backend megatron")
-    if "sliding_attention" in (getattr(hf_config, "layer_types", None) or ()):
-        raise UserError("model: sliding attention is not implemented by train_backend megatron: use fsdp")
-    if getattr(hf_config, "mlp_only_layers", None) or getattr(hf_config, "decoder_sparse_step", 1) != 1:
-        raise UserError("model: train_backend megatron has experts in all layers or in none: use fsdp")
