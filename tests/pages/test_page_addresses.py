@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import parse_qs
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect
-from tests.pages.page_visit import PLACES, Visit, groups_of, profile
+from tests.pages.page_visit import PLACES, Visit, groups_of, profile, visit
+
+from telescope.record.reader import Run
+from telescope.testing.browser import DashboardProcess
 
 TALL = {"width": 1280, "height": 2400}
 """A window without a lower edge: charts are drawn when they come near it, and stay."""
@@ -97,6 +102,39 @@ def test_back_undoes_a_selection(visitor: Visit, runs: Path):
     expect(title).to_have_text(f"{second}-0")
     page.go_back()
     expect(title).to_have_text(f"{first}-0")
+
+
+def test_links_open_the_answer_that_they_name(visitor: Visit, runs: Path):
+    title = visitor.page.get_by_label("Conversation").locator(".ttl b")
+    link = visitor.open("first/evals").get_by_label("Items").get_by_role("link", name="open").last
+    wanted = parse_qs(link.get_attribute("href") or "")["sample"][0]
+    link.click()
+    expect(title).to_have_text(wanted)
+    query = "select status, min(sample_id) as sample_id, min_by(step, sample_id) as step from samples group by status"
+    found = Run(runs / "first").sql(query).to_dicts()
+    assert {row["status"] for row in found} >= {"kept", "discarded", "cancelled", "eval"}
+    for row in found:
+        page = visitor.open("first/timeline", {"step": max(0, row["step"]), "sample": row["sample_id"]})
+        page.get_by_role("link", name="Read the answer").click()
+        expect(title).to_have_text(row["sample_id"])
+
+
+def test_an_answer_that_is_not_there_is_not_another_one(browser: Browser, dashboard: DashboardProcess):
+    with visit(browser, dashboard.address) as opened:
+        page = opened.open("first/rollouts", {"step": 3, "sample": "99999-0"})
+        expect(page.get_by_role("heading", name="Answer 99999-0 was not found.")).to_be_visible()
+
+
+def test_an_answer_is_shown_on_the_timeline_when_it_ran(visitor: Visit, runs: Path):
+    query = "select sample_id, started_at, finished_at from samples where step = -1 limit 1"
+    (row,) = Run(runs / "first").sql(query).to_dicts()
+    params = {"list": "answers", "attempt": 1, "sample": row["sample_id"]}
+    visitor.open("first/rollouts", params).get_by_role("link", name="Show on the timeline").click()
+    visitor.page.wait_for_url("**/timeline?**")
+    (began,) = Run(runs / "first").sql("select started_at from runs").to_dicts()
+    start, end = re.findall(r"-?[\d.]+", parse_qs(visitor.page.url)["t"][0].replace("--", "- -"))
+    origin = began["started_at"]
+    assert float(start) < row["started_at"] - origin < row["finished_at"] - origin < abs(float(end))
 
 
 def test_copy_link_copies_the_address(visitor: Visit):

@@ -3,9 +3,10 @@
 import { useVirtualizer } from "@tanstack/react-virtual";
 import { useEffect, useMemo, useRef } from "react";
 import { count, number } from "../../format";
-import { elsewhere, format, usePlace } from "../../state/url";
+import { usePlace } from "../../state/url";
 import type { EvalRow } from "../../types";
 import { promptLine } from "../rollouts/conversation";
+import { answerAddress } from "../rollouts/select";
 import { Plain } from "../../text/SafeText";
 import { type Answered, type Block, BLOCKS, blockOf, isRight, type Item } from "./items";
 
@@ -55,8 +56,8 @@ export function ItemPane({ items, current, before, after, choose }: ItemPaneProp
           <span>item {current.item}</span>
         </h2>
         <div className="pair">
-          <Answers title={`${before.version} steps`} answered={current.before} />
-          <Answers title={`${after.version} steps`} answered={current.after} />
+          <Answers row={before} answered={current.before} />
+          <Answers row={after} answered={current.after} />
         </div>
       </section>
       <div className="ft" ref={list} tabIndex={0} aria-label="Items">
@@ -103,12 +104,12 @@ function Short({ answered }: { answered: Answered }) {
   );
 }
 
-function Answers({ title, answered }: { title: string; answered: Answered }) {
+function Answers({ row, answered }: { row: EvalRow; answered: Answered }) {
   const place = usePlace();
   const scored = answered.score !== null;
   return (
     <div>
-      <div className="s f">{title}</div>
+      <div className="s f">{row.version} steps</div>
       {answered.answers.slice(0, MOST_ANSWERS).map((answer) => (
         <div key={answer.sample_id}>
           <div className="m text">
@@ -116,7 +117,7 @@ function Answers({ title, answered }: { title: string; answered: Answered }) {
           </div>
           <div className="d">
             {answer.score === null ? "not scored" : answer.score >= 1 ? <b>right</b> : answer.score > 0 ? number(answer.score) : "wrong"}{" "}
-            <a className="link" href={format(elsewhere(place, { page: "rollouts" }, { sample: answer.sample_id, status: "eval" }))}>
+            <a className="link" href={answerAddress(place, { ...answer, step: row.step, eval_name: row.name })}>
               open
             </a>
           </div>

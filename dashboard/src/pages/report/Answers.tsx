@@ -26,7 +26,7 @@ export function Answers() {
   const [view, setView] = useParam("view");
   const at = steps.find((one) => String(one.step) === wanted) ?? steps.at(-1);
   const groups = at?.groups ?? [];
-  const selected = chosen(groups, sample);
+  const selected = chosen(groups, sample) ?? chosen(groups, "");
   const group = groups.find((one) => one.id === selected?.group) ?? null;
   const environments = useMemo(() => new Map((info?.environments ?? []).map((one) => [one.name, one])), [info]);
   const rewards = groups.flatMap((one) => one.samples.map((answer) => answer.reward));

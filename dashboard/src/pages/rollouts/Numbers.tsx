@@ -1,9 +1,10 @@
 import { useMemo } from "react";
 import { duration, NONE, number, signed } from "../../format";
-import { elsewhere, format, place } from "../../state/url";
+import { place } from "../../state/url";
 import { pairs, startWords } from "./compare";
 import { visible } from "../../text/hostile";
 import { Plain } from "../../text/SafeText";
+import { timeAddress } from "./select";
 import { fate, gini, median, type RewardScale } from "./squares";
 import { ratio, tokensOf } from "./tokens";
 import type { Detail, Group, SampleRow } from "./types";
@@ -98,15 +99,16 @@ interface NumbersProps {
   scale: RewardScale;
   /** The sample beside this one. */
   pinned?: Detail;
+  /** When the run began; without it there is no link to the timeline. */
+  origin?: number | null;
 }
 
-export function Numbers({ detail, group, scale, pinned }: NumbersProps) {
+export function Numbers({ detail, group, scale, pinned, origin = null }: NumbersProps) {
   const rewards = (group?.samples ?? []).map((sample) => sample.reward).filter((reward): reward is number => reward !== null);
   const lengths = (group?.samples ?? []).map((sample) => sample.length).filter((length): length is number => length !== null);
   const time = timing(detail);
   const mismatch = useMemo(() => mismatchOf(detail), [detail]);
   const status = detail.status === "kept" ? `kept, step ${detail.step}` : [detail.status, detail.reason?.replaceAll("_", " ")].filter(Boolean).join(", ");
-  const onTimeline = format(elsewhere(place(), { page: "timeline" }, { step: String(detail.step), sample: detail.sample_id }));
 
   return (
     <aside className="p3" aria-label="Numbers">
@@ -153,7 +155,7 @@ export function Numbers({ detail, group, scale, pinned }: NumbersProps) {
               ["server, slot", `${number(detail.server)}, ${number(detail.lane)}`],
             ]}
           />
-          <a className="link" href={onTimeline}>Show on the timeline</a>
+          {origin !== null && <a className="link" href={timeAddress(place(), detail, detail.started_at!, detail.finished_at!, origin)}>Show on the timeline</a>}
         </section>
       )}
       <section className="sec">

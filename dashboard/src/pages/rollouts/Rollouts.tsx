@@ -12,6 +12,7 @@ import { useRunId, useRunInfo, useStatus } from "../../state/run";
 import { column, useSteps } from "../../state/steps";
 import { useThrottled } from "../../state/throttle";
 import { setParams, usePlace, useRange, useSearchText } from "../../state/url";
+import { visible } from "../../text/hostile";
 import { Plain } from "../../text/SafeText";
 import type { Value } from "../../types";
 import { AnswerList, metricSorts, PAGE_ROWS, SORTS } from "./AnswerList";
@@ -50,14 +51,16 @@ export function Rollouts() {
   const { steps } = useSteps(run);
   const { live } = useStatus(run);
   const info = useRunInfo(run).data;
-  const newest = steps?.step.at(-1) ?? null;
+  // A range of the ruler is that of the page: its steps, and its newest one first.
+  const inRange = useMemo(() => (steps?.step ?? []).flatMap((one, row) => (!range || (one >= range.from && one <= range.to) ? [row] : [])), [steps, range?.from, range?.to]);
+  const newest = steps && inRange.length > 0 ? steps.step[inRange.at(-1)!]! : null;
   // Without a step in the address the page opens at the newest one and stays there: new steps never move it.
   const [opened, setOpened] = useState<{ run: string; step: number } | null>(null);
   useEffect(() => {
     if (newest !== null && opened?.run !== run) setOpened({ run, step: newest });
   }, [newest, run, opened]);
   const named = params.step === undefined ? NaN : Number(params.step);
-  const step = Number.isInteger(named) ? named : opened?.run === run ? opened.step : newest;
+  const step = Number.isInteger(named) ? named : opened?.run === run && !range ? opened.step : newest;
   const sample = params.sample ?? "";
 
   const groupsVersion = useVersion(run, "groups");
@@ -95,10 +98,19 @@ export function Rollouts() {
     };
   }, [groups.data, environments]);
 
+  // The ruler and [ ] change the step alone: an answer of the step before is not meant any more.
+  const before = useRef({ step: params.step, sample });
+  useEffect(() => {
+    const left = before.current;
+    before.current = { step: params.step, sample };
+    if (list === "groups" && sample && left.sample === sample && left.step !== params.step) setParams({ sample: null, attempt: null }, true);
+  }, [params.step, sample]);
+
   const inGroups = groups.data ? chosen(groups.data, sample) : null;
-  const selected = list === "answers" ? sample || page.data?.rows[0]?.sample_id || "" : (inGroups?.sample ?? "");
-  const attempt = attemptOf(selected, groups.data, rows.current, page.data) ?? (params.attempt ? Number(params.attempt) : info?.info.attempt ?? 1);
-  const detail = useResource<Detail>(selected ? runPath(run, "samples", attempt, selected) : null);
+  const selected = sample || (list === "answers" ? page.data?.rows[0]?.sample_id : inGroups?.sample) || "";
+  // A resumed run can have an answer of this name in each attempt.
+  const attempt = attemptOf(selected, groups.data, rows.current, page.data) ?? (params.attempt ? Number(params.attempt) : groups.loading && step !== null ? null : (info?.info.attempt ?? 1));
+  const detail = useResource<Detail>(selected && attempt !== null ? runPath(run, "samples", attempt, selected) : null);
   const kept = useRef<Detail>(undefined);
   if (detail.data) kept.current = detail.data;
   const shownDetail = detail.data ?? (detail.loading ? kept.current : undefined);
@@ -131,9 +143,11 @@ export function Rollouts() {
     if (!steps) return [];
     return HEAT.flatMap(([label, names, format]) => {
       const name = names.find((one) => steps.metrics[one]?.some((value) => value !== null));
-      return name ? [{ label, values: column(steps, name), format }] : [];
+      if (!name) return [];
+      const values = column(steps, name);
+      return [{ label, values: inRange.map((row) => values[row] ?? null), format }];
     });
-  }, [steps]);
+  }, [steps, inRange]);
 
   if (groups.error && !groups.data) return <Failure error={groups.error} />;
   if (steps && steps.step.length === 0 && page.data?.total === 0) {
@@ -166,9 +180,9 @@ export function Rollouts() {
         </span>
       </section>
       <section className="p1" aria-label="Steps and groups">
-        {steps && steps.step.length > 0 && (
+        {steps && inRange.length > 0 && (
           <div className="hs">
-            <HeatStrip steps={steps.step} rows={heat} selected={step} onSelect={(next) => setParams({ step: String(next), sample: null, list: null })} />
+            <HeatStrip steps={inRange.map((row) => steps.step[row]!)} rows={heat} selected={step} onSelect={(next) => setParams({ step: String(next), sample: null, list: null })} />
           </div>
         )}
         <div className="gh">
@@ -221,9 +235,9 @@ export function Rollouts() {
           {group && <AllAnswers group={group} scale={scale} selected={selected} onSelect={(id) => select(id)} />}
         </ConversationPane>
       ) : (
-        <section className="p2">{detail.error ? <Quiet title="This answer was not found." text={detail.error.message} /> : null}</section>
+        <section className="p2">{detail.error && <Quiet title={`Answer ${selected} was not found.`} text={`${detail.error.message}${live ? " One that is still being generated stands under “in flight”." : ""}`} />}</section>
       )}
-      {shownDetail && <Numbers detail={shownDetail} group={group} scale={scale} pinned={pinId && pinId !== selected ? pinned.data : undefined} />}
+      {shownDetail && <Numbers detail={shownDetail} group={group} scale={scale} pinned={pinId && pinId !== selected ? pinned.data : undefined} origin={info?.info.started_at} />}
     </div>
   );
 }
@@ -233,7 +247,7 @@ function attemptOf(id: string, groups: Group[] | undefined, rows: SampleRow[], p
 }
 
 function Title({ detail, of, note }: { detail: Detail; of?: number; note: React.ReactNode }) {
-  const place = of ? `answer ${detail.sample_index + 1} of ${of}` : detail.eval_name ? `of eval ${detail.eval_name}` : "";
+  const place = of ? `answer ${detail.sample_index + 1} of ${of}` : detail.eval_name ? `of eval ${visible(detail.eval_name)} after ${count(detail.step + 1)} steps` : `of step ${number(detail.step)}`;
   return (
     <span className="nb ttl">
       <b>{detail.sample_id}</b> <span className="d">{place}</span> {note}

@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 import { flightGroups } from "./flight";
-import { chosen, moveAnswer, moveGroup } from "./select";
+import { answerAddress, chosen, moveAnswer, moveGroup, timeAddress } from "./select";
 import { fate, gini, level, median, rewardScale } from "./squares";
 import type { Group } from "./types";
 
@@ -10,9 +10,23 @@ const group = (id: number, rewards: number[]): Group => ({
 });
 const groups = [group(1, [0, 1]), group(2, []), group(3, [1, 1, 1])];
 
-test("without a valid choice the first answer is chosen", () => {
-  expect(chosen(groups, "gone")).toEqual({ group: 1, sample: "1-0" });
-  expect(chosen([], "x")).toBeNull();
+test("without a choice the first answer is chosen, and a choice that no group has stays none", () => {
+  expect(chosen(groups, "")).toEqual({ group: 1, sample: "1-0" });
+  expect(chosen(groups, "eval0-gsm8k-v0-1-0")).toBeNull();
+  expect(moveGroup(groups, "eval0-gsm8k-v0-1-0", 1)).toBe("1-0");
+  expect(chosen([], "")).toBeNull();
+});
+
+test("an answer's address names its attempt and list, and drops a range that would hide it", () => {
+  const place = { run: "r", page: "evals", params: { range: "5-9", step: "7", item: "3" } };
+  expect(answerAddress(place, { attempt: 2, sample_id: "e-1", step: -1, eval_name: "gsm8k" })).toBe("#/r/rollouts?attempt=2&sample=e-1&list=answers&status=eval&eval_name=gsm8k");
+  expect(answerAddress(place, { attempt: 1, sample_id: "4-0", step: 3, eval_name: null })).toBe("#/r/rollouts?step=3&attempt=1&sample=4-0");
+});
+
+test("the time of an answer is that of its request, not of its step", () => {
+  const place = { run: "r", page: "rollouts", params: {} };
+  const named = { attempt: 1, sample_id: "4-0", step: 3, eval_name: null };
+  expect(timeAddress(place, named, 110, 120, 100)).toBe("#/r/timeline?step=3&attempt=1&sample=4-0&t=4.0000-26.0000");
 });
 
 test("j and k keep the place in the group and skip empty groups", () => {

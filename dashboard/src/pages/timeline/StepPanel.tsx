@@ -1,8 +1,9 @@
 import { runPath } from "../../api";
 import { duration, NONE, number, signed } from "../../format";
 import { useResource } from "../../state/resource";
-import { elsewhere, format, place } from "../../state/url";
+import { place } from "../../state/url";
 import { Rows, versionRange } from "../rollouts/Numbers";
+import { answerAddress } from "../rollouts/select";
 import { median } from "../rollouts/squares";
 import type { Detail } from "../rollouts/types";
 import { tableRows, verdict, type CriticalPath } from "./criticalPath";
@@ -71,7 +72,6 @@ export function RequestPanel({ run, sample, attempt, columns }: RequestProps) {
   const decode = traced.get("decode") ?? 0;
   const whole = Math.max(...mates.values(), 1e-9);
   const middle = median([...mates.values()]);
-  const rollouts = format(elsewhere(place(), { page: "rollouts" }, { sample, ...(detail ? { step: String(detail.step) } : {}) }));
   const rows: [string, React.ReactNode][] = [
     ["queue", time("queue")],
     [`prefill${detail ? `, ${number(detail.prompt_tokens)} tokens` : ""}`, time("prefill")],
@@ -89,7 +89,7 @@ export function RequestPanel({ run, sample, attempt, columns }: RequestProps) {
       <section className="sec">
         <h2>Request {sample} {detail && <span>engine {number(detail.server)}, slot {number(detail.lane)}</span>}</h2>
         {error && !detail ? <p className="d">{error.message}</p> : <Rows rows={rows} />}
-        <p className="go"><a className="link" href={rollouts}>Read the answer</a></p>
+        {detail && <p className="go"><a className="link" href={answerAddress(place(), detail)}>Read the answer</a></p>}
       </section>
       {mates.size > 1 && (
         <section className="sec">

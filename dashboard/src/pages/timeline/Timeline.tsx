@@ -95,7 +95,7 @@ export function Timeline() {
   const sample = params.sample ?? critical.path?.last?.sample_id ?? "";
   // A resumed run has several attempts, and a sample is one of its own.
   const ofSample = sample ? lanes.columns.attempt?.[lanes.columns.sample_id.lastIndexOf(sample)] : null;
-  const attempt = ofSample ?? (steps && step !== null ? steps.attempt[steps.step.lastIndexOf(step)] : null) ?? 1;
+  const attempt = (params.attempt && params.sample ? Number(params.attempt) : null) ?? ofSample ?? (steps && step !== null ? steps.attempt[steps.step.lastIndexOf(step)] : null) ?? 1;
 
   const gaugeNames = useResource<GaugeName[]>(runPath(run, "gauges", "names"), {}, useThrottled(useVersion(run, "gauges"), NAMES_MS));
   const has = new Set((gaugeNames.data ?? []).map((one) => one.name));
@@ -118,11 +118,11 @@ export function Timeline() {
 
   const fit = () => steps && step !== null && setRaw(fitStep(steps, step));
   const select = (hit: Hit | null) => {
-    if (!hit) return setParams({ sample: null });
+    if (!hit) return setParams({ sample: null, attempt: null });
     const id = lanes.columns.sample_id[hit.row];
     const ofStep = lanes.columns.step[hit.row];
-    if (id) setParams({ sample: id });
-    else if (ofStep !== null && ofStep !== undefined) setParams({ step: String(ofStep), sample: null });
+    if (id) setParams({ sample: id, attempt: null });
+    else if (ofStep !== null && ofStep !== undefined) setParams({ step: String(ofStep), sample: null, attempt: null });
   };
   const fitRow = (row: number | null) => {
     if (row === null) return fit();
