@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -250,3 +251,19 @@ def test_compared_runs_show_the_settings_that_differ(visitor: Visit, runs: Path)
     for key in differing:
         cells = page.get_by_role("row", name=key).locator("td").all_inner_texts()
         assert [plain(cell) for cell in cells[1:]] == [str(config.get(key)).replace("e-0", "e-") for config in configs]
+
+
+def test_a_tool_call_is_one_block_with_its_result(visitor: Visit, record: Run):
+    calls = rows(record, "select * from tool_calls where error is null or error = '' order by sample_id limit 1")
+    (sample,) = rows(record, f"select * from samples where sample_id = '{calls[0]['sample_id']}' limit 1")
+    mine = rows(record, f"select * from tool_calls where sample_id = '{sample['sample_id']}' order by call")
+    notes = rows(record, f"select * from info where sample_id = '{sample['sample_id']}'")
+    params = {"list": "answers", "attempt": 1, "sample": sample["sample_id"], "step": max(0, sample["step"])}
+    said = visitor.open("first/rollouts", params).get_by_label("Conversation").locator(".msg")
+    blocks = said.filter(has_text=re.compile("^tool call"))
+    expect(blocks).to_have_count(len(mine))
+    for call, block in zip(mine, blocks.all(), strict=True):
+        expect(block).to_contain_text(call["error"] or call["result"])
+    expect(said.filter(has_text=re.compile("^tool(?! call)"))).to_have_count(0)
+    assert notes
+    expect(said.locator(".notes dd")).to_have_count(len(notes))

@@ -4,8 +4,8 @@ import { conversation, type Message, type Role } from "./conversation";
 import Markdown from "./Markdown";
 import { Clipped, Plain } from "../../text/SafeText";
 import { ColorKey, Readout, TokenView } from "./TokenView";
-import { availableViews, tokensOf, type Token, type TokenView as View } from "./tokens";
-import type { Detail, DetailTurn, ToolCall } from "./types";
+import { availableViews, tokenParts, tokensOf, type Token, type TokenView as View } from "./tokens";
+import type { Detail, DetailTurn } from "./types";
 
 const Code = lazy(() => import("./Code"));
 
@@ -40,8 +40,9 @@ export function ConversationPane({ detail, title, shown, setShown, search, child
   const views = useMemo(() => availableViews(all), [all]);
   const view = viewOf(shown || (search ? "text" : ""), views, all.length);
   const [at, point] = useState<{ turn: number; index: number } | null>(null);
-  const messages = useMemo(() => conversation(detail.prompt_text ?? "", detail.completion_text ?? "", detail.turns), [detail]);
+  const messages = useMemo(() => conversation(detail), [detail]);
   useEffect(() => point(leastLikely(tokens)), [tokens]);
+  const parts = useMemo(() => new Map([...tokens].map(([turn, list]) => [turn, tokenParts(list, messages.filter((message) => message.turn === turn).length)])), [tokens, messages]);
   const colored = view !== "text" && view !== "raw";
   const token = at ? (tokens.get(at.turn)?.[at.index] ?? null) : null;
 
@@ -67,23 +68,23 @@ export function ConversationPane({ detail, title, shown, setShown, search, child
       )}
       {view === "raw" ? <Raw detail={detail} search={search} /> : messages.map((message, i) => {
         const turn = detail.turns.find((one) => one.turn === message.turn);
-        const own = message.turn === undefined ? undefined : tokens.get(message.turn);
         const first = messages.findIndex((other) => other.turn === message.turn) === i;
-        // In a token view the tokens of a turn are one text: its thinking and calls are parts of it.
-        if (colored && own?.length) {
-          return first && turn ? (
-            <Line key={i} message={{ ...message, role: "assistant" }} turn={turn}>
-              <TokenView tokens={own} view={view} at={at?.turn === turn.turn ? at.index : -1} onPoint={(index) => point({ turn: turn.turn, index })} />
-            </Line>
-          ) : null;
-        }
+        const pieces = colored ? (parts.get(message.turn ?? -1) ?? []) : [];
+        // The nth part of a reply is its nth message.
+        const piece = pieces[i - messages.findIndex((other) => other.turn === message.turn)];
+        const reply = detail.turns.find((one) => one.turn === message.replied);
         return (
-          <Line key={i} message={message} turn={first ? turn : undefined}>
-            <Body message={message} search={search} />
+          <Line key={i} message={message} turn={first ? turn : undefined} tokens={piece?.tokens.length} reply={reply}>
+            {piece && turn ? (
+              <TokenView tokens={piece.tokens} flows={pieces.length > 1} view={view as View} at={at?.turn === turn.turn ? at.index - piece.from : -1} onPoint={(index) => point({ turn: turn.turn, index: piece.from + index })} />
+            ) : pieces.length === 0 || message.call ? (
+              <Body message={message} search={search} />
+            ) : null}
+            <Result message={message} search={search} />
+            <Notes message={message} search={search} />
           </Line>
         );
       })}
-      {detail.tool_calls.length > 0 && <ToolCalls calls={detail.tool_calls} search={search} />}
       <Gold golden={detail.golden} search={search} />
       {children}
       {colored && <div className="rdb"><Readout token={token} /></div>}
@@ -114,17 +115,31 @@ function versions(turn: DetailTurn): string | null {
   return low === high ? `version ${low}` : `versions ${low} to ${high}`;
 }
 
-function Line({ message, turn, children }: { message: Message; turn?: DetailTurn; children: React.ReactNode }) {
+interface LineProps {
+  message: Message;
+  turn?: DetailTurn;
+  /** Tokens of this part of the reply; those of the whole reply without it. */
+  tokens?: number;
+  /** The turn that gave the model the result of the call. */
+  reply?: DetailTurn;
+  children: React.ReactNode;
+}
+
+function Line({ message, turn, tokens = turn?.num_tokens ?? undefined, reply, children }: LineProps) {
   const seconds = turn?.started_at != null && turn.ended_at != null ? turn.ended_at - turn.started_at : null;
+  const { call } = message;
   return (
     <div className={`msg ${message.role === "thinking" ? "think" : ""}`}>
       <span>
         {message.role}
         {message.name && <small className="m"><Plain text={message.name} /></small>}
-        {turn?.num_tokens != null && <small>{count(turn.num_tokens)} tokens</small>}
+        {tokens !== undefined && <small>{count(tokens)} tokens</small>}
         {turn && versions(turn) && <small>{versions(turn)}</small>}
         {seconds !== null && <small>{duration(seconds)}</small>}
-        {turn?.divergence && <small className="w">{turn.divergence}</small>}
+        {call?.seconds != null && <small>ran {duration(call.seconds)}</small>}
+        {call?.error != null && <small className="w">failed</small>}
+        {reply?.num_tokens != null && <small>result {count(reply.num_tokens)} tokens</small>}
+        {[turn?.divergence, reply?.divergence].map((divergence) => divergence && <small key={divergence} className="w" title="This join of two turns differs from the chat template">{divergence.replaceAll("_", " ")}</small>)}
       </span>
       <div>{children}</div>
     </div>
@@ -163,21 +178,31 @@ function Raw({ detail, search }: { detail: Detail; search: string }) {
   ));
 }
 
-function ToolCalls({ calls, search }: { calls: readonly ToolCall[]; search: string }) {
-  return calls.map((call, i) => (
-    <div className="msg" key={i}>
-      <span>
-        tool result
-        <small className="m"><Plain text={call.name} /></small>
-        {call.seconds !== null && <small>ran {duration(call.seconds)}</small>}
-      </span>
-      <div>
-        {call.arguments && <Clipped text={call.arguments}>{(shown) => <pre className="code"><Plain text={shown} search={search} /></pre>}</Clipped>}
-        {call.result && <Clipped text={call.result}>{(shown) => <div className="tool"><Plain text={shown} search={search} /></div>}</Clipped>}
-        {call.error && <Clipped text={call.error}>{(shown) => <div className="tool w"><Plain text={shown} search={search} /></div>}</Clipped>}
-      </div>
-    </div>
-  ));
+/** What a call gave back, under it. */
+function Result({ message: { call }, search }: { message: Message; search: string }) {
+  if (!call) return null;
+  const told = call.error !== null && call.result === `Error: ${call.error}` ? null : call.result;
+  return (
+    <>
+      {told && <Clipped text={told}>{(shown) => <div className="tool"><Plain text={shown} search={search} /></div>}</Clipped>}
+      {call.error && <Clipped text={call.error}>{(shown) => <div className="tool w"><Plain text={shown} search={search} /></div>}</Clipped>}
+    </>
+  );
+}
+
+/** What the environment attached to an answer. */
+function Notes({ message: { notes }, search }: { message: Message; search: string }) {
+  if (!notes) return null;
+  return (
+    <dl className="gold notes" aria-label="Notes of the environment">
+      {notes.map((note) => (
+        <Fragment key={`${note.number}/${note.key}`}>
+          <dt><Plain text={note.key || "note"} /></dt>
+          <dd><Clipped text={note.value ?? ""} limit={2000}>{(shown) => <Plain text={shown} search={search} />}</Clipped></dd>
+        </Fragment>
+      ))}
+    </dl>
+  );
 }
 
 function Gold({ golden, search }: { golden: Record<string, string>; search: string }) {

@@ -1,4 +1,4 @@
-import { memo, useMemo, useState } from "react";
+import { memo, useEffect, useMemo, useRef, useState } from "react";
 import { number } from "../../format";
 import { ratio, shade, visibleToken, type Token, type TokenView as View } from "./tokens";
 
@@ -36,6 +36,9 @@ export function Readout({ token }: { token: Token | null }) {
 interface TokensProps {
   tokens: readonly Token[];
   view: View;
+  /** Flowing text even for few tokens: a part of a longer reply. */
+  flows?: boolean;
+  /** Index of the token that is read; -1 without one. */
   at: number;
   onPoint: (index: number) => void;
 }
@@ -62,22 +65,38 @@ const indexOf = (target: EventTarget): number => {
 };
 
 /** Tokens of one turn: cells with a stem of the logprob when there are few, flowing text otherwise. */
-export function TokenView({ tokens, view, at, onPoint }: TokensProps) {
+export function TokenView({ tokens, view, flows = false, at, onPoint }: TokensProps) {
   const [all, setAll] = useState(false);
+  const box = useRef<HTMLDivElement>(null);
+  // Not by rendering: thousands of tokens stand still while one of them is read.
+  useEffect(() => {
+    const cell = box.current?.querySelector(`[data-i="${at}"]`);
+    cell?.classList.add("cur");
+    if (document.activeElement === box.current) cell?.scrollIntoView({ block: "nearest" });
+    return () => cell?.classList.remove("cur");
+  });
+  const step = (event: React.KeyboardEvent) => {
+    const by = { ArrowLeft: -1, ArrowRight: 1, Home: -tokens.length, End: tokens.length }[event.key];
+    if (by === undefined) return;
+    event.preventDefault();
+    event.nativeEvent.stopPropagation();
+    onPoint(at < 0 ? 0 : Math.min(Math.max(at + by, 0), tokens.length - 1));
+  };
   const point = (event: React.SyntheticEvent) => {
     const index = indexOf(event.target);
     if (index >= 0 && index !== at) onPoint(index);
   };
   const lowest = useMemo(() => Math.min(-0.5, ...tokens.slice(0, CELLS).map((token) => Math.min(token.logprob ?? 0, token.trainerLogprob ?? 0))), [tokens]);
-  if (tokens.length <= CELLS) {
+  const keyboard = { ref: box, tabIndex: 0, role: "group", "aria-label": "Tokens: arrow keys go through them", onKeyDown: step };
+  if (tokens.length <= CELLS && !flows) {
     const newest = newestOf(tokens);
     const y = (logprob: number) => 4 + (logprob / lowest) * (STEM - 8);
     return (
-      <div className="cells" onPointerMove={point} onClick={point}>
+      <div className="cells" {...keyboard} onPointerMove={point} onClick={point}>
         {tokens.map((token, i) => {
           const { color, strength } = shade(token, view, newest);
           return (
-            <div key={i} data-i={i} className={`tk${i === at ? " cur" : ""}`}>
+            <div key={i} data-i={i} className="tk">
               <span className={`tkt ${color ?? ""}`} style={{ "--a": `${Math.round(100 * strength)}%` } as React.CSSProperties}>{visibleToken(token.text)}</span>
               <svg aria-hidden="true" preserveAspectRatio="none">
                 <line className="ax" x1="0" x2="100%" y1="4.5" y2="4.5" />
@@ -93,7 +112,7 @@ export function TokenView({ tokens, view, at, onPoint }: TokensProps) {
     );
   }
   return (
-    <div className="flow" onPointerMove={point} onClick={point}>
+    <div className="flow" {...keyboard} onPointerMove={point} onClick={point}>
       <Flow tokens={tokens} view={view} all={all} />
       {!all && tokens.length > SHOWN && (
         <button className="link fold" onClick={() => setAll(true)}>

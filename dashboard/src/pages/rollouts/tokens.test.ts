@@ -1,5 +1,5 @@
 import { expect, test } from "vitest";
-import { availableViews, ratio, shade, tokensOf, visibleToken, type Token } from "./tokens";
+import { availableViews, ratio, shade, tokenParts, tokensOf, visibleToken, type Token } from "./tokens";
 
 const turn = { turn: 0, role: "assistant", text: "ab", token_ids: [5, 6], tokens: ["a", "b"], logprobs: [-0.01, -1.6], versions: [3, 4] };
 
@@ -32,4 +32,11 @@ test("older versions are colored", () => {
 test("a token without text shows its id, and blanks are visible", () => {
   expect(tokensOf({ turn: 0, role: "assistant", text: "", token_ids: [7] })[0]?.text).toBe("#7");
   expect(visibleToken(" a\n")).toBe("␣a↵");
+});
+
+test("the tokens of a reply stand in its parts, and the end of the turn in the last", () => {
+  const tokens = tokensOf({ turn: 0, role: "assistant", text: "", tokens: ["<think>", "hm", "</think>", "\n", "4", "<tool_call>{}</tool_call>", "<|im_end|>"] });
+  const texts = (most: number) => tokenParts(tokens, most).map((part) => [part.from, part.tokens.map((token) => token.text).join("")]);
+  expect(texts(3)).toEqual([[0, "<think>hm</think>"], [3, "\n4"], [5, "<tool_call>{}</tool_call><|im_end|>"]]);
+  expect(texts(1)).toEqual([[0, tokens.map((token) => token.text).join("")]]);
 });

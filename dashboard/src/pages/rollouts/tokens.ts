@@ -1,5 +1,6 @@
 /** Numbers of single tokens, and how the token view colors them. */
 
+import { replyParts } from "./conversation";
 import type { DetailTurn } from "./types";
 
 export type TokenView = "surprise" | "ratio" | "entropy" | "mask" | "version";
@@ -39,6 +40,29 @@ export function tokensOf(turn: DetailTurn): Token[] {
       trained: mask === null ? null : Boolean(mask),
     };
   });
+}
+
+export interface TokenPart {
+  /** Index of its first token in the reply. */
+  from: number;
+  tokens: Token[];
+}
+
+/**
+ * Splits the tokens of a reply as its text: thinking, answer, calls. A token belongs to the part in which it begins. What
+ * comes after `most` parts, such as the end of the turn, belongs to the last one.
+ */
+export function tokenParts(tokens: readonly Token[], most: number): TokenPart[] {
+  const ends = replyParts(tokens.map((token) => token.text).join("")).map((part) => part.to);
+  const parts: TokenPart[] = [];
+  let [at, part] = [0, 0];
+  tokens.forEach((token, index) => {
+    while (part + 1 < Math.min(most, ends.length) && at >= ends[part]!) part += 1;
+    if (parts.length <= part) parts.push({ from: index, tokens: [] });
+    parts.at(-1)!.tokens.push(token);
+    at += token.text.length;
+  });
+  return parts;
 }
 
 /** The views that these tokens have numbers for. */
