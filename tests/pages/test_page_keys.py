@@ -8,6 +8,8 @@ import pytest
 from playwright.sync_api import expect
 from tests.pages.page_visit import PLACES, Visit, groups_of
 
+from telescope.record.reader import Run
+
 WATCH_FOCUS = """() => {
   window.focused = new Set();
   document.addEventListener("focusin", (event) => window.focused.add(event.target));
@@ -114,3 +116,13 @@ def test_keys_move_through_steps_groups_and_answers(visitor: Visit, runs: Path):
     page.keyboard.press("Escape")
     page.keyboard.press("Escape")
     page.wait_for_url(lambda address: "step=" not in address)
+
+
+def test_arrows_go_through_the_tokens_of_an_answer(visitor: Visit, runs: Path):
+    (row,) = Run(runs / "first").sql("select sample_id, step from tokens limit 1").to_dicts()
+    page = visitor.open("first/rollouts", {"step": row["step"], "sample": row["sample_id"], "view": "surprise"})
+    tokens = page.get_by_label("Tokens: arrow keys").first
+    tokens.focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    expect(tokens.locator(".cur")).to_have_attribute("data-i", "1")
