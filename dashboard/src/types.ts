@@ -277,6 +277,8 @@ export interface InFlight {
   environment: string | null;
   start_version: Value;
   prompt_tokens: Value;
+  server: Value;
+  lane: Value;
   started_at: Value;
 }
 
@@ -497,11 +499,12 @@ export interface SampleRow {
   completion: string;
 }
 
-/** An interval of a sample. */
+/** An interval of a sample. `first_token_seconds`: of a `prefill`, from the arrival of its request. */
 export interface SampleSpan {
   name: string;
   start: number;
   end: number;
+  first_token_seconds: Value;
 }
 
 /** A page of samples, and counts over the whole search. */

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 IN_FLIGHT = (
     *("attempt", "sample_id", "group_id", "sample_index", "environment", "start_version", "prompt_tokens"),
-    "started_at",
+    *("server", "lane", "started_at"),
 )
 
 AROUND_SECONDS = 1.0
@@ -96,10 +96,16 @@ def assemble(sample: Row, whole: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
         "turns": sorted(whole["turns"], key=by_turn),
         "tool_calls": sorted(whole["tool_calls"], key=lambda row: row["call"]),
         "info": sorted(whole["info"], key=lambda row: (row["number"], row["key"])),
-        "spans": [
-            {name: row[name] for name in ("name", "start", "end")}
-            for row in sorted(whole["spans"], key=lambda row: row["start"])
-        ],
+        "spans": [_span(row) for row in sorted(whole["spans"], key=lambda row: row["start"])],
+    }
+
+
+def _span(row: Row) -> dict[str, Any]:
+    """Returns an interval of a sample. Engines report the time to the first token with `prefill`."""
+    first_token = (row["attributes"] or {}).get("first_token_seconds")
+    return {
+        **{name: row[name] for name in ("name", "start", "end")},
+        "first_token_seconds": None if first_token is None else float(first_token),
     }
 
 

@@ -115,6 +115,8 @@ class InFlight(BaseModel):
     environment: str | None
     start_version: int | None
     prompt_tokens: int | None
+    server: int | None
+    lane: int | None
     started_at: Number
 
 
@@ -224,11 +226,12 @@ class Info(BaseModel):
 
 
 class SampleSpan(BaseModel):
-    """An interval of a sample."""
+    """An interval of a sample. `first_token_seconds`: of a `prefill`, from the arrival of its request."""
 
     name: str
     start: float
     end: float
+    first_token_seconds: Number
 
 
 class Sample(SampleNumbers):

@@ -119,8 +119,11 @@ def sample_row(
 
 
 def in_flight_rows(groups: Iterable[Group]) -> list[dict[str, Any]]:
-    """Returns the running samples with columns of `samples`, without prompts."""
-    rows = []
+    """Returns the running samples with columns of `samples`, without prompts.
+
+    A sample has no server until it gets its first slot.
+    """
+    rows: list[dict[str, Any]] = []
     for group in groups:
         done = {sample.sample_index for sample in group.samples}
         common = {
@@ -131,8 +134,12 @@ def in_flight_rows(groups: Iterable[Group]) -> list[dict[str, Any]]:
             "started_at": group.opened_at,
         }
         for index in range(group.size):
-            if index not in done:
-                rows.append({**common, "sample_id": group.sample_id(index), "sample_index": index})
+            if index in done:
+                continue
+            row = {**common, "sample_id": group.sample_id(index), "sample_index": index}
+            if index in group.rollouts and (running := group.rollouts[index].trajectory).server_index >= 0:
+                row |= {"server": running.server_index, "lane": running.slot, "started_at": running.started_at}
+            rows.append(row)
     return rows
 
 

@@ -76,7 +76,11 @@ def write_step(recorder: Recorder, step: int) -> None:
         tokens = {"token_ids": [9, 1, 2, 3], "trained": [False] + [True] * 3, "versions": [-1] + [step] * 3, **numbers}
         recorder.write("tokens", {"sample_id": row["sample_id"], "part": 0, "step": step, **tokens})
         span = {"name": "generate", "component": "rollout", "server": 0, "step": step, "sample_id": row["sample_id"]}
-        times = {"start": row["started_at"], "end": row["generated_at"], "attributes": {"lane": str(row["lane"])}}
+        times = {
+            "start": row["started_at"],
+            "end": row["generated_at"],
+            "attributes": {"lane": str(row["lane"]), "first_token_seconds": "0.25"},
+        }
         recorder.write("spans", {**span, **times})
     for group in range(NUM_GROUPS):
         of_group = [row for row in rows if row["group_id"] == step * NUM_GROUPS + group]

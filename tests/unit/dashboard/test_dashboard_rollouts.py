@@ -120,7 +120,7 @@ def test_an_export_of_nothing_is_empty(client):
 
 
 def test_samples_in_flight_are_those_of_a_live_run(tmp_path):
-    row = {"group_id": 3, "environment": "wordle", "start_version": 2, "prompt_tokens": 9}
+    row = {"group_id": 3, "environment": "wordle", "start_version": 2, "prompt_tokens": 9, "server": 1, "lane": 4}
     with Recorder(tmp_path / "run") as recorder:
         client = TestClient(create_app([tmp_path]), base_url="http://localhost")
         assert client.get("/api/runs/run/in_flight").json() == []
@@ -166,7 +166,8 @@ def test_a_sample_has_its_texts_turns_and_times(client):
     for name in ("prompt_text", "completion_text", "golden", "metrics", "tags", "reward", "advantage", "lane"):
         assert body[name] == row[name]
     assert body["turns"][0]["logprobs"] == [pytest.approx(-0.1), pytest.approx(-0.2), None]
-    assert body["spans"] == [{"name": "generate", "start": row["started_at"], "end": row["generated_at"]}]
+    times = {"start": row["started_at"], "end": row["generated_at"], "first_token_seconds": 0.25}
+    assert body["spans"] == [{"name": "generate", **times}]
     assert client.get(f"{RUN}/samples/1/no").status_code == 404
     assert client.get(f"{RUN}/samples/1/40-0").status_code == 404, "superseded by attempt 2"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -171,7 +172,16 @@ def test_samples_in_flight_are_those_that_are_not_done() -> None:
     in_flight = record_rows.in_flight_rows([started, done])
     assert [row["sample_id"] for row in in_flight] == ["6-1"]
     assert set(in_flight[0]) <= COLUMN_NAMES["samples"]
-    assert in_flight[0]["prompt_tokens"] == 3
+    assert in_flight[0]["prompt_tokens"] == 3 and "server" not in in_flight[0]
+
+
+def test_samples_in_flight_name_the_slot_that_generates_them() -> None:
+    running = group([1.0, 0.0], n=6)
+    trajectory = running.samples.pop()
+    running.rollouts[1] = SimpleNamespace(trajectory=trajectory)  # type: ignore[assignment]
+    (row,) = record_rows.in_flight_rows([running])
+    assert (row["server"], row["lane"]) == (trajectory.server_index, trajectory.slot)
+    assert row["started_at"] == trajectory.started_at
 
 
 def call(name: str, seconds: float | None) -> dict[str, Any]:

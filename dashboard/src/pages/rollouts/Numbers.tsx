@@ -35,6 +35,9 @@ interface Interval {
   seconds: number;
 }
 
+/** The time to the first token of a sample's first request; null if its engine did not report it. */
+export const firstToken = (detail: Detail): number | null => (detail.spans ?? []).find((span) => span.first_token_seconds !== null)?.first_token_seconds ?? null;
+
 /** Time of a sample, as far as the record has it. */
 function timing(detail: Detail): { intervals: Interval[]; whole: number } | null {
   const { started_at: start, generated_at: generated, finished_at: end } = detail;
@@ -151,7 +154,10 @@ export function Numbers({ detail, group, scale, pinned, origin = null }: Numbers
           </div>
           <Rows
             rows={[
-              ...time.intervals.map((part): Row => [part.name, `${number(part.seconds, 3)} s`]),
+              ...time.intervals.flatMap((part): Row[] => [
+                [part.name, `${number(part.seconds, 3)} s`],
+                ...(part.name === "prefill" && firstToken(detail) !== null ? [["first token after", `${number(firstToken(detail), 3)} s`] as Row] : []),
+              ]),
               ["server, slot", `${number(detail.server)}, ${number(detail.lane)}`],
             ]}
           />
@@ -165,6 +171,7 @@ export function Numbers({ detail, group, scale, pinned, origin = null }: Numbers
             ["sampled with", versionRange(detail)],
             ["age", detail.age === null ? NONE : detail.age === 1 ? "1 step" : `${detail.age} steps`],
             ["retries", number(detail.num_retries)],
+            ...Object.entries(detail.divergences).map(([kind, times]): Row => [`joins, ${kind.replaceAll("_", " ")}`, number(times)]),
           ]}
         />
       </section>

@@ -61,7 +61,7 @@ test("a discarded group says why in words", () => {
 
 test("samples in flight stand with their group, the longest first", () => {
   const row = (group: number, index: number, started: number) => ({
-    attempt: 1, sample_id: `${group}-${index}`, group_id: group, sample_index: index, environment: "e", start_version: 3, prompt_tokens: 9, started_at: started,
+    attempt: 1, sample_id: `${group}-${index}`, group_id: group, sample_index: index, environment: "e", start_version: 3, prompt_tokens: 9, server: null, lane: null, started_at: started,
   });
   expect(flightGroups([row(7, 0, 10), row(8, 1, 11), row(7, 2, 12)])).toEqual([
     { attempt: 1, id: 7, environment: "e", running: [0, 2], startedAt: 10, version: 3 },

@@ -265,9 +265,10 @@ def engine_spans(sample: Trajectory) -> Iterator[dict[str, Any]]:
         edges = [turn.started_at + share * seconds for share in (0.0, QUEUE, QUEUE + PREFILL, 1.0)]
         attributes = {"lane": str(sample.slot), "turn": str(place), "tokens": str(len(turn.generation.token_ids_N))}
         for name, begin, end in zip(("queue", "prefill", "decode"), edges, edges[1:], strict=False):
+            first_token = {"first_token_seconds": f"{end - edges[0]:.6f}"} if name == "prefill" else {}
             yield {
                 "name": name, "component": "inference", "server": sample.server_index, "sample_id": sample.sample_id,
-                "start": begin, "end": end, "attributes": attributes,
+                "start": begin, "end": end, "attributes": {**attributes, **first_token},
             }  # fmt: skip
 
 
