@@ -1,18 +1,24 @@
 import { useEffect, useLayoutEffect, useRef, useState } from "react";
+import { duration } from "../../format";
 import { useTheme } from "../../state/theme";
+import { visible } from "../../text/hostile";
 import { draw, type Scene } from "./draw";
-import { AXIS, LABEL_WIDTH, RIGHT, rowAt } from "./layout";
+import { ALERT_Y, AXIS, LABEL_WIDTH, RIGHT, rowAt } from "./layout";
 import { spanAt } from "./search";
 import { KINDS, kindOf } from "./spans";
 import { clock, pan, zoom, type View } from "./viewport";
 
 const CLICK_PX = 4;
 const HIT_PX = 3;
+/** Around the middle of a mark. */
+const MARK_PX = 8;
 const WHEEL = 0.002;
 
 export interface Hit {
-  /** Row of the columns. */
-  row: number;
+  /** Row of the columns; null for a request that still runs. */
+  row: number | null;
+  sample: string | null;
+  step: number | null;
   text: string;
 }
 
@@ -63,7 +69,7 @@ export function Canvas({ scene, setView, onSelect, onFit, onSize }: CanvasProps)
   useLayoutEffect(paint, [scene, size, dark]);
   useEffect(() => () => cancelAnimationFrame(frame.current), []);
 
-  const { view, layout, lanes, origin } = scene;
+  const { view, layout, lanes, origin, now } = scene;
   const plot = Math.max(1, size.width - LABEL_WIDTH - RIGHT);
   const timeAt = (x: number) => latest.current.scene.view.from + ((x - LABEL_WIDTH) / plot) * (latest.current.scene.view.to - latest.current.scene.view.from);
 
@@ -86,15 +92,22 @@ export function Canvas({ scene, setView, onSelect, onFit, onSize }: CanvasProps)
 
   const hitAt = (x: number, y: number): Hit | null => {
     if (x < LABEL_WIDTH || y < AXIS) return null;
-    const row = rowAt(layout, y - AXIS + box.current!.scrollTop);
+    const inside = y - AXIS + box.current!.scrollTop;
+    const near = (MARK_PX * (view.to - view.from)) / plot;
+    const alert = Math.abs(inside - ALERT_Y) <= MARK_PX && scene.alerts.findLast((one) => Math.abs(one.time - timeAt(x)) <= near);
+    if (alert) return { row: null, sample: null, step: alert.step, text: visible(alert.text) };
+    const row = rowAt(layout, inside);
     if (!row) return null;
     const tolerance = (HIT_PX * (view.to - view.from)) / plot;
     for (const track of [row.lane.main, row.lane.back]) {
       const index = spanAt(track, timeAt(x), track === row.lane.main ? tolerance : 0);
-      if (index >= 0) return { row: track.row[index]!, text: describe(track.row[index]!) };
+      if (index >= 0) return hitOf(track.row[index]!);
     }
-    return null;
+    const { running } = row.lane;
+    if (!running || now === null || timeAt(x) < running.start || timeAt(x) > now) return null;
+    return { row: null, sample: running.sample, step: null, text: `${running.sample}, running for ${duration(now - running.start)}` };
   };
+  const hitOf = (row: number): Hit => ({ row, sample: lanes.columns.sample_id[row] ?? null, step: lanes.columns.step[row] ?? null, text: describe(row) });
   const describe = (row: number): string => {
     const { component, name, sample_id, micro_batch, step, start, end, rank, count } = lanes.columns;
     const many = count?.[row] ?? 1;
@@ -169,7 +182,7 @@ export function Canvas({ scene, setView, onSelect, onFit, onSize }: CanvasProps)
           style={{ width: size.width, height: size.height, cursor: hover?.hit ? "pointer" : "default" }}
           tabIndex={0}
           role="img"
-          aria-label={`Timeline of ${seconds.toPrecision(3)} seconds. Arrow keys pan, plus and minus zoom.`}
+          aria-label={`Timeline of ${seconds.toPrecision(3)} seconds. Arrow keys pan, plus and minus zoom, comma and period go through the requests.`}
           onPointerDown={down}
           onPointerMove={move}
           onPointerUp={up}

@@ -2,11 +2,11 @@ import { runPath } from "../../api";
 import { duration, NONE, number, signed } from "../../format";
 import { useResource } from "../../state/resource";
 import { place } from "../../state/url";
-import { Rows, versionRange } from "../rollouts/Numbers";
+import { firstToken, Rows, versionRange } from "../rollouts/Numbers";
 import { answerAddress } from "../rollouts/select";
 import { median } from "../rollouts/squares";
 import type { Detail } from "../rollouts/types";
-import { tableRows, verdict, type CriticalPath } from "./criticalPath";
+import { advice, tableRows, verdict, type CriticalPath } from "./criticalPath";
 import { COLOR, type SpanColumns } from "./spans";
 
 /** What the step waited for: a sentence, and a table whose seconds add up to the step. */
@@ -15,6 +15,7 @@ export function StepPanel({ path, merged }: { path: CriticalPath; merged: boolea
   const whole = path.end - path.start;
   const most = Math.max(...rows.map((row) => row.seconds), 1e-9);
   const ready = path.groupsReady;
+  const tip = advice(path);
   return (
     <section className="sec">
       <h2>Step {path.step} <span>{duration(whole)}</span></h2>
@@ -22,6 +23,7 @@ export function StepPanel({ path, merged }: { path: CriticalPath; merged: boolea
       {ready && ready.seconds > 0.05 && (
         <p className="d">{ready.earlier} of {ready.of} groups were ready {duration(ready.seconds)} earlier.</p>
       )}
+      {tip && <p className="d">{tip}</p>}
       {!path.last && path.ready > path.start && <p className="d">Every answer of its batch was scored before it began.</p>}
       {merged && <p className="d">The step has more spans than are read at once: parts are approximate.</p>}
       <table className="cp">
@@ -51,11 +53,13 @@ interface RequestProps {
   sample: string;
   attempt: number;
   columns: SpanColumns | null;
+  /** Seconds that it has been running for; null when it has ended. */
+  running: number | null;
 }
 
 /** The selected request and the others of its group. */
-export function RequestPanel({ run, sample, attempt, columns }: RequestProps) {
-  const { data: detail, error } = useResource<Detail>(runPath(run, "samples", attempt, sample));
+export function RequestPanel({ run, sample, attempt, columns, running }: RequestProps) {
+  const { data: detail, error } = useResource<Detail>(running === null ? runPath(run, "samples", attempt, sample) : null);
   const traced = new Map<string, number>();
   for (const span of detail?.spans ?? []) traced.set(span.name, (traced.get(span.name) ?? 0) + span.end - span.start);
   if (traced.size === 0) {
@@ -75,6 +79,7 @@ export function RequestPanel({ run, sample, attempt, columns }: RequestProps) {
   const rows: [string, React.ReactNode][] = [
     ["queue", time("queue")],
     [`prefill${detail ? `, ${number(detail.prompt_tokens)} tokens` : ""}`, time("prefill")],
+    ...(detail && firstToken(detail) !== null ? [["first token after", `${number(firstToken(detail), 3)} s`] as [string, string]] : []),
     [`decode${detail ? `, ${number(detail.completion_tokens)} tokens` : ""}`, time("decode")],
     ["reward", time("reward")],
   ];
@@ -88,7 +93,7 @@ export function RequestPanel({ run, sample, attempt, columns }: RequestProps) {
     <>
       <section className="sec">
         <h2>Request {sample} {detail && <span>engine {number(detail.server)}, slot {number(detail.lane)}</span>}</h2>
-        {error && !detail ? <p className="d">{error.message}</p> : <Rows rows={rows} />}
+        {running !== null ? <p className="d">It has been running for {duration(running)}.</p> : error && !detail ? <p className="d">{error.message}</p> : <Rows rows={rows} />}
         {detail && <p className="go"><a className="link" href={answerAddress(place(), detail)}>Read the answer</a></p>}
       </section>
       {mates.size > 1 && (

@@ -3,24 +3,26 @@
 import { useCallback, useEffect, useMemo, useState } from "react";
 import { runPath } from "../../api";
 import { download, fileName } from "../../charts/export";
-import { duration, number } from "../../format";
+import { duration, NONE, number } from "../../format";
 import { Failure, Quiet } from "../../shell/App";
 import { useKeys } from "../../shell/keys";
 import { useVersion } from "../../state/live";
 import { useResource } from "../../state/resource";
-import { useRunId, useRunInfo, useStatus } from "../../state/run";
+import { useHealth, useRunId, useRunInfo, useStatus } from "../../state/run";
 import { column, useSteps } from "../../state/steps";
 import { useThrottled } from "../../state/throttle";
-import { elsewhere, format, place, setParams, usePlace } from "../../state/url";
-import type { GaugeName, StepColumns } from "../../types";
+import { elsewhere, format, place, setParams, type Range, usePlace, useRange } from "../../state/url";
+import type { GaugeName, InFlight, StepColumns } from "../../types";
 import { at, type GaugeSeries } from "../gauges";
+import { alertMarks, outages } from "./alerts";
 import { Canvas, type Hit } from "./Canvas";
 import { tableRows, type CriticalPath } from "./criticalPath";
 import type { Gauge, Mark, PathNode, Scene } from "./draw";
 import { AXIS, LABEL_WIDTH, layOut, RIGHT, type Layout } from "./layout";
+import { nextRequest } from "./search";
 import { readForExport, useCriticalPath, useSpans } from "./load";
 import { Minimap } from "./Minimap";
-import { buildLanes, COLOR, type Kind, type Lanes, type SpanColumns } from "./spans";
+import { buildLanes, COLOR, type Kind, type Lanes, type SpanColumns, withRunning } from "./spans";
 import { groupOf, RequestPanel, StepPanel } from "./StepPanel";
 import { traceEvents } from "./trace";
 import { bound, follow, pan, zoom, type View } from "./viewport";
@@ -40,8 +42,23 @@ const KEY: Kind[] = ["queue", "prefill", "decode", "environment", "reward", "for
 const EMPTY: SpanColumns = { component: [], name: [], rank: [], server: [], lane: [], step: [], micro_batch: [], sample_id: [], start: [], end: [] };
 const NO_LANES: Lanes = buildLanes(EMPTY);
 
-/** Gauges under the lanes: those of GPUs, and without any the machine's and the engines'. */
-const GPU_GAUGES = ["gpu_utilization_percent"];
+interface GpuGauge {
+  name: string;
+  title: string;
+  unit: string;
+  /** Divides the reading. */
+  scale: number;
+  /** The gauge with the height of the plot; without one it is `high`. */
+  limit?: string;
+  high?: number;
+}
+
+/** Gauges under the lanes: one of each GPU, and without any the machine's and the engines'. */
+const GPU_GAUGES: GpuGauge[] = [
+  { name: "gpu_utilization_percent", title: "GPU use", unit: "%", scale: 1, high: 100 },
+  { name: "gpu_memory_used_bytes", title: "GPU memory", unit: "GiB", scale: 2 ** 30, limit: "gpu_memory_total_bytes" },
+  { name: "gpu_power_watts", title: "GPU power", unit: "W", scale: 1, limit: "gpu_power_limit_watts" },
+];
 const CPU_GAUGES = ["cpu_utilization_percent", "lanes_used", "vllm:num_requests_running"];
 
 export function Timeline() {
@@ -63,12 +80,16 @@ export function Timeline() {
   const setView = useCallback((next: View) => bounds && setRaw(bound(next, bounds.from, bounds.to)), [bounds]);
   const named = params.step === undefined ? NaN : Number(params.step);
 
-  // The first view: as the address says, else the named step, else the newest seconds.
+  const [range] = useRange();
+  const inRange = (step: number) => !range || (step >= range.from && step <= range.to);
+
+  // The first view: as the address says, else the named step, else the range of the ruler, else the newest seconds.
   useEffect(() => {
     if (view || !bounds || !steps || !info) return;
     const place = /^(-?[\d.]+)-(-?[\d.]+)$/.exec(params.t ?? "");
     if (place) setRaw({ from: origin + Number(place[1]), to: origin + Number(place[2]) });
-    else if (Number.isInteger(named)) setRaw(fitStep(steps, named) ?? lastSeconds(bounds));
+    else if (Number.isInteger(named) && inRange(named)) setRaw(fitStep(steps, named) ?? lastSeconds(bounds));
+    else if (range) setRaw(fitRange(steps, range) ?? lastSeconds(bounds));
     else setRaw(live ? follow(lastSeconds(bounds), bounds.to) : (fitStep(steps, steps.step.at(-1) ?? 0) ?? lastSeconds(bounds)));
   }, [view, bounds, steps, info]);
   // A step that is chosen elsewhere (ruler, [ ]) comes into view.
@@ -77,6 +98,10 @@ export function Timeline() {
     const times = stepTimes(steps, named);
     if (times && (times.end < view.from || times.start > view.to)) setRaw(fitStep(steps, named));
   }, [named]);
+  useEffect(() => {
+    const fitted = steps && view && range && fitRange(steps, range);
+    if (fitted) setRaw(fitted);
+  }, [range?.from, range?.to]);
   useEffect(() => {
     if (following && bounds && view) setRaw(follow(view, bounds.to));
   }, [following, bounds?.to]);
@@ -87,7 +112,11 @@ export function Timeline() {
   }, [view]);
 
   const { loaded, error } = useSpans(run, view, plot, live && view && bounds && view.to > bounds.to - 5 ? version : "");
-  const lanes = loaded?.lanes ?? NO_LANES;
+  const flight = useResource<InFlight[]>(live ? runPath(run, "in_flight") : null, {}, useVersion(run, "in_flight"));
+  const lanes = useMemo(() => {
+    const ended = loaded?.lanes ?? NO_LANES;
+    return live && flight.data ? withRunning(ended, flight.data) : ended;
+  }, [loaded, live, flight.data]);
 
   const step = Number.isInteger(named) ? named : steps && view ? stepInView(steps, view) : null;
   const times = steps && step !== null ? stepTimes(steps, step) : null;
@@ -99,30 +128,39 @@ export function Timeline() {
 
   const gaugeNames = useResource<GaugeName[]>(runPath(run, "gauges", "names"), {}, useThrottled(useVersion(run, "gauges"), NAMES_MS));
   const has = new Set((gaugeNames.data ?? []).map((one) => one.name));
-  const wanted = has.has(GPU_GAUGES[0]!) ? GPU_GAUGES : CPU_GAUGES.filter((name) => has.has(name));
+  const choices = GPU_GAUGES.filter((one) => has.has(one.name));
+  const chosen = choices.find((one) => one.name === params.gauge) ?? choices[0];
+  const wanted = chosen ? [chosen.name, chosen.limit ?? ""].filter((name) => has.has(name)) : CPU_GAUGES.filter((name) => has.has(name));
   const series = useResource<GaugeSeries[]>(
     wanted.length && loaded ? runPath(run, "gauges") : null,
     { names: wanted.join(","), start: loaded ? loaded.from - CONSTANT_SECONDS : null, end: loaded ? loaded.to + CONSTANT_SECONDS : null, points: GAUGE_POINTS },
   );
   const given = useResource<GaugeSeries[]>(has.has("gpu_given") ? runPath(run, "gauges") : null, { names: "gpu_given", points: 1 });
-  const gauges = useMemo(() => describeGauges(series.data ?? [], given.data ?? []), [series.data, given.data]);
+  const gauges = useMemo(() => describeGauges(series.data ?? [], given.data ?? [], chosen), [series.data, given.data, chosen]);
 
   const layout = useMemo(() => layOut(lanes, gauges.length, size.height - AXIS), [lanes, gauges.length, size.height]);
   const { batches, scored } = useMemo(() => events(lanes), [lanes]);
   const group = useMemo(() => {
     const prefix = sample ? groupOf(sample) : null;
-    return new Set(prefix === null ? [] : lanes.columns.sample_id.filter((id): id is string => id !== null && groupOf(id) === prefix));
+    const running = lanes.engines.flatMap((engine) => engine.lanes.flatMap((lane) => lane.running?.sample ?? []));
+    return new Set(prefix === null ? [] : [...lanes.columns.sample_id, ...running].filter((id): id is string => id !== null && groupOf(id) === prefix));
   }, [lanes, sample]);
+  const since = flight.data?.find((one) => one.sample_id === sample)?.started_at;
+  const health = useHealth(run).data;
+  const alerts = useMemo(() => alertMarks(health?.alerts ?? []), [health]);
+  const down = useMemo(() => outages(alerts, bounds?.to ?? 0), [alerts, bounds?.to]);
   const path = useMemo(() => (critical.path ? pathNodes(critical.path, layout) : []), [critical.path, layout]);
   const waits = useMemo(() => trainerWaits(steps), [steps]);
 
   const fit = () => steps && step !== null && setRaw(fitStep(steps, step));
   const select = (hit: Hit | null) => {
     if (!hit) return setParams({ sample: null, attempt: null });
-    const id = lanes.columns.sample_id[hit.row];
-    const ofStep = lanes.columns.step[hit.row];
-    if (id) setParams({ sample: id, attempt: null });
-    else if (ofStep !== null && ofStep !== undefined) setParams({ step: String(ofStep), sample: null, attempt: null });
+    if (hit.sample) setParams({ sample: hit.sample, attempt: null });
+    else if (hit.step !== null) setParams({ step: String(hit.step), sample: null, attempt: null });
+  };
+  const selectRequest = (by: 1 | -1) => {
+    const id = view && nextRequest(lanes.columns, view.from, view.to, sample, by);
+    if (id) setParams({ sample: id, attempt: null }, true);
   };
   const fitRow = (row: number | null) => {
     if (row === null) return fit();
@@ -137,6 +175,8 @@ export function Timeline() {
     { keys: ["ArrowRight"], does: "later", run: () => move(0.1) },
     { keys: ["+", "="], does: "zoom in", run: () => scale(0.8) },
     { keys: ["-"], does: "zoom out", run: () => scale(1.25) },
+    { keys: ["."], does: "next request", run: () => selectRequest(1) },
+    { keys: [","], does: "request before", run: () => selectRequest(-1) },
     { keys: ["f"], does: "follow the live run", run: () => live && setParams({ follow: following ? null : "1" }) },
     { keys: ["s"], does: "fit the step", run: fit },
     { keys: ["0"], does: "the whole run", run: () => bounds && setView({ from: bounds.from, to: bounds.to }) },
@@ -147,7 +187,7 @@ export function Timeline() {
   if (!view || !bounds) return null;
 
   const scene: Scene = {
-    lanes, layout, view, origin, now: live ? bounds.to : null, batches, ready: scored, gauges, path: params.path === "0" ? [] : path, group, sample,
+    lanes, layout, view, origin, now: live ? bounds.to : null, batches, ready: scored, alerts, outages: down, gauges, path: params.path === "0" ? [] : path, group, sample,
   };
   const first = steps ? stepInView(steps, { from: view.from, to: view.from }) : null;
   const last = steps ? stepInView(steps, { from: view.to, to: view.to }) : null;
@@ -161,6 +201,11 @@ export function Timeline() {
           {live && <button className="btn" aria-pressed={following} onClick={() => setParams({ follow: following ? null : "1" })}>{following ? "Following" : "Follow live"} <kbd>f</kbd></button>}
           <button className="btn" onClick={fit}>Fit step <kbd>s</kbd></button>
           <button className="btn" onClick={() => setView({ from: bounds.from, to: bounds.to })}>Whole run <kbd>0</kbd></button>
+          {choices.length > 1 && (
+            <select className="field" aria-label="Gauge of the GPUs" value={chosen?.name} onChange={(event) => setParams({ gauge: event.target.value === choices[0]?.name ? null : event.target.value }, true)}>
+              {choices.map((one) => <option key={one.name} value={one.name}>{one.title}</option>)}
+            </select>
+          )}
           <span className="keyl">{KEY.map((kind) => <span key={kind}><i style={{ background: `var(--${COLOR[kind]})` }} />{kind === "environment" ? "tool" : kind === "reduction" ? "reduce" : kind}</span>)}</span>
         </div>
         <Minimap from={bounds.from} to={bounds.to} view={view} used={used.data?.[0] ?? null} waits={waits} setView={setView} label={duration(bounds.to - bounds.from)} />
@@ -170,7 +215,7 @@ export function Timeline() {
       <aside className="p3" aria-label="Step and request">
         {critical.path && <StepPanel path={critical.path} merged={critical.merged} />}
         {critical.error && <section className="sec"><p className="d">{critical.error.message}</p></section>}
-        {sample && loaded && <RequestPanel run={run} sample={sample} attempt={attempt} columns={loaded?.merged ? null : lanes.columns} />}
+        {sample && loaded && <RequestPanel run={run} sample={sample} attempt={attempt} columns={loaded?.merged ? null : lanes.columns} running={live && since != null ? Math.max(0, bounds.to - since) : null} />}
         <section className="sec last">
           <p>
             <a className="link" href={format(elsewhere(place(), { page: "logs" }, { at: ((view.from + view.to) / 2).toFixed(3) }))}>
@@ -210,6 +255,14 @@ function fitStep(steps: StepColumns, step: number): View | null {
   if (!times) return null;
   const side = Math.max(0.05, (times.end - times.start) * 0.75);
   return { from: times.start - side, to: times.end + side };
+}
+
+/** All steps of a range of the ruler. */
+function fitRange(steps: StepColumns, { from, to }: Range): View | null {
+  const rows = steps.step.map((_, row) => row).filter((row) => steps.step[row]! >= from && steps.step[row]! <= to);
+  const [start, end] = [steps.started_at[rows[0] ?? -1], steps.ended_at[rows.at(-1) ?? -1]];
+  if (start == null || end == null) return null;
+  return { from: start - 0.02 * (end - start), to: end + 0.02 * (end - start) };
 }
 
 /** The step that fills most of the middle of a view. */
@@ -269,15 +322,24 @@ function pathNodes(path: CriticalPath, layout: Layout): PathNode[] {
   return nodes;
 }
 
-function describeGauges(series: GaugeSeries[], given: GaugeSeries[]): Gauge[] {
-  const roles = new Map(given.map((one) => [`${one.node}/${one.gpu}`, one.component === "trainer" ? "trainer" : "engine"] as const));
+function describeGauges(series: GaugeSeries[], given: GaugeSeries[], chosen: GpuGauge | undefined): Gauge[] {
+  const placeOf = (one: GaugeSeries): string => `${one.node}/${one.gpu}`;
+  const roles = new Map(given.map((one) => [placeOf(one), one.component === "trainer" ? "trainer" : "engine"] as const));
   const nodes = new Set(series.map((one) => one.node).filter(Boolean));
-  return series.slice(0, MOST_GAUGES).map((one): Gauge => {
+  const most = (one: GaugeSeries) => Math.max(1, ...one.max.map((value) => value ?? 0));
+  const limits = new Map(series.filter((one) => one.name === chosen?.limit).map((one) => [placeOf(one), most(one)]));
+  return series.filter((one) => one.name !== chosen?.limit).slice(0, MOST_GAUGES).map((one): Gauge => {
     const percent = one.name.endsWith("_percent");
-    const high = percent ? 100 : Math.max(1, ...one.max.map((value) => value ?? 0));
-    const role = one.gpu !== null ? (roles.get(`${one.node}/${one.gpu}`) ?? "host") : one.server !== null ? "engine" : "host";
+    const high = percent ? 100 : (limits.get(placeOf(one)) ?? most(one));
+    const role = one.gpu !== null ? (roles.get(placeOf(one)) ?? "host") : one.server !== null ? "engine" : "host";
     const title = one.gpu !== null ? `GPU ${one.gpu}` : one.name === "cpu_utilization_percent" ? "CPU" : one.name === "lanes_used" ? "Slots used" : `Engine ${one.server}`;
-    const unit = [nodes.size > 1 ? one.node : "", percent ? (nodes.size > 1 ? "" : "0 to 100 %") : one.name.includes("requests_running") ? `requests, to ${number(high)}` : `to ${number(high)}`].filter(Boolean).join(", ");
-    return { title, unit, high, role, read: (time) => `${number(at(one, time), percent ? 0 : undefined)}${percent ? "\u2009%" : ""}`, series: one };
+    const { scale, unit } = one.name === chosen?.name ? chosen : { scale: 1, unit: percent ? "%" : "" };
+    const range = percent ? "0 to 100 %" : `${one.name.includes("requests_running") ? "requests, " : ""}to ${number(high / scale, unit ? 0 : undefined)} ${unit}`;
+    const read = (time: number) => {
+      const value = at(one, time);
+      const of = limits.has(placeOf(one)) ? ` of ${number(high / scale, 0)}` : "";
+      return value === null ? NONE : `${number(value / scale, unit ? 0 : undefined)}${of}${unit && `\u2009${unit}`}`;
+    };
+    return { title, unit: nodes.size > 1 ? (one.node ?? "") : range, high, role, read, series: one };
   });
 }

@@ -196,30 +196,48 @@ function groupsReady(samples: readonly StepSample[], last: StepSample | null): C
 /** An answer is alone when the other groups were ready this share of the wait earlier. */
 const ALONE = 0.3;
 
+/** A step that waits for longer than this share of itself could be shorter with other settings. */
+const WAITS = 0.25;
+
+/** Returns what the batch of a step waited for: a kind of time, and whether of one answer alone. Null if it hardly waited. */
+function causeOf(path: CriticalPath): { kind: Kind; alone: boolean } | null {
+  const waited = path.ready - path.start;
+  if (!path.last || waited <= WAITS * (path.end - path.start)) return null;
+  const longest = total(path.parts).filter((row) => row.start < path.ready).sort((a, b) => b.seconds - a.seconds)[0];
+  return { kind: longest?.kind ?? "wait", alone: path.groupsReady !== null && path.groupsReady.seconds > ALONE * waited };
+}
+
+const FOR: Partial<Record<Kind, string>> = {
+  decode: "for its answers to be generated",
+  queue: "for a request in the queue",
+  prefill: "for a prompt to be read",
+  reward: "for a slow reward",
+  environment: "for a slow environment",
+  request: "for a request outside the engine",
+  wait: "for a prompt that was sent late",
+  other: "for its batch to be packed",
+};
+
 /** What the step waited for or spent its time on, in one sentence. */
 export function verdict(path: CriticalPath): string {
-  const rows = total(path.parts);
   const waited = path.ready - path.start;
   const whole = path.end - path.start;
   const seconds = (value: number) => `${value < 10 ? value.toFixed(value < 1 ? 2 : 1) : value.toFixed(0)} s`;
-  if (whole > 0 && waited / whole > 0.25 && path.last) {
-    const own = rows.filter((row) => row.start < path.ready).sort((a, b) => b.seconds - a.seconds)[0];
-    const alone = path.groupsReady !== null && path.groupsReady.seconds > ALONE * waited;
-    const why: Partial<Record<Kind, string>> = {
-      decode: alone ? "for one long answer" : "for its answers to be generated",
-      queue: "for a request in the queue",
-      prefill: "for a prompt to be read",
-      reward: "for a slow reward",
-      environment: "for a slow environment",
-      request: "for a request outside the engine",
-      wait: "for a prompt that was sent late",
-      other: "for its batch to be packed",
-    };
-    return `It waited ${seconds(waited)} ${why[own?.kind ?? "wait"] ?? "for its batch"}.`;
-  }
-  const most = rows.filter((row) => row.start >= path.ready).sort((a, b) => b.seconds - a.seconds)[0];
+  const cause = causeOf(path);
+  if (cause) return `It waited ${seconds(waited)} ${cause.kind === "decode" && cause.alone ? "for one long answer" : (FOR[cause.kind] ?? "for its batch")}.`;
+  const most = total(path.parts).filter((row) => row.start >= path.ready).sort((a, b) => b.seconds - a.seconds)[0];
   if (!most || whole <= 0) return "Nothing of this step was traced.";
   const share = Math.round((100 * most.seconds) / whole);
   const wait = waited / whole < 0.05 ? "Its batch was ready. " : "";
   return `${wait}${most.label} took ${seconds(most.seconds)}, ${share}\u2009% of it.`;
+}
+
+/** What would shorten the wait, in the words of the overview; null if the step hardly waited. */
+export function advice(path: CriticalPath): string | null {
+  const cause = causeOf(path);
+  if (!cause) return null;
+  if (cause.kind === "decode" && cause.alone) return `Raise max_async_rollout: group ${path.last!.group_id} would join a later step. Or lower max_tokens.`;
+  if (cause.kind === "reward" || cause.kind === "environment" || cause.kind === "request") return `Make the ${cause.kind === "request" ? "environment" : cause.kind} faster, or raise max_async_rollout.`;
+  if (cause.kind === "other") return null;
+  return "Add inference servers, raise max_async_rollout, or give the trainer fewer GPUs.";
 }

@@ -1,8 +1,10 @@
 /** Draws the timeline on a canvas. Knows no React and no API. */
 
+import { duration } from "../../format";
 import { color } from "../../state/theme";
 import type { GaugeSeries } from "../gauges";
-import { AXIS, LABEL_WIDTH, RIGHT, slotsOf, type Layout, type Row } from "./layout";
+import type { AlertMark, Outage } from "./alerts";
+import { ALERT_Y, AXIS, LABEL_WIDTH, RIGHT, slotsOf, type Layout, type Row } from "./layout";
 import { firstFrom, visibleBoxes } from "./search";
 import { COLOR, KINDS, type Lanes, type Track } from "./spans";
 import { clock, ticks, type View } from "./viewport";
@@ -45,6 +47,8 @@ export interface Scene {
   batches: Mark[];
   /** Times at which groups were ready. */
   ready: number[];
+  alerts: AlertMark[];
+  outages: Outage[];
   gauges: Gauge[];
   path: PathNode[];
   /** Rows of the columns to outline: the samples of a group, and the selected one. */
@@ -126,6 +130,20 @@ export function draw(context: CanvasRenderingContext2D, scene: Scene, width: num
       if (at && at[1] - at[0] > context.measureText(name).width + 8) text(name, at[0] + 4, 26.5, "--ground");
     }
   }
+  for (const alert of scene.alerts) {
+    if (alert.time < view.from || alert.time > view.to) continue;
+    const x = X(alert.time);
+    context.fillStyle = color(alert.quiet ? "--ink3" : "--warn");
+    context.strokeStyle = color("--ground");
+    context.lineWidth = 2;
+    context.beginPath();
+    context.moveTo(x, ALERT_Y - 5);
+    context.lineTo(x + 5, ALERT_Y + 4);
+    context.lineTo(x - 5, ALERT_Y + 4);
+    context.closePath();
+    context.stroke();
+    context.fill();
+  }
   const shown = scene.batches.filter((mark) => mark.time >= view.from && mark.time <= view.to);
   shown.forEach((mark, i) => {
     const x = X(mark.time);
@@ -168,18 +186,44 @@ export function draw(context: CanvasRenderingContext2D, scene: Scene, width: num
     }
   };
 
+  // What runs now is paler than what has ended, and has no end: it reaches "now".
+  const open = ({ lane: { running }, y, height: h }: Row) => {
+    if (!running || scene.now === null) return;
+    context.globalAlpha = 0.45;
+    const at = rect(running.start, scene.now, y, h, kindColors[KINDS.indexOf("decode")]!, 0);
+    context.globalAlpha = 1;
+    if (!at) return;
+    context.fillStyle = color("--pf");
+    if (running.start >= view.from) context.fillRect(at[0], y, 1, h);
+    if (!scene.group.has(running.sample)) return;
+    context.strokeStyle = color("--ink");
+    context.lineWidth = running.sample === scene.sample ? 2 : 1;
+    context.strokeRect(at[0] - 0.5, y - 1, Math.max(2, at[1] - at[0] + 0.5), h + 2);
+  };
+
   for (const engine of layout.engines) {
     const top = engine.y;
     const slots = slotsOf(engine.rows.map((row) => row.lane));
     text(`Engine ${engine.server}`, 20, top + 8, "--ink", "left", true);
-    text(`${slots} slots`, 20, top + 25);
+    text(`${slots} slots`, 20, top + 24);
+    if (engine.busy !== null && scene.now !== null) text(`${engine.busy} busy now`, 20, top + 40);
     const every = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512].find((size) => size * engine.slotHeight >= 48) ?? 1024;
     for (let slot = 0; slot < slots; slot += every) text(String(slot), LABEL_WIDTH - 8, top + slot * engine.slotHeight + 6, "--ink3", "right");
     boxes(engine.syncs, top - 3, engine.height + 6, 0.16);
     for (const row of engine.rows) {
       if (row.y + row.height < scroll - AXIS || row.y > scroll + height) continue;
+      open(row);
       boxes(row.lane.back, row.y, row.height);
       boxes(row.lane.main, row.y, row.height);
+    }
+    for (const outage of scene.outages) {
+      if (outage.server !== engine.server || outage.to < view.from || outage.from > view.to) continue;
+      context.globalAlpha = 0.14;
+      const at = rect(outage.from, outage.to, top - 3, engine.height + 6, color("--warn"), 0);
+      context.globalAlpha = 1;
+      const label = `down for ${duration(outage.to - outage.from)}`;
+      context.font = FONT;
+      if (at && at[1] - at[0] > context.measureText(label).width + 8) text(label, (at[0] + at[1]) / 2, top + engine.height / 2, "--warn", "center");
     }
     boxes(engine.transfers, top - 3, engine.height + 6, 0.5);
     if (scene.group.size) for (const row of engine.rows) outline(row, row.y);

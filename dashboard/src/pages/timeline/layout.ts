@@ -8,13 +8,15 @@ export const RIGHT = 16;
 export const MINIMAP = 44;
 export const AXIS = 23;
 const ORCHESTRATOR = 50;
+/** Middle of the marks of alerts, in the lane of the orchestrator. */
+export const ALERT_Y = 26;
 const TRAINER = 26;
 const MIN_SLOT = 1;
 const MAX_SLOT = 12;
 const MIN_GAUGE = 40;
 const MAX_GAUGE = 56;
 const PAD = 6;
-/** The label of an engine has two lines: its slots may have this height. */
+/** The label of an engine has three lines: its slots may have this height. */
 const LABEL = 48;
 
 export interface Row {
@@ -31,6 +33,7 @@ interface EngineBlock {
   rows: Row[];
   syncs: Track;
   transfers: Track;
+  busy: number | null;
 }
 
 interface GaugeRow {
@@ -60,7 +63,7 @@ export function layOut(lanes: Lanes, numGauges: number, height: number): Layout 
     const slotHeight = Math.min(MAX_SLOT, Math.max(left, own ? Math.floor(LABEL / own) : 0));
     const rows = engine.lanes.map((lane) => ({ lane, y: top + lane.slot * slotHeight, height: slotHeight > 3 ? slotHeight - 1.5 : slotHeight > 2 ? slotHeight - 1 : slotHeight > 1 ? slotHeight - 0.5 : slotHeight }));
     y += Math.max(own * slotHeight, LABEL) + PAD;
-    return { server: engine.server, y: top, height: y - PAD - top, slotHeight, rows, syncs: engine.syncs, transfers: engine.transfers };
+    return { server: engine.server, y: top, height: y - PAD - top, slotHeight, rows, syncs: engine.syncs, transfers: engine.transfers, busy: engine.busy };
   });
   y += PAD;
   const trainer = lanes.trainer.map((lane): Row => {

@@ -1,6 +1,6 @@
 /** Finds and merges the spans of a track, for drawing and for the pointer. */
 
-import { KINDS, type Track } from "./spans";
+import { KINDS, type SpanColumns, type Track } from "./spans";
 
 /** Index of the first of the rising times at or after a time. */
 export function firstFrom(times: ArrayLike<number>, time: number): number {
@@ -91,33 +91,14 @@ export function spanAt(track: Track, time: number, tolerance: number): number {
   return best;
 }
 
-/** Number of spans that are open at each of `points` times, spread evenly over [from, to]. */
-export function openCounts(tracks: readonly Track[], from: number, to: number, points: number): Float64Array {
-  const change = new Float64Array(points + 1);
-  const scale = points / (to - from);
-  for (const track of tracks) {
-    for (let i = 0; i < track.start.length; i++) {
-      if (track.end[i]! < from || track.start[i]! > to) continue;
-      const a = Math.min(points - 1, Math.max(0, (track.start[i]! - from) * scale));
-      const b = Math.min(points, Math.max(0, (track.end[i]! - from) * scale));
-      // A span adds its share to the first and last bucket that it touches, and 1 to those between.
-      const first = Math.floor(a);
-      const last = Math.min(points - 1, Math.floor(b));
-      if (first === last) {
-        change[first]! += b - a;
-        change[first + 1]! -= b - a;
-        continue;
-      }
-      const head = first + 1 - a;
-      change[first]! += head;
-      change[first + 1]! += 1 - head;
-      const tail = b - last;
-      change[last]! += tail - 1;
-      change[last + 1]! -= tail;
-    }
-  }
-  const out = new Float64Array(points);
-  let sum = 0;
-  for (let i = 0; i < points; i++) out[i] = sum += change[i]!;
-  return out;
+/** The request after a sample, or before it, among those of engines in [from, to), by their start; the first one without a sample there. */
+export function nextRequest({ sample_id, server, start, end }: SpanColumns, from: number, to: number, sample: string, by: 1 | -1): string | null {
+  const first = new Map<string, number>();
+  sample_id.forEach((id, row) => {
+    if (id === null || server[row] === null || end[row]! < from || start[row]! >= to) return;
+    first.set(id, Math.min(first.get(id) ?? Infinity, start[row]!));
+  });
+  const ordered = [...first].sort((a, b) => a[1] - b[1]).map(([id]) => id);
+  const at = ordered.indexOf(sample);
+  return ordered[at < 0 ? 0 : Math.min(Math.max(at + by, 0), ordered.length - 1)] ?? null;
 }

@@ -1,6 +1,6 @@
 /** Spans as the API sends them, and the lanes that they lie in. */
 
-import type { Spans } from "../../types";
+import type { InFlight, Spans } from "../../types";
 
 /** Spans as columns; what a test leaves out is as if nothing was merged. */
 export type SpanColumns = Omit<Spans, "attempt" | "count" | "merged"> & Partial<Spans>;
@@ -55,12 +55,28 @@ export interface Lane {
   main: Track;
   /** Drawn as a stripe over `main`: what runs beside it. */
   stripe: Track;
+  /** The request that has not ended, in a slot of a live run. */
+  running?: Running;
+}
+
+interface Running {
+  sample: string;
+  start: number;
+}
+
+interface Engine {
+  server: number;
+  lanes: Lane[];
+  syncs: Track;
+  transfers: Track;
+  /** Requests that run now; null when the run has ended. */
+  busy: number | null;
 }
 
 export interface Lanes {
   columns: SpanColumns;
   orchestrator: Lane[];
-  engines: { server: number; lanes: Lane[]; syncs: Track; transfers: Track }[];
+  engines: Engine[];
   trainer: Lane[];
   start: number;
   end: number;
@@ -142,8 +158,26 @@ export function buildLanes(columns: SpanColumns): Lanes {
       lanes: built.filter((lane) => lane.area === "engine" && lane.owner === server),
       syncs: weights.get(server)?.syncs.build() ?? none,
       transfers: weights.get(server)?.transfers.build() ?? none,
+      busy: null,
     })),
     start: first,
     end: last,
   };
+}
+
+const NOTHING: Track = { start: new Float64Array(), end: new Float64Array(), kind: new Uint8Array(), row: new Int32Array(), longest: 0 };
+
+/** Adds the requests that run now: a span is written when it ends, so these have none. */
+export function withRunning(lanes: Lanes, requests: readonly InFlight[]): Lanes {
+  const open = requests.filter((request) => request.server !== null && request.lane !== null && request.started_at !== null);
+  const servers = new Set([...lanes.engines.map((engine) => engine.server), ...open.map((request) => request.server!)]);
+  const engines = [...servers].sort((a, b) => a - b).map((server): Engine => {
+    const known = lanes.engines.find((engine) => engine.server === server) ?? { server, lanes: [], syncs: NOTHING, transfers: NOTHING };
+    const mine = new Map(open.filter((request) => request.server === server).map((request) => [request.lane!, request]));
+    const empty = [...mine.keys()].filter((slot) => !known.lanes.some((lane) => lane.slot === slot));
+    const all = [...known.lanes, ...empty.map((slot): Lane => ({ key: `engine/${server}/${slot}`, area: "engine", owner: server, slot, back: NOTHING, main: NOTHING, stripe: NOTHING }))];
+    const running = (request: InFlight | undefined): Running | undefined => request && { sample: request.sample_id, start: request.started_at! };
+    return { ...known, busy: mine.size, lanes: all.sort((a, b) => a.slot - b.slot).map((lane) => ({ ...lane, running: running(mine.get(lane.slot)) })) };
+  });
+  return { ...lanes, engines };
 }

@@ -1,7 +1,9 @@
 import { expect, test } from "vitest";
-import { criticalPath, partition, tableRows, total, verdict, type StepSpan } from "./criticalPath";
-import { openCounts, spanAt, visibleBoxes } from "./search";
-import { KINDS, buildLanes, kindOf, type SpanColumns } from "./spans";
+import type { Alert, InFlight } from "../../types";
+import { alertMarks, outages } from "./alerts";
+import { advice, criticalPath, partition, tableRows, total, verdict, type StepSpan } from "./criticalPath";
+import { nextRequest, spanAt, visibleBoxes } from "./search";
+import { KINDS, buildLanes, kindOf, type SpanColumns, withRunning } from "./spans";
 import { traceEvents } from "./trace";
 import { NARROWEST, bound, clock, follow, ticks, zoom } from "./viewport";
 
@@ -69,11 +71,6 @@ test("the pointer finds the shortest span under it, and near ones within the tol
   expect(spanAt(track, 0.5, 0.1)).toBe(-1);
 });
 
-test("open spans are counted by their share of a bucket", () => {
-  const track = buildLanes(columns([["inference", "decode", { server: 0, lane: 0, start: 0.5, end: 2 }]])).engines[0]!.lanes[0]!.main;
-  expect([...openCounts([track], 0, 4, 4)]).toEqual([0.5, 1, 0, 0]);
-});
-
 test("a zoom keeps the time under the pointer", () => {
   const view = zoom({ from: 0, to: 100 }, 25, 0.5);
   expect(view).toEqual({ from: 12.5, to: 62.5 });
@@ -114,6 +111,39 @@ test("the critical path goes through the last sample to the end of the step", ()
   ]);
   expect(rows.reduce((sum, row) => sum + row.seconds, 0)).toBeCloseTo(9);
   expect(verdict(path)).toBe("It waited 5.5 s for one long answer.");
+  expect(advice(path)).toBe("Raise max_async_rollout: group 7 would join a later step. Or lower max_tokens.");
+});
+
+test("a wait for all answers gets the advice of the overview, and a short wait none", () => {
+  const samples = [
+    { sample_id: "7-1", group_id: 7, finished_at: 6, server: 0, lane: 3 },
+    { sample_id: "6-0", group_id: 6, finished_at: 5.9, server: 0, lane: 1 },
+  ];
+  expect(advice(criticalPath(4, 1, 10, spans(REQUEST), samples))).toBe("Add inference servers, raise max_async_rollout, or give the trainer fewer GPUs.");
+  expect(advice(criticalPath(4, 5.95, 10, spans(REQUEST), samples))).toBeNull();
+});
+
+test("requests that run lie in their slots, also where nothing has ended", () => {
+  const request = (server: number | null, lane: number | null) => ({ sample_id: `9-${lane}`, server, lane, started_at: 4 }) as InFlight;
+  const { engines } = withRunning(buildLanes(columns(REQUEST)), [request(0, 3), request(0, 5), request(1, 0), request(null, null)]);
+  expect(engines.map((engine) => [engine.server, engine.busy])).toEqual([[0, 2], [1, 1]]);
+  expect(engines[0]!.lanes.map((lane) => [lane.slot, lane.running?.sample])).toEqual([[3, "9-3"], [5, "9-5"]]);
+});
+
+test("keys go through the requests of a view by their start", () => {
+  const of = (sample_id: string, start: number): Row => ["inference", "decode", { server: 0, lane: 0, sample_id, start, end: start + 1 }];
+  const all = columns([of("c", 3), of("a", 1), of("b", 2), of("gone", 50), ["rollout", "reward", { sample_id: "x", start: 0, end: 9 }]]);
+  expect(nextRequest(all, 0, 10, "", 1)).toBe("a");
+  expect([nextRequest(all, 0, 10, "a", 1), nextRequest(all, 0, 10, "c", 1), nextRequest(all, 0, 10, "c", -1)]).toEqual(["b", "c", "b"]);
+  expect(nextRequest(all, 60, 70, "a", 1)).toBeNull();
+});
+
+test("a server is down from its report until it is back, or until the end", () => {
+  const alert = (title: string, time: number, level = "warning", kind = "server") => ({ title, text: "", time, first_time: null, step: 1, first_step: 1, level, kind }) as Alert;
+  const alerts = [alert("server 2 is back with the current weights", 9, "info"), alert("server 2 is down: killed", 5), alert("gsm8k at version 3", 6, "info", "eval"), alert("server 0 failed permanently: no GPU", 7)];
+  const marks = alertMarks(alerts);
+  expect(marks.map((mark) => [mark.time, mark.quiet])).toEqual([[5, false], [7, false], [9, true]]);
+  expect(outages(marks, 20)).toEqual([{ server: 2, from: 5, to: 9 }, { server: 0, from: 7, to: 20 }]);
 });
 
 test("small parts share a last row, and the rows still add up", () => {
