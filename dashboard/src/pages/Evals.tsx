@@ -12,9 +12,9 @@ import { useVersion } from "../state/live";
 import { useResource } from "../state/resource";
 import { useEvals, useEvalsOf, useRunId, useRunInfo, useRuns, useStatus } from "../state/run";
 import { runColor } from "../state/theme";
-import { setParams, useOthers, useParam } from "../state/url";
+import { setParams, type Range, useOthers, useParam, useRange } from "../state/url";
 import type { EvalRow, EvalSample } from "../types";
-import { BLOCKS, blockOf, curveOf, difference, type Item, joinItems, passCurve, slicesOf } from "./evals/items";
+import { BLOCKS, blockOf, curveOf, difference, isInRange, type Item, joinItems, passCurve, recordedGain, slicesOf } from "./evals/items";
 import { ItemPane } from "./evals/ItemPane";
 import { visible } from "../text/hostile";
 import "./evals.css";
@@ -41,8 +41,10 @@ function Loaded({ rows }: { rows: EvalRow[] }) {
   const names = [...new Set(rows.map((row) => row.name))];
   const [chosen] = useParam("eval", names[0]);
   const name = names.includes(chosen) ? chosen : names[0]!;
-  const mine = useMemo(() => rows.filter((row) => row.name === name), [rows, name]);
+  const [range] = useRange();
+  const mine = useMemo(() => rows.filter((row) => row.name === name && isInRange(row, range)), [rows, name, range?.from, range?.to]);
   const curve = useMemo(() => curveOf(mine), [mine]);
+  const first = useMemo(() => curveOf(rows.filter((row) => row.name === name))[0], [rows, name]);
   const [a] = useParam("before");
   const [b] = useParam("after");
   const before = curve.find((row) => String(row.version) === a) ?? curve[0];
@@ -67,7 +69,7 @@ function Loaded({ rows }: { rows: EvalRow[] }) {
       <aside className="first" aria-label="Evals and checkpoints">
         <section className="list">
           {names.map((one) => (
-            <EvalLine key={one} name={one} rows={rows.filter((row) => row.name === one)} on={one === name} />
+            <EvalLine key={one} name={one} rows={rows.filter((row) => row.name === one)} range={range} on={one === name} />
           ))}
         </section>
         {curve.length > 1 && <Checkpoints curve={curve} before={before} after={after} />}
@@ -75,10 +77,11 @@ function Loaded({ rows }: { rows: EvalRow[] }) {
         <EveryEval rows={mine} />
       </aside>
       <section className="middle">
-        <Verdict name={name} curve={curve} before={before} after={after} items={items} />
-        <div className="curves">
-          <Curve name={name} curve={curve} />
-          <Second curve={curve} before={before} after={after} samplesBefore={samplesBefore} samplesAfter={samplesAfter} />
+        <Verdict name={name} curve={curve} first={first} range={range} before={before} after={after} items={items} />
+        <div className={`curves ${after && after.num_completions > 1 && otherMetrics(curve).length > 0 ? "three" : ""}`}>
+          <Curve name={name} curve={curve} range={range} />
+          {after && after.num_completions > 1 && <Passes before={before} after={after} samplesBefore={samplesBefore} samplesAfter={samplesAfter} />}
+          <OtherMetrics curve={curve} />
         </div>
         {before && after && before !== after && <Field items={items} before={before} after={after} current={current} choose={(one) => setItem(String(one.item))} />}
       </section>
@@ -96,8 +99,8 @@ function useSamples(row: EvalRow | undefined): EvalSample[] | undefined {
 const short = (row: EvalRow): string => [`${count(row.num_items)} items${row.num_completions > 1 ? ` × ${row.num_completions}` : ""}`, row.held_out && "held out"].filter(Boolean).join(", ");
 const words = (row: EvalRow): string => `${count(row.num_items)} ${row.held_out ? "held-out " : ""}items${row.num_completions > 1 ? `, ${row.num_completions} answers each` : ""}`;
 
-function EvalLine({ name, rows, on }: { name: string; rows: EvalRow[]; on: boolean }) {
-  const curve = curveOf(rows);
+function EvalLine({ name, rows, range, on }: { name: string; rows: EvalRow[]; range: Range | null; on: boolean }) {
+  const curve = curveOf(rows.filter((row) => isInRange(row, range)));
   const last = curve.at(-1);
   return (
     <button className={`el ${on ? "on" : ""}`} aria-pressed={on} onClick={() => setParams({ eval: name, before: null, after: null, item: null })}>
@@ -123,16 +126,6 @@ function Checkpoints({ curve, before, after }: { curve: EvalRow[]; before?: Eval
       ))}
     </select>
   );
-  const segments = (side: "before" | "after", row: EvalRow | undefined) => (
-    <span className="seg" role="group" aria-label={`Checkpoint ${side}`}>
-      {curve.map((one) => (
-        <button key={one.version} aria-pressed={one === row} onClick={() => setParams({ [side]: String(one.version) })}>
-          {one.version}
-        </button>
-      ))}
-    </span>
-  );
-  const side = curve.length <= 5 ? segments : choose;
   return (
     <section className="sec">
       <h2>
@@ -140,9 +133,9 @@ function Checkpoints({ curve, before, after }: { curve: EvalRow[]; before?: Eval
       </h2>
       <div className="ck">
         <span className="d">before</span>
-        {side("before", before)}
+        {choose("before", before)}
         <span className="d">after</span>
-        {side("after", after)}
+        {choose("after", after)}
       </div>
     </section>
   );
@@ -228,11 +221,22 @@ function EveryEval({ rows }: { rows: EvalRow[] }) {
 
 const points = (share: number): string => number(100 * share, 1);
 
-function Verdict({ name, curve, before, after, items }: { name: string; curve: EvalRow[]; before?: EvalRow; after?: EvalRow; items: Item[] }) {
+interface VerdictProps {
+  name: string;
+  curve: EvalRow[];
+  /** The run's first result of this eval. */
+  first?: EvalRow;
+  range: Range | null;
+  before?: EvalRow;
+  after?: EvalRow;
+  items: Item[];
+}
+
+function Verdict({ name, curve, first, range, before, after, items }: VerdictProps) {
   if (!before || !after)
     return (
       <div className="verdict">
-        <h1>No eval of {name} is finished.</h1>
+        <h1>{range && first ? `No eval of ${name} lies in steps ${range.from} to ${range.to}.` : `No eval of ${name} is finished.`}</h1>
       </div>
     );
   if (before === after)
@@ -245,18 +249,20 @@ function Verdict({ name, curve, before, after, items }: { name: string; curve: E
       </div>
     );
   const result = difference(items);
+  const recorded = recordedGain(before, after, first);
+  const shown = recorded ?? result;
   const gained = items.filter((item) => blockOf(item) === "gained").length;
   const lost = items.filter((item) => blockOf(item) === "lost").length;
-  const sure = result && (result.low > 0 || result.high < 0);
+  const sure = shown && (shown.low > 0 || shown.high < 0);
   return (
     <div className="verdict">
       <h1>
         Accuracy went from {percent(before.accuracy)} to {percent(after.accuracy)}
         {result ? `: ${count(gained)} ${gained === 1 ? "item" : "items"} gained, ${count(lost)} lost.` : "."}
       </h1>
-      {result && (
+      {result && shown && (
         <p>
-          The difference is <b>{points(result.gain)}</b> points, 95 % interval {points(result.low)} to {points(result.high)} on the same {count(result.items)} items.{" "}
+          The difference is <b>{points(shown.gain)}</b> points, 95 % interval {points(shown.low)} to {points(shown.high)} {recorded ? "by the run's bootstrap" : "(normal)"} on the same {count(result.items)} items.{" "}
           {sure ? "" : "It may be chance: measure more items or answers. "}
           {lost > 0 && gained > 0 ? `Of the items that were right before, ${percent(lost / Math.max(1, items.filter((item) => ["lost", "right"].includes(blockOf(item))).length), 0)} are wrong now.` : ""}
         </p>
@@ -267,14 +273,14 @@ function Verdict({ name, curve, before, after, items }: { name: string; curve: E
 
 const wholePercent = (share: number): string => `${number(100 * share, 0)} %`;
 
-function Curve({ name, curve }: { name: string; curve: EvalRow[] }) {
+function Curve({ name, curve, range }: { name: string; curve: EvalRow[]; range: Range | null }) {
   const others = useOthers();
   const runs = useRuns().data?.runs;
   const run = useRunId();
   const mine = visible(runs?.find((row) => row.id === run)?.name ?? "this run");
   const theirs = useEvalsOf(others);
   const lines = useMemo(() => {
-    const all = [{ label: mine, rows: curve }, ...others.map((id, i) => ({ label: visible(runs?.find((row) => row.id === id)?.name ?? id), rows: curveOf((theirs[i] ?? []).filter((row) => row.name === name)) }))];
+    const all = [{ label: mine, rows: curve }, ...others.map((id, i) => ({ label: visible(runs?.find((row) => row.id === id)?.name ?? id), rows: curveOf((theirs[i] ?? []).filter((row) => row.name === name && isInRange(row, range))) }))];
     return all.flatMap(({ label, rows }, i): Line[] => {
       if (rows.length === 0) return [];
       const low = rows.map((row) => row.accuracy_low);
@@ -292,15 +298,14 @@ function Curve({ name, curve }: { name: string; curve: EvalRow[] }) {
         },
       ];
     });
-  }, [curve, mine, name, runs, others.join(), ...theirs]);
+  }, [curve, mine, name, runs, range?.from, range?.to, others.join(), ...theirs]);
   const x = useMemo(() => curve.map((row) => row.version), [curve]);
   return <Chart title="Accuracy" unit="after steps, 95 % intervals" axis="version" x={x} lines={lines} low={0} format={(value) => percent(value)} tickFormat={wholePercent} right={lines.length > 1 ? 90 : 12} />;
 }
 
-interface SecondProps {
-  curve: EvalRow[];
+interface PassesProps {
   before?: EvalRow;
-  after?: EvalRow;
+  after: EvalRow;
   samplesBefore?: EvalSample[];
   samplesAfter?: EvalSample[];
 }
@@ -308,26 +313,35 @@ interface SecondProps {
 /** Room for a label such as "10000 steps". */
 const LABEL_PX = 88;
 
-/** pass@k where items have several answers, else the other metrics of the eval. */
-function Second({ curve, before, after, samplesBefore, samplesAfter }: SecondProps) {
-  const several = (after?.num_completions ?? 1) > 1;
-  const pass = useMemo(() => {
-    const curves = [before !== after && samplesBefore ? { row: before!, samples: samplesBefore, color: "--r3" } : null, samplesAfter ? { row: after!, samples: samplesAfter, color: "--c1" } : null];
-    return curves.flatMap((one): Line[] => {
-      if (!one) return [];
-      const { k, pass } = passCurve(one.samples);
-      return [{ label: `after ${one.row.version} steps`, color: one.color, x: k.map(Math.log2), values: pass, width: one.color === "--c1" ? 2 : 1.5, direct: `${one.row.version} steps` }];
+/** pass@k, and dashed pass^k, of both checkpoints. */
+function Passes({ before, after, samplesBefore, samplesAfter }: PassesProps) {
+  const lines = useMemo(() => {
+    const curves = [before && before !== after && samplesBefore ? { row: before, samples: samplesBefore, color: "--r3" } : null, samplesAfter ? { row: after, samples: samplesAfter, color: "--c1" } : null];
+    return curves.flatMap((curve): Line[] => {
+      if (!curve) return [];
+      const { k, one, all } = passCurve(curve.samples);
+      const name = `${curve.row.version} steps`;
+      const common = { color: curve.color, x: k.map(Math.log2), width: curve.color === "--c1" ? 2 : 1.5, direct: name };
+      return [
+        { ...common, label: `pass@k after ${name}`, values: one },
+        { ...common, label: `pass^k after ${name}`, values: all, dash: [5, 3], silent: true },
+      ];
     });
   }, [before, after, samplesBefore, samplesAfter]);
-  const metrics = useMemo(() => {
-    const names = [...new Set(curve.flatMap((row) => Object.keys(row.metrics)))].filter((name) => name !== curve[0]?.metric && curve.some((row) => row.metrics[name] !== row.accuracy));
-    return names.slice(0, 4).map((name, i): Line => ({ label: name, color: runColor(i), x: curve.map((row) => row.version), values: curve.map((row) => row.metrics[name] ?? null), direct: name }));
-  }, [curve]);
-  const x = useMemo(() => (several ? (pass.at(-1)?.x ?? []) : curve.map((row) => row.version)), [several, pass, curve]);
-  if (several)
-    return <Chart title="pass@k" unit="k answers an item" axis="k" x={x} lines={pass} low={0} high={1} right={LABEL_PX} format={(value) => percent(value)} tickFormat={wholePercent} xFormat={(at) => String(2 ** at)} />;
-  if (metrics.length === 0) return null;
-  return <Chart title="Other metrics" unit={metrics.map((line) => line.label).join(", ")} axis="version" x={x} lines={metrics} low={0} right={72} />;
+  return <Chart title="pass@k" unit="dashed: pass^k" axis="k" x={lines.at(-1)?.x ?? []} lines={lines} low={0} high={1} right={LABEL_PX} format={(value) => percent(value)} tickFormat={wholePercent} xFormat={(at) => String(2 ** at)} />;
+}
+
+/** Returns metrics that say more than the accuracy and the passes do, four at most. */
+function otherMetrics(curve: EvalRow[]): string[] {
+  const names = new Set(curve.flatMap((row) => Object.keys(row.metrics)));
+  return [...names].filter((name) => !/^pass[@^]/.test(name) && name !== curve[0]?.metric && curve.some((row) => row.metrics[name] !== row.accuracy)).slice(0, 4);
+}
+
+function OtherMetrics({ curve }: { curve: EvalRow[] }) {
+  const lines = useMemo(() => otherMetrics(curve).map((name, i): Line => ({ label: name, color: runColor(i), x: curve.map((row) => row.version), values: curve.map((row) => row.metrics[name] ?? null), direct: name })), [curve]);
+  const x = useMemo(() => curve.map((row) => row.version), [curve]);
+  if (lines.length === 0) return null;
+  return <Chart title="Other metrics" unit="after steps" axis="version" x={x} lines={lines} low={0} right={LABEL_PX} />;
 }
 
 const TITLES: Record<(typeof BLOCKS)[number], [string, string]> = {

@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 import type { EvalRow, EvalSample } from "../../types";
-import { blockOf, curveOf, difference, joinItems, passCurve, slicesOf } from "./items";
+import { blockOf, curveOf, difference, isInRange, joinItems, passCurve, recordedGain, slicesOf } from "./items";
 
 const sample = (item: number, score: number | null, completion = 0, tags = {}): EvalSample => ({
   attempt: 1,
@@ -39,15 +39,24 @@ test("without scored items there is no difference", () => {
   expect(difference(joinItems([sample(0, null)], [sample(0, 1)]))).toBeNull();
 });
 
-test("pass@k ends at the answers that every item has", () => {
+test("pass@k and pass^k end at the answers that every item has", () => {
   const curve = passCurve([sample(0, 1, 0), sample(0, 0, 1), sample(1, 0, 0), sample(1, 0, 1), sample(1, 0, 2)]);
-  expect(curve).toEqual({ k: [1, 2], pass: [0.25, 0.5] });
+  expect(curve).toEqual({ k: [1, 2], one: [0.25, 0.5], all: [0.25, 0] });
+  expect(passCurve([sample(0, 1, 0), sample(0, 1, 1), sample(1, 1, 0), sample(1, 0, 1)]).all).toEqual([0.75, 0.5]);
 });
 
 test("an eval in training stands before one made later, and failed ones are left out", () => {
   const row = (version: number, source: string, status = "finished") => ({ version, source, status, accuracy: 0.5, eval_id: `${source}${version}` }) as EvalRow;
   const curve = curveOf([row(4, "standalone"), row(4, "live"), row(0, "live"), row(2, "live", "failed"), row(4, "standalone")]);
   expect(curve.map((one) => one.eval_id)).toEqual(["live0", "live4"]);
+});
+
+test("the recorded gain is that to the first eval, and a range has the evals at its ends", () => {
+  const row = (version: number, gain: number | null) => ({ version, gain, gain_low: gain, gain_high: gain }) as EvalRow;
+  const [first, second, third] = [row(0, null), row(5, 0.1), row(10, 0.2)] as const;
+  expect(recordedGain(first, third, first)).toEqual({ gain: 0.2, low: 0.2, high: 0.2 });
+  expect([recordedGain(second, third, first), recordedGain(first, first, first)]).toEqual([null, null]);
+  expect([first, second, third].map((one) => isInRange(one, { from: 1, to: 4 }))).toEqual([false, true, false]);
 });
 
 test("items are sliced by tags with few values", () => {

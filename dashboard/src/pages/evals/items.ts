@@ -1,6 +1,7 @@
 /** Items that two evals share: blocks, paired difference, pass@k, slices. */
 
 import { passAtK } from "../../charts/math";
+import type { Range } from "../../state/url";
 import type { EvalRow, EvalSample, Value } from "../../types";
 
 /** An item with the answers of one eval; `score` is the mean over those that were scored. */
@@ -62,6 +63,12 @@ export interface Difference {
   items: number;
 }
 
+/** Returns the gain that the run recorded of an eval, a bootstrap over items: that to `first`, the first one. Null for another pair. */
+export function recordedGain(before: EvalRow, after: EvalRow, first: EvalRow | undefined): Pick<Difference, "gain" | "low" | "high"> | null {
+  const { gain, gain_low: low, gain_high: high } = after;
+  return before === first && gain !== null && low !== null && high !== null ? { gain, low, high } : null;
+}
+
 /** Returns the mean difference over items scored twice, with its 95 % interval (normal, paired over items). */
 export function difference(items: Item[]): Difference | null {
   const scored = items.filter((item) => item.before.score !== null && item.after.score !== null);
@@ -82,15 +89,28 @@ export function difference(items: Item[]): Difference | null {
   };
 }
 
-/** Returns pass@k for k = 1, 2, 4, ... up to the answers that every item has; an answer passes with a full score. */
-export function passCurve(samples: EvalSample[]): { k: number[]; pass: number[] } {
+export interface PassCurve {
+  k: number[];
+  /** pass@k: the chance that one of k answers of an item is right. */
+  one: number[];
+  /** pass^k: the chance that all k are. */
+  all: number[];
+}
+
+/** Returns pass@k and pass^k for k = 1, 2, 4, ... up to the answers that every item has; an answer passes with a full score. */
+export function passCurve(samples: EvalSample[]): PassCurve {
   const items = [...byItem(samples).values()].map((answers) => answers.filter((answer) => answer.score !== null)).filter((answers) => answers.length > 0);
   const most = items.length ? Math.min(...items.map((answers) => answers.length)) : 0;
   const k: number[] = [];
   for (let next = 1; next <= most; next *= 2) k.push(next);
-  const pass = k.map((tries) => items.reduce((sum, answers) => sum + passAtK(answers.length, answers.filter((answer) => answer.score! >= 1).length, tries), 0) / items.length);
-  return { k, pass };
+  const counts = items.map((answers) => ({ n: answers.length, right: answers.filter((answer) => answer.score! >= 1).length }));
+  const mean = (of: (n: number, right: number) => number) => counts.reduce((sum, { n, right }) => sum + of(n, right), 0) / counts.length;
+  // All are right unless one of k is wrong.
+  return { k, one: k.map((tries) => mean((n, right) => passAtK(n, right, tries))), all: k.map((tries) => 1 - mean((n, right) => passAtK(n, n - right, tries))) };
 }
+
+/** Returns whether an eval of a version lies in a range of the ruler: after its first step, and up to the end of its last. */
+export const isInRange = (row: EvalRow, range: Range | null): boolean => !range || (row.version >= range.from && row.version <= range.to + 1);
 
 /** Returns one finished eval a policy version, in their order: the newest that ran in training, else another. */
 export function curveOf(evals: EvalRow[]): EvalRow[] {
