@@ -1,5 +1,6 @@
 import { Fragment, lazy, Suspense, useEffect, useMemo, useState } from "react";
 import { count, duration } from "../../format";
+import { wordDiff } from "./compare";
 import { conversation, type Message, type Role } from "./conversation";
 import Markdown from "./Markdown";
 import { Clipped, Plain } from "../../text/SafeText";
@@ -16,7 +17,7 @@ const FEW_TOKENS = 64;
 /** Longer thinking starts folded after so many characters. */
 const THINKING_CHARS = 4000;
 
-export type Shown = View | "text" | "raw";
+export type Shown = View | "text" | "raw" | "diff";
 
 interface PaneProps {
   detail: Detail;
@@ -24,6 +25,8 @@ interface PaneProps {
   shown: string;
   setShown: (shown: Shown) => void;
   search: string;
+  /** The answer beside this one, and whether it stands first. */
+  against?: { text: string; isFirst: boolean };
   children?: React.ReactNode;
 }
 
@@ -34,16 +37,16 @@ function viewOf(wanted: string, views: readonly View[], tokens: number): Shown {
   return known ?? (views[0] && tokens <= FEW_TOKENS ? views[0] : "text");
 }
 
-export function ConversationPane({ detail, title, shown, setShown, search, children }: PaneProps) {
+export function ConversationPane({ detail, title, shown, setShown, search, against, children }: PaneProps) {
   const tokens = useMemo(() => new Map(detail.turns.map((turn) => [turn.turn, tokensOf(turn)])), [detail]);
   const all = useMemo(() => [...tokens.values()].flat(), [tokens]);
   const views = useMemo(() => availableViews(all), [all]);
-  const view = viewOf(shown || (search ? "text" : ""), views, all.length);
+  const view = shown === "diff" && against ? "diff" : viewOf(shown || (search ? "text" : ""), views, all.length);
   const [at, point] = useState<{ turn: number; index: number } | null>(null);
   const messages = useMemo(() => conversation(detail), [detail]);
   useEffect(() => point(leastLikely(tokens)), [tokens]);
   const parts = useMemo(() => new Map([...tokens].map(([turn, list]) => [turn, tokenParts(list, messages.filter((message) => message.turn === turn).length)])), [tokens, messages]);
-  const colored = view !== "text" && view !== "raw";
+  const colored = view !== "text" && view !== "raw" && view !== "diff";
   const token = at ? (tokens.get(at.turn)?.[at.index] ?? null) : null;
 
   return (
@@ -51,7 +54,7 @@ export function ConversationPane({ detail, title, shown, setShown, search, child
       <div className="hd">
         {title}
         <div className="seg" role="group" aria-label="How the answer is shown">
-          {(["text", ...views, "raw"] as Shown[]).map((one) => (
+          {(["text", ...views, "raw", ...(against ? ["diff"] : [])] as Shown[]).map((one) => (
             <button key={one} aria-pressed={view === one} onClick={() => setShown(one)}>
               {one}
             </button>
@@ -66,7 +69,7 @@ export function ConversationPane({ detail, title, shown, setShown, search, child
           <Clipped text={detail.failure_message}>{(text) => <div className="verbatim w"><Plain text={text} /></div>}</Clipped>
         </div>
       )}
-      {view === "raw" ? <Raw detail={detail} search={search} /> : messages.map((message, i) => {
+      {view === "diff" && against ? <Differences text={detail.completion_text ?? ""} against={against} /> : view === "raw" ? <Raw detail={detail} search={search} /> : messages.map((message, i) => {
         const turn = detail.turns.find((one) => one.turn === message.turn);
         const first = messages.findIndex((other) => other.turn === message.turn) === i;
         const pieces = colored ? (parts.get(message.turn ?? -1) ?? []) : [];
@@ -176,6 +179,22 @@ function Raw({ detail, search }: { detail: Detail; search: string }) {
       <div className="verbatim"><Clipped text={text}>{(shown) => <Plain text={shown} search={search} />}</Clipped></div>
     </div>
   ));
+}
+
+/** The answer with the words that the one beside it does not have. */
+function Differences({ text, against }: { text: string; against: { text: string; isFirst: boolean } }) {
+  const pieces = useMemo(() => (against.isFirst ? wordDiff(against.text, text)[1] : wordDiff(text, against.text)[0]), [text, against.text, against.isFirst]);
+  return (
+    <div className="msg">
+      <span>
+        answer
+        <small>marked: words of this one alone</small>
+      </span>
+      <div className="verbatim" aria-label="Differences">
+        {pieces.map((piece, i) => (piece.own ? <mark key={i}><Plain text={piece.text} /></mark> : <Plain key={i} text={piece.text} />))}
+      </div>
+    </div>
+  );
 }
 
 /** What a call gave back, under it. */

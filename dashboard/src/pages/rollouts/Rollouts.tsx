@@ -221,6 +221,7 @@ export function Rollouts() {
           shown={params.view ?? ""}
           setShown={(view) => setParams({ view }, true)}
           search={params.search ?? ""}
+          against={shownDetail && { text: shownDetail.completion_text ?? "", isFirst: false }}
           title={<Title detail={pinned.data} note={<button className="link d" onClick={() => setParams({ pin: null })}>unpin</button>} />}
         />
       )}
@@ -230,6 +231,7 @@ export function Rollouts() {
           shown={params.view ?? ""}
           setShown={(view) => setParams({ view }, true)}
           search={params.search ?? ""}
+          against={pinned.data && { text: pinned.data.completion_text ?? "", isFirst: true }}
           title={<Title detail={shownDetail} of={group?.samples.length} note={<button className="link d" onClick={pin}>{pinId === selected ? "unpin" : "pin"} <kbd>c</kbd></button>} />}
         >
           {group && <AllAnswers group={group} scale={scale} selected={selected} onSelect={(id) => select(id)} />}

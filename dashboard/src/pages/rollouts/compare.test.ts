@@ -1,5 +1,5 @@
 import { expect, test } from "vitest";
-import { commonStart, pairs, startWords } from "./compare";
+import { commonStart, pairs, startWords, wordDiff } from "./compare";
 import type { Detail } from "./types";
 
 const detail = (more: Partial<Detail>): Detail =>
@@ -26,4 +26,17 @@ test("the difference of answers is described in words", () => {
   expect(startWords("same", "same")).toContain("equal");
   expect(startWords("xa", "ya")).toContain("from the first character");
   expect(startWords("abc", "abd")).toBe("The first 2 characters are equal.");
+});
+
+test("a word diff has both texts whole, and what only one of them has", () => {
+  const [first, second] = wordDiff("so 2 + 3 is 5, right", "so 2 * 3 is 6, right");
+  expect(first.map((piece) => piece.text).join("")).toBe("so 2 + 3 is 5, right");
+  expect([first, second].map((side) => side.filter((piece) => piece.own).map((piece) => piece.text))).toEqual([["+", "5"], ["*", "6"]]);
+  expect(wordDiff("", "new")).toEqual([[], [{ text: "new", own: true }]]);
+  expect(wordDiff("same", "same")).toEqual([[{ text: "same", own: false }], [{ text: "same", own: false }]]);
+});
+
+test("texts that are too long to compare differ as a whole between their common ends", () => {
+  const [first] = wordDiff(`a ${"x ".repeat(3000)}z`, `a ${"y x ".repeat(3000)}z`);
+  expect(first.map((piece) => piece.own)).toEqual([false, true, false]);
 });

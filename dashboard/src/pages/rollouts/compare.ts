@@ -44,3 +44,50 @@ export function startWords(first: string, second: string): string {
   const same = commonStart(first, second);
   return same === 0 ? "The answers differ from the first character." : `The first ${number(same)} characters are equal.`;
 }
+
+export interface DiffPiece {
+  text: string;
+  /** Not in the other text. */
+  own: boolean;
+}
+
+/** Words of two texts, after what they share at both ends, whose product is larger are not compared. */
+const MOST_CELLS = 4_000_000;
+
+const wordsOf = (text: string): string[] => text.match(/\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu) ?? [];
+
+/** Returns the pieces of two texts that both have, and those of one alone, by their longest common sequence of words. */
+export function wordDiff(first: string, second: string): [DiffPiece[], DiffPiece[]] {
+  const [a, b] = [wordsOf(first), wordsOf(second)];
+  let [start, end] = [0, 0];
+  while (start < Math.min(a.length, b.length) && a[start] === b[start]) start += 1;
+  while (end < Math.min(a.length, b.length) - start && a.at(-1 - end) === b.at(-1 - end)) end += 1;
+  const [ownA, ownB] = [a.map((_, i) => i >= start && i < a.length - end), b.map((_, i) => i >= start && i < b.length - end)];
+  const [n, m] = [a.length - start - end, b.length - start - end];
+  if (n > 0 && m > 0 && n * m <= MOST_CELLS) {
+    // Length of the longest common sequence of what follows word i of one and word j of the other.
+    const longest = new Uint16Array((n + 1) * (m + 1));
+    const at = (i: number, j: number) => i * (m + 1) + j;
+    for (let i = n - 1; i >= 0; i--) {
+      for (let j = m - 1; j >= 0; j--) {
+        longest[at(i, j)] = a[start + i] === b[start + j] ? longest[at(i + 1, j + 1)]! + 1 : Math.max(longest[at(i + 1, j)]!, longest[at(i, j + 1)]!);
+      }
+    }
+    for (let i = 0, j = 0; i < n && j < m; ) {
+      if (a[start + i] === b[start + j]) ownA[start + i++] = ownB[start + j++] = false;
+      else if (longest[at(i + 1, j)]! >= longest[at(i, j + 1)]!) i += 1;
+      else j += 1;
+    }
+  }
+  return [joined(a, ownA), joined(b, ownB)];
+}
+
+function joined(words: string[], own: boolean[]): DiffPiece[] {
+  const pieces: DiffPiece[] = [];
+  words.forEach((text, i) => {
+    const last = pieces.at(-1);
+    if (last && last.own === own[i]) last.text += text;
+    else pieces.push({ text, own: own[i]! });
+  });
+  return pieces;
+}
