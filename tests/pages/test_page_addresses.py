@@ -137,6 +137,21 @@ def test_an_answer_is_shown_on_the_timeline_when_it_ran(visitor: Visit, runs: Pa
     assert float(start) < row["started_at"] - origin < row["finished_at"] - origin < abs(float(end))
 
 
+def test_the_range_of_the_ruler_is_that_of_each_page(visitor: Visit, runs: Path):
+    page = visitor.open("first/rollouts", {"range": "3-5"})
+    expect(page.get_by_label("Steps and groups")).to_contain_text("Step 5")
+    page = visitor.open("first/evals", {"range": "3-11"})
+    expect(page.locator(".evals .first table tbody tr")).to_have_count(1)
+    page = visitor.open("first/timeline", {"range": "3-5"})
+    page.wait_for_url("**t=*")
+    query = "select min(started_at) as start, max(ended_at) as end, (select started_at from runs) as origin from steps"
+    (times,) = Run(runs / "first").sql(f"{query} where step between 3 and 5").to_dicts()
+    low, high = map(float, parse_qs(page.url)["t"][0].split("-"))
+    around = 0.02 * (times["end"] - times["start"])
+    assert low == pytest.approx(times["start"] - times["origin"] - around, abs=0.01)
+    assert high == pytest.approx(times["end"] - times["origin"] + around, abs=0.01)
+
+
 def test_copy_link_copies_the_address(visitor: Visit):
     page = visitor.open("first/metrics", {"smooth": "0.5"})
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])

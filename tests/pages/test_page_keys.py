@@ -126,3 +126,13 @@ def test_arrows_go_through_the_tokens_of_an_answer(visitor: Visit, runs: Path):
     page.keyboard.press("Home")
     page.keyboard.press("ArrowRight")
     expect(tokens.locator(".cur")).to_have_attribute("data-i", "1")
+
+
+def test_keys_go_through_the_requests_of_the_timeline(visitor: Visit):
+    page = visitor.open("first/timeline", {"step": 6})
+    chosen = []
+    for key in (".", ".", ","):
+        page.keyboard.press(key)
+        visitor.settle()
+        chosen.append(page.get_by_role("heading", name="Request").inner_text())
+    assert chosen[0] == chosen[2] != chosen[1]

@@ -211,6 +211,9 @@ def test_evals_show_accuracy_and_the_items_that_changed(visitor: Visit, record: 
     for title, (was, now) in {"lost": (True, False), "gained": (False, True), "right twice": (True, True)}.items():
         expected = sum(right[item, before["version"]] is was and right[item, after["version"]] is now for item in items)
         assert page.get_by_role("listbox", name=f"{expected} {title}").get_by_role("option").count() == expected
+    said = numbers(page.locator(".verdict p").inner_text())
+    assert said[0] == pytest.approx(100 * after["gain"], abs=0.051)
+    assert said[2:4] == pytest.approx([100 * after["gain_low"], 100 * after["gain_high"]], abs=0.051)
 
 
 def test_infra_shows_the_last_reading_of_each_machine(visitor: Visit, record: Run):
