@@ -136,3 +136,12 @@ def test_keys_go_through_the_requests_of_the_timeline(visitor: Visit):
         visitor.settle()
         chosen.append(page.get_by_role("heading", name="Request").inner_text())
     assert chosen[0] == chosen[2] != chosen[1]
+
+
+def test_arrows_go_through_the_steps_of_the_heat_strip(visitor: Visit):
+    page = visitor.open("first/rollouts", {"step": 5})
+    page.get_by_label("Steps: arrow keys").focus()
+    for key, step in (("ArrowRight", 6), ("Home", 0)):
+        page.keyboard.press(key)
+        page.wait_for_url(f"**step={step}*")
+    expect(page.get_by_label("Steps and groups")).to_contain_text("Step 0")

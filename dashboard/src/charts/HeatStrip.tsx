@@ -22,8 +22,15 @@ const RAMP = ["--r0", "--r1", "--r2", "--r3", "--r4"];
 
 export function HeatStrip({ steps, rows, selected, onSelect }: HeatStripProps) {
   const at = selected === null ? steps.length - 1 : steps.indexOf(selected);
+  const move = (event: React.KeyboardEvent) => {
+    const to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: steps.length - 1 }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    const step = steps[Math.min(Math.max(to, 0), steps.length - 1)];
+    if (step !== undefined && to !== at) onSelect(step);
+  };
   return (
-    <div className="heat">
+    <div className="heat" tabIndex={0} role="group" aria-label="Steps: arrow keys go through them" onKeyDown={move}>
       {rows.map((row) => (
         <Fragment key={row.label}>
           <span className="cut">{row.label}</span>
