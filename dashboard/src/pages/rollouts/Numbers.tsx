@@ -35,24 +35,32 @@ interface Interval {
   seconds: number;
 }
 
-/** The time to the first token of a sample's first request; null if its engine did not report it. */
-export const firstToken = (detail: Detail): number | null => (detail.spans ?? []).find((span) => span.first_token_seconds !== null)?.first_token_seconds ?? null;
+/** The time to the first token of a sample's first request; no row if its engine did not report it. */
+export function firstTokenRows(detail: Detail): [string, string][] {
+  const [first, ...others] = (detail.spans ?? []).filter((span) => span.first_token_seconds !== null);
+  return first ? [[others.length > 0 ? "first token, turn 1" : "first token after", `${number(first.first_token_seconds, 3)} s`]] : [];
+}
 
 /** Time of a sample, as far as the record has it. */
-function timing(detail: Detail): { intervals: Interval[]; whole: number } | null {
+export function timing(detail: Detail): { intervals: Interval[]; whole: number } | null {
   const { started_at: start, generated_at: generated, finished_at: end } = detail;
   if (start === null || end === null) return null;
   const spans = detail.spans ?? [];
   const of = (name: string) => spans.filter((span) => span.name === name).reduce((sum, span) => sum + span.end - span.start, 0);
+  const engine = of("queue") + of("prefill") + of("decode");
+  // Tools run while the environment replies, some of them at the same time.
+  const replies = of("environment");
+  const tools = Math.min(of("tool"), replies);
   const parts: Interval[] = [
     { name: "queue", color: "q", seconds: of("queue") },
     { name: "prefill", color: "pf", seconds: of("prefill") },
     { name: "decode", color: "dc", seconds: of("decode") },
   ].filter((part) => part.seconds > 0);
-  const traced = parts.reduce((sum, part) => sum + part.seconds, 0);
   const generation = (generated ?? end) - start;
-  if (traced === 0) parts.push({ name: "generation", color: "dc", seconds: generation });
-  else if (generation - traced > 0.0005) parts.push({ name: "outside the engine", color: "wait", seconds: generation - traced });
+  if (engine === 0) parts.push({ name: "generation", color: "dc", seconds: generation - replies });
+  if (tools > 0) parts.push({ name: "tools", color: "env", seconds: tools });
+  if (replies - tools > 0.0005) parts.push({ name: "environment", color: "env", seconds: replies - tools });
+  if (engine > 0 && generation - engine - replies > 0.0005) parts.push({ name: "outside the engine", color: "wait", seconds: generation - engine - replies });
   if (generated !== null) parts.push({ name: "reward", color: "rw", seconds: end - generated });
   return { intervals: parts, whole: end - start };
 }
@@ -156,7 +164,7 @@ export function Numbers({ detail, group, scale, pinned, origin = null }: Numbers
             rows={[
               ...time.intervals.flatMap((part): Row[] => [
                 [part.name, `${number(part.seconds, 3)} s`],
-                ...(part.name === "prefill" && firstToken(detail) !== null ? [["first token after", `${number(firstToken(detail), 3)} s`] as Row] : []),
+                ...(part.name === "prefill" ? firstTokenRows(detail) : []),
               ]),
               ["server, slot", `${number(detail.server)}, ${number(detail.lane)}`],
             ]}

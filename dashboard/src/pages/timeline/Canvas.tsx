@@ -114,7 +114,7 @@ export function Canvas({ scene, setView, onSelect, onFit, onSize }: CanvasProps)
     const kind = kindOf(component[row]!, name[row]!);
     const seconds = `${(end[row]! - start[row]!).toPrecision(3)} s`;
     if (many > 1) return `${many} spans, mostly ${kind}`;
-    if (sample_id[row]) return [sample_id[row], kind === "request" ? "outside the engine" : kind, seconds].join(", ");
+    if (sample_id[row]) return [sample_id[row], kind === "request" ? "outside the engine" : kind === "environment" ? name[row]! : kind, seconds].join(", ");
     return [
       KINDS.includes(kind) && kind !== "other" && kind !== "forward" ? kind : name[row]!.replaceAll("_", " "),
       micro_batch[row] !== null ? `micro-batch ${micro_batch[row]! + 1}` : "",

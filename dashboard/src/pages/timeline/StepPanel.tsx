@@ -2,7 +2,7 @@ import { runPath } from "../../api";
 import { duration, NONE, number, signed } from "../../format";
 import { useResource } from "../../state/resource";
 import { place } from "../../state/url";
-import { firstToken, Rows, versionRange } from "../rollouts/Numbers";
+import { firstTokenRows, Rows, versionRange } from "../rollouts/Numbers";
 import { answerAddress } from "../rollouts/select";
 import { median } from "../rollouts/squares";
 import type { Detail } from "../rollouts/types";
@@ -67,6 +67,8 @@ export function RequestPanel({ run, sample, attempt, columns, running }: Request
       if (other === sample) traced.set(columns.name[row]!, (traced.get(columns.name[row]!) ?? 0) + columns.end[row]! - columns.start[row]!);
     });
   }
+  // Tools run while the environment replies.
+  if (traced.has("environment")) traced.set("environment", Math.max(0, traced.get("environment")! - (traced.get("tool") ?? 0)));
   const time = (name: string) => (traced.has(name) ? `${number(traced.get(name), 3)} s` : NONE);
   const group = groupOf(sample);
   const mates = new Map<string, number>();
@@ -79,8 +81,9 @@ export function RequestPanel({ run, sample, attempt, columns, running }: Request
   const rows: [string, React.ReactNode][] = [
     ["queue", time("queue")],
     [`prefill${detail ? `, ${number(detail.prompt_tokens)} tokens` : ""}`, time("prefill")],
-    ...(detail && firstToken(detail) !== null ? [["first token after", `${number(firstToken(detail), 3)} s`] as [string, string]] : []),
+    ...(detail ? firstTokenRows(detail) : []),
     [`decode${detail ? `, ${number(detail.completion_tokens)} tokens` : ""}`, time("decode")],
+    ...["tool", "environment"].filter((name) => traced.has(name)).map((name): [string, string] => [name === "tool" ? "tools" : "environment", time(name)]),
     ["reward", time("reward")],
   ];
   if (detail?.completion_tokens && decode > 0) rows.push(["tokens a second", number(detail.completion_tokens / decode)]);

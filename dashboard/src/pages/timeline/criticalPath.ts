@@ -113,6 +113,7 @@ const REQUEST_PHASES: Record<string, Phase> = {
   queue: { label: "Its queue", kind: "queue", priority: 5 },
   prefill: { label: "Its prefill", kind: "prefill", priority: 5 },
   decode: { label: "Its decode", kind: "decode", priority: 5 },
+  tool: { label: "Its tools", kind: "environment", priority: 6 },
   reward: { label: "Its reward", kind: "reward", priority: 6 },
 };
 const ENVIRONMENT_PHASE: Phase = { label: "Its environment", kind: "environment", priority: 5 };
