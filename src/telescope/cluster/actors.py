@@ -14,6 +14,7 @@ import socket
 import tempfile
 from collections.abc import Awaitable, Mapping
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
@@ -123,7 +124,7 @@ class InferenceActor:
     @ray.method(concurrency_group="observe")
     def take_readings(self) -> ReadingBatch:
         """The server's metrics since the last call."""
-        return placed(self._metrics.take())
+        return add_gpus(self._metrics.take())
 
     @ray.method(concurrency_group="control")
     def status(self) -> Any:
@@ -159,11 +160,10 @@ class TrainerActor:
         self._rank = rank
         self._world_size = world_size
         self._listener: socket.socket | None = None
-        self._trainer: Any = None
-        self._sender: Any = None
+        self.trainer: Any = None
+        self.sender: Any = None
         self._memory: Sampler | None = None
 
-    @ray.method(concurrency_group="control")
     def address(self, loopback: bool) -> tuple[str, int]:
         """Host and port at which this rank listens for the others from now on."""
         host = own_host(loopback=loopback)
@@ -177,12 +177,12 @@ class TrainerActor:
         from telescope.trainer.worker import Trainer
         from telescope.weights.sender import WeightSender
 
-        self._trainer = Trainer(
+        self.trainer = Trainer(
             self._config, self._rank, self._world_size, master_host, master_port, listener=self._listener
         )
-        info = self._trainer.setup()
-        self._sender = WeightSender(
-            device=self._trainer.backend.device,
+        info = self.trainer.setup()
+        self.sender = WeightSender(
+            device=self.trainer.backend.device,
             cpu_staging=self._config.weight_broadcast_cpu_staging,
             pin_memory=self._config.weight_broadcast_pin_memory,
             rank=self._rank,
@@ -191,108 +191,63 @@ class TrainerActor:
         self._memory = Sampler(
             "memory of the trainer",
             self._config.torch_memory_sample_interval_seconds,
-            memory_reader(self._trainer.backend.device),
+            memory_reader(self.trainer.backend.device),
         )
         self._memory.start()
         return info
 
-    def warm_up(self) -> Any:
-        """Compiles what the first training step would. Returns its `Span`."""
-        return self._trainer.warm_up()
-
     @ray.method(concurrency_group="observe")
     def take_readings(self) -> ReadingBatch:
         """Readings of this rank's memory since the last call; none before `setup`."""
-        return placed(self._memory.take() if self._memory is not None else ReadingBatch([], []))
-
-    def train_step(self, step_input: Any) -> Any:
-        return self._trainer.train_step(step_input)
-
-    def restart(self) -> None:
-        self._trainer.restart()
-
-    def weight_metadata(self) -> Any:
-        return self._trainer.backend.weight_metadata()
-
-    @ray.method(concurrency_group="control")
-    def listen_for_engine(self, engine: int, num_workers: int, loopback: bool) -> Any:
-        """Listens for an engine's workers. Returns the `InitInfo` that they need to connect."""
-        from telescope.weights.communicator import backend_for
-
-        config = self._config
-        return self._sender.listen(
-            engine,
-            num_workers=num_workers,
-            host=own_host(loopback=loopback),
-            backend=backend_for(self._trainer.backend.device, cpu_staging=config.weight_broadcast_cpu_staging),
-            timeout_seconds=config.ray_broadcast_init_timeout_s,
-        )
-
-    @ray.method(concurrency_group="control")
-    def connect_engine(self, engine: int) -> None:
-        """Waits until the announced engine's workers have joined."""
-        self._sender.connect(engine)
-
-    @ray.method(concurrency_group="control")
-    def abort_engine(self, engine: int, reason: str) -> None:
-        """Aborts the transfer to one engine. A send that is blocked on it goes on with the others."""
-        self._sender.abort(engine, reason)
-
-    def send_weights(
-        self, update: UpdateInfo, engines: list[int], fingerprints: bool, corrupt: str | None = None
-    ) -> Any:
-        """Gathers the weights with the other ranks and sends them to this rank's engines."""
-        import torch
-
-        weights = self._trainer.named_weights(getattr(torch, update.dtype))
-        return self._sender.send(weights, update, engines, fingerprints=fingerprints, corrupt=corrupt)
-
-    def sequence_logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
-        return list(self._trainer.backend.sequence_logprobs(token_ids, temperature))
-
-    def packed_logprobs(self, step_input: Any) -> Any:
-        """See `trainer.self_check`."""
-        from telescope.trainer.self_check import packed_logprobs
-
-        return packed_logprobs(self._trainer.backend, step_input)
-
-    def compare_gradients(self, first: Any, second: Any) -> Any:
-        """See `trainer.self_check`."""
-        from telescope.trainer.self_check import compare_gradients
-
-        return compare_gradients(self._trainer.backend, first, second)
-
-    def save_checkpoint(self, step: int, directory: str) -> None:
-        self._trainer.save_checkpoint(step, Path(directory))
-
-    @ray.method(concurrency_group="checkpoint")
-    def finish_checkpoint(self) -> None:
-        """Waits until the files of the last checkpoint are complete; this rank trains meanwhile."""
-        self._trainer.backend.finish_checkpoint()
-
-    def load_checkpoint(self, step: int, directory: str) -> None:
-        self._trainer.backend.load_checkpoint(step, Path(directory))
-
-    def save_hf(self, directory: str) -> None:
-        self._trainer.backend.save_hf(Path(directory))
-
-    def sync_adapter(self, directory: str, dtype: str) -> Any:
-        """Writes the adapter for the servers; see `Trainer.sync_adapter`."""
-        import torch
-
-        return self._trainer.sync_adapter(Path(directory), getattr(torch, dtype))
+        return add_gpus(self._memory.take() if self._memory is not None else ReadingBatch([], []))
 
     @ray.method(concurrency_group="control")
     def dump_stacks(self) -> str:
         return thread_stacks()
 
+    def call(self, command: str, *args: Any) -> Any:
+        """Calls a method by its path from here, such as `trainer.train_step` or `sender.connect`."""
+        return attrgetter(command)(self)(*args)
+
+    def listen_for_engine(self, engine: int, num_workers: int, loopback: bool) -> Any:
+        """Listens for an engine's workers. Returns the `InitInfo` that they need to connect."""
+        from telescope.weights.communicator import backend_for
+
+        config = self._config
+        return self.sender.listen(
+            engine,
+            num_workers=num_workers,
+            host=own_host(loopback=loopback),
+            backend=backend_for(self.trainer.backend.device, cpu_staging=config.weight_broadcast_cpu_staging),
+            timeout_seconds=config.ray_broadcast_init_timeout_s,
+        )
+
+    def send_weights(self, update: UpdateInfo, engines: list[int], fingerprints: bool, corrupt: str | None) -> Any:
+        """Gathers the weights with the other ranks and sends them to this rank's engines."""
+        import torch
+
+        weights = self.trainer.named_weights(getattr(torch, update.dtype))
+        return self.sender.send(weights, update, engines, fingerprints=fingerprints, corrupt=corrupt)
+
+    def sync_adapter(self, directory: Path, dtype: str) -> Any:
+        """Writes the adapter for the servers; see `Trainer.sync_adapter`."""
+        import torch
+
+        return self.trainer.sync_adapter(directory, getattr(torch, dtype))
+
+    def self_check(self, function: str, *inputs: Any) -> Any:
+        """Calls a function of `trainer.self_check` with the backend."""
+        from telescope.trainer import self_check
+
+        return getattr(self_check, function)(self.trainer.backend, *inputs)
+
     def stop(self) -> None:
         if self._memory is not None:
             self._memory.stop()
-        if self._sender is not None:
-            self._sender.close()
-        if self._trainer is not None:
-            self._trainer.shutdown()
+        if self.sender is not None:
+            self.sender.close()
+        if self.trainer is not None:
+            self.trainer.shutdown()
 
 
 class HostActor:
@@ -306,8 +261,8 @@ class HostActor:
         return self._machine.take()
 
 
-def placed(batch: ReadingBatch) -> ReadingBatch:
-    """The readings with the GPUs that Ray assigned to this actor. The caller adds its node."""
+def add_gpus(batch: ReadingBatch) -> ReadingBatch:
+    """Adds the GPUs that Ray assigned to this actor. The caller adds its node."""
     return replace(batch, gpus=tuple(int(gpu) for gpu in ray.get_gpu_ids() if str(gpu).isdigit()))
 
 

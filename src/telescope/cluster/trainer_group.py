@@ -14,7 +14,7 @@ import logging
 import re
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -114,8 +114,8 @@ class TrainerGroup:
         self._start()
         await self._all(
             "starting the ranks again, within ray_placement_timeout_s",
-            lambda rank: self._ranks[rank].dump_stacks.remote(),
             self.config.ray_placement_timeout_s,
+            "dump_stacks",
         )
 
     def _names_of_nodes(self) -> list[str]:
@@ -141,10 +141,8 @@ class TrainerGroup:
 
     async def setup(self, *, loopback: bool) -> list[Any]:
         """Connects the ranks and loads the model. Returns each rank's `TrainerInfo`."""
-        host, port = await self._one(0, self._ranks[0].address.remote(loopback), "opening the port of the ranks")
-        infos = await self._all(
-            "model setup", lambda rank: self._ranks[rank].setup.remote(host, port, loopback), SETUP_TIMEOUT_SECONDS
-        )
+        host, port = await self._one(0, "opening the port of the ranks", "address", loopback)
+        infos = await self._all("model setup", SETUP_TIMEOUT_SECONDS, "setup", host, port, loopback)
         self._devices = [info.device for info in infos]
         self._layouts = [info.layout for info in infos]
         check_layouts(self._layouts)
@@ -180,9 +178,7 @@ class TrainerGroup:
         Call it after `setup` and before any other command: a rank that compiles answers none.
         """
         self._is_warming_up = True
-        spans = await self._all(
-            "compiling the model's blocks", lambda rank: self._ranks[rank].warm_up.remote(), SETUP_TIMEOUT_SECONDS
-        )
+        spans = await self._all("compiling the model's blocks", SETUP_TIMEOUT_SECONDS, "trainer.warm_up")
         self._is_warming_up = False
         return spans
 
@@ -195,9 +191,7 @@ class TrainerGroup:
         async with self.queue:
             self.is_settled = False  # until the step has ended on all ranks
             results: list[StepResult] = await self._all(
-                f"training step {inputs[0].step}",
-                lambda rank: self._ranks[rank].train_step.remote(by_rank[rank]),
-                self._step_timeout,
+                f"training step {inputs[0].step}", self._step_timeout, "trainer.train_step", inputs=[by_rank]
             )
             self.version += 1
             self.is_settled = True
@@ -208,9 +202,7 @@ class TrainerGroup:
     async def restart(self) -> None:
         """Reloads the initial weights as version 0. The engines need a sync afterwards."""
         async with self.queue:
-            await self._all(
-                "restart of the trainer", lambda rank: self._ranks[rank].restart.remote(), SETUP_TIMEOUT_SECONDS
-            )
+            await self._all("restart of the trainer", SETUP_TIMEOUT_SECONDS, "trainer.restart")
             self.version = 0
             self.is_settled = True
             self._num_restarts += 1
@@ -222,81 +214,58 @@ class TrainerGroup:
 
     async def listen_for_engine(self, engine: int, num_workers: int, *, loopback: bool) -> InitInfo:
         """Opens the sender's listener for an engine. Returns what the engine's workers need to connect."""
-        rank = self._sender(engine)
-        call = self._ranks[rank].listen_for_engine.remote(engine, num_workers, loopback)
-        return await self._one(rank, call, f"listening for engine {engine}")
+        what = f"listening for engine {engine}"
+        return await self._one(self._sender(engine), what, "listen_for_engine", engine, num_workers, loopback)
 
     async def connect_engine(self, engine: int) -> None:
         """Opens the sender's end of a communicator. The engine opens its end at the same time."""
-        rank = self._sender(engine)
-        await self._one(rank, self._ranks[rank].connect_engine.remote(engine), f"connecting engine {engine}")
+        await self._one(self._sender(engine), f"connecting engine {engine}", "sender.connect", engine)
 
     async def abort_engine(self, engine: int, reason: str) -> None:
         """Aborts a transfer or connection that is blocked on this engine. Sends to other engines go on."""
-        rank = self._sender(engine)
-        await self._one(rank, self._ranks[rank].abort_engine.remote(engine, reason), f"abort of engine {engine}")
+        await self._one(self._sender(engine), f"abort of engine {engine}", "sender.abort", engine, reason)
 
     async def send_weights(
         self, update: UpdateInfo, engines: list[int], *, fingerprints: bool, corrupt: str | None = None
     ) -> list[SendReport]:
         """Sends the weights to these engines. Returns each rank's report. `corrupt`: see `WeightSender.send`."""
-        return await self._all(
-            f"sending weights of version {update.version}",
-            lambda rank: self._ranks[rank].send_weights.remote(update, engines, fingerprints, corrupt),
-            # The transfer has its own deadline; this one catches a rank that misses it.
-            self._sync_timeout + 60,
-        )
+        what = f"sending weights of version {update.version}"
+        timeout = self._sync_timeout + 60  # the transfer has its own deadline; this one catches a rank that misses it
+        return await self._all(what, timeout, "send_weights", update, engines, fingerprints, corrupt)
 
     async def weight_metadata(self) -> list[TensorMeta]:
         """Names, shapes and types of the tensors that `send_weights` sends, in order."""
-        return (await self._all("weight metadata", lambda rank: self._ranks[rank].weight_metadata.remote(), 300))[0]
+        return (await self._all("weight metadata", 300, "trainer.backend.weight_metadata"))[0]
 
     async def sequence_logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
         """Logprobs of tokens 1..L-1 of one unpacked text under the trainer's current weights."""
-        results = await self._all(
-            "logprobs of a text", lambda rank: self._ranks[rank].sequence_logprobs.remote(token_ids, temperature), 300
-        )
-        return results[0]
+        command = "trainer.backend.sequence_logprobs"
+        return (await self._all("logprobs of a text", 300, command, token_ids, temperature))[0]
 
     async def packed_logprobs(self, inputs: list[StepInput]) -> dict[str, np.ndarray]:
         """Logprobs of the trained tokens of every sample in `inputs`, as packed there, by sample id."""
-        by_rank = self._inputs(inputs)
-        per_rank = await self._all(
-            "logprobs of packed samples",
-            lambda rank: self._ranks[rank].packed_logprobs.remote(by_rank[rank]),
-            self._step_timeout,
-        )
+        what, by_rank = "logprobs of packed samples", [self._inputs(inputs)]
+        per_rank = await self._all(what, self._step_timeout, "self_check", "packed_logprobs", inputs=by_rank)
         return {name: values_N for logprobs in per_rank for name, values_N in logprobs.items()}
 
     async def compare_gradients(self, first: list[StepInput], second: list[StepInput]) -> GradientComparison:
         """Compares the gradients of two packings of the same samples. Updates nothing."""
-        one, other = self._inputs(first), self._inputs(second)
-        results = await self._all(
-            "gradients of two packings",
-            lambda rank: self._ranks[rank].compare_gradients.remote(one[rank], other[rank]),
-            2 * self._step_timeout,
-        )
-        return results[0]
+        what, by_rank = "gradients of two packings", [self._inputs(first), self._inputs(second)]
+        return (await self._all(what, 2 * self._step_timeout, "self_check", "compare_gradients", inputs=by_rank))[0]
 
     async def save_checkpoint(self, step: int, directory: Path) -> None:
         """Copies weights and optimizer state, which are then written to `directory`. The caller has locked `queue`."""
         self._saving = directory
-        await self._all(
-            f"copying the checkpoint after step {step}",
-            lambda rank: self._ranks[rank].save_checkpoint.remote(step, str(directory)),
-            SETUP_TIMEOUT_SECONDS,
-        )
+        what = f"copying the checkpoint after step {step}"
+        await self._all(what, SETUP_TIMEOUT_SECONDS, "trainer.save_checkpoint", step, directory)
 
     async def finish_checkpoint(self) -> None:
         """Waits until the files of the last checkpoint are complete, and here. Not a collective: needs no lock.
 
         Raises `OSError`.
         """
-        await self._all(
-            "writing a checkpoint",
-            lambda rank: self._ranks[rank].finish_checkpoint.remote(),
-            CHECKPOINT_TIMEOUT_SECONDS,
-        )
+        command = "trainer.backend.finish_checkpoint"
+        await self._all("writing a checkpoint", CHECKPOINT_TIMEOUT_SECONDS, command, group="checkpoint")
         directory = self._saving
         if missing := await asyncio.to_thread(_missing_files, directory, self.config.train_backend):
             raise OSError(
@@ -306,31 +275,25 @@ class TrainerGroup:
 
     async def load_checkpoint(self, step: int, directory: Path) -> None:
         """Loads a checkpoint as version `step`; the engines need a sync afterwards. The caller has locked `queue`."""
-        await self._all(
-            f"loading {directory}",
-            lambda rank: self._ranks[rank].load_checkpoint.remote(step, str(directory)),
-            SETUP_TIMEOUT_SECONDS,
-        )
+        command = "trainer.backend.load_checkpoint"
+        await self._all(f"loading {directory}", SETUP_TIMEOUT_SECONDS, command, step, directory)
         self.version = step
         self.is_settled = True
         self._num_restarts += 1
 
     async def save_hf(self, directory: Path) -> None:
         """Writes the current weights as a Hugging Face model folder."""
-        await self._all("saving", lambda rank: self._ranks[rank].save_hf.remote(str(directory)), SETUP_TIMEOUT_SECONDS)
+        await self._all("saving", SETUP_TIMEOUT_SECONDS, "trainer.backend.save_hf", directory)
 
     async def sync_adapter(self, directory: Path, dtype: str) -> int:
         """Writes the adapters as a folder that servers load. Returns the bytes of their weights."""
-        sizes: list[int] = await self._all(
-            f"writing the adapter of version {self.version}",
-            lambda rank: self._ranks[rank].sync_adapter.remote(str(directory), dtype),
-            self._sync_timeout + 60,
-        )
+        what = f"writing the adapter of version {self.version}"
+        sizes: list[int] = await self._all(what, self._sync_timeout + 60, "sync_adapter", directory, dtype)
         return sizes[0]
 
     async def take_readings(self, rank: int) -> ReadingBatch:
         """Readings of this rank's memory since the last call. Not a collective: other commands may be running."""
-        batch: ReadingBatch = await self._one(rank, self._ranks[rank].take_readings.remote(), "reading its gauges")
+        batch: ReadingBatch = await self._one(rank, "reading its gauges", "take_readings", group="observe")
         return replace(batch, node=self._nodes[rank])
 
     async def dump_stacks(self) -> dict[str, str]:
@@ -349,11 +312,15 @@ class TrainerGroup:
             if isinstance(result, Exception):
                 logger.warning("trainer rank %d did not stop by itself: %r", rank, result)
 
-    async def _one(self, rank: int, reference: Any, what: str) -> Any:
-        """Awaits the answer of one rank."""
+    async def _one(self, rank: int, what: str, command: str, *args: Any, group: str | None = "control") -> Any:
+        """Runs one command on one rank. `what` names it in errors.
+
+        It runs in a concurrency group of the actor (`ACTOR_OPTIONS`); with None, after the commands before it.
+        """
         num_replacements = self.num_replacements
+        call = self._ranks[rank].call.options(concurrency_group=group)
         try:
-            return await answer(reference, f"{what}, trainer rank {rank}")
+            return await answer(call.remote(command, *args), f"{what}, trainer rank {rank}")
         except ActorExited as error:
             loss = RankLost(self._exit_report(rank, what, str(error)))
             was_replaced = num_replacements != self.num_replacements
@@ -362,9 +329,24 @@ class TrainerGroup:
                 self._has_loss.set()
             raise loss from None
 
-    async def _all(self, what: str, call: Callable[[int], Any], timeout: float) -> list[Any]:
-        """Runs one command on all ranks within `timeout` seconds. The caller has locked `queue`, or is the only one."""
-        tasks = [asyncio.ensure_future(self._one(rank, call(rank), what)) for rank in range(self.world_size)]
+    async def _all(
+        self,
+        what: str,
+        timeout: float,
+        command: str,
+        *args: Any,
+        inputs: Sequence[Sequence[Any]] = (),
+        group: str | None = None,
+    ) -> list[Any]:
+        """Runs one command on all ranks within `timeout` seconds. The caller has locked `queue`, or is the only one.
+
+        After `args`, rank r gets element r of each of `inputs`.
+        """
+        inputs_of_ranks = zip(*inputs, strict=True) if inputs else [()] * self.world_size
+        tasks = [
+            asyncio.ensure_future(self._one(rank, what, command, *args, *own, group=group))
+            for rank, own in enumerate(inputs_of_ranks)
+        ]
         try:
             async with asyncio.timeout(timeout):
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

@@ -36,10 +36,13 @@ class Rank:
         self.is_asked = asyncio.Event()
         self._compiled = compiled
 
-    def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=lambda *_: self._answer(name))
+        self.call = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._called))
+        self.stop = SimpleNamespace(remote=lambda: self._answer("stop"))
 
-    async def _answer(self, name: str) -> str:
+    def _called(self, command: str, *args: Any) -> Any:
+        return self._answer(command.rpartition(".")[2])
+
+    async def _answer(self, name: str) -> Any:
         self.asked.append(name)
         self.is_asked.set()
         if name == self.fails_at:
@@ -115,14 +118,11 @@ class SharingRank(Rank):
         self.layout = replace(Layout.of_neighbors(rank, 4, 2), sends_weights=rank < 3)
         self.given: list[Any] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=lambda *given: self._note(name, given))
-
-    async def _note(self, name: str, given: tuple[Any, ...]) -> Any:
-        if name == "setup":
+    async def _called(self, command: str, *args: Any) -> Any:
+        if command == "setup":
             return SimpleNamespace(device="cpu", layout=self.layout)
-        self.given.append(given[0])
-        return StepResult({}, []) if name == "train_step" else ("127.0.0.1", 1)
+        self.given.append(args[0])
+        return StepResult({}, []) if command == "trainer.train_step" else ("127.0.0.1", 1)
 
 
 async def test_ranks_that_share_rows_get_the_same_input_and_engines_the_ranks_that_send(monkeypatch, tmp_path):
@@ -206,7 +206,7 @@ def replaceable(two_ranks: TrainerGroup, compiled: asyncio.Event, monkeypatch: p
 
 async def test_a_lost_rank_is_reported_by_the_watch_until_the_ranks_are_replaced(two_ranks, replaceable):
     watch = asyncio.create_task(two_ranks.watch())
-    late = asyncio.create_task(two_ranks._one(1, two_ranks._ranks[1].take_readings.remote(), "reading its gauges"))
+    late = asyncio.create_task(two_ranks._one(1, "reading its gauges", "take_readings"))
     before = two_ranks.weights_identity
     with pytest.raises(RankLost, match="rank 1"):
         await two_ranks.weight_metadata()
@@ -224,7 +224,7 @@ async def test_a_lost_rank_is_reported_by_the_watch_until_the_ranks_are_replaced
 
 
 async def test_a_call_to_a_replaced_rank_does_not_count_as_a_loss_of_the_new_one(two_ranks, replaceable):
-    late = asyncio.create_task(two_ranks._one(1, two_ranks._ranks[1].take_readings.remote(), "reading its gauges"))
+    late = asyncio.create_task(two_ranks._one(1, "reading its gauges", "take_readings"))
     await asyncio.sleep(0)
     await two_ranks.replace()
     with pytest.raises(RankLost):
