@@ -18,7 +18,6 @@ import math
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +105,7 @@ class EngineClient:
         try:
             async with asyncio.timeout(self._request_timeout) as deadline:
                 self._in_flight[request_id] = deadline
-                parsed = await self._exchange("POST", wire.GENERATE_ROUTE, body, f"request {request_id}", self._parse)
+                answer = await self._exchange("POST", wire.GENERATE_ROUTE, body, f"request {request_id}")
         except TimeoutError as error:
             if request_id in self._aborted:
                 empty = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
@@ -118,6 +117,7 @@ class EngineClient:
         finally:
             self._in_flight.pop(request_id, None)
             self._aborted.discard(request_id)
+        parsed = self._parse(answer)
         return Generation(
             token_ids_N=parsed.token_ids_N,
             logprobs_N=parsed.logprobs_N,
@@ -261,12 +261,12 @@ class EngineClient:
     def _name(self) -> str:
         return f"inference server {self.server_index} ({self.base_url})"
 
-    def _parse(self, headers: Mapping[str, str], body: memoryview) -> wire.ParsedAnswer:
-        if headers.get("content-type") == wire.PACKED_TYPE:
-            answer = wire.unpack_answer(body)
+    def _parse(self, answer: Answer) -> wire.ParsedAnswer:
+        if answer.headers.get("content-type") == wire.PACKED_TYPE:
+            labelled = wire.unpack_answer(answer.body)
         else:
-            answer = wire.read_generate(body, spans_header=headers.get(wire.VERSION_SPANS_HEADER))
-        return wire.resolve_versions(answer, initial_version=self.initial_version)
+            labelled = wire.read_generate(answer.body, spans_header=answer.headers.get(wire.VERSION_SPANS_HEADER))
+        return wire.resolve_versions(labelled, initial_version=self.initial_version)
 
     async def _control(
         self, method: str, route: str, body: dict[str, Any] | bytes | None = None, *, within: float | None = None
@@ -277,36 +277,20 @@ class EngineClient:
             async with asyncio.timeout(seconds):
                 # A connection of its own: the server closes connections after some errors, and a sync must not fail on
                 # one that is closing. Generation keeps its connections.
-                return await self._exchange(method, route, data, f"{method} {route}", _copied, keep=False)
+                return (await self._exchange(method, route, data, f"{method} {route}", keep=False)).body
         except TimeoutError as error:
             raise InfrastructureError(f"{self._name}: {method} {route} had no answer within {seconds:.0f} s") from error
 
-    async def _exchange(
-        self,
-        method: str,
-        route: str,
-        data: bytes | None,
-        what: str,
-        parse: Callable[[Mapping[str, str], memoryview], Answer],
-        *,
-        keep: bool = True,
-    ) -> Answer:
-        """Returns `parse(headers, body)` of a successful answer; raises for an error answer."""
-
-        def read(status: int, headers: Mapping[str, str], body: memoryview) -> Answer:
-            if status < 400:
-                return parse(headers, body)
-            message = f"{self._name}: {what}: HTTP {status}: {wire.error_message(bytes(body))}"
-            raise InfrastructureError(message) if status >= 500 else EngineRequestError(message)
-
+    async def _exchange(self, method: str, route: str, data: bytes | None, what: str, *, keep: bool = True) -> Answer:
+        """Returns a successful answer; raises for an error answer."""
         try:
-            return await self._http.request(method, route, data, read, keep=keep)
+            answer = await self._http.request(method, route, data, keep=keep)
         except OSError as error:
             raise InfrastructureError(f"{self._name}: {what}: {type(error).__name__}: {error}") from error
-
-
-def _copied(headers: Mapping[str, str], body: memoryview) -> bytes:
-    return bytes(body)
+        if answer.status < 400:
+            return answer
+        message = f"{self._name}: {what}: HTTP {answer.status}: {wire.error_message(answer.body)}"
+        raise InfrastructureError(message) if answer.status >= 500 else EngineRequestError(message)
 
 
 def raise_file_limit() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from telescope.inference.http import SCRATCH_BYTES, HttpClient, join_chunks, parse_head
+from telescope.inference.http import MAX_HEAD_BYTES, HttpClient
 
 
 class Server:
@@ -52,10 +52,6 @@ def plain(body: bytes, *, status: str = "200 OK", headers: str = "") -> bytes:
     return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n{headers}\r\n".encode() + body
 
 
-def read(status: int, headers: Mapping[str, str], body: memoryview) -> tuple[int, Mapping[str, str], bytes]:
-    return status, headers, bytes(body)
-
-
 @pytest.fixture
 async def server() -> AsyncIterator[Server]:
     server = Server()
@@ -74,7 +70,7 @@ async def client(server: Server) -> AsyncIterator[HttpClient]:
 
 
 async def test_a_request_is_what_the_caller_gave(server: Server, client: HttpClient) -> None:
-    assert await client.request("POST", "/a?b=c", b"{}", read) == (200, {"content-length": "5"}, b"hello")
+    assert await client.request("POST", "/a?b=c", b"{}") == (200, {"content-length": "5"}, b"hello")
     [(_, request)] = server.requests
     head, body = request.split(b"\r\n\r\n")
     assert head.split(b"\r\n") == [
@@ -86,7 +82,7 @@ async def test_a_request_is_what_the_caller_gave(server: Server, client: HttpCli
     assert body == b"{}"
 
 
-@pytest.mark.parametrize("size", [0, 1, SCRATCH_BYTES - 60, SCRATCH_BYTES, 3 * SCRATCH_BYTES + 1])
+@pytest.mark.parametrize("size", [0, 1, MAX_HEAD_BYTES - 60, MAX_HEAD_BYTES, 5 * MAX_HEAD_BYTES + 1])
 @pytest.mark.parametrize("piece", [7, 4099, 10**9])
 async def test_an_answer_of_any_size_and_chunking_is_complete(
     server: Server, client: HttpClient, size: int, piece: int
@@ -96,16 +92,16 @@ async def test_an_answer_of_any_size_and_chunking_is_complete(
     num_small = 300  # small pieces at the start, where the head is; then the rest at once
     cuts = [whole[i : i + piece] for i in range(0, min(len(whole), num_small * piece), piece)]
     server.pieces = lambda *_: [*cuts, whole[num_small * piece :]]
-    for _ in range(2):  # the second one finds the buffers that the first one left
-        assert (await client.request("GET", "/", None, read))[2] == body
+    for _ in range(2):
+        assert (await client.request("GET", "/", None)).body == body
 
 
 async def test_chunks_are_joined(server: Server, client: HttpClient) -> None:
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     server.pause = 0.002
     server.pieces = lambda *_: [head, b"5\r\nhel", b"lo\r\n6;x=y\r\n world\r\n0\r\n", b"\r\n"]
-    assert (await client.request("GET", "/", None, read))[2] == b"hello world"
-    assert (await client.request("GET", "/", None, read))[2] == b"hello world"
+    assert (await client.request("GET", "/", None)).body == b"hello world"
+    assert (await client.request("GET", "/", None)).body == b"hello world"
     assert server.num_connections == 1
 
 
@@ -116,50 +112,50 @@ async def test_an_answer_without_a_length_ends_with_its_connection(server: Serve
         return None
 
     server.pieces = pieces
-    assert (await client.request("GET", "/", None, read))[2] == b"all of it"
+    assert (await client.request("GET", "/", None)).body == b"all of it"
 
 
 async def test_connections_are_reused_one_request_at_a_time(server: Server, client: HttpClient) -> None:
     server.pause = 0.02
-    await asyncio.gather(*(client.request("GET", f"/{i}", None, read) for i in range(8)))
+    await asyncio.gather(*(client.request("GET", f"/{i}", None) for i in range(8)))
     assert server.num_connections == 8
     server.pause = 0.0
     for i in range(8):
-        await client.request("GET", f"/again{i}", None, read)
+        await client.request("GET", f"/again{i}", None)
     assert server.num_connections == 8
 
 
 async def test_a_request_with_its_own_connection_leaves_none_open(server: Server, client: HttpClient) -> None:
-    await client.request("GET", "/", None, read, keep=False)
+    await client.request("GET", "/", None, keep=False)
     assert b"Connection: close\r\n" in server.requests[0][1]
     await until(lambda: server.num_open == 0)
-    await client.request("GET", "/", None, read)
+    await client.request("GET", "/", None)
     assert server.num_connections == 2
 
 
 async def test_a_connection_closed_by_the_server_is_not_reused(server: Server, client: HttpClient) -> None:
     server.pieces = lambda connection, _: [plain(b"bye", headers="Connection: close\r\n")]
-    await client.request("GET", "/", None, read)
+    await client.request("GET", "/", None)
     server.pieces = lambda *_: [plain(b"hello")]
-    await client.request("GET", "/", None, read)
+    await client.request("GET", "/", None)
     server.writers[1].close()  # in silence
     await until(lambda: server.num_open == 0)
-    assert (await client.request("GET", "/", None, read))[2] == b"hello"
+    assert (await client.request("GET", "/", None)).body == b"hello"
     assert [connection for connection, _ in server.requests] == [0, 1, 2]
 
 
 async def test_a_connection_that_idled_too_long_is_not_reused(server: Server) -> None:
     client = HttpClient(server.url, {}, keep_alive=0.02)
-    await client.request("GET", "/", None, read)
+    await client.request("GET", "/", None)
     await asyncio.sleep(0.05)
-    await client.request("GET", "/", None, read)
+    await client.request("GET", "/", None)
     assert server.num_connections == 2
     client.close()
 
 
 async def test_cancelling_closes_the_connection(server: Server, client: HttpClient) -> None:
     server.pieces = lambda *_: []
-    task = asyncio.create_task(client.request("GET", "/", None, read))
+    task = asyncio.create_task(client.request("GET", "/", None))
     await until(lambda: len(server.requests) == 1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -167,14 +163,11 @@ async def test_cancelling_closes_the_connection(server: Server, client: HttpClie
     await until(lambda: server.num_open == 0)
 
 
-async def test_reader_errors_reach_the_caller_and_keep_the_connection(server: Server, client: HttpClient) -> None:
-    def refuse(status: int, headers: Mapping[str, str], body: memoryview) -> None:
-        raise LookupError(f"{status} {bytes(body)!r}")
-
+async def test_an_error_answer_keeps_the_connection(server: Server, client: HttpClient) -> None:
     server.pieces = lambda *_: [plain(b"no", status="503 Service Unavailable")]
-    with pytest.raises(LookupError, match="503 b'no'"):
-        await client.request("GET", "/", None, refuse)
-    assert (await client.request("GET", "/", None, read))[0] == 503
+    for _ in range(2):
+        answer = await client.request("GET", "/", None)
+        assert (answer.status, answer.body) == (503, b"no")
     assert server.num_connections == 1
 
 
@@ -182,13 +175,12 @@ async def test_reader_errors_reach_the_caller_and_keep_the_connection(server: Se
     ("pieces", "complaint"),
     [
         (None, "closed the connection before the answer was complete"),
-        ([b"SSH-2.0-OpenSSH\r\n"], "not an HTTP answer"),
+        ([b"HTTP/1.0 200 OK\r\n\r\n"], "not an HTTP answer"),
         ([b"HTTP/1.1 abc\r\n\r\n"], "not an HTTP answer"),
-        ([b"HTTP/1.1 200 OK\r\nContent-Length: -3\r\n\r\n"], "-3"),
-        ([plain(b"hello") + b"more"], "more than it announced"),
-        ([b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n"], "chunk"),
+        ([b"HTTP/1.1 200 OK\r\nContent-Length: -3\r\n\r\n"], "not an HTTP answer"),
+        ([b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n"], "xyz"),
         ([b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nabcd"], "chunk"),
-        ([b"HTTP/1.1 200 OK\r\nX: " + b"x" * 70_000], "not an HTTP answer"),
+        ([b"HTTP/1.1 200 OK\r\nX: " + b"x" * 300_000], "not an HTTP answer"),
     ],
 )
 async def test_a_malformed_answer_is_a_lost_connection(
@@ -196,7 +188,7 @@ async def test_a_malformed_answer_is_a_lost_connection(
 ) -> None:
     server.pieces = lambda *_: pieces
     with pytest.raises(ConnectionError, match=complaint):
-        await client.request("GET", "/", None, read)
+        await client.request("GET", "/", None)
     await until(lambda: server.num_open == 0)
 
 
@@ -207,38 +199,25 @@ async def test_half_an_answer_is_a_lost_connection(server: Server, client: HttpC
 
     server.pieces = pieces
     with pytest.raises(ConnectionError, match="before the answer was complete"):
-        await client.request("GET", "/", None, read)
+        await client.request("GET", "/", None)
 
 
 async def test_closing_the_client_ends_running_requests(server: Server, client: HttpClient) -> None:
     server.pieces = lambda *_: []
-    task = asyncio.create_task(client.request("GET", "/", None, read))
+    task = asyncio.create_task(client.request("GET", "/", None))
     await until(lambda: len(server.requests) == 1)
     client.close()
     with pytest.raises(ConnectionError):
         await task
     with pytest.raises(ConnectionError, match="client is closed"):
-        await client.request("GET", "/", None, read)
+        await client.request("GET", "/", None)
 
 
 async def test_an_absent_server_is_no_connection(server: Server, client: HttpClient) -> None:
     server.server.close()
     await server.server.wait_closed()
     with pytest.raises(ConnectionError, match="no connection"):
-        await client.request("GET", "/", None, read)
-
-
-def test_an_interim_answer_is_skipped() -> None:
-    head = parse_head(memoryview(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"))
-    assert head is not None
-    assert (head.status, head.is_interim, head.size) == (100, True, 25)
-
-
-def test_incomplete_heads_and_chunks_are_waited_for() -> None:
-    whole = plain(b"")
-    assert all(parse_head(memoryview(whole[:i])) is None for i in range(len(whole)))
-    chunks = b"5\r\nhello\r\n0\r\n\r\n"
-    assert all(join_chunks(memoryview(chunks[:i])) is None for i in range(len(chunks)))
+        await client.request("GET", "/", None)
 
 
 async def until(condition: Callable[[], bool]) -> None:
