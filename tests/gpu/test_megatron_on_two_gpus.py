@@ -39,7 +39,7 @@ from telescope.trainer.metrics import StepMetrics
 from telescope.trainer.model import checkpoint_tensors
 from telescope.trainer.timeline import Timeline
 from telescope.trainer.worker import Trainer
-from telescope.utils.packages import is_installed
+from telescope.utils.process import is_installed
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from telescope.cli.progress import progress
+from telescope.cli.live_view import progress
 from telescope.errors import UserError
 from telescope.orchestrator import conversion
 from telescope.utils.text import pluralize

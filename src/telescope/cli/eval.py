@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from telescope.cli.arguments import HELP, Option, take_own
+from telescope.cli.main import HELP, Option, take_own
 from telescope.errors import InfrastructureError, RunError, UserError
 
 if TYPE_CHECKING:

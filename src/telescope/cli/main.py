@@ -4,7 +4,7 @@ Exit codes: 0 done; 1 failure, with a message or a traceback; 2 bad input, with 
 started; 130 stopped by Ctrl-C; 143 or 129 by SIGTERM or SIGHUP. Each subcommand is a module of this package with
 `add_parser(subparsers)`, which sets `func`, and `imports`: modules to import before it. The only argument of the
 command itself is `--version`. Without a command, it opens the dashboard where there are runs, and prints its help
-elsewhere.
+elsewhere. `take_own` separates a command's own options from the flags of fields.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib
 import os
 import signal
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 # Nothing that takes long to import: Ctrl-C ends the command quietly only after these imports.
@@ -21,28 +22,14 @@ from telescope.errors import ConfigError, RunError, UserError
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from types import FrameType
 
 # In the order of the help: what a user needs first comes first.
 COMMANDS = (
-    *(
-        "train",
-        "ui",
-        "tui",
-        "eval",
-        "chat",
-        "convert",
-        "verify",
-        "config",
-        "doctor",
-        "tiny_model",
-        "envs",
-        "runs",
-        "query",
-    ),
-    "compact",
-)
+    "train", "ui", "tui", "eval", "chat", "convert", "verify", "config", "doctor", "tiny_model", "envs", "runs",
+    "query", "compact",
+)  # fmt: skip
 OWN_ARGUMENTS = ("train", "eval", "chat", "verify")
 """Commands with a flag for every field of the schema; they parse their own arguments."""
 EXIT_FAILED = 1
@@ -136,6 +123,48 @@ def _dispatch(arguments: list[str]) -> int:
         importlib.import_module(name)
     _interrupt_by_exception()
     return int(parsed.func(parsed) or 0)
+
+
+@dataclass(frozen=True)
+class Option:
+    """An argument of a command itself. `value` describes its value, as in "the path of a file"; None for a switch."""
+
+    value: str | None
+    aliases: tuple[str, ...] = ()
+    repeats: bool = False
+    once: str = "Give one"
+    """What to do if it is given twice."""
+
+
+HELP = {"--help": Option(None, ("-h",), repeats=True)}
+
+
+def take_own(argv: Sequence[str], options: Mapping[str, Option]) -> tuple[dict[str, list[str]], list[str]]:
+    """Returns the values of `options` by their names, and the remaining arguments.
+
+    `--some-flag VALUE`, `--some_flag VALUE` and `--some-flag=VALUE` are the same. A switch has the value "". Raises
+    `ConfigError` for a missing value, and for one that is given twice.
+    """
+    names = {alias: name for name, option in options.items() for alias in (name, *option.aliases)}
+    taken: dict[str, list[str]] = {}
+    rest: list[str] = []
+    waiting = list(argv)
+    while waiting:
+        argument = waiting.pop(0)
+        flag, equals, value = argument.partition("=")
+        name = names.get(flag.replace("_", "-"))
+        if name is None or (equals and options[name].value is None):
+            rest.append(argument)
+            continue
+        option = options[name]
+        if option.value is not None and not equals:
+            if not waiting or waiting[0].startswith("--"):
+                raise ConfigError(f"{name} needs {option.value}")
+            value = waiting.pop(0)
+        if name in taken and option.value is not None and not option.repeats:
+            raise ConfigError(f"{name} is given twice: {taken[name][0]} and {value}. {option.once}")
+        taken.setdefault(name, []).append(value)
+    return taken, rest
 
 
 def _print_error(error: Exception) -> None:

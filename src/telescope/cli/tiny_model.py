@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from telescope.cli.progress import progress
+from telescope.cli.live_view import progress
 from telescope.tiny_model.cache import TinyModelSettings, ensure_tiny_model, write_tiny_model
 
 if TYPE_CHECKING:

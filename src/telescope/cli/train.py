@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 from rich.markup import escape
 
-from telescope.cli.arguments import HELP, Option, take_own
+from telescope.cli.main import HELP, Option, take_own
 from telescope.config import LoadedConfig, TelescopeConfig, load_config
 from telescope.config.loader import choose_run_dir, load_resumed_config
 from telescope.errors import ConfigError, RunError, UserError

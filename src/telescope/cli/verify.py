@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from telescope.cli.arguments import HELP, Option, take_own
 from telescope.cli.live_view import PhaseView
+from telescope.cli.main import HELP, Option, take_own
 from telescope.config import LoadedConfig, TelescopeConfig, load_config
 from telescope.errors import InfrastructureError, RunError, UserError
 

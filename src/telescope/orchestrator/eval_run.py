@@ -32,8 +32,7 @@ from telescope.config.eval_config import EvalRequest, build_eval_config, measure
 from telescope.config.machine import local_resources, ray_cluster_is_configured
 from telescope.config.plan import plan_placement
 from telescope.errors import ConfigError, UserError
-from telescope.evals.runner import EvalResult, plan_eval
-from telescope.evals.samples_file import SamplesFile
+from telescope.evals.runner import EvalResult, SamplesFile, plan_eval
 from telescope.orchestrator.eval_targets import EvalTarget, find_targets
 from telescope.orchestrator.evaluation import Evaluation
 from telescope.orchestrator.folder_weights import FolderWeights

@@ -25,8 +25,7 @@ from telescope.config import TelescopeConfig
 from telescope.config.environments import EnvironmentKeys, check_eval_items
 from telescope.environments.worker_pool.pool import EnvironmentPool
 from telescope.errors import DeadlineExceeded, EnvironmentFailure, InfrastructureError
-from telescope.evals.runner import EvalItem, EvalResult, PlannedEval, plan_eval, run_eval, scores_of
-from telescope.evals.samples_file import SamplesFile
+from telescope.evals.runner import EvalItem, EvalResult, PlannedEval, SamplesFile, plan_eval, run_eval, scores_of
 from telescope.evals.statistics import estimate_difference
 from telescope.health.rules import EvalPoint
 from telescope.orchestrator import record_rows

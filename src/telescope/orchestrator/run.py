@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -17,14 +18,13 @@ from typing import Any, Protocol
 
 from telescope.cluster.actors import HostGroup
 from telescope.cluster.ray_cluster import watch_daemons
-from telescope.cluster.reaper import Reaper
+from telescope.cluster.reaper import Reaper, temporary_base
 from telescope.config import TelescopeConfig
 from telescope.config.loader import choose_run_dir
-from telescope.errors import UserError
+from telescope.errors import RunError, UserError
 from telescope.orchestrator.checkpoints import Checkpoint, CheckpointFolder
 from telescope.orchestrator.collectors import Collectors, sources_of
 from telescope.orchestrator.evaluation import Evaluation, eval_point, finished_at
-from telescope.orchestrator.final_model import save_where_possible
 from telescope.orchestrator.resume import check_data, find_checkpoint
 from telescope.orchestrator.run_components import RunComponents, start_components
 from telescope.orchestrator.run_directory import RunDirectory
@@ -277,3 +277,53 @@ def start_collectors(
     hosts = HostGroup(config, components.cluster)
     stack.push_async_callback(hosts.stop)
     return Collectors(sources_of(config, machine, components.trainer, components.inference, hosts), recorder)
+
+
+SAVE_WAIT_SECONDS = 1800.0
+"""How long the run waits for space for the trained model: long enough for a person to free some."""
+
+SAVE_RETRY_SECONDS = 10.0
+
+
+async def save_where_possible(
+    save: Callable[[Path], Awaitable[None]],
+    folder: Path,
+    status: RunStatus,
+    *,
+    wait_seconds: float = SAVE_WAIT_SECONDS,
+    retry_seconds: float = SAVE_RETRY_SECONDS,
+) -> Path:
+    """Saves the trained model into `folder`, or else into a temporary folder.
+
+    If neither can, reports it and tries again until `wait_seconds` are over: the weights are lost when the run ends.
+    Returns the folder. Raises `RunError` with both problems.
+    """
+    deadline = time.monotonic() + wait_seconds
+    elsewhere = Path(temporary_base(), f"telescope-model-{folder.parent.name}-{time.time_ns():x}")
+    announced = False
+    while True:
+        problems = []
+        for candidate in (folder, elsewhere):
+            try:
+                await save(candidate)
+            except OSError as error:
+                problems.append(str(error))
+                continue
+            if problems:
+                news = f"the trained model was saved to {candidate}, because {problems[0]}"
+                status.report(news, "model", "warning", log=logger)
+            return candidate
+        what = f"The trained model cannot be saved. {'. '.join(problems)}"
+        if not announced:
+            announced = True
+            news = (
+                f"{what}. Free space in one of these folders: saving is tried every {retry_seconds:g} s for "
+                f"{wait_seconds / 60:g} min, and the weights are lost after that"
+            )
+            status.report(news, "model", "error", log=logger)
+        if time.monotonic() + retry_seconds > deadline:
+            raise RunError(
+                f"{what}. Free space in one of these folders before a run ends, or set run_dir to another disk"
+            )
+        status.progressed()
+        await asyncio.sleep(retry_seconds)

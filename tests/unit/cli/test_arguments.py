@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from telescope.cli.arguments import HELP, Option, take_own
+from telescope.cli.main import HELP, Option, take_own
 from telescope.errors import ConfigError
 
 OPTIONS = {

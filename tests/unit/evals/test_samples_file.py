@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from telescope.evals.samples_file import SamplesFile
+from telescope.evals.runner import SamplesFile
 
 
 def plan(*uids: str, number: int = 0) -> Any:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from telescope.errors import RunError
-from telescope.orchestrator import final_model
-from telescope.orchestrator.final_model import save_where_possible
+from telescope.orchestrator import run
+from telescope.orchestrator.run import save_where_possible
 from telescope.orchestrator.status import RunStatus
 
 
@@ -41,7 +41,7 @@ def reported(status: RunStatus) -> list[tuple[str, str]]:
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(final_model, "temporary_base", lambda: str(tmp_path / "temporary"))
+    monkeypatch.setattr(run, "temporary_base", lambda: str(tmp_path / "temporary"))
     return tmp_path / "temporary"
 
 

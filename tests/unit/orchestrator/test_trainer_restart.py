@@ -26,7 +26,7 @@ from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.run_state import RunState, after_restart
 from telescope.orchestrator.status import StepSummary
 from telescope.orchestrator.supervision import Supervisor
-from telescope.orchestrator.trainer_restart import TrainerRestarts
+from telescope.orchestrator.training import TrainerRestarts
 from telescope.record.reader import Run
 
 ANY_AGE = Staleness(-1)
