@@ -1,4 +1,6 @@
-"""`telescope chat`: a conversation with a checkpoint, a model folder or a hub model, served by vLLM on this machine.
+"""`telescope chat`: a conversation with a model.
+
+vLLM serves a checkpoint, a model folder or a hub model on this machine.
 
 Arguments, input and printing only; `inference.server` runs vLLM and `inference.chat` holds the conversation.
 """

@@ -90,7 +90,7 @@ MOST_USED = (
 
 
 def print_train_help(console: Console, *, all_fields: bool = False) -> None:
-    """Prints the help of `telescope train`, with the most used fields or all."""
+    """Prints the help of `telescope train`, with few or all fields."""
     usage = "[bold]telescope train[/] --config FILE|--resume RUN_DIR [--dry-run [--gpu-memory-gib N]] [--FIELD VALUE]\n"
     console.print(usage, highlight=False)
     console.print("Trains a model with reinforcement learning, configured by the YAML file and the flags.\n")
@@ -148,7 +148,9 @@ def _add_field(grid: Table, field: FieldDescription) -> None:
 
 
 def explain(console: Console, name: str) -> None:
-    """Prints a field, a section, or a key of a list's entries (`evals.num_samples`, `evals[0].num_samples`).
+    """Prints a field, a section, or a key of a list's entries.
+
+    Keys are written as `evals.num_samples` or `evals[0].num_samples`.
 
     Raises `UserError` for any other name.
     """

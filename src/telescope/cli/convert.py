@@ -1,4 +1,4 @@
-"""`telescope convert`: checkpoints of a run to model folders in Hugging Face format.
+"""`telescope convert`: checkpoints of a run to Hugging Face model folders.
 
 Arguments and printing only; `orchestrator.conversion` converts and `record.model_card` describes the model.
 """

@@ -1,4 +1,4 @@
-"""`telescope doctor`: checks packages and machine, and prints a fix for what is missing.
+"""`telescope doctor`: checks packages and machine, and prints fixes.
 
 One function per check. Starts no engine, joins no cluster, leaves no files. torch is imported in a separate process
 with a deadline, because a broken installation can hang or crash; of Ray, vLLM and transformers only the versions are
@@ -267,7 +267,7 @@ def check_plugin() -> Check:
 
 
 def check_torchvision() -> Check:
-    """Checks that torchvision matches torch: a CUDA build beside a CPU torch breaks `import transformers`."""
+    """Checks that torchvision matches torch. A CUDA build beside a CPU torch breaks `import transformers`."""
     torchvision, torch = installed_version("torchvision"), installed_version("torch")
     if torchvision and torch and "+cpu" in torch and "+cpu" not in torchvision:
         found = f"{torchvision} does not fit torch {torch}"
@@ -284,7 +284,7 @@ def check_megatron() -> Check:
 
 
 def check_transformer_engine() -> Check:
-    """Checks the optional kernels of the Megatron backend: the Python package and its torch extension."""
+    """Checks the Megatron backend's optional kernels and their torch extension."""
     versions = {name: installed_version(name) for name in TRANSFORMER_ENGINE}
     if missing := [name for name, version in versions.items() if version is None]:
         fix = f"{TRANSFORMER_ENGINE_FIX}, for {', '.join(NEEDS_TRANSFORMER_ENGINE)}"
@@ -322,7 +322,7 @@ def describe_node() -> str:
 
 
 def check_port() -> Check:
-    """Checks the first port of inference servers, which a run reserves at its start."""
+    """Checks the first port that a run reserves for servers."""
     port = int(str(default_of("inference_base_port")))
     if (problem := listen_problem(LOOPBACK, port)) is not None:
         fix = f"stop the process using port {port}, perhaps another run, or set --inference_base_port N"

@@ -178,7 +178,7 @@ def _print_resumed(checkpoint: Checkpoint, console: Console) -> None:
 
 
 def _machine_with(config: TelescopeConfig, gpu_memory_gib: float) -> ClusterResources:
-    """A cluster with as many GPUs of that size as the run uses."""
+    """Returns a cluster with the run's number of such GPUs."""
     if config.device == "cpu":
         raise ConfigError(
             f'--gpu-memory-gib is {gpu_memory_gib:g}, but device is "cpu", so that the run takes no GPU. Leave '
@@ -190,7 +190,7 @@ def _machine_with(config: TelescopeConfig, gpu_memory_gib: float) -> ClusterReso
 def _plan(
     config: TelescopeConfig, assumed: ClusterResources | None, *, elsewhere: bool
 ) -> tuple[Placement, ClusterResources]:
-    """Plans the placement here, or on an assumed cluster if the run does not fit."""
+    """Plans the placement here, or on an assumed cluster."""
     here = local_resources()
     if not elsewhere:
         try:

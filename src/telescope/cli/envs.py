@@ -1,4 +1,4 @@
-"""`telescope envs`: lists environments, describes one, tries one, or creates a new one.
+"""`telescope envs`: lists, describes, tries or creates environments.
 
 Arguments and printing only; see `environments.registry`, `environments.local_rollout` and `environments.scaffold`.
 """
@@ -215,7 +215,7 @@ def _keywords(settings: list[str]) -> dict[str, Any]:
 
 
 def _answerer(arguments: argparse.Namespace) -> Answerer:
-    """The source of answers: a server, a script, or the user at the terminal."""
+    """Returns the source of answers: a server, a script, or a person."""
     if arguments.url and arguments.answer:
         raise UserError("--url and --answer cannot be combined; give one of them.")
     if arguments.url:

@@ -143,7 +143,7 @@ def _measure(job: EvalJob, run_path: str | None) -> EvalOutcome:
 
 
 def as_json(outcome: EvalOutcome) -> dict[str, Any]:
-    """Returns the results as JSON values: models in order, each with its evals."""
+    """Returns the results as JSON values: models with their evals."""
     models = [
         {
             "model": result.target.label,
@@ -173,7 +173,7 @@ def as_json(outcome: EvalOutcome) -> dict[str, Any]:
 
 
 def label(outcome: EvalOutcome, result: EvalResult) -> str:
-    """Returns the name of an eval, with its number if another one has the same name."""
+    """Returns the name of an eval, with its number if ambiguous."""
     numbers = {each.number for model in outcome.results for each in model.results if each.name == result.name}
     return f"{result.name}#{result.number}" if len(numbers) > 1 else result.name
 

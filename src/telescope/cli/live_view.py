@@ -1,4 +1,6 @@
-"""The live view of a run, and the progress of other commands; plain lines without a terminal.
+"""The live view of a run, and progress of other commands.
+
+Both print plain lines without a terminal.
 
 The view reads `RunStatus` a few times per second in its own thread and draws it. It can be stopped at any time without
 affecting the run.
@@ -98,7 +100,7 @@ def render(status: RunStatus, width: int = 100, watch: str = "") -> RenderableTy
 
 
 def _last_columns(text: str, columns: int) -> str:
-    """Returns the last columns of a wide text, the informative part of a path."""
+    """Returns the last columns of a text: a path's informative part."""
     if cell_len(text) <= columns:
         return text
     while text and cell_len(text) >= columns:
@@ -269,7 +271,7 @@ class LiveView:
 
 
 class PhaseView(LiveView):
-    """The phase of a command as one redrawn line, or as lines without a terminal."""
+    """The phase of a command: a redrawn line, or lines."""
 
     def say(self, text: str) -> None:
         """Prints one line above the redrawn one."""
@@ -298,7 +300,9 @@ LINE_SECONDS = 5.0
 
 @contextmanager
 def progress(name: str, unit: str = "", per_unit: float = 1) -> Iterator[Callable[..., None]]:
-    """Yields a function that shows a done amount, a total and a note.
+    """Yields a function that shows amount, total and a note.
+
+    It draws a bar on a terminal, and otherwise prints a line every few seconds.
 
     Both numbers are divided by `per_unit` before they are shown with `unit`.
     """

@@ -1,4 +1,6 @@
-"""The `telescope` command: runs a subcommand and turns errors into messages and exit codes.
+"""The `telescope` command.
+
+Runs a subcommand and turns errors into messages and exit codes.
 
 Exit codes: 0 done; 1 failure, with a message or a traceback; 2 bad input, with a message that names the fix, nothing
 started; 130 stopped by Ctrl-C; 143 or 129 by SIGTERM or SIGHUP. Each subcommand is a module of this package with
@@ -77,7 +79,7 @@ def _exit_interrupted(_number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def _interrupt_by_exception() -> None:
-    """Lets Ctrl-C raise `KeyboardInterrupt` from now on, because the command has something to clean up."""
+    """Lets Ctrl-C raise `KeyboardInterrupt` once there is something to clean up."""
     if signal.getsignal(signal.SIGINT) is _exit_interrupted:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

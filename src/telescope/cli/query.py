@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def choose_runs(wanted: list[str], root: Path) -> list[Run]:
-    """Returns the runs that `wanted` names (`query --run`, `compact`), or all runs in `root`.
+    """Returns the named runs, or all runs in `root`.
 
     A name is a folder, a name below `root`, or `latest`. Raises `UserError` for an unknown or ambiguous name.
     """
@@ -91,7 +91,7 @@ def _choose(name: str, runs: list[Run]) -> Run:
 
 
 def print_result(result: Result, form: str, out: TextIO) -> None:
-    """Prints a result as `table`, `csv` (with a header) or `json` (an array)."""
+    """Prints a result as `table`, `csv` or `json`."""
     if form == "json":
         json.dump(
             [{name: _to_json_value(value) for name, value in row.items()} for row in result.to_dicts()], out, indent=1

@@ -102,7 +102,7 @@ def as_table(summaries: list[RunSummary]) -> Table:
 
 
 def wide_console(table: Table, out: TextIO) -> Console:
-    """Returns a console at least as wide as `table`, so that paths stay whole."""
+    """Returns a console as wide as `table`, so paths stay whole."""
     console = Console(file=out)
     needed = Measurement.get(console, console.options.update(width=_NO_LIMIT), table).maximum
     return Console(file=out, width=max(console.width, needed))

@@ -1,4 +1,4 @@
-"""`telescope tiny-model`: builds the tiny model, or finds it in the cache, and prints its folder.
+"""`telescope tiny-model`: builds or finds the tiny model, prints its folder.
 
 Arguments and printing only; the model is made in `telescope.tiny_model`.
 """

@@ -255,19 +255,19 @@ def next_commands(summary: RunSummary, run_dir: str, *, can_continue: bool, has_
 
 
 def watch_command(run_dir: str) -> str:
-    """Returns the command that opens a run in the dashboard, also while it is live."""
+    """Returns the command that opens a run in the dashboard."""
     return f"{_own_command()} ui {shlex.quote(_short(run_dir))}" if run_dir else ""
 
 
 def _own_command() -> str:
-    """The command to call `telescope`: its name, or its path if it is not on the PATH."""
+    """Returns how to call `telescope`: its name, or its path."""
     if shutil.which("telescope") is not None:
         return "telescope"
     return _short(str(Path(sys.executable).with_name("telescope")))
 
 
 def _console() -> Console:
-    """Standard output; wide enough for tables in a file or a pipe, which have no width."""
+    """Returns a console that is wide enough in a file too."""
     console = Console()
     return console if console.is_terminal else Console(width=PIPE_WIDTH)
 

@@ -154,7 +154,7 @@ def export(run_dir: Path, file: Path) -> int:
 
 
 def choose_places(places: list[str], root: Path | None) -> tuple[list[Path], list[tuple[str, str]]]:
-    """Returns the folders to show, and the W&B projects as entity and project.
+    """Returns the folders to show, and the W&B projects.
 
     What is a folder here is that folder; `ENTITY/PROJECT` is a project otherwise. Raises `UserError` for anything else.
     """

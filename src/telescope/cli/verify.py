@@ -1,4 +1,4 @@
-"""`telescope verify`: checks engine, trainer and weight transfer on this machine with this configuration.
+"""`telescope verify`: checks engine, trainer and weight transfer on this machine.
 
 Arguments and printing only; the checks are in `telescope.verify`. Exit code 0 if all pass, 1 if one fails, 2 for bad
 input, 130 after Ctrl-C.

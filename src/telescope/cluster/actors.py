@@ -1,4 +1,6 @@
-"""The Ray actors of a run: one per inference server, per trainer rank, and per machine without the driver.
+"""The Ray actors of a run.
+
+There is one per inference server, per trainer rank, and per machine without the driver.
 
 Actors are thin: each parses the config that it receives (never one from disk), creates the plain class of its package
 and forwards calls. Each reports the hash of its config, dumps its stacks, and stops the processes that it started.
@@ -58,7 +60,9 @@ def make_actor(actor_class: type, placement: dict[str, Any]) -> Any:
 
 
 def exit_on_sigterm(log: BinaryIO | None = None) -> None:
-    """Exits at once on SIGTERM, which Ray sends when the placement group is removed.
+    """Exits at once on SIGTERM.
+
+    Ray sends it when the placement group is removed.
 
     Ray's own handler raises SystemExit in the main thread; if that runs a destructor, Python prints a traceback and
     goes on. Nothing is left to do: `stop` was called before, and child processes watch for the end of this one.
@@ -165,7 +169,7 @@ class TrainerActor:
         self._memory: Sampler | None = None
 
     def address(self, loopback: bool) -> tuple[str, int]:
-        """Host and port at which this rank listens for the others from now on."""
+        """Listens for the other ranks. Returns host and port."""
         host = own_host(loopback=loopback)
         self._listener = listen(host)
         return host, int(self._listener.getsockname()[1])
@@ -206,7 +210,7 @@ class TrainerActor:
         return thread_stacks()
 
     def call(self, command: str, *args: Any) -> Any:
-        """Calls a method by its path from here, such as `trainer.train_step` or `sender.connect`."""
+        """Calls a method by its path, such as `trainer.train_step`."""
         return attrgetter(command)(self)(*args)
 
     def listen_for_engine(self, engine: int, num_workers: int, loopback: bool) -> Any:
@@ -223,7 +227,7 @@ class TrainerActor:
         )
 
     def send_weights(self, update: UpdateInfo, engines: list[int], fingerprints: bool, corrupt: str | None) -> Any:
-        """Gathers the weights with the other ranks and sends them to this rank's engines."""
+        """Gathers the weights and sends them to this rank's engines."""
         import torch
 
         weights = self.trainer.named_weights(getattr(torch, update.dtype))
@@ -294,7 +298,7 @@ async def answer(reference: Any, what: str) -> Any:
 
 
 async def dump_stacks(calls: Mapping[str, Awaitable[str]]) -> dict[str, str]:
-    """The stacks of each named process, or the reason why there are none."""
+    """Returns each process's stacks, or why there are none."""
     stacks: dict[str, str] = {}
     for name, call in calls.items():
         try:

@@ -1,4 +1,4 @@
-"""Reserves the placement groups of servers and trainer ranks before their start, and chooses their addresses.
+"""Reserves placement groups of servers and ranks, and chooses their addresses.
 
 `telescope.config.plan` refuses a placement that the cluster can never fit. This module waits, with a deadline, for
 resources that others use. Loopback connects processes that are all on one node, otherwise the address by which Ray
@@ -172,7 +172,7 @@ def network_of(config: TelescopeConfig, placement: Placement, driver_node: str) 
 
 
 def own_host(*, loopback: bool) -> str:
-    """The host at which other processes of the run reach this one: `loopback`, or this node's address.
+    """Returns this machine's host for the run's other processes.
 
     A cluster started for one run knows its node only by loopback; then it is the address of the default route.
     """
@@ -183,7 +183,9 @@ def own_host(*, loopback: bool) -> str:
 
 
 def use_interface_of(address: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Makes NCCL and gloo use the interface that has `address`, in child processes too.
+    """Makes NCCL and gloo use the interface with `address`.
+
+    Child processes use it too.
 
     Call it before either is used. Keeps variables that the user or the node has set.
     """
@@ -194,7 +196,7 @@ def use_interface_of(address: str, environment: MutableMapping[str, str] = os.en
 
 
 def interface_of(address: str, networks: Iterable[tuple[str, str]]) -> str | None:
-    """The interface with this address, otherwise the first whose network contains it, or None."""
+    """Returns the interface with this address, or whose network contains it. None if there is none."""
     wanted = ipaddress.ip_address(address)
     containing = None
     for name, network in networks:
@@ -207,7 +209,7 @@ def interface_of(address: str, networks: Iterable[tuple[str, str]]) -> str | Non
 
 
 def interface_networks() -> list[tuple[str, str]]:
-    """The interfaces of this machine, each with an address and its mask: ("lo", "127.0.0.1/255.0.0.0")."""
+    """Returns this machine's interfaces: ("lo", "127.0.0.1/255.0.0.0")."""
     return [
         (name, f"{entry.address.partition('%')[0]}/{_prefix(entry.netmask)}")
         for name, entries in psutil.net_if_addrs().items()

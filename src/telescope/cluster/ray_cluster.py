@@ -1,4 +1,6 @@
-"""The Ray cluster of a run: joins one or starts one here, reports its resources, and leaves it.
+"""The Ray cluster of a run.
+
+Joins one or starts one here, reports its resources, and leaves it.
 
 Owns the call to `ray.init` and the runtime environment that every actor inherits (interpreter, virtual environment, run
 directory). Does not own actors or placement.
@@ -185,7 +187,7 @@ def connect(
 
 
 def _start_here(arguments: dict[str, Any], stopped: threading.Event) -> None:
-    """Starts a cluster on this machine, with a second attempt if the first is too slow.
+    """Starts a cluster here, twice if the first is too slow.
 
     Ray gives its daemons 30 s to come up and has no setting for that; on a busy machine they need more the first time.
     """
@@ -202,7 +204,7 @@ def _start_here(arguments: dict[str, Any], stopped: threading.Event) -> None:
 
 
 def _use_private_token(temporary: Path) -> bool:
-    """Makes the next started cluster require a token that only this user can read.
+    """Makes the next cluster require a token of this user.
 
     By itself Ray writes one to ~/.ray/auth_token, readable for everyone. Returns False when the user's own variables
     decide.
@@ -231,7 +233,7 @@ def daemon_failure() -> str | None:
 
 
 def _last_lines(logs: Path, daemon: str) -> str:
-    """The end of a daemon's log: its errors if it wrote any, else its messages without dumps of its state."""
+    """Returns the errors at a daemon's log's end, else its messages. Dumps of its state are left out."""
     lines = [line for line in log_tail(logs / f"{daemon}.err", 4000).splitlines() if line.strip()]
     if not lines:
         output = log_tail(logs / f"{daemon}.out", 64_000).splitlines()
@@ -351,7 +353,7 @@ def _cluster(*, started_here: bool) -> Cluster:
 
 
 def names_of_nodes(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Returns host names by node id, with the address where a name repeats."""
+    """Returns host names by node id, with repeated ones' addresses."""
     count = Counter(node["NodeManagerHostname"] for node in nodes)
     return {
         node["NodeID"]: name if count[name] == 1 else f"{name} ({node['NodeManagerAddress']})"

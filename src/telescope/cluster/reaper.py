@@ -47,7 +47,7 @@ LOOKS_FOR_OWNER = 6
 
 
 class Reaper:
-    """Context of a run: processes started inside end soon after it, or after the driver ends.
+    """Context of a run whose processes end with it.
 
     `directory` is the run's temporary directory, accessible to this user only and removed at the end. Processes that
     the driver started before, or without its environment, are left alone.
@@ -93,7 +93,7 @@ class Reaper:
 
 
 def temporary_variables(directory: str) -> dict[str, str]:
-    """Returns the variables that send temporary files of this process and its children to `directory`."""
+    """Returns the variables that send temporary files to `directory`."""
     usual = os.environ.get("TMPDIR") or "/tmp"
     return {
         "TMPDIR": directory,
@@ -105,7 +105,7 @@ def temporary_variables(directory: str) -> dict[str, str]:
 
 
 def temporary_base() -> str:
-    """RAY_TMPDIR, TMPDIR or /tmp, the first that is short enough for paths of sockets."""
+    """Returns the first of RAY_TMPDIR, TMPDIR and /tmp short enough for sockets."""
     for base in (os.environ.get("RAY_TMPDIR"), os.environ.get("TMPDIR")):
         if base and os.path.isdir(base):
             path = os.path.abspath(base)
@@ -115,7 +115,7 @@ def temporary_base() -> str:
 
 
 def inductor_cache(folder: str) -> str:
-    """The directory that torch.compile uses by itself when temporary files go to `folder`."""
+    """Returns torch.compile's cache directory for temporary files in `folder`."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container whose user has no name
@@ -188,7 +188,7 @@ class _Family:
 
 
 def _shared_files(changed_before: float = math.inf) -> set[tuple[str, int]]:
-    """Names and inodes of this user's files in /dev/shm that a killed process leaves behind."""
+    """Returns names and inodes of files that killed processes leave. They are this user's, in /dev/shm."""
     try:
         files = [entry for entry in os.scandir(SHARED_MEMORY) if entry.name.startswith(SHARED_PREFIXES)]
         found = [(entry.name, entry.inode(), entry.stat(follow_symlinks=False)) for entry in files]
@@ -217,7 +217,7 @@ def _state(pid: int) -> tuple[str, int, str]:
 
 
 def main(directory: str, started: float) -> None:
-    """Waits for the end of standard input or the parent, then kills and removes everything."""
+    """Waits for the driver's end, then kills and removes everything."""
     driver = os.getppid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

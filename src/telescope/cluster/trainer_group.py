@@ -150,7 +150,7 @@ class TrainerGroup:
 
     @property
     def data_size(self) -> int:
-        """Number of shares of a batch, after `setup`: `train_step` takes as many inputs."""
+        """Number of shares of a batch, after `setup`. `train_step` takes as many inputs."""
         return self._layouts[0].data_size
 
     def _inputs(self, shares: list[StepInput]) -> list[Any]:
@@ -238,12 +238,12 @@ class TrainerGroup:
         return (await self._all("weight metadata", 300, "trainer.backend.weight_metadata"))[0]
 
     async def sequence_logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
-        """Logprobs of tokens 1..L-1 of one unpacked text under the trainer's current weights."""
+        """Returns logprobs of tokens 1..L-1 of one unpacked text."""
         command = "trainer.backend.sequence_logprobs"
         return (await self._all("logprobs of a text", 300, command, token_ids, temperature))[0]
 
     async def packed_logprobs(self, inputs: list[StepInput]) -> dict[str, np.ndarray]:
-        """Logprobs of the trained tokens of every sample in `inputs`, as packed there, by sample id."""
+        """Returns logprobs of the trained tokens by sample id. Samples are packed as in `inputs`."""
         what, by_rank = "logprobs of packed samples", [self._inputs(inputs)]
         per_rank = await self._all(what, self._step_timeout, "self_check", "packed_logprobs", inputs=by_rank)
         return {name: values_N for logprobs in per_rank for name, values_N in logprobs.items()}

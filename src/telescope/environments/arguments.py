@@ -1,4 +1,6 @@
-"""Keyword arguments of an environment: which method takes them, and the error for misspelled ones.
+"""Assigns keyword arguments of an environment to its methods.
+
+Refuses misspelled ones.
 
 An argument from the YAML file may be meant for the constructor or for `load_dataset`, of the class itself or of a base
 class. Known are: the named parameters of both methods, followed up the inheritance for as long as each passes
@@ -53,7 +55,7 @@ def refuse_misspelled(cls: type, given: Iterable[str], root: type, *, called: st
 
 
 def refuse_near_misses(given: Iterable[str], known: set[str], called: str) -> None:
-    """Raises `UserError` that lists the known names when `given` holds a misspelled one."""
+    """Raises `UserError` for a misspelled name, with the known names."""
     meant = {name: near for name in given if name not in known and (near := misspelled_name(name, known))}
     if meant:
         words = ", ".join(f"{name!r} (did you mean {near!r}?)" for name, near in meant.items())
@@ -157,7 +159,7 @@ class _Arguments:
 
 
 def _arguments_of(cls: type, method: str, root: type) -> _Arguments:
-    """Returns the parameters of `method` of `cls`, with all its definitions below `root`."""
+    """Returns the parameters of all definitions of `method` below `root`."""
     names: set[str] = set()
     fixed: set[str] = set()
     for owner in _owners(cls, method, root):

@@ -1,4 +1,6 @@
-"""Base classes of environments: a dataset of prompts and a way to score the answers.
+"""Base classes of environments.
+
+An environment is a dataset of prompts and a way to score the answers.
 
 This module has the classes that users subclass and the records that they exchange with Telescope. It imports nothing
 heavy: writing and testing an environment needs neither torch nor Ray nor vLLM. `registry` finds environments,
@@ -62,7 +64,7 @@ class RewardResult:
 
 @dataclass(slots=True)
 class EvalMetricsResult:
-    """The metrics of one rollout of an evaluation, with or without a reward."""
+    """The metrics of one evaluation rollout. The reward is optional."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     golden_answers: dict[str, str | None] = field(default_factory=dict)
@@ -72,7 +74,7 @@ class EvalMetricsResult:
 
 @dataclass
 class TrajectoryStep:
-    """One turn of a rollout: the conversation that the model saw, and its answer.
+    """One turn: the conversation that the model saw, and its answer.
 
     `completion` is a list with one assistant message, whose content is the decoded text without its end token.
     `completion_logprobs` is as long as `completion_token_ids`, or empty if they were not requested. `is_truncated`: the
@@ -124,7 +126,9 @@ class RolloutState:
 
 
 def sample_uid(sample: Sample) -> str:
-    """Identity of a dataset item: 16 hex digits over prompt, answer and metadata.
+    """Identity of a dataset item.
+
+    It is 16 hex digits over prompt, answer and metadata.
 
     It does not depend on the name of the environment or on the position in the dataset, so an evaluation item is
     recognized in a training set of another name.
@@ -136,7 +140,7 @@ def sample_uid(sample: Sample) -> str:
 
 
 class Dataset:
-    """Samples that are loaded when they are first needed: what environments and evals have in common."""
+    """Samples that are loaded when first needed. Environments and evals derive from it."""
 
     # Defaults on the class: a subclass whose __init__ does not call super() works all the same.
     _name: str = ""
@@ -150,7 +154,7 @@ class Dataset:
         return self._name or type(self).__name__
 
     def load_dataset(self, num_samples: int = -1, **kwargs: Any) -> list[Sample] | None:
-        """All samples, or the first `num_samples` of them when that is not negative.
+        """Returns all samples, or the first `num_samples` if not negative.
 
         It may return the samples, set `self._samples`, or both.
         """
@@ -222,13 +226,15 @@ class Environment(Dataset, ABC):
 
     @abstractmethod
     def load_dataset(self, num_samples: int = -1, **kwargs: Any) -> list[Sample] | None:
-        """All samples, or the first `num_samples` of them when that is not negative.
+        """Returns all samples, or the first `num_samples` if not negative.
 
         It may return the samples, set `self._samples`, or both.
         """
 
     def notice(self, text: str) -> None:
-        """Prints and records `text` before training starts: what the user of a run must know.
+        """Prints and records `text` before training.
+
+        Use it for what the user of a run must know.
 
         Call it from the constructor or from `load_dataset`; later it only goes to the log.
         """
@@ -236,7 +242,9 @@ class Environment(Dataset, ABC):
         self._notices = (*self._notices, text)
 
     async def prepare_resources(self) -> None:
-        """Awaited before the first completion is scored: start a pool of sandboxes, open connections.
+        """Awaited before the first completion is scored.
+
+        Start a pool of sandboxes here, or open connections.
 
         An environment that overrides this runs in one process per host, so a host has its resources once; with
         `resources_per = "process"` every process runs it and prepares its own resources.
@@ -368,7 +376,10 @@ class MultiTurnEnvironment(Environment):
     def get_next_prompt_messages(
         self, state: RolloutState, env_response_messages: list[ChatMessage]
     ) -> list[ChatMessage]:
-        """The conversation of the next turn: by default everything so far, and the environment's response."""
+        """Returns the conversation of the next turn.
+
+        By default it is everything so far and the environment's response.
+        """
         return [*conversation(state), *env_response_messages]
 
     @abstractmethod
@@ -395,7 +406,7 @@ def wrapped_environment(owner: Any) -> Environment | None:
 
 
 def notices_of(owner: Any) -> list[str]:
-    """Returns the notices of an environment or of the one that an eval wraps."""
+    """Returns the notices of an environment, or of an eval's environment."""
     environment = wrapped_environment(owner)
     return list(environment._notices) if environment is not None else []
 
@@ -414,12 +425,12 @@ def assistant_message(text: str) -> ChatMessage:
 
 
 def with_thinking_prefix(text: str) -> str:
-    """Returns the prompt with `<think>` at its end, unless the template wrote it."""
+    """Appends `<think>` to the prompt unless the template wrote it."""
     return text if text.rstrip().endswith(THINKING_PREFIX) else text + THINKING_PREFIX
 
 
 def _with_system_prompt(prompt: str | Sequence[ChatMessage], system_prompt: str | None) -> list[ChatMessage]:
-    """Returns the prompt as messages, after a system prompt unless it has one."""
+    """Returns the prompt as messages, with the system prompt first if missing."""
     if isinstance(prompt, str):
         messages: list[ChatMessage] = [{"role": "user", "content": prompt}]
     else:
@@ -430,7 +441,7 @@ def _with_system_prompt(prompt: str | Sequence[ChatMessage], system_prompt: str 
 
 
 def eval_metrics_of(result: RewardResult) -> EvalMetricsResult:
-    """The metrics of an evaluation from a reward: its sample metrics, and `reward`."""
+    """Turns a reward into eval metrics: its sample metrics, and `reward`."""
     return EvalMetricsResult(
         metrics={"reward": result.total_reward, **result.sample_metrics},
         golden_answers=result.golden_answers,

@@ -53,7 +53,7 @@ class NoAnswerError(UserError):
 
 @dataclass(slots=True, frozen=True)
 class LocalRollout:
-    """A finished rollout: all messages, the score as fields of `RewardRecord`, and why it ended."""
+    """A finished rollout: messages, score, and the reason for its end. The score has the fields of `RewardRecord`."""
 
     messages: list[ChatMessage]
     score: dict[str, Any]
@@ -133,7 +133,7 @@ def _several_turns(
 
 
 def _finish(steps: Generator[Awaitable[Any], Any, LocalRollout]) -> LocalRollout:
-    """Takes all steps as a worker does: awaitables in a new event loop, synchronous code outside it."""
+    """Takes all steps as a worker does. Awaitables run in a new event loop, synchronous code outside it."""
     loop = asyncio.new_event_loop()
     try:
         asyncio.set_event_loop(loop)

@@ -52,7 +52,7 @@ _IN_BASE = re.compile(r"-?[0-9A-Z]+_\{?([0-9]{1,2})\}?")
 
 
 def _tidied(text: str) -> str:
-    """The text without the delimiters of a formula and without spaces between thousands."""
+    """Removes delimiters of a formula, and spaces between thousands."""
     text = _BETWEEN_THOUSANDS.sub("", text.strip()).replace("\u00b0", "^\\circ")
     for opening, closing in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
         if len(text) > len(opening) + len(closing) and text.startswith(opening) and text.endswith(closing):
@@ -61,7 +61,7 @@ def _tidied(text: str) -> str:
 
 
 def _is_one_expression(text: str) -> bool:
-    """Returns whether the text can be a single answer: short, with paired braces, without a second formula."""
+    """Returns whether the text can be a single answer. It is short, has paired braces, and has no second formula."""
     if not text or len(text) > MAX_CHARACTERS or "\\boxed" in text or "$" in text.replace("\\$", ""):
         return False
     depth = 0
@@ -143,7 +143,7 @@ _checker = _Checker()
 
 
 def _read_line(pipe: IO[Any], seconds: float) -> bytes | None:
-    """One line, the rest before the end of the stream, or None after `seconds`."""
+    """Reads one line. Returns the rest at the end of the stream, and None after `seconds`."""
     deadline = time.monotonic() + seconds
     line = b""
     while not line.endswith(b"\n"):

@@ -59,7 +59,9 @@ def extract_answer_tags(text: str) -> str:
 
 
 def extract_boxed_answer(text: str) -> str:
-    r"""Content of the last complete `\boxed{...}` (or `\fbox{...}`, or a digit after `\boxed`); `""` without one.
+    r"""Returns the content of the last complete `\boxed{...}`.
+
+    Also of `\fbox{...}`, or a digit after `\boxed`. `""` without one.
 
     Braces are balanced.
     """
@@ -121,7 +123,7 @@ def verify_exact_match(predicted: str, ground_truth: str) -> bool:
 
 
 def verify_math_answer(predicted: str, ground_truth: str, timeout_seconds: float = 5.0) -> bool:
-    """Returns whether two answers in LaTeX or plain notation are equal, by the package math-verify.
+    """Compares two answers in LaTeX or plain notation with math-verify.
 
     An empty answer, one that is too long, and one that takes more than `timeout_seconds` to compare are not. Raises
     `UserError` when math-verify is not installed, `InfrastructureError` when the process that compares does not start.

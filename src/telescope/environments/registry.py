@@ -38,7 +38,10 @@ NOT_YET_SHIPPED = ("i3_code",)
 
 @dataclass(slots=True, frozen=True)
 class Source:
-    """Location of a named class: module, class (None: the only one of the module), and file if it can be read."""
+    """Location of a named class: module, class and file.
+
+    `cls` is None for the only class of the module, and `file` is None if it cannot be read.
+    """
 
     name: str
     module: str
@@ -246,7 +249,7 @@ def _strings(value: ast.expr, name: str, file: Path) -> list[str]:
 
 
 def _is_installed(requirement: str) -> bool:
-    """Returns whether a distribution or a module of that name is installed, in any version."""
+    """Returns whether a distribution or module of that name is installed."""
     match = re.match(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)", requirement)
     if match is None:
         raise UserError(f"{requirement!r} is not the name of a package.")
@@ -260,7 +263,7 @@ def _is_installed(requirement: str) -> bool:
 
 
 def _synthetic_package(folder: Path) -> str:
-    """Package name for a folder outside `sys.path`, distinct for folders of the same name."""
+    """Returns the package name for a folder outside `sys.path`. Folders of the same name get distinct ones."""
     digest = hashlib.sha256(str(folder).encode()).hexdigest()[:8]
     return f"telescope_folder_{re.sub(r'[^0-9A-Za-z_]', '_', folder.name)}_{digest}"
 

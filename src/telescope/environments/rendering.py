@@ -219,7 +219,7 @@ class Dialogue:
 
 
 def _same_but_for_edges(now: str, shown: str, last_answer: tuple[str, str] | None) -> bool:
-    """Compares two texts except white space at their end and around the last answer."""
+    """Compares two texts, ignoring white space around the last answer."""
     now, shown = now.rstrip(), shown.rstrip()
     if now == shown:
         return True

@@ -80,7 +80,7 @@ class Rubric:
         range_max: float | None = None,
         invert: bool = False,
     ) -> Rubric:
-        """Adds a function that is recorded and does not count in the reward. Returns the rubric."""
+        """Adds a function that is recorded without counting in the reward. Returns the rubric."""
         return self.add_reward(
             func, None, name=name, golden_answer=golden_answer, range_min=range_min, range_max=range_max, invert=invert
         )

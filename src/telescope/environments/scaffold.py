@@ -1,4 +1,4 @@
-"""Writes a new environment to start from: a folder with a working environment and a passing test of its reward."""
+"""Writes a new environment to start from. The folder has a working environment and a passing test of its reward."""
 
 from __future__ import annotations
 

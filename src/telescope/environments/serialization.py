@@ -114,7 +114,9 @@ def _shown(value: Any) -> str:
 
 
 def serialize_messages(messages: Any, method: str) -> list[ChatMessage]:
-    """Checks messages that `method` returned: a list of dicts, each with a `role` and text content.
+    """Checks messages that `method` returned.
+
+    They must be a list of dicts, each with a `role` and text content.
 
     A `content` list of text parts becomes one text, as in model servers. Other content is refused, because a chat
     template would silently write `None` or the address of an object into the prompt.

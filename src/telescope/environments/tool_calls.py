@@ -302,7 +302,7 @@ def _kind(value: Any) -> str:
 
 
 def as_text(value: Any) -> str:
-    """Text for any object: a str unchanged, else JSON, else `str()`, else its type. Consumes no iterator."""
+    """Returns any object as text: itself, JSON, `str()`, or its type. Consumes no iterator."""
     if isinstance(value, str):
         return value
     if isinstance(value, bytes | bytearray):

@@ -122,7 +122,7 @@ class ToolEnvironment(MultiTurnEnvironment):
     def env_response(
         self, messages: list[ChatMessage], state: RolloutState
     ) -> list[ChatMessage] | Awaitable[list[ChatMessage]]:
-        """Runs the calls of the last answer and responds with their results, in order."""
+        """Runs the calls of the last answer in order. Responds with their results."""
         token = _state.set(state)
         try:
             calls = self.parse_tool_calls(state.trajectory[-1].text)
@@ -147,7 +147,7 @@ class ToolEnvironment(MultiTurnEnvironment):
         return parse_calls(completion, self.tool_call_format, self._tools)
 
     def is_final_answer(self, completion: str, state: RolloutState) -> bool:
-        """Returns whether the answer ends the rollout: by default, when it has no call, readable or not."""
+        """Returns whether the answer ends the rollout. By default it does when it has no call, readable or not."""
         return not self.parse_tool_calls(completion)
 
     def execute_tool(self, call: ToolCall) -> ToolResult | Awaitable[ToolResult]:
@@ -295,7 +295,7 @@ class ToolEnvironment(MultiTurnEnvironment):
 
 
 class _Response(list[ChatMessage]):
-    """Messages that an override may `await`: `await super().env_response(messages, state)` works with plain tools."""
+    """Messages that an override may `await`. `await super().env_response(messages, state)` works with plain tools."""
 
     def __await__(self) -> Generator[Any, None, list[ChatMessage]]:
         return self

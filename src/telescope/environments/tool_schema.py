@@ -1,4 +1,6 @@
-"""Python functions as tools: their schemas, and the checks and conversions of a call's arguments.
+"""Python functions as tools.
+
+Builds their schemas, and checks and converts the arguments of calls.
 
 Schema and checks come from one pydantic model that is built from the annotations, so a call accepts what the schema
 promises. A fault of the function (an annotation that JSON cannot express) is a `UserError` when the tool is made; a
@@ -276,7 +278,7 @@ def _inlined(node: Any, definitions: dict[str, Any], open_names: tuple[str, ...]
 
 
 def _decoded(arguments: Any) -> Any:
-    """Returns the arguments, decoded if they are JSON text as in OpenAI's API."""
+    """Decodes arguments given as JSON text, as in OpenAI's API."""
     if not isinstance(arguments, str):
         return arguments
     if not arguments.strip():
@@ -288,7 +290,7 @@ def _decoded(arguments: Any) -> Any:
 
 
 def _from_text(value: Any) -> Any:
-    """The value, decoded if it is a list or object written as JSON text."""
+    """Decodes a list or object written as JSON text."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)

@@ -34,7 +34,7 @@ Steps = Generator[Awaitable[Any], Any, tuple[dict[str, Any], bytes]]
 
 
 def settled(value: Any) -> Generator[Awaitable[Any], Any, Any]:
-    """Waits for a value that may be awaitable: `result = yield from settled(f())`."""
+    """Waits for a value that may be awaitable. Use it as `result = yield from settled(f())`."""
     if inspect.isawaitable(value):
         return (yield value)
     return value
@@ -152,7 +152,7 @@ def _is_ours(filename: str) -> bool:
 
 
 def error_text(error: BaseException) -> str:
-    """Returns `Type: message` as UTF-8 text of bounded length, with the first error of an exception group."""
+    """Returns `Type: message` as UTF-8 text of bounded length. An exception group is shown with its first error."""
     name = type(error).__name__
     try:
         message = str(error)
@@ -196,7 +196,9 @@ def machine_memory_bytes() -> int:
 
 
 def default_memory_limit() -> int:
-    """Returns what one worker may allocate after loading: a quarter of the machine's memory.
+    """Returns what a worker may allocate: a quarter of the machine's memory.
+
+    What it has loaded does not count.
 
     A reward that never stops allocating then fails before the engine or the trainer does.
     """

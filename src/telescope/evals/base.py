@@ -1,4 +1,6 @@
-"""Evals: a dataset, a prompt format, and metrics of the answers; and evals by name.
+"""Evals, and evals by name.
+
+An eval is a dataset, a prompt format, and metrics of the answers.
 
 An eval may wrap an environment (`environment_name`), from which it takes what it does not define itself: the dataset,
 the prompt format, the metrics, any other attribute. Every environment is also an eval (`EnvironmentEval`), so training
@@ -111,11 +113,11 @@ class Eval(Dataset):
         return environment.compute_eval_metrics(state, eos_token)
 
     def build_messages(self, question: str | Sequence[ChatMessage]) -> list[ChatMessage]:
-        """The conversation before the completion, in the environment's format if there is one."""
+        """Returns the conversation before the completion, formatted by the environment if any."""
         return self._format().build_messages(question)
 
     def format_prompt(self, question: str | list[ChatMessage], tokenizer: Any, **options: Any) -> str:
-        """The text that the model continues, in the environment's format if there is one."""
+        """Returns the text before the completion, formatted by the environment if any."""
         function = self._format().format_prompt
         parameters = inspect.signature(function).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):

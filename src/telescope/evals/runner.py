@@ -1,4 +1,6 @@
-"""Runs an eval: fixed items, sampled with the engines' current weights, scored by the environment.
+"""Runs an eval.
+
+Its items are fixed, sampled with the engines' current weights and scored by the environment.
 
 Samples take the same path as in training (`rollout.sample`): the same request slots, engines and environment workers.
 This module owns the choice of items and the averages, not when evals run or which weights the engines have.
@@ -43,7 +45,7 @@ class EvalItem:
 
 @dataclass(frozen=True)
 class PlannedEval:
-    """An eval of a run: its key in the environment pool, its items, and its sampling settings."""
+    """An eval of a run: pool key, items and sampling settings."""
 
     name: str
     environment_key: str
@@ -69,7 +71,7 @@ class PlannedEval:
         return len(self.items) * self.num_completions
 
     def id_at(self, version: int) -> str:
-        """Returns the id of this eval at a policy version, in the record."""
+        """Returns this eval's id at a policy version, in the record."""
         return f"{self.session}{'-' if self.session else ''}eval{self.number}-{self.name}-v{version}"
 
 
@@ -98,7 +100,7 @@ class EvalResult:
 
     @property
     def metric(self) -> str:
-        """Name of the metric that is the accuracy: `correct` if the environment has it, else `reward`."""
+        """Name of the accuracy: `correct` if there is one, else `reward`."""
         return "correct" if "correct" in self.metrics else "reward"
 
     @property
@@ -145,7 +147,9 @@ async def run_eval(
     on_sample: Callable[[EvalItem, Trajectory], None],
     finished: Mapping[tuple[int, int], Mapping[str, float]] | None = None,
 ) -> EvalResult:
-    """Samples every item as often as `pass_k` needs, else once, and averages the metrics.
+    """Samples every item and averages the metrics.
+
+    An item is sampled as often as `pass_k` needs, else once.
 
     `seed_of(item, completion, turn)` seeds the requests; `on_sample` is called as each sample ends. `finished` has
     scores of samples to keep, by item and completion. Raises EnvironmentFailure when nothing could be scored.

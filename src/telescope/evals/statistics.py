@@ -37,7 +37,9 @@ class Estimate:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased probability that at least one of `k` samples is correct: 1 - C(n - c, k) / C(n, k).
+    """Unbiased probability that at least one of `k` samples is correct.
+
+    It is 1 - C(n - c, k) / C(n, k).
 
     Chen et al. 2021 (https://arxiv.org/abs/2107.03374), eq. 1. The binomials are exact integers, so the result is
     rounded once. Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
@@ -48,7 +50,9 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def pass_pow_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased probability that all of `k` samples are correct, pass^k: C(c, k) / C(n, k).
+    """Unbiased probability that all of `k` samples are correct.
+
+    It is pass^k: C(c, k) / C(n, k).
 
     Yao et al. 2024 (https://arxiv.org/abs/2406.12045), section 4. Raises ValueError as `pass_at_k` does.
     """
@@ -57,12 +61,14 @@ def pass_pow_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def num_completions(pass_k: Mapping[str, Any]) -> int:
-    """Completions per item that `pass_k` of an eval needs: the largest k, or 1."""
+    """Completions per item that `pass_k` needs: the largest k, or 1."""
     return max((k for spec in pass_k.values() for k in spec["k"]), default=1)
 
 
 def metrics_over_items(items: Sequence[Sequence[Mapping[str, float]]], pass_k: Mapping[str, Any]) -> dict[str, float]:
-    """Means over items of each metric and of `pass_k`, as `pass@8/correct` and `pass^8/correct`.
+    """Means over items of each metric and of `pass_k`.
+
+    Keys of the latter are `pass@8/correct` and `pass^8/correct`.
 
     `items` has the metrics of each scored completion of each item. An item with fewer than k of them is left out of
     pass@k. Raises EnvironmentFailure when no completion has a metric that `pass_k` names.
@@ -115,7 +121,9 @@ def estimate_mean(values: Sequence[float], *, confidence: float = CONFIDENCE, se
 def estimate_difference(
     values: Mapping[str, float], baseline: Mapping[str, float], *, confidence: float = CONFIDENCE, seed: int = 0
 ) -> Estimate:
-    """Mean of `values` minus `baseline` over the items that both have, with its paired bootstrap interval.
+    """Mean of `values` minus `baseline`, with its paired bootstrap interval.
+
+    Items count that both have.
 
     Keys are item identities (`sample_uid`). Items of one side are left out. Raises ValueError when no item is shared.
     """

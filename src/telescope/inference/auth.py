@@ -26,7 +26,9 @@ REFUSAL = b'{"error":{"message":"this inference server requires the secret of it
 
 
 class RunSecretMiddleware:
-    """ASGI middleware that answers 401, or closes the websocket, without the run's secret.
+    """ASGI middleware that requires the run's secret.
+
+    It answers 401, or closes the websocket.
 
     Raises `RuntimeError` at construction when the environment has no secret.
     """

@@ -143,7 +143,9 @@ class EngineClient:
         await self._control("POST", wire.ABORT_ROUTE, wire.encode_abort(request_ids))
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
-        """Returns logprobs of tokens 1..L-1 of a fixed text under the current weights, at temperature 1 (L - 1 values).
+        """Returns logprobs of tokens 1..L-1 of a text (L - 1 values).
+
+        They are under the current weights, at temperature 1.
 
         All NaN when the weights give no finite numbers.
         """
@@ -200,7 +202,7 @@ class EngineClient:
         self.loaded_version = version
 
     async def load_adapter(self, folder: Path) -> None:
-        """Loads a LoRA adapter, in place of the one before for running requests too. Call it inside a pause."""
+        """Loads a LoRA adapter in place of the one before. Running requests use it too. Call it inside a pause."""
         body = {"lora_name": wire.ADAPTER_NAME, "lora_path": str(folder), "load_inplace": True}
         try:
             await self._control("POST", wire.LOAD_ADAPTER_ROUTE, body, within=self._update_timeout)
@@ -231,8 +233,7 @@ class EngineClient:
     # --- state ------------------------------------------------------------------------------------------------------
 
     async def health(self, *, within: float = 10.0) -> bool:
-        """Returns whether the server reports a healthy engine and the engine process answers, each within `within`
-        seconds.
+        """Returns whether server and engine process answer, each within `within` seconds.
 
         Never raises for an unreachable server.
         """
@@ -294,7 +295,7 @@ class EngineClient:
 
 
 def raise_file_limit() -> None:
-    """Raises the limit of open sockets to the system's maximum: one per request in flight."""
+    """Raises the limit of open sockets to the maximum. Each request in flight needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,4 +1,4 @@
-"""One engine process with its session, log file and process group, and the reading of its log.
+"""One engine process: session, process group and log file.
 
 Owns the operating system's side of a server: pipe, process group, signals, log tail, and what the log of a starting
 vLLM tells: the current stage, or why it failed. Does not know whether the process is healthy, or whether to restart it
@@ -137,8 +137,10 @@ def start_failure(name: str, what: str, log: Sequence[str], log_path: Path, *, e
 
 
 def error_lines(log: Sequence[str]) -> list[str]:
-    """Returns the last error lines of a log, each once, without vLLM's prefixes: no traceback frames, progress or
-    banner, nothing from before the first error."""
+    """Returns the last distinct error lines of a log.
+
+    Leaves out vLLM's prefixes, traceback frames, progress, the banner, and lines before the first error.
+    """
     found: dict[str, None] = {}
     seen_error = False
     for line in log:

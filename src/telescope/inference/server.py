@@ -183,7 +183,7 @@ class InferenceServer:
         )
 
     def metrics_text(self) -> str | None:
-        """Returns the server's metrics as Prometheus text, or None while it is not ready. Callable from any thread.
+        """Returns metrics as Prometheus text, or None before the server is ready. Callable from any thread.
 
         Raises `OSError` or `HTTPException` when a ready server does not answer.
         """
@@ -231,7 +231,7 @@ class InferenceServer:
         )
 
     def _kv_cache_of_a_restart(self) -> int | None:
-        """Returns the KV cache size for a restart beside a trainer, else None."""
+        """Returns the KV cache size for restarts beside a trainer."""
         if not self._config.share_gpus or runs_on_cpu(self._config):
             return None
         assert self._process is not None
@@ -359,7 +359,7 @@ class InferenceServer:
 
 
 def advertised_host(host: str, node_address: str | None = None) -> str:
-    """Returns the address under which other machines reach a server that listens on `host`.
+    """Returns the address at which other machines reach the server.
 
     For all interfaces that is the node's address. If unknown or loopback, it is the address of the outward interface.
     """

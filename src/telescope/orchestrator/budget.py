@@ -1,4 +1,6 @@
-"""The error budget of each environment: stops a run whose samples mostly fail.
+"""The error budget of each environment.
+
+Stops a run whose samples mostly fail.
 
 A failed sample is masked. But a run whose environment mostly fails does not train on what the user intended, so it
 stops with the causes.
@@ -97,7 +99,7 @@ class ErrorBudget:
 
 
 def _shortened(message: str) -> str:
-    """Returns a message without its prefix: its first line and, if there are more, its last."""
+    """Returns a message's first and last line without its prefix."""
     lines = [line for line in plain(_PLACE.sub("", message.strip())).split("\n") if line.strip()] or ["no message"]
     first, last = single_line(lines[0]), single_line(lines[-1])
     return first if len(lines) == 1 else f"{first} ... {last}"

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when they are written, where, and which are kept.
+"""Checkpoints of a run: when, where, and which are kept.
 
     checkpoints/step_N/         after N finished training steps
         meta.json               step, model, ranks, versions and config; written last
@@ -91,7 +91,7 @@ class CheckpointFolder:
         return self.path / f"step_{step}"
 
     def begin(self, step: int) -> Path:
-        """Makes the empty folder in which the checkpoint of a step is written. Raises `OSError`."""
+        """Makes the empty folder for the checkpoint of a step. Raises `OSError`."""
         partial = self.path / f"{PARTIAL}step_{step}"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -117,7 +117,10 @@ class CheckpointFolder:
         return removed
 
     def continue_after(self, step: int) -> None:
-        """Removes later checkpoints, of an attempt that is not continued, and what an interrupted write left."""
+        """Removes later checkpoints and remains of an interrupted write.
+
+        The later ones are of an attempt that is not continued.
+        """
         for later in [known for known in self.steps() if known > step]:
             self._remove(later)
         for left in self.path.glob(f"{PARTIAL}step_*"):
@@ -131,7 +134,7 @@ class CheckpointFolder:
         shutil.rmtree(renamed)
 
     def load(self, wanted: bool | int) -> Checkpoint:
-        """Reads the newest checkpoint (true) or that of a step, without its weights. Raises `UserError`."""
+        """Reads the newest checkpoint (true) or a step's, without weights. Raises `UserError`."""
         steps = self.steps()
         if not steps:
             raise UserError(
@@ -162,7 +165,10 @@ class CheckpointFolder:
 
 
 def steps_to_remove(steps: Iterable[int], keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Returns the steps that are neither among the newest `keep_last` nor multiples of `keep_every`."""
+    """Returns the steps whose checkpoints are not kept.
+
+    Kept are the newest `keep_last` and multiples of `keep_every`.
+    """
     ordered = sorted(steps)
     if keep_last is None:
         return []
@@ -260,7 +266,7 @@ class Checkpointer:
             self._writing = None
 
     async def _begin(self, step: int, values: dict[str, Any]) -> None:
-        """Copies the ranks' state; a task writes it, with `values`, the state of the loops."""
+        """Copies the ranks' state, which a task then writes. `values` are the state of the loops."""
         name = f"the checkpoint after step {step}"
         started_at, left = time.time(), self._seconds_left()
         if left == 0:
@@ -356,7 +362,7 @@ class Checkpointer:
 
 
 def with_free_space(error: OSError, folder: Path) -> str:
-    """Returns the error's text with the free space of the disk: torch reports a full disk as an unexpected position."""
+    """Returns the error's text with the disk's free space. torch reports a full disk as an unexpected position."""
     try:
         return f"{error} ({shutil.disk_usage(folder).free / 2**30:.2f} GiB are free on its disk)"
     except OSError:

@@ -216,7 +216,7 @@ def _read_adapter(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def _merged_weights(checkpoint: Path, meta: dict[str, Any]) -> ModelWeights:
-    """Returns the weights of the run's first model with the checkpoint's adapters added, in `model_dtype`."""
+    """Returns the first model's weights plus the checkpoint's adapters, in `model_dtype`."""
     import torch
 
     from telescope.trainer.lora import A, B, is_adapter, merged

@@ -151,7 +151,9 @@ def prepare(
 def choose_evals(
     given: Sequence[EvalEntry], entries_of_run: Sequence[EvalEntry], names: Sequence[str], num_samples: int | None
 ) -> list[EvalEntry]:
-    """Returns the evals to measure: `names`, else those of the file, else of the run.
+    """Returns the evals to measure.
+
+    They are `names`, else those of the file, else of the run.
 
     A name has the settings of the file or the run for it. Raises `UserError` if there is none.
     """
@@ -172,7 +174,7 @@ def choose_evals(
 
 
 def eval_numbers(entries: Sequence[EvalEntry], entries_of_run: Sequence[EvalEntry]) -> list[int]:
-    """Returns a number for each eval, on which its seeds depend: that of the run's eval of the same name."""
+    """Returns each eval's number, on which its seeds depend. It is that of the run's eval of the same name."""
     free = {number: entry.name for number, entry in enumerate(entries_of_run)}
     numbers, later = [], len(entries_of_run)
     for entry in entries:

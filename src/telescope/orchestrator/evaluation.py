@@ -300,7 +300,7 @@ class Evaluation:
         error: str,
         used: set[int] | None = None,
     ) -> None:
-        """Reports an eval without a result: in the record, the log, the live view and the summary."""
+        """Reports an eval without a result wherever results are shown."""
         if not plan.session:  # a standalone evaluation continues, and records what has finished
             row = record_rows.eval_row(plan, version, started_at, status=status, error=error, servers=used or ())
             self.recorder.write("evals", row)
@@ -312,7 +312,7 @@ class Evaluation:
         self.problems.append(sentence)
 
     def _label(self, plan: PlannedEval) -> str:
-        """Returns the name of an eval, with its number if the name is ambiguous."""
+        """Returns the name of an eval, with its number if ambiguous."""
         twice = sum(other.name == plan.name for other in self.plans) > 1
         return f"{plan.name}#{plan.number}" if twice else plan.name
 
@@ -328,7 +328,7 @@ def eval_point(result: EvalResult, label: str) -> EvalPoint:
 
 
 def _comparable(result: EvalResult, baseline: EvalResult) -> bool:
-    """Returns whether a paired difference is defined: finite accuracies, and an item that both have scored."""
+    """Returns whether a paired difference is defined. Both accuracies are finite, and both have scored an item."""
     finite = result.estimate is not None and baseline.estimate is not None
     return finite and not result.by_item.keys().isdisjoint(baseline.by_item)
 

@@ -115,8 +115,10 @@ class SampleFilters:
         )
 
     def overlong_penalty(self, sample: Trajectory) -> float:
-        """Returns the penalty: 0 up to `overlong_buffer_tokens` before `max_tokens`, then rising linearly to
-        `overlong_penalty_factor` at `max_tokens` (DAPO, equation 13). The longest turn counts.
+        """Returns the penalty for a long answer (DAPO, equation 13).
+
+        It is 0 up to `overlong_buffer_tokens` before `max_tokens`, then rises linearly to `overlong_penalty_factor` at
+        `max_tokens`. The longest turn counts.
         """
         if not self.penalty_factor:
             return 0.0

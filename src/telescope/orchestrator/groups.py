@@ -1,4 +1,4 @@
-"""A group: one prompt and its samples, from opening to training or discard.
+"""A group: one prompt and its samples, until training or discard.
 
 Owns the state of a group, the decision whether it carries a learning signal, and the batch that finished groups form:
 advantages and micro-batches, pure and numpy only. Group statistics are over trajectories: one whose turns are separate
@@ -142,7 +142,7 @@ class DiscardStreak:
 
     @property
     def is_half_over(self) -> bool:
-        """True only at the discard that reaches half of the limit: a person can still change something."""
+        """True only at the discard that reaches half the limit. A person can still change something then."""
         return self.count == self.limit // 2
 
     def diagnosis(self) -> str:
@@ -192,7 +192,7 @@ class _ScoredTrajectory:
 
 
 def recorded_samples(samples: Sequence[TrainSample], wanted: int | str) -> frozenset[str]:
-    """Returns the ids of the samples whose tokens are recorded, spread evenly over the batch (`record_tokens`)."""
+    """Returns evenly spread ids of samples whose tokens are recorded. Their share is `record_tokens`."""
     ids = [sample.sample_id for sample in samples if sample.num_trained]
     count = {"none": 0, "all": len(ids)}.get(str(wanted), wanted)
     assert isinstance(count, int)

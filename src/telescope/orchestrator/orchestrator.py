@@ -122,8 +122,11 @@ class Orchestrator:
         *,
         max_requeues: int = MAX_REQUEUES,
     ) -> None:
-        """`start` is the state of the checkpoint that the run continues from; `max_requeues` bounds how often a stale
-        prompt is requeued."""
+        """Sets up the loops.
+
+        `start` is the state of the checkpoint that the run continues from; `max_requeues` bounds how often a stale
+        prompt is requeued.
+        """
         start = start or RunState()
         self.config = config
         self.services = services
@@ -170,7 +173,7 @@ class Orchestrator:
         self._notifier.notify()
 
     def position(self) -> SamplerPosition:
-        """Returns the sampler position: every prompt that is neither trained nor dropped is unfinished."""
+        """Returns the sampler position. Every prompt that is neither trained nor dropped is unfinished."""
         return self._prompts.position(self.ledger.open)
 
     def run_state(self) -> RunState:
@@ -211,7 +214,7 @@ class Orchestrator:
         assert self.ledger.is_balanced(), f"the prompt ledger is not balanced: {self.ledger}"
 
     def _record_unfinished(self) -> None:
-        """Records every group without an outcome when the run ends, and keeps the state for the last checkpoint."""
+        """Records groups without an outcome, and keeps the last state."""
         self._last_state = self.run_state()
         self._has_ended = True
         for group in self._unsettled.values():
@@ -385,7 +388,9 @@ class Orchestrator:
         self._notifier.notify()
 
     def _withdraw(self, group: Group, requests: dict[int, list[str]]) -> None:
-        """Withdraws one group: requeues its prompt at the front, or drops it after `max_requeues` requeues.
+        """Withdraws one group.
+
+        Requeues its prompt at the front, or drops it after `max_requeues` requeues.
 
         Adds the requests to abort to `requests`, by server.
         """
@@ -413,7 +418,7 @@ class Orchestrator:
             self.services.report_engine_failure(server, error)
 
     async def _in_flight_loop(self) -> None:
-        """Keeps the record's list of running samples up to date: one small file, replaced."""
+        """Keeps the record's list of running samples up to date."""
         while True:
             self.services.recorder.set_in_flight(record_rows.in_flight_rows(self._open.values()))
             await asyncio.sleep(IN_FLIGHT_SECONDS)

@@ -1,4 +1,6 @@
-"""The prompt sampler: prompt number n is a pure function of the seed and n.
+"""The prompt sampler.
+
+Prompt number n is a pure function of the seed and n.
 
 n is the identity of a prompt in the ledger, in a checkpoint and in the record. The environment of prompt n is sampled
 by weight; its items are visited without replacement and reshuffled each epoch. The result does not depend on earlier
@@ -19,7 +21,7 @@ CHUNK = 1024
 
 @dataclass(frozen=True, slots=True)
 class SampledPrompt:
-    """Prompt number n: item `index` of environment number `environment` (its position in the config)."""
+    """Prompt number n: an item of an environment. `environment` is its position in the config."""
 
     n: int
     environment: int
@@ -95,7 +97,9 @@ class PromptSampler:
 
 
 def request_seed(run_seed: int, *identity: int | str) -> int:
-    """Returns the seed of one request: a hash of (run seed, prompt number, sample, turn), independent of arrival order.
+    """Returns the seed of one request, independent of arrival order.
+
+    It is a hash of (run seed, prompt number, sample, turn).
 
     It has 31 bits, which every engine accepts.
     """

@@ -55,7 +55,7 @@ class RequestSlotPool:
         self._order = itertools.count()
 
     def on_change(self, notify: Callable[[], None]) -> None:
-        """Registers `notify`, called when a slot becomes free or a server's state changes."""
+        """Registers `notify` for free slots and changes of servers."""
         self._on_change = notify
 
     async def acquire(self, group: int, *, turn: int = 0, timeout: float) -> Lease:
@@ -116,7 +116,7 @@ class RequestSlotPool:
 
     @property
     def idle_share(self) -> float:
-        """Share of the servers that are up, from 0 to 1, that have no request."""
+        """Share of running servers without a request, from 0 to 1."""
         up = [server for server in self.servers if server.up]
         return sum(server.used == 0 for server in up) / len(up) if up else 0.0
 
@@ -164,7 +164,9 @@ class RequestSlotPool:
 
 
 class GroupSlotPool(RequestSlotPool):
-    """Request slots for `enable_individual_sample_lanes: false`: one slot per group, from its first sample to its last.
+    """Request slots for `enable_individual_sample_lanes: false`.
+
+    A group has one slot from its first sample to its last.
 
     Capacities count groups. All samples of a group share its slot; when its server goes down, the group gets a slot on
     another server.
@@ -175,7 +177,7 @@ class GroupSlotPool(RequestSlotPool):
         self._lease_of_group: dict[int, asyncio.Future[Lease]] = {}
 
     async def acquire(self, group: int, *, turn: int = 0, timeout: float) -> Lease:
-        """Returns the group's slot, or acquires one on a server that is up."""
+        """Returns the group's slot, or acquires one on a server."""
         future = self._lease_of_group.get(group)
         if future is not None and future.done() and not self._is_usable(future):
             self._give_back(group)
@@ -213,7 +215,7 @@ class GroupSlotPool(RequestSlotPool):
 def make_request_slots(
     *, individual: bool, num_servers: int, groups_per_server: int, group_size: int
 ) -> RequestSlotPool:
-    """Creates the request slots of a run: one per sample, or one per group."""
+    """Creates request slots, one per sample or one per group."""
     if individual:
         return RequestSlotPool([groups_per_server * group_size] * num_servers)
     return GroupSlotPool([groups_per_server] * num_servers)

@@ -363,7 +363,7 @@ def _check_hash(config: TelescopeConfig, process: str, config_hash: str) -> None
 
 
 def record_warm_up(directory: RunDirectory, spans: list[Span]) -> None:
-    """Writes the compilation of the trainer's ranks to the log and the record."""
+    """Writes the compilation of the ranks to log and record."""
     seconds = max(span.end for span in spans) - min(span.start for span in spans)
     logger.info("The trainer has compiled the model's blocks, which took %.1f s", seconds)
     for span in spans:
@@ -371,7 +371,7 @@ def record_warm_up(directory: RunDirectory, spans: list[Span]) -> None:
 
 
 def record_sync(directory: RunDirectory, report: SyncReport) -> None:
-    """Writes a weight sync to the record: spans of each server's pause and transfer, and of the trainer's ranks."""
+    """Records the spans of a weight sync. Each server has a pause and a transfer; the trainer's ranks have theirs."""
     step = report.version - 1
     for sync in report.servers:
         shared = {"component": "weights", "server": sync.server, "step": step}

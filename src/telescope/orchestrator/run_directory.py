@@ -1,4 +1,6 @@
-"""The run directory of one attempt: created first, and closed with the run's summary.
+"""The run directory of one attempt.
+
+It is created first, and closed with the run's summary.
 
 Owns the order in which the record is opened and closed. `telescope.record` owns its contents.
 """
@@ -56,7 +58,9 @@ class RunDirectory:
     def create(
         cls, config: TelescopeConfig, notes: list[str], *, path: Path | None = None, is_resumed: bool = False
     ) -> RunDirectory:
-        """Creates the directory, or reopens that of a run which continues: its results stay until `started`.
+        """Creates the directory, or reopens that of a run which continues.
+
+        Its results stay until `started`.
 
         Without `run_dir`, the directory is a new one. Raises UserError when it cannot be written.
         """
@@ -119,7 +123,7 @@ class RunDirectory:
         self.recorder.write("attempts", {**self._attempt, **started})
 
     def begin_next_attempt(self, note: str) -> None:
-        """Begins another attempt in this process: rows from now on are of that one. Call `started` next."""
+        """Begins another attempt in this process, to which later rows belong. Call `started` next."""
         self.recorder.attempt += 1
         self._begin_attempt([note])
 

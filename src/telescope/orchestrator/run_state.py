@@ -74,7 +74,9 @@ class RunState:
 
 
 def after_restart(checkpoint: RunState, lost: RunState, staleness: Staleness, *, synchronous: bool) -> RunState:
-    """Returns the state from which the loops continue: that of the checkpoint and the finished groups of `lost`.
+    """Returns the state from which the loops continue.
+
+    It is that of the checkpoint, with the finished groups of `lost`.
 
     `lost` is the state when the ranks were lost; its groups are relabeled in place. Groups that are too old now are
     sampled again; so is, in synchronous mode, all that lost versions have sampled.

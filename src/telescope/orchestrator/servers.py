@@ -1,4 +1,4 @@
-"""The inference servers of a run: their state, and their recovery after failures.
+"""The inference servers of a run: state, and recovery after failures.
 
 Owns the state of each server and whether its request slots are open. The server's own actor supervises its process
 (`inference.server`), and `weight_sync` sends weights; this module detects failures and brings a server back: restarted
@@ -252,7 +252,7 @@ class ServerPool:
         self._wake.set()
 
     async def _bring_up(self, index: int) -> None:
-        """Waits for the process, sends it the current weights, and opens its slots."""
+        """Waits for the process, sends weights, and opens its slots."""
         server = self._servers[index]
         state = "not known"
         try:

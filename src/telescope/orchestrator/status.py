@@ -1,4 +1,6 @@
-"""The current state of a run, for live view, watchdog and errors, and its summary at the end.
+"""The current state of a run, and its summary.
+
+The live view, the watchdog and errors show it.
 
 Only the orchestrator's event loop writes the fields of `RunStatus`. Readers on other threads see plain numbers and
 strings, possibly a moment old.
@@ -98,7 +100,7 @@ class RunStatus:
     def report(
         self, message: str, kind: str, level: Level = "info", *, log: logging.Logger | None = None, **more: Any
     ) -> None:
-        """Shows the first line of a message in the live view, and records it as an alert. `log` gets all of it.
+        """Shows a message's first line and records it as an alert. `log` gets all of it.
 
         `more`: other columns of `alerts`.
         """
@@ -120,7 +122,7 @@ class RunStatus:
         self._alerts.clear()
 
     def training_begins(self) -> None:
-        """Begins the times of the first step: what the engines did before does not count."""
+        """Begins the times of the first step. What the engines did before does not count."""
         self.engines_idle_seconds = self.last_step_at = None
 
     def trained(self, step: int, metrics: dict[str, float], seconds: float) -> None:
@@ -232,7 +234,7 @@ class RunSummary:
 
 
 def headline_of(evals: Sequence[EvalResult]) -> EvalResult | None:
-    """Returns the headline result: of the first eval with held-out items, else of the first eval."""
+    """Returns the result of the first eval, preferably with held-out items."""
     return next((result for result in evals if result.held_out), evals[0] if evals else None)
 
 

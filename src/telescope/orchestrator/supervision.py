@@ -1,4 +1,6 @@
-"""Supervises the loops of a run, notifies them of changes, and handles stop signals.
+"""Supervises a run's loops.
+
+Notifies them of changes, and handles stop signals.
 
 A failure of any task ends the run at once with that error. A run in which nothing finishes for `watchdog_seconds` ends
 with a report of what each component waited for. `ChangeNotifier` is the condition that loops wait on.
@@ -200,11 +202,11 @@ class Interrupt:
             self._on_first.append(action)
 
     def on_second(self, action: Callable[[], None]) -> None:
-        """Calls `action`, which must be quick, before a second signal ends the process."""
+        """Calls `action` before a second signal ends the process. It must be quick."""
         self._on_second.append(action)
 
     async def run_until_first(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Runs a coroutine that the first signal cancels, such as the start or an eval. Raises Interrupted then."""
+        """Runs a coroutine that the first signal cancels. Raises Interrupted then."""
         task = asyncio.ensure_future(coroutine)
 
         def cancel() -> None:

@@ -1,6 +1,6 @@
-"""Training from a state to the last checkpoint, with restarts of lost trainer ranks.
+"""Training from a state to the last checkpoint.
 
-After any other error, or a stop signal, a checkpoint is written if there is time.
+Lost trainer ranks are restarted. After any other error, or a stop signal, a checkpoint is written if there is time.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ async def make_orchestrator(
 
 
 class TrainerRestarts:
-    """Restarts one run's trainer from the newest checkpoint after the loss of a rank.
+    """Restarts a run's trainer after the loss of a rank.
 
         lost rank -> loops end -> all ranks replaced -> checkpoint loaded -> weights sent -> loops begin again
 

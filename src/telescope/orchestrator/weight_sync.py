@@ -77,7 +77,7 @@ class SyncReport:
         return [server.server for server in self.servers if server.failure is None]
 
     def metrics(self) -> dict[str, float]:
-        """Returns the step metrics of this sync: the slowest server and each server."""
+        """Returns this sync's step metrics: the slowest server and each."""
         done = [server for server in self.servers if server.failure is None]
         metrics = {
             "timing_weight_sync_total": self.ended_at - self.started_at,
@@ -292,7 +292,7 @@ class WeightSync:
         )
 
     async def _connect(self, part: ServerSync) -> None:
-        """Opens the communicator of a server that has none: the sender listens, the workers connect."""
+        """Opens the communicator of a server that has none. The sender listens, the workers connect."""
         if part.server in self._connected:
             return
         info = await self._trainer.listen_for_engine(
@@ -365,7 +365,7 @@ class WeightSync:
         return self._num_syncs == 0 or (every > 0 and self._num_syncs % every == 0)
 
     async def _probe(self, report: SyncReport, *, initial: str | None = None) -> None:
-        """Raises WeightMismatch unless servers have the sent, or with `initial` the trainer's, weights."""
+        """Raises WeightMismatch unless servers have the sent weights. With `initial`, the trainer's."""
         for server, probe in (await self._examine(report, initial=initial)).items():
             if not probe.ok:
                 raise WeightMismatch(

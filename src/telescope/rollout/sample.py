@@ -1,4 +1,6 @@
-"""One sample from prompt to scored trajectory: the loop of generation and environment replies.
+"""One sample from prompt to scored trajectory.
+
+Its loop alternates generation and environment replies.
 
 Owns the turn loop and the retries after infrastructure failures. Request slots and servers come in through protocols
 (`rollout.types`). A single-turn sample is a loop that ends after one turn.
@@ -81,7 +83,7 @@ class RolloutSettings:
 
 @dataclass(slots=True)
 class RolloutTask:
-    """The prompt of one sample, and its identity for records, request ids and seeds."""
+    """The prompt and identity of one sample. The identity is for records, request ids and seeds."""
 
     sample_id: str
     group_id: int
@@ -141,7 +143,7 @@ class Rollout:
         self._running: asyncio.Task[Any] | None = None
 
     async def run(self) -> Trajectory:
-        """Runs the sample to its end and returns it: scored, masked or cancelled.
+        """Runs the sample to its end: scored, masked or cancelled.
 
         Raises DeadlineExceeded, which is an error of the run, when no request slot becomes free within `slot_timeout`.
         """

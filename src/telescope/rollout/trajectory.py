@@ -24,7 +24,9 @@ from telescope.trainer.batch import TrainSample
 
 @dataclass(slots=True)
 class Turn:
-    """One answer of the model: the ids added since the last answer, and the ids that were sampled.
+    """One answer of the model.
+
+    It has the ids added since the last answer, and the ids that were sampled.
 
     With `restarts` the former are the whole prompt. `replies` are the environment's messages before this answer,
     (role, text) each; `divergence` names how the join before this turn differs from the chat template
@@ -98,7 +100,7 @@ class Trajectory:
 
     @property
     def mask_reason(self) -> str | None:
-        """Why it is masked: the kind of its failure, or the filter that removed it."""
+        """Why it is masked: its failure, or the filter that removed it."""
         return self.failure_kind or self.filtered_by
 
     @property
@@ -113,7 +115,7 @@ class Trajectory:
 
     @property
     def num_sampled_tokens(self) -> int:
-        """All tokens known to be sampled for it: its turns, failed requests and lost conversations."""
+        """All tokens known to be sampled for it. These are its turns, failed requests and lost conversations."""
         failed = sum(length for length in self.failed_requests if length is not None)
         return self.num_completion_tokens + failed + sum(self.lost_conversations)
 
@@ -135,12 +137,12 @@ class Trajectory:
 
     @property
     def hit_length_limit(self) -> bool:
-        """Returns whether the last answer was cut off, or the context was exhausted."""
+        """Returns whether the length or context limit cut it off."""
         return self.stop_reason in ("length", CONTEXT_EXHAUSTED)
 
     @property
     def stop_reason(self) -> str:
-        """`length` if the last answer was cut off, else the environment's or engine's reason."""
+        """`length` after a cut-off answer, else the environment's or engine's reason."""
         finish_reason = self.turns[-1].generation.finish_reason if self.turns else ""
         return finish_reason if finish_reason == "length" else self.end_reason or finish_reason
 
@@ -167,7 +169,9 @@ class Trajectory:
         return samples
 
     def sequences(self) -> list[TrainSample]:
-        """Returns its token sequences: one, or one per segment between restarts, in order. It needs a turn.
+        """Returns its token sequences in order.
+
+        There is one per segment between restarts. It needs a turn.
 
         Each has token ids with a trained flag, the engine's logprob and the policy version per token; no reward.
         """
@@ -208,7 +212,9 @@ class Trajectory:
 
 
 def _joined_routes(turns: list[Turn]) -> np.ndarray | None:
-    """Returns the routes of a sequence's tokens [L, X, K], zeros where none are recorded. None without any.
+    """Returns the routes of a sequence's tokens [L, X, K].
+
+    They are zero where none are recorded. None without any.
 
     An answer has routes of its whole prompt. A token keeps those of the first answer that has them: under those its
     successor was sampled. The last sampled token of a turn has them from the next turn's prompt.

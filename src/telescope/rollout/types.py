@@ -96,7 +96,7 @@ class Engine(Protocol):
 
 @dataclass(eq=False)
 class Lease:
-    """One request slot of one server: permission to generate one sample there until it is released."""
+    """One request slot of one server, until it is released. It permits the generation of one sample there."""
 
     server: int
     slot: int

@@ -1,4 +1,4 @@
-"""Builds one tiny model: network, tokenizer, warm start, files in Hugging Face form.
+"""Builds one tiny model: network, tokenizer, warm start and files.
 
 The network is a transformers Qwen2, small enough for a CPU. The tokenizer is byte-level BPE with a ChatML template.
 Invariants of the tokenizer: any text survives encoding and decoding up to Unicode normalization (NFC), because every
@@ -49,7 +49,7 @@ def build_tiny_model(
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Hides progress bars: the file is small, and stdout and stderr belong to the caller."""
+    """Hides progress bars, since stdout and stderr belong to the caller."""
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()
@@ -62,7 +62,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def _name_tokenizer_class_for_all_versions(folder: Path) -> None:
-    """Writes the Qwen2 class name, since transformers 4 does not know version 5's."""
+    """Writes the Qwen2 class name. transformers 4 does not know that of version 5."""
     path = folder / "tokenizer_config.json"
     tokenizer_config = json.loads(path.read_text())
     tokenizer_config["tokenizer_class"] = "Qwen2Tokenizer"

@@ -1,4 +1,6 @@
-"""Settings of tiny models, and the cache of built ones: one folder per settings.
+"""Settings of tiny models, and the cache of built ones.
+
+Each settings have a folder.
 
 Equal keys give the same model on the same machine, because every random choice of the build is drawn from `seed`.
 Invariants: a folder with its final name is complete, because it is filled under another name and then renamed; a folder
@@ -105,7 +107,7 @@ class TinyModelSettings:
 
     @property
     def key(self) -> str:
-        """16 hexadecimal digits that name these settings under this version of the recipe."""
+        """16 hexadecimal digits of these settings and the recipe's version."""
         fields = asdict(self)
         for name, first in (("task", TASKS[0]), ("num_turns", 1)):
             if fields[name] == first:

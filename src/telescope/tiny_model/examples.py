@@ -1,4 +1,6 @@
-"""Warm-start conversations of the calculator agent and of Countdown, with the answers to learn in each turn.
+"""Warm-start conversations of the calculator agent and of Countdown.
+
+Each turn has the answer to learn.
 
 Some answers are right, some only have the right format. `examples_of` returns the examples of any task. Owns the choice
 of questions, puzzles and errors, and the wording of answers. Prompts, replies and the held-out split come from the
@@ -39,7 +41,7 @@ class Examples(Protocol):
     """An endless sequence of examples of one task."""
 
     def draw(self, wrong_share: float) -> Example:
-        """One example; how much of it goes wrong for a `wrong_share` from 0 to 1 is the task's."""
+        """Returns one example. The task decides how much of it goes wrong for a `wrong_share` from 0 to 1."""
         ...
 
 

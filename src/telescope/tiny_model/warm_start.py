@@ -28,7 +28,7 @@ _GRAD_CLIP = 1.0
 
 @dataclass(frozen=True, slots=True)
 class WarmStartProgress:
-    """Progress: `step` of `num_steps` is done, with the mean loss per answer token of that step (nats)."""
+    """Progress of the warm start. `step` of `num_steps` is done, with the mean loss per answer token (nats)."""
 
     step: int
     num_steps: int
@@ -36,7 +36,10 @@ class WarmStartProgress:
 
 
 def learning_rate_at(step: int, num_steps: int, peak: float) -> float:
-    """Rate of step 0..num_steps-1: linear warm-up, then a cosine down to a twentieth of the peak."""
+    """Rate of a step: linear warm-up, then a cosine.
+
+    Steps are 0..num_steps-1; the cosine ends at a twentieth of the peak.
+    """
     warm_up = max(1, round(num_steps * _WARM_UP_SHARE))
     if step < warm_up:
         return peak * (step + 1) / warm_up
@@ -45,7 +48,9 @@ def learning_rate_at(step: int, num_steps: int, peak: float) -> float:
 
 
 def encode_examples(examples: list[Example], tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns token ids [B, L], padded on the right, and targets [B, L], -100 outside of answers.
+    """Returns token ids [B, L] and targets [B, L].
+
+    Ids are padded on the right, targets are -100 outside of answers.
 
     Turns are joined as a rollout joins them: the tokens of an answer as they are, and what lies between two answers as
     the template writes it.
@@ -70,7 +75,7 @@ def encode_examples(examples: list[Example], tokenizer: PreTrainedTokenizerFast)
 
 
 def _pieces(example: Example, tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """The conversation as the template writes it, cut into prompt, answer, prompt, answer."""
+    """Cuts the templated conversation into prompt, answer, prompt, answer."""
     pieces: list[str] = []
     messages: list[dict[str, Any]] = []
     for turn in example.turns:

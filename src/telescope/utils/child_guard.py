@@ -79,7 +79,7 @@ def kill_group(group: int) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Runs `PIPE_FD COMMAND...` in this process's session until the command or the parent ends."""
+    """Runs `PIPE_FD COMMAND...` until the command or the parent ends."""
     pipe, command = int(argv[0]), argv[1:]
     parent = os.getppid()
     environment = {**os.environ, SUPERVISOR_PID_VARIABLE: str(os.getpid())}

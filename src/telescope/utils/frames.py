@@ -1,4 +1,4 @@
-"""Frames on a byte stream: a JSON header and a blob of raw bytes.
+"""Frames on a byte stream: a JSON header and raw bytes.
 
     4 bytes header length, 4 bytes blob length (little endian), header (JSON), blob
 

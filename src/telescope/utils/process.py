@@ -107,7 +107,7 @@ def installed_version(name: str) -> str | None:
 
 
 async def in_daemon_thread(function: Callable[[], T]) -> T:
-    """Awaits `function` on a thread that nothing waits for, also after a cancellation.
+    """Awaits `function` on a thread that nothing waits for.
 
     The event loop and the interpreter wait for threads of `asyncio.to_thread` before they end. The thread stays until
     the process ends: the kernel ends child processes such as Ray's daemons with the thread that started them.
@@ -154,7 +154,7 @@ def log_size(path: Path) -> int:
 
 
 def rotate_log(path: Path, max_bytes: int) -> None:
-    """Replaces `<path>.1` by the last `max_bytes` of a longer log and empties the log.
+    """Keeps a longer log's last `max_bytes` in `<path>.1`, and empties it.
 
     Processes that have the file open for appending continue at its start. Output written meanwhile may be lost.
     """
@@ -186,7 +186,9 @@ def _exit_by_signal(number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def run_and_exit(command: Callable[[], int]) -> NoReturn:
-    """Runs `command` and exits with its code, or with 1 and a traceback.
+    """Runs `command` and exits with its code.
+
+    An exception is a traceback and code 1.
 
     SIGTERM and SIGHUP end it with 128 plus their number, after it has removed its temporary files. A run has its own
     handlers.

@@ -1,4 +1,4 @@
-"""Formats text and counts for tables, records and messages, and suggests names for mistyped ones."""
+"""Formats text and counts, and suggests names for mistyped ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def single_line(text: str) -> str:
 
 
 def pluralize(number: int, noun: str) -> str:
-    """Returns `1 step` or `2 steps`, for nouns whose plural adds an s."""
+    """Returns `1 step` or `2 steps`; the plural adds an s."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -77,13 +77,13 @@ def misspelled_name(name: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns ` Did you mean 'x'?` with its leading space, or an empty string."""
+    """Returns ` Did you mean 'x'?` with its space, or nothing."""
     nearest = nearest_name(name, known)
     return f" Did you mean '{nearest}'?" if nearest else ""
 
 
 def _similarity(wanted: str, candidate: str) -> float:
-    """Similarity in [0, 1]: by spelling (typing errors) or by shared words (`warmup` for `warmup_steps`)."""
+    """Similarity in [0, 1]: of spelling, or of shared words. `warmup` shares a word with `warmup_steps`."""
     spelling = _spelling(wanted, candidate)
     words, candidate_words = set(wanted.split("_")), set(candidate.split("_"))
     shared = len(words & candidate_words)

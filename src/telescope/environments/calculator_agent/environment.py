@@ -1,4 +1,6 @@
-"""The calculator agent: a question, a calculator that does one operation at a time, and an answer.
+"""The calculator agent.
+
+The model answers a question with a calculator that does one operation at a time.
 
 The reward requires that the last answer is one number between `<answer>` tags, that it is the value of the question,
 and that the calculator has returned it. A right answer without the calculator earns nothing, and neither does a call
@@ -38,7 +40,9 @@ _UNSET: Any = object()
 
 
 class CalculatorAgentEnvironment(ToolEnvironment):
-    """Questions such as `12+7*3`, to be computed from left to right with a calculator.
+    """Questions such as `12+7*3`, computed from left to right.
+
+    The model has a calculator.
 
     `prompt_style` is `full` (instructions and tool schemas, calls in the usual form) or `short` (the bare question,
     calls as `<call>12+7</call>`, results as bare numbers). `portion` is `all`, `train` or `heldout`: a fixed fifth of
@@ -150,7 +154,7 @@ class CalculatorAgentEnvironment(ToolEnvironment):
         )
 
     def _turns(self, state: RolloutState, right: bool) -> list[dict[str, Any]]:
-        """Returns per turn the expected call or answer, and whether the model wrote it.
+        """Returns per turn the expected text and whether it came.
 
         Other solutions earn the full reward too; these records do not affect it.
         """

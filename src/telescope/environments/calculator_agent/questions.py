@@ -89,7 +89,7 @@ def is_held_out(question: Question) -> bool:
 
 
 def generate_questions(settings: QuestionSettings, seed: int, portion: str = "all") -> Iterator[Question]:
-    """Yields distinct questions of `portion` (all, train, heldout), until no new ones are found."""
+    """Yields distinct questions of `portion` (all, train, heldout). Ends when no new ones are found."""
     rng = random.Random(f"calculator_agent {seed}")
     seen: set[Question] = set()
     misses = 0

@@ -1,4 +1,6 @@
-"""Generated Countdown puzzles, their split into training and held-out puzzles, and the evaluation of answers.
+"""Generates Countdown puzzles.
+
+Splits them into training and held-out puzzles, and evaluates answers.
 
 The sequence is a pure function of the settings and the seed. Whether a puzzle is held out depends only on its numbers
 (in any order) and its target, so no choice of seed or size puts a held-out puzzle into a training set.
@@ -27,7 +29,7 @@ _GIVE_UP_AFTER = 20_000
 
 @dataclass(slots=True, frozen=True)
 class Puzzle:
-    """Numbers in the order of the prompt, the target, and one expression that reaches it."""
+    """Numbers in the prompt's order, target, and one expression that reaches it."""
 
     numbers: tuple[int, ...]
     target: int
@@ -54,7 +56,7 @@ def is_held_out(numbers: tuple[int, ...] | list[int], target: int) -> bool:
 
 
 def generate_puzzles(settings: PuzzleSettings, seed: int, portion: str = "all") -> Iterator[Puzzle]:
-    """Yields distinct solvable puzzles of `portion` (all, train, heldout), until no new ones are found."""
+    """Yields distinct solvable puzzles of `portion` (all, train, heldout). Ends when no new ones are found."""
     rng = random.Random(f"countdown {seed}")
     seen: set[tuple[tuple[int, ...], int]] = set()
     misses = 0
@@ -137,7 +139,7 @@ class ExpressionError(ValueError):
 
 @dataclass(slots=True, frozen=True)
 class Expression:
-    """A parsed expression: its numbers from left to right, its operators, and its postfix form."""
+    """A parsed expression: numbers in order, operators, and postfix form."""
 
     numbers: tuple[int, ...]
     operators: frozenset[str]

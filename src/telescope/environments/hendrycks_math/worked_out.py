@@ -79,7 +79,7 @@ def _kinds(text: str) -> set[str]:
 
 
 def _is_number(text: str) -> bool:
-    """Returns whether the text is a number, perhaps with a unit or after `x =`."""
+    """Returns whether the text is a number. A unit, or `x =` before it, may be present."""
     text = _TEXT.sub("", text).rpartition("=")[2]
     text = _SIGNS.sub("", text)
     text = _unwrapped(text.replace("\\{", "{").replace("\\}", "}"))
@@ -100,7 +100,7 @@ def _unwrapped(text: str) -> str:
 
 
 def _expressions(problem: str) -> set[str]:
-    """The formulas of a problem and the texts between its words, whole and split at relations."""
+    """Returns formulas, and texts between words, whole and split at relations."""
     found: set[str] = set()
     for piece in _BETWEEN_FORMULAS.split(problem):
         for part in (piece, *_WORDS.split(piece)):

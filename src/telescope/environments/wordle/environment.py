@@ -1,4 +1,6 @@
-"""Wordle: a secret word of five letters, one guess per answer, letters colored in response.
+"""Wordle: guess a secret word of five letters.
+
+An answer has one guess; the response colors its letters.
 
 The words are our own list (`words.json`) or TextArena's. The rules and the feedback (G, Y, X) are those of TextArena's
 Wordle, without its module-level state. A guess is the one word in square brackets of an answer; an answer with none,

@@ -56,7 +56,10 @@ class _Conversation:
 
 @dataclass(slots=True, frozen=True)
 class Reply:
-    """The environment's reply: `done` with a `reason`, or the `added` messages and the next `conversation`."""
+    """The environment's reply to an answer.
+
+    It has `done` with a `reason`, or the `added` messages and the next `conversation`.
+    """
 
     done: bool
     reason: str | None = None

@@ -1,4 +1,4 @@
-"""Runs environments inside a worker process: dataset item to prompt, completion to score.
+"""Runs environments in a worker: item to prompt, completion to score.
 
 Owns the loaded environments and their resources (pools of sandboxes, connections), and implements each request of the
 driver. `prepare_resources` and `close_resources` run one at a time in a process, and again after a failure; the pool

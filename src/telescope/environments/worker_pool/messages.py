@@ -161,7 +161,7 @@ class PoolStatus:
 def load_header(
     specs: Sequence[EnvironmentSpec], environments_path: Sequence[str | Path], memory_limit_bytes: int | None = None
 ) -> dict[str, Any]:
-    """Returns the header of the first frame to a worker: what it loads."""
+    """Returns the first frame's header: what a worker loads."""
     return {
         "op": "load",
         "trial": False,
@@ -196,7 +196,7 @@ _BYTES = 16
 
 
 class Slot:
-    """`current` is the id of the request on the main thread (0: none); `entries` counts the steps into user code."""
+    """The request on the main thread. `current` is its id (0: none); `entries` counts the steps into user code."""
 
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, _BYTES)

@@ -204,8 +204,10 @@ class EnvironmentPool:
         )
 
     def cancel(self, rollout: str) -> None:
-        """Ends a rollout at once: cancels its pending call and calls the environment's `end_rollout`. Ignores unknown
-        ids."""
+        """Ends a rollout at once.
+
+        Cancels its pending call and calls the environment's `end_rollout`. Ignores unknown ids.
+        """
         self._rollouts.cancel(rollout)
 
     # Calls

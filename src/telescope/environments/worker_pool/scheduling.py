@@ -94,7 +94,10 @@ class Costs:
         return self._seconds.get(kind, UNKNOWN_COST)
 
     def measured(self, kind: tuple[int, str], seconds: float) -> None:
-        """Updates the estimate: rises fast and falls slowly, so that one expensive call in ten keeps queues short."""
+        """Updates the estimate of a call's seconds.
+
+        It rises fast and falls slowly, so that one expensive call in ten keeps queues short.
+        """
         before = self._seconds.get(kind, seconds)
         share = 0.5 if seconds > before else 0.1
         self._seconds[kind] = before + share * (seconds - before)
@@ -190,7 +193,7 @@ class WorkerState:
         return [(call_id, call) for call_id, call in calls if call.used_seconds >= call.limit(timeout_seconds)]
 
     def is_waiting(self, call_id: int) -> bool:
-        """Returns whether the call waits in the event loop, off the main thread."""
+        """Returns whether the call waits off the main thread."""
         return call_id in self.parked and self.last_reading[0] != call_id
 
     def withdraw_queued(self) -> dict[int, Call]:

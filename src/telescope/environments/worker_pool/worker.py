@@ -223,7 +223,7 @@ class Worker:
         return True
 
     def _report_stage(self, stage: str, doing: str) -> None:
-        """Reports a loading stage before user code runs, which may exit or hang."""
+        """Reports a loading stage before user code, which may hang."""
         self.send({"loading": doing, "stage": stage})
 
     def _handle(self, header: dict[str, Any], blob: bytes) -> None:
@@ -299,7 +299,7 @@ class Worker:
         self.send({"id": request_id, **failed, **self._times(request_id)})
 
     def _times(self, request_id: int) -> dict[str, float]:
-        """Ends the timing of a request: `busy` seconds on the main thread, and `seconds` since it started."""
+        """Ends the timing of a request. `busy` is seconds on the main thread, `seconds` is since its start."""
         self.parked.discard(request_id)
         seconds = time.perf_counter() - self.begun.pop(request_id)
         return {"busy": self.busy.pop(request_id), "seconds": seconds}

@@ -1,4 +1,4 @@
-"""Driver-side handle of one worker: its process, its state, and the deadlines of its calls.
+"""Driver-side handle of one worker process, with its calls' deadlines.
 
 `WorkerProcess` owns the socket, the slot, the log file and the process group: start, send, receive, terminate, reap. It
 does not know what the frames mean. `PoolWorker` checks deadlines when the pool calls `watch`, and kills its process
@@ -97,7 +97,7 @@ class WorkerProcess:
         self._finish()
 
     def lost(self) -> None:
-        """Called by the launcher when this process has ended with the fork server."""
+        """Called by the launcher when the fork server ended with this process."""
         self.is_lost = True
         self._code = -signal.SIGKILL
         self._signal_group(signal.SIGKILL)  # its child processes; the group id cannot be reused this soon
@@ -164,7 +164,7 @@ class WorkerProcess:
                 self._socket.shutdown(socket.SHUT_WR)
 
     def _signal_group(self, number: signal.Signals) -> None:
-        """Signals the group, before the process is reaped only: later its id may belong to another process."""
+        """Signals the group until the process is reaped. Later its id may belong to another process."""
         if self._pid is None or self._reaped:
             return
         for send in (os.killpg, os.kill):
@@ -184,7 +184,7 @@ class WorkerProcess:
 
     @property
     def killed_externally(self) -> bool:
-        """Returns whether a signal from outside ended it, not its user code or the driver."""
+        """Returns whether neither user code nor the driver ended it."""
         return not self._killed and self._code in (-signal.SIGKILL, -signal.SIGTERM)
 
     def log_tail(self) -> str:
@@ -267,7 +267,7 @@ class PoolWorker:
         self.loading = "starting"
 
     def process_ended(self) -> list[Call]:
-        """Handles the end of the process: fails the call that caused it, if any. Returns the calls to run again."""
+        """Handles the end of the process. Fails the call that caused it, if any. Returns the calls to run again."""
         process = self.process
         assert process is not None
         culprit, others = self.state.worker_ended(process.slot.read(), self._exit_cause(process))

@@ -37,7 +37,9 @@ _BOXED = re.compile(rf"\W{{0,4}}(?:[a-z]+\{{)?\W{{0,4}}{_CHOICE}(?:[).:}}\s].*)?
 
 
 class GpqaDiamond(Eval):
-    """Questions with four choices, whose order depends on `shuffle_seed` and the question alone.
+    """Questions with four choices.
+
+    Their order depends on `shuffle_seed` and the question alone.
 
     `dataset` is `hub`, or `own` for the few items that ship with Telescope, whose accuracy is not the benchmark's.
     `instruction_prompt_pre` precedes a question.
@@ -76,7 +78,7 @@ class GpqaDiamond(Eval):
 
 
 def extract_choice(text: str) -> str:
-    r"""The chosen letter: in the last box (`\boxed{B}`), or else after the last "Answer:"; `""` without one."""
+    r"""Returns the chosen letter, or `""`. It is in the last box (`\boxed{B}`), or else after the last "Answer:"."""
     boxed = _BOXED.fullmatch(extract_boxed_answer(text))
     if boxed is not None:
         return boxed[1]

@@ -103,7 +103,7 @@ def encode_generate(request: GenerateRequest, *, with_priority: bool = True) -> 
 
 
 def encode_prompt_logprobs(token_ids: list[int], request_id: str) -> bytes:
-    """Returns a body that asks for the logprobs of a fixed text, without temperature and prefix cache."""
+    """Returns a body that asks for a fixed text's logprobs. Neither temperature nor prefix cache applies."""
     return msgspec.json.encode(
         {
             "request_id": request_id,
@@ -169,7 +169,7 @@ FINISH_REASONS = ("stop", "length", "abort")
 
 @dataclass(slots=True)
 class ParsedAnswer:
-    """One choice of a generate answer: N sampled tokens, their logprobs, and the versions that sampled them."""
+    """N sampled tokens with their logprobs and policy versions."""
 
     token_ids_N: np.ndarray
     logprobs_N: np.ndarray
@@ -181,7 +181,7 @@ class ParsedAnswer:
 
 @dataclass(slots=True)
 class LabelledAnswer:
-    """The same with the server's weight labels: (label, first token) pairs, None where it reports none."""
+    """The same with the server's weight labels. They are (label, first token) pairs, or None where it reports none."""
 
     token_ids_N: np.ndarray
     logprobs_N: np.ndarray
@@ -265,7 +265,7 @@ _packed_decoder = msgspec.json.Decoder(_PackedRest)
 
 
 def pack_answer(answer: LabelledAnswer) -> bytes:
-    """Packs an answer as a frame (`utils.frames`): a header, and a blob of N int32 ids, N float32 logprobs, routes."""
+    """Packs an answer as a frame (`utils.frames`). The blob is N int32 ids, N float32 logprobs, and routes."""
     rest = _PackedRest(answer.finish_reason, answer.label_starts)
     ids_N, logprobs_N = answer.token_ids_N.astype("<i4", copy=False), answer.logprobs_N.astype("<f4", copy=False)
     blob = ids_N.tobytes() + logprobs_N.tobytes()
@@ -326,8 +326,7 @@ def version_of_label(label: str, *, initial_version: int = 0) -> int:
 
 
 def _close_spans(starts: list[tuple[str, int]], num_tokens: int, *, initial_version: int) -> list[tuple[int, int, int]]:
-    """Returns (version, start, end) spans, contiguous from 0 to `num_tokens`, without empty ones, equal neighbors
-    joined."""
+    """Returns (version, start, end) spans that cover `num_tokens`. None is empty, and equal neighbors are joined."""
     spans: list[tuple[int, int, int]] = []
     for position, (label, start) in enumerate(starts):
         following = starts[position + 1][1] if position + 1 < len(starts) else num_tokens
@@ -347,7 +346,7 @@ def _close_spans(starts: list[tuple[str, int]], num_tokens: int, *, initial_vers
 
 
 def parse_prompt_logprobs(body: bytes, token_ids: list[int]) -> list[float]:
-    """Parses logprobs of tokens 1..L-1 given what precedes them (L - 1 values). Raises `InfrastructureError`."""
+    """Parses logprobs of tokens 1..L-1 (L - 1 values). Raises `InfrastructureError`."""
     try:
         entries = _prompt_decoder.decode(body).prompt_logprobs
     except msgspec.DecodeError as error:
@@ -365,7 +364,7 @@ def parse_prompt_logprobs(body: bytes, token_ids: list[int]) -> list[float]:
 
 
 def error_message(body: bytes) -> str:
-    """Returns the readable part of an error answer in any of vLLM's and Starlette's forms."""
+    """Returns the readable part of vLLM's or Starlette's error answer."""
     try:
         decoded = msgspec.json.decode(body)
     except msgspec.DecodeError:

@@ -38,7 +38,7 @@ class Arrays:
         self.routes_MXK: np.ndarray | None = None
 
     def take_from(self, output: Any) -> None:
-        """Takes the arrays from the engine's `RequestOutput` if it is a whole answer."""
+        """Takes the arrays of a `RequestOutput` if it is complete."""
         if not output.finished or len(output.outputs) != 1:
             return
         answer = output.outputs[0]

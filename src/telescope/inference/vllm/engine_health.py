@@ -69,7 +69,7 @@ class EngineExitMiddleware:
             self._ended.discard(request)
 
     async def _end_after_exit(self, engine: Any) -> None:
-        """Watches the engine while requests run, and ends them when it has exited."""
+        """Ends running requests when the engine has exited."""
         while self._in_flight:
             if engine.errored:
                 waiting = set(self._in_flight)
@@ -101,7 +101,7 @@ LONGEST_LOOK_SECONDS = 10.0
 
 
 class EngineHangMiddleware:
-    """ASGI middleware that answers 503 on the health route when the engine hangs."""
+    """ASGI middleware that answers health checks with 503 during a hang."""
 
     def __init__(self, app: Application, now: Callable[[], float] = time.monotonic) -> None:
         self._app = app

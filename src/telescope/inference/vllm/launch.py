@@ -79,7 +79,7 @@ class LaunchCommand:
 
 
 def runs_on_cpu(config: TelescopeConfig) -> bool:
-    """Returns whether the engine computes on the CPU: by `device`, else by the installed build of vLLM."""
+    """Returns whether the engine computes on the CPU. `device` decides, or else the installed build of vLLM."""
     if config.device != "auto":
         return config.device == "cpu"
     return is_cpu_build()
@@ -186,7 +186,9 @@ def launch_command(
 
 
 def _batch_arguments(config: TelescopeConfig, *, on_cpu: bool) -> list[str]:
-    """Returns the batch size flags: all request slots of a server, so that none waits inside the engine.
+    """Returns the batch size flags.
+
+    All request slots of a server fit, so that none waits inside the engine.
 
     On the CPU a prompt is always prefilled whole: after part of a prompt, vLLM rewinds the random numbers of a seeded
     request (`Generator.set_offset`), which only GPU generators support, and the engine fails.
@@ -267,7 +269,9 @@ def shape_of(model: str) -> ModelShape | None:
 
 
 def kv_cache_gib(config: TelescopeConfig, shape: ModelShape | None, memory_bytes: int | None = None) -> float:
-    """Returns GiB of KV cache for a server on the CPU: the configured size, else enough for all request slots.
+    """Returns GiB of KV cache for a server on the CPU.
+
+    It is the configured size, or else enough for all request slots.
 
     At most a quarter of the machine's memory. vLLM accepts whole GiB only, so the caller rounds up.
     """
@@ -320,7 +324,7 @@ HINTS = (
 
 
 def hint_for(log: str) -> str | None:
-    """Returns the fix for a failed start by its log, or None when unknown."""
+    """Returns the fix for a failed start by its log."""
     for pattern, hint in HINTS:
         if re.search(pattern, log):
             return hint
@@ -336,8 +340,9 @@ ROUNDING_BYTES = GIB // 200
 def memory_arguments(
     config: TelescopeConfig, *, staging_bytes: int, gpu_memory_bytes: int | None, kv_cache_bytes: int | None
 ) -> list[str]:
-    """Returns the memory flags of a server on a GPU of `gpu_memory_bytes`, `staging_bytes` of which stay free for its
-    staging buffer.
+    """Returns the memory flags of a server on a GPU.
+
+    `staging_bytes` of `gpu_memory_bytes` stay free for its staging buffer.
 
     `kv_cache_bytes` is set for a restart beside a trainer: the size of the earlier KV cache. None: vLLM measures.
     """
@@ -364,7 +369,7 @@ def measured_kv_cache(log: Iterable[str]) -> int | None:
 
 
 def kv_cache_of_a_restart(log: Iterable[str], estimate: EngineMemory | None) -> int | None:
-    """Returns the KV cache size for a restart: as measured, else as estimated.
+    """Returns the measured KV cache size, else the estimated one.
 
     None when neither is known: vLLM then measures again.
     """

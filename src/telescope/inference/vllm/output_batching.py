@@ -1,4 +1,4 @@
-"""Batches the outputs of running requests: tokens leave the engine 16 at a time.
+"""Batches outputs: tokens leave the engine 16 at a time.
 
 vLLM sends a message for every token of every request from the engine process to the HTTP process. For an answer that is
 only wanted whole, this is wasted, and with logprobs it is most of the work of both processes: at 256 requests on an
@@ -63,7 +63,7 @@ class _Buffered:
 
 
 class OutputBatcher:
-    """Buffers outputs until a request has `most` tokens, or must be sent for another reason."""
+    """Buffers up to `most` tokens of each request. Other reasons send them earlier."""
 
     def __init__(self, most: int = BATCH_TOKENS) -> None:
         self._most = most
@@ -97,7 +97,7 @@ class OutputBatcher:
             message.outputs = sent
 
     def release(self, messages: dict[int, Any], new_message: Callable[[], Any]) -> None:
-        """Adds all buffered outputs to a step's messages, before the step's own outputs."""
+        """Adds buffered outputs to a step's messages, before its own."""
         for message in messages.values():
             message.outputs = [
                 output if (buffered := self._buffered.pop(output.request_id, None)) is None else _with(buffered, output)
@@ -116,7 +116,7 @@ class OutputBatcher:
 
 
 def carries_tokens_only(output: Any) -> bool:
-    """Returns whether the output carries tokens and nothing but them and their logprobs."""
+    """Returns whether the output has only tokens and their logprobs."""
     kind: Any = type(output)
     values_of, defaults = _other_fields(kind)
     return bool(output.new_token_ids) and not any(map(is_not, values_of(output), defaults))

@@ -19,7 +19,7 @@ reason`."""
 
 
 def register() -> None:
-    """Registers the backend with vLLM, and ends this process when its supervisor exits."""
+    """Registers the backend, and ends this process with its supervisor."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:  # plugins may be loaded twice in one process

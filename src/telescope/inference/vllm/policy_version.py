@@ -87,7 +87,7 @@ class PolicyVersionMiddleware:
 
     @property
     def salt(self) -> str:
-        """Salt of a request that is admitted now: number of updates and the version after them."""
+        """Salt of requests admitted now: updates, and the version after them."""
         return f"telescope-{self._updates}-{self._label}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -262,7 +262,7 @@ async def read_body(receive: Receive) -> bytes:
 
 
 def replay(body: bytes, receive: Receive) -> Receive:
-    """Returns a receive channel that yields `body` first, then the original's messages (the disconnect)."""
+    """Returns a receive channel that yields `body` first. Then come the original's messages (the disconnect)."""
     sent = False
 
     async def channel() -> Message:
@@ -296,7 +296,7 @@ async def wait_for_disconnect(receive: Receive) -> None:
 
 
 async def _answer_aborted(request_id: str, send: Send) -> None:
-    """Sends the answer that vLLM gives to a request aborted before its first token."""
+    """Answers a request aborted before its first token, as vLLM does."""
     choice = {"index": 0, "token_ids": [], "logprobs": {"content": []}, "finish_reason": "abort", "weight_versions": []}
     body = msgspec.json.encode({"request_id": wire.engine_request_id(request_id), "choices": [choice]})
     await answer_json(200, body, send)

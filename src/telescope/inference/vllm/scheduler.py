@@ -52,7 +52,7 @@ class BatchingScheduler(Scheduler):
         return outputs
 
     def has_finished_requests(self) -> bool:
-        """Also True while buffered tokens must be sent: one more, empty step sends them before the pause completes."""
+        """Also True while buffered tokens must be sent. Another, empty step sends them before the pause completes."""
         waiting = self._is_stopped() and self._batcher.num_buffered > 0
         return waiting or super().has_finished_requests()
 

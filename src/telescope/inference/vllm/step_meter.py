@@ -38,7 +38,7 @@ READ_ATTEMPTS = 1000
 
 @dataclass(frozen=True, slots=True)
 class StepReading:
-    """An engine's counters at the monotonic time `clock`, which processes of one machine share."""
+    """An engine's counters at the monotonic time `clock`. Processes of one machine share that clock."""
 
     clock: float
     busy_seconds: float
@@ -81,7 +81,7 @@ class StepMeter:
             self._write()
 
     def finished(self, tokens: int, running: int, *, began: bool = False) -> None:
-        """Notes that the oldest scheduled step has finished: its tokens, the requests left, whether it began any."""
+        """Counts the oldest scheduled step as finished."""
         assert self._in_flight > 0, "a step finished that was not scheduled"
         self._in_flight -= 1
         self._steps += 1

@@ -1,4 +1,4 @@
-"""Checks the installed vLLM: its version, and the chat parsers that a configuration names.
+"""Checks the installed vLLM's version and its chat parsers.
 
 Imports no vLLM, so that `telescope doctor` runs where nothing is installed. A separate process asks vLLM for its parser
 names, since they change between versions, plugins may add to them, and importing it takes seconds. A run that names no
@@ -39,7 +39,7 @@ def installed_version() -> str | None:
 
 
 def is_cpu_build() -> bool:
-    """Returns whether the installed vLLM is a CPU build, by its distribution's name or version."""
+    """Returns whether vLLM is a CPU build, by name or version."""
     version = installed_version() or ""
     try:
         importlib.metadata.version("vllm")

@@ -1,4 +1,6 @@
-"""vLLM's side of a weight sync: the transfer engine and the worker's part of the probe.
+"""vLLM's side of a weight sync.
+
+Holds the transfer engine and the worker's part of the probe.
 
 Owns what happens to a vLLM model between `start_weight_update` and `finish_weight_update`, and knows vLLM's layer-wise
 reload. Weights come in place, layer by layer inside the pause, or in the background: `begin_background` fills staging
@@ -71,7 +73,7 @@ logger = logging.getLogger("vllm.telescope.weights")
 
 
 def stores_failure(method: Callable[..., None]) -> Callable[..., None]:
-    """Stores in `failure` what `method` raises in one of several workers (see the invariants)."""
+    """Stores in `failure` what `method` raises in a worker. See the invariants."""
 
     @functools.wraps(method)
     def call(self: TelescopeWeightTransferEngine, *args: Any) -> None:
@@ -318,8 +320,9 @@ class WeightsWorkerExtension:
     """Methods that vLLM adds to its worker class, called over `/collective_rpc`."""
 
     def telescope_transfer_mode(self) -> dict[str, Any]:
-        """Returns whether this worker receives in the `background` (it allocates its staging buffer now), else the
-        `reason`.
+        """Returns whether this worker receives in the `background`, else the `reason`.
+
+        It allocates its staging buffer now.
 
         Called after a sender has connected, so no update is in progress: an open vLLM session of an earlier update is
         over. A worker closes it when its own part fails; a worker that received everything does not.
@@ -331,13 +334,13 @@ class WeightsWorkerExtension:
         return {"background": reason is None, "reason": reason, "staging_bytes": size}
 
     def telescope_failure(self) -> dict[str, Any]:
-        """Returns the error in this worker since the last call under `failure`, or None."""
+        """Returns this worker's error since the last call under `failure`."""
         engine: TelescopeWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
         failure, engine.failure = engine.failure, None
         return {"failure": failure}
 
     def telescope_begin_background(self, update: str) -> dict[str, Any]:
-        """Starts to receive an `UpdateInfo` (JSON) while the engine works, and returns at once."""
+        """Starts to receive an `UpdateInfo` (JSON) while the engine works. Returns at once."""
         engine: TelescopeWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
         engine.begin_background(UpdateInfo(**json.loads(update)))
         # An unfinished vLLM session of an earlier update would refuse the next.
@@ -381,7 +384,7 @@ class WeightsWorkerExtension:
 
 
 def use_plain_logits(model: nn.Module) -> None:
-    """Makes the output layer of an engine with adapters compute as in one without.
+    """Makes the output layer compute as without adapters.
 
     No adapter has a part of that layer, but vLLM (0.26 to 0.32) adds a product of zeros at every step, with an index
     per running request. For logprobs of a prompt, whose rows are its tokens, the index is wrong: on a CPU the engine
@@ -403,7 +406,7 @@ def storage_addresses(model: nn.Module) -> dict[str, int]:
 
 
 def changed_layers(model: nn.Module) -> list[str]:
-    """Returns layers whose parameters no longer have the form in which vLLM loaded them."""
+    """Returns layers whose parameters changed their form after loading."""
     changed = []
     for place, layer in model.named_modules():
         loaded, _ = get_layerwise_info(layer).restore_metadata
@@ -429,7 +432,7 @@ def undo_unfinished_reload(model: nn.Module) -> None:
 
 
 def remove_expert_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
-    """Removes the experts' kernels, so that new weights are packed with new ones.
+    """Removes the experts' kernels, so that new ones are packed.
 
     Only where no CUDA graph refers to a kernel. Returns the methods with their previous kernels.
     """
@@ -441,7 +444,7 @@ def remove_expert_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
 
 
 def restore_kernels(taken: list[tuple[Any, Any]]) -> None:
-    """Restores the kernels of experts that received no new weights, and clears the list."""
+    """Restores kernels of experts without new weights. Clears the list."""
     for method, kernel in taken:
         if method.moe_kernel is None:
             method.moe_kernel = kernel
@@ -455,7 +458,7 @@ def _quantize_blocks(weight_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def reprocess_tied_layers(model: nn.Module) -> None:
-    """Processes the weights of every layer with a shared parameter after an update.
+    """Processes layers with a shared parameter after an update.
 
     For unquantized layers this packs the weight for the CPU's kernels and does nothing on a GPU.
     """
