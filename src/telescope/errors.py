@@ -35,4 +35,4 @@ class RolloutLost(InfrastructureError):
 
 
 class EnvironmentFailure(RuntimeError):
-    """An environment's own code raised, hung or answered out of form. The sample is masked and counted."""
+    """An environment's own code raised, hung, or returned a malformed value. The sample is masked and counted."""

@@ -23,7 +23,7 @@ from telescope.config.generate import FieldDescription, default_yaml, describe_a
 from telescope.config.rules import RULES
 from telescope.config.schema import SECTIONS
 from telescope.errors import UserError
-from telescope.utils.text import nearest_name
+from telescope.utils.text import did_you_mean
 
 
 def add_parser(subparsers: Any) -> None:
@@ -171,17 +171,16 @@ def explain(console: Console, name: str) -> None:
             return
     known = [field for section in SECTIONS for field in section.model_fields]
     known += [f"{entries}.{key}" for entries, kind in ENTRIES.items() for key in kind.model_fields]
-    near = nearest_name(wanted, known)
-    hint = f" Did you mean '{near}'?" if near else ""
+    hint = did_you_mean(wanted, known)
     raise UserError(f"There is no field or section '{name}'.{hint} `telescope config explain` lists all fields")
 
 
 def _explain_key(console: Console, entries: str, key: str) -> None:
     keys = {field.name: field for field in describe_section(ENTRIES[entries], f"{entries}.")}
     if key not in keys:
-        near = nearest_name(key, keys)
-        hint = f" Did you mean '{entries}.{near}'?" if near else ""
-        raise UserError(f"An entry of {entries} has no key '{key}'.{hint} The keys are {', '.join(keys)}")
+        raise UserError(
+            f"An entry of {entries} has no key '{key}'.{did_you_mean(key, keys)} The keys are {', '.join(keys)}"
+        )
     _print_field(console, replace(keys[key], name=f"{entries}[].{key}", section=f"a key of each entry of {entries}"))
 
 

@@ -125,7 +125,7 @@ def run_try(arguments: argparse.Namespace) -> int:
     for item in range(arguments.item, arguments.item + arguments.items):
         console.print(Text(f"{arguments.name}, item {item} of {len(environment)}", style="bold underline"))
         try:
-            played = roll_out_item(environment, item, answerer, lambda message: _print_message(console, message))
+            rollout = roll_out_item(environment, item, answerer, lambda message: _print_message(console, message))
         except MalformedResultError as error:
             raise UserError(f"{arguments.name}, item {item}: {error}.") from None
         except NoAnswerError:
@@ -133,11 +133,11 @@ def run_try(arguments: argparse.Namespace) -> int:
                 raise
             console.print(Text(f"no answer: {len(records)} of {arguments.items} items were rolled out", style="yellow"))
             break
-        rewards.append(played.score["total_reward"])
+        rewards.append(rollout.score["total_reward"])
         records.append(
-            {"item": item, "messages": played.messages, "end_reason": played.end_reason, "score": played.score}
+            {"item": item, "messages": rollout.messages, "end_reason": rollout.end_reason, "score": rollout.score}
         )
-        _print_score(console, played)
+        _print_score(console, rollout)
     if isinstance(answerer, _Script) and answerer.answers:
         unused = len(answerer.answers)
         console.print(Text(f"answers not used: {unused}", style="yellow"))
@@ -254,11 +254,11 @@ def _print_message(console: Console, message: ChatMessage) -> None:
     console.print(Text(f"[{role}]", style=_STYLES.get(role, "")), Text(str(message.get("content", ""))), soft_wrap=True)
 
 
-def _print_score(console: Console, played: LocalRollout) -> None:
-    score = played.score
-    ended = f", {played.end_reason}" if played.end_reason else ""
+def _print_score(console: Console, rollout: LocalRollout) -> None:
+    score = rollout.score
+    ended = f", {rollout.end_reason}" if rollout.end_reason else ""
     console.print(
-        Text(f"reward {score['total_reward']:.4g} ({pluralize(played.num_turns, 'turn')}{ended})", style="bold green")
+        Text(f"reward {score['total_reward']:.4g} ({pluralize(rollout.num_turns, 'turn')}{ended})", style="bold green")
     )
     for title, values in (("metrics", score["sample_metrics"]), ("golden answers", score["golden_answers"])):
         if values:

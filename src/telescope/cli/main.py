@@ -148,7 +148,7 @@ def take_own(argv: Sequence[str], options: Mapping[str, Option]) -> tuple[dict[s
     `ConfigError` for a missing value, and for one that is given twice.
     """
     names = {alias: name for name, option in options.items() for alias in (name, *option.aliases)}
-    taken: dict[str, list[str]] = {}
+    own: dict[str, list[str]] = {}
     rest: list[str] = []
     waiting = list(argv)
     while waiting:
@@ -163,10 +163,10 @@ def take_own(argv: Sequence[str], options: Mapping[str, Option]) -> tuple[dict[s
             if not waiting or waiting[0].startswith("--"):
                 raise ConfigError(f"{name} needs {option.value}")
             value = waiting.pop(0)
-        if name in taken and option.value is not None and not option.repeats:
-            raise ConfigError(f"{name} is given twice: {taken[name][0]} and {value}. {option.once}")
-        taken.setdefault(name, []).append(value)
-    return taken, rest
+        if name in own and option.value is not None and not option.repeats:
+            raise ConfigError(f"{name} is given twice: {own[name][0]} and {value}. {option.once}")
+        own.setdefault(name, []).append(value)
+    return own, rest
 
 
 def _print_error(error: Exception) -> None:

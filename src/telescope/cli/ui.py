@@ -114,11 +114,11 @@ def serve(arguments: argparse.Namespace, folders: list[Path], remotes: Sequence[
     from telescope.dashboard.app import create_app
     from telescope.dashboard.safety import is_loopback, new_token
 
-    listener, taken = listen(arguments.host, arguments.port)
+    listener, is_in_use = listen(arguments.host, arguments.port)
     port = listener.getsockname()[1]
     token = None if is_loopback(arguments.host) else new_token()
     app = create_app(folders, remotes=remotes, token=token, hosts=(arguments.host, *arguments.allow_host))
-    if taken:
+    if is_in_use:
         print(f"Port {arguments.port} is in use; using {port} instead. --port chooses another.", file=sys.stderr)
     shown = ", ".join([*map(str, folders), *(f"W&B {remote.project.path}" for remote in remotes)])
     print(f"Telescope shows {shown} at\n\n    {address(arguments.host, port, token)}\n", flush=True)
@@ -187,7 +187,7 @@ def open_project(entity: str, project: str) -> WandbRuns:
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, bool]:
-    """Returns a listening socket and whether `port` was taken. Raises `UserError` if no port is free."""
+    """Returns a listening socket and whether `port` was in use. Raises `UserError` if no port is free."""
     if not 0 <= port <= LAST_PORT:
         raise UserError(f"--port {port} is not a port. Use 0 to {LAST_PORT}.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

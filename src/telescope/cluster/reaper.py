@@ -6,7 +6,7 @@ only, because it stays in memory beside every run.
 
 A process belongs to the run if its environment carries the run's mark, which every process that the driver starts
 inherits, or if its parent belongs to the run. Some processes overwrite their environment with a title, or lose their
-parents, so the reaper looks for new ones every `LOOK_SECONDS`. It identifies a process by id and start time, because
+parents, so the reaper scans for new ones every `SCAN_SECONDS`. It identifies a process by id and start time, because
 the kernel reuses ids. Ray ends the processes on other machines.
 """
 
@@ -29,7 +29,7 @@ from types import TracebackType
 MARK_VARIABLE = "TELESCOPE_RUN_MARK"
 """In the environment of every process of a run; its value is the run's temporary directory."""
 
-LOOK_SECONDS = 0.5
+SCAN_SECONDS = 0.5
 KILL_SECONDS = 20.0
 """The reaper gives up on a process that the kernel has not ended after this time."""
 CLOSE_SECONDS = KILL_SECONDS + 25.0
@@ -42,8 +42,8 @@ LONGEST_SOCKET = len("/telescope-12345678/ray/session_2026-01-01_00-00-00_000000
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_PREFIXES = ("psm_", "sem.mp-", "vllm_dist_", "nccl-")
 """Shared memory and semaphores of multiprocessing, vLLM and NCCL, which a killed process leaves behind."""
-LOOKS_FOR_OWNER = 6
-"""A file that no process of the run has mapped after this many looks belongs to others."""
+SCANS_FOR_OWNER = 6
+"""A file that no process of the run has mapped after this many scans belongs to others."""
 
 
 class Reaper:
@@ -123,46 +123,46 @@ def inductor_cache(folder: str) -> str:
     return os.path.join(folder, "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
 
 
-class _Family:
-    """The known processes of a run (pid to start time), and their files in /dev/shm."""
+class _ProcessTree:
+    """The known processes of a run and their files in /dev/shm. `members` has their start times by pid."""
 
     def __init__(self, mark: str, started: float) -> None:
         self._entry = f"{MARK_VARIABLE}={mark}".encode()
         self._present: set[int] = set()
-        self._seen: set[int] = set()
-        """Processes that were looked at twice: at the first look, one may not run its program yet."""
+        self._scanned: set[int] = set()
+        """Processes that were scanned twice: at the first scan, one may not run its program yet."""
         self.members: dict[int, str] = {}
-        self._looks = dict.fromkeys(_shared_files(changed_before=started), LOOKS_FOR_OWNER)
-        """How often each file was looked at; those from before the run's start belong to others."""
+        self._scans = dict.fromkeys(_shared_files(changed_before=started), SCANS_FOR_OWNER)
+        """How often each file was scanned; those from before the run's start belong to others."""
         self._shared: set[tuple[str, int]] = set()
 
-    def look(self) -> None:
+    def scan(self) -> None:
         """Adds new processes and files, and forgets processes that have ended."""
         present = {int(name) for name in os.listdir("/proc") if name.isdigit()}
-        self._seen &= present
+        self._scanned &= present
         self.members = {pid: start for pid, start in self.members.items() if _state(pid)[2] == start}
-        newcomers = sorted(present - self._seen)
+        candidates = sorted(present - self._scanned)
         found = True
         while found:  # a child may have a lower id than its parent
             found = False
-            for pid in newcomers:
+            for pid in candidates:
                 _, parent, start = _state(pid)
                 if pid not in self.members and start and (parent in self.members or self._carries_mark(pid)):
                     self.members[pid] = start
                     found = True
-        self._seen |= self._present & present
+        self._scanned |= self._present & present
         self._present = present
-        self._look_at_shared_memory()
+        self._scan_shared_memory()
 
-    def _look_at_shared_memory(self) -> None:
+    def _scan_shared_memory(self) -> None:
         files = _shared_files()
-        self._looks = {file: count for file, count in self._looks.items() if file in files}
-        unknown = {file for file in files - self._shared if self._looks.get(file, 0) < LOOKS_FOR_OWNER}
+        self._scans = {file: count for file, count in self._scans.items() if file in files}
+        unknown = {file for file in files - self._shared if self._scans.get(file, 0) < SCANS_FOR_OWNER}
         if not unknown:
             return
         mapped = {inode for pid in self.members for inode in _mapped_inodes(pid)}
         for file in unknown:
-            self._looks[file] = self._looks.get(file, 0) + 1
+            self._scans[file] = self._scans.get(file, 0) + 1
             if file[1] in mapped:
                 self._shared.add(file)
 
@@ -193,7 +193,7 @@ def _shared_files(changed_before: float = math.inf) -> set[tuple[str, int]]:
         files = [entry for entry in os.scandir(SHARED_MEMORY) if entry.name.startswith(SHARED_PREFIXES)]
         found = [(entry.name, entry.inode(), entry.stat(follow_symlinks=False)) for entry in files]
         return {(name, inode) for name, inode, s in found if s.st_uid == os.getuid() and s.st_ctime < changed_before}
-    except OSError:  # one was removed meanwhile: the next look finds the others
+    except OSError:  # one was removed meanwhile: the next scan finds the others
         return set()
 
 
@@ -221,18 +221,18 @@ def main(directory: str, started: float) -> None:
     driver = os.getppid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    family = _Family(directory, started)
+    tree = _ProcessTree(directory, started)
     # A fork of the driver may keep the pipe open, so its end is not the only sign.
-    while not select.select([0], [], [], LOOK_SECONDS)[0] and os.getppid() == driver:
-        family.look()
+    while not select.select([0], [], [], SCAN_SECONDS)[0] and os.getppid() == driver:
+        tree.scan()
     deadline = time.monotonic() + KILL_SECONDS
-    rounds_alone = 0
-    while rounds_alone < 2 and time.monotonic() < deadline:  # twice: one may have been starting another meanwhile
-        family.look()
-        rounds_alone = 0 if family.members else rounds_alone + 1
-        family.kill()
+    empty_scans = 0
+    while empty_scans < 2 and time.monotonic() < deadline:  # twice: one may have been starting another meanwhile
+        tree.scan()
+        empty_scans = 0 if tree.members else empty_scans + 1
+        tree.kill()
         time.sleep(0.05)
-    family.remove_shared_memory()
+    tree.remove_shared_memory()
     shutil.rmtree(directory, ignore_errors=True)
 
 

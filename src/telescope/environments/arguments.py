@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUndefinedAnnotation
 
 from telescope.errors import UserError
-from telescope.utils.text import misspelled_name
+from telescope.utils.text import did_you_mean, is_misspelled
 
 
 def constructor_arguments(cls: type, root: type) -> set[str]:
@@ -56,10 +56,10 @@ def refuse_misspelled(cls: type, given: Iterable[str], root: type, *, called: st
 
 def refuse_near_misses(given: Iterable[str], known: set[str], called: str) -> None:
     """Raises `UserError` for a misspelled name, with the known names."""
-    meant = {name: near for name in given if name not in known and (near := misspelled_name(name, known))}
-    if meant:
-        words = ", ".join(f"{name!r} (did you mean {near!r}?)" for name, near in meant.items())
-        raise UserError(f"{called} has no keyword argument {words}. It takes: {', '.join(sorted(known))}.")
+    for name in given:
+        if name not in known and is_misspelled(name, known):
+            hint = did_you_mean(name, known)
+            raise UserError(f"{called} has no keyword argument {name!r}.{hint} It takes: {', '.join(sorted(known))}.")
 
 
 def refuse_unknown(given: Iterable[str], known: set[str], called: str) -> None:

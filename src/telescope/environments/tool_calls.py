@@ -74,7 +74,7 @@ class ToolCall:
     error: str | None = None
 
     def record(self, result: ToolResult, text: str) -> dict[str, Any]:
-        """Returns a row of the table `tool_calls`, without its place. `text` is what the model was told."""
+        """Returns a row of the table `tool_calls`, without its place. `text` is what the model saw."""
         readable = self.error is None
         return {
             "name": self.name,

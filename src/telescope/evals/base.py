@@ -216,8 +216,8 @@ def _make_eval(
     environment_name: str | None,
 ) -> Eval:
     """An instance of `cls` with the environment that it wraps, if any."""
-    taken = known_arguments(cls, Eval)
-    own = taken | {"system_prompt"}
+    own_names = known_arguments(cls, Eval)
+    own = own_names | {"system_prompt"}
     environment_type = None
     if environment_name is None:
         refuse_unknown(kwargs, own, f"The eval {name!r}")
@@ -230,7 +230,7 @@ def _make_eval(
             )
         refuse_near_misses(kwargs, own | known_arguments(environment_type, Environment), f"The eval {name!r}")
 
-    evaluation: Eval = instantiate(cls, Eval, name, {key: value for key, value in kwargs.items() if key in taken})
+    evaluation: Eval = instantiate(cls, Eval, name, {key: value for key, value in kwargs.items() if key in own_names})
     if "system_prompt" in kwargs:
         evaluation.system_prompt = kwargs["system_prompt"]
     if environment_type is not None and environment_name is not None:

@@ -69,37 +69,37 @@ class Collectors:
             await asyncio.sleep(source.interval)
             try:
                 async with asyncio.timeout(ANSWER_SECONDS):
-                    taken = await source.take()
+                    batch = await source.take()
             except Exception as error:  # a run continues without a gauge
                 if not source.is_failing:
                     logger.warning("%s: no readings (%r); retrying", source.name, error)
                 source.is_failing = True
                 continue
             source.is_failing = False
-            self._record(source, taken)
+            self._record(source, batch)
 
-    def _record(self, source: Source, taken: ReadingBatch) -> None:
-        for problem in taken.problems:
+    def _record(self, source: Source, batch: ReadingBatch) -> None:
+        for problem in batch.problems:
             logger.warning("%s: %s", source.name, problem)
         if not source.is_placed:
             source.is_placed = True
-            for gpu in taken.gpus:
-                self._recorder.write("gauges", gauge_row(Reading(time.time(), GIVEN_GPU, 1.0, gpu=gpu), source, taken))
-        for reading in taken.readings:
-            self._recorder.write("gauges", gauge_row(reading, source, taken))
+            for gpu in batch.gpus:
+                self._recorder.write("gauges", gauge_row(Reading(time.time(), GIVEN_GPU, 1.0, gpu=gpu), source, batch))
+        for reading in batch.readings:
+            self._recorder.write("gauges", gauge_row(reading, source, batch))
 
 
-def gauge_row(reading: Reading, source: Source, taken: ReadingBatch) -> dict[str, Any]:
+def gauge_row(reading: Reading, source: Source, batch: ReadingBatch) -> dict[str, Any]:
     """Returns the row of a reading. A process with a single GPU is attributed to that GPU."""
     gpu = reading.gpu
-    if gpu is None and len(taken.gpus) == 1:
-        (gpu,) = taken.gpus
+    if gpu is None and len(batch.gpus) == 1:
+        (gpu,) = batch.gpus
     return {
         "time": reading.time,
         "name": reading.name,
         "component": "host" if reading.gpu is None else "gpu",
         "value": reading.value,
-        "node": taken.node,
+        "node": batch.node,
         "gpu": gpu,
         "labels": dict(reading.labels),
         **source.columns,

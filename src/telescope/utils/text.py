@@ -67,13 +67,14 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
     return best if best is not None and _similarity(wanted, best.lower()) >= SIMILAR_ENOUGH else None
 
 
-def misspelled_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` misspells. None for another name, such as `min_size` where `max_size` is known."""
+def is_misspelled(name: str, known: Iterable[str]) -> bool:
+    """Returns whether `name` misspells a known name. `min_size` is another name than `max_size`."""
     nearest = nearest_name(name, known)
     if nearest is None or _spelling(name.lower(), nearest.lower()) < MISSPELLED:
-        return None
-    words = zip(name.lower().split("_"), nearest.lower().split("_"), strict=False)
-    return nearest if all(_spelling(*pair) > 0.5 for pair in words) else None
+        return False
+    return all(
+        _spelling(*pair) > 0.5 for pair in zip(name.lower().split("_"), nearest.lower().split("_"), strict=False)
+    )
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -77,7 +77,7 @@ async def test_two_environments_of_one_name_differ_by_key(make_pool):
     ("spec", "words"),
     [
         (EnvironmentSpec("ecko"), "Did you mean 'echo'"),
-        (EnvironmentSpec("echo", {"nun_samples": 1}), "did you mean 'num_samples'"),
+        (EnvironmentSpec("echo", {"nun_samples": 1}), "Did you mean 'num_samples'"),
         (EnvironmentSpec("echo", {"num_samples": 0}), "is empty"),
         (EnvironmentSpec("echo", {"random_order": True}), "different dataset in each process"),
     ],

@@ -171,7 +171,7 @@ def test_bad_input_is_reported_without_hanging(capsys, chat_server, monkeypatch)
     for arguments, words in (
         (["--answer", "x", "--url", "http://x"], "give one of them"),
         (["--set", "seed"], "write it as KEY=VALUE"),
-        (["--set", "sed=1", "--answer", "x"], "did you mean 'seed'"),
+        (["--set", "sed=1", "--answer", "x"], "Did you mean 'seed'"),
         (["--item", "100000", "--answer", "x"], "There is no item 100000: the dataset has 625"),
         (["--url", "localhost:1"], "write it with http://"),
         ([], "no source of answers"),

@@ -268,7 +268,7 @@ def test_a_key_of_an_entry_is_explained(capsys):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("evals.num_sample", "Did you mean 'evals.num_samples'? The keys are name,"),
+        ("evals.num_sample", "Did you mean 'num_samples'? The keys are name,"),
         ("learning_rate.x", "learning_rate has no keys"),
         ("eval.num_samples", "Did you mean 'evals.num_samples'?"),
     ],

@@ -252,7 +252,7 @@ def test_attributes_are_there_when_the_constructor_continues():
     [(Recorded, "max_turn", "max_turns"), (Question, "sytem_prompt", "system_prompt"), (Closed, "dept", "depth")],
 )
 def test_a_near_miss_is_an_error_with_the_right_name(cls, given, meant):
-    with pytest.raises(UserError, match=f"has no keyword argument '{given}' \\(did you mean '{meant}'"):
+    with pytest.raises(UserError, match=f"has no keyword argument '{given}'\\. Did you mean '{meant}'"):
         make_environment(cls, "x", {given: 1})
 
 
@@ -315,7 +315,7 @@ def test_unknown_attributes_of_an_eval_are_those_of_its_environment():
     assert evaluation.rubric is evaluation.env.rubric
     with pytest.raises(AttributeError, match="topping"):
         evaluation.topping  # noqa: B018
-    with pytest.raises(UserError, match="did you mean 'instruction_prompt'"):
+    with pytest.raises(UserError, match="Did you mean 'instruction_prompt'"):
         get_eval("long_sentences", environments_path=[OUTSIDE], instruction_promt="I")
 
 

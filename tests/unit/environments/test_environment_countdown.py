@@ -158,7 +158,7 @@ def test_prompts_may_be_replaced_or_null():
         ({"min_numbers": 5}, "min_numbers is 5, above max_numbers"),
         ({"min_number": -1}, "min_number is -1"),
         ({"num_samples": 10**6, **SMALL}, "Lower num_samples or widen"),
-        ({"seeds": 3}, r"'seeds' \(did you mean 'seed'\?\)"),
+        ({"seeds": 3}, r"'seeds'\. Did you mean 'seed'\?"),
     ],
 )
 def test_invalid_arguments_name_the_field_the_value_and_the_fix(kwargs, words):

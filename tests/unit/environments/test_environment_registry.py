@@ -205,7 +205,7 @@ def test_arguments_reach_the_constructor_and_the_dataset_as_each_declares_them(w
     assert (environment.get_sample(0).prompt, environment.get_sample(0).answer) == ("n", "hard")
     with pytest.raises(UserError) as raised:
         get_environment("styles", environments_path=[path], dataset_nam="n")
-    assert "did you mean 'dataset_name'" in str(raised.value)
+    assert "Did you mean 'dataset_name'" in str(raised.value)
     known = {"width", "depth", "style", "num_samples", "dataset_name", "difficulty", "system_prompt"}
     assert known <= set(str(raised.value).split("It takes: ")[1].rstrip(".").split(", "))
 
@@ -231,7 +231,7 @@ def test_every_environment_is_an_eval():
     assert evaluation.metrics_ranges["correct"] == {"min": 0.0, "max": 1.0}
     result = evaluation.compute_eval_metrics("<answer>1</answer>", evaluation.get_sample(0))
     assert result.metrics == {"reward": 1.0, "correct": 0.0, "format": 1.0}
-    with pytest.raises(UserError, match="did you mean 'portion'"):
+    with pytest.raises(UserError, match="Did you mean 'portion'"):
         get_eval("countdown", portoin="heldout")
     with pytest.raises(UserError, match="Did you mean 'countdown'"):
         get_eval("countdwn")

@@ -99,7 +99,7 @@ def test_a_benchmark_is_not_replaced_by_own_items_without_being_asked(monkeypatc
     serve_rows(monkeypatch, lambda *_: [{"text": "1 + 1?"}])
     with pytest.raises(UserError, match=f"{name}: .* has no column .*It has: text"):
         get_eval(name).get_sample(0)
-    with pytest.raises(UserError, match=r"'dataset_nme' \(did you mean 'dataset_name'\?\)"):
+    with pytest.raises(UserError, match=r"'dataset_nme'\. Did you mean 'dataset_name'\?"):
         get_eval(name, dataset_nme="a/b")
 
 

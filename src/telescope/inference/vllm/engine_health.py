@@ -8,8 +8,8 @@ leaves vLLM `GRACE_SECONDS` to answer by itself, since its message is more preci
 
 vLLM's health route only checks that the engine process exists. A process that hangs (a kernel that never returns, a
 deadlock, SIGSTOP) stays healthy to it, and its requests would wait for their own deadlines. So `EngineHangMiddleware`
-sends a query through the engine's own loop with each health check, and answers 503 after too long a silence. At most
-one query is pending; time in which this HTTP process did not run (a paused machine or container) does not count; a call
+sends a heartbeat through the engine's own loop with each health check, and answers 503 after too long a silence. At
+most one is pending; time in which this HTTP process did not run (a paused machine or container) does not count; a call
 into the workers, such as a weight update, keeps the loop busy and has its own limit.
 """
 
@@ -96,7 +96,7 @@ CALLS = frozenset(
     }
 )
 
-LONGEST_LOOK_SECONDS = 10.0
+LONGEST_POLL_SECONDS = 10.0
 """Most silence counted between two health checks, which come every few seconds."""
 
 
@@ -108,10 +108,10 @@ class EngineHangMiddleware:
         self._now = now
         self._step_limit = float(os.environ[STEP_LIMIT_VARIABLE])
         self._call_limit = max(self._step_limit, float(os.environ[CALL_LIMIT_VARIABLE]))
-        self._question: asyncio.Future[Any] | None = None
-        self._asked_in_call = False
+        self._heartbeat: asyncio.Future[Any] | None = None
+        self._sent_in_call = False
         self._silent = 0.0
-        self._looked_at = 0.0
+        self._polled_at = 0.0
         self._num_calls = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,9 +124,9 @@ class EngineHangMiddleware:
                 await self._app(scope, receive, send)
             finally:
                 self._num_calls -= 1
-                if self._asked_in_call:
+                if self._sent_in_call:
                     self._silent = 0.0  # the next step gets its full time
-        elif scope["path"] == wire.HEALTH_ROUTE and (silent := self._silence_of(engine)) > self._limit:
+        elif scope["path"] == wire.HEALTH_ROUTE and (silent := self._poll(engine)) > self._limit:
             field = STEP_FIELD if self._limit == self._step_limit else CALL_FIELD
             words = f"the engine process is running but has not responded for {silent:.0f} s ({field})"
             await answer_json(503, f'{{"error":{{"message":"{words}","code":503}}}}'.encode(), send)
@@ -135,24 +135,24 @@ class EngineHangMiddleware:
 
     @property
     def _limit(self) -> float:
-        # The engine works in order: a call that came after the query does not delay its answer.
-        return self._call_limit if self._asked_in_call and self._num_calls else self._step_limit
+        # The engine works in order: a call that came after the heartbeat does not delay its answer.
+        return self._call_limit if self._sent_in_call and self._num_calls else self._step_limit
 
-    def _silence_of(self, engine: Any) -> float:
-        """Returns seconds for which the pending query has had no answer. Sends the next one after an answer."""
+    def _poll(self, engine: Any) -> float:
+        """Returns for how many seconds the heartbeat has had no answer. Sends the next one after an answer."""
         now = self._now()
-        if self._question is None or self._question.done():
-            self._question = asyncio.ensure_future(engine.is_paused())
-            self._question.add_done_callback(_seen)
-            self._asked_in_call = self._num_calls > 0
+        if self._heartbeat is None or self._heartbeat.done():
+            self._heartbeat = asyncio.ensure_future(engine.is_paused())
+            self._heartbeat.add_done_callback(_retrieve_exception)
+            self._sent_in_call = self._num_calls > 0
             self._silent = 0.0
         else:
-            self._silent += min(now - self._looked_at, LONGEST_LOOK_SECONDS)
-        self._looked_at = now
+            self._silent += min(now - self._polled_at, LONGEST_POLL_SECONDS)
+        self._polled_at = now
         return self._silent
 
 
-def _seen(question: asyncio.Future[Any]) -> None:
-    """Retrieves the exception, which vLLM's own health route already reports."""
-    if not question.cancelled():
-        question.exception()
+def _retrieve_exception(heartbeat: asyncio.Future[Any]) -> None:
+    """Marks the exception as seen; vLLM's own health route reports it."""
+    if not heartbeat.cancelled():
+        heartbeat.exception()

@@ -437,18 +437,18 @@ def remove_expert_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
     Only where no CUDA graph refers to a kernel. Returns the methods with their previous kernels.
     """
     methods: list[Any] = [getattr(layer, "quant_method", None) for layer in model.modules()]
-    taken = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
-    for method, _ in taken:
+    removed = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
+    for method, _ in removed:
         method.moe_kernel = None
-    return taken
+    return removed
 
 
-def restore_kernels(taken: list[tuple[Any, Any]]) -> None:
-    """Restores kernels of experts without new weights. Clears the list."""
-    for method, kernel in taken:
+def restore_kernels(removed: list[tuple[Any, Any]]) -> None:
+    """Restores kernels of experts without new weights. Clears `removed`."""
+    for method, kernel in removed:
         if method.moe_kernel is None:
             method.moe_kernel = kernel
-    taken.clear()
+    removed.clear()
 
 
 def _quantize_blocks(weight_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
