@@ -41,11 +41,7 @@ EPILOG = """examples:
 Context, chat template, thinking, dtype and sampling of a run's checkpoint are those of the run. Other fields of
 inference are flags too, as for `telescope eval`: --inference_tensor_parallel_size 2, --gpu_memory_utilization 0.5."""
 
-COMMANDS = """  /reset             begin a new conversation
-  /system TEXT       set the system prompt, and begin a new conversation
-  /temperature T     0 is greedy
-  /max-tokens N      longest answer; 0: as long as the context allows
-  /exit              end (so does Ctrl-D; Ctrl-C stops an answer)"""
+COMMANDS = "/reset begins a new conversation, /exit ends (so does Ctrl-D). Ctrl-C stops an answer."
 
 
 def add_parser(subparsers: Any) -> None:
@@ -161,7 +157,7 @@ def _talk(conversation: Conversation) -> None:
     if is_terminal:
         import readline  # noqa: F401  # line editing and history of `input`
 
-        _say(f"{conversation.model}. /help lists the commands.")
+        _say(f"{conversation.model}. {COMMANDS}")
     while True:
         try:
             line = input("> " if is_terminal else "").strip()
@@ -170,47 +166,18 @@ def _talk(conversation: Conversation) -> None:
         except KeyboardInterrupt:
             print()
             return
-        command, _, value = line.partition(" ")
-        if command in ("/exit", "/quit"):
+        if line == "/exit":
             return
-        try:
-            if command.startswith("/"):
-                _say(obey(conversation, command, value.strip()))
-            elif line:
+        if line == "/reset":
+            conversation.reset()
+            _say("a new conversation")
+        elif line.startswith("/"):
+            _say(f"There is no command {line}. {COMMANDS}")
+        elif line:
+            try:
                 _answer(conversation, line)
-        except UserError as error:
-            _say(str(error))
-
-
-def obey(conversation: Conversation, command: str, value: str) -> str:
-    """Runs a command of the conversation. Returns what to print; raises `UserError` for an invalid value."""
-    settings = conversation.settings
-    if command == "/reset":
-        conversation.reset()
-        return "a new conversation"
-    if command == "/system":
-        conversation.reset()
-        conversation.system = value or None
-        return f"system prompt: {value or 'none'}; a new conversation"
-    try:
-        if command == "/temperature":
-            temperature = float(value)
-            if not 0 <= temperature <= 2:
-                raise ValueError
-            settings.temperature = temperature
-            return f"temperature {temperature:g}"
-        if command == "/max-tokens":
-            number = int(value)
-            if number < 0:
-                raise ValueError
-            settings.max_tokens = number or None
-            return f"answers of at most {number} tokens" if number else "answers as long as the context allows"
-    except ValueError:
-        bounds = "a number from 0 to 2" if command == "/temperature" else "a whole number, 0 or more"
-        raise UserError(f"{command} is {value!r}. Give {bounds}") from None
-    if command != "/help":
-        raise UserError(f"There is no command {command}. The commands are:\n{COMMANDS}")
-    return COMMANDS
+            except UserError as error:
+                _say(str(error))
 
 
 def _answer(conversation: Conversation, question: str) -> None:

@@ -94,22 +94,15 @@ def test_a_server_that_breaks_off_ends_the_command_with_a_message(conversation):
 
 
 def test_questions_and_commands_are_read_from_standard_input(conversation, capsys, monkeypatch):
-    lines = "first\n/temperature 0\n/max-tokens 7\nsecond\n/nonsense\n/reset\n/system\nthird\n/exit\nfourth\n"
+    lines = "first\nsecond\n/nonsense\n/reset\nthird\n/exit\nfourth\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     chat._talk(conversation)
     shown, notes = capsys.readouterr()
     assert shown.count("one two three") == 3
     assert "There is no command /nonsense" in notes
-    second, third = FakeServer.requests[1:]
-    assert (second["temperature"], second["max_completion_tokens"]) == (0, 7)
-    assert third["messages"] == [{"role": "user", "content": "third"}]
-
-
-@pytest.mark.parametrize("line", ["/temperature hot", "/temperature 3", "/max-tokens -1", "/max-tokens"])
-def test_a_command_with_a_wrong_value_names_what_it_takes(conversation, line):
-    command, _, value = line.partition(" ")
-    with pytest.raises(UserError, match=f"{command} is '{value}'. Give a"):
-        chat.obey(conversation, command, value)
+    _, second, third = FakeServer.requests
+    assert len(second["messages"]) == 4
+    assert third["messages"] == [{"role": "system", "content": "Be short."}, {"role": "user", "content": "third"}]
 
 
 def test_an_answer_cannot_control_the_terminal():
