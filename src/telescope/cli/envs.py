@@ -1,6 +1,7 @@
 """`telescope envs`: lists, describes, tries or creates environments.
 
-Arguments and printing only; see `environments.registry`, `environments.local_rollout` and `environments.scaffold`.
+See `environments.registry` and `environments.local_rollout`. Templates of new environments are in
+`environments/templates/`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import keyword
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import telescope.environments
 from telescope.environments.arguments import constructor_arguments, dataset_arguments
 from telescope.environments.base import ChatMessage, Environment, MultiTurnEnvironment
 from telescope.environments.local_rollout import (
@@ -35,11 +39,13 @@ from telescope.environments.registry import (
     list_environments,
     missing_packages,
 )
-from telescope.environments.scaffold import KINDS, write_scaffold
 from telescope.environments.serialization import MalformedResultError
 from telescope.environments.tool_env import ToolEnvironment
 from telescope.errors import UserError
 from telescope.utils.text import pluralize
+
+KINDS = ("single", "multi", "tools")
+TEMPLATES = Path(telescope.environments.__path__[0], "templates")
 
 _PLAIN = (str, int, float, bool, list, tuple, dict)
 _STYLES = {"system": "dim", "user": "cyan", "tool": "magenta", "assistant": "bold"}
@@ -149,9 +155,9 @@ def run_try(arguments: argparse.Namespace) -> int:
 
 
 def run_new(arguments: argparse.Namespace) -> int:
-    """Writes a scaffold and prints the next steps. Returns the exit status."""
+    """Writes a new environment and prints the next steps. Returns the exit status."""
     is_taken = arguments.name in list_environments([])
-    files = write_scaffold(arguments.name, arguments.folder, arguments.kind)
+    files = write_new(arguments.name, arguments.folder, arguments.kind)
     for file in files:
         print(file)
     if is_taken:
@@ -162,6 +168,28 @@ def run_new(arguments: argparse.Namespace) -> int:
     print(f"Try it:   telescope envs try {arguments.name} --path {arguments.folder}")
     print(f'Train it: environments_path: ["{arguments.folder}"] and environments: [{{name: {arguments.name}}}]')
     return 0
+
+
+def write_new(name: str, folder: Path, kind: str) -> list[Path]:
+    """Writes `folder/name/environment.py` and a passing test of its reward. Returns the files.
+
+    Raises `UserError` for a name that is not a valid identifier, or when the folder exists.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
+        raise UserError(f"{name!r} cannot be the name of an environment: use small letters, digits and underscores.")
+    target = folder / name
+    if target.exists():
+        raise UserError(f"{target} exists already: choose another name or another folder (--folder).")
+    class_name = "".join(part.capitalize() for part in name.split("_"))
+    files = {target / "environment.py": f"{kind}.py.txt", target / f"test_{name}.py": f"test_{kind}.py.txt"}
+    try:
+        target.mkdir(parents=True)
+        for file, template in files.items():
+            source = (TEMPLATES / template).read_text(encoding="utf-8")
+            file.write_text(source.replace("@NAME@", name).replace("@CLASS@", class_name), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{target} cannot be written ({error.strerror}): name another folder with --folder.") from error
+    return list(files)
 
 
 def _listed(name: str, path: list[str]) -> dict[str, str]:
