@@ -103,10 +103,11 @@ def assemble(sample: Row, whole: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
 def _span(row: Row) -> dict[str, Any]:
     """Returns an interval of a sample. Engines report the time to the first token with `prefill`."""
     first_token = (row["attributes"] or {}).get("first_token_seconds")
-    return {
-        **{name: row[name] for name in ("name", "start", "end")},
-        "first_token_seconds": None if first_token is None else float(first_token),
-    }
+    try:
+        seconds = None if first_token is None else float(first_token)
+    except ValueError:
+        seconds = None  # attributes are texts, and another program may have written them
+    return {**{name: row[name] for name in ("name", "start", "end")}, "first_token_seconds": seconds}
 
 
 def in_flight(store: RunStore) -> list[Row]:
