@@ -294,7 +294,6 @@ export interface Info {
 
 /** A log line. `row` is its place in the table, the cursor of `since` and `before`. */
 export interface LogLine {
-  row: number;
   attempt: number;
   time: Value;
   level: string | null;
@@ -303,6 +302,7 @@ export interface LogLine {
   process: Value;
   place: string | null;
   source: string | null;
+  row: number;
 }
 
 /** Log lines, oldest first. `next` is the cursor for later ones. */

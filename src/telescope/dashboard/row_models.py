@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
-from pydantic import BaseModel
+import pyarrow as pa
+from pydantic import BaseModel, create_model
 
 from telescope.dashboard.models import Number
+from telescope.dashboard.store import LONG_COLUMNS
+from telescope.record.rollout_tables import INFO, SAMPLES, TOOL_CALLS, TURNS
+from telescope.record.schema import INT32_LIST, NUMBERS, TEXTS, Table
+from telescope.record.tables import EVALS, LOGS
+
+TYPES: dict[pa.DataType, Any] = {
+    pa.string(): str, pa.int64(): int, pa.float64(): float, pa.bool_(): bool, INT32_LIST: list[int],
+    NUMBERS: dict[str, Number], TEXTS: dict[str, str],
+}  # fmt: skip
+
+
+def columns_of(table: Table, *, known: str, without: Collection[str] = ()) -> Any:
+    """Returns a base class with the columns of a table. Those that are not `known`, and no maps, may be null."""
+    fields: dict[str, Any] = {}
+    for column in table.columns:
+        if column.name not in without:
+            kind = TYPES[column.type]
+            required = column.name in known.split() or column.type in (NUMBERS, TEXTS)
+            fields[column.name] = (kind if required else kind | None, ...)
+    return create_model(table.name, **fields)
 
 
 class Distribution(BaseModel):
@@ -29,36 +51,13 @@ class Distribution(BaseModel):
     histogram: list[list[int] | None]
 
 
-class EvalRow(BaseModel):
-    """The result of one eval: a row of the table `evals`."""
+_EvalRow: Any = columns_of(
+    EVALS, known="attempt eval_id name source status step version num_items num_completions num_scored"
+)
 
-    attempt: int
-    eval_id: str
-    name: str
-    number: int | None
-    source: str
-    status: str
-    error: str | None
-    step: int
-    version: int
-    started_at: Number
-    ended_at: Number
-    num_items: int
-    num_completions: int
-    num_scored: int
-    temperature: Number
-    top_p: Number
-    max_tokens: int | None
-    held_out: bool | None
-    metric: str | None
-    accuracy: Number
-    accuracy_low: Number
-    accuracy_high: Number
-    gain: Number
-    gain_low: Number
-    gain_high: Number
-    metrics: dict[str, Number]
-    servers: list[int] | None
+
+class EvalRow(_EvalRow):
+    """The result of one eval: a row of the table `evals`."""
 
 
 class EvalSample(BaseModel):
@@ -127,40 +126,15 @@ class Facet(BaseModel):
     count: int
 
 
-class SampleNumbers(BaseModel):
-    """What every answer about a sample has: its row of the table `samples`, without texts."""
+_SampleNumbers: Any = columns_of(
+    SAMPLES,
+    known="attempt sample_id group_id sample_index environment status step",
+    without=LONG_COLUMNS["samples"],
+)
 
-    attempt: int
-    sample_id: str
-    group_id: int
-    sample_index: int
-    environment: str
-    status: str
-    reason: str | None
-    step: int
-    reward: Number
-    advantage: Number
-    metrics: dict[str, Number]
-    tags: dict[str, str]
-    stop_reason: str | None
-    num_turns: int | None
-    prompt_tokens: int | None
-    completion_tokens: int | None
-    start_version: int | None
-    end_version: int | None
-    age: int | None
-    server: int | None
-    lane: int | None
-    started_at: Number
-    generated_at: Number
-    finished_at: Number
-    failure_kind: str | None
-    eval_name: str | None
-    penalty: Number
-    environment_tokens: int | None
-    num_retries: int | None
-    wasted_tokens: int | None
-    total_tokens: int | None
+
+class SampleNumbers(_SampleNumbers):
+    """What every answer about a sample has: its row of the table `samples`, without texts."""
 
 
 class SampleRow(SampleNumbers):
@@ -178,19 +152,12 @@ class Samples(BaseModel):
     facets: dict[str, list[Facet]]
 
 
-class Turn(BaseModel):
+_Turn: Any = columns_of(TURNS, known="attempt sample_id turn role text")
+
+
+class Turn(_Turn):
     """A turn of a conversation, with the arrays of its tokens where they were recorded."""
 
-    attempt: int
-    sample_id: str
-    turn: int
-    role: str
-    text: str
-    num_tokens: int | None
-    started_at: Number
-    ended_at: Number
-    restarts: bool | None
-    divergence: str | None
     tokens: list[str] | None = None
     token_ids: list[int] | None = None
     logprobs: list[Number] | None = None
@@ -200,29 +167,18 @@ class Turn(BaseModel):
     mask: list[bool] | None = None
 
 
-class ToolCall(BaseModel):
+_ToolCall: Any = columns_of(TOOL_CALLS, known="attempt sample_id call name")
+
+
+class ToolCall(_ToolCall):
     """A call of a tool."""
 
-    attempt: int
-    sample_id: str
-    turn: int | None
-    call: int
-    name: str
-    arguments: str | None
-    result: str | None
-    error: str | None
-    seconds: Number
+
+_Info: Any = columns_of(INFO, known="attempt sample_id number key")
 
 
-class Info(BaseModel):
+class Info(_Info):
     """A note that an environment attached to a sample."""
-
-    attempt: int
-    sample_id: str
-    number: int
-    turn: int | None
-    key: str
-    value: str | None
 
 
 class SampleSpan(BaseModel):
@@ -291,18 +247,13 @@ class GaugeName(BaseModel):
     series: int
 
 
-class LogLine(BaseModel):
+_LogLine: Any = columns_of(LOGS, known="attempt")
+
+
+class LogLine(_LogLine):
     """A log line. `row` is its place in the table, the cursor of `since` and `before`."""
 
     row: int
-    attempt: int
-    time: Number
-    level: str | None
-    component: str | None
-    message: str | None
-    process: int | None
-    place: str | None
-    source: str | None
 
 
 class Logs(BaseModel):
