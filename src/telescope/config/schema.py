@@ -180,7 +180,7 @@ class TelescopeConfig(
 
     @property
     def upload_kinds(self) -> list[str]:
-        """Kinds of files that W&B gets, see `trackers.changed_files`."""
+        """Kinds of files that W&B gets, see `trackers.follower`."""
         chosen = {
             "record": self.wandb_upload_record,
             "code": self.wandb_upload_code,

@@ -47,7 +47,7 @@ class TrackedRun:
     has_record: bool = False
     """Whether `directory` is a run directory, whose gauges and files are copied."""
     uploads: list[str] = field(default_factory=list)
-    """Kinds of files that are copied, see `changed_files`."""
+    """Kinds of files that are copied, see `follower.PATTERNS`."""
     upload_seconds: float = 5.0
     """Time between two looks for changed files."""
 
