@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import duckdb
@@ -54,6 +54,14 @@ DERIVED = {
     "step_stats": "bin_edges[1] AS low, bin_edges[-1] AS high",
 }
 """Columns computed from those that stay in the files."""
+
+COMPRESSED_ROWS = 50_000
+COMPRESS_SECONDS = 5.0
+"""A table that is read with so many rows is compressed so much later, when its page is drawn. A tenth of the memory is
+left, and counts take half of the time."""
+
+LATE_ROWS = 10_000
+"""Largest page of samples."""
 
 NUM_SEARCHES = 16
 """Searches whose hits are kept, so that the pages of one result are scanned for once."""
@@ -122,8 +130,13 @@ class RunStore:
             "autoinstall_known_extensions": "false",
             "autoload_known_extensions": "false",
             "python_enable_replacements": "false",
+            # Rows that are sorted for a page of them have their key alone.
+            "late_materialization_max_rows": LATE_ROWS,
+            # Gives the memory of what was compressed back to the system.
+            "allocator_background_threads": "true",
         }
         self._database = duckdb.connect(":memory:", config=settings)
+        self._database.execute("ATTACH ':memory:' AS run (COMPRESS)")
         self._forget()
 
     def _forget(self) -> None:
@@ -160,7 +173,7 @@ class RunStore:
                 self._identity = identity
             database, cursors = self._database, self._cursors
         for name in names:
-            with self._reading[name], database.cursor() as connection:
+            with self._reading[name], _cursor(database) as connection:
                 self._read(name, connection, cursors)
         return {name: cursors[name] for name in names}
 
@@ -182,13 +195,19 @@ class RunStore:
     @contextmanager
     def view(self, **tables: pa.Table) -> Iterator[View]:
         """Gives queries over the refreshed tables as they are now, and over further `tables`."""
-        with self._lock:
-            connection = self._database.cursor()
-        with connection:
+        with self._connect() as connection:
             connection.begin()
             for name, table in tables.items():
                 connection.register(name, table)
             yield View(connection)
+
+    def _connect(self) -> duckdb.DuckDBPyConnection:
+        with self._lock:
+            return _cursor(self._database)
+
+    def _compress(self) -> None:
+        with suppress(duckdb.Error), self._connect() as connection:  # closed meanwhile, or written to
+            connection.execute("CHECKPOINT run")
 
     def visible(self) -> str:
         """Returns an SQL condition for the rows of a step, or of a sample or eval of it, that are not superseded."""
@@ -340,6 +359,10 @@ class RunStore:
             database.execute(f"CREATE TABLE {name} AS SELECT {shown} FROM ({block_rows(name, blocks)})")
         except duckdb.Error:
             return None  # `rows_since` finds what is wrong
+        if blocks[-1].end - blocks[0].first >= COMPRESSED_ROWS:
+            timer = threading.Timer(COMPRESS_SECONDS, self._compress)
+            timer.daemon = True
+            timer.start()
         return blocks[-1].end
 
     def _cutoffs(self) -> dict[int, int]:
@@ -381,9 +404,7 @@ class RunStore:
             blocks = [file for file in found if file.rows is None]
             tails = [file.rows for file in found if file.rows is not None]
             try:
-                with self._lock:
-                    connection = self._database.cursor()
-                with connection:
+                with self._connect() as connection:
                     source = block_rows(name, blocks)
                     if tails:
                         # Not copied: of the newest rows, only those of `where` are converted.
@@ -396,3 +417,9 @@ class RunStore:
                 if attempt == READ_ATTEMPTS - 1 or not (damaged or replaced):
                     raise
         raise AssertionError("the last attempt returns or raises")
+
+
+def _cursor(database: duckdb.DuckDBPyConnection) -> duckdb.DuckDBPyConnection:
+    connection = database.cursor()
+    connection.execute("USE run")
+    return connection
