@@ -85,6 +85,9 @@ METRIC = f"""() => {{
   return window.timed(() => type("Filter metrics", "entropy"), () => rows() !== before);
 }}"""
 
+ONE_CHART = "charts=One:rollouts/tokens_completion/mean"
+"""A chart with percentiles, which is the slowest kind."""
+
 REDRAW = """() => {
   const button = [...document.querySelectorAll("button")].find((one) => one.textContent === "Log");
   return window.timed(() => button.click(), () => true);
@@ -110,6 +113,7 @@ def measure_pages(run_dir: Path, repeats: int) -> dict[str, Any]:
                 "filter answers": [timed(browser, f"{run}/rollouts?list=answers", FACET % "discarded")],
                 "filter metrics": [timed(browser, f"{run}/metrics", METRIC)],
                 "redraw all charts": [timed(browser, f"{run}/metrics", REDRAW) for _ in range(repeats)],
+                "redraw one chart": [timed(browser, f"{run}/metrics?{ONE_CHART}", REDRAW) for _ in range(repeats)],
             }
             inputs["filter answers"] += [
                 timed(browser, f"{run}/rollouts?list=answers", FACET % "discarded") for _ in range(repeats)
