@@ -3,6 +3,7 @@ import { count, duration } from "../../format";
 import { wordDiff } from "./compare";
 import { conversation, type Message, type Role } from "./conversation";
 import Markdown from "./Markdown";
+import { clip } from "../../text/hostile";
 import { Clipped, Plain } from "../../text/SafeText";
 import { ColorKey, Readout, TokenView } from "./TokenView";
 import { availableViews, tokenParts, tokensOf, type Token, type TokenView as View } from "./tokens";
@@ -183,12 +184,15 @@ function Raw({ detail, search }: { detail: Detail; search: string }) {
 
 /** The answer with the words that the one beside it does not have. */
 function Differences({ text, against }: { text: string; against: { text: string; isFirst: boolean } }) {
-  const pieces = useMemo(() => (against.isFirst ? wordDiff(against.text, text)[1] : wordDiff(text, against.text)[0]), [text, against.text, against.isFirst]);
+  const { shown, hidden } = clip(text);
+  const other = clip(against.text).shown;
+  const pieces = useMemo(() => (against.isFirst ? wordDiff(other, shown)[1] : wordDiff(shown, other)[0]), [shown, other, against.isFirst]);
   return (
     <div className="msg">
       <span>
         answer
         <small>marked: words of this one alone</small>
+        {hidden > 0 && <small>{count(hidden)} more characters are not compared</small>}
       </span>
       <div className="verbatim" aria-label="Differences">
         {pieces.map((piece, i) => (piece.own ? <mark key={i}><Plain text={piece.text} /></mark> : <Plain key={i} text={piece.text} />))}
