@@ -36,7 +36,9 @@ test("a word diff has both texts whole, and what only one of them has", () => {
   expect(wordDiff("same", "same")).toEqual([[{ text: "same", own: false }], [{ text: "same", own: false }]]);
 });
 
-test("texts that are too long to compare differ as a whole between their common ends", () => {
-  const [first] = wordDiff(`a ${"x ".repeat(3000)}z`, `a ${"y x ".repeat(3000)}z`);
-  expect(first.map((piece) => piece.own)).toEqual([false, true, false]);
+test("long texts are compared by lines, and very long lines as a whole", () => {
+  const lines = (word: string) => Array.from({ length: 900 }, (_, i) => (i % 300 === 1 ? `${word} ${i}\n` : `line ${i} has words\n`)).join("");
+  const [first, second] = wordDiff(lines("one"), lines("two"));
+  expect([first, second].map((side) => side.filter((piece) => piece.own).map((piece) => piece.text.trim()))).toEqual([["one 1", "one 301", "one 601"], ["two 1", "two 301", "two 601"]]);
+  expect(wordDiff("x ".repeat(3000), "y x ".repeat(3000))[0]).toEqual([{ text: "x ".repeat(3000), own: true }]);
 });

@@ -51,19 +51,21 @@ export interface DiffPiece {
   own: boolean;
 }
 
-/** Words of two texts, after what they share at both ends, whose product is larger are not compared. */
+/** Cells of the table of two texts: the product of their words, without what they share at both ends. */
 const MOST_CELLS = 4_000_000;
 
-const wordsOf = (text: string): string[] => text.match(/\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu) ?? [];
+const WORDS = /\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu;
+const LINES = /[^\n]*\n|[^\n]+/g;
 
-/** Returns the pieces of two texts that both have, and those of one alone, by their longest common sequence of words. */
-export function wordDiff(first: string, second: string): [DiffPiece[], DiffPiece[]] {
-  const [a, b] = [wordsOf(first), wordsOf(second)];
+/** Returns the pieces of two texts that both have, and those of one alone, by their longest common sequence of words; of lines if they are long. */
+export function wordDiff(first: string, second: string, unit = WORDS): [DiffPiece[], DiffPiece[]] {
+  const [a, b] = [first.match(unit) ?? [], second.match(unit) ?? []];
   let [start, end] = [0, 0];
   while (start < Math.min(a.length, b.length) && a[start] === b[start]) start += 1;
   while (end < Math.min(a.length, b.length) - start && a.at(-1 - end) === b.at(-1 - end)) end += 1;
-  const [ownA, ownB] = [a.map((_, i) => i >= start && i < a.length - end), b.map((_, i) => i >= start && i < b.length - end)];
   const [n, m] = [a.length - start - end, b.length - start - end];
+  if (n * m > MOST_CELLS && unit === WORDS) return wordDiff(first, second, LINES);
+  const [ownA, ownB] = [a.map((_, i) => i >= start && i < a.length - end), b.map((_, i) => i >= start && i < b.length - end)];
   if (n > 0 && m > 0 && n * m <= MOST_CELLS) {
     // Length of the longest common sequence of what follows word i of one and word j of the other.
     const longest = new Uint16Array((n + 1) * (m + 1));
