@@ -33,6 +33,13 @@ class LiveRun:
         self._steps += 1
         assert self._writer.recorder.flush()
 
+    def generate(self) -> str:
+        """Shows what runs early in the next step. Returns the id of one sample."""
+        begin = self._writer.origin + self._writer.simulation.curves.start(self._steps)
+        self._writer.write_in_flight(self._steps, begin + 0.3)
+        assert self._writer.recorder.flush()
+        return Run(self.run_dir).in_flight()["sample_id"][0].as_py()
+
     def end(self) -> None:
         self._writer.end()
         assert self._writer.recorder.flush()
@@ -85,6 +92,13 @@ def test_pages_follow_a_run(browser: Browser, server: DashboardProcess, live: Li
         for one in visits.values():
             expect(one.page.get_by_role("banner")).to_contain_text("finished", timeout=15_000)
             assert one.problems == []
+
+
+def test_a_request_is_on_the_timeline_before_it_ends(browser: Browser, server: DashboardProcess, live: LiveRun):
+    with visit(browser, server.address) as opened:
+        page = opened.open("live/timeline", {"sample": live.generate()})
+        expect(page.get_by_label("Step and request")).to_contain_text("It has been running for")
+        assert opened.problems == []
 
 
 def test_a_page_misses_nothing_while_the_server_is_away(browser: Browser, server: DashboardProcess, live: LiveRun):
