@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.integration.trainer.trainer_cases import (
     relative_error,
     run_here,
     run_ranks,
+    step_gradient,
     weights,
     write_meta,
 )
@@ -25,21 +27,21 @@ from transformers import AutoModelForCausalLM
 from telescope.orchestrator.conversion import convert
 from telescope.trainer.batch import StepInput
 from telescope.trainer.logprob import VocabularyPart
-from telescope.trainer.loss import denominator
-from telescope.trainer.metrics import StepMetrics
 from telescope.trainer.model import checkpoint_tensors
 from telescope.trainer.packing import pack_step
 from telescope.trainer.self_check import GradientComparison, compare_gradients
-from telescope.trainer.timeline import Timeline
 from telescope.trainer.worker import Trainer
 
 LENGTHS = [5, 31, 12, 7, 2, 28, 19, 3, 16, 9, 24, 11]
+STEPS = (0, 2, 3)
+"""Of the schedule: one that warms up, the peak, one that decays."""
 TEXT = [1, 5, 9, 2, 60, 33]
 TEMPERATURE = 0.7
 
 TP, PP, CP, EP = (f"megatron_{kind}_parallel_size" for kind in ("tensor", "pipeline", "context", "expert"))
 SEQUENCE, OPTIMIZER = "megatron_sequence_parallel", "megatron_use_distributed_optimizer"
-RECOMPUTE = "megatron_gradient_checkpointing"
+RECOMPUTE, OVERLAP = "megatron_gradient_checkpointing", "megatron_overlap_grad_reduce"
+FREE_BUFFERS = "weight_broadcast_free_grad_buffers"
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dp2": ("qwen2", {}),
@@ -51,6 +53,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ep2": ("experts", {EP: 2}),
     "tp2 with ep2": ("experts", {TP: 2, EP: 2, SEQUENCE: True}),
     "recomputation": ("qwen3", {TP: 2, SEQUENCE: True, RECOMPUTE: True}),
+    # Megatron fails if it waits for a reduction that no backward pass has started.
+    "dp2 with overlapped reduction": ("qwen2", {OVERLAP: True}),
+    "ep2 with overlapped reduction": ("experts", {EP: 2, OVERLAP: True}),
 }
 """The model and the division of each case."""
 
@@ -59,6 +64,26 @@ RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
     "tp2": ("tied", {TP: 2, SEQUENCE: True}),
     "pp2": ("qwen2", {PP: 2}),
     "ep2 with distributed optimizer": ("experts", {EP: 2, OPTIMIZER: True}),
+}
+DIVIDED_ANEW: dict[str, dict[str, Any]] = {
+    "tp2": {PP: 2},
+    "dp2 with distributed optimizer": {TP: 2},
+    "ep2 with distributed optimizer": {TP: 2, SEQUENCE: True},
+}
+"""By a case of `RESUMED`: the division that its checkpoint is loaded into."""
+
+TRAINED = RESUMED | {
+    "cp2, ratios of whole samples": ("qwen3", {CP: 2, "algorithm": "gspo"}),
+    "tp2 with ep2": ("experts", {TP: 2, EP: 2, SEQUENCE: True}),
+    "recomputation, gradients kept during syncs": ("qwen2", {TP: 2, RECOMPUTE: True, FREE_BUFFERS: False}),
+}
+"""The cases that train three steps."""
+
+FOUR_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tp2 with pp2": ("tied", {TP: 2, PP: 2, SEQUENCE: True}),
+    "pp2 with cp2": ("llama", {PP: 2, CP: 2}),
+    "cp2 with ep2": ("experts", {CP: 2, EP: 2}),
+    "dp2 with tp2": ("qwen2", {TP: 2, OPTIMIZER: True}),
 }
 
 LLAMA_3 = {
@@ -77,8 +102,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def config_of(model: str, **changes: Any) -> Any:
     options: dict[str, Any] = {
-        "train_backend": "megatron", "model_dtype": "float32", "temperature": TEMPERATURE, "warmup_steps": 3,
-        "weight_decay": 0.1, "grad_clip": 0.05, "weight_broadcast_free_grad_buffers": True,
+        "train_backend": "megatron", "model_dtype": "float32", "temperature": TEMPERATURE,
+        "lr_scheduler": "cosine", "warmup_steps": 2, "number_of_steps": 6,
+        "weight_decay": 0.1, "grad_clip": 0.05, FREE_BUFFERS: True,
         SEQUENCE: False, OPTIMIZER: False, RECOMPUTE: False,
     }  # fmt: skip
     return make_config(model, **(options | changes))
@@ -95,23 +121,12 @@ def two_packings(trainer: Trainer) -> GradientComparison:
 
 
 def full_gradient(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """The gradient of one optimizer step, by Hugging Face name."""
-    from telescope.trainer.backends.megatron import conversion
-
-    backend: Any = trainer.backend
-    (batch,) = packed(trainer, 0).minibatches
-    sums = StepMetrics(backend.device)
-    backend.accumulate(batch, 0, Timeline(backend.device, 0), sums)
-    found = {name: parameter.main_grad for name, parameter in backend.stage.named_parameters()}
-    exported = conversion.export(
-        found, backend.mappings, backend.division, backend.parallel, backend.heads, backend.shapes, torch.float32
-    )
-    divisor = denominator(backend.algorithm, batch, trainer.config)
-    return {name: (tensor / divisor).cpu() for name, tensor in exported}
+    """The gradient of the first step, by Hugging Face name."""
+    return step_gradient(trainer, packed(trainer, 0))
 
 
 def gradient_job(trainer: Trainer) -> dict[str, Any]:
-    """The gradient of one optimizer step, and what the backend says of its weights."""
+    """The gradient of one optimizer step, and the backend's weights, names and logprobs."""
     backend: Any = trainer.backend
     return {
         "two_packings": two_packings(trainer),
@@ -150,35 +165,40 @@ def divided_vocabulary(group: Any) -> tuple[list[torch.Tensor], list[torch.Tenso
 
 def steps_job(trainer: Trainer, folder: Path | None = None) -> dict[str, Any]:
     """Three training steps, with a checkpoint after the second."""
-    metrics = []
-    for step in range(3):
-        if step == 2 and folder is not None:
+    metrics, gradient_bytes = [], []
+    for step in STEPS:
+        if step == STEPS[-1] and folder is not None:
             trainer.save_checkpoint(2, folder)
             trainer.backend.finish_checkpoint()
         metrics.append(trainer.train_step(packed(trainer, step)).metrics)
-        weights(trainer)  # as for the servers, which frees the gradient buffers
-    return {"weights": weights(trainer), "metrics": metrics}
+        weights(trainer)  # as for the servers
+        gradient_bytes.append(bytes_of_gradients(trainer))
+    return {"weights": weights(trainer), "metrics": metrics, "gradient_bytes": gradient_bytes}
+
+
+def bytes_of_gradients(trainer: Trainer) -> int:
+    """The memory of Megatron's gradient buffers."""
+    ddp = getattr(trainer.backend, "ddp", None)
+    buffers = [] if ddp is None else [*ddp.buffers, *ddp.expert_parallel_buffers]
+    return sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers)
 
 
 def resumed_job(trainer: Trainer, folder: Path) -> dict[str, Any]:
     """The third step, from a checkpoint after the second."""
     trainer.backend.load_checkpoint(2, folder)
     loaded = weights(trainer)
-    trainer.train_step(packed(trainer, 2))
+    trainer.train_step(packed(trainer, STEPS[-1]))
     return {"loaded": loaded, "weights": weights(trainer), "two_packings": two_packings(trainer)}
 
 
 @dataclass
 class Results:
-    """By case, what each rank returned from `gradient_job`, `steps_job` and `resumed_job`.
-
-    `divided_anew`: from `resumed_job` with another division than that of the checkpoint.
-    """
+    """By case: what `gradient_job`, `steps_job` and `resumed_job` returned on each rank."""
 
     gradient: dict[str, list[Any]]
-    straight: dict[str, list[Any]]
+    trained: dict[str, list[Any]]
     resumed: dict[str, list[Any]]
-    divided_anew: list[Any]
+    divided_anew: dict[str, list[Any]]
     folders: dict[str, Path]
 
 
@@ -195,19 +215,32 @@ def results(families, tmp_path_factory):
     for folder in folders.values():
         folder.mkdir()
     jobs = [(gradient_job, config_of(families[model], **changes), ()) for model, changes in CASES.values()]
-    for job in (steps_job, resumed_job):
-        jobs += [
-            (job, config_of(families[model], **changes), (folders[case],)) for case, (model, changes) in RESUMED.items()
-        ]
-    jobs.append((resumed_job, config_of(families["tied"], **{PP: 2}), (folders["tp2"],)))
+    for case, (model, changes) in TRAINED.items():
+        jobs.append((steps_job, config_of(families[model], **changes), (folders.get(case),)))
+    for case, (model, changes) in RESUMED.items():
+        jobs.append((resumed_job, config_of(families[model], **changes), (folders[case],)))
+    for case, changes in DIVIDED_ANEW.items():
+        jobs.append((resumed_job, config_of(families[RESUMED[case][0]], **changes), (folders[case],)))
     found = iter(run_ranks(jobs, num_ranks=2, folder=root / "ranks"))
     return Results(
         {case: next(found) for case in CASES},
+        {case: next(found) for case in TRAINED},
         {case: next(found) for case in RESUMED},
-        {case: next(found) for case in RESUMED},
-        next(found),
+        {case: next(found) for case in DIVIDED_ANEW},
         folders,
     )
+
+
+@pytest.fixture(scope="module")
+def by_fsdp(families):
+    """Returns what three steps of the FSDP backend give on one rank, by model and algorithm."""
+
+    @functools.cache
+    def train(model: str, algorithm: str) -> dict[str, Any]:
+        config = config_of(families[model], train_backend="fsdp", algorithm=algorithm)
+        return run_here((steps_job, config, ()))
+
+    return train
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -260,10 +293,16 @@ def test_logprobs_and_gradients_of_a_divided_vocabulary_are_exact(results, case)
         torch.testing.assert_close(*rank["vocabulary"], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("case", RESUMED)
-def test_three_steps_give_the_weights_and_metrics_of_the_fsdp_backend(results, families, case):
-    fsdp = run_here((steps_job, config_of(families[RESUMED[case][0]], train_backend="fsdp"), ()))
-    for rank in results.straight[case]:
+@pytest.mark.parametrize("case", TRAINED)
+def test_three_steps_give_the_weights_and_metrics_of_the_fsdp_backend(results, by_fsdp, case):
+    model, changes = TRAINED[case]
+    equals_fsdp(results.trained[case], by_fsdp(model, changes.get("algorithm", "grpo")))
+
+
+def equals_fsdp(ranks: list[Any], fsdp: dict[str, Any]) -> None:
+    """Checks that ranks have the weights and metrics of FSDP's rank, whose learning rate changed every step."""
+    assert len({metrics["learning_rate"] for metrics in fsdp["metrics"]}) == 3
+    for rank in ranks:
         assert relative_error(rank["weights"], fsdp["weights"]) < 1e-5
         for found, wanted in zip(rank["metrics"], fsdp["metrics"], strict=True):
             assert found.keys() == wanted.keys()
@@ -271,15 +310,22 @@ def test_three_steps_give_the_weights_and_metrics_of_the_fsdp_backend(results, f
             assert {name: found[name] for name in counted} == pytest.approx(counted, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.parametrize("case", TRAINED)
+def test_a_sync_frees_the_gradients_unless_they_are_kept(results, case):
+    for rank in results.trained[case]:
+        assert all((num_bytes > 0) == ("kept" in case) for num_bytes in rank["gradient_bytes"])
+
+
 @pytest.mark.parametrize("case", RESUMED)
 def test_a_resumed_run_equals_a_straight_one_bit_for_bit(results, case):
-    for straight, resumed in zip(results.straight[case], results.resumed[case], strict=True):
+    for straight, resumed in zip(results.trained[case], results.resumed[case], strict=True):
         assert straight["weights"].keys() == resumed["weights"].keys()
         assert all(torch.equal(tensor, resumed["weights"][name]) for name, tensor in straight["weights"].items())
 
 
-def test_a_checkpoint_loads_into_another_division_of_the_model(results):
-    for found, wanted in zip(results.divided_anew, results.resumed["tp2"], strict=True):
+@pytest.mark.parametrize("case", DIVIDED_ANEW)
+def test_a_checkpoint_loads_into_another_division_of_the_model(results, case):
+    for found, wanted in zip(results.divided_anew[case], results.resumed[case], strict=True):
         assert all(torch.equal(found["loaded"][name], tensor) for name, tensor in wanted["loaded"].items())
         assert relative_error(found["weights"], wanted["weights"]) < 1e-6
 
@@ -292,3 +338,19 @@ def test_convert_reads_a_checkpoint_without_megatron(results, families, tmp_path
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
     AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+
+
+@pytest.mark.slow
+def test_four_ranks_that_divide_twice_train_like_one_of_the_fsdp_backend(families, by_fsdp, tmp_path):
+    jobs = []
+    for model, changes in FOUR_RANKS.values():
+        # The distributed optimizer leaves each rank its part of the gradient.
+        jobs.append((full_gradient, config_of(families[model], **(changes | {OPTIMIZER: False})), ()))
+        jobs.append((steps_job, config_of(families[model], **changes), ()))
+    found = iter(run_ranks(jobs, num_ranks=4, folder=tmp_path / "ranks"))
+    for model, _ in FOUR_RANKS.values():
+        reference = reference_gradient(families[model], make_samples(LENGTHS), TEMPERATURE)
+        wanted = {part: tensor for name, grad in reference.items() for part, tensor in checkpoint_tensors(name, grad)}
+        for gradient in next(found):
+            assert relative_error(gradient, wanted) < 1e-5
+        equals_fsdp(next(found), by_fsdp(model, "grpo"))

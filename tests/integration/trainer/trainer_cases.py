@@ -33,7 +33,10 @@ from telescope.algorithms import compute_advantages
 from telescope.config import TelescopeConfig
 from telescope.orchestrator.checkpoints import META
 from telescope.trainer.batch import StepInput, TrainSample
+from telescope.trainer.loss import denominator
+from telescope.trainer.metrics import StepMetrics
 from telescope.trainer.packing import pack_step
+from telescope.trainer.timeline import Timeline
 from telescope.trainer.worker import Trainer
 
 VOCAB = 61
@@ -160,13 +163,33 @@ def relative_error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tenso
 
 
 def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Full gradients by Hugging Face name, on the CPU; forgets them. Collective."""
+    """Full gradients of trained parameters by Hugging Face name, on the CPU; forgets them. Collective."""
     found = {}
     for name, parameter in trainer.backend.policy.named_parameters():  # type: ignore[attr-defined]
+        if not parameter.requires_grad:
+            continue
         assert parameter.grad is not None, name
         found[name.removeprefix("causal_lm.")] = parameter.grad.full_tensor().clone().cpu()
         parameter.grad = None
     return found
+
+
+def step_gradient(trainer: Trainer, step_input: StepInput) -> dict[str, torch.Tensor]:
+    """The gradient of one optimizer step by Hugging Face name, of either backend. Collective."""
+    backend: Any = trainer.backend
+    (batch,) = step_input.minibatches
+    backend.accumulate(batch, 0, Timeline(backend.device, trainer.rank), StepMetrics(backend.device))
+    if trainer.config.train_backend == "fsdp":
+        found = gradients(trainer)
+    else:
+        from telescope.trainer.backends.megatron import conversion
+
+        own = {name: parameter.main_grad for name, parameter in backend.stage.named_parameters()}
+        found = dict(conversion.export(
+            own, backend.mappings, backend.division, backend.parallel, backend.heads, backend.shapes, torch.float32
+        ))  # fmt: skip
+    divisor = denominator(backend.algorithm, batch, trainer.config)
+    return {name: (tensor / divisor).cpu() for name, tensor in found.items()}
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:

@@ -22,6 +22,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from telescope.errors import RunError
 from telescope.trainer.backends.megatron.optimizer import inner_optimizers
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -43,7 +44,8 @@ def save(stage: GPTModel, optimizer: MegatronOptimizer | None, directory: Path) 
 def load(stage: GPTModel, optimizer: MegatronOptimizer, directory: Path) -> None:
     """Loads a checkpoint, saved by any division of the model. Collective.
 
-    The optimizer's settings stay those of the config. Its state too, if the checkpoint has none.
+    The optimizer's settings stay those of the config. Its state too, if the checkpoint has none. Raises `RunError` for
+    a state of another optimizer.
     """
     state: dict[str, Any] = {MODEL: _weights(stage)}
     saved = dist_checkpointing.load_tensors_metadata(str(directory))
@@ -60,8 +62,14 @@ def load(stage: GPTModel, optimizer: MegatronOptimizer, directory: Path) -> None
     if not has_optimizer:
         optimizer.reload_model_params()
         return
-    with _with_step():
-        optimizer.load_state_dict(loaded[OPTIMIZER])
+    try:
+        with _with_step():
+            optimizer.load_state_dict(loaded[OPTIMIZER])
+    except (KeyError, ValueError) as error:
+        raise RunError(
+            f"{directory} has the state of another optimizer ({error}): set megatron_use_distributed_optimizer as in "
+            "the run that wrote it"
+        ) from error
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
     for inner in inner_optimizers(optimizer):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import (
@@ -74,8 +75,12 @@ def _is_precision_aware(config: Any) -> bool:
 
 
 def _is_distributed(config: Any) -> bool:
-    """Whether Megatron's distributed optimizer is used. Over one rank it divides nothing, but has dtypes of its own."""
-    return bool(config.megatron_use_distributed_optimizer or _is_precision_aware(config))
+    """Whether Megatron's distributed optimizer is used.
+
+    Over one rank it divides nothing, but has dtypes of its own, and its checkpoints load into any division.
+    """
+    shares = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
+    return bool(config.megatron_use_distributed_optimizer or _is_precision_aware(config) or not shares)
 
 
 def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[Any]:
