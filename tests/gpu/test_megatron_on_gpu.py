@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.integration.trainer.test_gradient_contract import reference_gradient
+from tests.integration.trainer.test_megatron import FAMILIES as FAMILIES_ON_CPU
 from tests.integration.trainer.test_megatron import (
     LENGTHS,
-    LLAMA_3,
     TEMPERATURE,
     TEXT,
     config_of,
@@ -48,16 +48,14 @@ needs_engine = pytest.mark.skipif(
     not all(map(installed_version, TRANSFORMER_ENGINE)), reason="needs Transformer Engine, see docs/gpu.md"
 )
 
-# Sizes that real kernels take, and weights small enough that attention does not saturate.
 SHAPE: dict[str, Any] = {
-    "tied": False, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 64, "initializer_range": 0.08,
+    "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "initializer_range": 0.08,
 }  # fmt: skip
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen2": {"family": "qwen2"},
-    "qwen3": {"family": "qwen3", "tied": True},
-    "llama": {"family": "llama", "rope_parameters": LLAMA_3},
-    "experts": {"family": "qwen3_moe", "moe_intermediate_size": 128},
+"""Sizes that real kernels take, and weights small enough that attention does not saturate."""
+FAMILIES = {
+    name: SHAPE | changes | ({"moe_intermediate_size": 128} if name == "experts" else {})
+    for name, changes in FAMILIES_ON_CPU.items()
 }
 
 ENGINE = {"megatron_use_transformer_engine": True}
@@ -87,7 +85,7 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
     def path(family: str) -> str:
         folder = root / family
-        return str(folder) if folder.exists() else build_model(folder, **(SHAPE | FAMILIES[family]))
+        return str(folder) if folder.exists() else build_model(folder, **FAMILIES[family])
 
     return path
 
