@@ -14,9 +14,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tests.integration.trainer.trainer_cases import VOCAB, build_model
+from tests.integration.trainer.trainer_cases import VOCAB, build_model, packed_share, relative_error, step_gradient
 from torch import nn
 from transformers import AutoModelForCausalLM
+
+from telescope.trainer.batch import TrainSample
+from telescope.trainer.lora import A, B
+from telescope.trainer.model import PREFIX
+from telescope.trainer.worker import Trainer
 
 GOLDEN = Path(__file__).parent / "golden" / "lora_peft.safetensors"
 TOKENS = [1, 5, 9, 2, 60, 33, 17, 17, 4]
@@ -50,6 +55,27 @@ def golden(case: str, part: str) -> dict[str, torch.Tensor]:
     """The stored tensors of a part of a case."""
     prefix = f"{case}/{part}/"
     return {name.removeprefix(prefix): tensor for name, tensor in load_file(GOLDEN).items() if name.startswith(prefix)}
+
+
+def adapter_job(
+    trainer: Trainer, samples: list[TrainSample]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The gradient of one optimizer step, and the matrices A, by the layers' names. Collective."""
+    named = trainer.backend.policy.named_parameters()  # type: ignore[attr-defined]
+    a = {name.removeprefix(PREFIX).removesuffix(A): p.full_tensor().cpu() for name, p in named if name.endswith(A)}
+    return step_gradient(trainer, packed_share(trainer, samples)), a
+
+
+def follows_full_gradient(
+    gradient: dict[str, torch.Tensor], a: dict[str, torch.Tensor], full: dict[str, torch.Tensor], bound: float
+) -> None:
+    """Checks the gradient of new adapters by that of full training: B is zero, so that A has none."""
+    scaling = FIELDS["lora_alpha"] / FIELDS["lora_rank"]
+    assert not any(tensor.any() for name, tensor in gradient.items() if name.endswith(A))
+    of_b = {name.removesuffix(B): tensor for name, tensor in gradient.items() if name.endswith(B)}
+    wanted = {name: scaling * full[f"{name}.weight"] @ a_RI.t().to(full[f"{name}.weight"]) for name, a_RI in a.items()}
+    assert len(gradient) == 2 * len(wanted) > 0
+    assert relative_error(of_b, wanted) < bound
 
 
 def write() -> None:

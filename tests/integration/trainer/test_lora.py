@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.integration.trainer.lora_cases import CASES, FIELDS, TOKENS, build, golden
+from tests.integration.trainer.lora_cases import (
+    CASES,
+    FIELDS,
+    TOKENS,
+    adapter_job,
+    build,
+    follows_full_gradient,
+    golden,
+)
+from tests.integration.trainer.test_gradient_contract import reference_gradient
 from tests.integration.trainer.trainer_cases import (
     make_config,
     make_samples,
@@ -110,7 +119,7 @@ TRAINED: dict[str, Any] = {**FIELDS, "lora_dropout": 0.2, "weight_decay": 0.1, "
 
 @pytest.fixture(scope="module")
 def results(source: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """By number of ranks: each case of peft, `trained`, and the folder."""
+    """By number of ranks: each case of peft, `trained`, `rows shared`, and the folder."""
     found: dict[str, Any] = {}
     for num_ranks in (1, 2):
         folder = tmp_path_factory.mktemp(f"lora_{num_ranks}")
@@ -119,11 +128,13 @@ def results(source: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
             for case, targets in CASES.items()
         ]
         jobs.append((train_job, make_config(source, **TRAINED), (folder,)))
+        shared = make_config(source, **FIELDS, fsdp_context_parallel_size=num_ranks)
+        jobs.append((adapter_job, shared, (make_samples(LENGTHS),)))
         if num_ranks == 1:
             by_job = [run_here(job) for job in jobs]
         else:
             by_job = [ranks[0] for ranks in run_ranks(jobs, num_ranks=2, folder=folder / "ranks")]
-        found[num_ranks] = dict(zip([*CASES, "trained"], by_job, strict=True)) | {"folder": folder}
+        found[num_ranks] = dict(zip([*CASES, "trained", "rows shared"], by_job, strict=True)) | {"folder": folder}
     return found
 
 
@@ -138,6 +149,14 @@ def test_logprobs_gradients_and_merged_weights_are_those_of_peft(
     assert relative_error(found["merged"], golden(case, "merged")) < 1e-14
     assert found["frozen_gradients"] == []
     assert found["names"] == found["yielded"]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ranks_that_share_rows_compute_the_gradient_of_adapters(
+    results: dict[Any, Any], source: str, num_ranks: int
+) -> None:
+    gradient, a = results[num_ranks]["rows shared"]
+    follows_full_gradient(gradient, a, reference_gradient(source, make_samples(LENGTHS), 1.0), 1e-12)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -8,25 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.integration.trainer.lora_cases import FIELDS, adapter_job, follows_full_gradient
 from tests.integration.trainer.test_megatron import CP, EP, OPTIMIZER, PP, RECOMPUTE, SEQUENCE, TP
 from tests.integration.trainer.trainer_cases import (
     build_model,
-    gradients,
     make_config,
     make_samples,
     packed_share,
     relative_error,
     run_here,
     run_ranks,
+    step_gradient,
 )
 from transformers import AutoModelForCausalLM
 
 from telescope.errors import UserError
 from telescope.trainer.batch import TrainSample
-from telescope.trainer.loss import denominator
-from telescope.trainer.metrics import StepMetrics
 from telescope.trainer.router_replay import AGREEMENT, REPLAYED, RouterReplay
-from telescope.trainer.timeline import Timeline
 from telescope.trainer.worker import Trainer
 
 LENGTHS = [5, 31, 12, 7, 2, 28, 19, 3]
@@ -98,19 +96,8 @@ def options(**changes: Any) -> dict[str, Any]:
 def gradient_job(trainer: Trainer, samples: list[TrainSample]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """The gradient of one optimizer step by Hugging Face name, and the metrics of the replay."""
     backend: Any = trainer.backend
-    (batch,) = packed_share(trainer, samples).minibatches
-    backend.accumulate(batch, 0, Timeline(backend.device, trainer.rank), StepMetrics(backend.device))
-    divisor = denominator(backend.algorithm, batch, trainer.config)
-    metrics = backend.replay.metrics() if backend.replay is not None else {}
-    if trainer.config.train_backend == "fsdp":
-        return {name: tensor / divisor for name, tensor in gradients(trainer).items()}, metrics
-    from telescope.trainer.backends.megatron import conversion
-
-    found = {name: parameter.main_grad for name, parameter in backend.stage.named_parameters()}
-    exported = conversion.export(
-        found, backend.mappings, backend.division, backend.parallel, backend.heads, backend.shapes, torch.float32
-    )
-    return {name: (tensor / divisor).cpu() for name, tensor in exported}, metrics
+    gradient = step_gradient(trainer, packed_share(trainer, samples))
+    return gradient, backend.replay.metrics() if backend.replay is not None else {}
 
 
 def fused_experts(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -132,6 +119,8 @@ DIVISIONS: dict[str, dict[str, Any]] = {
     "fsdp, recomputed": {"gradient_checkpointing": True},
     "fsdp, rows shared": {"fsdp_context_parallel_size": 2},
 }
+ADAPTED: tuple[dict[str, Any], ...] = ({}, {"router_replay": False, "fsdp_context_parallel_size": 2})
+"""Of the runs with adapters: with the engine's experts, and with the trainer's own, where ranks share rows."""
 MEGATRON = {
     "train_backend": "megatron", SEQUENCE: False, OPTIMIZER: False, RECOMPUTE: False,
     "weight_broadcast_free_grad_buffers": True,
@@ -188,13 +177,21 @@ def test_without_recorded_routes_the_trainer_chooses(model: str) -> None:
         assert metrics == {REPLAYED: 0.0}
 
 
-def test_fsdp_ranks_train_with_the_recorded_experts(model: str, tmp_path: Path) -> None:
+def test_fsdp_ranks_train_with_the_recorded_experts_also_adapters(model: str, tmp_path: Path) -> None:
     samples = samples_with(other_routes(make_samples(LENGTHS)))
-    jobs: list[Any] = [
-        (gradient_job, make_config(model, **options(**changes)), (samples,)) for changes in DIVISIONS.values()
-    ]
-    for results in run_ranks(jobs, num_ranks=2, folder=tmp_path / "ranks"):
-        check(model, results, samples, [sample.routes_LXK for sample in samples if sample.routes_LXK is not None])
+    routes = [sample.routes_LXK for sample in samples if sample.routes_LXK is not None]
+    divisions = [make_config(model, **options(**changes)) for changes in DIVISIONS.values()]
+    adapted = [make_config(model, **options(**FIELDS, **changes)) for changes in ADAPTED]
+    jobs: list[Any] = [(gradient_job, config, (samples,)) for config in divisions]
+    jobs += [(adapter_job, config, (samples,)) for config in adapted]
+    found = iter(run_ranks(jobs, num_ranks=2, folder=tmp_path / "ranks"))
+    for _ in divisions:
+        check(model, next(found), samples, routes)
+    ordinary = forced_gradient(model, samples, own_routes(model, samples))
+    replayed = forced_gradient(model, samples, routes)
+    for changes in ADAPTED:
+        for gradient, a in next(found):
+            follows_full_gradient(gradient, a, replayed if changes.get("router_replay", True) else ordinary, 1e-5)
 
 
 def test_megatron_ranks_train_with_the_recorded_experts(model: str, tmp_path: Path) -> None:
