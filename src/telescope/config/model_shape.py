@@ -256,4 +256,6 @@ _KNOWN: dict[str, ModelShape] = {
     "qwen3-14b": _qwen3(40, 5120, 17408, 40, 8, False),
     "qwen3-30b-a3b": replace(_qwen3(48, 2048, 6144, 32, 4, False), num_experts=128, expert_intermediate_size=768),
     "qwen3-32b": _qwen3(64, 5120, 25600, 64, 8, False),
+    "qwen3-235b-a22b": replace(_qwen3(94, 4096, 12288, 64, 4, False), num_experts=128, expert_intermediate_size=1536),
+    "llama-3.3-70b": ModelShape(80, 8192, 28672, 64, 8, 128, 128256, False, max_position_embeddings=131072),
 }
