@@ -1,4 +1,4 @@
-"""Measures checkpoints: how long training and generation stand still, when files are durable, conversion speed.
+"""Measures checkpoints: pauses of training and generation, time until durable, conversion speed.
 
     python benchmarks/checkpoint.py --quick                                  two small models on the CPU, 1 and 2 ranks
     python benchmarks/checkpoint.py --shapes 4b --json results.json          one engine, one trainer rank
@@ -6,8 +6,8 @@
 
 Uses the components of a training run (Ray, vLLM servers, FSDP2 ranks, `Checkpointer`) on random weights of a real
 shape, with requests in flight all the time. On fewer GPUs than workers, servers and ranks share them. A training step
-comes first, so each checkpoint has weights and optimizer state. The first checkpoint allocates the memory of the copy;
-it is reported by itself. Seconds, medians over the others:
+comes first, so each checkpoint has weights and optimizer state. The first checkpoint allocates the memory of the copy
+and is reported separately. Seconds, medians over the others:
 
 - pause: the ranks copy their state and cannot train;
 - durable: from the request until the files are on disk and the checkpoint has its name; training goes on;

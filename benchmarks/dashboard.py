@@ -4,10 +4,10 @@
     python benchmarks/dashboard.py                            10,000 steps x 100 samples
     python benchmarks/dashboard.py --keep /tmp/run            keeps the run, for `telescope ui /tmp/run`
 
-Asks each address that a page reads, in this process and without a network: the first time, when the tables are read
-from disk, and as the median of the next times, with different parameters where pages have them. Then opens each page
-in Chromium (`--no-browser` leaves it out): from a server that has just started, and again. Memory is that of a server
-whose pages were all opened.
+Requests each address that a page reads, in this process and without a network: once, when the tables are read from
+disk, and then several times for a median, with different parameters where pages have them. Then opens each page in
+Chromium (`--no-browser` skips this): from a server that has just started, and again. Memory is that of a server after
+all pages were opened.
 """
 
 from __future__ import annotations

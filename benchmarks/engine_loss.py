@@ -6,12 +6,12 @@
 Runs the same as `end_to_end.py`. After --before seconds of training every process of the last server's vLLM gets
 SIGKILL. The run continues with the others, which retry its requests. Times count from the kill:
 
-    noticed          no further sample goes to the server
+    noticed          no further sample is sent to the server
     answers          its new process answers (its own start, and the delay before it)
     back             it has the current weights, verified, and receives samples
     full throughput  it computes 90 % of its earlier tokens/s, as a mean over five seconds
 
-Aim: full throughput within the engine's own start, which finds a warm compile cache, plus 10 s. Then the run is stopped
+Aim: full throughput within the engine's own start (with a warm compile cache) plus 10 s. Then the run is stopped
 as by Ctrl-C, and the record must account for every sample: each group of a trained step has all of its samples, no
 group and no sample occurs twice, none is missing, none was masked.
 """

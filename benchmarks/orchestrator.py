@@ -1,6 +1,7 @@
 """Measures the driver's CPU per sample and its event-loop lag.
 
-    python benchmarks/orchestrator.py --quick
+    python benchmarks/orchestrator.py --quick                      256 and 1,024 samples in flight, once
+    python benchmarks/orchestrator.py --json results.json          256, 1,024 and 4,096, three times each
 
 Real: the loops, request slots, HTTP clients, environment processes and record, against fake engines in separate
 processes that answer in vLLM's format. Fake: the trainer and the weights. Each case runs in a fresh process.
@@ -186,28 +187,6 @@ def _command(argv: Sequence[str]) -> str:
     return " ".join(["python benchmarks/orchestrator.py", *argv[:at], *argv[at + 2 :]])
 
 
-def markdown(report: dict[str, Any]) -> str:
-    """Formats the report as Markdown: the table and its provenance."""
-    made = report["provenance"]
-    settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in report["settings"].items())
-    lines = [
-        "# The driver under load",
-        "",
-        f"`{report['command']}`, {made['date']}, commit {made['commit']}"
-        f"{' with uncommitted changes' if made['uncommitted_changes'] else ''}, {made['cpu']}, {made['cores']} cores "
-        "(shared by the driver, the fake engines and the environment worker), "
-        f"Python {made['python']}, load average {made['load_before']} at the start. "
-        f"Medians of {report['repeats']}, {report['at_once']} at once. {settings[0].upper()}{settings[1:]}.",
-        "",
-        "| " + " | ".join(title for title, _, _ in COLUMNS) + " |",
-        "|" + "---:|" * len(COLUMNS),
-        *("| " + " | ".join(cells(result)) + " |" for result in report["results"]),
-        "",
-        "`python benchmarks/orchestrator.py --help` explains the columns.",
-    ]
-    return "\n".join(lines) + "\n"
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -230,7 +209,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="measure N at the same time, each on its share of the cores, of which each should have three (default: 1)"
         )  # fmt: skip
     add("--quick", action="store_true", help="256 and 1024 in flight, once, 10 s each, at double speed")
-    add("--json", type=Path, metavar="FILE", help="write everything there, and a table to FILE with .md")
+    add("--json", type=Path, metavar="FILE", help="write everything there")
     add("--profile", metavar="FILE", help="record the driver with py-spy into this flame graph")
     arguments = parser.parse_args(argv)
     if arguments.quick:
@@ -270,7 +249,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         }  # fmt: skip
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-        arguments.json.with_suffix(".md").write_text(markdown(report))
     return 0
 
 

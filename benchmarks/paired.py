@@ -8,7 +8,8 @@ The ratio is the Hodges-Lehmann estimate over the logarithms of the pairs' ratio
 of pairs. An outlier among the pairs does not move it far, and it needs fewer pairs than their median. Its interval is
 that of Wilcoxon's signed-rank test, which is exact for any number of pairs when their errors (of the logarithms) are
 independent and each is as likely as its negative. Drift over more than a pair makes neighboring errors alike, and the
-alternating order gives these opposite signs. What coincides with one of the two loads neither cancels nor shows.
+alternating order gives these opposite signs. An effect that coincides with one of the two loads neither cancels nor is
+detected.
 """
 
 from __future__ import annotations

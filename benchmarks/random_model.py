@@ -2,7 +2,7 @@
 
     python benchmarks/random_model.py qwen3-4b FOLDER
 
-Their text is noise, which takes as long as sense. `forced_lengths` sets its length.
+Their text is noise, which takes as long to generate as real text. `forced_lengths` sets its length.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Measures what recording a training step costs the driver: CPU, memory, and bytes on disk.
 
-    python benchmarks/record.py --quick
+    python benchmarks/record.py --quick                   few steps
+    python benchmarks/record.py --json results.json
 
 Real: the step recorder, the rows, and the recorder with its files. Generated: samples with random tokens, logprobs and
 words, which compress worse than real ones, and the spans and gauges of a run of two ranks and two servers. Steps follow

@@ -1,6 +1,7 @@
 """Compares policies of asynchronous generation: idle time, wasted tokens, age and length bias.
 
-    python benchmarks/rollouts.py
+    python benchmarks/rollouts.py --quick                 one seed, few steps
+    python benchmarks/rollouts.py --json results.json     every policy, seeds 0, 1 and 2
 
 The real loops, request slots, window and staleness over the fake engine, on a simulated clock: hours of a run take
 seconds, and a seed always gives the same numbers on any machine.
@@ -28,7 +29,6 @@ from measure import REPOSITORY, provenance
 
 sys.path.insert(0, str(REPOSITORY))  # the simulation belongs to the tests
 
-from svg_bars import Panel, bar_chart
 from tests.unit.orchestrator.fakes import StrictRecorder, config_of
 from tests.unit.orchestrator.simulated_clock import run_simulated
 from tests.unit.orchestrator.simulation import Pace, Simulation
@@ -37,7 +37,6 @@ from telescope.orchestrator.async_window import MAX_REQUEUES
 from telescope.orchestrator.step_recorder import RUN_ENDED
 from telescope.testing.fake_engine import FakeRequest
 from telescope.trainer.batch import StepInput
-from telescope.utils.text import pluralize
 
 GROUP_SIZE = 8
 BATCH_GROUPS = 32
@@ -104,7 +103,7 @@ columns
   steps/h         training steps an hour of simulated time
   generator idle  share of slot time in which no request runs, pauses for weights included
   trainer waits   share of time in which the trainer has no batch
-  wasted          tokens sampled and discarded, of all tokens whose fate is known
+  wasted          tokens sampled and discarded, of all tokens whose outcome is known
   age, oldest     training steps between the weights that sampled a token and those it trains: mean, maximum
   length          mean length of a trained answer over that of the distribution: 1 is no bias
   long answers    share of answers over {LONG_TOKENS:,} tokens among the trained, over that of the distribution"""
@@ -250,42 +249,6 @@ def show(results: Sequence[Mapping[str, Any]]) -> None:
     Console(width=None if sys.stdout.isatty() else 130).print(table)
 
 
-def markdown(report: Mapping[str, Any], plot: str) -> str:
-    """Formats the report as Markdown."""
-    made, titles = report["provenance"], [title for title, _, _ in COLUMNS]
-    return "\n".join(
-        [
-            "# Policies of asynchronous generation",
-            "",
-            f"`{report['command']}`, commit {made['commit']}"
-            f"{' with uncommitted changes' if made['uncommitted_changes'] else ''}, {made['date']}. On a simulated "
-            f"clock: the machine does not matter. {pluralize(report['steps'], 'step')} of which the first "
-            f"{WARM_UP_STEPS} do not count; medians over seeds {', '.join(map(str, report['seeds']))}.",
-            "",
-            "\n".join(line for line in DESCRIPTION.splitlines()[2:]),
-            "",
-            "| policy | " + " | ".join(titles) + " |",
-            "|---|" + "---:|" * len(titles),
-            *("| " + " | ".join(cells(result)) + " |" for result in report["results"]),
-            "",
-            f"![the table as bars]({plot})",
-            "",
-            "`python benchmarks/rollouts.py --help` explains policies and columns.",
-        ]
-    ) + "\n"  # fmt: skip
-
-
-def plot(results: Sequence[Mapping[str, Any]]) -> str:
-    """Draws the table as an SVG of bars, one panel per column."""
-    names = [str(result["policy"]) for result in results]
-    panels = [
-        Panel(title, [float(result[name]) for result in results], form)
-        for title, name, form in COLUMNS
-        if name not in ("age_max",)
-    ]
-    return bar_chart(names, panels)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -293,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=120, help="training steps of each run (default: 120)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--quick", action="store_true", help="one seed and few steps, to see that it runs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, FILE.md and FILE.svg too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
     arguments = parser.parse_args(argv)
     if arguments.quick:
         arguments.steps, arguments.seeds = WARM_UP_STEPS + 5, [0]
@@ -326,8 +289,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         }  # fmt: skip
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-        arguments.json.with_suffix(".svg").write_text(plot(results))
-        arguments.json.with_suffix(".md").write_text(markdown(report, arguments.json.with_suffix(".svg").name))
     return 0
 
 
