@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup; tests of runs that a terminal leaves need it
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -50,6 +50,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
             return next((folder for folder in SHARED_SERVERS if file.startswith(folder + "/")), file)
+
+        def remove_node(self, node: Any) -> str | None:
+            """Does not run a test again that ended its process, such as one over its time limit: it has failed."""
+            work = self.assigned_work[node]
+            pending = [(unit, test) for unit in work.values() for test, is_done in unit.items() if not is_done]
+            if not pending:
+                return super().remove_node(node)
+            unit, crashed = pending[0]
+            unit[crashed] = True
+            for scope in [scope for scope, unit in work.items() if all(unit.values())]:
+                del work[scope]
+            super().remove_node(node)  # gives the other tests to other processes
+            return crashed
 
     return FileScheduling(config, log)
 
