@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from tests.integration.trainer.conftest import models as trainer_models  # noqa: F401
-from tests.integration.trainer.conftest import one_rank  # noqa: F401
+from tests.integration.trainer.conftest import one_rank, quick_trainers  # noqa: F401
 from tests.integration.trainer.trainer_cases import build_model
 
 

@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 from tests.integration.trainer.plain_kernels import PlainKernels, use_plain_kernels
-from tests.integration.trainer.trainer_cases import build_model, free_port, make_config
+from tests.integration.trainer.trainer_cases import build_model, free_port, make_config, set_up_quickly
 
 from telescope.trainer.worker import Trainer
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_trainers() -> None:
+    set_up_quickly()
 
 
 @pytest.fixture(scope="session")

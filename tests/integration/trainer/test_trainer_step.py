@@ -18,11 +18,13 @@ from tests.integration.trainer.trainer_cases import VOCAB, make_config, make_sam
 from telescope.algorithms import compute_advantages
 from telescope.config import TelescopeConfig
 from telescope.errors import ConfigError, UserError
+from telescope.trainer import worker
 from telescope.trainer.backends import find_backend
 from telescope.trainer.backends.fsdp import sharding
 from telescope.trainer.batch import StepInput, TrainSample
 from telescope.trainer.packing import pack_step
 from telescope.trainer.worker import Trainer, choose_device
+from telescope.utils.process import leave_out_what_exists
 
 LENGTHS = [5, 31, 12, 7, 2, 28, 19, 3]
 
@@ -288,6 +290,12 @@ def test_every_field_that_these_tests_set_is_one_of_the_configuration():
     assert set(vars(make_config("a/model"))) - {"hash"} <= set(TelescopeConfig.model_fields)
 
 
+@pytest.fixture
+def full_collections(monkeypatch):
+    monkeypatch.setattr(worker, "leave_out_what_exists", leave_out_what_exists)
+
+
+@pytest.mark.usefixtures("full_collections")
 def test_a_collection_of_cycles_between_steps_visits_few_objects_of_a_rank(one_rank):
     trainer = one_rank("untied", model_dtype="float32")
     for step in range(2):
@@ -298,6 +306,7 @@ def test_a_collection_of_cycles_between_steps_visits_few_objects_of_a_rank(one_r
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.usefixtures("full_collections")
 def test_a_restart_removes_the_earlier_model(one_rank):
     trainer = one_rank("untied", model_dtype="float32")
     before = weakref.ref(trainer.backend.policy)

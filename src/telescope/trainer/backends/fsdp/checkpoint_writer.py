@@ -27,13 +27,16 @@ GROUP_TIMEOUT = datetime.timedelta(minutes=30)
 
 STOP_SECONDS = 5.0
 
+START_METHOD = "spawn"
+"""A fork would copy the rank's locks and its CUDA context, which do not work in another process."""
+
 
 class CheckpointWriter:
     """The writer of one rank. It starts in the background: the first request waits for it."""
 
     def __init__(self, store: tuple[str, int], generation: int, rank: int, world_size: int) -> None:
         """`store` is host and port of the ranks' store. `generation` numbers the groups of writers."""
-        context = torch.multiprocessing.get_context("spawn")
+        context = torch.multiprocessing.get_context(START_METHOD)
         self._pipe, child = context.Pipe()
         self._process = context.Process(
             target=_serve, args=(child, store, generation, rank, world_size), name=f"checkpoints {rank}", daemon=True
