@@ -1,4 +1,4 @@
-"""Transfers between this process, as the sender, and peer processes that play engine workers over gloo."""
+"""Transfers over gloo between this process, as the sender, and processes that stand in for engine workers."""
 
 import threading
 import time

@@ -1,18 +1,19 @@
-"""A sender in this process and peer processes that play engine workers, on CPU or GPU."""
+"""A sender in this process and processes that stand in for engine workers, on CPU or GPU."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+import os
+import time
+from multiprocessing.connection import Connection
 
 import torch
+from tests.integration.trainer.trainer_cases import fork_server
 
-from telescope.weights.communicator import Backend
+from telescope.weights.communicator import Backend, Communicator
+from telescope.weights.control_channel import TransferError
 from telescope.weights.fingerprint import fingerprint, to_hex
 from telescope.weights.plan import InitInfo, TensorMeta, UpdateInfo, make_update
+from telescope.weights.receiver import NamedTensors, receive
 from telescope.weights.sender import WeightSender
 
-PEER = Path(__file__).with_name("transfer_peer.py")
 CONNECT_SECONDS = 60.0
 
 
@@ -33,39 +34,74 @@ def expected(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, 
 
 
 class Peers:
-    """Peer processes of one engine."""
+    """Processes that stand in for the workers of one engine."""
 
     def __init__(self, init: InitInfo, updates: list[UpdateInfo], fault: str, devices: list[str]) -> None:
-        self.processes: list[subprocess.Popen[str]] = []
         self.num_updates = len(updates)
+        self.processes = []
+        self.answers_of_ranks: list[Connection] = []
         for rank, device in enumerate(devices, start=1):
-            order = {
-                "init": init.to_dict(),
-                "rank": rank,
-                "updates": [update.to_dict() for update in updates],
-                "fault": fault,
-                "device": device,
-            }
-            command = [sys.executable, str(PEER), json.dumps(order)]
-            self.processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            mine, theirs = fork_server().Pipe()
+            process = fork_server().Process(target=run_peer, args=(init, rank, updates, fault, device, theirs))
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.answers_of_ranks.append(mine)
 
     def answers(self) -> list[dict[str, object]]:
         """One mapping per sync and rank, rank by rank; the last of a rank is its error, if it had one."""
         answers: list[dict[str, object]] = []
-        for process in self.processes:
-            assert process.stdout is not None
+        for connection in self.answers_of_ranks:
             for _ in range(self.num_updates):
-                answers.append(json.loads(process.stdout.readline()))
+                answers.append(connection.recv())
                 if "error" in answers[-1]:
                     break
         return answers
 
     def stop(self) -> None:
-        for process in self.processes:
+        for process, connection in zip(self.processes, self.answers_of_ranks, strict=True):
             process.kill()
-            process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+            process.join()
+            connection.close()
+
+
+def run_peer(
+    info: InitInfo, rank: int, updates: list[UpdateInfo], fault: str, device: str, answers: Connection
+) -> None:
+    """Receives the updates into a dict, or fails as `fault` says. Sends one mapping per update."""
+    communicator = Communicator.connect(
+        info.host,
+        info.port,
+        rank,
+        info.world_size,
+        backend=info.backend,
+        timeout=info.timeout_seconds,
+        token=info.token,
+        device=torch.device(device),
+    )
+    for update in updates:
+        loaded: dict[str, str] = {}
+
+        def load(tensors: NamedTensors, loaded: dict[str, str] = loaded) -> None:
+            loaded.update({name: to_hex(fingerprint(tensor)) for name, tensor in tensors})
+            if fault == "die":
+                os._exit(9)
+            if fault == "hang":
+                time.sleep(600)
+            if fault == "raise":
+                raise ValueError("this layer does not fit")
+
+        if fault == "die before":
+            os._exit(9)
+        try:
+            receive(communicator, update, load, device=torch.device(device))
+        except (TransferError, ValueError) as error:
+            answers.send({"rank": rank, "error": str(error)})
+            break
+        answers.send({"rank": rank, "loaded": loaded})
+    while communicator.failure is None:  # the sender closes first, as a trainer does
+        time.sleep(0.05)
+    communicator.close()
 
 
 class Engines:
