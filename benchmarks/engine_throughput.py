@@ -210,7 +210,7 @@ class Bench:
             return await self._under_generator(trace, closes)
         sent: list[bytes] = []
         samples = await self._under_orchestrator(name, launcher, sent.append, closes)
-        assert asked(sent) <= asked(trace), "the orchestrator sent other requests"
+        assert counted_requests(sent) <= counted_requests(trace), "the orchestrator sent other requests"
         check_tail(len(sent) < len(trace), len(trace))
         return samples
 
@@ -298,7 +298,7 @@ def check_tail(is_left: bool, requests: int) -> None:
         raise RuntimeError(f"all {requests} requests were sent before the window closed: raise --requests")
 
 
-def asked(bodies: Sequence[bytes]) -> Counter[str]:
+def counted_requests(bodies: Sequence[bytes]) -> Counter[str]:
     """Counts the requests by content, without their ids."""
     requests = [json.loads(body) for body in bodies]
     return Counter(json.dumps({name: body[name] for name in body if name != "request_id"}) for body in requests)

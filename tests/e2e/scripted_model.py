@@ -27,8 +27,8 @@ def make_scripted_model(folder: Path, pieces: Sequence[str]) -> None:
     tokenizer = build_tokenizer(["what is 2 + 3?"], 320, tuple(pieces))
     template = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], add_generation_prompt=True)
     prompt_ids = template["input_ids"] if not isinstance(template, list) else template
-    said = [tokenizer.convert_tokens_to_ids(piece) for piece in pieces]
-    script = [prompt_ids[-1], *said, tokenizer.eos_token_id]
+    answer_ids = [tokenizer.convert_tokens_to_ids(piece) for piece in pieces]
+    script = [prompt_ids[-1], *answer_ids, tokenizer.eos_token_id]
     assert len(set(script)) == len(script)
     config = Qwen2Config(
         vocab_size=len(tokenizer),

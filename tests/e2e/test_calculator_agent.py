@@ -47,9 +47,11 @@ def test_reward_rises_with_a_calculator_that_the_model_calls(tmp_path: Path) -> 
     right = [row for row in record.table("samples").to_pylist() if row["status"] == "kept" and row["reward"] == 1.0]
     assert {row["num_turns"] for row in right} >= {2, 3}
     for sample in right:
-        said = turns[sample["sample_id"]]
-        assert [row["role"] for row in said] == ["assistant", "tool"] * (sample["num_turns"] - 1) + ["assistant"]
-        for call, reply in zip(said[::2], said[1::2], strict=False):
-            asked = call["text"].removeprefix(CALL_OPEN).removesuffix(CALL_CLOSE)
-            assert reply["text"] == str(parse(asked).value())
+        conversation = turns[sample["sample_id"]]
+        assert [row["role"] for row in conversation] == ["assistant", "tool"] * (sample["num_turns"] - 1) + [
+            "assistant"
+        ]
+        for call, reply in zip(conversation[::2], conversation[1::2], strict=False):
+            expression = call["text"].removeprefix(CALL_OPEN).removesuffix(CALL_CLOSE)
+            assert reply["text"] == str(parse(expression).value())
         assert sample["divergences"] == []

@@ -48,7 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceServer
         made.stop()
 
 
-def said(server: InferenceServer, **options: Any) -> dict[str, Any]:
+def choice_of(server: InferenceServer, **options: Any) -> dict[str, Any]:
     """The first choice of one answer."""
     models = _call(server, "/v1/models")["data"]
     messages = [{"role": "user", "content": "what is 2 + 3?"}]
@@ -74,7 +74,7 @@ def test_the_launched_process_has_the_parsers_of_the_config(server: InferenceSer
 
 
 def test_tool_calls_and_thoughts_come_parsed(server: InferenceServer) -> None:
-    choice = said(server, tools=[ADD])
+    choice = choice_of(server, tools=[ADD])
     message = choice["message"]
     (call,) = message["tool_calls"]
     assert call["function"]["name"] == "add"
@@ -86,7 +86,7 @@ def test_tool_calls_and_thoughts_come_parsed(server: InferenceServer) -> None:
 
 
 def test_thoughts_are_parsed_without_tools_too(server: InferenceServer) -> None:
-    message = said(server)["message"]
+    message = choice_of(server)["message"]
     assert message["reasoning"] == THOUGHT
     assert CALL in message["content"]
     assert "<think>" not in message["content"]

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.e2e
 def test_a_second_ctrl_c_ends_at_once_and_leaves_no_process_behind(tiny_model: Path, tmp_path: Path) -> None:
     command = Command(tiny_model, tmp_path, 18620)
     try:
-        command.wait_for("start of the workers", command.says("starting the trainer"), 300)
+        command.wait_for("start of the workers", command.printed("starting the trainer"), 300)
         command.wait_for("vLLM process", lambda: any("vllm" in line for line in command.family()), 120)
         command.interrupt()
         time.sleep(0.3)
@@ -36,7 +36,7 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_no_process_behind(tiny_model: P
 def test_ctrl_c_while_ray_starts_does_not_wait_for_ray(tiny_model: Path, tmp_path: Path) -> None:
     command = Command(tiny_model, tmp_path, 18650)
     try:
-        command.wait_for("start of Ray", command.says("starting Ray"), 120)
+        command.wait_for("start of Ray", command.printed("starting Ray"), 120)
         command.wait_for("GCS", lambda: any("gcs_server" in line for line in command.family()), 60)
         command.interrupt()
         assert command.process.wait(timeout=30) == 130
@@ -58,7 +58,7 @@ def test_a_driver_that_is_killed_while_something_starts_leaves_no_process_behind
 ) -> None:
     command = Command(tiny_model, tmp_path, 18630)
     try:
-        command.wait_for(phase, command.says(phase), 300)
+        command.wait_for(phase, command.printed(phase), 300)
         command.wait_for(f"{process} process", lambda: any(process in line for line in command.family()), 120)
         time.sleep(1.0)  # into its imports
         assert len(command.family()) > 3

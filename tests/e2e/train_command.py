@@ -50,12 +50,12 @@ class Command:
             assert time.monotonic() < deadline, f"no {what} within {seconds:g} s; {state}"
             time.sleep(0.2)
 
-    def says(self, text: str) -> Callable[[], bool]:
-        def said() -> bool:
+    def printed(self, text: str) -> Callable[[], bool]:
+        def is_printed() -> bool:
             assert self.process.poll() is None, f"the command ended early:\n{self.log.read_text()[-3000:]}"
             return text in self.log.read_text()
 
-        return said
+        return is_printed
 
     def family(self) -> list[str]:
         """Command lines of all processes that carry the mark, or descend from one that does or did."""

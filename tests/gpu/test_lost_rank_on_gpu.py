@@ -32,7 +32,7 @@ def test_a_killed_rank_is_replaced_and_a_finished_run_resumed_with_weights_sent_
     for count in (1, 2):
         wait_for_checkpoint_after(command, newest_checkpoint(command))
         assert kill(command.process.pid, "rank")
-        command.wait_for("restart", command.says(f"(restart {count} of 3)"), 300)
+        command.wait_for("restart", command.printed(f"(restart {count} of 3)"), 300)
     assert command.process.wait(timeout=300) == 0, command.log.read_text()[-5000:]
     assert len(Run(command.run_dir).attempts()) == 3
 

@@ -62,10 +62,10 @@ def trainer_at_its_bound(config: TelescopeConfig) -> Iterator[None]:
 
     def work() -> None:
         while not ended.is_set():
-            taken = torch.ones(part, dtype=torch.uint8, device="cuda")
+            block = torch.ones(part, dtype=torch.uint8, device="cuda")
             torch.cuda.synchronize()
             time.sleep(0.2)
-            del taken
+            del block
             torch.cuda.empty_cache()
             time.sleep(0.2)
 

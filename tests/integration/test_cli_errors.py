@@ -108,7 +108,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def train(tmp_path: Path, run_yaml: Path, commands: Callable[..., Result]):
-    """Runs `telescope train` on that run with further flags, and holds that a refusal starts nothing."""
+    """Runs `telescope train` on that run with further flags, and checks that a refusal starts nothing."""
 
     def run(*flags: str, config: Path | None = run_yaml) -> Result:
         run_dir = tmp_path / "run"
@@ -126,9 +126,9 @@ def train(tmp_path: Path, run_yaml: Path, commands: Callable[..., Result]):
 
 def refused(result: Result, *words: str) -> None:
     assert result.code == 2, f"exit code {result.code}\n{result.out}\n{result.err}"
-    said = result.err.lower()  # a word may open a sentence
+    output = result.err.lower()  # a word may begin a sentence
     for word in words:
-        assert word.lower() in said
+        assert word.lower() in output
 
 
 def test_an_unknown_key_names_the_nearest(train, run_yaml):
@@ -368,9 +368,9 @@ def test_a_dry_run_shows_the_run_and_starts_nothing(train, tmp_path):
 def test_a_dry_run_reports_that_another_dataset_replaces_the_hubs(train, tmp_path):
     result = train("--dry-run", "--environments", "[{name: countdown, kwargs: {num_samples: 12}}]")
     assert result.code == 0, result.err
-    said = " ".join(result.out.split())  # lines are wrapped
-    assert "Remarks of the environments · countdown: dataset is 'auto', and Jiayi-Pan/Countdown-Tasks-3to4" in said
-    assert "12 generated puzzles replace it" in said
+    output = " ".join(result.out.split())  # lines are wrapped
+    assert "Remarks of the environments · countdown: dataset is 'auto', and Jiayi-Pan/Countdown-Tasks-3to4" in output
+    assert "12 generated puzzles replace it" in output
 
 
 def test_the_example_of_the_documentation_resolves_anywhere(train):

@@ -116,6 +116,6 @@ async def test_the_prompt_of_a_group_is_prefilled_once(stack: Stack) -> None:
     await asyncio.gather(*(client.generate(member) for member in group))
     after = await client.metrics()
     names = ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total")
-    asked, hit = (after[name] - before[name] for name in names)
-    assert asked == 8 * len(prompt)
+    queried, hit = (after[name] - before[name] for name in names)
+    assert queried == 8 * len(prompt)
     assert hit >= 7 * (len(prompt) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS)

@@ -49,29 +49,29 @@ def request(name: str, prompt: list[int], num_tokens: int, **options: Any) -> Ge
     return GenerateRequest(name, prompt, num_tokens, 1.0, seed=3, ignore_eos=True, **options)
 
 
-def agreement(server: Server, asked: GenerateRequest, answer: Generation) -> float:
+def agreement(server: Server, sent: GenerateRequest, answer: Generation) -> float:
     """Share of tokens whose experts are those of the model. Fails for routes of other tokens or layers."""
-    tokens = asked.prompt_token_ids + answer.token_ids_N.tolist()
+    tokens = sent.prompt_token_ids + answer.token_ids_N.tolist()
     routes = answer.routes_MXK
     assert routes is not None
-    assert routes.shape == (len(tokens) - 1 - asked.routes_start, LAYERS, TOP_K)
+    assert routes.shape == (len(tokens) - 1 - sent.routes_start, LAYERS, TOP_K)
     assert not routes[:, 1].any(), "the second layer has no experts"
-    wanted = own_routes(server.model, tokens)[asked.routes_start : -1]
+    wanted = own_routes(server.model, tokens)[sent.routes_start : -1]
     return float((np.sort(routes[:, 0], axis=-1) == wanted).all(axis=-1).mean())
 
 
 @pytest.mark.first_on_its_server
 def test_answers_have_the_experts_that_the_model_chooses(server: Server) -> None:
-    asked = [
+    sent = [
         request(f"r{i}", [(7 * j + 11 * i) % 280 for j in range(5 + 9 * i)], num_tokens=20 + 5 * i) for i in range(6)
     ]
 
     async def all_at_once() -> list[Generation]:
-        return await asyncio.gather(*(server.client.generate(each) for each in asked))
+        return await asyncio.gather(*(server.client.generate(each) for each in sent))
 
     answers = server.run(all_at_once())
-    assert [len(answer.token_ids_N) for answer in answers] == [each.max_tokens for each in asked]
-    for each, answer in zip(asked, answers, strict=True):
+    assert [len(answer.token_ids_N) for answer in answers] == [each.max_tokens for each in sent]
+    for each, answer in zip(sent, answers, strict=True):
         assert agreement(server, each, answer) >= AGREEING
 
 
@@ -94,11 +94,11 @@ def test_a_later_turn_gets_the_routes_that_it_asks_for_packed_or_in_json(server:
 
 
 def test_after_a_sync_a_known_prompt_has_the_routes_of_the_new_weights(server: Server) -> None:
-    asked = request("old", [(3 * i + 1) % 280 for i in range(120)], 40)
-    old = server.run(server.client.generate(asked))
-    assert agreement(server, asked, old) >= AGREEING
+    sent = request("old", [(3 * i + 1) % 280 for i in range(120)], 40)
+    old = server.run(server.client.generate(sent))
+    assert agreement(server, sent, old) >= AGREEING
     disturb(server.model, seed=7)
     server.verified_sync()
-    assert agreement(server, asked, old) < AGREEING, "the weights changed what is chosen"
-    again = request("new", asked.prompt_token_ids, 40)
+    assert agreement(server, sent, old) < AGREEING, "the weights changed what is chosen"
+    again = request("new", sent.prompt_token_ids, 40)
     assert agreement(server, again, server.run(server.client.generate(again))) >= AGREEING

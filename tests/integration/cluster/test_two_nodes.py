@@ -202,7 +202,7 @@ async def test_gpus_of_another_run_are_waited_for_until_the_deadline_and_nothing
 
 
 def test_a_cluster_that_asks_for_its_token_is_joined_by_its_address(two_nodes: TwoNodes) -> None:
-    """Which Ray alone does not do. A token that is another one, or none, is said to be that."""
+    """Ray alone does not refuse it. The error names a wrong or missing token."""
     address = two_nodes.raylets.address
     assert not two_nodes.cluster.started_here
     assert os.environ["RAY_AUTH_MODE"] == "token"
@@ -386,7 +386,7 @@ class NoServers:
 async def rows_until(
     run_dir: Path, table: str, enough: Callable[[list[dict[str, Any]]], bool], seconds: float = 90.0
 ) -> None:
-    """Wait until a table of the record, read as anybody may while it is written, holds what is wanted."""
+    """Waits until rows of a table of the live record meet a condition."""
     deadline, rows = time.monotonic() + seconds, list[dict[str, Any]]()
     while not (rows and enough(rows)):
         assert time.monotonic() < deadline, f"{table} after {seconds:g} s: {rows[-5:]}"

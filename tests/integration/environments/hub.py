@@ -1,7 +1,7 @@
 """A hub of datasets on loopback: what `datasets.load_dataset` asks of one, over a folder of files.
 
-Speaks the routes of the Hugging Face hub that the client uses to find and fetch the files of a dataset. `asked` keeps
-the paths that were fetched. A client is pointed to it by `environment`.
+Serves the routes of the Hugging Face hub with which the client finds and fetches the files of a dataset. `requested`
+has the paths that were fetched. `environment` points a client to it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Hub(ThreadingHTTPServer):
     def __init__(self, root: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.root = root
-        self.asked: list[str] = []
+        self.requested: list[str] = []
 
     @property
     def url(self) -> str:
@@ -102,7 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._not_found("EntryNotFound")
             return
         if self.command == "GET":
-            self.server.asked.append(f"{name}/{file}")
+            self.server.requested.append(f"{name}/{file}")
         content = path.read_bytes()
         headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
         self._answer(200, content, headers)

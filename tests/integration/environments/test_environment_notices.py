@@ -48,9 +48,9 @@ def test_a_replacement_of_the_hub_dataset_is_reported_with_its_size_and_its_argu
 
 
 def test_an_eval_has_the_notices_of_its_environment() -> None:
-    (said,) = notices_of(try_environments([eval_spec("hendrycks_math", {"num_samples": 5})]))
-    assert said.startswith(MATH)
-    assert "5 shipped problems" in said
+    (message,) = notices_of(try_environments([eval_spec("hendrycks_math", {"num_samples": 5})]))
+    assert message.startswith(MATH)
+    assert "5 shipped problems" in message
 
 
 def test_a_requested_dataset_gives_no_notice() -> None:

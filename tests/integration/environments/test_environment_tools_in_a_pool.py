@@ -19,8 +19,8 @@ async def test_tools_that_hang_are_observations_and_their_process_continues(make
     pool = await make_pool("tooled", num_workers=1, timeout_seconds=20.0)
     for number in range(20):
         await pool.begin(f"r{number}", "tooled", 0)
-    said = [call("spin"), call("doze", 60), call("doze", 0.01), call("run_a_loop")] * 5
-    advances = await asyncio.gather(*(pool.respond(f"r{i}", encode(text)) for i, text in enumerate(said)))
+    answers = [call("spin"), call("doze", 60), call("doze", 0.01), call("run_a_loop")] * 5
+    advances = await asyncio.gather(*(pool.respond(f"r{i}", encode(text)) for i, text in enumerate(answers)))
     expected = [
         "[spin] Error: spin did not end within 0.3 seconds.",
         "[doze] Error: doze did not end within 0.3 seconds.",

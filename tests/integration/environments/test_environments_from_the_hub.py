@@ -127,12 +127,12 @@ def test_environments_load_their_datasets_from_the_hub(hub: Hub, tmp_path: Path)
     assert [answer for _, answer, _ in exams] == ["1", "2", "3", "4", "5"]
     assert exams[0][2] == {"level": 0, "subject": "sums", "_env_name": "hendrycks_math"}
     assert "someone/nothing" in nowhere
-    fetched = {path for path in hub.asked if path.endswith(".parquet")}
+    fetched = {path for path in hub.requested if path.endswith(".parquet")}
     assert f"{MATH}/algebra/train-00000-of-00001.parquet" in fetched
     assert f"{COUNTDOWN}/data/train-00000-of-00001.parquet" in fetched
-    again = len(hub.asked)
+    again = len(hub.requested)
     assert load(hub, tmp_path, ("hendrycks_math", {"dataset": "hub"})) == [everything]
-    assert not [path for path in hub.asked[again:] if path.endswith(".parquet")], "what was fetched is kept"
+    assert not [path for path in hub.requested[again:] if path.endswith(".parquet")], "what was fetched is kept"
 
 
 def test_math_environments_and_benchmarks_load_their_datasets_from_the_hub(hub: Hub, tmp_path: Path) -> None:

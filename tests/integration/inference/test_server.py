@@ -196,17 +196,17 @@ def test_an_engine_that_is_stopped_is_noticed_by_its_health_check_and_restarted(
 STOPS_LISTENING = """
 import http.server, sys, threading, time
 
-asked = threading.Event()
+health_requested = threading.Event()
 
 class Healthy(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
-        asked.set()
+        health_requested.set()
 
 server = http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy)
 threading.Thread(target=server.serve_forever, daemon=True).start()
-asked.wait()
+health_requested.wait()
 time.sleep(1)
 server.shutdown()
 server.server_close()

@@ -52,17 +52,20 @@ async def test_the_trained_tokens_are_those_of_the_conversation(ground: Ground, 
     kept = [row for row in Run(tmp_path).table("samples").to_pylist() if row["status"] == "kept"]
     assert set(batches) == {row["sample_id"] for row in kept}
     for row in kept:
-        said = turns[row["sample_id"]]
-        assert [turn["role"] for turn in said] == ["assistant", "user", "assistant", "user", "assistant"]
-        assert [turn["text"] for turn in said if turn["role"] == "user"] == ["round 1", "round 2"]
+        conversation = turns[row["sample_id"]]
+        assert [turn["role"] for turn in conversation] == ["assistant", "user", "assistant", "user", "assistant"]
+        assert [turn["text"] for turn in conversation if turn["role"] == "user"] == ["round 1", "round 2"]
         ids, sampled = batches[row["sample_id"]]
-        ends = np.cumsum([row["prompt_tokens"], *(turn["num_tokens"] for turn in said)])
+        ends = np.cumsum([row["prompt_tokens"], *(turn["num_tokens"] for turn in conversation)])
         parts = [ids[begin:end] for begin, end in pairwise(ends)]
         assert ends[-1] == len(ids)
         assert sampled == [
-            token for turn, part in zip(said, parts, strict=True) if turn["role"] == "assistant" for token in part
+            token
+            for turn, part in zip(conversation, parts, strict=True)
+            if turn["role"] == "assistant"
+            for token in part
         ]
-        assert [tokenizer.decode(part) for part in parts[::2]] == [turn["text"] for turn in said[::2]]
+        assert [tokenizer.decode(part) for part in parts[::2]] == [turn["text"] for turn in conversation[::2]]
         assert row["completion_tokens"] == len(sampled)
         assert row["environment_tokens"] == len(ids) - len(sampled) - row["prompt_tokens"]
 
@@ -133,8 +136,8 @@ async def test_evals_of_conversations_run_beside_training_at_one_version_each(gr
     for row in finished:
         of_eval = [link["sample_id"] for link in links if link["eval_id"] == row["eval_id"]]
         assert len(of_eval) == row["num_scored"] == 64
-        said = [turn for sample_id in of_eval for turn in turns[sample_id] if turn["role"] == "assistant"]
-        assert len(said) == 64 * 6
+        conversation = [turn for sample_id in of_eval for turn in turns[sample_id] if turn["role"] == "assistant"]
+        assert len(conversation) == 64 * 6
         versions = {version for sample_id in of_eval for version in tokens[sample_id]["versions"]}
         assert versions == {-1, row["version"]}
     assert {row["server"] for row in samples.values() if row["eval_name"]} == {1}

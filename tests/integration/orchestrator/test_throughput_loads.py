@@ -36,7 +36,7 @@ def _importable() -> Iterator[None]:
 class AfterLoad:
     """What the engine had been asked for since the beginning, and what it still had, when a load was over."""
 
-    asked: int
+    requested: int
     left: int
 
 
@@ -102,10 +102,12 @@ async def test_loads_end_with_their_window_and_leave_the_engine_idle(
         server = bench.server
     assert [run["load"] for run in results["runs"]] == ["orchestrator", "bare", "bare", "orchestrator"]
     assert [after.left for after in server.after] == [0] * 5
-    asked = [after.asked for after in server.after]
-    assert asked[0] >= REQUESTS, "the warm-up sends all of them"
-    for before, now in itertools.pairwise(asked):
-        assert results["lanes"] < now - before < asked[0], "finished requests were replaced until the end of the window"
+    requested = [after.requested for after in server.after]
+    assert requested[0] >= REQUESTS, "the warm-up sends all of them"
+    for before, now in itertools.pairwise(requested):
+        assert results["lanes"] < now - before < requested[0], (
+            "finished requests were replaced until the end of the window"
+        )
     assert all(run["tokens_per_second"] > 0 for run in results["runs"])
     assert [len(kept["runs"]) for kept in saved] == [2, 4], "what is measured is kept pair by pair"
     assert saved[-1] == results

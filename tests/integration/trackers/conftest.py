@@ -23,10 +23,10 @@ def no_credentials(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
 
 
-def until(holds: Callable[[], object]) -> None:
+def until(condition: Callable[[], object]) -> None:
     """Waits for what another thread or process does."""
     deadline = time.monotonic() + WAIT_SECONDS
-    while not holds():
+    while not condition():
         assert time.monotonic() < deadline, "it does not come"
         time.sleep(0.02)
 

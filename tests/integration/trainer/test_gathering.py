@@ -76,12 +76,12 @@ def gradient_shards_job(trainer: Trainer) -> dict[str, Any]:
                 if name != "backward":
                     return
                 gc.collect()
-                held = [p.grad.to_local() for p in backend.parameters if p.grad is not None]
+                shards = [p.grad.to_local() for p in backend.parameters if p.grad is not None]
                 seen.append(
                     {
                         "whole": sum(has_whole_gradient(p) for u in units(backend.policy) for p in params_of(u)),
-                        "shards": sum(g.numel() * g.element_size() for g in held),
-                        "dtypes": {g.dtype for g in held},
+                        "shards": sum(g.numel() * g.element_size() for g in shards),
+                        "dtypes": {g.dtype for g in shards},
                         "reduced_in": {
                             group_of(u)._reduce_dtype or group_of(u)._orig_dtype for u in units(backend.policy)
                         },

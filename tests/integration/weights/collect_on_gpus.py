@@ -37,7 +37,7 @@ class Collected:
 
 
 def collect(part: Any) -> dict[str, Any]:
-    """In a process of its own: how many GPUs there are is asked when the files are imported."""
+    """Runs in a process of its own, because test files count the GPUs when they are imported."""
     read_end, write_end = os.pipe()
     if os.fork() == 0:
         torch.cuda.device_count = lambda: part.num_gpus

@@ -39,9 +39,9 @@ class FaultyWorkerExtension(WeightsWorkerExtension):
             type(engine)._load(engine, tensors)
 
         def load_staging(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-            taken = list(tensors)
-            engine.remembered.update({name: tensor.clone() for name, tensor in taken})
-            type(engine.staging).load(engine.staging, taken)
+            received = list(tensors)
+            engine.remembered.update({name: tensor.clone() for name, tensor in received})
+            type(engine.staging).load(engine.staging, received)
 
         engine._load = load
         if engine.staging is not None:

@@ -82,7 +82,7 @@ def worst_difference(model: Qwen2ForCausalLM, answer: Generation, start: int, en
     """Largest difference between the engine and `model`, which reads the whole context, over sampled tokens."""
     whole = model_logprobs(model, PROMPT + answer.token_ids_N.tolist())[len(PROMPT) - 1 :]
     pairs = zip(whole[start:end], answer.logprobs_N[start:end].tolist(), strict=True)
-    return max(abs(expected - said) for expected, said in pairs)
+    return max(abs(expected - reported) for expected, reported in pairs)
 
 
 def test_with_recompute_every_later_token_is_sampled_by_the_new_weights_alone(server: Server) -> None:

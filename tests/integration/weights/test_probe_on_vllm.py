@@ -134,15 +134,15 @@ def test_killing_an_engine_during_a_sync_ends_every_request_and_its_server(
     server.run(half_in_the_engine(server))
     started = time.monotonic()
     asking = server.loop.create_task(ask_on_and_on(server))
-    held: list[asyncio.Task[object]] = []  # the server delays it, since it arrives during the pause
+    waiting: list[asyncio.Task[object]] = []  # the server delays it, since it arrives during the pause
     failure, _ = server.core_killed_in_a_sync(
-        lambda: held.append(server.loop.create_task(sample(server, "held", max_tokens=4)))
+        lambda: waiting.append(server.loop.create_task(sample(server, "waiting", max_tokens=4)))
     )
     assert isinstance(failure, InfrastructureError)
     with pytest.raises(InfrastructureError):
         server.run(asking)
     with pytest.raises(InfrastructureError, match="has exited"):
-        server.run(held[0])
+        server.run(waiting[0])
     assert time.monotonic() - started < 30  # an update may take 60, and a request half an hour
     while server.process.poll() is None:
         assert time.monotonic() - started < 60, "the server goes on without its engine"

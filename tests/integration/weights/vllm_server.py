@@ -179,15 +179,15 @@ class Server:
     unpacked: bool = False
     """Linear layers keep their plain weights, so that they can be received in the background, as on a GPU."""
     background: bool = False
-    """How the worker said that it takes its weights."""
+    """Whether the worker reported that it receives weights in the background."""
     gpu: int | None = None
-    """The (last) GPU of the server; None: the CPU. The model lies where it was put."""
+    """The (last) GPU of the server; None: the CPU. The model stays on its own device."""
     staged: bool = False
     """Weights travel through host memory, so that both may be on one GPU."""
     router_replay: bool = False
     """Its answers have routed experts."""
     modes: list[dict[str, Any]] = field(init=False)
-    """What each worker said of how it takes its weights."""
+    """How each worker reported to receive its weights."""
     sender: WeightSender = field(init=False)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 

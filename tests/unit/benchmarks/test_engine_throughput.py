@@ -160,10 +160,12 @@ def test_a_load_that_runs_out_of_requests_is_an_error() -> None:
 
 
 def test_requests_are_compared_without_their_ids() -> None:
-    from engine_throughput import asked
+    from engine_throughput import counted_requests
 
     one, two = b'{"request_id": "a", "seed": 1}', b'{"request_id": "b", "seed": 2}'
     again = b'{"request_id": "c", "seed": 2}'
-    assert asked([one, two]) == asked([again, one])
-    assert asked([two]) <= asked([one, again])
-    assert not asked([two, again]) <= asked([one, two]), "a request that is asked for twice is another load"
+    assert counted_requests([one, two]) == counted_requests([again, one])
+    assert counted_requests([two]) <= counted_requests([one, again])
+    assert not counted_requests([two, again]) <= counted_requests([one, two]), (
+        "a request that is asked for twice is another load"
+    )

@@ -67,9 +67,9 @@ def test_a_forced_request_differs_only_in_its_length() -> None:
     from forced_lengths import Lengths
 
     request = GenerateRequest("r", [1, 2], 4096, 0.7, seed=11)
-    asked = Lengths(100, 200).force(request)
-    assert (asked.max_tokens, asked.ignore_eos) == (Lengths(100, 200).of(11), True)
-    assert (asked.request_id, asked.prompt_token_ids, asked.temperature, asked.seed) == ("r", [1, 2], 0.7, 11)
+    forced = Lengths(100, 200).force(request)
+    assert (forced.max_tokens, forced.ignore_eos) == (Lengths(100, 200).of(11), True)
+    assert (forced.request_id, forced.prompt_token_ids, forced.temperature, forced.seed) == ("r", [1, 2], 0.7, 11)
     assert Lengths(100, 200).force(GenerateRequest("r", [1], 5, 1.0, seed=11)).max_tokens == 5
 
 

@@ -59,11 +59,11 @@ def conversation():
 def test_an_answer_is_streamed_and_the_next_question_carries_the_history(conversation):
     assert list(conversation.ask("first")) == ["one ", "two ", "three "]
     list(conversation.ask("second"))
-    asked = FakeServer.requests[-1]
-    assert [message["role"] for message in asked["messages"]] == ["system", "user", "assistant", "user"]
-    assert asked["messages"][2]["content"] == "one two three "
-    assert asked["temperature"] == 0.5
-    assert "max_completion_tokens" not in asked
+    request = FakeServer.requests[-1]
+    assert [message["role"] for message in request["messages"]] == ["system", "user", "assistant", "user"]
+    assert request["messages"][2]["content"] == "one two three "
+    assert request["temperature"] == 0.5
+    assert "max_completion_tokens" not in request
     assert conversation.finish_reason == "length"
 
 

@@ -89,10 +89,10 @@ def test_a_run_that_fits_has_no_remarks(dry_run):
     assert "trainer rank 1" in printed
 
 
-@pytest.mark.parametrize(("number", "said"), [(1, "1 step"), (20, "20 steps")])
-def test_the_number_of_steps_is_shown(dry_run, number, said):
+@pytest.mark.parametrize(("number", "shown"), [(1, "1 step"), (20, "20 steps")])
+def test_the_number_of_steps_is_shown(dry_run, number, shown):
     printed, _ = dry_run(**HERE, number_of_steps=number)
-    assert re.search(rf"in flight; {said}$", printed, re.MULTILINE)
+    assert re.search(rf"in flight; {shown}$", printed, re.MULTILINE)
 
 
 def test_unused_kinds_of_memory_have_no_row(dry_run):
@@ -121,10 +121,10 @@ def test_a_field_without_effect_is_a_remark_of_dry_run_run_and_verification(
     printed, error = dry_run(**HERE | settings)
     assert error is None
     assert words in printed
-    said = []
+    shown = []
 
     def run_training(config, notes, view):
-        said.extend(notes)
+        shown.extend(notes)
         raise KeyboardInterrupt
 
     def run_verification(config, view, report):
@@ -137,7 +137,7 @@ def test_a_field_without_effect_is_a_remark_of_dry_run_run_and_verification(
     flags = [f"--{name}={value}" for name, value in values.items()]
     with pytest.raises(KeyboardInterrupt):
         train.run(flags)
-    assert any(words in note for note in said)
+    assert any(words in note for note in shown)
     with pytest.raises(KeyboardInterrupt):
         verify.run(flags)
     assert words in capsys.readouterr().err
@@ -282,7 +282,7 @@ UNKNOWN = "GPU memory is not known here: --gpu-memory-gib 80 checks the plan for
 
 
 def memory_of(printed: str) -> list[str]:
-    """The rows of the estimate and what is said of them."""
+    """The rows of the estimate and what is shown of them."""
     rows = printed.partition("Memory (estimate")[2].splitlines()[1:]
     return [row for row in rows if row and row != "Remarks" and "assumed" not in row]
 
@@ -317,7 +317,7 @@ def test_without_an_assumption_the_option_is_named_and_known_sizes_are_listed(dr
 
 
 @pytest.mark.parametrize(
-    ("gpu", "settings", "said", "refused"),
+    ("gpu", "settings", "shown", "refused"),
     [
         (80, {}, "KV cache holds", False),
         (24, {}, DOES_NOT_FIT, False),
@@ -327,13 +327,13 @@ def test_without_an_assumption_the_option_is_named_and_known_sizes_are_listed(dr
     ],
 )
 def test_the_verdict_applies_to_a_machine_with_the_assumed_gpus(
-    dry_run, monkeypatch, tmp_path, gpu, settings, said, refused
+    dry_run, monkeypatch, tmp_path, gpu, settings, shown, refused
 ):
     values = {"ray_address": "local", "model": write_model_folder(tmp_path / "4b", **FOUR_B)} | settings
     printed, error = dry_run(config=EXAMPLE, gpu=gpu, **values)
-    assert said in printed
+    assert shown in printed
     assert (error is not None) == refused
-    assert said in (error or said)
+    assert shown in (error or shown)
 
     node = NodeResources("gpus", cpus=64.0, gpus=4, memory_bytes=1 << 40, gpu_memory_bytes=gpu << 30)
     for module in ("telescope.cli.dry_run", "telescope.config.preflight"):

@@ -22,11 +22,11 @@ def run(capsys, *arguments):
 
 @pytest.fixture
 def chat_server():
-    """A model server that answers with what `says` returns for the messages; keeps the requests."""
+    """A model server that answers with what `reply` returns for the messages; keeps the requests."""
 
     class Handler(BaseHTTPRequestHandler):
         requests, status = [], 200
-        says = staticmethod(lambda messages: "hello")
+        reply = staticmethod(lambda messages: "hello")
 
         def do_GET(self):
             self._send({"data": [{"id": "the-model"}]})
@@ -34,7 +34,7 @@ def chat_server():
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             self.requests.append((self.path, body, self.headers.get("Authorization")))
-            content = type(self).says(body["messages"])
+            content = type(self).reply(body["messages"])
             self._send({"choices": [{"message": {"content": content}, "finish_reason": "stop"}]})
 
         def _send(self, answer):
@@ -149,11 +149,11 @@ def test_arguments_set_by_the_class_and_the_docstring_of_its_base_are_not_shown(
 def test_try_uses_a_model_server(capsys, chat_server, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
 
-    def says(messages):
+    def reply(messages):
         question, results = messages[0]["content"], [m["content"] for m in messages if m["role"] == "tool"]
         return f"<answer>{results[-1]}</answer>" if results else f"<call>{question}</call>"
 
-    chat_server.says = staticmethod(says)
+    chat_server.reply = staticmethod(reply)
     settings = ["--set", "prompt_style=short", "--set", "max_operations=1"]
     code, out, err = run(
         capsys, "try", "calculator_agent", "--url", chat_server.url, "--items", "3", "--json", *settings

@@ -31,7 +31,7 @@ class Rank:
     """The actor of a rank, which answers `warm_up` when `compiled` is set, and notes what it is asked."""
 
     def __init__(self, compiled: asyncio.Event) -> None:
-        self.asked: list[str] = []
+        self.calls: list[str] = []
         self.fails_at = ""
         self.is_asked = asyncio.Event()
         self._compiled = compiled
@@ -43,7 +43,7 @@ class Rank:
         return self._answer(command.rpartition(".")[2])
 
     async def _answer(self, name: str) -> Any:
-        self.asked.append(name)
+        self.calls.append(name)
         self.is_asked.set()
         if name == self.fails_at:
             raise ArithmeticError("the gradient is not finite")
@@ -74,7 +74,7 @@ async def test_a_group_that_has_compiled_is_stopped_by_its_ranks(group, rank, co
     compiled.set()
     assert await group.warm_up() == ["warm_up"]
     await group.stop()
-    assert rank.asked == ["warm_up", "stop"]
+    assert rank.calls == ["warm_up", "stop"]
 
 
 async def test_ranks_that_are_compiling_are_not_waited_for_at_a_stop(group, rank):
@@ -83,7 +83,7 @@ async def test_ranks_that_are_compiling_are_not_waited_for_at_a_stop(group, rank
     warming_up.cancel()
     await asyncio.gather(warming_up, return_exceptions=True)
     await group.stop()
-    assert rank.asked == ["warm_up"]
+    assert rank.calls == ["warm_up"]
 
 
 async def test_compiling_has_a_named_deadline(group, monkeypatch):

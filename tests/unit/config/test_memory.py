@@ -157,8 +157,8 @@ def test_the_estimate_is_near_what_was_measured_on_one_gpu(name, tokens, recompu
         config(trainer_num_workers=1, model_dtype=dtype, **settings, **lengths), shape_of(name)
     ).trainer
     # One micro-batch a step: while activations are there, nearly no gradients are.
-    held = of.states + of.unsharded
-    found = max(held - of.gradients + of.activations + max(of.layer, of.logprobs), held + of.tables) / GIB
+    kept = of.states + of.unsharded
+    found = max(kept - of.gradients + of.activations + max(of.layer, of.logprobs), kept + of.tables) / GIB
     assert 0.95 * gib <= found <= 1.05 * gib
 
 

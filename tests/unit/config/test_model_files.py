@@ -334,7 +334,7 @@ def test_a_token_cannot_visit_more_experts_than_there_are_nor_none(tmp_path, vis
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "reason"),
     [
         ({"mlp_only_layers": [1, 0]}, "num_experts 8, mlp_only_layers [1, 0]"),
         ({"decoder_sparse_step": 3}, "num_experts 8, decoder_sparse_step 3"),
@@ -342,10 +342,10 @@ def test_a_token_cannot_visit_more_experts_than_there_are_nor_none(tmp_path, vis
         ({"num_experts": 0}, "num_experts 0"),
     ],
 )
-def test_a_mixture_of_experts_whose_layers_are_all_dense_is_refused(tmp_path, changes, said):
+def test_a_mixture_of_experts_whose_layers_are_all_dense_is_refused(tmp_path, changes, reason):
     odd = {**MODEL_CONFIG, **EXPERTS, **changes}
     message = error_of(write_model(tmp_path / "m", config=json.dumps(odd)))
-    assert f"{said}. vLLM does not load it" in message
+    assert f"{reason}. vLLM does not load it" in message
     assert "set model_type to qwen3" in message
     as_dense = {**odd, "model_type": "qwen3"}
     del as_dense["num_experts"]

@@ -61,11 +61,11 @@ def test_a_hold_ends_with_its_process_however_that_ends(port: int) -> None:
 
 
 def test_a_hold_is_not_in_the_way_of_the_server_that_it_is_for(port: int) -> None:
-    held = hold(port)
+    reservation = hold(port)
     with socket.socket() as server:
         server.bind((HOST, port))
         server.listen()
-    held.release()
+    reservation.release()
 
 
 def test_a_port_that_is_bound_with_reuse_and_not_listened_on_yet_is_in_use(
@@ -91,16 +91,16 @@ def test_connections_that_linger_from_a_server_that_has_ended_leave_its_port_fre
 
 
 def test_the_port_of_a_later_server_is_reported_with_the_base_port_to_change(port: int) -> None:
-    held = hold(port)
+    reservation = hold(port)
     with pytest.raises(ConfigError, match=f"inference_base_port is {port - 2}, but port {port}, which server 2 would"):
         hold_port(HOST, port, server=2, num_servers=3)
-    held.release()
+    reservation.release()
 
 
 def test_a_suggested_block_has_no_port_that_another_run_reserved(port: int) -> None:
-    held, suggested = hold(port), hold(port + 100)
+    reservation, suggested = hold(port), hold(port + 100)
     with pytest.raises(ConfigError, match="for example to") as refusal:
         hold(port)
     assert f"to {port + 100}" not in str(refusal.value)
-    held.release()
+    reservation.release()
     suggested.release()

@@ -341,10 +341,10 @@ def test_a_load_balancing_loss_that_the_model_asks_for_is_named():
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
         "vocab_size": 512, "model_type": "qwen3_moe", "num_experts": 4, "router_aux_loss_coef": 0.001,
     }  # fmt: skip
-    for asked, backend in itertools.product((True, False), ("fsdp", "megatron")):
-        shape = ModelShape.from_config(sizes | {"output_router_logits": asked})
+    for is_set, backend in itertools.product((True, False), ("fsdp", "megatron")):
+        shape = ModelShape.from_config(sizes | {"output_router_logits": is_set})
         remarks = " ".join(remarks_on_place(config(train_backend=backend), "cpu", shape))
-        assert ("router_aux_loss_coef 0.001" in remarks) == asked
+        assert ("router_aux_loss_coef 0.001" in remarks) == is_set
 
 
 def test_router_replay_needs_experts_and_is_suggested_where_there_are_some():

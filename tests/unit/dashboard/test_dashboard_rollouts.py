@@ -218,8 +218,8 @@ def test_distributions_equal_those_of_numpy(client, metric, environment):
 
 
 def test_a_distribution_of_a_tag_is_computed_from_its_samples(client):
-    asked = {"metric": "completion_tokens", "tag": "level=1", "histogram": "true"}
-    body = client.get(f"{RUN}/distribution", params=asked).json()
+    parameters = {"metric": "completion_tokens", "tag": "level=1", "histogram": "true"}
+    body = client.get(f"{RUN}/distribution", params=parameters).json()
     values = [row["completion_tokens"] for row in sample_rows(4) if row["tags"]["level"] == "1"]
     expected = distribution(np.array(values), np.zeros(len(values)))
     for name in ("n", "mean", "p5", "gini", "histogram"):
@@ -229,10 +229,10 @@ def test_a_distribution_of_a_tag_is_computed_from_its_samples(client):
 
 
 def test_recorded_and_computed_distributions_are_equal(client, monkeypatch):
-    asked = {"metric": "reward", "environment": "wordle", "histogram": "true"}
-    recorded = client.get(f"{RUN}/distribution", params=asked).json()
+    parameters = {"metric": "reward", "environment": "wordle", "histogram": "true"}
+    recorded = client.get(f"{RUN}/distribution", params=parameters).json()
     monkeypatch.setattr(curves, "_tag_condition", lambda tag: "true")
-    computed = client.get(f"{RUN}/distribution", params={**asked, "tag": "every"}).json()
+    computed = client.get(f"{RUN}/distribution", params={**parameters, "tag": "every"}).json()
     assert recorded["histogram"][3] and recorded["histogram"] == computed.pop("histogram")
     assert all(recorded[name] == pytest.approx(values) for name, values in computed.items())
 

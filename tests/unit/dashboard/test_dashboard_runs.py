@@ -75,14 +75,14 @@ def test_steps_are_read_once(tmp_path):
         store = RunStore(Run(tmp_path / "run"))
         assert store.steps()[0] == 3
         read = Run.rows_since
-        asked = []
+        reads = []
         store.run.rows_since = lambda name, cursor, *rest: (
-            asked.append((name, cursor)) or read(store.run, name, cursor, *rest)
+            reads.append((name, cursor)) or read(store.run, name, cursor, *rest)
         )
         write_step(recorder, 3)
         assert recorder.flush()
         assert store.steps(3)[1]["step"] == [3]
-        assert all(cursor >= 3 for name, cursor in asked if name == "steps")
+        assert all(cursor >= 3 for name, cursor in reads if name == "steps")
 
 
 def test_a_step_whose_statistics_come_later_has_them_in_the_end(tmp_path):
@@ -212,8 +212,8 @@ async def test_a_copy_that_grows_is_reported_while_it_does(root: Path, monkeypat
 
     runs = {"first": Run(root / "first")}
     found = [event.decode() async for event in run_events(runs, None, is_gone, {"first": copy})]
-    told = [event.partition("data: ")[2] for event in found if event.startswith("event: remote")]
-    assert [json.loads(text)["remote"]["done_bytes"] for text in told] == [1, 2]
+    progress = [event.partition("data: ")[2] for event in found if event.startswith("event: remote")]
+    assert [json.loads(text)["remote"]["done_bytes"] for text in progress] == [1, 2]
 
 
 async def test_a_run_that_has_ended_is_looked_at_less_often(root: Path, monkeypatch):
@@ -242,8 +242,8 @@ def test_ids_of_events_ignore_what_is_no_table():
 def test_a_taken_port_leads_to_the_next_free_one():
     first, _ = listen("127.0.0.1", 0)
     port = first.getsockname()[1]
-    second, taken = listen("127.0.0.1", port)
-    assert taken and second.getsockname()[1] > port
+    second, is_taken = listen("127.0.0.1", port)
+    assert is_taken and second.getsockname()[1] > port
     first.close()
     second.close()
 

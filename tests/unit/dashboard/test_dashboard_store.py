@@ -23,11 +23,13 @@ def client_of(root):
 def test_only_new_rows_are_read(root, monkeypatch):
     store = RunStore(Run(root / "first"))
     store.refresh("samples")
-    asked = []
+    cursors = []
     monkeypatch.setattr(
-        store.run, "rows_since", lambda name, cursor, _: asked.append(cursor) or Run.rows_since(store.run, name, cursor)
+        store.run,
+        "rows_since",
+        lambda name, cursor, _: cursors.append(cursor) or Run.rows_since(store.run, name, cursor),
     )
-    assert store.refresh("samples")["samples"] == asked[0] > 0
+    assert store.refresh("samples")["samples"] == cursors[0] > 0
 
 
 def test_a_list_of_runs_opens_no_database(root, monkeypatch):

@@ -134,7 +134,7 @@ def test_questions_are_solvable_distinct_and_follow_from_the_seed():
     assert first == again and len(set(first)) == 500
     for question in first:
         assert all(0 <= value <= 999_999_999 for _, value in question.steps)
-        assert play(*(f"<call>{asked}</call>" for asked, _ in question.steps),
+        assert play(*(f"<call>{expression}</call>" for expression, _ in question.steps),
                     f"<answer>{question.answer}</answer>", question=question)[0] == 1.0  # fmt: skip
 
 

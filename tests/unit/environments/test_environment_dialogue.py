@@ -251,8 +251,8 @@ def test_evals_use_the_chat_template_with_their_system_prompt_and_the_runs_think
     ending = "" if enable_thinking else "<think>\n\n</think>\n\n"
     for name, kwargs in (("gpqa_diamond", {}), ("math500", {"instruction_prompt_post": None})):
         text = made.prompt_text(get_eval(name, system_prompt="Be brief.", **kwargs), "What?")
-        asked = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
-        assert text == asked + ending
+        rendered = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
+        assert text == rendered + ending
 
 
 def test_a_conversation_without_a_chat_template_is_refused() -> None:

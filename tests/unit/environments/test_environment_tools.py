@@ -184,11 +184,11 @@ def test_an_answer_without_a_call_is_final_and_calls_in_thoughts_do_not_count():
     environment = Tools()
     for final in ("The answer is 3.", "", f"<think>{xml('add', [1, 2])}</think>It is 3.", "<answer>3</answer>"):
         assert environment.is_done(after(environment, final)) == (True, "final_answer")
-    for said in ("The tool call gave 3.", "a<b, called x", 'the "arguments" of both sides', "if x <call it y"):
-        assert environment.is_done(after(environment, said)) == (True, "final_answer")
+    for answer in ("The tool call gave 3.", "a<b, called x", 'the "arguments" of both sides', "if x <call it y"):
+        assert environment.is_done(after(environment, answer)) == (True, "final_answer")
     function = Tools(tool_call_format="function")
-    for said in ("It is <answer>3</answer>, so fraction=3.", "a function=3 of x", "x <params"):
-        assert function.is_done(after(function, said))[0] is ("<params" not in said)
+    for answer in ("It is <answer>3</answer>, so fraction=3.", "a function=3 of x", "x <params"):
+        assert function.is_done(after(function, answer))[0] is ("<params" not in answer)
     called = f"<think>I call add.</think>{xml('add', [1, 2])}"
     assert environment.is_done(after(environment, called)) == (False, None)
 
@@ -219,13 +219,13 @@ def test_state_of_tools_belongs_to_the_rollout():
 def test_every_call_is_recorded_with_what_the_model_was_told():
     environment = Tools([add, slow_add, fail])
     state = environment.create_initial_state(environment.get_sample(0))
-    told = reply(environment, xml("add", [1, 2]) + xml("slow_add", {"a": 3, "b": 4}) + xml("fail", []), state)
+    results = reply(environment, xml("add", [1, 2]) + xml("slow_add", {"a": 3, "b": 4}) + xml("fail", []), state)
     records = state.tool_records
     assert json.loads(json.dumps(records)) == records
     assert [(r["name"], r["arguments"], r["result"], r["error"]) for r in records] == [
-        ("add", "[1, 2]", told[0], None),
-        ("slow_add", '{"a": 3, "b": 4}', told[1], None),
-        ("fail", "[]", told[2], "ValueError: no luck"),
+        ("add", "[1, 2]", results[0], None),
+        ("slow_add", '{"a": 3, "b": 4}', results[1], None),
+        ("fail", "[]", results[2], "ValueError: no luck"),
     ]
     assert all(record["seconds"] >= 0 for record in records)
     reply(environment, "<tool_call>{broken", state)

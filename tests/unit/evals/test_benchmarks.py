@@ -80,8 +80,8 @@ def test_an_item_of_math500_is_the_same_as_in_hendrycks_math(monkeypatch):
 
 
 def test_the_instruction_follows_the_problem_and_may_be_replaced():
-    asked = [{"role": "user", "content": f"Q?\n\n{INSTRUCTION_PROMPT}"}]
-    assert get_eval("math500").build_messages("Q?") == asked
+    messages = [{"role": "user", "content": f"Q?\n\n{INSTRUCTION_PROMPT}"}]
+    assert get_eval("math500").build_messages("Q?") == messages
     replaced = get_eval("aime_2024", instruction_prompt_post="Box it.", system_prompt="S")
     assert replaced.build_messages("Q?") == [
         {"role": "system", "content": "S"}, {"role": "user", "content": "Q?\n\nBox it."}

@@ -19,11 +19,11 @@ def config(**fields: Any) -> TelescopeConfig:
 @pytest.fixture
 def answer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the process that imports vLLM does."""
-    behavior: dict[str, Any] = {"returncode": 0, "stderr": "", "asked": 0}
+    behavior: dict[str, Any] = {"returncode": 0, "stderr": "", "calls": 0}
     behavior["stdout"] = 'a line of its log\n[["hermes", "mistral"], ["qwen3"]]\n'
 
     def run(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
-        behavior["asked"] += 1
+        behavior["calls"] += 1
         if behavior.get("hangs"):
             raise subprocess.TimeoutExpired("python", options["timeout"])
         return subprocess.CompletedProcess((), behavior["returncode"], behavior["stdout"], behavior["stderr"])
@@ -34,12 +34,12 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_nothing_is_asked_when_no_parser_is_named(answer: dict[str, Any]) -> None:
     check_chat_parsers(config())
-    assert answer["asked"] == 0
+    assert answer["calls"] == 0
 
 
 def test_parsers_that_vllm_has_are_accepted(answer: dict[str, Any]) -> None:
     check_chat_parsers(config(vllm_tool_call_parser="mistral", vllm_reasoning_parser="qwen3"))
-    assert answer["asked"] == 1
+    assert answer["calls"] == 1
 
 
 def test_a_refusal_names_field_value_nearest_name_and_all_names(answer: dict[str, Any]) -> None:

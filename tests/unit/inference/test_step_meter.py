@@ -144,10 +144,10 @@ def test_a_reader_never_sees_half_a_write(tmp_path: Path) -> None:
 
 async def through_middleware(path: Path | None, route: str) -> tuple[dict[bytes, bytes], bytes]:
     sent: list[Any] = []
-    asked: list[Any] = []
+    sent_headers: list[Any] = []
 
     async def vllm(scope: Any, receive: Any, send: Any) -> None:
-        asked.extend(scope["headers"])
+        sent_headers.extend(scope["headers"])
         headers = [(b"content-type", b"text/plain"), (b"content-length", b"17")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": b"vllm:x_total 1.0\n"})

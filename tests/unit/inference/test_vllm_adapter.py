@@ -86,14 +86,14 @@ def test_request_carries_what_reproducibility_needs() -> None:
 
 
 def test_the_end_token_ends_an_answer_unless_a_length_is_asked_for() -> None:
-    asked = [GenerateRequest("r1", [1], 7, 1.0, **more) for more in ({}, {"ignore_eos": True})]  # type: ignore[arg-type]
-    sampling = [json.loads(wire.encode_generate(request))["sampling_params"] for request in asked]
+    requests = [GenerateRequest("r1", [1], 7, 1.0, **more) for more in ({}, {"ignore_eos": True})]  # type: ignore[arg-type]
+    sampling = [json.loads(wire.encode_generate(request))["sampling_params"] for request in requests]
     assert [options.get("ignore_eos") for options in sampling] == [None, True]
 
 
 def test_routes_are_asked_for_from_the_first_token_without_them() -> None:
-    asked = [GenerateRequest("r1", [1, 2, 3], 7, 1.0, routes_start=start) for start in (0, 2)]
-    sampling = [json.loads(wire.encode_generate(request))["sampling_params"] for request in asked]
+    requests = [GenerateRequest("r1", [1, 2, 3], 7, 1.0, routes_start=start) for start in (0, 2)]
+    sampling = [json.loads(wire.encode_generate(request))["sampling_params"] for request in requests]
     assert [options.get("routed_experts_prompt_start") for options in sampling] == [None, 2]
 
 

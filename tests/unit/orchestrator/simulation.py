@@ -1,7 +1,7 @@
 """A run on a simulated clock: the real loops and slots over engines, environment and trainer that take time and fail.
 
 Real here: orchestrator, rollouts, slots, the fake engine's model of running, pausing, aborting and updating. Made up:
-how long each thing takes, and when servers die. `Simulation.check` holds a run to its books.
+how long each thing takes, and when servers exit. `Simulation.check` compares a run with its ledger.
 """
 
 from __future__ import annotations
@@ -95,19 +95,19 @@ class SimulatedServer:
             raise InfrastructureError(f"server {self.index} is gone")
         engine, ids = self.engine, request.request_id
         assert ids not in engine.salts, "a request id is never used twice"
-        asked = engine.submit(ids, request.prompt_token_ids, request.max_tokens, request.seed, request.priority, None)
+        running = engine.submit(ids, request.prompt_token_ids, request.max_tokens, request.seed, request.priority, None)
         if self._pace.own_aborts and self._rng.random() < self._pace.own_aborts:
             asyncio.get_running_loop().call_later(self._rng.uniform(0.0, 2.0), engine.abort, [ids])
         try:
-            reason = await asked.done
+            reason = await running.done
         finally:
             engine.abort([ids])
         if reason == "exited":
             raise InfrastructureError(f"server {self.index} exited")
-        count = asked.num_tokens
+        count = running.num_tokens
         self.num_tokens_answered += count
-        tokens = (asked.answer or [])[:count]
-        starts = [*asked.versions, ("", count)]
+        tokens = (running.answer or [])[:count]
+        starts = [*running.versions, ("", count)]
         spans = [
             (int(label), min(start, count), min(end, count))
             for (label, start), (_, end) in itertools.pairwise(starts)
@@ -180,14 +180,14 @@ class SimulatedEnvironment:
         try:
             if self.rng.random() < self.pace.lost_conversations:
                 raise RolloutLost("the process of the rollout ended")
-            said = await self.advance("", index, token_ids, stop_reason)
+            advanced = await self.advance("", index, token_ids, stop_reason)
         except (EnvironmentFailure, InfrastructureError):
             del self.items[rollout]
             raise
         if self.rng.randint(*self.pace.turns) > 1:
             return Advance(False, [1], "turn", None, restarts=self.rng.random() < 0.2)
         del self.items[rollout]
-        return said
+        return advanced
 
     def cancel(self, rollout: str) -> None:
         self.items.pop(rollout, None)

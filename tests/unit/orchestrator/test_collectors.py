@@ -103,8 +103,8 @@ def test_each_source_is_polled_at_its_interval() -> None:
             "system_metrics_collection_interval_seconds": 7, "ray_torch_memory_drain_interval_seconds": 0.125,
         }
     )  # fmt: skip
-    asked = SimpleNamespace(names=["shelf"], here="box", world_size=2, take_readings=lambda name: None)
-    sources = sources_of(config, None, asked, asked, asked)  # type: ignore[arg-type]
+    cluster = SimpleNamespace(names=["shelf"], here="box", world_size=2, take_readings=lambda name: None)
+    sources = sources_of(config, None, cluster, cluster, cluster)  # type: ignore[arg-type]
     assert {source.name: source.interval for source in sources} == {
         "this machine": 7, "machine shelf": 7, "inference server 0": 7,
         "trainer rank 0": 0.125, "trainer rank 1": 0.125,

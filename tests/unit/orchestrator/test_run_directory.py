@@ -23,14 +23,14 @@ from telescope.record.recorder import FileSizes
 
 def news_until(directory: RunDirectory, wanted: Callable[[str], bool]) -> list[str]:
     """Polls `record_news` like the run; returns its messages up to the wanted one."""
-    said: list[str] = []
+    lines: list[str] = []
     deadline = time.monotonic() + 30
-    while not (said and wanted(said[-1])):
-        assert time.monotonic() < deadline, said
+    while not (lines and wanted(lines[-1])):
+        assert time.monotonic() < deadline, lines
         line = directory.record_news()
-        said += [line] if line is not None else []
+        lines += [line] if line is not None else []
         time.sleep(0.01)
-    return said
+    return lines
 
 
 def test_a_run_whose_directory_is_removed_reports_it_once_and_finishes(tmp_path: Path) -> None:

@@ -139,13 +139,13 @@ class FakeEnvironments:
         assert len(logprobs) == len(token_ids)
         self.max_context = max_context
         try:
-            said = await self.advance(rollout, -1, token_ids, stop_reason, for_eval=for_eval)
+            advanced = await self.advance(rollout, -1, token_ids, stop_reason, for_eval=for_eval)
         except (EnvironmentFailure, InfrastructureError):
             self.open.discard(rollout)
             raise
-        if said.done:
+        if advanced.done:
             self.open.discard(rollout)
-        return said
+        return advanced
 
     def cancel(self, rollout: str) -> None:
         self.cancelled.append(rollout)

@@ -391,10 +391,10 @@ def test_a_slot_is_released_exactly_once_after_any_failure_or_cancellation(
     advances: dict[str, Any] = {
         "environment fails": EnvironmentFailure("broken"), "turn": Advance(False, [20], "t", None)
     }  # fmt: skip
-    asked = iter(delays * 50)
+    pauses = iter(delays * 50)
 
     async def pause() -> None:
-        await tick(next(asked))
+        await tick(next(pauses))
 
     async def scenario() -> Bench:
         bench = Bench(
@@ -425,10 +425,10 @@ def test_a_slot_is_released_exactly_once_after_any_failure_or_cancellation(
 def test_many_rollouts_over_real_slots_leave_every_slot_free(
     outcomes: list[str], cancelled: set[int], free: bool, delays: list[int]
 ) -> None:
-    asked = iter(delays * 500)
+    pauses = iter(delays * 500)
 
     async def pause() -> None:
-        await tick(next(asked))
+        await tick(next(pauses))
 
     async def scenario() -> RequestSlotPool:
         slots = RequestSlotPool([2])

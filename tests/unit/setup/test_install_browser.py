@@ -14,7 +14,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTy
     """The script on a machine without Chromium, whose apt-get installs one and writes down its arguments."""
     apt = tmp_path / "apt-get"
     apt.write_text(
-        f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n'
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/commands\n'
         f'if [ "$1" = install ]; then printf "#!/bin/sh" > {tmp_path}/chromium; /bin/chmod +x {tmp_path}/chromium; fi\n'
     )
     apt.chmod(0o755)
@@ -26,15 +26,15 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTy
         yield module
 
 
-def asked(tmp_path: Path) -> list[str]:
-    return (tmp_path / "asked").read_text().splitlines() if (tmp_path / "asked").exists() else []
+def commands(tmp_path: Path) -> list[str]:
+    return (tmp_path / "commands").read_text().splitlines() if (tmp_path / "commands").exists() else []
 
 
 def test_a_missing_browser_is_installed_when_wanted(script: ModuleType, tmp_path: Path):
     assert "installed Chromium" in script.install()
-    assert asked(tmp_path) == ["update", "install --yes --no-install-recommends chromium fonts-dejavu-core"]
+    assert commands(tmp_path) == ["update", "install --yes --no-install-recommends chromium fonts-dejavu-core"]
     assert script.install() is None
-    assert len(asked(tmp_path)) == 2
+    assert len(commands(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("value", ["", "0", None])
@@ -43,7 +43,7 @@ def test_nothing_is_installed_unasked(
 ):
     monkeypatch.delenv("CHROMIUM") if value is None else monkeypatch.setenv("CHROMIUM", value)
     assert script.install() is None
-    assert asked(tmp_path) == []
+    assert commands(tmp_path) == []
 
 
 def test_without_root_the_error_names_what_to_do(script: ModuleType, monkeypatch: pytest.MonkeyPatch):

@@ -119,29 +119,29 @@ def test_a_finished_set_up_is_not_repeated_until_a_file_changes(
 def test_cpu_torch_is_requested_by_name_from_the_users_index_first(
     set_up: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    asked: list[tuple[str, ...]] = []
+    calls: list[tuple[str, ...]] = []
 
     class Recorder(set_up.Installer):  # type: ignore[misc, name-defined]
         def __init__(self, has_cpu_build: bool) -> None:
             self.has_cpu_build = has_cpu_build
 
         def install(self, *arguments: str, quiet_failure: bool = False) -> bool:
-            asked.append(arguments)
+            calls.append(arguments)
             return self.has_cpu_build or "torch==2.13.0+cpu" not in arguments
 
     monkeypatch.delenv("TORCH_INDEX_URL", raising=False)
     set_up.install_cpu_torch("torch==2.13.0", Recorder(has_cpu_build=True))
-    assert asked == [("--no-deps", "torch==2.13.0+cpu")]
+    assert calls == [("--no-deps", "torch==2.13.0+cpu")]
 
-    asked.clear()
+    calls.clear()
     set_up.install_cpu_torch("torch==2.13.0", Recorder(has_cpu_build=False))
-    assert asked == [("--no-deps", "torch==2.13.0+cpu"), ("torch==2.13.0",)]
+    assert calls == [("--no-deps", "torch==2.13.0+cpu"), ("torch==2.13.0",)]
     assert "TORCH_INDEX_URL" in capsys.readouterr().out
 
-    asked.clear()
+    calls.clear()
     monkeypatch.setenv("TORCH_INDEX_URL", "https://index.example/cpu")
     set_up.install_cpu_torch("torch==2.13.0", Recorder(has_cpu_build=True))
-    assert asked == [("--no-deps", "torch==2.13.0+cpu", "--extra-index-url", "https://index.example/cpu")]
+    assert calls == [("--no-deps", "torch==2.13.0+cpu", "--extra-index-url", "https://index.example/cpu")]
     with pytest.raises(set_up.SetUpError, match=r"index\.example"):
         set_up.install_cpu_torch("torch==2.13.0", Recorder(has_cpu_build=False))
 

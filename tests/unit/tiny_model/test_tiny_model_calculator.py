@@ -77,9 +77,9 @@ def test_the_environment_uses_the_same_wording():
     environment = get_environment("calculator_agent", **settings)
     source = CalculatorExamples(SETTINGS)
     shown = {source.draw(0.0).turns[0].messages[0]["content"] for _ in range(5000)}
-    asked = [environment.get_initial_prompt(environment.get_sample(i)) for i in range(50)]
-    assert all(len(messages) == 1 for messages in asked)
-    assert sum(messages[0]["content"] in shown for messages in asked) > 10
+    prompts = [environment.get_initial_prompt(environment.get_sample(i)) for i in range(50)]
+    assert all(len(messages) == 1 for messages in prompts)
+    assert sum(messages[0]["content"] in shown for messages in prompts) > 10
 
 
 def test_a_call_is_a_few_tokens_and_only_model_output_is_trained():
@@ -90,6 +90,6 @@ def test_a_call_is_a_few_tokens_and_only_model_output_is_trained():
     assert len(tokenizer("<call>12+7</call>")["input_ids"]) == 6
     tokens_BL, targets_BL = encode_examples(examples, tokenizer)
     for example, targets_L in zip(examples, targets_BL, strict=True):
-        said = "".join(turn.answer + "<|im_end|>" for turn in example.turns)
-        assert tokenizer.decode(targets_L[targets_L != -100]) == said
+        answers = "".join(turn.answer + "<|im_end|>" for turn in example.turns)
+        assert tokenizer.decode(targets_L[targets_L != -100]) == answers
     assert tokens_BL.shape[1] < 80

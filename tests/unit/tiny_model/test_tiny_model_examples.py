@@ -97,8 +97,8 @@ def test_only_the_answers_and_their_end_tokens_are_trained(settings):
     assert tokens_BL.shape == targets_BL.shape
     for example, tokens_L, targets_L in zip(examples, tokens_BL, targets_BL, strict=True):
         trained_L = targets_L != -100
-        said = "".join(turn.answer + "<|im_end|>" for turn in example.turns)
-        assert tokenizer.decode(targets_L[trained_L]) == said
+        written = "".join(turn.answer + "<|im_end|>" for turn in example.turns)
+        assert tokenizer.decode(targets_L[trained_L]) == written
         following = trained_L.nonzero()[:, 0] + 1
         assert (tokens_L[following] == targets_L[trained_L]).all()
 

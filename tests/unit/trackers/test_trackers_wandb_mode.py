@@ -5,9 +5,9 @@ import pytest
 from telescope.trackers.wandb import wandb_mode
 
 
-@pytest.mark.parametrize("asked", ["online", "offline", "disabled"])
-def test_the_environment_variable_decides(asked, tmp_path):
-    assert wandb_mode({"HOME": str(tmp_path), "WANDB_MODE": asked}) == asked
+@pytest.mark.parametrize("mode", ["online", "offline", "disabled"])
+def test_the_environment_variable_decides(mode, tmp_path):
+    assert wandb_mode({"HOME": str(tmp_path), "WANDB_MODE": mode}) == mode
 
 
 def test_without_credentials_a_run_is_offline(tmp_path):

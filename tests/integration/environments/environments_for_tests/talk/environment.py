@@ -29,10 +29,10 @@ class Talk(MultiTurnEnvironment):
         return self.later(state) if self.asynchronous else state
 
     def env_response(self, messages, state):
-        said = messages[-1]["content"]
-        state.custom["heard"].append(said)
-        deed, _, argument = said.partition(" ")
-        return getattr(self, f"do_{deed}", self.echo)(state, argument)
+        content = messages[-1]["content"]
+        state.custom["heard"].append(content)
+        action, _, argument = content.partition(" ")
+        return getattr(self, f"do_{action}", self.echo)(state, argument)
 
     def is_done(self, state):
         heard = state.custom["heard"]
