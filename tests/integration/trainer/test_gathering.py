@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -34,6 +35,9 @@ LENGTHS = [30, 31, 32, 29, 28, 27, 26, 25, 30, 31, 20, 32]  # a row of 32 each: 
 MODELS = {"tied": True, "untied": False}
 SETTINGS = [(True, 0), (True, 2), (False, 1)]
 WIDER = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4}
+ALIVE_SHARE = 0.9
+"""Bytes alive after a backward pass, gathered weights aside, over those of all weights: the half of the gradients that
+this rank has, and little else: ids and logprobs of rows, sums of metrics."""
 BFLOAT16 = {"model_dtype": "bfloat16", "mixed_precision_dtype": "bfloat16"}
 
 
@@ -63,6 +67,7 @@ def settings_job(trainer: Trainer) -> dict[str, Any]:
 def gradient_shards_job(trainer: Trainer) -> dict[str, Any]:
     """What is alive after the backward pass of each of six micro-batches, before the first and after the update."""
     backend: Any = trainer.backend
+    whole_bytes = sum(p.numel() * p.element_size() for p in backend.parameters)
     seen: list[dict[str, Any]] = []
     with LiveBytes() as live:
         trainer.train_step(packed(trainer, step=0))  # makes what lives as long as the trainer
@@ -76,6 +81,7 @@ def gradient_shards_job(trainer: Trainer) -> dict[str, Any]:
                 if name != "backward":
                     return
                 gc.collect()
+                wait_until_freed(lambda: live.now - before - gathered_bytes(trainer, len(seen)), whole_bytes)
                 shards = [p.grad.to_local() for p in backend.parameters if p.grad is not None]
                 seen.append(
                     {
@@ -85,13 +91,27 @@ def gradient_shards_job(trainer: Trainer) -> dict[str, Any]:
                         "reduced_in": {
                             group_of(u)._reduce_dtype or group_of(u)._orig_dtype for u in units(backend.policy)
                         },
-                        "alive": live.now - before,
+                        "alive": live.now - before - gathered_bytes(trainer, len(seen)),
                     }
                 )
 
         batch = packed(trainer, step=1).minibatches[0]
         backend.accumulate(batch, 0, Watching(backend.device, 0, enabled=False), StepMetrics(backend.device))
-    return {"seen": seen, "whole_bytes": sum(p.numel() * p.element_size() for p in backend.parameters)}
+    return {"seen": seen, "whole_bytes": whole_bytes}
+
+
+def gathered_bytes(trainer: Trainer, micro_batch: int) -> int:
+    """Bytes of weights that stay gathered after this one of six micro-batches."""
+    if trainer.config.fsdp_reshard_after_forward or micro_batch == 5:
+        return 0
+    return sum(p.numel() * p.element_size() for p in trainer.backend.parameters)  # type: ignore[attr-defined]
+
+
+def wait_until_freed(alive: Callable[[], int], whole_bytes: int) -> None:
+    """Waits for gloo's threads: they still refer to the buffers of a collective for a moment after it is done."""
+    deadline = time.monotonic() + 10.0
+    while alive() > ALIVE_SHARE * whole_bytes and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 class CountedGathers(DefaultAllGather):
@@ -211,11 +231,9 @@ def test_nothing_is_gathered_when_the_update_comes(results, model, reshard, pref
 def test_between_micro_batches_the_only_gradients_are_shards(results, model, dtype, reshard):
     for rank in results[model, dtype, reshard]:
         assert len(rank["seen"]) == 6
-        for number, seen in enumerate(rank["seen"]):
+        for seen in rank["seen"]:
             assert seen["whole"] == 0
             assert seen["dtypes"] == {getattr(torch, dtype)}
             assert seen["reduced_in"] == {torch.float32 if dtype == "bfloat16" else torch.float64}
             assert rank["whole_bytes"] * 0.45 < seen["shards"] < rank["whole_bytes"] * 0.55
-            # All else that is alive, or was freed since, is small: ids and logprobs of rows, sums of metrics.
-            gathered = 0 if reshard or number == 5 else rank["whole_bytes"]
-            assert abs(seen["alive"] - seen["shards"] - gathered) < 0.4 * rank["whole_bytes"]
+            assert 0.1 < seen["alive"] / rank["whole_bytes"] < ALIVE_SHARE
