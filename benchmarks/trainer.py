@@ -150,22 +150,22 @@ def gpu_name(device: torch.device) -> str | None:
 
 def print_table(report: dict[str, Any]) -> None:
     table = Table(
-        "backend", "shape", "ranks", "tokens", "load", "recomputed", "reshard, ahead", "s/step", "tokens/s", "TFLOP/s",
-        "MFU", "of matmul", "peak GiB", "estimate",
+        "backend", "shape", "ranks", "tokens", "load", "recomputed", "reshard, ahead", "attention", "s/step",
+        "tokens/s", "TFLOP/s", "MFU", "of matmul", "peak GiB", "estimate",
     )  # fmt: skip
     for row in report["cases"]:
         recomputed = row["checkpointing"] + (f", {row['checkpointing_layers']}" if row["checkpointing_layers"] else "")
         head = [row["backend"], row["shape"], str(row["ranks"]), f"{row['tokens']:,}", row["load"], recomputed]
         head.append(f"{row['reshard']}, {row['prefetch']}".lower())
         if "seconds" not in row:
-            table.add_row(*head, "out of memory" if "out_of_memory" in row else "failed")
+            table.add_row(*head, "", "out of memory" if "out_of_memory" in row else "failed")
             continue
         table.add_row(
-            *head, f"{row['seconds']:.3f}", f"{row['tokens_per_second']:,.0f}", f"{row['tflops']:.1f}",
+            *head, row["kernel"], f"{row['seconds']:.3f}", f"{row['tokens_per_second']:,.0f}", f"{row['tflops']:.1f}",
             f"{row['mfu']:.1%}", f"{row['share_of_matmul']:.1%}", f"{row['peak_gib']:.1f}" if "peak_gib" in row else "",
             f"{row['estimate_gib']:.1f}",
         )  # fmt: skip
-    console = Console(width=140)
+    console = Console(width=155)
     console.print(table)
     console.print(
         f"matrix product: {report['matmul_tflops']:.1f} TFLOP/s; {report['where']['gpu'] or report['where']['cpu']}"
