@@ -317,8 +317,8 @@ def plan_staging(config: TelescopeConfig, shape: ModelShape | None, memory: int 
     """Resolves `weight_transfer` for a GPU of `memory` bytes.
 
     `auto` takes the background where that leaves KV cache for all request slots at full length, or half of what there
-    would be. `background` is taken at its word here, so that its price is known even where `memory` is not; a KV cache
-    that is then too small is a problem like any other.
+    would be. `background` is not checked here, so that its size is known even where `memory` is not; a KV cache that is
+    then too small is a problem like any other.
     """
     if config.weight_transfer == "in_place":
         return StagingPlan(0, "weight_transfer is in_place")

@@ -1,4 +1,4 @@
-"""Packs samples into micro-batches of optimizer steps and ranks. Ranks are data-parallel ranks here (`trainer.layout`).
+"""Packs samples into micro-batches of optimizer steps and ranks. Ranks are data-parallel ranks here (`batch.Layout`).
 
 Imports numpy only, because the driver packs. Invariants of every packing: each trained token is in exactly one
 micro-batch of one rank. A group is never split over two optimizer steps. All ranks get the same number of micro-batches

@@ -24,8 +24,7 @@ from transformers.utils import logging as transformers_logging
 from telescope.config.memory import trainer_share
 from telescope.errors import ConfigError
 from telescope.trainer.backends import TrainingBackend, find_backend
-from telescope.trainer.batch import Span, StepInput, StepResult
-from telescope.trainer.layout import COLLECTIVE_TIMEOUT, Layout
+from telescope.trainer.batch import COLLECTIVE_TIMEOUT, Layout, Span, StepInput, StepResult
 from telescope.trainer.metrics import reduce_max
 from telescope.utils.process import leave_out_nothing, leave_out_what_exists
 
@@ -66,7 +65,7 @@ class Trainer:
         self.config = config
         self.rank = rank
         self.world_size = world_size
-        self._meeting_place = master_addr, master_port
+        self._store_address = master_addr, master_port
         self._listener = listener
         self._is_loopback = master_addr.startswith("127.") or master_addr in ("localhost", "::1")
         self._backend: TrainingBackend | None = None
@@ -123,7 +122,7 @@ class Trainer:
 
     def _open_store(self) -> dist.TCPStore:
         """Opens the store through which the ranks find each other. Waits for rank 0."""
-        host, port = self._meeting_place
+        host, port = self._store_address
         descriptor = None
         if self.rank == 0:
             # By default the store listens on every interface; it takes over a given socket.

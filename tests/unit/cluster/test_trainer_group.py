@@ -19,8 +19,7 @@ from telescope.cluster.ray_cluster import Cluster
 from telescope.cluster.trainer_group import TrainerGroup, describe_rank_exit
 from telescope.config import TelescopeConfig
 from telescope.errors import DeadlineExceeded, RankLost, RunError
-from telescope.trainer.batch import StepInput, StepResult
-from telescope.trainer.layout import Layout
+from telescope.trainer.batch import Layout, StepInput, StepResult
 
 CONFIG = TelescopeConfig.model_validate(
     {"model": "m", "environments": [{"name": "countdown"}], "trainer_num_workers": 1}

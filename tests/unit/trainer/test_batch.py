@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from telescope.errors import ConfigError
-from telescope.trainer.layout import Layout, check_layouts
+from telescope.trainer.batch import Layout, check_layouts
 
 
 def test_neighbors_get_the_same_rows_and_one_of_them_reports():

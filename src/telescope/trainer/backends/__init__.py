@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from telescope.errors import ConfigError
-from telescope.trainer.batch import SampleTokens, Span
-from telescope.trainer.layout import Layout
+from telescope.trainer.batch import Layout, SampleTokens, Span
 from telescope.utils.text import did_you_mean
 from telescope.weights.plan import TensorMeta
 

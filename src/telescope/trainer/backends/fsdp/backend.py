@@ -43,8 +43,7 @@ from telescope.trainer.backends.fsdp.sharding import (
     reshard_all,
     stay_gathered,
 )
-from telescope.trainer.batch import MicroBatch
-from telescope.trainer.layout import COLLECTIVE_TIMEOUT, Layout
+from telescope.trainer.batch import COLLECTIVE_TIMEOUT, Layout, MicroBatch
 from telescope.trainer.lora import adapter_tensors, config_of_adapter, is_adapter, set_dropout, write_adapter
 from telescope.trainer.model import PREFIX, checkpoint_tensors, compute_dtype
 from telescope.trainer.model_input import model_input

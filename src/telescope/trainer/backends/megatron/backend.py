@@ -10,11 +10,13 @@ Invariants: the gradient of a parameter is a sum over tokens, as in the FSDP bac
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,8 +34,7 @@ from telescope.trainer.backends.megatron.families import ParameterMapping, heads
 from telescope.trainer.backends.megatron.model import LastStage, Row, build_stage, transformer_config
 from telescope.trainer.backends.megatron.optimizer import build_optimizer, inner_optimizers, wrap
 from telescope.trainer.backends.megatron.parallel import destroy_groups, initialize
-from telescope.trainer.batch import MicroBatch
-from telescope.trainer.layout import Layout
+from telescope.trainer.batch import Layout, MicroBatch
 from telescope.trainer.model import checkpoint_tensors, compute_dtype, load_causal_lm
 from telescope.trainer.model_input import model_input
 from telescope.trainer.router_replay import replay_in_megatron
@@ -130,7 +131,7 @@ class MegatronBackend(RLBackend):
         if self._has_no_buffers:
             self.ddp.restore_grad_buffers()
             self._has_no_buffers = False
-        self.megatron.timers = _Timers(timeline)
+        self.megatron.timers = _timers(timeline)
         self._run(micro_batches, self.config.temperature, finish, timeline, forward_only=False)
         self.megatron.timers = None
 
@@ -252,30 +253,23 @@ def _sum_gradients(models: list[Any], num_tokens: Any = None, **options: Any) ->
     finalize_model_grads(models, None, **options)
 
 
-class _Timers:
-    """What Megatron's schedules call `config.timers`: spans of the timeline, numbered by micro-batch."""
+def _timers(timeline: Timeline) -> Callable[..., SimpleNamespace]:
+    """Returns what Megatron's schedules call `config.timers`: spans of the timeline, numbered by micro-batch."""
+    numbers = {span: itertools.count() for span in SPANS.values()}
+    running: dict[str, AbstractContextManager[None]] = {}
 
-    def __init__(self, timeline: Timeline) -> None:
-        self.timeline = timeline
-        self.counts: dict[str, int] = {}
-        self.open: dict[str, AbstractContextManager[None]] = {}
+    def timer(name: str, log_level: int | None = None) -> SimpleNamespace:
+        span = SPANS.get(name)
 
-    def __call__(self, name: str, log_level: int | None = None) -> _Timer:
-        return _Timer(self, name)
+        def start(barrier: bool = False) -> None:
+            if span is not None:
+                running[span] = timeline.span(span, next(numbers[span]))
+                running[span].__enter__()
 
+        def stop(barrier: bool = False) -> None:
+            if span is not None:
+                running.pop(span).__exit__(None, None, None)
 
-class _Timer:
-    def __init__(self, timers: _Timers, name: str) -> None:
-        self.timers = timers
-        self.name = name
+        return SimpleNamespace(start=start, stop=stop)
 
-    def start(self, barrier: bool = False) -> None:
-        if span := SPANS.get(self.name):
-            timers = self.timers
-            index = timers.counts[span] = timers.counts.get(span, -1) + 1
-            timers.open[span] = timers.timeline.span(span, index)
-            timers.open[span].__enter__()
-
-    def stop(self, barrier: bool = False) -> None:
-        if span := SPANS.get(self.name):
-            self.timers.open.pop(span).__exit__(None, None, None)
+    return timer

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from telescope.trainer.layout import COLLECTIVE_TIMEOUT, Layout
+from telescope.trainer.batch import COLLECTIVE_TIMEOUT, Layout
 from telescope.trainer.sequence_exchange import ContextGroup
 
 

@@ -16,16 +16,16 @@ from transformers import AutoConfig
 
 from telescope.errors import RunError
 from telescope.trainer.backends.fsdp.torch_internals import read_index, read_part
-from telescope.trainer.backends.megatron.families import ParameterMapping, heads_of, mappings_of, whole_tensors
+from telescope.trainer.backends.megatron.families import (
+    TRANSFORMER_ENGINE_NAMES,
+    ParameterMapping,
+    heads_of,
+    mappings_of,
+    whole_tensors,
+)
 from telescope.weights.plan import TensorMeta
 
 LAYERS, EXPERTS = "decoder.layers.", "mlp.experts.local_experts."
-
-SAVED_NAMES = {
-    # The names that these have with Transformer Engine, which computes them together with what follows.
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-}
 
 
 def saved_weights(
@@ -64,12 +64,15 @@ def saved_weights(
 
 
 def saved_location(mapping: ParameterMapping) -> tuple[str, tuple[int, ...]]:
-    """Returns the name of the tensor that has a parameter, and the parameter's index in its first dimensions."""
+    """Returns the name of the tensor that has a parameter, and the parameter's index in its first dimensions.
+
+    Norms have the names that Transformer Engine gives them, which computes them together with what follows.
+    """
     name = mapping.entry.parameter
     if mapping.layer is None:
         return name, ()
-    name = name.removeprefix(f"{LAYERS}{{layer}}.")
     if mapping.expert is None:
-        return LAYERS + SAVED_NAMES.get(name, name), (mapping.layer,)
-    leaf = name.removeprefix(f"{EXPERTS}{{expert}}.")
+        name = TRANSFORMER_ENGINE_NAMES.get(name, name)
+        return LAYERS + name.removeprefix(f"{LAYERS}{{layer}}."), (mapping.layer,)
+    leaf = name.removeprefix(f"{LAYERS}{{layer}}.{EXPERTS}{{expert}}.")
     return f"{LAYERS}mlp.experts.experts.{leaf}", (mapping.layer, mapping.expert)
