@@ -219,6 +219,7 @@ PARTS = (
         1,
         300,
     ),
+    Part("experts by transformer engine", f"{TRAINER} moe --loads single {BY_MEGATRON} {ENGINE}", 1, 300),
     Part("4b by fsdp on two", f"{TRAINER} 4b --ranks 2 --tokens 16384 --checkpointing full {FEW}", 2, 300),
     Part(
         "4b by megatron on two",
