@@ -23,7 +23,7 @@ from telescope.tui.metrics import MetricsPage
 from telescope.tui.overview import OverviewPage
 from telescope.tui.page import Page
 from telescope.tui.rollouts import RolloutsPage
-from telescope.tui.text import one_line
+from telescope.utils.text import single_line
 
 PAGES = ("overview", "metrics", "rollouts", "logs")
 
@@ -64,7 +64,7 @@ class RunApp(App[None]):
     def compose(self) -> ComposeResult:
         """Creates the pages."""
         with Horizontal(id="head"):
-            yield Static(one_line(self._run.label), id="name", markup=False)
+            yield Static(single_line(self._run.label), id="name", markup=False)
             yield Static(id="tabs", markup=False)
         yield Static(id="problem", markup=False)
         with ContentSwitcher(initial=PAGES[0]):
@@ -104,7 +104,7 @@ class RunApp(App[None]):
         """Shows why something could not be read; an empty text removes it."""
         line = self.query_one("#problem", Static)
         line.display = bool(problem)
-        line.update(one_line(problem))
+        line.update(single_line(problem))
 
     def _tick(self) -> None:
         self._since_look += LIVE_SECONDS

@@ -13,7 +13,8 @@ from textual.widgets import Input, RichLog, Static
 
 from telescope.dashboard.timeline import logs
 from telescope.tui.page import Page
-from telescope.tui.text import one_line, safe
+from telescope.tui.text import safe
+from telescope.utils.text import single_line
 
 NUM_LINES = 500
 """Newest lines that are read at first."""
@@ -82,7 +83,7 @@ class LogsPage(Page):
         level = f"{self._level.lower()} and above" if self._level else "all levels"
         follows = "follows" if self._follows else "stands still, f follows"
         self.query_one("#log-state", Static).update(
-            f"{level}, {follows}; components: {', '.join(map(one_line, found['components']))}"
+            f"{level}, {follows}; components: {', '.join(map(single_line, found['components']))}"
         )
 
     @on(Input.Submitted, "#log-filter")
@@ -117,5 +118,5 @@ def draw_line(row: dict[str, Any]) -> Text:
     level = row["level"] or ""
     moment = time.strftime("%H:%M:%S", time.localtime(row["time"])) if row["time"] is not None else ""
     head = Text.assemble((f"{moment} ", "dim"), (f"{level.lower()[:8]:<8} ", STYLES.get(level, "dim")))
-    head.append(f"{one_line(row['component']):<14} ", "cyan")
+    head.append(f"{single_line(row['component']):<14} ", "cyan")
     return head.append_text(safe(row["message"], STYLES.get(level, "") if level in ("ERROR", "CRITICAL") else ""))

@@ -16,7 +16,8 @@ from textual.widgets import Static
 from telescope.cli.live_view import clock, sparkline
 from telescope.dashboard.runs import health_of, run_info
 from telescope.tui.page import Page
-from telescope.tui.text import number, one_line, safe
+from telescope.tui.text import number, safe
+from telescope.utils.text import single_line
 
 SPARK_COLUMNS = 32
 OTHER_COLUMNS = 62
@@ -133,14 +134,14 @@ def _alerts(alerts: list[dict[str, Any]]) -> list[RenderableType]:
     ]
     out: list[RenderableType] = [Text.assemble(("Alerts  ", "bold"), (", ".join(counts) or "none", "dim"))]
     for alert in unresolved:
-        out.append(Text.assemble(("! ", ATTENTION), one_line(alert["title"]), (f"  {_moment(alert)}", "dim")))
+        out.append(Text.assemble(("! ", ATTENTION), single_line(alert["title"]), (f"  {_moment(alert)}", "dim")))
         more = " ".join(filter(None, (alert["text"], alert["advice"])))
         if more:
-            out.append(safe(f"  {one_line(more)}", "dim"))
+            out.append(safe(f"  {single_line(more)}", "dim"))
     for alert in (*resolved, *notes)[:NUM_RESOLVED]:
         mark = "· " if alert["level"] == "info" else "✓ "
         out.append(
-            Text(f"{mark}{one_line(alert['title'])}  {_moment(alert)}", "dim", no_wrap=True, overflow="ellipsis")
+            Text(f"{mark}{single_line(alert['title'])}  {_moment(alert)}", "dim", no_wrap=True, overflow="ellipsis")
         )
     return out
 

@@ -19,7 +19,8 @@ from telescope.dashboard.rollouts import detail
 from telescope.dashboard.samples import FACETS, NUMBERS, Filters, samples
 from telescope.errors import UserError
 from telescope.tui.page import Page
-from telescope.tui.text import number, one_line, prompt_messages, safe, without_end
+from telescope.tui.text import number, prompt_messages, safe, without_end
+from telescope.utils.text import single_line
 
 NUM_ROWS = 300
 COLUMN_GAP = 2
@@ -230,10 +231,10 @@ def _cells(row: dict[str, Any]) -> dict[str, Text]:
         "step": Text(number(row["step"]), justify="right"),
         "reward": Text(number(row["reward"], 3), justify="right"),
         "tokens": Text(number(row["completion_tokens"]), justify="right"),
-        "status": Text(one_line(row["status"])),
+        "status": Text(single_line(row["status"])),
         "adv.": Text(number(row["advantage"], 3), justify="right"),
-        "environment": Text(one_line(row["environment"])[:12]),
-        "sample": Text(one_line(row["sample_id"])),
+        "environment": Text(single_line(row["environment"])[:12]),
+        "sample": Text(single_line(row["sample_id"])),
     }
 
 
@@ -241,19 +242,19 @@ def draw_sample(sample: dict[str, Any]) -> RenderableType:
     """Returns a sample: its numbers, prompt, turns with tool calls, and gold answers."""
     numbers = {
         "reward": number(sample["reward"]), "advantage": number(sample["advantage"]),
-        "tokens": number(sample["completion_tokens"]), "stopped by": one_line(sample["stop_reason"]),
+        "tokens": number(sample["completion_tokens"]), "stopped by": single_line(sample["stop_reason"]),
         "versions": f"{sample['start_version']} to {sample['end_version']}", "server": number(sample["server"]),
     }  # fmt: skip
-    numbers |= {one_line(name): number(value) for name, value in sample["metrics"].items()}
+    numbers |= {single_line(name): number(value) for name, value in sample["metrics"].items()}
     head = Text("   ").join(Text.assemble((f"{name} ", "dim"), value) for name, value in numbers.items())
-    why = f" ({one_line(sample['reason'])})" if sample["reason"] else ""
-    title = (one_line(sample["sample_id"]), one_line(sample["environment"]), f"step {number(sample['step'])}")
+    why = f" ({single_line(sample['reason'])})" if sample["reason"] else ""
+    title = (single_line(sample["sample_id"]), single_line(sample["environment"]), f"step {number(sample['step'])}")
     parts: list[RenderableType] = [Text("  ".join((*title, f"{sample['status']}{why}")), "bold"), head]
     if sample["failure_message"]:
         parts += [Text(), safe(sample["failure_message"], "yellow")]
     prompt = prompt_messages(sample["prompt_text"] or "")
     for role, text in prompt:
-        parts += [Text(), Text(one_line(role), ROLES.get(role, "bold")), safe(text)]
+        parts += [Text(), Text(single_line(role), ROLES.get(role, "bold")), safe(text)]
     calls: dict[int, list[dict[str, Any]]] = {}
     for call in sample["tool_calls"]:
         calls.setdefault(call["turn"], []).append(call)
@@ -262,19 +263,21 @@ def draw_sample(sample: dict[str, Any]) -> RenderableType:
         role, text = turn["role"] or "", without_end(turn["text"] or "")
         if not answers and (role, text.strip()) in prompt:
             continue
-        parts += [Text(), Text(one_line(role), ROLES.get(role, "bold")), safe(text)]
+        parts += [Text(), Text(single_line(role), ROLES.get(role, "bold")), safe(text)]
         if role == "assistant":
             parts += [_call(call) for call in calls.get(answers, [])]
             answers += 1
     if not sample["turns"]:
         parts += [Text(), Text("assistant", ROLES["assistant"]), safe(without_end(sample["completion_text"] or ""))]
     for name, value in sample["golden"].items():
-        parts += [Text(), Text.assemble((f"gold {one_line(name)}: ", "dim"), safe(value))]
+        parts += [Text(), Text.assemble((f"gold {single_line(name)}: ", "dim"), safe(value))]
     return Group(*parts)
 
 
 def _call(call: dict[str, Any]) -> Text:
-    outcome = one_line(call["error"]) or one_line(call["result"])
+    outcome = single_line(call["error"]) or single_line(call["result"])
     style = "yellow" if call["error"] else "dim"
-    text = f"  {one_line(call['name'])} {one_line(call['arguments'])} → {outcome} ({number(call['seconds'], 2)} s)"
+    text = (
+        f"  {single_line(call['name'])} {single_line(call['arguments'])} → {outcome} ({number(call['seconds'], 2)} s)"
+    )
     return Text(text, style)

@@ -22,24 +22,15 @@ _TEMPLATES = (
 """How chat templates begin and end a message. `conversation.ts` of the dashboard has the same."""
 _BEGINNING = re.compile(r"<\|begin_of_text\|>|<bos>")
 
-_BIDI = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-REPLACEMENT = "\ufffd"
-
 
 def safe(text: str | None, style: str = "") -> Text:
     """Returns untrusted text as it can be shown. A long one is cut, and says so."""
     text = text or ""
     cut = len(text) - LONGEST
-    shown = _BIDI.sub(REPLACEMENT, plain(text[:LONGEST]))
-    made = Text(shown, style=style)
+    made = Text(plain(text[:LONGEST]), style=style)
     if cut > 0:
         made.append(f"\n({cut:,} more characters)", "dim")
     return made
-
-
-def one_line(text: str | None) -> str:
-    """Returns the beginning of untrusted text as one line."""
-    return " ".join(_BIDI.sub(REPLACEMENT, plain((text or "")[:400])).split())
 
 
 def prompt_messages(prompt: str) -> list[tuple[str, str]]:

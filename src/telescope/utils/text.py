@@ -13,7 +13,8 @@ LONGEST = 300
 _ESCAPE = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b\]|\x9d)[^\x07\x1b\x9c\r\n]*(?:\x07|\x1b\\|\x9c)?|\x1b[@-Z\\^_]"
 )
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# The last ones reorder a line of text, so that it shows what it does not say.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def plain(text: str) -> str:
@@ -22,9 +23,9 @@ def plain(text: str) -> str:
     return "\n".join(_CONTROL.sub("", line) for line in lines)
 
 
-def single_line(text: str) -> str:
+def single_line(text: str | None) -> str:
     """Returns the first visible line, without control characters, at most `LONGEST` long."""
-    line = next((line.strip() for line in plain(text).split("\n") if line.strip()), "")
+    line = next((line.strip() for line in plain(text or "").split("\n") if line.strip()), "")
     return line if len(line) <= LONGEST else line[: LONGEST - 1].rstrip() + "…"
 
 

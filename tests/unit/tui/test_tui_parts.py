@@ -9,9 +9,9 @@ import pytest
 
 from telescope.cli.main import main
 from telescope.errors import UserError
-from telescope.tui.plot import BLANK, LABEL_COLUMNS, plot, smooth
+from telescope.tui.metrics import BLANK, LABEL_COLUMNS, plot, smooth
 from telescope.tui.rollouts import parse_filter
-from telescope.tui.text import LONGEST, number, one_line, prompt_messages, safe
+from telescope.tui.text import LONGEST, number, prompt_messages, safe
 
 
 def lines_of(values: list[float | None], width: int = 60, height: int = 11) -> list[str]:
@@ -69,7 +69,7 @@ def test_a_wrong_step_is_refused() -> None:
 
 def test_texts_are_cut_and_numbers_are_short() -> None:
     assert safe("x" * (LONGEST + 5)).plain.endswith("(5 more characters)")
-    assert safe(None).plain == "" and one_line("a\n  b\tc") == "a b c"
+    assert safe(None).plain == ""
     numbers = [number(value) for value in (None, math.nan, 12345, 0.123456)]
     assert numbers == ["-", "-", "12,345", "0.1235"]
 

@@ -17,6 +17,7 @@ from telescope.utils.text import LONGEST, plain, single_line
         ("\x1b]0;title\x07a\tb\x00\r\nc", "a b"),
         ("\x1b]0;a title without an end\nValueError: a bug", "ValueError: a bug"),
         ("\x9b31mred\x9b0m \x9d0;title\x9cand\x90 plain", "red and plain"),
+        ("\u202efdp.exe\u2066", "fdp.exe"),
         ("x" * LONGEST, "x" * LONGEST),
         ("x" * 5000, "x" * (LONGEST - 1) + "\u2026"),
     ],
