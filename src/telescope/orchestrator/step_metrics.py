@@ -12,30 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from telescope.orchestrator.groups import Group
+from telescope.orchestrator.step_stats import mean_gini
 from telescope.rollout.trajectory import Trajectory
 
 ALWAYS_COUNTED = ("max_async", "zero_advantage", "zero_advantage_all_zero", "zero_advantage_all_positive")
 """Discard reasons that are reported at every step, also with a count of 0."""
-
-
-def gini(values: Sequence[float]) -> float:
-    """Returns the Gini coefficient of one group.
-
-    It is 2 * sum(rank_i * x_i) / (n * sum x_i) - (n + 1) / n, ranks from 1, x ascending.
-
-    Values are shifted so that the smallest is 0 when any is negative; all-zero values have a coefficient of 0.
-    """
-    x = np.sort(np.asarray(values, dtype=np.float64))
-    if len(x) == 0:
-        return 0.0
-    if x[0] < 0:
-        x = x - x[0]
-    total = x.sum()
-    if total == 0:
-        return 0.0
-    n = len(x)
-    ranks = np.arange(1, n + 1)
-    return float(2 * (ranks * x).sum() / (n * total) - (n + 1) / n)
 
 
 def _moments(values: Iterable[float]) -> dict[str, float]:
@@ -59,6 +40,7 @@ def batch_metrics(groups: Sequence[Group], advantages: Iterable[float], version:
     """Returns metrics of the groups of one batch. `version` is the policy version that the step starts from."""
     samples = [sample for group in groups for sample in group.usable_samples]
     lengths = [[s.num_completion_tokens for s in group.usable_samples] for group in groups]
+    group_N = np.repeat(np.arange(len(groups)), [len(row) for row in lengths])
     metrics = {
         **_spread("reward/total", (s.total_reward for s in samples)),
         **_spread("advantage/all", advantages),
@@ -72,9 +54,9 @@ def batch_metrics(groups: Sequence[Group], advantages: Iterable[float], version:
         "kept/groups": float(len(groups)),
         "kept/samples": float(len(samples)),
         "kept/tokens": float(sum(map(sum, lengths))),
-        "reward/gini_mean": float(np.mean([gini(group.rewards_n.tolist()) for group in groups])),
+        "reward/gini_mean": mean_gini(np.concatenate([group.rewards_n for group in groups]), group_N),
         "stop_reason_length_pct": 100.0 * float(np.mean([s.hit_length_limit for s in samples])),
-        "group_length_gini_mean": float(np.mean([gini(row) for row in lengths])),
+        "group_length_gini_mean": mean_gini(np.concatenate(lengths), group_N),
         "group_length_max_median_ratio_mean": float(
             np.mean([max(row) / max(float(np.median(row)), 1.0) for row in lengths])
         ),

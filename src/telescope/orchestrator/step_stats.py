@@ -100,7 +100,11 @@ def _bin_edges(low: float, high: float) -> np.ndarray:
 
 
 def mean_gini(values: np.ndarray, groups: np.ndarray) -> float:
-    """Returns the mean of `step_metrics.gini` over the groups, without a loop. `groups` has the group of each value."""
+    """Returns the mean Gini coefficient of the groups. `groups` has the group of each value.
+
+    That of n values, sorted upwards and with ranks from 1, is 2 sum(rank_i x_i) / (n sum x_i) - (n + 1) / n. Values of
+    a group are shifted so that the smallest is 0 when it is negative; values that are all zero have a coefficient of 0.
+    """
     order = np.lexsort((values, groups))
     x, group = values[order], groups[order]
     starts = np.flatnonzero(np.r_[True, group[1:] != group[:-1]])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 from tests.unit.dashboard.conftest import NUM_STEPS, T0, sample_rows, write_step
+from tests.unit.orchestrator.fakes import gini
 
 from telescope.cli.ui import address, choose_places, listen
 from telescope.dashboard import events
@@ -18,7 +19,6 @@ from telescope.dashboard.events import format_id, parse_id, run_events
 from telescope.dashboard.remote import CopyState
 from telescope.dashboard.store import RunStore
 from telescope.errors import UserError
-from telescope.orchestrator.step_metrics import gini
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 
@@ -59,7 +59,7 @@ def test_statistics_of_samples_stand_beside_the_step_metrics(client):
         values = [
             row["reward"] for row in sample_rows(step) if row["status"] == "kept" and row["environment"] == "countdown"
         ]
-        ginis = [gini(np.array(values[first : first + 4])) for first in (0, 4)]
+        ginis = [gini(values[first : first + 4]) for first in (0, 4)]
         for name in ("sample_metrics/countdown/correct", "reward/countdown"):
             assert metrics[f"{name}/std"][step] == pytest.approx(np.std(values, ddof=1))
             assert (metrics[f"{name}/min"][step], metrics[f"{name}/max"][step]) == (min(values), max(values))

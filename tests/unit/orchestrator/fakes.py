@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from tests.unit.rollout.fakes import generation
 
 from telescope.config import TelescopeConfig
 from telescope.environments.worker_pool.messages import PreparedPrompt, RewardRecord
 from telescope.orchestrator.groups import Group
 from telescope.orchestrator.prompt_sampler import SampledPrompt
+from telescope.orchestrator.step_stats import mean_gini
 from telescope.record.tables import COLUMN_NAMES
 from telescope.rollout.trajectory import Trajectory, Turn
 
@@ -62,6 +64,11 @@ def sample(
     else:
         made.reward = RewardRecord(reward, metrics, {"answer": "42", "other": None}, [], {"kind": "easy"})
     return made
+
+
+def gini(values: Sequence[float]) -> float:
+    """The Gini coefficient of one group."""
+    return mean_gini(np.array(values), np.zeros(len(values)))
 
 
 def group(rewards: Sequence[float | None], *, n: int = 5, environment: str = "arithmetic", **of_samples: Any) -> Group:

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.orchestrator.fakes import group
+from tests.unit.orchestrator.fakes import gini, group
 
-from telescope.orchestrator.step_metrics import gini
 from telescope.orchestrator.step_stats import NUM_BINS, discarded_numbers, distribution, mean_gini, step_stats_rows
 from telescope.record.tables import COLUMN_NAMES
 
