@@ -57,7 +57,7 @@ export interface Code {
   files: CodePath[];
 }
 
-/** Differences of the code of two runs, in the newest attempts that have code. */
+/** Differences of the newest code of two runs. */
 export interface CodeDifference {
   files: FileDifference[];
   num_equal: number;
@@ -76,7 +76,7 @@ export interface CodePath {
   size: number;
 }
 
-/** Settings of runs, those that differ or all, and the code and machines of their newest attempts. */
+/** Settings of runs, those that differ or all. It also has the code and machines of their newest attempts. */
 export interface Comparison {
   runs: string[];
   config: ConfigDifference[];
@@ -179,7 +179,7 @@ export interface EvalSample {
   tags: Record<string, string>;
 }
 
-/** A value of a column and how many samples of the search have it. */
+/** A value of a column, and the number of its samples. */
 export interface Facet {
   value: string;
   count: number;
@@ -578,7 +578,7 @@ export interface ToolCall {
   seconds: Value;
 }
 
-/** A turn of a conversation, with the arrays of its tokens where they were recorded. */
+/** A turn of a conversation, with arrays of recorded tokens. */
 export interface Turn {
   attempt: number;
   sample_id: string;

@@ -55,7 +55,9 @@ def create_app(
     static: Path = STATIC,
     documents: Path | None = None,
 ) -> FastAPI:
-    """Returns the application over the runs below `roots`, each a run or a folder of runs, and those of `remotes`.
+    """Builds the application over the runs below `roots`.
+
+    Each root is a run or a folder of runs; `remotes` are those on W&B.
 
     What the user keeps is in the folder `documents`, by default in the user's config folder.
     """
@@ -109,7 +111,7 @@ def _add_pages(app: FastAPI, static: Path) -> None:
 
 
 def _file(base: Path, path: str) -> Path | None:
-    """Returns a file of the built pages, or None for any path that is none or leads elsewhere."""
+    """Returns a file of the built pages, or None. Any path that is none or leads elsewhere has none."""
     try:
         found = (base / path.lstrip("/")).resolve()
         return found if found.is_relative_to(base) and found.is_file() else None

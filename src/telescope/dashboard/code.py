@@ -59,7 +59,7 @@ class Snapshots:
         self._known: OrderedDict[tuple[Path, int], Snapshot] = OrderedDict()
 
     def of(self, run: Run, attempt: int | None = None) -> Snapshot:
-        """Returns the code of an attempt, by default of the newest one that has any. Raises `NotFoundError`."""
+        """Returns the code of an attempt. By default of the newest one that has any. Raises `NotFoundError`."""
         found = archives(run)
         chosen = max(found, default=0) if attempt is None else attempt
         if chosen not in found:
@@ -104,7 +104,7 @@ def overview(snapshots: Snapshots, run: Run, attempt: int | None) -> dict[str, A
 
 
 def file(snapshots: Snapshots, run: Run, attempt: int | None, path: str) -> dict[str, Any]:
-    """Returns the text of a file, null if it is not UTF-8 or too large. Raises `NotFoundError`."""
+    """Returns the text of a file. It is null if the file is not UTF-8 or too large. Raises `NotFoundError`."""
     snapshot = snapshots.of(run, attempt)
     if path not in snapshot.files:
         raise NotFoundError(f"The code of attempt {snapshot.attempt} has no file {path!r}.")
@@ -113,7 +113,10 @@ def file(snapshots: Snapshots, run: Run, attempt: int | None, path: str) -> dict
 
 
 def difference(snapshots: Snapshots, old: Run, new: Run, path: str = "") -> dict[str, Any]:
-    """Returns the files that differ between the newest code of two runs, or one `path` of them, with unified diffs."""
+    """Returns the files that differ between two runs.
+
+    With unified diffs, of their newest code, or of one `path` of it.
+    """
     before, after = snapshots.of(old).files, snapshots.of(new).files
     paths = sorted(before.keys() | after.keys())
     changed = [name for name in paths if before.get(name) != after.get(name)]

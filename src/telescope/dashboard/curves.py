@@ -26,7 +26,7 @@ TEXT = 4000
 def distribution(
     store: RunStore, metric: str, environment: str, tag: str = "", *, histogram: bool = False
 ) -> dict[str, list[Any]]:
-    """Returns the distribution of a number of the samples, a row per step.
+    """Returns the distribution of a number, a row per step.
 
     An empty `environment` means all samples; `tag` (`name=value`) chooses those with that tag. Steps without recorded
     statistics, and all steps of a tag or of a number without any, are computed from the samples. Raises `UserError` for

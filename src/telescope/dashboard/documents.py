@@ -39,7 +39,7 @@ class ConflictError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A JSON value, null if there is no document yet, and what identifies this state of it."""
+    """A JSON value, and what identifies this state of it. The value is null if there is no document yet."""
 
     value: Any
     version: str
@@ -70,7 +70,9 @@ class Documents:
         return Document(kept["value"], _digest(kept["value"]))
 
     def write(self, name: str, value: Any, version: str, run_id: str = "") -> Document:
-        """Replaces the document that has this version; a value of None removes it.
+        """Replaces the document that has this version.
+
+        A value of None removes it.
 
         Raises `ConflictError` if there is another version by now, `UserError` if the document is too large, there are
         too many or the folder cannot be written.

@@ -63,7 +63,7 @@ async def run_events(
     is_gone: Callable[[], Awaitable[bool]],
     copies: Mapping[str, RunCopy] | None = None,
 ) -> AsyncIterator[bytes]:
-    """Yields the events of some runs, by their ids, until the page is gone. `copies` are those of runs on W&B."""
+    """Yields the events of some runs until the page is gone. `copies` are those of runs on W&B."""
     copies = copies or {}
     shown: dict[str, CopyState] = {}
     sizes = {run_id: TableSizes(run) for run_id, run in runs.items()}

@@ -174,7 +174,10 @@ def _distributions(store: RunStore, base: str, steps: set[int]) -> dict[str, Any
 
 
 def _eval_answers(store: RunStore, base: str, evals: Sequence[Row], left_out: list[str]) -> dict[str, Any]:
-    """Returns the answers of the first and the last result of each eval, then of others, as far as there is room."""
+    """Returns answers of evals, as far as there is room.
+
+    Those of the first and the last result of each eval come first.
+    """
     finished = [row for row in evals if row["status"] == "finished"]
     first = {row["name"]: row for row in reversed(finished)}
     last = {row["name"]: row for row in finished}
@@ -243,7 +246,7 @@ def _cut(value: Any) -> Any:
 
 
 def _evenly(number: int, most: int) -> list[int]:
-    """Returns at most `most` places of a list, evenly, with the first and the last."""
+    """Returns at most `most` places of a list, evenly. The first and the last are among them."""
     if number <= most:
         return list(range(number))
     return sorted({round(place * (number - 1) / (most - 1)) for place in range(most)}) if most > 1 else [number - 1]
@@ -258,7 +261,10 @@ def _rounded(values: Sequence[Any]) -> list[Any]:
 
 
 def _pages(static: Path) -> tuple[str, dict[str, str], str]:
-    """Returns the name of the first module, all modules that it leads to, and the styles with their fonts."""
+    """Returns the modules and styles of the built pages.
+
+    The name of the first module, all modules that it leads to, and the styles with their fonts.
+    """
     index = static / "index.html"
     entry = _ENTRY.search(index.read_text()) if index.is_file() else None
     if entry is None:

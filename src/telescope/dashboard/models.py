@@ -21,7 +21,9 @@ class RemoteCopy(BaseModel):
 
 
 def to_json(value: Any) -> bytes:
-    """Returns an answer as JSON. NaN and infinity are null; numpy's arrays and numbers are lists and numbers.
+    """Encodes an answer as JSON.
+
+    NaN and infinity are null; numpy's arrays and numbers are lists and numbers.
 
     Halves of surrogate pairs, which a name may have and UTF-8 cannot, become question marks.
     """
@@ -287,7 +289,7 @@ class Start(BaseModel):
 
 
 class Comparison(BaseModel):
-    """Settings of runs, those that differ or all, and the code and machines of their newest attempts."""
+    """Settings of runs, those that differ or all. It also has the code and machines of their newest attempts."""
 
     runs: list[str]
     config: list[ConfigDifference]
@@ -332,7 +334,7 @@ class FileDifference(BaseModel):
 
 
 class CodeDifference(BaseModel):
-    """Differences of the code of two runs, in the newest attempts that have code."""
+    """Differences of the newest code of two runs."""
 
     files: list[FileDifference]
     num_equal: int

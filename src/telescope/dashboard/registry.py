@@ -76,7 +76,7 @@ class Listing:
 
 
 class Registry:
-    """Finds runs below `roots`, each of which is a run or a folder of runs, and copies of runs on W&B."""
+    """Finds runs, and copies of runs on W&B. Each of `roots` is a run or a folder of runs."""
 
     def __init__(self, roots: Sequence[Path], remotes: Sequence[WandbRuns] = ()) -> None:
         self.remotes = remotes
@@ -104,7 +104,7 @@ class Registry:
         return found
 
     def copy_in(self, run_dir: Path) -> RunCopy | None:
-        """Returns the copy in a folder, None for a run that is no copy."""
+        """Returns the copy in a folder. None: the run is no copy."""
         copies = (remote.copy_in(run_dir) for remote in self.remotes)
         return next((copy for copy in copies if copy is not None), None)
 
@@ -118,7 +118,7 @@ class Registry:
         return found
 
     def _close_idle(self, wanted: RunStore) -> None:
-        """Closes the runs that were used longest ago, so that `MAX_OPENED` are open with the wanted one."""
+        """Closes the runs that were used longest ago. `MAX_OPENED` stay open with the wanted one."""
         opened = [store for store in list(self._stores.values()) if store.is_open and store is not wanted]
         opened.sort(key=lambda store: store.used_at, reverse=True)
         for store in opened[MAX_OPENED - 1 :]:
@@ -216,7 +216,7 @@ class Registry:
 
 
 def config_of(run: Run) -> tuple[dict[str, Any], list[str]]:
-    """Returns the resolved config, and the names of the fields that the user set. Empty if it cannot be read."""
+    """Returns the resolved config and the user's own fields. Empty if it cannot be read."""
     rows, _ = run.rows_since("runs", 0, ["config_json"])
     recorded = json_object(next((text for text in reversed(rows["config_json"].to_pylist()) if text), None))
     if isinstance(recorded.get("values"), dict):
@@ -234,7 +234,7 @@ def json_object(text: str | None) -> dict[str, Any]:
 
 
 def _line(values: pa.ChunkedArray) -> list[float | None]:
-    """Returns the means of at most `LINE_POINTS` parts of a column, None for a part without values."""
+    """Returns the means of at most `LINE_POINTS` parts of a column. None: a part without values."""
     whole = values.to_numpy(zero_copy_only=False).astype(float)
     parts = np.array_split(whole, min(LINE_POINTS, len(whole))) if len(whole) else []
     means = [part[np.isfinite(part)].mean() if np.isfinite(part).any() else None for part in parts]
@@ -284,7 +284,7 @@ def _mean(values: list[float]) -> float:
 
 
 def known_fields(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns every field that a run has, with the number of runs and of different values, and some of the values."""
+    """Returns every field of any run, with its numbers of runs and values, and examples."""
     found: dict[str, dict[str, Any]] = {}
     numbers: dict[str, int] = {}
     for fields in runs:
@@ -298,7 +298,7 @@ def known_fields(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def experiment(config: Mapping[str, Any]) -> str:
-    """Returns the same text for runs whose settings differ in the seed and bookkeeping alone."""
+    """Returns the same text for runs of one experiment. Their settings differ in the seed and bookkeeping alone."""
     kept = {name: value for name, value in config.items() if name != SEED and name not in BOOKKEEPING}
     text = json.dumps(kept, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -115,7 +115,7 @@ class WandbRuns:
             copy.close()
 
     def copy_in(self, run_dir: Path) -> RunCopy | None:
-        """Returns the copy in a folder, or None for a run from elsewhere."""
+        """Returns the copy in a folder. None: the run is from elsewhere."""
         return self._copies.get(run_dir.name) if run_dir.parent == self.root else None
 
     def _keep_listing(self) -> None:
@@ -138,7 +138,7 @@ class WandbRuns:
             if known is None:
                 self._copies[run.name] = RunCopy(self.project, self.root / run.name, run)
             else:
-                known.listed(run)
+                known.take_over(run)
         self.problem = None
         if not self._copies:
             others = f"{total} runs, none" if total else "no runs, and so none"
@@ -162,7 +162,7 @@ class RunCopy:
         self._is_complete: bool = kept["is_complete"]
         self.state = CopyState("synced" if self._is_complete else "listed", f"W&B {project.path}")
         if run is not None:
-            self.listed(run)
+            self.take_over(run)
 
     @property
     def is_running(self) -> bool:
@@ -170,7 +170,7 @@ class RunCopy:
         return self._remote.get("state") == "running"
 
     def numbers(self) -> dict[str, Any]:
-        """Returns what the list of runs can take from W&B while the tables of the run are not here."""
+        """Returns the numbers that W&B has of the run. The list of runs shows them while the tables are not here."""
         summary = {} if self._is_complete else self._remote.get("summary") or {}
         step = summary.get("step")
         last = step.get("max") if isinstance(step, dict) else step
@@ -182,7 +182,7 @@ class RunCopy:
         }
         return {name: value for name, value in known.items() if isinstance(value, int | float)}
 
-    def listed(self, run: RemoteRun) -> None:
+    def take_over(self, run: RemoteRun) -> None:
         """Takes over what the list of runs has. Without a record here, writes it as the record of the run."""
         before, self._remote = self._remote, {"state": run.state, "summary": run.summary}
         if self._versions:
@@ -210,7 +210,7 @@ class RunCopy:
             self._write_kept()
 
     def open(self) -> None:
-        """Makes the copy complete and keeps it up to date, in a thread. Returns at once."""
+        """Completes the copy in a thread, and keeps it current. Returns at once."""
         with self._lock:
             self._asked_at = time.monotonic()
             if self._thread is not None and self._thread.is_alive():
@@ -281,7 +281,7 @@ class RunCopy:
         return self._versions.get(name) != file.version or not (self._files.run_dir / name).is_file()
 
     def _download_all(self, wanted: dict[str, RemoteFile], staging: Path) -> None:
-        """Downloads files, those of one table in the order of their rows, small tables first."""
+        """Downloads files, small tables first. Those of one table come in the order of their rows."""
         total = sum(file.size for file in wanted.values())
         if not self._is_complete or total > SHOWN_BYTES:
             self.state = CopyState("syncing", self.state.source, 0, total)
@@ -308,7 +308,7 @@ class RunCopy:
                     self.state = replace(self.state, done_bytes=self.state.done_bytes + wanted[name].size)
 
     def _remove_others(self, current: dict[str, int]) -> None:
-        """Removes what the run has replaced or that its list of runs had."""
+        """Removes files that the record of the run lacks."""
         for name in self._versions.keys() - current.keys():
             (self._files.run_dir / name).unlink(missing_ok=True)
             del self._versions[name]

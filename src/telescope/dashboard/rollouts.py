@@ -88,7 +88,7 @@ def by_turn(row: Row) -> Any:
 
 
 def assemble(sample: Row, whole: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
-    """Returns a sample with its rows of the tables `turns`, `tool_calls`, `info` and `spans`."""
+    """Puts a sample and its rows of other tables together. Those of `turns`, `tool_calls`, `info` and `spans`."""
     return {
         **sample,
         **{name: sample[name] or {} for name in ("metrics", "tags", "golden", "divergences")},
@@ -117,7 +117,7 @@ def in_flight(store: RunStore) -> list[Row]:
 
 
 def add_tokens(turns: Sequence[Row], sequences: Sequence[Row]) -> None:
-    """Gives each answer of the model its part of the recorded training sequences.
+    """Gives each answer its part of the recorded sequences.
 
     Tokens that the model sampled have a version of 0 or more, in the order of the answers.
     """
@@ -146,7 +146,7 @@ def add_tokens(turns: Sequence[Row], sequences: Sequence[Row]) -> None:
 
 
 def add_texts(store: RunStore, turns: Sequence[Row]) -> None:
-    """Gives each turn with token ids the texts of its tokens, if the run's tokenizer is on this machine."""
+    """Gives turns with token ids the texts of their tokens. The run's tokenizer must be on this machine."""
     if not any(turn.get("token_ids") for turn in turns):
         return
     model = config_of(store.run)[0].get("model")
@@ -159,7 +159,7 @@ def add_texts(store: RunStore, turns: Sequence[Row]) -> None:
 
 
 def find_tokenizer(run_dir: Path, model: str | None) -> Path | None:
-    """Returns the file of the run's tokenizer, or None if it is not on this machine."""
+    """Returns the file of the run's tokenizer. None: it is not on this machine."""
     folders = [run_dir / "model", *sorted(run_dir.glob("checkpoints/*/hf_meta"))]
     if model:
         folders.append(Path(model).expanduser())
@@ -178,7 +178,7 @@ def find_tokenizer(run_dir: Path, model: str | None) -> Path | None:
 
 
 def token_texts(path: Path, ids: Sequence[int]) -> list[str] | None:
-    """Returns the text of each token, blanks before words included; None if the tokenizer cannot be read."""
+    """Returns the text of each token, blanks before words included. None: the tokenizer cannot be read."""
     try:
         tokenizer = _load(path, path.stat().st_mtime_ns)
     except Exception:  # tokenizers raises Exception itself for a file that it cannot read

@@ -120,7 +120,7 @@ class InFlight(BaseModel):
 
 
 class Facet(BaseModel):
-    """A value of a column and how many samples of the search have it."""
+    """A value of a column, and the number of its samples."""
 
     value: str
     count: int
@@ -156,7 +156,7 @@ _Turn: Any = columns_of(TURNS, known="attempt sample_id turn role text")
 
 
 class Turn(_Turn):
-    """A turn of a conversation, with the arrays of its tokens where they were recorded."""
+    """A turn of a conversation, with arrays of recorded tokens."""
 
     tokens: list[str] | None = None
     token_ids: list[int] | None = None

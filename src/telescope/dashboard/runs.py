@@ -39,7 +39,7 @@ MODEL_CONFIG = "config.json"
 
 
 def run_rows(registry: Registry, names: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the rows of the page of runs with the named fields, the problems and the roots."""
+    """Returns the page of runs: rows, problems and roots. Each row has the named fields."""
     rows = []
     for run_id, listing in registry.listings():
         values = registry.fields(run_id) if names else {}
@@ -107,7 +107,7 @@ def run_info(registry: Registry, run_id: str) -> dict[str, Any]:
 
 
 def checkpoints_of(run: Run) -> list[int]:
-    """Returns the numbers of finished steps whose checkpoints are in the run directory."""
+    """Returns the checkpoints in the run directory. Each is a number of finished steps."""
     try:
         names = [entry.name for entry in os.scandir(run.files.checkpoints) if entry.is_dir()]
     except OSError:
@@ -149,13 +149,13 @@ def health_of(registry: Registry, run_id: str) -> dict[str, Any]:
 
 
 def _columns(metrics: StepMetrics) -> rules.Columns:
-    """Returns the columns that rules read, and those with a value that is not finite."""
+    """Returns the columns that rules read or that are not finite."""
     names = [name for name in metrics if name in rules.READ or name in metrics.not_finite]
     return {name: [None if math.isnan(value) else value for value in metrics[name]] for name in names}
 
 
 def eval_points(store: RunStore) -> list[EvalPoint]:
-    """Returns the accuracies of the run's own evals, in the order of their steps."""
+    """Returns the accuracies of the run's own evals, by step."""
     visible = store.visible()
     store.refresh("evals")
     names = "name, number, step, accuracy, accuracy_low, accuracy_high"
@@ -166,7 +166,7 @@ def eval_points(store: RunStore) -> list[EvalPoint]:
 
 
 def compare(registry: Registry, run_ids: list[str], *, equal: bool = False) -> dict[str, Any]:
-    """Returns the settings in which runs differ, or all, and the code and machines of their newest attempts."""
+    """Compares the settings of runs, those that differ or all. Adds the code and machines of their newest attempts."""
     stores = [registry.store(run_id) for run_id in run_ids]
     configs = [config_of(store.run)[0] for store in stores]
     names = dict.fromkeys(name for config in configs for name in config)

@@ -83,7 +83,9 @@ class Filters:
 
 
 def samples(store: RunStore, filters: Filters, *, sort: str, offset: int, limit: int) -> dict[str, Any]:
-    """Returns one page of the samples that pass all filters, with counts of each facet.
+    """Returns one page of the samples that pass all filters.
+
+    With counts of each facet.
 
     A facet counts the samples that pass the filters of the others. Raises `UserError` for an unknown order or filter.
     """
@@ -117,7 +119,9 @@ def samples(store: RunStore, filters: Filters, *, sort: str, offset: int, limit:
 
 
 def export(store: RunStore, filters: Filters, *, sort: str, limit: int) -> tuple[int, Iterator[bytes]]:
-    """Returns the number of samples that pass all filters, and the first `limit` of them as lines of JSON.
+    """Exports the first `limit` samples that pass all filters.
+
+    Returns the number of all of them, and lines of JSON.
 
     Lines have all columns and are in the order of the record.
     """
@@ -138,7 +142,7 @@ def export(store: RunStore, filters: Filters, *, sort: str, limit: int) -> tuple
 
 
 def beginnings(store: RunStore, members: Sequence[Row]) -> dict[tuple[int, str], Row]:
-    """Returns the beginnings of the texts of some rows of `samples`, see `RunStore.beginnings`."""
+    """Returns the beginnings of the texts of some samples. See `RunStore.beginnings`."""
     steps = [row["step"] for row in members if row["step"] is not None]
     if not steps:
         return {}
@@ -197,7 +201,7 @@ def _condition(name: str, values: Sequence[str]) -> str:
 
 
 def _grouped(view: View, names: Mapping[str, str], source: str, where: str) -> dict[str, dict[Any, int]]:
-    """Returns how many samples have each value of each expression, in one pass over them."""
+    """Counts the samples by the values of each expression. It needs one pass over them."""
     counted: dict[str, dict[Any, int]] = {name: {} for name in names}
     if names:
         columns = ", ".join(f"{expression} AS c{place}" for place, expression in enumerate(names.values()))

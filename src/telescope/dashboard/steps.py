@@ -60,7 +60,7 @@ class StepColumns:
         self._places |= zip(zip(*(data[name].to_pylist() for name in NAMES[:2]), strict=True), rows, strict=True)
 
     def visible(self, since: int, cutoffs: Mapping[int, int]) -> tuple[dict[str, list[Any]], StepMetrics]:
-        """Returns columns and metrics of the rows from `since` on that no later attempt superseded."""
+        """Returns columns and metrics of the rows from `since` on. Leaves out superseded ones."""
         rows = np.arange(min(since, self.num_rows), self.num_rows)
         columns = {name: self._columns.get(name, np.empty(0))[rows] for name in NAMES}
         hidden = np.zeros(len(rows), dtype=bool)

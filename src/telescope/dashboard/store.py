@@ -30,7 +30,7 @@ USER_MARKS = ("<|im_start|>user", "<|start_header_id|>user", "<start_of_turn>use
 
 
 def _last(mark: str) -> str:
-    """Returns SQL for where the last `mark` of a prompt begins, 1 without any."""
+    """Returns SQL for where the last `mark` of a prompt begins. It is 1 without any."""
     behind = f"strpos(reverse(prompt_text), '{mark[::-1]}')"
     return f"CASE {behind} WHEN 0 THEN 1 ELSE length(prompt_text) - {behind} - {len(mark) - 2} END"
 
@@ -188,13 +188,13 @@ class RunStore:
             return view.rows(sql, parameters)
 
     def columns(self, sql: str, parameters: Parameters = ()) -> pa.Table:
-        """Returns the result of a query over refreshed tables as an Arrow table."""
+        """Returns the result of a query as an Arrow table."""
         with self.view() as view:
             return view.columns(sql, parameters)
 
     @contextmanager
     def view(self, **tables: pa.Table) -> Iterator[View]:
-        """Gives queries over the refreshed tables as they are now, and over further `tables`."""
+        """Opens the refreshed tables as they are now. Queries also see further `tables`."""
         with self._connect() as connection:
             connection.begin()
             for name, table in tables.items():
@@ -210,7 +210,7 @@ class RunStore:
             connection.execute("CHECKPOINT run")
 
     def visible(self) -> str:
-        """Returns an SQL condition for the rows of a step, or of a sample or eval of it, that are not superseded."""
+        """Returns an SQL condition for rows that are not superseded. It fits steps, samples and evals."""
         self.refresh("attempts", "steps")
         return f"NOT {superseded_sql(self._cutoffs())}"
 
@@ -225,7 +225,7 @@ class RunStore:
             return (self._steps.num_rows, *self._steps.visible(since, self._cutoffs()))
 
     def seen(self, table: str, columns: str) -> set[tuple[Any, ...]]:
-        """Returns the distinct values of some columns over all rows of a table. Looks at new rows only."""
+        """Returns the distinct values of some columns of a table. Looks at new rows only."""
         with self._listing:
             self.refresh(table)
             ((end,),) = self.fetch(f"SELECT count(*) FROM {table}")
@@ -237,7 +237,7 @@ class RunStore:
             return set(found)
 
     def tags(self) -> dict[str, list[str]]:
-        """Returns the values of each tag of the samples, none for a tag with more than `MOST_TAG_VALUES`."""
+        """Returns the values of each tag of the samples. A tag with more than `MOST_TAG_VALUES` has none."""
         with self._tagging:
             self.refresh("samples")
             ((end,),) = self.fetch("SELECT count(*) FROM samples")
@@ -267,7 +267,9 @@ class RunStore:
         return self._values[column][1]
 
     def search(self, text: str) -> pa.Table:
-        """Returns attempt and sample_id of the samples whose prompt or answer contains `text`. Ignores case.
+        """Finds the samples whose prompt or answer contains `text`.
+
+        Returns attempt and sample_id. Ignores case.
 
         Waits for other searches only, and scans what is new since the last search for this text.
         """
@@ -294,7 +296,7 @@ class RunStore:
             yield from (rows[key] for row in piece if (key := (row["attempt"], row["sample_id"])) in rows)
 
     def of_sample(self, table: str, attempt: int, sample_id: str, where: str = "true") -> list[Row]:
-        """Returns the whole rows of one sample in a table, from the files."""
+        """Returns the whole rows of one sample from the files."""
         own = f"attempt = {int(attempt)} AND sample_id = {sql_text(sample_id)}"
         # All spans are too many to be read for one sample; their times say which parts of the files to read.
         first, last = (0, None) if table == "spans" else self._places(table, own)
@@ -305,7 +307,10 @@ class RunStore:
         return [empty | row for row in rows.to_pylist(maps_as_pydicts="lossy")]
 
     def of_samples(self, table: str, keys: Collection[tuple[int, str]]) -> dict[tuple[int, str], list[Row]]:
-        """Returns the whole rows of some samples in a table, from the files in one pass, by attempt and sample."""
+        """Returns the whole rows of some samples from the files.
+
+        It reads them in one pass, and returns them by attempt and sample.
+        """
         found: dict[tuple[int, str], list[Row]] = {key: [] for key in keys}
         if keys:
             chosen = ", ".join(f"({int(attempt)}, {sql_text(sample_id)})" for attempt, sample_id in keys)
@@ -315,7 +320,9 @@ class RunStore:
         return found
 
     def beginnings(self, where: str, length: int, columns: str = "") -> dict[tuple[int, str], Row]:
-        """Returns the first characters of `prompt` and `answer` by attempt and sample, of the samples of `where`.
+        """Returns the first characters of `prompt` and `answer`.
+
+        Of the samples of `where`, by attempt and sample.
 
         A prompt begins with its last user message: what is before it, such as a system prompt, is often the same.
         `where` is about columns that are in memory.
@@ -380,7 +387,9 @@ class RunStore:
         return self._files("samples", "attempt, sample_id", matches, cursor)
 
     def _places(self, name: str, where: str) -> tuple[int, int | None]:
-        """Returns the first and the last row of the record that match `where`, a condition on columns in memory.
+        """Returns the first and the last row that match `where`.
+
+        It is a condition on columns in memory; rows are counted as in the record.
 
         (0, None): all rows; (0, -1): none. A read of a few rows then opens one file of hundreds.
         """

@@ -56,7 +56,7 @@ LARGEST = 1e150
 
 @dataclass(frozen=True, slots=True)
 class EvalPoint:
-    """The accuracy of an eval after `step` (-1 before training), with its 95 % interval if there is one."""
+    """Accuracy of an eval after `step`, -1 before training. With its 95 % interval if there is one."""
 
     name: str
     step: int
@@ -74,7 +74,7 @@ class History:
     evals: Sequence[EvalPoint] = ()
 
     def last(self, metric: str, window: int = WINDOW, skip: int = 0) -> list[float]:
-        """Returns the finite values of the last `window` steps, `skip` steps before the end."""
+        """Returns the finite values of the last `window` steps. They end `skip` steps before the last one."""
         values = self.columns.get(metric, ())
         end = max(0, len(values) - skip)
         return finite(values[max(0, end - window) : end])
@@ -89,7 +89,7 @@ class History:
         return math.fsum(values) / below if values and below > 0 else None
 
     def before(self, step: int, metric: str) -> float | None:
-        """Returns the mean over the `WINDOW` steps that end with `step`; of the first ones for an earlier step."""
+        """Returns the mean over the `WINDOW` steps up to `step`. Of the first ones for an earlier step."""
         chosen = [place for place, one in enumerate(self.steps) if one <= step][-WINDOW:] or range(WINDOW)
         values = self.columns.get(metric, ())
         measured = finite([values[place] for place in chosen if place < len(values)])
@@ -122,13 +122,13 @@ def finite(values: Values) -> list[float]:
 
 
 def ends_of(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the mean over the first and over the last 10 steps, or over the halves of fewer. Needs a value."""
+    """Returns the means over the first and last 10 steps. Of fewer steps, over the halves."""
     window = max(1, min(WINDOW, len(values) // 2))
     return statistics.fmean(values[:window]), statistics.fmean(values[-window:])
 
 
 def not_finite(history: History) -> Finding | None:
-    """A loss or gradient without a value has usually destroyed the weights already."""
+    """Finds NaN and infinity: the weights are usually lost already."""
     for steps_ago in range(min(WINDOW, len(history.steps))):
         names = sorted(
             name
@@ -148,7 +148,7 @@ def not_finite(history: History) -> Finding | None:
 
 
 def entropy(history: History) -> Finding | None:
-    """With a tenth of the first entropy left, the samples of a group are nearly equal and teach nothing."""
+    """Finds an entropy of a tenth of the first one. The samples of a group are then nearly equal and teach nothing."""
     values = finite(history.columns.get(ENTROPY, ()))
     now = history.mean(ENTROPY)
     if now is None or len(values) < 2 * WINDOW:
@@ -163,7 +163,10 @@ def entropy(history: History) -> Finding | None:
 
 
 def reward(history: History) -> Finding | None:
-    """Less than half of the best ten steps is left, by more than three standard errors: not the noise of few groups."""
+    """Finds a reward below half of the best ten steps.
+
+    The difference is more than three standard errors, so it is not the noise of few groups.
+    """
     name = REWARD if history.columns.get(REWARD) else TRAINED_REWARD
     now = history.last(name)
     windows = [history.last(name, WINDOW, skip) for skip in range(WINDOW, len(history.steps) - WINDOW + 1, WINDOW)]
@@ -181,7 +184,7 @@ def reward(history: History) -> Finding | None:
 
 
 def _spike(metric: str, least: float = 0.0) -> Callable[[History], tuple[float, float, int] | None]:
-    """Returns a function to the largest recent value above ten times the usual one, the usual one, and steps since."""
+    """Finds the largest recent value above ten times the usual one. Returns it, the usual one, and the steps since."""
 
     def largest(history: History) -> tuple[float, float, int] | None:
         found = None
@@ -230,7 +233,10 @@ def mismatch(history: History) -> Finding | None:
 
 
 def grad_norm(history: History) -> Finding | None:
-    """A step of ten times the usual norm moves the weights as far as ten steps, unless it is clipped."""
+    """Finds a gradient norm of ten times the usual one.
+
+    Such a step moves the weights as far as ten steps, unless it is clipped.
+    """
     found = _grad_norm_spike(history)
     if found is None:
         return None
@@ -242,13 +248,13 @@ def grad_norm(history: History) -> Finding | None:
 
 
 def _lasting(history: History, metric: str, limit: float) -> float | None:
-    """Returns the mean of the last steps if most of them reach `limit`. A single step has too few groups."""
+    """Returns the mean if most of the last steps reach `limit`. A single step has too few groups."""
     values = history.last(metric)
     return statistics.fmean(values) if len(values) >= WINDOW // 2 and statistics.median(values) >= limit else None
 
 
 def truncation(history: History) -> Finding | None:
-    """With a fifth cut off, the reward depends on the limit as much as on the answer."""
+    """Finds answers of which a fifth is cut off. The reward then depends on the limit as much as on the answer."""
     share = _lasting(history, TRUNCATED, 20)
     if share is None:
         return None
@@ -272,7 +278,7 @@ def zero_advantage(history: History) -> Finding | None:
 
 
 def stale(history: History) -> Finding | None:
-    """A fifth of the generation is thrown away because it is too old."""
+    """Finds that a fifth of the generation is too old."""
     share = _lasting(history, STALE, 20)
     if share is None:
         return None
@@ -294,7 +300,7 @@ def staleness(history: History) -> Finding | None:
 
 
 def waiting(history: History) -> Finding | None:
-    """Above half of the time, more servers shorten a step more than a faster trainer."""
+    """Finds a trainer that waits half of the time. More servers then shorten a step more than a faster trainer."""
     return _share(
         history, WAIT, "waiting", "waits for data", "The trainer waits {share:.0f} % of the time for answers.",
         "Add inference servers, raise max_async_rollout, or give the trainer fewer GPUs.",
@@ -302,7 +308,7 @@ def waiting(history: History) -> Finding | None:
 
 
 def idle(history: History) -> Finding | None:
-    """Above half of the time without a request, the engines wait for the trainer."""
+    """Finds engines without a request half of the time. They wait for the trainer."""
     return _share(
         history, IDLE, "idle", "no requests", "The inference servers have no request {share:.0f} % of the time.",
         "Raise max_async_rollout, or move GPUs from inference to the trainer.",
@@ -327,7 +333,10 @@ LEAST_FALL = 0.05
 
 
 def reward_hacking(history: History) -> Finding | None:
-    """An eval falls, outside its intervals, while answers become longer or repeat themselves, or the reward rises."""
+    """Finds an eval that falls while the reward is exploited.
+
+    It falls outside its intervals while answers become longer or repeat themselves, or the reward rises.
+    """
     for name in dict.fromkeys(point.name for point in history.evals):
         *earlier, newest = [point for point in history.evals if point.name == name]
         best = max(earlier, key=lambda point: point.accuracy, default=None)
@@ -380,9 +389,10 @@ STALLED_SECONDS = 300.0
 
 
 def stalled(silence: float | None, step_seconds: float | None) -> Finding | None:
-    """A step takes ten times the usual time, and at least five minutes.
+    """Finds a step of ten times the usual time.
 
-    `silence`: seconds since the last step ended; `step_seconds`: the median of the last steps. None if unknown.
+    It takes at least five minutes. `silence`: seconds since the last step ended; `step_seconds`: the median of the last
+    steps. None if unknown.
     """
     if silence is None or step_seconds is None or silence < max(STALLED_FACTOR * step_seconds, STALLED_SECONDS):
         return None
@@ -397,7 +407,10 @@ NOTHING_BYTES = GIB
 
 
 def disk(free: float, total: float, folder: str) -> Finding | None:
-    """Below 5 % and 20 GiB, a checkpoint may not fit; below 1 GiB, the record will not."""
+    """Finds a disk that is nearly full.
+
+    Below 5 % and 20 GiB, a checkpoint may not fit; below 1 GiB, the record will not.
+    """
     if free >= NOTHING_BYTES and (free >= LITTLE_BYTES or free >= LITTLE_SHARE * total):
         return None
     text = f"The disk of {folder} has {free / GIB:.1f} GiB left of {total / GIB:.0f}."

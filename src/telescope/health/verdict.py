@@ -110,7 +110,7 @@ def verdict(history: History, found: Sequence[Finding], state: State) -> list[di
 
 
 def progress(steps: Sequence[int], started: Values, ended: Values, num_steps: int | None, live: bool) -> dict[str, Any]:
-    """Returns the number of finished steps and the seconds left at the median duration of the last 10."""
+    """Returns the finished steps and the seconds left. At the median duration of the last 10."""
     seconds = step_seconds(started, ended)
     done = steps[-1] + 1 if steps else 0
     left = None
@@ -188,7 +188,7 @@ def _steps_followed(time: float | None, ended: Values, count: int) -> bool:
 
 
 def _lasted(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> bool:
-    """Returns whether two reports of one kind are about one problem that lasted from one to the other."""
+    """Returns whether two reports are about one problem. They are of one kind, and it lasted from one to the other."""
     if earlier["kind"] == "disk":
         return True
     between = (earlier["step"], later["first_step"])

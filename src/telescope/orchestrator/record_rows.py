@@ -245,7 +245,7 @@ def eval_row(
     error: str | None = None,
     servers: Iterable[int] = (),
 ) -> dict[str, Any]:
-    """Returns one row of `evals`, of an eval that has ended now; without a `result`, `error` is why."""
+    """Returns one row of `evals`, of an eval that ended now. Without a `result`, `error` is why."""
     row: dict[str, Any] = {
         "eval_id": plan.id_at(version),
         "name": plan.name,
@@ -281,7 +281,9 @@ def eval_row(
 def rows_of_eval_sample(
     plan: PlannedEval, version: int, item: EvalItem, sample: Trajectory, *, tokens: bool = False
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Returns the rows of a finished sample of an eval, each with its table. The sample follows its details.
+    """Returns the rows of an eval's sample, each with its table.
+
+    The sample follows its details.
 
     `tokens`: also those of `untrained_tokens_rows`.
     """
@@ -317,7 +319,7 @@ def tokens_row(tokens: SampleTokens, step: int | None) -> dict[str, Any]:
 
 
 def untrained_tokens_rows(sample: Trajectory, step: int | None) -> list[dict[str, Any]]:
-    """Returns the rows of `tokens` of a sample that no step trains, without numbers of the trainer."""
+    """Returns the rows of `tokens` of an untrained sample. They have no numbers of the trainer."""
     rows = []
     for part in sample.sequences() if sample.turns else ():
         nan_L = np.full(part.length, np.nan, dtype=np.float32)

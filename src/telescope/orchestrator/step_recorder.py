@@ -127,7 +127,7 @@ class StepRecorder:
         self._write_step(trained, metrics, generated, ended_at)
 
     def _metrics(self, trained: TrainedStep, generated: int, ended_at: float) -> dict[str, float]:
-        """Returns every metric of a step, and begins the counts of the next one."""
+        """Computes the metrics of a step, and resets the counts."""
         # The clock may have been set back in between.
         seconds = max(ended_at - trained.started_at, 1e-6)
         metrics = {
@@ -150,7 +150,7 @@ class StepRecorder:
         return metrics
 
     async def _write_batch(self, trained: TrainedStep) -> None:
-        """Writes the groups of a step with their samples, its distributions, and what the trainer recorded."""
+        """Writes the groups of a step, and its distributions. Also what the trainer recorded."""
         await self._write_trained_groups(trained)
         discarded, self._discarded_numbers = self._discarded_numbers, []
         for rows in step_stats_rows(trained.groups, trained.advantages.tolist(), discarded, step=trained.step):

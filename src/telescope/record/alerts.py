@@ -62,7 +62,7 @@ class Alerts:
             self._command.put({"attempt": self._recorder.attempt, **row})
 
     def close(self) -> None:
-        """Waits a few seconds for the commands of the last alerts, then kills the one that runs."""
+        """Waits a few seconds for the commands of the last alerts. Then kills the one that runs."""
         if self._command is not None:
             self._command.close()
 
@@ -154,7 +154,7 @@ class AlertCommand:
 
 
 def _keep(source: int, path: Path) -> None:
-    """Appends the first `OUTPUT_BYTES` of a pipe to the log, then closes it, which ends a command that writes on."""
+    """Appends the first `OUTPUT_BYTES` of a pipe to the log. Then closes it, which ends a command that writes on."""
     left = OUTPUT_BYTES
     try:
         with open(source, "rb", buffering=0) as pipe, open_log(path) as log:

@@ -135,7 +135,7 @@ class CodeSnapshot:
 
 
 def keep_code(run_dir: Path, attempt: int, *, max_mb: float, exclude: Sequence[str], folders: Sequence[str]) -> None:
-    """Writes the snapshot of this start in a thread that nothing waits for. A failure is one warning."""
+    """Writes the snapshot of this start in a daemon thread. A failure is one warning."""
     path, start = RunFiles(run_dir).code / f"attempt-{attempt}.tar.gz", Path.cwd()
     places = [Path(folder).expanduser().resolve() for folder in folders]
 

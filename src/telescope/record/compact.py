@@ -17,7 +17,7 @@ from telescope.errors import UserError
 from telescope.record.files import WriterLock
 from telescope.record.reader import Run, is_readable
 from telescope.record.table_files import TableFile, block_name, list_blocks, list_tails
-from telescope.record.table_writer import neighbors, why_foreign, write_block
+from telescope.record.table_writer import split_at_gaps, why_foreign, write_block
 from telescope.record.tables import TABLES
 
 FILE_BYTES = 256 * 2**20
@@ -59,7 +59,7 @@ def _merge(run: Run, name: str) -> list[Path]:
             run.exclude(file.path)
     whole = run.table_files(name)
     blocks: list[tuple[int, int, Path]] = []
-    for group in (part for run_of_files in neighbors(whole) for part in _by_size(run_of_files)):
+    for group in (part for run_of_files in split_at_gaps(whole) for part in _by_size(run_of_files)):
         first, end = group[0].first, group[-1].end
         if len(group) > 1 or group[0].rows is not None:
             write_block(TABLES[name], folder, group)

@@ -83,7 +83,9 @@ class FileState:
 
 
 def record_files(run_dir: str | os.PathLike[str]) -> dict[str, FileState]:
-    """Returns the files that make up a record, by their path in the run directory: what a copy of the run needs.
+    """Returns the files of a record by their path:
+
+    what a copy of the run needs.
 
     Leaves out checkpoints, weights, the folders of trackers, and incomplete files.
     """

@@ -79,7 +79,7 @@ class Thinning:
 
 
 class Sampler:
-    """Calls `read` every `interval` seconds in its own thread, from `start` to `stop`."""
+    """Calls `read` every `interval` seconds in its own thread."""
 
     def __init__(self, name: str, interval: float, read: Callable[[], Iterable[Reading]]) -> None:
         self._name = name

@@ -132,7 +132,7 @@ class LogParser:
             }
 
     def _continues(self, line: str) -> bool:
-        """Returns whether a line without a header belongs to the entry before it."""
+        """Returns whether a line continues the entry before it. The line has no header."""
         entry = self._entry
         if entry is None:
             return False

@@ -112,7 +112,7 @@ class Database:
     def _create_views(
         self, connection: duckdb.DuckDBPyConnection, names: Sequence[str], files: list[tuple[Run, Path]]
     ) -> None:
-        """Creates the views `names`, and adds the files that they read to `files`."""
+        """Creates the views `names`. Adds the files that they read to `files`."""
         for name in names:
             selects = [f"SELECT '' AS run, * FROM ({_empty(name)})"]
             for place, run in enumerate(self._runs):
@@ -151,7 +151,7 @@ def file_pattern(path: Path) -> str:
 def _visible_rows(
     connection: duckdb.DuckDBPyConnection, run: Run, name: str, place: int, files: list[tuple[Run, Path]]
 ) -> str:
-    """Returns a query for the rows of a run's table, without superseded ones."""
+    """Returns a query for the rows that are not superseded."""
     rows = all_rows(connection, run, name, place, files)
     superseded = superseded_sql(run.cutoffs())
     if TABLES[name].by_step:
@@ -171,7 +171,9 @@ def all_rows(
     files: list[tuple[Run, Path]],
     cursor: int = 0,
 ) -> str:
-    """Returns a query for all rows of a table in the files from row `cursor` on, and loads the newest rows.
+    """Returns a query for all rows from row `cursor` on.
+
+    Loads the newest rows.
 
     Adds the other files that it reads to `files`. `place` tells runs of one connection apart.
     """
@@ -187,7 +189,7 @@ def all_rows(
 
 
 def block_rows(name: str, blocks: Sequence[TableFile]) -> str:
-    """Returns a query for the rows of some blocks of a table, with all its columns."""
+    """Returns a query for the rows of some blocks. It has all columns of the table."""
     rows = f"({_empty(name)})"
     if blocks:
         listed = ", ".join(sql_text(file_pattern(block.path)) for block in blocks)

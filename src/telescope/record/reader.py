@@ -138,7 +138,7 @@ class Run:
         return data.select(list(columns)) if columns is not None else data
 
     def rows_since(self, name: str, cursor: int, columns: Sequence[str] | None = None) -> tuple[pa.Table, int]:
-        """Returns the rows of a table from row `cursor` on, and the next cursor.
+        """Returns the rows from row `cursor` on, and the next cursor.
 
         Includes superseded rows. Start with 0. Files before the cursor are not opened, so the cost depends only on new
         rows.
@@ -252,7 +252,9 @@ class Run:
         return None if isinstance(value, dict) else f"{path} must hold `field: value` lines"
 
     def table_files(self, name: str, cursor: int = 0) -> list[TableFile]:
-        """Returns the files with the rows of a table from `cursor` on, in order, each row once.
+        """Returns the files with the rows from `cursor` on.
+
+        They are in order and have each row once.
 
         Warns of lost and damaged ones and leaves them out.
         """
@@ -270,7 +272,7 @@ class Run:
         return [file for file in listing.files if not self.is_excluded(file.path)]
 
     def num_rows(self, name: str) -> int:
-        """Returns the number of rows of a table, superseded and lost ones included."""
+        """Returns the number of rows, superseded and lost ones included."""
         try:
             return list_files(self.files.table(name), AFTER_ALL_ROWS).end
         except PermissionError:
@@ -304,7 +306,7 @@ class Run:
 
     @property
     def num_unreadable(self) -> int:
-        """Lost or damaged files of tables that reads of this object have found."""
+        """Number of lost or damaged files that reads have found."""
         return len(self._unreadable)
 
     @property
@@ -313,7 +315,7 @@ class Run:
         return any(_signature(path) != seen for path, seen in self._unreadable.items())
 
     def exclude(self, path: Path) -> None:
-        """Excludes a damaged file, or one that may not be read, and warns of it."""
+        """Excludes a file that cannot be read, and warns of it."""
         match = BLOCK_NAME.match(path.name)
         rows = f"rows {int(match[1])} to {int(match[2])}" if match else "the rows"
         self._warn_once(path, f"{path} is damaged or may not be read: {rows} of its table are missing")
@@ -365,7 +367,7 @@ def is_run(directory: Path) -> bool:
 
 
 def find_runs(root: str | os.PathLike[str]) -> list[Run]:
-    """Returns the runs in `root`, or `root` itself if it is a run.
+    """Returns the runs in `root`, or `root` if it is one.
 
     Searches `SEARCH_DEPTH` levels below `root`. Raises `UserError` if `root` does not exist.
     """
@@ -462,7 +464,7 @@ def _latest(data: pa.Table, key: Sequence[str]) -> pa.Table:
 
 
 def _sample_key(data: pa.Table) -> pa.ChunkedArray:
-    """Returns attempt and sample as one text, empty for rows without a sample."""
+    """Returns attempt and sample as one text. It is empty for rows without a sample."""
     key = pc.binary_join_element_wise(data["attempt"].cast(pa.string()), data["sample_id"], ":")
     return pc.fill_null(key, "").combine_chunks()
 

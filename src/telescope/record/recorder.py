@@ -291,7 +291,7 @@ class Recorder:
 
     def _finish(self, cut: dict[str, int]) -> None:
         """Does the last writes. Retries while time is left, then turns tails into blocks."""
-        # A removed directory is not worth pending for.
+        # A removed directory does not come back: no retry.
         while (
             self._error is not None
             and not self._writer_lock.is_removed
@@ -313,7 +313,7 @@ class Recorder:
         self._writer_lock.release()
 
     def _overwrite_run_json(self) -> None:
-        """Writes how the run ended over the old `run.json`, so that it is not listed as dead."""
+        """Overwrites the old `run.json` with how the run ended. It is then not listed as dead."""
         ended = self._small_files.get(self.files.run_json)
         if ended is None or not self._writer_lock.is_held:
             return

@@ -137,7 +137,7 @@ TOOL_CALLS = Table(
         Column("call", INTEGER, "Place among the calls of the sample, from 0."),
         Column("name", TEXT, "Name of the tool."),
         Column("arguments", TEXT, "Its arguments, as JSON, or as the model wrote them if they are not valid."),
-        Column("result", TEXT, "What the model was told."),
+        Column("result", TEXT, "The result as the model received it."),
         Column("error", TEXT, "Why it failed; null if it succeeded."),
         Column("seconds", NUMBER, "How long the tool ran."),
     ),

@@ -90,7 +90,7 @@ def next_attempt(run_dir: Path | str) -> int:
 
 
 def status_now(run_dir: Path | str, info: RunInfo | None) -> str:
-    """Returns `live`, `dead`, how the run ended, or `unknown` without a readable `run.json`."""
+    """Returns the current status of a run. `live`, `dead`, how it ended, or `unknown` without a readable `run.json`."""
     if info is None:
         return "unknown"
     if info.status != "running":

@@ -145,7 +145,7 @@ class GpuReader:
             return {}
 
     def _utilization(self, device: Any) -> dict[str, float]:
-        """Reads the percentages of recent time with a running kernel and with memory access."""
+        """Reads the shares of recent time with kernels and memory access."""
         rates = self._nvml.nvmlDeviceGetUtilizationRates(device)
         return {"gpu_utilization_percent": float(rates.gpu), "gpu_memory_utilization_percent": float(rates.memory)}
 

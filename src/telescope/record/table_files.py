@@ -47,7 +47,7 @@ class TableFile:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Ordered files that have each row once, missing row ranges, and tails that are no Arrow streams."""
+    """Ordered files that have each row once. It also has missing row ranges, and tails that are no Arrow streams."""
 
     files: tuple[TableFile, ...]
     gaps: tuple[tuple[int, int], ...]
@@ -67,7 +67,7 @@ def tail_name(first: int) -> str:
 
 
 def list_files(directory: Path, cursor: int = 0) -> Listing:
-    """Returns the files with the rows of a table from row `cursor` on.
+    """Returns the files with the rows from row `cursor` on.
 
     Safe while the table is written. Tails before the row are not read, unless the newest is damaged.
     """
@@ -88,7 +88,7 @@ def list_tails(directory: Path) -> list[tuple[int, Path]]:
 
 
 def select(files: Iterable[TableFile], cursor: int = 0) -> Listing:
-    """Chooses files that have each row from `cursor` on once, the widest at each row."""
+    """Chooses files that have each row from `cursor` on once. At each row, the widest."""
     chosen: list[TableFile] = []
     gaps: list[tuple[int, int]] = []
     end, position = 0, cursor

@@ -121,7 +121,7 @@ class TableWriter:
         ]
         self._tail = None  # also after a failure: a block has whole tails
         try:
-            num_bytes = sum(write_block(self._table, self._directory, run) for run in neighbors(tails))
+            num_bytes = sum(write_block(self._table, self._directory, run) for run in split_at_gaps(tails))
         except pa.ArrowException:
             set_aside_foreign_files(self._table, self._directory)  # for the next try
             raise
@@ -153,9 +153,10 @@ class TableWriter:
 
 
 def set_aside_foreign_files(table: Table, directory: Path) -> None:
-    """Renames folders, links and tails that have the name of a file of the table and cannot be one.
+    """Renames entries that only look like files of the table.
 
-    They would be in the way of files with their name, or of the block that the tails become. Raises `OSError`.
+    These are folders, links, and tails of another table. They would block a file of their name, or the block that the
+    tails become. Raises `OSError`.
     """
     for name in sorted(os.listdir(directory)):
         path = directory / name
@@ -167,7 +168,7 @@ def set_aside_foreign_files(table: Table, directory: Path) -> None:
             target, number = path.with_name(f"{SET_ASIDE_PREFIX}{number}-{name}"), number + 1
         os.rename(path, target)
         logger.warning(
-            "record: %s is no file of table %s (%s). It is named %s now, and the table goes on without it",
+            "record: %s is no file of table %s (%s). It was renamed to %s",
             path,
             table.name,
             problem,
@@ -176,7 +177,7 @@ def set_aside_foreign_files(table: Table, directory: Path) -> None:
 
 
 def why_foreign(table: Table, path: Path) -> str | None:
-    """Returns why something with the name of a file of `table` cannot be one, or None. Blocks are not read."""
+    """Returns why an entry is no file of `table`, or None. The entry has the name of one. Blocks are not read."""
     if not path.is_file():
         return "a folder" if path.is_dir() else "a link to no file"
     if not TAIL_NAME.match(path.name):
@@ -195,7 +196,7 @@ def why_foreign(table: Table, path: Path) -> str | None:
     return None
 
 
-def neighbors(files: Iterable[TableFile]) -> list[list[TableFile]]:
+def split_at_gaps(files: Iterable[TableFile]) -> list[list[TableFile]]:
     """Splits ordered files where rows are missing between them."""
     runs: list[list[TableFile]] = []
     for file in files:
@@ -231,7 +232,7 @@ def write_at(path: Path, offset: int, content: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Makes a file, or the names in a folder, survive a power failure."""
+    """Makes a file or a folder's names survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -260,7 +261,7 @@ def _common_schema(table: Table, files: Iterable[TableFile]) -> pa.Schema:
 
 
 def _row_groups(files: Iterable[TableFile], schema: pa.Schema) -> Iterator[pa.Table]:
-    """Yields the rows of all files, in order, in tables of bounded size."""
+    """Yields the rows of all files in tables of bounded size."""
     pending: list[pa.Table] = []
     for data in (data for file in files for data in _tables_of(file)):
         pending.append(conform(data, schema))

@@ -62,7 +62,7 @@ class FakeEngineApp:
 
     @property
     def state(self) -> SimpleNamespace:
-        """The application state in which the policy version middleware looks for the engine."""
+        """Application state that the policy version middleware reads."""
         states = {
             r.request_id: SimpleNamespace(
                 external_req_id=wire.engine_request_id(r.request_id),
@@ -300,7 +300,7 @@ class AnswerWriter:
         return f'{{{pair},"top_logprobs":[{{{pair}}}]}}'.encode()
 
     def write(self, request: FakeRequest, reason: str) -> bytes:
-        """Returns the body of a generate answer for the tokens that `request` has sampled so far."""
+        """Encodes the answer with the tokens that `request` has."""
         count = request.num_tokens
         ids, entries = self._tokens(request, count)
         spans = b""
@@ -350,7 +350,7 @@ class AnswerWriter:
 
 
 class _Generator:
-    """A small fixed pseudo-random sequence (Knuth's MMIX constants), the same in every Python version."""
+    """A small pseudo-random sequence, equal in every Python version. It has the constants of Knuth's MMIX."""
 
     def __init__(self, seed: int) -> None:
         self._state = (seed * 2862933555777941757 + 3037000493) & 0xFFFFFFFFFFFFFFFF

@@ -115,7 +115,7 @@ class _QuietServer(uvicorn.Server):
 
 
 def _with_app(app: FakeEngineApp, outermost: Application) -> Application:
-    """Puts the application into the scope before any middleware runs, as Starlette does."""
+    """Puts the application into the scope, as Starlette does."""
 
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
         await outermost({**scope, "app": app}, receive, send)

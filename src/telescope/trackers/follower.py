@@ -203,7 +203,7 @@ def _histograms(rows: list[Mapping[str, Any]]) -> dict[str, Histogram]:
 
 
 def kind_of(name: str) -> str | None:
-    """Returns the kind of upload that a file of a record belongs to, or None if it is never copied."""
+    """Returns the kind of upload that a file belongs to. None: it is never copied."""
     if any(fnmatch(part, pattern) for part in Path(name).parts for pattern in SECRETS):
         return None
     found = next((kind for kind, names in PATTERNS.items() if any(fnmatch(name, each) for each in names)), None)
@@ -217,7 +217,7 @@ class _Sent:
 
 
 class ChangedFiles:
-    """Chooses the files of a run that are copied to another place, and when.
+    """Chooses which files of a run are copied, and when.
 
     unchanged         never again: most files of a record never change
     new               at once
@@ -231,7 +231,9 @@ class ChangedFiles:
         self._sent: dict[str, _Sent] = {}
 
     def due(self, now: float, *, last: bool = False) -> tuple[list[str], dict[str, int]]:
-        """Returns the names of changed files, in order, and the size of every file of the wanted kinds.
+        """Returns the names of changed files, in order.
+
+        Also the size of every file of the wanted kinds.
 
         `last`: also changed files whose time has not come.
         """

@@ -41,7 +41,9 @@ CLOSE_SECONDS = 60.0
 
 
 class TrackerSink:
-    """Copies step metrics to the trackers of the config, and lets them follow the record in `run_dir`.
+    """Copies step metrics to the trackers of the config.
+
+    They follow the record in `run_dir` by themselves.
 
     With `run_path` (entity/project/run_id), metrics go to that run of W&B alone, which must exist.
     """

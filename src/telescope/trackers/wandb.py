@@ -68,7 +68,7 @@ def wandb_mode(environment: Mapping[str, str]) -> str:
 
 
 def start(run: TrackedRun, report: Report) -> WandbTracker:
-    """Starts the run as configured, or offline if the server cannot be reached."""
+    """Starts the run, offline if the server cannot be reached."""
     import wandb
 
     try:
@@ -135,7 +135,7 @@ class WandbTracker:
         self._log("step", step, made)
 
     def log_gauges(self, time: float, values: Mapping[str, float]) -> None:
-        """Adds a row with the gauges, at the minutes since the run started."""
+        """Adds a row with the gauges. Its axis is the minutes since the run started."""
         self._log("elapsed_minutes", (time - self._info.started_at) / 60, values)
 
     def log_summary(self, values: Mapping[str, float]) -> None:

@@ -49,7 +49,9 @@ NAMES_PER_QUESTION = 100
 
 
 class RecordUpload:
-    """The files of one run of W&B (`run`, of its client) with the record in `run_dir`.
+    """Copies the record in `run_dir` to a run of W&B.
+
+    `run` is that of its client.
 
     Files of other kinds than `kinds`, which an earlier attempt has uploaded, stay.
     """
@@ -126,7 +128,7 @@ class RecordUpload:
         return wandb.Api(timeout=API_SECONDS).run(self._run.path)
 
     def _log_code(self, archive: Path) -> None:
-        """Logs a code snapshot as W&B's artifact of sources, which its page Code shows."""
+        """Logs a code snapshot as W&B's artifact of sources. The page Code of W&B shows it."""
         with tempfile.TemporaryDirectory(prefix="telescope-code-") as folder:
             with tarfile.open(archive) as opened:
                 opened.extractall(folder, filter="data")

@@ -46,7 +46,7 @@ class UnreachableError(WandbError):
 
 @dataclass(frozen=True)
 class RemoteRun:
-    """A run of Telescope on W&B, as the list of runs has it."""
+    """A run of Telescope in the list of W&B."""
 
     name: str
     """Its id on W&B, which is the run id of its record."""
@@ -92,7 +92,9 @@ class WandbProject:
         return "W&B" if self.host in DEFAULT_HOSTS else self.host
 
     def runs(self, newer_than: float = 0.0, names: Iterable[str] = ()) -> tuple[list[RemoteRun], int]:
-        """Returns the runs of Telescope, newest first, and the number of all runs.
+        """Returns the runs of Telescope, newest first.
+
+        Also the number of all runs.
 
         With `newer_than`, only those that were created later, that are running, or that are in `names`.
         """
@@ -110,7 +112,7 @@ class WandbProject:
         return [self._remote_run(run) for run in ours], len(found)
 
     def files(self, name: str) -> dict[str, RemoteFile] | None:
-        """Returns the current files of a record, by their path in a run directory. None without a record."""
+        """Returns the current files of a record by their path. None without a record."""
 
         def ask() -> dict[str, RemoteFile]:
             run = self._client().run(f"{self.path}/{name}")
@@ -194,7 +196,7 @@ class WandbProject:
 
 
 def is_record_file(name: Any) -> bool:
-    """Returns whether a name from a server is that of a file of a record, and so leads nowhere else."""
+    """Returns whether a server's name is that of a record file. It then leads nowhere else."""
     if not isinstance(name, str) or kind_of(name) is None:
         return False
     parts = PurePosixPath(name).parts

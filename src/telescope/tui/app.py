@@ -90,7 +90,7 @@ class RunApp(App[None]):
         named = [(one, f"{place + 1} {one}") for place, one in enumerate(PAGES)]
         marks = [f"[{text}]" if one == name else f" {text} " for one, text in named]
         self.query_one("#tabs", Static).update(" ".join(marks))
-        self.page.seen()
+        self.page.open()
 
     def action_filter(self) -> None:
         """Goes to the filter of the page."""
@@ -121,4 +121,4 @@ class RunApp(App[None]):
             grown.add("status")
         self._seen, self._state = sizes, state
         for page in self.query(Page):
-            page.grown(grown)
+            page.read_grown(grown)

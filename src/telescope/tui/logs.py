@@ -105,7 +105,7 @@ class LogsPage(Page):
 
     def on_resize(self) -> None:
         """Wraps the lines anew."""
-        if self._next is not None and self.is_seen:
+        if self._next is not None and self.is_in_front:
             self._again()
 
     def _again(self) -> None:

@@ -29,8 +29,8 @@ class Page(Vertical):
         return cast("RunApp", self.app)
 
     @property
-    def is_seen(self) -> bool:
-        """Whether this page is in front."""
+    def is_in_front(self) -> bool:
+        """Returns whether this page is in front."""
         return self.view.page is self
 
     def read(self) -> Any:
@@ -41,17 +41,17 @@ class Page(Vertical):
         """Shows what `read` returned."""
         raise NotImplementedError
 
-    def seen(self) -> None:
-        """Reads what is new, because the page comes to the front."""
+    def open(self) -> None:
+        """Brings the page to the front and reads what is new."""
         self.focus_first()
         if self.is_stale:
             self.refresh_data()
 
-    def grown(self, tables: set[str]) -> None:
-        """Reads again, now or when the page is seen, if one of its tables has grown."""
+    def read_grown(self, tables: set[str]) -> None:
+        """Reads again if one of its tables has grown, now or when it is opened."""
         if self.TABLES & tables:
             self.is_stale = True
-            if self.is_seen:
+            if self.is_in_front:
                 self.refresh_data()
 
     def refresh_data(self) -> None:

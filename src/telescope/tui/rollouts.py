@@ -73,7 +73,7 @@ def _steps(value: str) -> tuple[int | None, int | None]:
 
 
 class RolloutsPage(Page):
-    """A table of samples, and the conversation of the one under the cursor."""
+    """A table of samples, and the selected conversation."""
 
     TABLES: ClassVar[frozenset[str]] = frozenset({"samples", "attempts"})
     DEFAULT_CSS = """

@@ -28,7 +28,7 @@ def _documents(request: Request) -> Documents:
 
 
 def _run_id(registry: Runs, run: Annotated[str, OPENED] = "") -> str:
-    """Returns the id of a run that stays when its folder is moved or copied."""
+    """Returns the id that a run keeps when its folder moves."""
     if not run:
         return ""
     opened = registry.find(run).run

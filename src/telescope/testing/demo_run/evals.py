@@ -24,7 +24,7 @@ SECONDS = 6.0
 
 
 def write_evals(writer: RunWriter, version: int) -> None:
-    """Writes and reports the results of the evals of a policy version, which end at the writer's time."""
+    """Writes and reports the evals of a policy version. They end at the writer's time."""
     for number, name in enumerate(EVALS):
         eval_id = id_of(name, version)
         common: dict[str, Any] = {
@@ -62,7 +62,7 @@ def write_evals(writer: RunWriter, version: int) -> None:
 
 
 def write_eval_samples(writer: RunWriter, version: int, end: float) -> None:
-    """Writes the samples of the evals of a policy version, which ended at `end`."""
+    """Writes the samples of the evals that ended at `end`."""
     for name in EVALS:
         if version == writer.simulation.curves.story.skipped_eval:
             continue

@@ -42,7 +42,7 @@ WORK_SECONDS = 0.3
 
 
 def main(folder: Path, num_steps: int) -> int:
-    """Writes the runs, with `num_steps` steps at first, until standard input is closed. Returns the exit code."""
+    """Writes the runs until standard input is closed. They have `num_steps` steps at first. Returns the exit code."""
     try:
         origin = time.time() - Curves(STORY).start(num_steps)
         with RunWriter(folder / "demo", STORY, num_steps=num_steps + STEPS_TO_COME, origin=origin) as writer:
@@ -95,7 +95,7 @@ def _work(older: Iterator[None]) -> bool:
 
 
 def _older(writer: RunWriter, folder: Path, num_steps: int) -> Iterator[None]:
-    """Writes what the first steps lack, the newest first, and the other runs. Yields between two steps."""
+    """Writes what the first steps lack, then the other runs. The newest steps come first. Yields between two steps."""
     yield from writer.write_gauges(num_steps, OLD_GAUGE_SECONDS)
     for number in reversed(range(num_steps)):
         writer.write_samples(number)

@@ -24,7 +24,9 @@ NUM_STEPS = 1000
 
 @contextmanager
 def demo_runs(num_steps: int = NUM_STEPS) -> Iterator[Path]:
-    """Returns a temporary folder with generated runs, one of which goes on after `num_steps`. Removes it at the end.
+    """Generates runs in a temporary folder.
+
+    One of them goes on after `num_steps`. Removes it at the end.
 
     Raises `RunError` if they cannot be written.
     """

@@ -71,7 +71,7 @@ class Step:
 
 
 class Simulation:
-    """Makes the steps of a run, each from the seed and its number. Times are Unix seconds after `origin`."""
+    """Makes each step from the seed and its number. Times are Unix seconds after `origin`."""
 
     def __init__(self, curves: Curves, *, origin: float, num_groups: int = 4) -> None:
         self.curves = curves
@@ -152,7 +152,7 @@ class Simulation:
         return made
 
     def _sync_spans(self, made: Step) -> list[dict[str, Any]]:
-        """Returns the spans of the weight sync at the end of a step, and notes its metrics."""
+        """Returns the spans of the weight sync, and notes its metrics."""
         draw = self.curves.draw(made.number)
         rows, pauses, transfers = [], [], []
         size = 3_440_000_000
@@ -201,7 +201,7 @@ class Simulation:
 
 @lru_cache(1)
 def material() -> tuple[dict[str, list[Problem]], dict[str, list[Problem]], Vocabulary]:
-    """Returns the problems to train on and those of evals, by task, and their vocabulary."""
+    """Returns the problems of training and evals, and their vocabulary."""
     training, held_out = ({task: make_problems(task, seed) for task in TASKS} for seed in range(2))
     every = (*training.values(), *held_out.values())
     return training, held_out, Vocabulary([problem for problems in every for problem in problems])
@@ -220,7 +220,7 @@ def _score(problem: Problem, answer: Answer) -> RewardRecord:
 
 
 def _place(groups: Sequence[Group], server: int, begin: float, end: float, made: Step) -> None:
-    """Gives the samples of one server their lanes, and times between `begin` and `end`."""
+    """Gives the samples of one server their lanes and times. The times are between `begin` and `end`."""
     lengths = [[_weight(sample) for sample in group.samples] for group in groups]
     totals = [sum(column) for column in zip(*lengths, strict=True)] or [1.0]
     # Lanes with fewer tokens are somewhat slower, so that all end soon before the batch is complete.
@@ -244,7 +244,7 @@ def _weight(sample: Trajectory) -> float:
 
 
 def _set_times(sample: Trajectory, start: float, seconds: float, made: Step) -> None:
-    """Sets the times of a sample's turns, and the policy versions of their tokens."""
+    """Sets the times and policy versions of a sample's turns."""
     tokens = max(1, sample.num_completion_tokens)
     generating = seconds - REWARD_SECONDS - TOOL_SECONDS * (len(sample.turns) - 1)
     at = start

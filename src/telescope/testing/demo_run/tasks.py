@@ -24,7 +24,7 @@ EOS = "<|im_end|>"
 
 @dataclass(slots=True)
 class Part:
-    """One answer of the model within a conversation, and what the environment said before it."""
+    """One answer of the model, and the environment's words before it."""
 
     text: str
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -342,7 +342,7 @@ def _apply(value: int, sign: str, number: int) -> int:
 
 
 def _expression(numbers: list[int], signs: list[str]) -> str:
-    """Returns the numbers joined from left to right, with the parentheses that this needs."""
+    """Joins the numbers from left to right, with parentheses."""
     text, weak = str(numbers[0]), False
     for sign, number in zip(signs, numbers[1:], strict=True):
         text = f"({text}) {sign} {number}" if sign == "*" and weak else f"{text} {sign} {number}"

@@ -146,7 +146,7 @@ class RunWriter:
         self.recorder.close()
 
     def write_step(self, number: int) -> None:
-        """Writes a step with its metrics, alerts and log lines, and the evals before it."""
+        """Writes a step, and the evals before it. With its metrics, alerts and log lines."""
         made = self.simulation.step(number, num_tokens_samples=0)
         self.now = made.start
         with self._logs():
@@ -166,7 +166,7 @@ class RunWriter:
         self._make_room()
 
     def write_samples(self, number: int) -> None:
-        """Writes the samples and distributions of a step, its spans, and the answers of the evals before it."""
+        """Writes the samples, distributions and spans of a step. And the answers of the evals before it."""
         made = self.simulation.step(number, num_tokens_samples=NUM_TOKENS_SAMPLES)
         if number % EVAL_EVERY == 0:
             write_eval_samples(self, number, made.start)
@@ -197,7 +197,7 @@ class RunWriter:
 
     @contextmanager
     def _logs(self) -> Iterator[None]:
-        """Writes what the status logs inside as rows of `logs`, and nowhere else."""
+        """Writes what is logged inside as rows of `logs` alone."""
         LOGGER.addHandler(self._handler)
         LOGGER.propagate = False
         try:
@@ -307,7 +307,7 @@ class RunWriter:
 
 
 class _LogHandler(logging.Handler):
-    """Writes what the status logs as rows of `logs`, at the time of the run."""
+    """Writes log records as rows, at the time of the run."""
 
     def __init__(self, writer: RunWriter) -> None:
         super().__init__()
