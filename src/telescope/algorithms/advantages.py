@@ -21,7 +21,7 @@ from telescope.config.algorithms import ALGORITHM_FACTS, AdvantageNorm
 
 
 class ScoredSample(Protocol):
-    """The fields of a sample that this package reads and writes, such as `trainer.batch.TrainSample`."""
+    """The fields of a sample that this package reads and writes. `trainer.batch.TrainSample` is one."""
 
     group_id: int
     reward: float
@@ -39,7 +39,7 @@ def is_masked(sample: ScoredSample) -> bool:
 
 
 def group_advantages(rewards_n: np.ndarray, algorithm: Algorithm, advantage_norm: AdvantageNorm) -> np.ndarray:
-    """Computes advantages of one group's unmasked rewards, before whitening; float64 [n] -> [n]."""
+    """Computes advantages of one group's unmasked rewards, [n] -> [n]. They are float64, not yet whitened."""
     if rewards_n.size == 1:
         return rewards_n.copy()
     if rewards_n.min() == rewards_n.max():
@@ -48,7 +48,7 @@ def group_advantages(rewards_n: np.ndarray, algorithm: Algorithm, advantage_norm
 
 
 def whiten(advantages_M: np.ndarray) -> np.ndarray:
-    """Computes (A - mean) / (std + 1e-4) over the batch, std with ddof = 1. Equal values give 0."""
+    """Whitens over the batch: (A - mean) / (std + 1e-4). std has ddof = 1. Equal values give 0."""
     if advantages_M.size < 2 or advantages_M.min() == advantages_M.max():
         return np.zeros_like(advantages_M)
     return (advantages_M - advantages_M.mean()) / (advantages_M.std(ddof=1) + STD_EPSILON)

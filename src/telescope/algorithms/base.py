@@ -1,4 +1,4 @@
-"""The interface of an algorithm: a baseline within the group, a loss per trained token, and a denominator.
+"""The interface of an algorithm: a baseline, a loss, a denominator.
 
 Owns that interface, the tensors that a loss may read, and the lookup by name (`ALGORITHM` in the module of that name;
 the names and their rules are in `telescope.config.algorithms`). Does not own the origin of the tensors, nor the sum
@@ -76,7 +76,7 @@ class Algorithm:
 
 
 def clamped_delta(tokens: TokenBatch) -> torch.Tensor:
-    """Computes logp - ref of each token, clamped to +-20. [N], with gradient inside the bounds."""
+    """Computes logp - ref of each token, clamped to +-20."""
     return (tokens.logp_N - tokens.ref_logp_N).clamp(-DELTA_CLAMP, DELTA_CLAMP)
 
 
@@ -86,7 +86,7 @@ def token_denominator(config: Any) -> Denominator:
 
 
 def mean_over_sample(values_N: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:
-    """Computes the mean over the trained tokens of each sample, repeated for its tokens: [N] -> [N].
+    """Computes the mean over each sample's trained tokens, [N] -> [N]. It is repeated for each token.
 
     A sample is never split over micro-batches, so its mean is complete.
     """

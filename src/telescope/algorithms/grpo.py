@@ -1,4 +1,6 @@
-"""GRPO: group-relative advantages divided by the standard deviation of the group (DeepSeekMath, arXiv 2402.03300).
+"""GRPO: advantages relative to the group (DeepSeekMath, arXiv 2402.03300).
+
+They are divided by the standard deviation of the group.
 
 As implemented: A = (r - mean) / (std + 1e-4) with ddof = 1, loss of a token -A logp, divided by the trained tokens of
 the whole optimizer step. Without clipping there is no ratio: at the first update of a batch -A logp has the gradient of
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def standardize(rewards_n: np.ndarray) -> np.ndarray:
-    """Computes (r - mean) / (std + 1e-4) over a group, std with ddof = 1."""
+    """Whitens over a group: (r - mean) / (std + 1e-4). std has ddof = 1."""
     return (rewards_n - rewards_n.mean()) / (rewards_n.std(ddof=1) + STD_EPSILON)
 
 

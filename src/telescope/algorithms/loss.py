@@ -1,4 +1,4 @@
-"""The loss of each token, for every algorithm and backend, and the modifiers of an algorithm's loss.
+"""The loss of each token, and the modifiers of an algorithm's loss. Every backend uses them.
 
     policy    the algorithm's loss, or PPO's clipped ratio instead
     x weight  truncated importance sampling
@@ -65,7 +65,10 @@ class LossTerms:
 
 
 def needs_batch_reference(config: Any) -> bool:
-    """Returns whether the loss has a ratio to the trainer's logprobs from before the batch's first update."""
+    """Returns whether the loss has a ratio to the batch's first logprobs.
+
+    Those are the trainer's from before the batch's first update.
+    """
     holds_ratio = ALGORITHM_FACTS[config.algorithm].holds_ratio or config.use_ppo_clip
     return bool(holds_ratio and config.ppo_clip_ref_logprobs == "batch")
 
@@ -116,7 +119,7 @@ def importance_weight(
 
 
 def kl_to_rollout_policy(tokens: TokenBatch, config: Any) -> torch.Tensor:
-    """Computes `kl_estimator` of each token, [N], with delta = logp - engine's logprob, clamped to +-20."""
+    """Computes `kl_estimator` of each token, [N]. delta = logp - engine's logprob, clamped to +-20."""
     delta_N = (tokens.logp_N - tokens.engine_logp_N).clamp(-DELTA_CLAMP, DELTA_CLAMP)
     if config.kl_estimator == "k2":
         return 0.5 * delta_N.square()
@@ -147,7 +150,7 @@ def clipped_ratio_loss(tokens: TokenBatch, config: Any) -> torch.Tensor:
 
 
 def clipped_sides(tokens: TokenBatch, config: Any) -> ClipSides:
-    """Returns which tokens are clipped: below for A < 0, above for A > 0 or by the dual clip."""
+    """Returns which tokens are clipped. They lie below for A < 0, above for A > 0 or by the dual clip."""
     ratio_N = clamped_delta(tokens).exp()
     low_N = (ratio_N < 1.0 - config.clip_low) & (tokens.advantage_N < 0)
     high_N = (ratio_N > 1.0 + config.clip_high) & (tokens.advantage_N > 0)

@@ -1,4 +1,4 @@
-"""RLOO: each answer against the mean of the others (Back to Basics, arXiv 2402.14740).
+"""RLOO: each answer against the others' mean (arXiv 2402.14740). The paper is "Back to Basics".
 
 As implemented: A = (r - mean) n / (n - 1), which is r minus the mean of the other n - 1 rewards; loss of a token
 -A logp. The paper treats an answer as one action and sums its logprobs, which equals the sum over tokens.

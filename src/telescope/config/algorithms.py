@@ -41,6 +41,6 @@ else:
 
 
 def names_where(holds: Callable[[AlgorithmFacts], bool]) -> str:
-    """The algorithms of which `holds` is true, as words: `cispo, gspo or sapo`."""
+    """Lists algorithms of which `holds` is true: `cispo, gspo or sapo`."""
     names = [name for name, facts in ALGORITHM_FACTS.items() if holds(facts)]
     return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

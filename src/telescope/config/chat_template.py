@@ -27,7 +27,7 @@ CONVERSATIONS = (
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """The `{% generation %}` block, which marks the model's text: only its body counts here."""
+    """The `{% generation %}` block, which marks the model's text. Only its body counts here."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 

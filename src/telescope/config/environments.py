@@ -1,4 +1,4 @@
-"""Entries of the lists `environments` and `evals`, and the environments that a run needs.
+"""Entries of `environments` and `evals`, and the environments of a run.
 
 An entry names an environment (or an eval) and its settings. The schema imports no user code, so it does not check that
 the name exists; `telescope.config.preflight` does, before anything starts. `environment_keys` lists the environments
@@ -104,7 +104,7 @@ class EvalEntry(Section):
 
 @dataclass(frozen=True)
 class EnvironmentKeys:
-    """Names of the environments in the pool: one key per training entry and one per eval entry."""
+    """Names of the environments in the pool. One key per training entry and one per eval entry."""
 
     specs: list[EnvironmentSpec]
     training: list[str]

@@ -1,4 +1,4 @@
-"""The configuration of `telescope eval`: what to measure, and the fields of the training schema that concern it.
+"""The configuration of `telescope eval`. It has what to measure, and the fields of the training schema that concern it.
 
 A YAML file or flags set both. Fields that concern only training are refused. `build_eval_config` makes the
 `TelescopeConfig` that servers and environments of an eval are started with; for checkpoints of a run it begins with the

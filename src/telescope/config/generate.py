@@ -1,4 +1,4 @@
-"""Describes the fields, and writes the default YAML and the configuration reference from the schema.
+"""Writes the default YAML and the configuration reference from the schema.
 
 `python -m telescope.config.generate` writes both into the checkout; a test checks that the committed files match.
 The installed package generates them too: `telescope config defaults` prints the default file.
@@ -31,7 +31,7 @@ GENERATED = "generated from the schema by `python -m telescope.config.generate`;
 
 
 def default_yaml() -> str:
-    """`default_train.yaml`: every field with its default, under its section, described in a comment."""
+    """Returns `default_train.yaml`: every field with its default. Each is under its section, described in a comment."""
     lines = ["# Every field of Telescope's configuration with its default.", f"# This file is {GENERATED}.", ""]
     for section in SECTIONS:
         lines += [f"# --- {section.TITLE} ---", ""]
@@ -54,7 +54,7 @@ def resolved_yaml(config: TelescopeConfig) -> str:
 
 
 def documentation() -> str:
-    """`configuration.md`: how a configuration is put together, every field, and the rules between fields."""
+    """Returns `configuration.md`: layers, every field, rules between fields."""
     parts = [_INTRODUCTION]
     for section in SECTIONS:
         parts.append(f"## {section.TITLE}\n")
@@ -206,7 +206,7 @@ class FieldDescription:
 
 
 def describe_section(section: type[Section], prefix: str = "") -> list[FieldDescription]:
-    """The fields of a section (or of an entry type, with a `prefix` such as `evals.`) in order."""
+    """The fields of a section in order. An entry type has a `prefix` such as `evals.`."""
     return [
         FieldDescription(
             name=name,
@@ -227,7 +227,7 @@ def describe_all() -> list[FieldDescription]:
 
 
 def yaml_text(value: Any) -> str:
-    """A value on one line of YAML that reads back as the same value."""
+    """Formats a value as one line of YAML that reads back."""
     if isinstance(value, float):
         return _float_text(value)
     if isinstance(value, str):

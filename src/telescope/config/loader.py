@@ -257,9 +257,10 @@ for _tag, _pattern, _first in SCALARS:
 
 
 def read_yaml_file(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """The top-level mapping of a file, and the line of each of its keys. An empty file is an empty mapping.
+    """Returns a file's top-level mapping, and the line of each key.
 
-    Raises `ConfigError` when the file cannot be read, is not YAML, or is not a mapping.
+    An empty file is an empty mapping. Raises `ConfigError` when the file cannot be
+    read, is not YAML, or is not a mapping.
     """
     if path.is_dir():
         raise ConfigError(f"--config {path} is a directory. Give the path of a YAML file")
@@ -303,7 +304,7 @@ def yaml_problem(error: yaml.YAMLError) -> str:
 
 
 def _why_no_run(folder: Path) -> str:
-    """Says why a folder cannot be resumed, and which one was probably meant."""
+    """Returns why a folder cannot be resumed, and a likely alternative."""
     run = folder.absolute().parent.parent
     if folder.name.startswith("step_") and (run / "config.yaml").is_file():
         step = folder.name.removeprefix("step_")
@@ -316,7 +317,7 @@ def _why_no_run(folder: Path) -> str:
 
 
 def _neighbors(path: Path) -> str:
-    """Lists files beside a missing one, since its name is often nearly right."""
+    """Lists files beside a missing one. Its name is often nearly right."""
     folder = path.parent
     if not folder.is_dir():
         return f"; neither does the directory {folder}"

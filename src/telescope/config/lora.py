@@ -1,4 +1,4 @@
-"""LoRA's fields: their rules, the layers that get an adapter, and the parameters of adapters.
+"""LoRA's fields: rules, choice of layers, and parameters of adapters.
 
 Imports no torch: the trainer and the checks before a start choose layers by the same function.
 """
@@ -109,7 +109,7 @@ def choose_layers(targets: str | Sequence[str], linear: Sequence[str], others: I
 
 
 def linear_layers(shape: ModelShape) -> Iterator[tuple[str, int, int]]:
-    """Yields name, inputs and outputs of the linear layers that can have an adapter. Experts cannot."""
+    """Yields linear layers that can have an adapter: name, inputs, outputs. Experts cannot."""
     query, key_value = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     width, inner = shape.hidden_size, shape.intermediate_size
     for index in range(shape.num_layers):
@@ -139,7 +139,7 @@ def other_modules(shape: ModelShape) -> Iterator[str]:
 
 
 def check_adapters(config: TelescopeConfig, shape: ModelShape) -> None:
-    """Raises `ConfigError` when `lora_target_modules` names what has no adapter in a Llama or Qwen model."""
+    """Raises `ConfigError` when a Llama or Qwen model lacks a target."""
     choose_layers(config.lora_target_modules, [name for name, _, _ in linear_layers(shape)], other_modules(shape))
 
 

@@ -1,4 +1,4 @@
-"""Resources of this machine: cores, memory, GPUs, and the ports of inference servers. Imports no torch and no Ray.
+"""Resources of this machine: cores, memory, GPUs, and ports. Imports no torch and no Ray.
 
 A running cluster is queried through Ray instead (`telescope.cluster`).
 
@@ -94,10 +94,13 @@ CONNECTION_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 
 
 class PortHold:
-    """Reservation of a port for a server, before and after it binds the port."""
+    """A server's port, reserved before and after it binds it."""
 
     def __init__(self, port: int) -> None:
-        """Raises `OSError` with EADDRINUSE when another process, or another server of this one, reserved it."""
+        """Raises `OSError` with EADDRINUSE for a reserved port.
+
+        Another process, or another server of this one, has it.
+        """
         # Not inherited by the server: the supervisor keeps the reservation through restarts.
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
@@ -193,7 +196,7 @@ def _explain(host: str, port: int, problem: str, server: int, num_servers: int) 
 
 
 def _free_block(host: str, count: int, above: int) -> int | None:
-    """Returns the first of `count` free ports, in steps of 100 above `above`."""
+    """Returns the first of `count` free ports above `above`. The steps are 100."""
     for step in range(1, PORTS_TO_TRY + 1):
         base = above + 100 * step
         if base + count - 1 > 65535:

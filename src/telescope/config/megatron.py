@@ -1,4 +1,4 @@
-"""The Megatron backend's fields: their rules, the models that it trains, and the memory of one rank.
+"""The Megatron backend's fields: rules, checks, memory of a rank.
 
 Imports neither torch nor megatron-core, so that a configuration is checked before anything starts.
 """
@@ -51,7 +51,7 @@ FP8_MULTIPLE = 16
 
 
 def megatron_model_parallel_size(config: TelescopeConfig) -> int:
-    """Ranks that hold one copy of the model: tensor x pipeline x context."""
+    """Ranks of one model copy: tensor x pipeline x context."""
     return (
         config.megatron_tensor_parallel_size
         * config.megatron_pipeline_parallel_size
@@ -207,7 +207,7 @@ MEGATRON_RULES: tuple[Rule, ...] = (
 
 
 def check_transformer_engine(config: TelescopeConfig) -> None:
-    """Raises `ConfigError` when a field needs Transformer Engine and it is not installed here."""
+    """Raises `ConfigError` when a field needs a missing Transformer Engine."""
     if config.train_backend != "megatron" or all(map(installed_version, TRANSFORMER_ENGINE)):
         return
     for field in NEEDS_TRANSFORMER_ENGINE:
@@ -218,7 +218,10 @@ def check_transformer_engine(config: TelescopeConfig) -> None:
 
 
 def check_gpu_fields(config: TelescopeConfig, device: str, capabilities: Sequence[float] = ()) -> None:
-    """Raises `ConfigError` for a field that needs a GPU, or a newer one than those of these compute capabilities."""
+    """Raises `ConfigError` for a field that needs another device.
+
+    `capabilities` are the compute capabilities of the GPUs.
+    """
     if config.train_backend != "megatron":
         return
     for field in NEEDS_GPU:
@@ -233,7 +236,10 @@ def check_gpu_fields(config: TelescopeConfig, device: str, capabilities: Sequenc
 
 
 def check_architecture(config: TelescopeConfig, data: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for a `config.json` of a model that the backend cannot train, or would compute otherwise."""
+    """Raises `ConfigError` for a model that the backend cannot train.
+
+    `data` is its `config.json`; a model that it would compute otherwise counts too.
+    """
     if config.train_backend != "megatron":
         return
     model_type = data.get("model_type")
@@ -250,7 +256,7 @@ def check_architecture(config: TelescopeConfig, data: Mapping[str, Any]) -> None
 
 
 def _difference(data: Mapping[str, Any], model_type: str) -> str | None:
-    """Returns what a `config.json` asks for and the backend does not compute, with its value."""
+    """Returns what in `config.json` the backend does not compute, with its value."""
     if (activation := data.get("hidden_act", "silu")) != "silu":
         return f"hidden_act {activation}"
     rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
@@ -271,7 +277,7 @@ def _difference(data: Mapping[str, Any], model_type: str) -> str | None:
 
 
 def _slides(data: Mapping[str, Any], model_type: str) -> bool:
-    """Returns whether a layer attends to a window only, as transformers reads `config.json`."""
+    """Returns whether a layer has sliding attention, as transformers reads `config.json`."""
     if (layers := data.get("layer_types")) is not None:
         return "sliding_attention" in layers
     if not data.get("use_sliding_window") or data.get("sliding_window", 1) is None:
@@ -317,7 +323,7 @@ def check_division(config: TelescopeConfig, shape: ModelShape) -> None:
 
 
 def _check_fp8(config: TelescopeConfig, shape: ModelShape) -> None:
-    """Raises `ConfigError` for products of a layer whose sizes FP8 does not take."""
+    """Raises `ConfigError` for sizes that FP8 products do not take."""
     tensor = config.megatron_tensor_parallel_size
     sizes = {
         "elements in a hidden state": shape.hidden_size,
@@ -339,7 +345,7 @@ def _check_fp8(config: TelescopeConfig, shape: ModelShape) -> None:
 
 
 def _optimizer_bytes(config: TelescopeConfig, computed: int) -> int:
-    """Returns the optimizer's bytes for a parameter: both moments, and the weight beside one in half precision."""
+    """Returns the optimizer's bytes for a parameter: moments, and perhaps a master weight."""
     if config.megatron_use_precision_aware_optimizer:
         fields = ("megatron_main_params_dtype", "megatron_exp_avg_dtype", "megatron_exp_avg_sq_dtype")
         return sum(OPTIMIZER_DTYPE_BYTES[getattr(config, field)] for field in fields)
@@ -347,7 +353,7 @@ def _optimizer_bytes(config: TelescopeConfig, computed: int) -> int:
 
 
 def megatron_memory(config: TelescopeConfig, shape: ModelShape, device: str) -> TrainerMemory:
-    """Estimates the memory of one rank: the activations of the first stage, and the output layer of the last.
+    """Estimates the memory of one rank. It has the activations of the first stage, and the output layer of the last.
 
     No rank needs more.
     """

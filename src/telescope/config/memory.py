@@ -194,7 +194,7 @@ def _adapter_bytes(config: TelescopeConfig, shape: ModelShape) -> int:
 
 
 def _reduction(parameters: int, computed: int, ranks: int) -> int:
-    """A whole gradient, its copy for the reduction, and this rank's share of the result."""
+    """Bytes of a gradient's reduction: the gradient, its copy, this rank's share."""
     return parameters * (computed + SUM_BYTES) + -(-parameters * SUM_BYTES // ranks)
 
 
@@ -204,7 +204,7 @@ SHARE_OF_CPU_MEMORY_FOR_KV = 0.25
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes of one worker of an inference server, and the capacity of its KV cache."""
+    """Bytes of an inference server's worker, and its KV cache's capacity."""
 
     weights: int
     staging: int
@@ -354,7 +354,7 @@ def plan_staging(config: TelescopeConfig, shape: ModelShape | None, memory: int 
 
 
 def trainer_share(config: TelescopeConfig, memory: int) -> int:
-    """Bytes that torch may allocate in a rank on a shared GPU of `memory` bytes.
+    """Bytes that a rank on a shared GPU may allocate. The GPU has `memory` bytes.
 
     What `gpu_memory_utilization` leaves, less the CUDA contexts of both processes: neither torch nor vLLM counts its
     own, and a server that is started again must find its whole share free.
@@ -374,7 +374,7 @@ def checkpoint_bytes(config: TelescopeConfig, shape: ModelShape) -> int:
 
 
 def _memory_of_a_rank(config: TelescopeConfig, gpu_memory: int) -> int:
-    """Returns the bytes of a GPU that a rank may take, its CUDA context included."""
+    """Returns a GPU's bytes for a rank, with its CUDA context."""
     return trainer_share(config, gpu_memory) + CUDA_CONTEXT_BYTES if config.share_gpus else gpu_memory
 
 

@@ -1,4 +1,4 @@
-"""Error messages for single fields: the field, the value, its source, the fix.
+"""Error messages for single fields: field, value, source, fix.
 
 Turns Pydantic's error records into sentences.
 """
@@ -55,7 +55,7 @@ def show(value: Any) -> str:
 
 
 def unknown_field(name: str, known: Iterable[str], source: str | None, value: Any = None) -> str:
-    """Returns the message for an unknown field, which may hold fields as a section of another framework's file does."""
+    """Returns the message for an unknown field. It may hold fields, as a section of another framework's file does."""
     where = f" ({source})" if source else ""
     inner = [key for key in value if key in known] if isinstance(value, dict) else []
     hint = f" The file is flat: write {', '.join(inner)} without '{name}'." if inner else did_you_mean(name, known)
@@ -77,7 +77,10 @@ def describe_errors(error: ValidationError, values: Mapping[str, Any], sources: 
 
 
 def _written_location(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """The part of Pydantic's location that a person wrote: the field, or list, index and key; no union alternatives."""
+    """Returns the part of Pydantic's location that a person wrote.
+
+    The field, or list, index and key; no union alternatives.
+    """
     if location and location[0] in ENTRY_KEYS:
         return location[:3]
     is_item = len(location) > 1 and isinstance(location[1], int)

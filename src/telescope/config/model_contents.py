@@ -1,4 +1,4 @@
-"""Checks a model's tokenizer, the headers of its weight files, and their tensors against its `config.json`.
+"""Checks a tokenizer, and tensors in weight files against `config.json`.
 
 Pure functions of parsed JSON and of the files' first bytes; no weights are read. `model_files` finds the files and
 words the errors. A checkpoint that lacks a tensor loads without an error: the tensor keeps its random initial values.
@@ -108,7 +108,7 @@ def largest_token_id(tokenizer: Mapping[str, Any], tokenizer_config: Mapping[str
 
 
 def token_text(token: Any) -> str | None:
-    """Returns the text of a special token, given as text or as an object."""
+    """Returns a special token's text, given as text or object."""
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else None

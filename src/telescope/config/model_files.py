@@ -182,7 +182,7 @@ def _check_architecture(config: TelescopeConfig, data: Mapping[str, Any]) -> Non
 
 
 def _check_quantization(config: TelescopeConfig, data: Mapping[str, Any]) -> None:
-    """Refuses quantized models: the trainer computes gradients of, and sends, weights in floating point."""
+    """Refuses quantized models. The trainer computes gradients of, and sends, weights in floating point."""
     places = [place for place in (data, data.get("text_config")) if isinstance(place, Mapping)]
     for field in ("quantization_config", "compression_config"):
         quantization = next((place[field] for place in places if place.get(field) is not None), None)
@@ -269,7 +269,7 @@ def _check_weights(config: TelescopeConfig, files: ModelFiles) -> dict[str, tupl
 
 
 def _check_weight_files(config: TelescopeConfig, files: ModelFiles, folder: Path) -> dict[str, tuple[int, ...]] | None:
-    """Checks that the files in a sharded model's index exist and have their header's length.
+    """Checks that a sharded model's files exist and are complete. The index lists them; their header has their length.
 
     Returns the shapes in the files that transformers loads: `model.safetensors`, else those of the index.
     """

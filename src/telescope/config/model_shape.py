@@ -1,4 +1,4 @@
-"""Sizes of a model from its `config.json`: layers, widths, parameters, bytes of KV cache per token.
+"""Sizes of a model from its `config.json`: layers, widths, parameters, KV cache.
 
 Includes a small table of well-known models, so that a plan can be printed without access to the hub. Reading the files
 is `model_files`.
@@ -29,7 +29,7 @@ USUAL_EXPERTS_PER_TOKEN = 8
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder of the Llama family: grouped-query attention, gated MLP (or experts), RMS norms.
+    """A decoder of the Llama family. It has grouped-query attention, a gated MLP (or experts) and RMS norms.
 
     With experts, layer i has them if `sparse_step` divides i + 1 and i is not among `dense_layers`; else an MLP.
     """
@@ -114,19 +114,21 @@ class ModelShape:
 
     @property
     def mlp_widths(self) -> tuple[int, int]:
-        """Width of an MLP's intermediate arrays in a dense layer and, of all experts that a token visits, in a sparse
-        one. 0: there is no such layer."""
+        """Width of an MLP's arrays in a dense and a sparse layer.
+
+        In a sparse one, of all experts that a token visits. 0: there is no such layer.
+        """
         dense = self.intermediate_size if self.num_dense_layers() else 0
         experts = min(self.num_experts, self.experts_per_token) if self.num_sparse_layers() else 0
         return dense, experts * self.expert_intermediate_size
 
     def activation_elements_per_token(self, mlp_width: int, *, compiled: bool = True) -> int:
-        """Elements, of the dtype that is computed in, that a layer with an MLP of `mlp_width` keeps per token for its
-        backward pass.
+        """Elements that a layer keeps per token for its backward pass.
 
-        Compiled: inputs of both norms, of both residual additions and of the first product, queries, keys (with norms
-        of their own also before those), values, the attention's output, and three arrays of the gated MLP. Not
-        compiled: norms keep float32 copies (in half precision worth two elements), and the MLP four arrays.
+        They have the dtype that is computed in; `mlp_width` is the MLP's. Compiled: inputs of both norms, of both
+        residual additions and of the first product, queries, keys (with norms of their own also before those), values,
+        the attention's output, and three arrays of the gated MLP. Not compiled: norms keep float32 copies (in half
+        precision worth two elements), and the MLP four arrays.
         """
         query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         normed = query + key_value if self.qk_norm else 0
@@ -171,7 +173,7 @@ class ModelShape:
 
 
 def invalid_size(config: Mapping[str, Any]) -> str | None:
-    """Name of the first size in a `config.json` that is not a positive whole number; None if all are."""
+    """Returns the first invalid size in a `config.json`, if any. Sizes are positive whole numbers."""
     for name in SIZES:
         value = config.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -189,7 +191,7 @@ def uneven_heads(num_ranks: int, num_heads: int, num_kv_heads: int) -> str | Non
 
 
 def unsupported_experts(config: Mapping[str, Any]) -> str | None:
-    """Returns the `model_type` if the weight transfer does not support its experts, else None."""
+    """Returns the `model_type` if the weight transfer lacks its experts."""
     inner = config.get("text_config")
     config = inner if isinstance(inner, Mapping) else config
     feed_forward = config.get("ffn_config")  # of DBRX
@@ -200,16 +202,20 @@ def unsupported_experts(config: Mapping[str, Any]) -> str | None:
 
 
 def has_zero_sparse_step(config: Mapping[str, Any]) -> bool:
-    """Returns whether `config.json` puts experts in every 0th layer: transformers and vLLM divide by
-    `decoder_sparse_step`."""
+    """Returns whether `config.json` puts experts in every 0th layer.
+
+    transformers and vLLM divide by `decoder_sparse_step`.
+    """
     inner = config.get("text_config")
     config = inner if isinstance(inner, Mapping) else config
     return config.get("model_type") in EXPERT_MODEL_TYPES and config.get("decoder_sparse_step") == 0
 
 
 def experts_without_a_layer(config: Mapping[str, Any]) -> str | None:
-    """Describes what in `config.json` gives no layer experts although its type has them; None for all
-    others. vLLM refuses such a model when it loads it."""
+    """Describes settings that leave a mixture without any experts.
+
+    None for all other models. vLLM refuses such a model when it loads it.
+    """
     inner = config.get("text_config")
     config = inner if isinstance(inner, Mapping) else config
     shape = ModelShape.from_config(config)

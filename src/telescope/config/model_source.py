@@ -1,4 +1,4 @@
-"""Finds a model's files: in a folder, in the cache of the hub, or on the hub, with short deadlines.
+"""Finds a model's files in a folder, the cache, or the hub. The hub has short deadlines.
 
 Owns reading them as text and as JSON. `model_files` checks what they hold. `huggingface_hub` is imported for
 identifiers of the hub only.
@@ -50,7 +50,7 @@ class ModelFiles:
         return data if isinstance(data, dict) else None
 
     def chat_template(self) -> str | None:
-        """Returns the tokenizer's default template, from any of the files that formats use."""
+        """Returns the tokenizer's default template, from any of its files."""
         if "chat_template.jinja" in self.names:
             return self.read("chat_template.jinja")
         for name in ("chat_template.json", "tokenizer_config.json"):
@@ -68,7 +68,7 @@ class HubUnreachableError(Exception):
 
 
 def is_local_path(model: str) -> bool:
-    """Returns whether `model` means a path rather than a hub identifier (`name` or `owner/name`).
+    """Returns whether `model` is a path, not a hub identifier. An identifier is `name` or `owner/name`.
 
     No account of the hub is called `models`, which is the address of a page there.
     """
@@ -92,7 +92,7 @@ def files_here(config: TelescopeConfig) -> ModelFiles | None:
 
 
 def read_meta_files(config: TelescopeConfig) -> dict[str, bytes]:
-    """Reads the model's files beside its weights: name to content, with the run's `chat_template` if it is set.
+    """Reads the model's files beside its weights: name to content. The run's `chat_template` replaces theirs.
 
     A folder of these files and of weights is a model in HuggingFace format. Empty for a hub model that is not cached,
     and for a folder that is gone. Raises `OSError`.
@@ -134,7 +134,7 @@ def _local_files(config: TelescopeConfig) -> ModelFiles:
 
 
 def _hub_files(model: str, ask_hub: bool) -> ModelFiles:
-    """Files of a hub repository: from the cache when it holds enough, else from the hub."""
+    """Files of a hub repository, from the cache or the hub. The cache comes first."""
     try:
         import huggingface_hub
         from huggingface_hub import errors

@@ -1,4 +1,4 @@
-"""Plans where the workers of a run go: a pure function of the configuration and the cluster's resources.
+"""Plans where the workers of a run go. It is a pure function of the configuration and the cluster's resources.
 
 Owns the bundles (one per inference server, one per trainer rank) and the message when they do not fit, which names the
 field to lower. Ray makes the reservation (`telescope.cluster`) by the same strategies; this plan predicts whether it
@@ -60,7 +60,7 @@ class ClusterResources:
 
 @dataclass(frozen=True)
 class Bundle:
-    """One indivisible share of a node: an inference server, or a trainer rank."""
+    """One share of a node: an inference server, or a rank."""
 
     role: Role
     index: int
@@ -79,7 +79,7 @@ class PlacedBundle:
 
 @dataclass(frozen=True)
 class Placement:
-    """Every bundle of the run in its place: servers first, then ranks, each in order."""
+    """Every bundle of the run in its place: servers in order, then ranks."""
 
     device: Literal["cpu", "cuda"]
     bundles: tuple[PlacedBundle, ...]
@@ -147,7 +147,7 @@ def plan_placement(config: TelescopeConfig, resources: ClusterResources, *, with
 
 
 def _undivided(bundles: Sequence[Bundle], strategy: str) -> tuple[float, float]:
-    """Sort key: GPUs and cores that must be on one node, largest first."""
+    """Sort key: what must be on one node, largest first."""
     count = len(bundles) if strategy == "STRICT_PACK" else 1
     return -count * bundles[0].gpus, -count * bundles[0].cpus
 

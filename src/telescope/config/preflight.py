@@ -59,7 +59,7 @@ def check(config: TelescopeConfig) -> None:
 
 
 def find_remarks(config: TelescopeConfig) -> list[str]:
-    """Returns remarks on a configuration that passed `check`: those that depend on this machine and on the model."""
+    """Returns remarks on a configuration that passed `check`. They depend on this machine and on the model."""
     joins = ray_cluster_is_configured(config.ray_address) and config.device == "auto"
     device = None if joins else resolve_device(config, local_resources())
     report = inspect_model(config, ask_hub=False)
@@ -80,7 +80,7 @@ def find_problems(config: TelescopeConfig, checks: Sequence[Check]) -> list[str]
 
 
 def checks_of_environments() -> tuple[Check, ...]:
-    """Checks whose outcome is the same on any machine that has this checkout."""
+    """Checks with the same outcome on any machine with this checkout."""
     return (check_environments, check_evals, check_rendering)
 
 
@@ -130,7 +130,7 @@ def why_elsewhere(config: TelescopeConfig) -> str | None:
 
 
 def check_packages(_: TelescopeConfig) -> None:
-    """Checks that the packages that train are installed, which a bare `telescope` lacks."""
+    """Checks for packages that train, which a bare `telescope` lacks."""
     missing = [name for name in TRAINING_PACKAGES if not is_installed(name)]
     if missing:
         raise ConfigError(
@@ -141,7 +141,7 @@ def check_packages(_: TelescopeConfig) -> None:
 
 
 def check_trackers(config: TelescopeConfig) -> None:
-    """Checks that the packages of the trackers that the user chose are installed."""
+    """Checks that packages of the chosen trackers are installed."""
     if not config.user_set & {"trackers", "use_wandb"}:
         return  # W&B by default: without its package, a run warns
     if missing := [name for name in config.tracker_names if not is_installed(name)]:
@@ -170,7 +170,7 @@ def check_plugin(_: TelescopeConfig) -> None:
 
 
 def check_megatron(config: TelescopeConfig) -> None:
-    """Checks the Megatron backend's packages on this machine, and its fields against the device."""
+    """Checks Megatron's packages on this machine, and its fields."""
     if config.train_backend == "megatron" and not is_installed("megatron.core"):
         raise ConfigError('train_backend is "megatron", which needs megatron-core: run make setup MEGATRON=1')
     megatron.check_transformer_engine(config)
@@ -202,7 +202,7 @@ def check_environments(config: TelescopeConfig) -> None:
 
 
 def check_evals(config: TelescopeConfig) -> None:
-    """Checks that evals exist (also as environments) and that their packages are installed."""
+    """Checks that evals exist and that their packages are installed. An eval is an environment too."""
     from telescope.evals.base import check_eval
 
     for entry in config.evals:
@@ -217,7 +217,7 @@ def check_ray_address(config: TelescopeConfig) -> None:
 
 
 def check_placement(config: TelescopeConfig) -> None:
-    """Checks that the workers fit this machine, unless the run joins a cluster."""
+    """Checks that the workers fit, unless the run joins a cluster."""
     if not ray_cluster_is_configured(config.ray_address):
         plan_placement(config, local_resources())
 
@@ -238,7 +238,7 @@ def check_quantization(config: TelescopeConfig) -> None:
 
 
 def check_router_replay(config: TelescopeConfig) -> None:
-    """Checks that the vLLM of this machine returns routed experts if they are replayed."""
+    """Checks that vLLM here returns routed experts for router replay."""
     if not config.router_replay or ray_cluster_is_configured(config.ray_address):
         return
     from telescope.inference.vllm.support import check_routes
@@ -247,7 +247,7 @@ def check_router_replay(config: TelescopeConfig) -> None:
 
 
 def check_open_files(config: TelescopeConfig) -> None:
-    """Checks that the limit of open files, which the driver raises, fits all samples in flight."""
+    """Checks that the limit of open files fits all samples. The driver raises it up to the hard limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     slots = config.num_inference_servers * config.lanes_per_server
     if hard == resource.RLIM_INFINITY or slots + OTHER_OPEN_FILES <= hard:
@@ -262,7 +262,7 @@ def check_open_files(config: TelescopeConfig) -> None:
 
 
 def check_run_dir(config: TelescopeConfig) -> None:
-    """Checks that the run and checkpoint directories are writable and have no other run."""
+    """Checks that run and checkpoint directories are writable and unused."""
     run_dir = choose_run_dir(config)
     # Without run_dir, RunDirectory.create chooses a free name if another run started in the same second.
     if config.run_dir and (run_dir / "run.json").exists() and not config.resume_from_checkpoint:
@@ -283,7 +283,7 @@ def check_run_dir(config: TelescopeConfig) -> None:
 
 
 def _check_writable(field: str, folder: Path, variable: str) -> None:
-    """Checks that a folder, or the nearest one above it that exists, can be written."""
+    """Checks that a folder, or its nearest parent, can be written."""
     place = _existing_parent(folder)
     fix = f"Set {field} (or {variable}) to a directory that you may write"
     if not place.is_dir():
@@ -306,7 +306,7 @@ def _existing_parent(path: Path) -> Path:
 
 
 def check_ports(config: TelescopeConfig) -> None:
-    """Checks that the ports of the inference servers are free on this machine."""
+    """Checks that the servers' ports are free on this machine."""
     if ray_cluster_is_configured(config.ray_address):
         return  # the servers may run elsewhere, and each reports its own port
     host = config.inference_host if "inference_host" in config.user_set else LOOPBACK
@@ -316,7 +316,7 @@ def check_ports(config: TelescopeConfig) -> None:
 
 
 def check_model(config: TelescopeConfig) -> None:
-    """Checks the model's files, and that it fits this machine as far as is certain."""
+    """Checks the model's files, and whether it certainly does not fit here."""
     report = inspect_model(config)
     check_shape(config, report)
     check_report(config, report)
@@ -326,7 +326,7 @@ def check_model(config: TelescopeConfig) -> None:
 
 
 def check_report(config: TelescopeConfig, report: ModelReport) -> None:
-    """Checks that the model's files were readable, and its sizes known if a filter asks."""
+    """Checks that the model's files were readable. A filter needs its sizes."""
     if report.unchecked:
         raise ConfigError(
             f"model is {config.model!r}: {report.unchecked}. Set model to a local folder, or connect to the hub, or "
@@ -360,7 +360,7 @@ def checkpoint_sentence(config: TelescopeConfig, report: ModelReport) -> str | N
 
 
 def check_alert_command(config: TelescopeConfig) -> None:
-    """Checks that the program of `alert_command` exists, which otherwise is noticed with the first alert."""
+    """Checks that `alert_command` exists. Otherwise its absence is noticed with the first alert."""
     if config.alert_command and shutil.which(config.alert_command[0]) is None:
         raise ConfigError(
             f"alert_command: {config.alert_command[0]!r} is not a program on the PATH or an executable file. Give its "
@@ -401,7 +401,7 @@ def check_disk(config: TelescopeConfig, report: ModelReport) -> None:
 
 
 def check_checkpoint_memory(config: TelescopeConfig, report: ModelReport) -> None:
-    """Checks space in shared memory for the copies of the FSDP backend, if all ranks run here."""
+    """Checks shared memory for the copies of FSDP's ranks here."""
     if config.train_backend == "megatron":
         return
     if not config.checkpoint_every or report.shape is None or not SHARED_MEMORY.is_dir():
@@ -418,13 +418,13 @@ def check_checkpoint_memory(config: TelescopeConfig, report: ModelReport) -> Non
 
 
 def check_fit(config: TelescopeConfig, report: ModelReport, machine: ClusterResources) -> None:
-    """Checks that the model fits `machine`, as far as that is certain beforehand."""
+    """Checks that the model fits `machine`, as far as certain."""
     check_kv_cache(config, report, machine)
     check_shared_gpu(config, report, machine)
 
 
 def check_shared_gpu(config: TelescopeConfig, report: ModelReport, machine: ClusterResources) -> None:
-    """Checks that a trainer rank fits beside the server on a shared GPU of `machine`."""
+    """Checks that a rank fits beside the server on a GPU."""
     memory = machine.nodes[0].gpu_memory_bytes
     if not config.share_gpus or memory is None or resolve_device(config, machine) != "cuda" or report.shape is None:
         return

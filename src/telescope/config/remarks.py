@@ -103,7 +103,7 @@ def remarks_on_place(
 
 
 def _idle_fields(config: TelescopeConfig) -> list[str]:
-    """Returns remarks on fields that the user set and another field switches off."""
+    """Returns remarks on fields that another field switches off."""
     is_megatron, is_fsdp = config.train_backend == "megatron", config.train_backend == "fsdp"
     of_megatron = {name for name in config.user_set if name.startswith("megatron_")}
     causes: list[tuple[bool, set[str], str]] = [

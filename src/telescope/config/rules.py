@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def apply_rules(config: TelescopeConfig, user_set: frozenset[str]) -> list[str]:
-    """Checks every rule, and adjusts defaults of a configuration that is still being built.
+    """Checks every rule, and adjusts defaults that break one.
 
     Returns a note for each adjusted field. Raises `ConfigError` that lists every broken rule.
     """

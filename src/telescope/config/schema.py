@@ -92,7 +92,7 @@ class TelescopeConfig(
 
     @property
     def user_set(self) -> frozenset[str]:
-        """Names of the fields that a person chose, as opposed to defaults and adjusted values."""
+        """Names of the fields that a person chose. Defaults and adjusted values are none."""
         return self._user_set
 
     @property
@@ -102,7 +102,7 @@ class TelescopeConfig(
 
     @property
     def values(self) -> dict[str, Any]:
-        """Every field as plain data (a changeable copy), in the order of the schema."""
+        """Every field as plain data, in the order of the schema. The copy can be changed."""
         return self.model_dump(mode="json")
 
     @property
@@ -112,7 +112,7 @@ class TelescopeConfig(
         return hashlib.sha256(canonical.encode()).hexdigest()[:HASH_LENGTH]
 
     def to_json(self) -> str:
-        """The form that travels to other processes and into the run directory: values, and which were chosen."""
+        """The form for other processes and the run directory: values, and which were chosen."""
         return json.dumps({"values": self.values, "user_set": sorted(self.user_set)}, allow_nan=False)
 
     @classmethod

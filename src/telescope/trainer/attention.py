@@ -1,4 +1,4 @@
-"""Attention over a packed row, in which each sample attends only to itself.
+"""Attention over a packed row: each sample attends only to itself.
 
 Owns the attention function of transformers' models (registered as `ATTENTION_NAME`) and the host-side plan of a row
 (`PackedLayout`). Does not own packing.
@@ -46,7 +46,7 @@ SHORT_SEGMENT = 64
 
 @dataclass(slots=True)
 class Bucket:
-    """S segments of similar length, at most L tokens each, in one call.
+    """S segments of similar length, at most L tokens, in one call.
 
     `gather_SL` are row positions (flattened [S * L]; padding repeats position 0), `real_P` the indices in it that are
     not padding.
@@ -60,7 +60,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class PackedLayout:
-    """The segments of a whole row of T tokens, on the device, in the form of the kernel."""
+    """The segments of a whole row, on the device, in the kernel's form."""
 
     kernel: Kernel
     cu_seqlens: torch.Tensor
@@ -88,7 +88,7 @@ def choose_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Ke
 def make_layout(
     cu_seqlens: np.ndarray, device: torch.device, kernel: Kernel, context: ContextGroup | None = None
 ) -> PackedLayout:
-    """Plans the attention of one row from its host-side offsets (int32 [S + 1])."""
+    """Plans the attention of one row. `cu_seqlens` are its host-side offsets, int32 [S + 1]."""
     lengths = np.diff(cu_seqlens)
     layout = PackedLayout(
         kernel=kernel,
@@ -120,7 +120,7 @@ def make_layout(
 
 
 def bucket_segments(lengths: np.ndarray) -> list[np.ndarray]:
-    """Groups segments into padded calls, longest first, so that calls have little padding."""
+    """Groups segments into padded calls with little padding, longest first."""
     order = np.argsort(-lengths, kind="stable")
     buckets: list[list[int]] = []
     for index in order:
@@ -147,9 +147,10 @@ def packed_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface. query [1, H, T, D]; key, value [1, K, T, D] -> output [1, T, H, D].
+    """The attention function of transformers' models.
 
-    With context parallelism T are the tokens of this rank's part of the row.
+    query [1, H, T, D]; key, value [1, K, T, D] -> output [1, T, H, D]. With context parallelism T are the tokens of
+    this rank's part of the row.
     """
     if softcap is not None or s_aux is not None:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Input and output of a training step, and the layout of the ranks that get it.
+"""Input and output of a training step, and the ranks' layout.
 
 All records are numpy, so that the driver builds, packs and distributes them without torch. A trajectory is token ids,
 never text. Every token has a flag whether it is trained, the engine's logprob, and the policy version that sampled it.
@@ -52,7 +52,7 @@ class TrainSample:
 
 @dataclass(slots=True)
 class MicroBatch:
-    """Samples concatenated in one row of T tokens, padded to a multiple of `pad_to_multiple_of`.
+    """Samples concatenated in one row of T tokens, with padding. T is a multiple of `pad_to_multiple_of`.
 
     `cu_seqlens` (S + 1 offsets, padding at the end is a separate segment) bounds attention; `position_ids_T` restarts
     at 0 in each segment. `trained_T[t]`, `engine_logprob_T[t]`, `advantage_T[t]` and `version_T[t]` describe token t,
@@ -76,7 +76,7 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class OptimizerStepBatch:
-    """One optimizer step of one rank, with the global counts that divide the loss."""
+    """One optimizer step of one rank, with the loss's global counts."""
 
     micro_batches: list[MicroBatch]
     num_trained_tokens: int
@@ -87,7 +87,7 @@ class OptimizerStepBatch:
 
 @dataclass(slots=True)
 class StepInput:
-    """One training step of one rank: `number_of_minibatches` optimizer steps over the same batch."""
+    """One training step of one rank. It has `number_of_minibatches` optimizer steps over the same batch."""
 
     step: int
     """Training steps finished before this one, from 0."""
@@ -100,7 +100,7 @@ class StepInput:
 
 @dataclass(slots=True)
 class SampleTokens:
-    """What engine and trainer computed for each of the L tokens of a training sample.
+    """The L tokens of a sample, as engine and trainer computed them.
 
     The trainer's numbers are those of the forward pass that trained the token, NaN where it is not trained. The others
     are as in `TrainSample`.
@@ -157,7 +157,7 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 @dataclass(slots=True, frozen=True)
 class Layout:
-    """The place of one rank among all ranks: which share of a batch it trains, and whether it sends weights.
+    """The place of one rank among all ranks. It decides which share of a batch the rank trains.
 
     With model parallelism several ranks work on the same rows. Together they are one data-parallel rank.
     """
@@ -175,7 +175,7 @@ class Layout:
 
     @classmethod
     def of_neighbors(cls, rank: int, world_size: int, model_size: int) -> Layout:
-        """Returns the layout in which each `model_size` consecutive ranks get the same rows."""
+        """Returns the layout in which `model_size` consecutive ranks share rows."""
         return cls(rank // model_size, world_size // model_size, reports=rank % model_size == 0)
 
 

@@ -1,4 +1,4 @@
-"""Writes model folders in Hugging Face format: safetensors files, their index, and the files beside them.
+"""Writes model folders in Hugging Face format: weights, index, other files.
 
 The layout of every file follows from the tensors' shapes, so each tensor is written as it comes and memory holds one of
 them. The trainer gathers them, and `orchestrator.conversion` reads them from a checkpoint.
@@ -121,7 +121,7 @@ def _write_file(
     tensors: Iterator[tuple[str, torch.Tensor]],
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Writes one safetensors file: the length of the header, the header (JSON), the values.
+    """Writes one safetensors file: header length, header in JSON, values.
 
     The widest dtypes come first, which aligns every tensor.
     """

@@ -87,7 +87,10 @@ class _Softmax:
         return cls(torch.full_like(zeros[0], LOWEST), *zeros)
 
     def add(self, logits_CB: torch.Tensor, target_C: torch.Tensor, temperature: float) -> None:
-        """Adds the logits of a block of B vocabulary entries and overwrites them; `target_C` counts from its start."""
+        """Adds the logits of a block of B vocabulary entries.
+
+        Overwrites them; `target_C` counts from the block's start.
+        """
         if _has_kernel(logits_CB):
             from telescope.trainer.logprob_kernels import add_block
 
@@ -122,7 +125,7 @@ class _Softmax:
 
     @classmethod
     def merged(cls, sums_3SC: torch.Tensor, target_logit_C: torch.Tensor) -> _Softmax:
-        """Combines top, total and moment of S parts of the vocabulary by the same recurrence."""
+        """Combines top, total and moment of S parts of the vocabulary."""
         top_SC, total_SC, moment_SC = sums_3SC
         top_C = top_SC.amax(dim=0)
         shift_SC = top_SC - top_C
@@ -131,7 +134,7 @@ class _Softmax:
         return cls(top_C, (kept_SC * total_SC).sum(dim=0), moment_SC.mul_(kept_SC).sum(dim=0), target_logit_C)
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns (logprob of the target, entropy, log of the sum of exp(z)), each [C]."""
+        """Returns each token's logprob of the target, entropy and log-sum-exp, [C]."""
         log_total_C = self.total_C.log()
         logprob_C = (self.target_logit_C - self.top_C) - log_total_C
         return logprob_C, log_total_C - self.moment_C / self.total_C, log_total_C + self.top_C
@@ -142,7 +145,7 @@ def _has_kernel(logits: torch.Tensor) -> bool:
 
 
 def _inside(target_C: torch.Tensor, block_CB: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns whether a target is in the block, [C], and its column there (any column if not), [C, 1]."""
+    """Returns which targets are in the block, and their columns: [C], [C, 1]."""
     num_columns = block_CB.shape[1]
     return (target_C >= 0) & (target_C < num_columns), target_C.clamp(0, num_columns - 1)[:, None]
 
@@ -157,7 +160,7 @@ def _block_gradient(
     temperature: float,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Computes the gradient of a block's logits, in `dtype`, and overwrites the block.
+    """Computes the gradient of a block's logits in place, in `dtype`.
 
     With z = logits / temperature and p = softmax(z): d logprob / dz = onehot - p,
     d entropy / dz = -p (log p + entropy).
@@ -181,7 +184,7 @@ def _block_gradient(
 
 
 class _LogprobEntropy(torch.autograd.Function):
-    """(hidden [N, D], weight [V, D], bias [V] or None, targets [N]) -> (logprob [N], entropy [N])."""
+    """Computes logprob [N] and entropy [N] of targets. hidden [N, D], weight [V, D], bias [V] or None, targets [N]."""
 
     @staticmethod
     def forward(
@@ -266,7 +269,7 @@ class _LogprobEntropy(torch.autograd.Function):
 def _logits(
     hidden_CD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, columns: slice, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Computes logits of some tokens in some columns of the vocabulary, before the temperature."""
+    """Computes logits before the temperature, of some tokens and columns."""
     logits_CB = _matmul(hidden_CD, weight_VD[columns].t(), dtype)
     if bias_V is not None:
         logits_CB += bias_V[columns]
@@ -290,7 +293,7 @@ def _can_be_tiled(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> bool:
 
 
 def _rows_of_sums(num_tokens: int, vocab_size: int) -> list[slice]:
-    """Returns slices of tokens whose sums over tiles of the vocabulary fit `SUMS_BYTES`."""
+    """Returns slices of tokens whose sums fit `SUMS_BYTES`. There are sums for each tile of the vocabulary."""
     from telescope.trainer.logprob_kernels import SUMS, num_spans
 
     fit = SUMS_BYTES // (3 * 4 * num_spans(vocab_size)) // SUMS.rows * SUMS.rows
@@ -313,7 +316,7 @@ def _cut(num_tokens: int, vocab_size: int, chunk_size: int, device: torch.device
 
 @dataclass(slots=True, frozen=True)
 class VocabularyPart:
-    """This rank's part of the vocabulary: the ids from `first` on, as many as the rank's weight has rows.
+    """This rank's part of the vocabulary. The ids from `first` on, as many as the rank's weight has rows.
 
     Rows for ids from `vocab_size` on are padding, and no part of the softmax.
     """
@@ -357,7 +360,7 @@ class LogprobHead(nn.Module):
     def forward(
         self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes logprob [N] and entropy [N] of softmax(logits / temperature), in nats, float32 or wider."""
+        """Computes logprob [N] and entropy [N] of softmax(logits / temperature). They are nats, float32 or wider."""
         logprob_N, entropy_N = _LogprobEntropy.apply(
             hidden_ND, self.weight, self.bias, targets_N, temperature, self.chunk_size, None
         )

@@ -126,7 +126,7 @@ STRIDE_MULTIPLE = 64
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Tiling of a product: `rows` tokens x `columns` vocabulary entries, summed over `depth` at a time."""
+    """Tiling of a product: `rows` x `columns`, summed by `depth`. Rows are tokens, columns vocabulary entries."""
 
     rows: int = 128
     columns: int = 256
@@ -256,7 +256,7 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
 
 
 def num_spans(num_columns: int, tiles: Tiles | None = None) -> int:
-    """Returns the number of sums of each kind per token after `softmax_sums` over `num_columns`."""
+    """Returns how many sums of each kind a token has after `softmax_sums` over `num_columns`."""
     tiles = tiles or SUMS
     return triton.cdiv(triton.cdiv(num_columns, tiles.columns), tiles.span)
 
@@ -269,8 +269,11 @@ def softmax_sums(
     temperature: float,
     tiles: Tiles | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (top logit z, sum of exp(z - top), sum of exp(z - top) (z - top), by span of the vocabulary:
-    [3, S, C]; the target's logit [C], 0 where the target is no column)."""
+    """Returns the softmax's sums by span of the vocabulary.
+
+    [3, S, C]: top logit z, sum of exp(z - top), sum of exp(z - top) (z - top); and the target's logit [C], 0 where the
+    target is no column.
+    """
     tiles = tiles or SUMS
     num_rows, width = hidden_CD.shape
     num_columns = weight_VD.shape[0]
@@ -296,8 +299,11 @@ def gradient(
     temperature: float,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Returns the gradient of a block's B logits, from whose first `target_C` counts: [C, B], its
-    rows one after the other, with a gap between them where B is no multiple of `STRIDE_MULTIPLE`."""
+    """Returns the gradient of a block's B logits, [C, B].
+
+    `target_C` counts from the first of them. Rows follow each other, with a gap where B is no multiple of
+    `STRIDE_MULTIPLE`.
+    """
     tiles = tiles or GRADIENT
     num_rows, width = hidden_CD.shape
     num_columns = weight_BD.shape[0]

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) on the policy's linear layers, with peft's meanings and file format.
+"""LoRA adapters (arXiv:2106.09685) with peft's meanings and file format.
 
 Owns the layers, which modules get one, merged weights, and the files of an adapter. Does not own sharding.
 
@@ -102,7 +102,7 @@ def set_dropout(model: nn.Module, active: bool) -> None:
 def merged(
     weight_OI: torch.Tensor, a_RI: torch.Tensor, b_OR: torch.Tensor, scaling: float, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Computes W + scaling * B A in the adapter's dtype, and casts it. Works on a range of rows of W and B alike."""
+    """Computes W + scaling * B A in the adapter's dtype, then casts. Works on a range of rows of W and B alike."""
     product_OI = (b_OR @ a_RI).mul_(scaling)
     return product_OI.add_(weight_OI).to(dtype or weight_OI.dtype)
 
@@ -111,7 +111,7 @@ def merged(
 
 
 def config_of_adapter(names: Iterable[str], config: Any) -> dict[str, Any]:
-    """Returns `adapter_config.json` for an adapter with parameters `names`, in a model or a file."""
+    """Returns the `adapter_config.json` of an adapter. `names` are its parameters in a model or a file."""
     targets = config.lora_target_modules
     if targets == ALL_LINEAR:  # written out, as peft does: a reader may count other layers as linear
         targets = sorted({name.removesuffix(A).rpartition(".")[2] for name in names if name.endswith(A)})
@@ -135,7 +135,7 @@ def config_of_adapter(names: Iterable[str], config: Any) -> dict[str, Any]:
 
 
 def adapter_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the parameters of an adapter by their names in a file, on the CPU."""
+    """Yields an adapter's parameters on the CPU, by their file names."""
     for name, tensor in named:
         yield FILE_PREFIX + name, tensor.cpu().contiguous()
 
@@ -146,9 +146,9 @@ def write_adapter(
     config: dict[str, Any],
     files: Mapping[str, bytes] | None = None,
 ) -> int:
-    """Writes an adapter with further `files`; the folder appears when it is complete. Returns the bytes of the weights.
+    """Writes an adapter with further `files`. Returns the bytes of the weights.
 
-    Replaces a folder of the same name. Raises `OSError`.
+    The folder appears when it is complete, and replaces one of the same name. Raises `OSError`.
     """
     unfinished = directory.with_name(f"{directory.name}.writing")
     shutil.rmtree(unfinished, ignore_errors=True)

@@ -22,7 +22,7 @@ from telescope.trainer.model_input import move
 
 @dataclass(slots=True)
 class DeviceMicroBatch:
-    """What the loss and the metrics read of a row's N trained tokens, on the device."""
+    """What loss and metrics read of a row's N trained tokens."""
 
     engine_logprob_N: torch.Tensor
     advantage_N: torch.Tensor
@@ -74,7 +74,7 @@ def to_device(host: HostMicroBatch, device: torch.device, float_dtype: torch.dty
 
 
 def denominator(algorithm: Algorithm, batch: OptimizerStepBatch, config: Any) -> float:
-    """Returns the divisor of the loss of an optimizer step, equal on all ranks."""
+    """Returns the divisor of an optimizer step's loss, equal on all ranks."""
     kind = algorithm.denominator(config)
     if kind == "tokens":
         return float(batch.num_trained_tokens)
@@ -93,7 +93,7 @@ def micro_batch_loss(
     reference_N: torch.Tensor | None = None,
     penalty_share: float = 1.0,
 ) -> tuple[torch.Tensor, LossTerms]:
-    """Sums the token losses of one micro-batch: a scalar with gradient, zero without tokens.
+    """Sums the token losses of one micro-batch, with gradient. It is zero without tokens.
 
     `reference_N`: the trainer's logprobs from before the first update of the batch, if the configuration asks for them;
     None: the weights have not changed since. `penalty_share`: the step's denominator over its trained tokens, so that

@@ -50,7 +50,7 @@ def environment_names(config: Any) -> tuple[str, ...]:
 
 
 class StepMetrics:
-    """Sums of one step on one rank, a row for each environment and for each age."""
+    """Sums of one step on one rank, by environment and by age."""
 
     def __init__(self, device: torch.device, environments: Sequence[str] = ()) -> None:
         self._environments = (*environments, OTHER)
@@ -215,7 +215,7 @@ class _Row:
 
 
 def percentile(histogram: list[float], share: float) -> float:
-    """Returns the upper edge of the bin that reaches `share` of the counted |logprob differences|."""
+    """Returns the quantile `share` of |logprob differences|. It is the upper edge of a bin of the counts."""
     wanted = share * sum(histogram)
     low, high = HISTOGRAM_DECADES
     seen = 0.0
@@ -227,7 +227,7 @@ def percentile(histogram: list[float], share: float) -> float:
 
 
 def reduce_timing(values: dict[str, float], device: torch.device) -> dict[str, float]:
-    """Returns each time of the slowest rank, and of each `<operation>_total` also the mean over all ranks."""
+    """Returns each time of the slowest rank. Each `<operation>_total` has also a mean over all ranks."""
     totals = sorted(name for name in values if name.endswith("_total"))
     sums = torch.tensor([values[name] for name in totals], dtype=torch.float64, device=device)
     dist.all_reduce(sums, op=dist.ReduceOp.SUM)

@@ -1,4 +1,4 @@
-"""The policy: a transformers causal model that returns logprobs and entropies instead of logits.
+"""The policy: a transformers model that returns logprobs instead of logits.
 
 Owns loading and the changes of the loaded model: packed attention, the output layer, no dropout. Does not own sharding.
 Invariant: parameter names without `PREFIX` are those of transformers.
@@ -99,7 +99,7 @@ class PolicyModel(nn.Module):
 def load_causal_lm(
     model: str, dtype: torch.dtype, *, with_weights: bool, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Loads a local path or hub id with its weights on the CPU, or without weights on the meta device.
+    """Loads a model from a path or hub id. With weights it is on the CPU, without on the meta device.
 
     Raises `UserError` if there is no such model, and for one that changes its logits after the output layer or would
     mix packed samples.
@@ -150,7 +150,7 @@ def refuse_other_classes(model: str, architecture: type, config: Any) -> None:
 
 
 def refuse_incomplete(model: str, loaded: Mapping[str, Any]) -> None:
-    """Raises `UserError` when transformers left tensors at random values, or weights in the files unused."""
+    """Raises `UserError` for random tensors and unused weights after loading."""
     problems = [
         f"{what}: {listed(sorted(_key_text(key) for key in loaded[kind]))}"
         for kind, what in (
@@ -168,12 +168,12 @@ def refuse_incomplete(model: str, loaded: Mapping[str, Any]) -> None:
 
 
 def _key_text(key: Any) -> str:
-    """Formats a name as reported by transformers, for a mismatch with the stored and the built shape."""
+    """Formats a name as reported by transformers. A mismatch has both shapes."""
     return key if isinstance(key, str) else f"{key[0]} with {list(key[1])} instead of {list(key[2])}"
 
 
 def refuse_unpackable(model: str, architecture: type, config: Any) -> None:
-    """Raises `UserError` for an architecture that mixes tokens outside of a replaceable attention.
+    """Raises `UserError` for models that mix tokens outside of attention.
 
     Samples are concatenated in one row and only attention knows their boundaries: a recurrence or a convolution over
     the row would mix samples without any error.
@@ -206,7 +206,7 @@ def can_be_compiled(model: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def checkpoint_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) of the parameter `name` in a checkpoint, which differs for experts only.
+    """Yields a parameter's tensors by their checkpoint names. They differ for experts only.
 
     Works on meta tensors, for their shapes.
     """

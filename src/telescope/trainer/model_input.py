@@ -26,9 +26,10 @@ NUMPY_DTYPES = {
 
 @dataclass(slots=True)
 class ModelInput:
-    """A row of T tokens on the device, or with context parallelism this rank's part of it, which predicts N tokens.
+    """The model's input of a row of T tokens, which predicts N.
 
-    The hidden state at position `predicting_N[i]` of the T predicts the token `target_N[i]`.
+    With context parallelism it is this rank's part of the row. The hidden state at position `predicting_N[i]` of the T
+    predicts the token `target_N[i]`.
     """
 
     token_ids_T: torch.Tensor
@@ -49,7 +50,7 @@ def model_input(
     context: ContextGroup | None = None,
     multiple: int = 1,
 ) -> ModelInput:
-    """Copies what the model reads of a micro-batch to the device, as `move` does.
+    """Copies a micro-batch's input to the device, as `move` does.
 
     With `context`, only this rank's part of the row. Its number of tokens is padded to a multiple of `multiple`.
     """
@@ -73,7 +74,7 @@ def model_input(
 
 
 def _routes(micro_batch: MicroBatch, part: slice, device: torch.device) -> torch.Tensor | None:
-    """Copies the part's routes to the device; padding has none, which zeros mean."""
+    """Copies the part's routes to the device. Zeros mean that padding has none."""
     routes_TXK = micro_batch.routes_TXK
     if routes_TXK is None:
         return None
@@ -83,7 +84,7 @@ def _routes(micro_batch: MicroBatch, part: slice, device: torch.device) -> torch
 
 
 def move(array: np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Copies an array to the device, on a GPU asynchronously and ordered before its readers."""
+    """Copies an array to the device. A GPU gets it asynchronously, ordered before its readers."""
     # A copy, because Ray's object store returns read-only shared memory. By numpy, in this thread: torch would use
     # OpenMP threads for long rows, which take 10 ms to wake up on some hosts.
     if device.type != "cuda":

@@ -26,7 +26,7 @@ SHORTEST_ROW = 2
 
 
 def sample_cost(length: int) -> float:
-    """Computes the relative cost of one sample: linear in its tokens, plus attention's square."""
+    """Computes the relative cost of a sample. It is linear in tokens, with the square for attention."""
     return length + length * length / ATTENTION_CROSSOVER_TOKENS
 
 
@@ -66,7 +66,10 @@ def pack_step(
 
 
 def split_groups(samples: Sequence[TrainSample], num_minibatches: int) -> list[list[TrainSample]]:
-    """Splits a batch into at most `num_minibatches` non-empty lists of whole groups of even sizes."""
+    """Splits a batch into minibatches of whole groups.
+
+    There are at most `num_minibatches` lists of even sizes, none empty.
+    """
     groups: dict[int, list[TrainSample]] = {}
     for sample in samples:
         groups.setdefault(sample.group_id, []).append(sample)
@@ -77,11 +80,12 @@ def split_groups(samples: Sequence[TrainSample], num_minibatches: int) -> list[l
 
 
 def assign_bins(lengths: Sequence[int], capacity: int, num_ranks: int) -> list[list[int]]:
-    """Assigns samples to a multiple of `num_ranks` bins of at most `capacity` tokens and similar cost.
+    """Assigns samples to bins of similar cost.
 
-    First-fit by decreasing length finds a sufficient number of bins, rounded up to a multiple of the ranks. The samples
-    are then distributed again, each to the cheapest bin with space. If that does not fit, the most expensive of
-    the first-fit bins are halved until there are enough. Bins are empty only if there are fewer samples than bins.
+    Their number is a multiple of `num_ranks`, and each holds at most `capacity` tokens. First-fit by decreasing length
+    finds a sufficient number of bins, rounded up to a multiple of the ranks. The samples are then distributed again,
+    each to the cheapest bin with space. If that does not fit, the most expensive of the first-fit bins are halved until
+    there are enough. Bins are empty only if there are fewer samples than bins.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     tight = _first_fit(order, lengths, capacity)
@@ -198,9 +202,10 @@ def _routes(samples: Sequence[TrainSample], total: int) -> np.ndarray | None:
 
 
 def warm_up_row(seq_len: int, pad_to_multiple_of: int, vocab_size: int) -> MicroBatch:
-    """Makes a row for compiling before there is data: as long as the longest, with all predictable tokens trained.
+    """Makes a row for compiling before there is data.
 
-    Its four segments and its tokens are arbitrary.
+    It is as long as the longest, and all predictable tokens are trained. Its four segments and its tokens are
+    arbitrary.
     """
     total = max(seq_len // pad_to_multiple_of * pad_to_multiple_of, 12)
     short = total // 6

@@ -39,7 +39,7 @@ class RouterReplay:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Counts the choices of the forward pass inside, not those of its recomputation."""
+        """Counts choices of the forward pass inside, without its recomputation."""
         self._counting = True
         try:
             yield
@@ -47,7 +47,7 @@ class RouterReplay:
             self._counting = False
 
     def choose(self, own_TK: torch.Tensor, recorded_TK: torch.Tensor | None) -> torch.Tensor:
-        """Returns the experts [T, K], int64, of each token: the recorded ones, else the trainer's own."""
+        """Returns each token's experts [T, K], int64, recorded or its own."""
         chosen_TK = own_TK
         if recorded_TK is not None:
             recorded_TK = recorded_TK.long()
@@ -63,7 +63,7 @@ class RouterReplay:
         return chosen_TK
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics since the last call, over all ranks, equal on each. Collective."""
+        """Returns the metrics of all ranks since the last call. Collective."""
         dist.all_reduce(self._counts)
         agreeing, replayed, everything = self._counts.tolist()
         self._counts.zero_()
@@ -87,13 +87,13 @@ class ReplayedRouters:
         self.set(None)
 
     def set(self, routes_TXK: torch.Tensor | None) -> None:
-        """Sets the routes of the next forward pass, and of its backward pass."""
+        """Sets the routes of the next forward and backward pass."""
         for index, router in self._routers:
             router.recorded_TK = None if routes_TXK is None else routes_TXK[:, index]
 
 
 def _route(router: Any, replay: RouterReplay, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes (logits, weights [T, K], experts [T, K]) as `Qwen3MoeTopKRouter.forward` does, of the chosen experts."""
+    """Computes (logits, weights [T, K], experts [T, K]) of the chosen experts, like `Qwen3MoeTopKRouter`."""
     logits = nn.functional.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
     probabilities = logits.softmax(dim=-1, dtype=torch.float)
     own_TK = probabilities.topk(router.top_k, dim=-1).indices
@@ -105,7 +105,7 @@ def _route(router: Any, replay: RouterReplay, hidden: torch.Tensor) -> tuple[tor
 
 
 class MegatronChoice:
-    """The `router_replay` of one Megatron router: what megatron-core calls instead of its top-k.
+    """The choice of experts that one Megatron router calls.
 
     megatron-core's own class takes the routes of a recomputation from a queue, whose order it has to share with the
     pipeline's schedule, and knows no tokens without routes. Here the layer's input brings its routes each time.
@@ -124,7 +124,7 @@ class MegatronChoice:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the scores and the numbers of the chosen experts, [T, K] each."""
+        """Returns scores and numbers of the chosen experts, [T, K] each."""
         assert default_compute_topk is not None
         own_TK = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)[1]
         chosen_TK = self._replay.choose(own_TK, self.recorded_TK)
@@ -132,7 +132,7 @@ class MegatronChoice:
 
 
 def replay_in_megatron(stage: nn.Module, replay: RouterReplay, own_tokens: Callable[[int], slice]) -> None:
-    """Makes the routers of a pipeline stage replay the routes of each `Row` that its layers get.
+    """Makes the routers of a pipeline stage replay their rows' routes.
 
     `own_tokens(T)` is the part of a row's T tokens that a router of this rank sees. Raises `UserError` for a model
     without routers.

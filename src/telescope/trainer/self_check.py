@@ -36,7 +36,7 @@ class GradientComparison:
 
 
 def packed_logprobs(backend: TrainingBackend, step_input: StepInput) -> dict[str, np.ndarray]:
-    """Computes logprobs of this rank's trained tokens in the packed rows, by sample id. Collective."""
+    """Computes packed logprobs of this rank's trained tokens. Collective. They are by sample id."""
     backend = _require_step(backend)
     rows = [row for batch in step_input.minibatches for row in batch.micro_batches]
     found: dict[str, np.ndarray] = {}

@@ -45,7 +45,7 @@ def _resolve(name: str) -> dist.ProcessGroup:
 
 @torch.library.custom_op("telescope::exchange", mutates_args=())
 def _exchange(parts: torch.Tensor, group: str) -> torch.Tensor:
-    """Sends parts[i] to rank i of the group, and returns what rank i sent as element i. Its own inverse."""
+    """Sends parts[i] to rank i of the group. Element i of the result came from rank i. Its own inverse."""
     # An operator, so that torch.compile neither looks inside nor moves it past other collectives.
     sent = parts.contiguous()
     received = torch.empty_like(sent)
@@ -66,7 +66,7 @@ _exchange.register_autograd(lambda ctx, grad: (_exchange(grad, ctx.group), None)
 
 
 def tokens_to_heads(tokens_THD: torch.Tensor, context: ContextGroup) -> torch.Tensor:
-    """Exchanges [T, H, D], all heads of a part, for [C T, H / C, D], the row with this rank's heads.
+    """Exchanges a part's tokens for the row's tokens with fewer heads. [T, H, D] -> [C T, H / C, D].
 
     H < C divides C: each head goes to C / H ranks.
     """
@@ -78,7 +78,7 @@ def tokens_to_heads(tokens_THD: torch.Tensor, context: ContextGroup) -> torch.Te
 
 
 def heads_to_tokens(heads_THD: torch.Tensor, context: ContextGroup) -> torch.Tensor:
-    """Exchanges [C T, H / C, D] for [T, H, D], the inverse of `tokens_to_heads`."""
+    """Exchanges heads for tokens. [C T, H / C, D] -> [T, H, D], the inverse of `tokens_to_heads`."""
     by_rank = heads_THD.reshape(context.size, -1, *heads_THD.shape[1:])
     return _exchange(by_rank, context.name).transpose(0, 1).reshape(by_rank.shape[1], -1, heads_THD.shape[2])
 
@@ -100,7 +100,7 @@ class _Whole(torch.autograd.Function):
 
 
 def whole_row(own_Kn: torch.Tensor, own: slice, num_tokens: int, context: ContextGroup) -> torch.Tensor:
-    """Returns K numbers of each of the row's N tokens, [K, N], from those of this part, columns `own`.
+    """Returns K numbers of each of the row's tokens, [K, N]. Those of this part are columns `own`.
 
     The gradient is that of a loss which every rank computes alike.
     """
@@ -109,7 +109,7 @@ def whole_row(own_Kn: torch.Tensor, own: slice, num_tokens: int, context: Contex
 
 
 def pad_row(micro_batch: MicroBatch, num_parts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns token ids, position ids and segment bounds of a row that can be cut into equal parts.
+    """Returns a row that divides into parts: token ids, position ids, bounds.
 
     The padding is a separate segment.
     """

@@ -67,7 +67,7 @@ class RLBackend(TrainingBackend):
 
     @abstractmethod
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: RowLoss, timeline: Timeline) -> None:
-        """Adds the gradient of the sum of `loss` over the micro-batches of all data ranks. Collective.
+        """Adds the gradient of the micro-batches' summed `loss`. Collective. The sum is over all data ranks.
 
         All ranks have equally many micro-batches. Where several ranks compute the loss of one row, they compute the
         same, and its gradient counts once. Spans of `timeline` are named in `trainer.timeline.OPERATIONS`.
@@ -77,14 +77,14 @@ class RLBackend(TrainingBackend):
     def forward_logprobs(
         self, micro_batches: Sequence[MicroBatch], temperature: float | None = None
     ) -> list[torch.Tensor]:
-        """Computes logprobs of each row's N trained tokens, on every rank that gets the row. Collective.
+        """Computes logprobs of each row's N trained tokens. Collective. Every rank that gets a row has them.
 
         At the temperature of the run by default. Without gradients.
         """
 
     @abstractmethod
     def optimizer_step(self, rate: float, divisor: float, timeline: Timeline) -> float:
-        """Divides and clips the gradient, takes one AdamW step and frees the gradient. Collective.
+        """Divides and clips the gradient and takes an AdamW step. Collective. Frees the gradient.
 
         Returns the L2 norm of the divided gradient over all parameters, before clipping. If it is not finite, weights
         and optimizer do not change.
@@ -167,7 +167,7 @@ class RLBackend(TrainingBackend):
         references: list[torch.Tensor] | None = None,
         forwards: list[Forward] | None = None,
     ) -> None:
-        """Adds the gradient of the *sum* of all token losses of an optimizer step, not yet divided. Collective.
+        """Adds the gradient of an optimizer step's *summed* token losses. Collective. It is not yet divided.
 
         `references` are the logprobs of each micro-batch from before the first update of the batch, if the loss has a
         ratio to them and the weights have changed since. `forwards` receives the results of each forward pass.
@@ -201,10 +201,10 @@ class RLBackend(TrainingBackend):
     def reference_logprobs(
         self, minibatches: Sequence[OptimizerStepBatch], timeline: Timeline
     ) -> list[list[torch.Tensor] | None]:
-        """Computes this rank's logprobs under the batch's first weights, by step and micro-batch.
+        """Computes logprobs under the batch's first weights. Collective.
 
-        None if the loss has no ratio to them, and for the first optimizer step, whose own forward pass computes the
-        same numbers. Collective.
+        They are those of this rank's rows, by step and micro-batch. None if the loss has no ratio to them, and for the
+        first optimizer step, whose own forward pass computes the same numbers.
         """
         if len(minibatches) < 2 or not needs_batch_reference(self.config):
             return [None] * len(minibatches)
@@ -245,7 +245,7 @@ class RLBackend(TrainingBackend):
 
 
 def _single_row(token_ids: list[int]) -> MicroBatch:
-    """Makes a row of one sequence in which every token except the first is predicted."""
+    """Makes a row of one sequence whose tokens, except the first, are predicted."""
     size = len(token_ids)
     trained_T = np.ones(size, dtype=bool)
     trained_T[0] = False

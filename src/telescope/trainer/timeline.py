@@ -39,7 +39,10 @@ STEP_OPERATIONS = ("gradient_norm", "optimizer")
 
 @dataclass(slots=True)
 class _Moment:
-    """A point of a stream and the host's time of its request (`time.perf_counter()`). No event: host time only."""
+    """A point of a stream, and when the host requested it.
+
+    The host's time is `time.perf_counter()`. No event: host time only.
+    """
 
     host: float
     event: torch.cuda.Event | None = None
@@ -98,14 +101,14 @@ class Timeline:
         return sorted(spans, key=lambda span: span.start)
 
     def _seconds(self, moment: _Moment) -> float:
-        """Returns the time on the moment's clock: the host's, or seconds after the timeline's first event."""
+        """Returns the time on the moment's clock. That is the host's, or seconds after the timeline's first event."""
         if moment.event is None:
             return moment.host
         assert self._first.event is not None
         return self._first.event.elapsed_time(moment.event) / 1000
 
     def _offset(self, times: list[tuple[float, float]]) -> float:
-        """Returns the offset from the device's time to `time.perf_counter()`. 0 on the CPU."""
+        """Returns the device clock's offset to `time.perf_counter()`. 0 on the CPU."""
         if not self._on_gpu:
             return 0.0
         found = [self._first.host]
@@ -128,7 +131,7 @@ def timing_metrics(spans: list[Span], num_micro_batches: int) -> dict[str, float
 
 
 def memory_reader(device: torch.device) -> Callable[[], list[Reading]]:
-    """Returns a function that reads torch's allocator, or on the CPU the process's memory."""
+    """Returns a function that reads the memory in use: torch's on a GPU, else the process's."""
     return (lambda: _of_allocator(device)) if device.type == "cuda" else _of_process()
 
 

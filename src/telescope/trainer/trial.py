@@ -43,7 +43,7 @@ def try_model(config: TelescopeConfig) -> None:
 
 
 def _try(what: str, name: str, config: TelescopeConfig, action: str) -> None:
-    """Runs this module in a process that searches the same folders and the working directory."""
+    """Runs this module in a process with the same import paths."""
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "telescope.trainer.trial", what, name, str(config.trust_remote_code)],

@@ -1,4 +1,4 @@
-"""The checks of `telescope verify`: logprobs, packing, the first training step, and weights.
+"""The checks of `telescope verify`: logprobs, packing, training, weights.
 
 - Engine and trainer agree on logprobs at the run's temperature. The engine reports the logprob of the distribution that
   it sampled from. With `top_p` below 1 that is the renormalized nucleus, while the trainer's is the whole softmax, so
@@ -51,7 +51,7 @@ async def check_parity(components: RunComponents, samples: list[TrainSample], in
 
 
 async def check_top_p(components: RunComponents, samples: list[TrainSample], inputs: list[StepInput]) -> Check:
-    """Checks that engine logprobs under top_p exceed the trainer's by at most -log(top_p)."""
+    """Checks how far engine logprobs under top_p exceed the trainer's: at most -log(top_p)."""
     config = components.config
     assert config.top_p is not None
     above_N = engine_logprobs(samples) - await _trainer_logprobs(components, samples, inputs)
@@ -109,7 +109,7 @@ def packed(
 async def check_packed_attention(
     components: RunComponents, samples: list[TrainSample], inputs: list[StepInput]
 ) -> Check:
-    """Compares logprobs in packed rows with those of the same samples computed alone."""
+    """Compares logprobs of packed samples with those of single ones."""
     config = components.config
     chosen = samples[:: max(1, len(samples) // NUM_SINGLE)][:NUM_SINGLE]
     async with components.trainer.queue:
@@ -155,7 +155,7 @@ KL_BOUNDS = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 2e-2, "fp8_per_block"
 
 
 async def check_first_step(components: RunComponents, inputs: list[StepInput]) -> Check:
-    """Trains one step on samples of the current weights and checks its KL and gradient."""
+    """Trains one step on-policy and checks its KL and gradient."""
     config = components.config
     metrics = (await components.trainer.train_step(inputs)).metrics
     dtype, _ = loosest_tolerance((config.engine_precision, components.config.compute_dtype), 1.0)

@@ -47,7 +47,7 @@ class Report:
 
 
 def loosest_tolerance(dtypes: Sequence[str], temperature: float) -> tuple[str, Tolerance]:
-    """Returns the least exact of these dtypes and its bounds on logprob differences.
+    """Returns the least exact dtype and its bounds on logprob differences.
 
     A temperature below 1 multiplies differences of logits by its inverse.
     """
@@ -64,7 +64,7 @@ def _tolerance(dtype: str) -> Tolerance:
 def compare_logprobs(
     name: str, one_N: np.ndarray, other_N: np.ndarray, dtypes: Sequence[str], temperature: float
 ) -> Check:
-    """Compares two computations of the same logprobs within the tolerance of their dtypes.
+    """Compares two computations of the same logprobs. The tolerance is that of their dtypes.
 
     The mean is bounded, and in float32 the maximum. In half precision a rare token can have a large error, so the 99th
     percentile is bounded instead.

@@ -1,4 +1,4 @@
-"""One communicator per engine: the sender is rank 0, the engine's workers are the other ranks.
+"""One communicator per engine: the sender is rank 0. The engine's workers are the other ranks.
 
 Owns a torch process group (gloo or NCCL, built over its own TCPStore, independent of the default process group) and
 the control channel. Does not know buckets, models or vLLM.
@@ -131,7 +131,7 @@ class Communicator:
         return self._failure
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Broadcast:
-        """Starts sending the contiguous `tensor` from rank `src` to all ranks and returns at once."""
+        """Starts sending `tensor` from rank `src` to all ranks. Returns at once; the tensor is contiguous."""
         with self._lock:
             self._check()
             work = self._group.broadcast([tensor], _broadcast_options(src))
@@ -140,7 +140,7 @@ class Communicator:
         return broadcast
 
     def agree(self, digest: str, deadline: float) -> None:
-        """Announces a transfer on rank 0 and compares it on the other ranks.
+        """Announces a transfer on rank 0, compares it on other ranks.
 
         Raises `TransferError` on every rank if one disagrees.
         """
@@ -156,7 +156,7 @@ class Communicator:
         self._channel.send({"kind": "ready"})
 
     def conclude(self, deadline: float, report: dict[str, Any] | None = None) -> dict[int, dict[str, Any]]:
-        """Ends a transfer: receivers confirm it with a small report, rank 0 waits for all reports."""
+        """Ends a transfer: receivers confirm it with a small report. Rank 0 waits for all reports."""
         if self.rank == 0:
             return self._collect("done", deadline, "engine ranks to load the weights")
         self._channel.send({"kind": "done", "report": report or {}})

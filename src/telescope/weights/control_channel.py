@@ -1,4 +1,4 @@
-"""The control channel of a communicator: detects at once that a peer has exited.
+"""The control channel of a communicator: detects a peer's exit at once.
 
 It has a TCP connection per peer. Collectives do not suffice: NCCL waits for an exited peer until something aborts it,
 and gloo for a peer that runs but does not answer. The kernel closes the sockets of a process that exits, so the end of
@@ -37,11 +37,11 @@ Message = dict[str, Any]
 
 
 class TransferError(InfrastructureError):
-    """A weight transfer failed: the other side exited, refused or failed, or this side aborted."""
+    """A weight transfer failed. The other side exited, refused or failed, or this side aborted."""
 
 
 class Rendezvous:
-    """The listening end of a communicator, which the sender makes before an engine connects."""
+    """The listening end of a communicator. The sender makes it before an engine connects."""
 
     def __init__(self, host: str) -> None:
         self.host = host
@@ -52,7 +52,7 @@ class Rendezvous:
         self.port: int = self._server.getsockname()[1]
 
     def accept(self, world_size: int, greeting: Message, timeout: float) -> ControlChannel:
-        """Waits for ranks 1 .. world_size - 1, sends each the `greeting`, and closes the listener.
+        """Waits for ranks 1 .. world_size - 1, and closes the listener. Sends each the `greeting`.
 
         Connections without the token or with an unexpected rank are closed. Raises `DeadlineExceeded` with the missing
         ranks, or `TransferError` after an `abort`.
@@ -133,7 +133,7 @@ def join(host: str, port: int, rank: int, token: str, timeout: float) -> tuple[C
 
 
 class ControlChannel:
-    """Connected control sockets by the rank of the peer, and the thread that reads them.
+    """Connected control sockets by peer, and the thread that reads them.
 
     `loss` is None while all peers are connected, then the reason why one is not. A peer that sends `bye` before it
     closes is a loss too: no transfer is possible any more.
@@ -166,7 +166,10 @@ class ControlChannel:
         return str(connection.getsockname()[0])
 
     def on_loss(self, callback: Callable[[str], None]) -> None:
-        """Registers `callback(reason)`, called once from the reading thread, or at once after a loss."""
+        """Registers `callback(reason)`, called once after a loss.
+
+        From the reading thread, or at once if the channel is lost already.
+        """
         with self._lock:
             if self._loss is None:
                 self._on_loss.append(callback)
@@ -200,7 +203,7 @@ class ControlChannel:
                     raise DeadlineExceeded(f"weight transfer: {what}: no answer before the deadline") from None
 
     def close(self, reason: str | None = None) -> None:
-        """Sends `bye`, with a reason if this side failed, and closes the sockets. Idempotent."""
+        """Sends `bye` and closes the sockets. Idempotent. Gives a reason if this side failed."""
         if self._closing.is_set():
             return
         self._closed_because = reason or "closed by this side"

@@ -72,9 +72,10 @@ def why_unreadable(module: nn.Module) -> str | None:
 def expert_slices(
     module: nn.Module, place: str, attribute: str, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Slice]:
-    """Returns the trainer's matrices in parameter `attribute` of the experts at `place`, and their locations.
+    """Returns the trainer's matrices in an experts' parameter, and their locations.
 
-    Locations are in the parameter as one matrix, in the layout in which it is loaded. Empty if there is no explanation.
+    The parameter is `attribute` of the experts at `place`. Locations are in the parameter as one matrix, in the layout
+    in which it is loaded. Empty if there is no explanation.
     """
     if attribute not in (GATE_UP, DOWN) or why_unreadable(module) is not None:
         return {}
@@ -103,7 +104,7 @@ def expert_slices(
 
 
 def experts_as_loaded(module: nn.Module, attribute: str) -> torch.Tensor:
-    """Returns the parameter as one matrix [experts x rows, columns] in the layout in which it is loaded."""
+    """Returns the parameter as loaded, one matrix [experts x rows, columns]."""
     stored = getattr(module, attribute).detach()
     if layout_of(module) == "packed":
         stored = _unpack(module, attribute, stored)
@@ -133,7 +134,7 @@ def _packer(module: nn.Module) -> Any:
 
 
 def _bound(module: nn.Module, attribute: str) -> list[torch.Tensor]:
-    """Returns the matrices that a layer's functions are bound to, one per expert; empty if there are none."""
+    """Returns the matrices that a layer's functions are bound to, one per expert."""
     functions = getattr(module, BOUND_IN[attribute], None) or ()
     matrices: list[Any] = [(function.__defaults__ or (None,))[0] for function in functions]
     return matrices if all(isinstance(matrix, torch.Tensor) for matrix in matrices) else []
@@ -154,7 +155,7 @@ def _unpack(module: Any, attribute: str, stored: torch.Tensor) -> torch.Tensor:
 
 
 def _origins(module: Any, attribute: str, shapes: Mapping[str, tuple[int, int]], stored: torch.Tensor) -> torch.Tensor:
-    """Returns the index in the loaded matrix of each packed position of an expert; -1 for padding."""
+    """Returns each packed position's index in the loaded matrix. An expert has one; padding is -1."""
     count = math.prod(shapes[attribute])
     number_L = torch.arange(1, count + 1, device=stored.device)
     origin_P = torch.full((stored[0].numel(),), -1, dtype=torch.long, device=stored.device)

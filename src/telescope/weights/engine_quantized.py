@@ -1,4 +1,4 @@
-"""What the block-quantized parameters of an engine must contain, computed from the tensors that arrived.
+"""What block-quantized parameters of an engine must contain. It is computed from the tensors that arrived.
 
 vLLM quantizes a fused layer when all of its components are there (`--quantization fp8_per_block`): blocks of 128 x 128
 elements, each with a float32 scale. Trainer tensors cannot be read back from that. So while an update arrives that will
@@ -35,7 +35,7 @@ Quantize = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Returns whether the matrices of this module are FP8 with a scale per block."""
+    """Returns whether the module's matrices are FP8 with scales of blocks."""
     method = getattr(module, "quant_method", None)
     return type(getattr(method, "old_quant_method", method)).__name__ in METHODS  # vLLM wraps some methods
 
@@ -53,7 +53,7 @@ def quantized_fingerprint(weight_RC: torch.Tensor, quantize: Quantize) -> tuple[
 
 @dataclass(slots=True)
 class _Matrix:
-    """One matrix that is quantized by itself: a linear layer's, or one of an expert."""
+    """A matrix that is quantized by itself: a layer's or an expert's."""
 
     rows: int
     columns: int
@@ -64,7 +64,7 @@ class _Matrix:
 
 @dataclass(slots=True)
 class _Parameter:
-    """A quantized parameter: its matrices, and the fingerprints of its tensors' slices as they arrived."""
+    """A quantized parameter: its matrices, and fingerprints of what arrived. Each slice of its tensors has one."""
 
     slices: Mapping[str, Slice]
     matrices: list[_Matrix]
@@ -75,7 +75,7 @@ class QuantizedReference:
     """Recomputed quantization of one update on one worker."""
 
     def __init__(self, model: nn.Module, locate: Locate, quantize: Quantize) -> None:
-        """Takes the matrices of `model` as they are loaded, not quantized yet, or as they are after that."""
+        """Takes the matrices of `model` as they are loaded. They are not quantized yet, or are again as loaded."""
         self._quantize = quantize
         self._parameters: dict[str, _Parameter] = {}
         self._places: dict[str, list[str]] = {}
@@ -99,7 +99,7 @@ class QuantizedReference:
 
     @torch.no_grad()
     def observe(self, name: str, tensor: torch.Tensor) -> None:
-        """Takes a tensor of the update, in the dtype of the transfer, on the device of the model."""
+        """Takes a tensor of the update. It has the transfer's dtype, and is on the model's device."""
         for place in self._places.get(name, ()):
             parameter = self._parameters[place]
             where = parameter.slices[name]
@@ -130,7 +130,7 @@ class QuantizedReference:
 
 
 def _problem(module: nn.Module, attribute: str, parameter: _Parameter) -> str:
-    """Returns how the quantized values differ from the recomputed ones; empty if they do not."""
+    """Returns how quantized values differ from recomputed ones. Empty if they do not."""
     if any(matrix.fingerprint is None for matrix in parameter.matrices):
         return "not all of its tensors arrived"
     values = getattr(module, attribute).detach()

@@ -41,7 +41,7 @@ USUAL_PACKING = {"gate_up_proj": ["gate_proj", "up_proj"]}
 def engine_weights(
     model: nn.Module, metas: list[TensorMeta], dtype: torch.dtype, reference: QuantizedReference | None = None
 ) -> dict[str, Any]:
-    """Reads every tensor of `metas` (the trainer's names and full shapes) from this worker's `model`.
+    """Reads every tensor of `metas` from this worker's `model`. `metas` have the trainer's names and full shapes.
 
     Returns JSON: `tensors` maps each name to its shares on this worker (empty if it has none), `unaccounted` lists
     parameters of the engine that no tensor explains. `dtype` is the dtype of the transfer. `reference` has
@@ -108,7 +108,7 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Para
 
 
 def _packing(model: nn.Module) -> Mapping[str, list[str]]:
-    """Maps fused module names to the trainer's modules that they contain, in order."""
+    """Maps fused module names to their trainer's modules, in order."""
     return {**USUAL_PACKING, **(getattr(model, "packed_modules_mapping", None) or {})}
 
 
@@ -168,7 +168,7 @@ def _slices(
 
 
 def _fused_slices(module: nn.Module, names: list[str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Slice]:
-    """Returns the locations of a fused layer's components: consecutive rows, each divided over the ranks."""
+    """Returns the locations of a fused layer's components. They are consecutive rows, each divided over the ranks."""
     rank, size = _tensor_parallel(module)
     replicas = [1] * len(names)
     if "QKVParallelLinear" in _kinds(module):
@@ -200,7 +200,7 @@ def _read(
     dtype: torch.dtype,
     model: nn.Module,
 ) -> Iterator[tuple[str, Share]]:
-    """Computes the fingerprint of each slice, for every form of the parameter in the forward pass."""
+    """Computes each slice's fingerprint, for every form of the parameter. The forms are those of the forward pass."""
     if is_experts(module):
         yield from fingerprint_slices(
             [(0, experts_as_loaded(module, attribute))], f"{place}.{attribute}", slices, dtype
@@ -218,7 +218,7 @@ def _read(
 
 
 def _packed_columns(module: Any, parameter: nn.Parameter, num_columns: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields (first column, columns [rows, block]) of a packed weight, read by the layer's own operator."""
+    """Yields (first column, columns [rows, block]) of a packed weight. The layer's own operator reads it."""
     for start in range(0, num_columns, IDENTITY_ROWS):
         stop = min(start + IDENTITY_ROWS, num_columns)
         identity = torch.zeros(stop - start, num_columns, dtype=parameter.dtype, device=parameter.device)

@@ -1,4 +1,4 @@
-"""Fingerprints of tensors; those of parts add up to that of the whole.
+"""Fingerprints of tensors, which those of their parts add up to.
 
 An engine stores a trainer's tensor as a slice of a fused parameter, divided further over tensor-parallel ranks. Each
 rank hashes its part at the position that it has in the whole tensor. The sums are compared with the hash of the sent
@@ -82,7 +82,7 @@ def add_fingerprints(parts: list[int]) -> int:
 
 
 def to_hex(value: int) -> str:
-    """Formats a fingerprint as 16 hex digits, since JSON has no 64-bit integers."""
+    """Formats a fingerprint as 16 hex digits. JSON has no 64-bit integers."""
     return f"{value:016x}"
 
 
@@ -101,7 +101,10 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(count: int, offset: int, seed: int, device: torch.device) -> torch.Tensor:
-    """Computes odd splitmix64 numbers of the indices offset .. offset + count, int64 [count]."""
+    """Computes odd splitmix64 numbers of consecutive indices, int64 [count].
+
+    The indices are offset .. offset + count.
+    """
     x = torch.arange(offset, offset + count, dtype=torch.int64, device=device)
     x = x * _signed(0x9E3779B97F4A7C15) + _signed(seed)
     x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)

@@ -1,4 +1,4 @@
-"""Reads model folders with safetensors files: the list of tensors, and single tensors.
+"""Reads model folders with safetensors files: lists, and single tensors.
 
 The driver lists them from the headers, without torch; the workers of an engine read them.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def model_folder(model: str) -> Path:
-    """Returns the folder of a model on this machine, downloading it from the hub if it is an identifier."""
+    """Returns the folder of a model on this machine. Downloads it from the hub if it is an identifier."""
     if is_local_path(model):
         return Path(model).expanduser()
     from huggingface_hub import snapshot_download

@@ -1,4 +1,4 @@
-"""The plan of a sync: the bucket layout, which both ends of a transfer derive independently.
+"""The plan of a sync: the bucket layout. Both ends of a transfer derive it independently.
 
 Owns the description of a tensor (`TensorMeta`), the bucket layout, and the two records that are sent as JSON over
 vLLM's control routes (`InitInfo`, `UpdateInfo`). Owns no tensor and no socket, and imports neither torch nor vLLM.
@@ -31,7 +31,7 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """One trainer tensor: its Hugging Face name, full shape, and the trainer's dtype (`float32`)."""
+    """One trainer tensor: Hugging Face name, full shape, dtype (`float32`)."""
 
     name: str
     shape: tuple[int, ...]
@@ -131,7 +131,7 @@ class UpdateInfo:
         return hashlib.sha256(json.dumps(agreed).encode()).hexdigest()[:32]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields by name without copying lists: a model with experts has tens of thousands of names."""
+        """Returns the fields by name without copying lists. A model with experts has tens of thousands of names."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
 

@@ -19,7 +19,7 @@ from telescope.weights.fingerprint import add_fingerprints, as_matrix_shape, to_
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Bounds on |trainer logprob - engine logprob| over the tokens of the probe's text, in nats."""
+    """Bounds on |trainer logprob - engine logprob|, in nats, over the probe's text."""
 
     maximum: float
     mean: float
@@ -42,7 +42,7 @@ MAX_NAMES_IN_MESSAGE = 8
 
 @dataclass(frozen=True, slots=True)
 class LogprobComparison:
-    """Differences of logprobs over N tokens, in nats, against the bounds of the engine's dtype."""
+    """Differences of logprobs over N tokens, in nats, with bounds. The bounds are those of the engine's dtype."""
 
     num_tokens: int
     maximum: float
@@ -131,7 +131,7 @@ def compare(
 
 
 def compare_logprobs(trainer: Sequence[float], engine: Sequence[float], dtype: str) -> LogprobComparison:
-    """Compares logprobs of the same tokens, at temperature 1 on both sides, with the tolerance of `dtype`.
+    """Compares logprobs of the same tokens, at temperature 1. The tolerance is that of `dtype`.
 
     Raises ValueError if the two sides have different numbers of tokens, or none.
     """
@@ -169,7 +169,10 @@ def _mismatch(name: str, sent: str | None, loaded: Sequence[Mapping[str, Any]]) 
 def _mismatch_in_place(
     shape: tuple[int, ...], sent: str, shares: Sequence[tuple[int, Mapping[str, Any]]]
 ) -> str | None:
-    """Checks that shares are exact, equal where repeated, cover the tensor, and add up to its fingerprint."""
+    """Checks that shares are exact, complete, and equal where repeated.
+
+    They cover the tensor, and add up to its fingerprint.
+    """
     parts: dict[tuple[int, int, int, int], str] = {}
     for rank, share in shares:
         if share.get("problem"):
@@ -189,9 +192,10 @@ def _mismatch_in_place(
 
 
 def _tiles(areas: set[tuple[int, int, int, int]], rows: int, columns: int) -> bool:
-    """Returns whether rectangles (row start, row end, column start, column end) cover rows x columns once.
+    """Returns whether rectangles cover rows x columns exactly once.
 
-    Correct for partitions along one dimension; tensor parallelism makes no others.
+    They are (row start, row end, column start, column end). Correct for partitions along one dimension; tensor
+    parallelism makes no others.
     """
     edge_R, edge_C = 0, 0
     for row_start, row_end, column_start, column_end in sorted(areas):

@@ -1,4 +1,6 @@
-"""The engine's end of a transfer: receives buckets in place, or into staging buffers while the engine samples.
+"""The engine's end of a weight transfer.
+
+It receives buckets in place, or into staging buffers while the engine samples.
 
 Does not know vLLM: `load` is the model's own weight loader. Every worker of an engine receives everything and keeps its
 own shard. vLLM's layers are known by class name and attributes only, so that tests can use stand-ins.
@@ -41,7 +43,7 @@ NamedTensors = list[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class ReceiveReport:
-    """Seconds of one sync on a worker: in total, waiting for bytes, loading them."""
+    """Seconds of one sync on a worker: total, waiting for bytes, loading them."""
 
     seconds: float
     wait_seconds: float
@@ -49,7 +51,7 @@ class ReceiveReport:
 
 
 class ReceiveBuffers:
-    """Two buffers that all syncs reuse, for a loader that copies tensors at once.
+    """Two buffers that all syncs reuse. Their loader copies tensors at once.
 
     Reuse needs no waiting: on a GPU a broadcast into a buffer is queued behind the copies out of it. After an aborted
     transfer they must be replaced, because gloo may still write into them.
@@ -61,7 +63,7 @@ class ReceiveBuffers:
     def take(
         self, index: int, num_elements: int, dtype: torch.dtype, device: torch.device, pinned: bool
     ) -> torch.Tensor:
-        """Returns `num_elements` of buffer `index` mod 2, replaced if it does not fit.
+        """Returns a buffer of at least `num_elements`. It is buffer `index` mod 2, replaced if it is too small.
 
         A device without an index is the current one.
         """
@@ -83,7 +85,7 @@ def receive(
     pin_memory: bool = True,
     buffers: ReceiveBuffers | None = None,
 ) -> ReceiveReport:
-    """Receives every bucket of `update` and calls `load` with its tensors, on `device`.
+    """Receives every bucket of `update` and loads its tensors. Calls `load` with tensors on `device`.
 
     `buffers` are reused; without them every bucket has a new buffer. Raises `TransferError` or `DeadlineExceeded` after
     aborting the communicator. An exception of `load` aborts it too, so that the sender is notified at once.
@@ -211,7 +213,7 @@ MAX_REASONS = 3
 
 
 def why_in_place(model: nn.Module) -> str | None:
-    """Returns why this model cannot have staging buffers, or None if it can."""
+    """Returns why this model cannot have staging buffers, if so."""
     reasons = list(_reasons(model))
     if not reasons:
         return None
@@ -239,7 +241,7 @@ def _reasons(model: nn.Module) -> Iterator[str]:
 
 
 def _is_packed(module: nn.Module) -> bool:
-    """Returns whether a CPU layer has a packed weight, which `cpu_linear` captures (not without oneDNN)."""
+    """Returns whether a CPU layer has a packed weight. `cpu_linear` captures it (not without oneDNN)."""
     return bool(getattr(getattr(module, "cpu_linear", None), "__closure__", None))
 
 
@@ -289,7 +291,7 @@ class StagingBuffers:
         return twin
 
     def _stage(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Returns a buffer of the parameter's class with its attributes: loaders read both."""
+        """Returns a buffer of the parameter's class with its attributes. Loaders read both."""
         known = self._staging.get(id(parameter))
         if known is not None:
             return known

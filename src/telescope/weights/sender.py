@@ -259,7 +259,7 @@ class _Send:
         return flat
 
     def _next(self) -> tuple[str, torch.Tensor]:
-        """Returns the next tensor that is not a second name of a tied one."""
+        """Returns the next tensor, without second names of tied ones."""
         for name, tensor in self.named_weights:
             if name not in self.tied:
                 return name, tensor
@@ -310,7 +310,7 @@ class _Send:
 
 
 def flip_one_bit(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy whose largest element differs in its last bit, the smallest possible fault."""
+    """Returns a copy with the smallest possible fault. Its largest element differs in its last bit."""
     corrupted = tensor.clone()
     bits = corrupted.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]).view(-1)
     bits[int(tensor.abs().argmax())] ^= 1

@@ -1,4 +1,4 @@
-"""General settings, the model, environments, number of workers, Ray, and the transfer of weights."""
+"""General settings: model, environments, workers, Ray, weight transfer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training backends: the interface, and the lookup of the class in a config.
+"""Training backends: their interface, and the lookup of their class.
 
 The worker calls a backend and users subclass it (`train_backend: "my_package.my_module:MyBackend"`). It owns the model,
 its sharding, the optimizer, and the collectives between its ranks. A subclass may implement a part: missing methods,
@@ -89,7 +89,7 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def sequence_logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
-        """Computes the logprob of each token except the first under the current weights. Collective."""
+        """Computes the logprob of each token except the first. Collective."""
 
     @abstractmethod
     def save_hf(self, directory: Path) -> None:
@@ -99,7 +99,7 @@ class TrainingBackend(ABC):
         """
 
     def save_adapter(self, directory: Path, dtype: torch.dtype | None = None) -> int:
-        """Writes the adapters in peft's format (rank 0 writes), in `dtype` or as stored. Collective.
+        """Writes the adapters in peft's format, on rank 0. Collective. Their dtype is `dtype`, or as stored.
 
         Returns the bytes of the weights, on rank 0. Raises `OSError` there.
         """
@@ -110,14 +110,14 @@ class TrainingBackend(ABC):
         """Returns this rank's spans since the last call."""
 
     def take_tokens(self) -> list[SampleTokens]:
-        """Returns the tokens of the samples in `trainer_data["recorded"]` that this rank trained since the last call.
+        """Returns the recorded tokens that this rank trained since the last call.
 
-        A backend need not keep any.
+        Those of the samples in `trainer_data["recorded"]`. A backend need not keep any.
         """
         return []
 
     def warm_up(self) -> None:
-        """Compiles training steps by a forward and a backward pass over an arbitrary row. Collective.
+        """Compiles training steps by passes over an arbitrary row. Collective.
 
         Called after `init` if that set `compiles`. Changes no weights, gradients, optimizer state or random numbers.
         """

@@ -1,4 +1,4 @@
-"""The FSDP2 backend: any number of ranks, each with a shard of every weight.
+"""The FSDP2 backend: each rank has a shard of every weight.
 
 With `fsdp_context_parallel_size` C, each C neighbors share the rows of one data-parallel rank (`sequence_exchange`).
 Weights are sharded over all ranks, and gradients summed over all of them.
@@ -87,7 +87,7 @@ class FSDPBackend(RLBackend):
             _ = self.saver  # its process starts meanwhile
 
     def _refuse_uneven_heads(self, num_ranks: int) -> None:
-        """Raises `UserError` for a model whose sizes were not known before the start."""
+        """Raises `UserError` for sizes that ranks cannot share. They may be unknown before the start."""
         model = self.policy.causal_lm.config
         num_kv_heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
         if heads := uneven_heads(num_ranks, model.num_attention_heads, num_kv_heads):
@@ -101,7 +101,7 @@ class FSDPBackend(RLBackend):
 
     @functools.cached_property
     def context(self) -> ContextGroup | None:
-        """The ranks that share this rank's rows; kept when the weights are loaded again. Collective at first."""
+        """The ranks that share this rank's rows. Collective at first. Kept when the weights are loaded again."""
         size = self.config.fsdp_context_parallel_size
         if size == 1:
             return None
@@ -140,7 +140,7 @@ class FSDPBackend(RLBackend):
 
     @contextmanager
     def _dropout(self) -> Iterator[None]:
-        """Activates the adapters' dropout, with random numbers that follow from seed, rank and update."""
+        """Activates the adapters' dropout. Its random numbers follow from seed, rank and update."""
         if not (self.config.lora_rank and self.config.lora_dropout):
             yield
             return

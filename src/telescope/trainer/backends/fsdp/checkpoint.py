@@ -1,4 +1,4 @@
-"""Checkpoints of the FSDP backend: sharded weights and optimizer state, written in the background.
+"""Checkpoints of the FSDP backend: sharded state, written in the background.
 
 Owns the format, that of `torch.distributed.checkpoint` (DCP), which loads on any number of ranks. A save copies the
 shards of this rank into host memory that a second process shares (pinned on a GPU, allocated once). Training pauses
@@ -90,7 +90,7 @@ def _on_all_ranks(holds: bool) -> bool:
 
 
 def training_state(policy: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Returns the trained weights and, with an optimizer, its state, by their names in the model. Collective.
+    """Returns the trained weights by their names in the model. Collective. With an optimizer, its state too.
 
     Frozen weights (of a model with adapters) are left out: they are those of the model that the run started from.
     """

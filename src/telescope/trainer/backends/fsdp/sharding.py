@@ -1,4 +1,4 @@
-"""Loads a model into shards, gathers full tensors from shards, and sets what FSDP2 gathers and when.
+"""Loads a model into shards, and gathers full tensors from them. Also sets what FSDP2 gathers and when.
 
 The units, which are gathered together, are the untied embedding and head, every layer, and the root: the last norm, and
 the shared table if tied. A forward pass ends with the root and the head and its backward pass begins with them, so they
@@ -116,7 +116,7 @@ def shard(policy: PolicyModel, mesh: DeviceMesh, dtype: torch.dtype, *, reshard:
 
 @torch.no_grad()
 def fill(policy: PolicyModel, source: nn.Module | None, mesh: DeviceMesh, device: torch.device) -> None:
-    """Sends every rank its shards of rank 0's `source` model (None on other ranks). Collective."""
+    """Sends every rank its shards of rank 0's `source` model. Collective. `source` is None on other ranks."""
     given = {} if source is None else dict(source.named_parameters()) | dict(source.named_buffers())
     targets = [*policy.named_parameters(), *policy.named_buffers()]
     for name, target in targets:
@@ -133,7 +133,7 @@ def fill(policy: PolicyModel, source: nn.Module | None, mesh: DeviceMesh, device
 
 @torch.no_grad()
 def refuse_non_finite(policy: PolicyModel, config: Any) -> None:
-    """Raises `UserError` for NaN or infinite weights, in one pass over this rank's shards."""
+    """Raises `UserError` for NaN or infinite weights in this rank's shards."""
     shards = {name: local_tensor(parameter) for name, parameter in policy.named_parameters()}
     shards = {name: shard for name, shard in shards.items() if shard.numel()}
     largest = torch._foreach_norm(list(shards.values()), math.inf)
@@ -149,7 +149,7 @@ def refuse_non_finite(policy: PolicyModel, config: Any) -> None:
 def merged_tensors(
     named: Iterable[tuple[str, torch.Tensor]], policy: PolicyModel, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields `named` without adapters, which are added to the weights of their layers. Collective.
+    """Yields `named` with adapters added to their layers' weights. Collective.
 
     Every rank merges its own rows, a tensor at a time; it needs all of A, and its rows of B.
     """
@@ -197,7 +197,7 @@ GROUP_BYTES = 256 * 2**20
 def gather_full_tensors(
     named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None, *, group_bytes: int = GROUP_BYTES
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, full tensor) of `named` in order, cast to `dtype` if given. Collective."""
+    """Yields (name, full tensor) of `named` in order. Collective. Tensors are cast to `dtype` if given."""
     group: list[tuple[str, DTensor]] = []
     size = 0
     for name, tensor in named:
@@ -248,7 +248,7 @@ def _gather(group: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> Iter
 
 
 def all_gather(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Gathers with the function of this torch version: 2.13 warns about the only one of 2.11."""
+    """Gathers with this torch version's function. 2.13 warns about the only one of 2.11."""
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     gather(received, sent, group=group)
 
@@ -284,7 +284,7 @@ def stay_gathered(policy: PolicyModel, stays: bool) -> None:
 
 
 def reshard_all(policy: PolicyModel) -> None:
-    """Frees gathered weights, which stay after a forward pass without a backward pass."""
+    """Frees weights that a forward pass without a backward pass left gathered."""
     for unit in units(policy):
         unit.reshard()
 

@@ -1,4 +1,4 @@
-"""Adapter for private parts of torch: staging buffers and the index of shards.
+"""Adapter for torch's private staging buffers and index of shards.
 
 A new version of torch is checked here first (`tests/unit/trainer/test_torch_internals.py`). Tested with 2.11 and 2.13.
 """
@@ -69,7 +69,7 @@ def shard_sizes(directory: Path) -> dict[str, int]:
 
 
 def read_part(directory: Path, index: Metadata, name: str, first: tuple[int, ...]) -> torch.Tensor:
-    """Reads a part of the tensor `name` from a checkpoint, without a process group.
+    """Reads a part of a checkpoint's tensor, without a process group.
 
     `first` chooses one place in each of the first dimensions, which the part does not have.
     """

@@ -114,7 +114,7 @@ class MegatronBackend(RLBackend):
         return sum(math.prod(shape) for name, shape in self.shapes.items() if not self._is_tied_output(name))
 
     def _tokens_of_router(self, num_tokens: int) -> slice:
-        """Returns which of a row's tokens on this rank its routers see: with sequence parallelism a part of them."""
+        """Returns which of this rank's tokens its routers see. With sequence parallelism they see a part."""
         if not self.megatron.sequence_parallel:
             return slice(None)
         size = num_tokens // self.parallel.tp.size()
@@ -191,7 +191,7 @@ class MegatronBackend(RLBackend):
         return results
 
     def _whole(self, out_2N: torch.Tensor, own: slice, num_tokens: int) -> torch.Tensor:
-        """Returns logprob and entropy of the whole row, [2, N], on every rank that shares it."""
+        """Returns logprobs and entropies of the whole row, [2, N]. Every rank that shares the row gets them."""
         context = self.parallel.context
         return out_2N if context is None else whole_row(out_2N, own, num_tokens, context)
 
@@ -249,12 +249,12 @@ class MegatronBackend(RLBackend):
 
 
 def _sum_gradients(models: list[Any], num_tokens: Any = None, **options: Any) -> None:
-    """Sums gradients over ranks without Megatron's division by a count of tokens: the step has its own counts."""
+    """Sums gradients over ranks without Megatron's division by a token count. The step has counts of its own."""
     finalize_model_grads(models, None, **options)
 
 
 def _timers(timeline: Timeline) -> Callable[..., SimpleNamespace]:
-    """Returns what Megatron's schedules call `config.timers`: spans of the timeline, numbered by micro-batch."""
+    """Returns timers for Megatron's schedules that record spans of the timeline. Spans are numbered by micro-batch."""
     numbers = {span: itertools.count() for span in SPANS.values()}
     running: dict[str, AbstractContextManager[None]] = {}
 

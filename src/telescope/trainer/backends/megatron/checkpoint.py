@@ -29,7 +29,7 @@ MODEL, OPTIMIZER = "model", "optimizer"
 
 
 def _metadata() -> dict[str, Any]:
-    """Returns how to save, as a new dict: Megatron adds its process groups to it."""
+    """Returns how to save. A new dict each time, because Megatron adds its process groups to it."""
     return {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
@@ -96,13 +96,13 @@ def _place(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _weights(stage: GPTModel) -> dict[str, Any]:
-    """Returns the sharded weights, without Transformer Engine's `_extra_state`: scales of blocks need no history."""
+    """Returns the sharded weights without Transformer Engine's `_extra_state`. Scales of blocks need no history."""
     state: dict[str, Any] = stage.sharded_state_dict(metadata=_metadata())
     return {name: part for name, part in state.items() if not name.rpartition(".")[2].startswith("_extra_state")}
 
 
 def _give_steps(optimizer: MegatronOptimizer) -> None:
-    """Makes the state of a new optimizer complete, which Megatron makes without AdamW's `step`."""
+    """Adds AdamW's `step` to the state of a new optimizer."""
     for inner in inner_optimizers(optimizer):
         if isinstance(inner.optimizer, HybridDeviceOptimizer) and not inner.optimizer.state:
             inner.optimizer.dummy_step()  # changes the weights, which are loaded afterwards
@@ -115,7 +115,7 @@ def _give_steps(optimizer: MegatronOptimizer) -> None:
 
 @contextmanager
 def _with_step() -> Iterator[None]:
-    """Lets the distributed optimizer load tensors that have no `step` among them, as its own checkpoints do."""
+    """Lets the distributed optimizer load tensors without a `step`. Its own checkpoints have none."""
     original = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def with_step(optimizer: DistributedOptimizer, parameter: Any, tensors: dict[str, Any]) -> None:

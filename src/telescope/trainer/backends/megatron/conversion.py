@@ -1,4 +1,6 @@
-"""Loads a Hugging Face checkpoint into a Megatron stage, and yields the checkpoint's tensors from all stages.
+"""Converts weights between Hugging Face checkpoints and Megatron's stages.
+
+Loads a checkpoint into a stage, and yields the checkpoint's tensors from all stages.
 
 Invariants: each rank reads only its part of a file. Every rank yields every tensor, in the order of `mappings_of`;
 besides the yielded tensors at most one bucket is in memory, once for each rank of the group that gathers it. Names and
@@ -190,7 +192,10 @@ def _buckets(
     shapes: Shapes,
     limit: int,
 ) -> Iterator[tuple[int, bool, list[_Unit]]]:
-    """Yields (stage, whether of experts, units) with at most `limit` numbers in all ranks' parts, or one unit."""
+    """Yields (stage, is of experts, units) of limited size.
+
+    All ranks' parts have at most `limit` numbers, or are one unit.
+    """
 
     def unit_of(mappings: list[ParameterMapping]) -> _Unit:
         is_expert = mappings[0].expert is not None

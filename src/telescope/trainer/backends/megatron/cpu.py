@@ -1,4 +1,4 @@
-"""Lets megatron-core run on the CPU, for tests and small models without a GPU.
+"""Runs megatron-core on the CPU, for tests and small models.
 
 megatron-core asks CUDA for a device, for streams and for random states by name. `place_on_cpu` answers with the CPU. It
 changes where tensors are and makes streams and events do nothing; every product, schedule and collective is Megatron's.

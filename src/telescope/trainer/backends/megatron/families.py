@@ -1,4 +1,4 @@
-"""The tensors of each model family: which parameter of Megatron holds which tensors of a Hugging Face checkpoint.
+"""The parameters of each model family in Megatron and Hugging Face names.
 
 One table per family. Loading, export, their order and the parts of each rank follow from it (`conversion`), so a new
 family of plain transformers is a new table. A tensor that is in the model and not in its table, or the other way round,
@@ -114,7 +114,7 @@ class ParameterMapping:
 
 
 def mappings_of(hf_config: Any, *, transformer_engine: bool = False) -> list[ParameterMapping]:
-    """Returns every parameter of a model, whose family has a table, in the order of the model.
+    """Returns a model's parameters in their order. Its family must have a table.
 
     `transformer_engine`: with the names that parameters have in its modules.
     """
@@ -133,7 +133,7 @@ def mappings_of(hf_config: Any, *, transformer_engine: bool = False) -> list[Par
 
 
 def refuse_other_names(mappings: Sequence[ParameterMapping], names: Iterable[str]) -> None:
-    """Raises `UserError` unless the tensors of `mappings` are those of the model, `names`."""
+    """Raises `UserError` unless `mappings` have exactly the tensors `names`."""
     known, actual = {name for mapping in mappings for name in mapping.names}, set(names)
     if missing := sorted(actual - known):
         raise UserError(
@@ -146,7 +146,7 @@ def refuse_other_names(mappings: Sequence[ParameterMapping], names: Iterable[str
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Attention heads of the whole model: query heads, key-value heads, numbers per head."""
+    """The whole model's query heads, key-value heads, and size of a head."""
 
     queries: int
     groups: int
@@ -161,7 +161,7 @@ def heads_of(hf_config: Any) -> Heads:
 
 
 def rows_of_vocabulary(vocab_size: int, tp_size: int) -> int:
-    """Returns the rows of the vocabulary's tables with padding, over all ranks of a tensor-parallel group."""
+    """Returns the padded rows of the vocabulary's tables. A tensor-parallel group divides them."""
     multiple = VOCABULARY_MULTIPLE * tp_size
     return -(-vocab_size // multiple) * multiple
 
@@ -196,7 +196,7 @@ def local_part(kind: Kind, tensors: Sequence[Any], heads: Heads, tp_rank: int, t
 
 
 def whole_tensors(kind: Kind, parts: Sequence[torch.Tensor], heads: Heads, vocab_size: int) -> Iterator[torch.Tensor]:
-    """Yields the checkpoint's tensors of a parameter from the parts of all ranks. The inverse of `local_part`."""
+    """Yields a parameter's tensors from the parts of all ranks. The inverse of `local_part`."""
     if kind == "gate_up":
         halves = [part.chunk(2) for part in parts]
         yield from (torch.cat([half[index] for half in halves]) for index in (0, 1))

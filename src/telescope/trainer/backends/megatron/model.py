@@ -1,4 +1,4 @@
-"""The policy as a megatron-core model: its configuration, its layers for packed rows, and its output.
+"""The policy as a megatron-core model: configuration, layers, output.
 
 Megatron's own attention knows neither packed rows nor context parallelism without Transformer Engine. Two small modules
 take their places in the layer specification: `PackedAttention` (that of `trainer.attention`, with rotary embedding by
@@ -41,7 +41,7 @@ logging.getLogger("megatron.core").setLevel(logging.ERROR)  # it warns about opt
 
 @dataclass(slots=True)
 class Row:
-    """This rank's part of a packed row, in the place of Megatron's `PackedSeqParams`."""
+    """This rank's part of a packed row, in place of `PackedSeqParams`."""
 
     data: ModelInput
     temperature: float
@@ -64,14 +64,14 @@ class Row:
 
     @classmethod
     def of(cls, data: ModelInput, temperature: float, inv_freq: torch.Tensor, dtype: torch.dtype) -> Row:
-        """Adds the angles by position in the sample, with the model's own frequencies [D / 2]."""
+        """Adds the rotary angles by position in the sample. `inv_freq` are the model's own frequencies, [D / 2]."""
         angles = data.position_ids_T[:, None].float() * inv_freq.to(data.position_ids_T.device)
         angles = torch.cat([angles, angles], dim=-1)[:, None, None, :]
         return cls(data, temperature, angles.cos().to(dtype), angles.sin().to(dtype))
 
 
 def compiled_on_gpus(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Fuses a function of tensors [T, ...] on GPUs, once for every shape of a token."""
+    """Compiles a function of tensors [T, ...] on GPUs, once per token shape."""
     compiled = torch.compile(function, dynamic=False)
 
     @functools.wraps(function)
@@ -96,7 +96,7 @@ def rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 @compiled_on_gpus
 def normalized(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root mean square norm of the last dimension, as transformers computes it: rounded before the last product."""
+    """Root mean square norm of the last dimension. Like transformers, it rounds before the last product."""
     return F.rms_norm(hidden, hidden.shape[-1:], None, eps) * weight
 
 
@@ -266,7 +266,7 @@ def build_stage(hf_config: Any, megatron: TransformerConfig, parallel: Parallel)
 
 
 def _freeze_row(padding: int, parallel: Parallel, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """Blocks the gradient of the embedding of token `padding`, as `padding_idx` does in transformers."""
+    """Blocks the gradient of token `padding`'s embedding, as `padding_idx` does."""
     ids = inputs[0]
     if module.reduce_scatter_embeddings:  # the output has this rank's share of the tokens first
         ids = ids.transpose(0, 1).chunk(parallel.tp.size())[parallel.tp.rank()]
@@ -274,7 +274,7 @@ def _freeze_row(padding: int, parallel: Parallel, module: Any, inputs: Any, outp
 
 
 def layer_spec(megatron: TransformerConfig) -> ModuleSpec:
-    """Returns the modules of a layer, of Transformer Engine if `transformer_impl` says so."""
+    """Returns the modules of a layer, by `transformer_impl`."""
     options = {"num_experts": megatron.num_moe_experts, "qk_layernorm": megatron.qk_layernorm}
     if megatron.transformer_impl == "transformer_engine":
         layer = get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=True, **options)

@@ -1,4 +1,4 @@
-"""AdamW over Megatron's gradient buffers, with the groups and numbers of the FSDP backend."""
+"""AdamW over Megatron's gradient buffers, equal to the FSDP backend's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def wrap(stage: GPTModel, config: Any) -> DistributedDataParallel:
-    """Gives the stage one buffer of gradients, which are summed over data-parallel ranks."""
+    """Gives the stage a gradient buffer, summed over data-parallel ranks."""
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.megatron_grad_reduce_in_fp32,
         overlap_grad_reduce=config.megatron_overlap_grad_reduce,

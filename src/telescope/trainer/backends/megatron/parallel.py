@@ -1,4 +1,4 @@
-"""The process groups of a Megatron run, and this rank's place in them.
+"""The process groups of a Megatron run.
 
 Megatron orders ranks by tensor, context, expert, data and pipeline parallelism: neighbors share a layer. Expert
 parallelism divides the ranks of a pipeline stage, also those that share rows: each has a part of the experts.
@@ -20,7 +20,7 @@ from telescope.trainer.sequence_exchange import ContextGroup
 
 @dataclass(slots=True, frozen=True)
 class Parallel:
-    """The groups of tensor, pipeline, context, expert and data parallelism that this rank belongs to."""
+    """This rank's groups of each kind of parallelism."""
 
     tp: dist.ProcessGroup
     pp: dist.ProcessGroup

@@ -1,4 +1,4 @@
-"""Reads the weights of a Megatron checkpoint by their Hugging Face names, without megatron-core and without ranks.
+"""Reads a Megatron checkpoint's weights by their Hugging Face names. Needs neither megatron-core nor ranks.
 
 A checkpoint has whole tensors. Those of all layers are one tensor, with the layer as first dimension, and those of all
 experts too, with the expert as second. One parameter at a time is read.
@@ -31,7 +31,7 @@ LAYERS, EXPERTS = "decoder.layers.", "mlp.experts.local_experts."
 def saved_weights(
     directory: Path, config: Mapping[str, Any]
 ) -> tuple[list[TensorMeta], Callable[[], Iterator[tuple[str, torch.Tensor]]]]:
-    """Returns the metadata of a checkpoint's weights, and a function that reads them, in the order of the model.
+    """Returns the metadata of a checkpoint's weights, and their reader. Both are in the order of the model.
 
     `config` has the values of the model's config.json. Raises `RunError` for a damaged checkpoint.
     """
@@ -64,9 +64,10 @@ def saved_weights(
 
 
 def saved_location(mapping: ParameterMapping) -> tuple[str, tuple[int, ...]]:
-    """Returns the name of the tensor that has a parameter, and the parameter's index in its first dimensions.
+    """Returns the tensor that has a parameter, and the parameter's place.
 
-    Norms have the names that Transformer Engine gives them, which computes them together with what follows.
+    The place is an index in the first dimensions. Norms have the names that Transformer Engine gives them, which
+    computes them together with what follows.
     """
     name = mapping.entry.parameter
     if mapping.layer is None:
