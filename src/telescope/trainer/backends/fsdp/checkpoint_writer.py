@@ -36,7 +36,7 @@ class CheckpointWriter:
 
     def __init__(self, store: tuple[str, int], generation: int, rank: int, world_size: int) -> None:
         """`store` is host and port of the ranks' store. `generation` numbers the groups of writers."""
-        context = torch.multiprocessing.get_context(START_METHOD)
+        context: Any = torch.multiprocessing.get_context(START_METHOD)  # typed by the name of the method
         self._pipe, child = context.Pipe()
         self._process = context.Process(
             target=_serve, args=(child, store, generation, rank, world_size), name=f"checkpoints {rank}", daemon=True
