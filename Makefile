@@ -15,7 +15,9 @@ PYTEST := $(PY) -m pytest
 # Two processes of tests, each of which takes the next file when it has finished one: tests/conftest.py.
 JOBS := 2
 PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder
-E2E := tests/e2e/stack tests/integration tests/e2e  # in this order: the longest first
+# In this order: the longest first.
+E2E := tests/e2e/stack tests/integration/weights tests/e2e
+SLOW := tests/e2e/stack tests/integration tests/e2e
 WITHOUT_BROWSER = $(shell $(PY) -m telescope.testing.browser > /dev/null || echo and not browser)
 # Bytecode that is not kept would be compiled again by every process of every run.
 unexport PYTHONDONTWRITEBYTECODE
@@ -55,7 +57,7 @@ test: setup  ## before every change lands: lint, types and all tests but the slo
 
 test-all: test  ## also the slow tests, which rarely fail
 	@echo "== slow"
-	@$(PYTEST) -m slow $(PARALLEL) $(E2E)
+	@$(PYTEST) -m slow $(PARALLEL) $(SLOW)
 
 lint: setup run-lint  ## ruff
 types: setup run-types  ## mypy
