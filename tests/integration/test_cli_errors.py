@@ -159,13 +159,7 @@ def test_an_algorithm_that_does_not_exist(train):
 
 @pytest.mark.parametrize(
     ("path", "words"),
-    [
-        ("no_such_package.backend:Mine", ["cannot be imported", "no_such_package", "PYTHONPATH"]),
-        ("json:JSONDecodr", ["has no JSONDecodr", "Did you mean 'JSONDecoder'?"]),
-        ("json:JSONDecoder", ["not a subclass of telescope.trainer.backends.TrainingBackend"]),
-        ("broken_backend:Mine", ["cannot be imported", "ZeroDivisionError"]),
-        ("no-class-path", ["class path"]),
-    ],
+    [("broken_backend:Mine", ["cannot be imported", "ZeroDivisionError"]), ("no-class-path", ["class path"])],
 )
 def test_a_class_path_that_leads_to_no_backend(train, tmp_path, path, words):
     (tmp_path / "broken_backend.py").write_text("1 / 0\n")
