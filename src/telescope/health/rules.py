@@ -100,8 +100,8 @@ class History:
 class Finding:
     """A fact that costs something, and what to try.
 
-    `words` are for a table, `text` is a sentence with its numbers. The first of `metrics` is the one to look at.
-    `steps_ago` counts back from the last step to the moment.
+    `words` are three at most, for a cell; `text` is a sentence with its numbers. The first of `metrics` is the one to
+    look at. `steps_ago` counts back from the last step to the moment.
     """
 
     kind: str
@@ -157,7 +157,8 @@ def entropy(history: History) -> Finding | None:
     if before <= 0 or now > 0.1 * before:
         return None
     return Finding(
-        "entropy", "collapsed", f"Entropy fell from {before:.2g} to {now:.2g} nats: the answers to a prompt are equal.",
+        "entropy", f"down from {before:.2g}",
+        f"Entropy fell from {before:.2g} to {now:.2g} nats: the answers to a prompt are equal.",
         "Lower learning_rate, raise temperature, or set entropy_coef.", (ENTROPY,),
     )  # fmt: skip
 
@@ -178,7 +179,7 @@ def reward(history: History) -> Finding | None:
     if top <= 0 or mean > 0.5 * top or top - mean < 3 * error:
         return None
     return Finding(
-        "reward", "fell", f"The reward fell to {mean:.3g} from {top:.3g}.",
+        "reward", f"down from {top:.3g}", f"The reward fell to {mean:.3g} from {top:.3g}.",
         "Read the newest answers, and continue from an earlier checkpoint with a lower learning_rate.", (name,),
     )  # fmt: skip
 
@@ -215,7 +216,8 @@ def kl(history: History) -> Finding | None:
         return None
     value, usual, steps_ago = found
     return Finding(
-        "kl", "spiked", f"Engine and trainer differed by {value:.2g} nats (KL) in one step, usually by {usual:.2g}.",
+        "kl", f"spiked, usually {usual:.2g}",
+        f"Engine and trainer differed by {value:.2g} nats (KL) in one step, usually by {usual:.2g}.",
         "Look at mismatch and staleness of that step; use_tis bounds the effect on the loss.", (KL,),
         steps_ago=steps_ago,
     )  # fmt: skip
@@ -227,7 +229,7 @@ def mismatch(history: History) -> Finding | None:
     if value is None:
         return None
     return Finding(
-        "mismatch", "engine differs", f"Engine and trainer differ by {value:.2g} nats per token (KL).",
+        "mismatch", "engine samples differently", f"Engine and trainer differ by {value:.2g} nats per token (KL).",
         "Run telescope verify, or lower max_off_policy_steps.", (KL,),
     )  # fmt: skip
 
@@ -242,7 +244,7 @@ def grad_norm(history: History) -> Finding | None:
         return None
     value, usual, steps_ago = found
     return Finding(
-        "grad_norm", "spiked", f"The gradient norm reached {value:.3g}, usually {usual:.3g}.",
+        "grad_norm", f"spiked, usually {usual:.2g}", f"The gradient norm reached {value:.3g}, usually {usual:.3g}.",
         "Lower learning_rate or grad_clip if it repeats.", (GRAD_NORM,), steps_ago=steps_ago,
     )  # fmt: skip
 
@@ -259,7 +261,7 @@ def truncation(history: History) -> Finding | None:
     if share is None:
         return None
     return Finding(
-        "truncation", "many cut off", f"{share:.0f} % of the answers are cut off.",
+        "truncation", "limit too short", f"{share:.0f} % of the answers are cut off.",
         "Raise max_tokens (with max_model_len and seq_len), or set overlong_penalty_factor.", (TRUNCATED,),
     )  # fmt: skip
 
@@ -272,7 +274,8 @@ def zero_advantage(history: History) -> Finding | None:
     level = history.mean(REWARD)
     task = "harder" if level is not None and level > 0.5 else "easier"
     return Finding(
-        "zero_advantage", "mostly discarded", f"{share:.0f} % of the groups have equal rewards and are discarded.",
+        "zero_advantage", f"needs {task} prompts",
+        f"{share:.0f} % of the groups have equal rewards and are discarded.",
         f"Use {task} prompts, or raise group_size.", (NO_SIGNAL, REWARD),
     )  # fmt: skip
 
@@ -294,7 +297,7 @@ def staleness(history: History) -> Finding | None:
     if age is None:
         return None
     return Finding(
-        "staleness", "old", f"Tokens are {age:.1f} versions old.",
+        "staleness", "too far ahead", f"Tokens are {age:.1f} versions old.",
         "Lower max_async_rollout, or add inference servers.", (AGE,),
     )  # fmt: skip
 
@@ -302,7 +305,7 @@ def staleness(history: History) -> Finding | None:
 def waiting(history: History) -> Finding | None:
     """Finds a trainer that waits half of the time. More servers then shorten a step more than a faster trainer."""
     return _share(
-        history, WAIT, "waiting", "waits for data", "The trainer waits {share:.0f} % of the time for answers.",
+        history, WAIT, "waiting", "needs more servers", "The trainer waits {share:.0f} % of the time for answers.",
         "Add inference servers, raise max_async_rollout, or give the trainer fewer GPUs.",
     )  # fmt: skip
 
@@ -310,7 +313,7 @@ def waiting(history: History) -> Finding | None:
 def idle(history: History) -> Finding | None:
     """Finds engines without a request half of the time. They wait for the trainer."""
     return _share(
-        history, IDLE, "idle", "no requests", "The inference servers have no request {share:.0f} % of the time.",
+        history, IDLE, "idle", "trainer too slow", "The inference servers have no request {share:.0f} % of the time.",
         "Raise max_async_rollout, or move GPUs from inference to the trainer.",
     )  # fmt: skip
 

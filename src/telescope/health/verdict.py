@@ -88,25 +88,16 @@ def trend(history: History, metric: str) -> str:
 
 
 def verdict(history: History, found: Sequence[Finding], state: State) -> list[dict[str, Any]]:
-    """Returns at most two facts and one advice. The first says how the run is."""
-    first = _end(state) or _stalled(state)
-    sentences: list[dict[str, Any]] = []
-    if first:
-        sentences.append(first)
-    elif not history.steps:
-        sentences.append(_sentence("No step has ended yet.", ()))
-    elif found:
-        sentences.append(_sentence(found[0].text, found[0].metrics))
-    else:
-        sentences.append(_sentence("Nothing stands out.", ()))
-    change = _reward_change(history)
-    if first and found:
-        sentences.append(_sentence(found[0].text, found[0].metrics))
-    elif change:
-        sentences.append(change)
-    if found and state.status == "live":
-        sentences.append(_sentence(found[0].advice, found[0].metrics))
-    return sentences
+    """Returns at most two facts and one advice. The first says how the run is.
+
+    An ended run gets the advice too: its reader starts the next one.
+    """
+    worst = [*_stalled(state), *found]
+    facts = [*_end(state), *(_sentence(each.text, each.metrics) for each in worst)]
+    if not facts:
+        facts.append(_sentence("Nothing stands out." if history.steps else "No step has ended yet.", ()))
+    facts += _reward_change(history)
+    return [*facts[:2], *(_sentence(each.advice, each.metrics) for each in worst[:1])]
 
 
 def progress(steps: Sequence[int], started: Values, ended: Values, num_steps: int | None, live: bool) -> dict[str, Any]:
@@ -195,32 +186,33 @@ def _lasted(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> bool:
     return None not in between and 0 <= between[1] - between[0] <= SILENT_STEPS + WINDOW
 
 
-def _end(state: State) -> dict[str, Any] | None:
+def _end(state: State) -> list[dict[str, Any]]:
     if state.status == "failed":
-        return _sentence(f"The run failed: {state.error or 'no error was recorded'}", ())
+        return [_sentence(f"The run failed: {state.error or 'no error was recorded'}", ())]
     if state.status == "dead":
-        return _sentence("The process of the run is gone, without an error. telescope train --resume continues it.", ())
-    return None
+        text = "The process of the run is gone, without an error. telescope train --resume continues it."
+        return [_sentence(text, ())]
+    return []
 
 
-def _stalled(state: State) -> dict[str, Any] | None:
+def _stalled(state: State) -> list[Finding]:
     if state.status != "live" or not state.is_training:
-        return None
+        return []
     found = rules.stalled(state.seconds_since_step, state.step_seconds)
-    return None if found is None else _sentence(f"{found.text} {found.advice}", found.metrics)
+    return [found] if found is not None else []
 
 
-def _reward_change(history: History) -> dict[str, Any] | None:
+def _reward_change(history: History) -> list[dict[str, Any]]:
     name = rules.REWARD if history.columns.get(rules.REWARD) else rules.TRAINED_REWARD
     values = finite(history.columns.get(name, ()))
     if len(values) < 2:
-        return None
+        return []
     before, now = ends_of(values)
     window = min(WINDOW, len(values) // 2)
     span = "step" if window == 1 else f"{window} steps"
     texts = [f"{value:.3g}".replace("-", MINUS) for value in (before, now)]
     groups = "all groups" if name == rules.REWARD else "the groups trained on"
-    return _sentence(f"Mean reward of {groups}: {texts[0]} in the first {span}, {texts[1]} in the last.", (name,))
+    return [_sentence(f"Mean reward of {groups}: {texts[0]} in the first {span}, {texts[1]} in the last.", (name,))]
 
 
 def _sentence(text: str, metrics: Sequence[str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ def test_the_verdict_of_a_run_and_its_recorded_alerts(client):
     body = client.get("/api/runs/first/health").json()
     assert body["verdict"][0]["text"] == "grad_norm is not a finite number at step 3."
     cells = {cell["name"]: (cell["words"], cell["attention"]) for cell in body["cells"]}
-    assert (cells["wait"], cells["entropy"]) == (("waits for data", True), ("falling", False))
+    assert (cells["wait"], cells["entropy"]) == (("needs more servers", True), ("falling", False))
     (alert,) = body["alerts"]
     words = ("Server 0 restarted", "Look at its log.")
     assert (alert["step"], alert["title"], alert["text"], alert["resolved"]) == (2, *words, True)

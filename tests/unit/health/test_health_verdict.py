@@ -38,14 +38,22 @@ def test_a_finding_marks_the_cell_of_its_metric_alone(name: str, changed: dict[s
     assert [(cell["name"], cell["words"]) for cell in cells if cell["attention"]] == [(name, found[0].words)]
 
 
-def test_a_live_run_gets_the_worst_fact_and_one_advice() -> None:
-    shown = sentences({WAIT: [6.2] * 10, rules.ENTROPY: [0.01] * 10})
-    assert "Entropy fell" in shown[0]["text"] and len(shown) == 3
-    assert "learning_rate" in shown[-1]["text"]
+@pytest.mark.parametrize("state", [LIVE, State("finished")], ids=["live", "finished"])
+def test_a_run_gets_the_two_worst_facts_and_the_advice_for_the_worst(state: State) -> None:
+    wrong = {WAIT: [6.2] * 10, rules.ENTROPY: [0.01] * 10, rules.AGE: [5.0] * 10}
+    entropy, second, advice = sentences(wrong, state)
+    assert "Entropy fell" in entropy["text"] and "learning_rate" in advice["text"]
+    assert second["metrics"] and second["metrics"] != entropy["metrics"]
 
 
-def test_an_ended_run_gets_no_advice() -> None:
-    assert len(sentences({rules.AGE: [5.0] * 10}, State("finished"))) == 2
+def test_a_single_fact_comes_with_the_change_of_the_reward() -> None:
+    fact, change, _ = sentences({rules.AGE: [5.0] * 10})
+    assert "versions old" in fact["text"] and "Mean reward" in change["text"]
+
+
+def test_a_stall_brings_its_own_advice() -> None:
+    stall, _, advice = sentences({}, State("live", seconds_since_step=900.0, step_seconds=10.0))
+    assert "py-spy" in advice["text"] and "py-spy" not in stall["text"]
 
 
 @pytest.mark.parametrize(
