@@ -63,6 +63,14 @@ left, and counts take half of the time."""
 LATE_ROWS = 10_000
 """Largest page of samples."""
 
+SEARCHED = {
+    "samples": ("prompt_text", "completion_text"),
+    "turns": ("text",),
+    "tool_calls": ("arguments", "result"),
+    "info": ("value",),
+}
+"""Texts that a search looks into."""
+
 NUM_SEARCHES = 16
 """Searches whose hits are kept, so that the pages of one result are scanned for once."""
 
@@ -143,7 +151,7 @@ class RunStore:
         self._cursors: dict[str, int] = {}
         self._values: dict[str, tuple[object, list[Any]]] = {}
         self._known_cutoffs: tuple[tuple[int, int], dict[int, int]] | None = None
-        self._searches: dict[str, tuple[int, pa.Table]] = {}
+        self._searches: dict[str, tuple[dict[str, int], pa.Table]] = {}
         self._steps = StepColumns()
         self._seen: dict[tuple[str, str], tuple[int, set[tuple[Any, ...]]]] = {}
         self._tags: dict[str, set[str]] = {}
@@ -267,18 +275,20 @@ class RunStore:
         return self._values[column][1]
 
     def search(self, text: str) -> pa.Table:
-        """Finds the samples whose prompt or answer contains `text`.
+        """Finds the samples with `text` in any of their texts.
 
         Returns attempt and sample_id. Ignores case.
 
         Waits for other searches only, and scans what is new since the last search for this text.
         """
         with self._searching:
-            (end,) = self.refresh("samples").values()
-            done, hits = self._searches.pop(text, (0, NO_HITS))
-            if done < end:
-                hits = pa.concat_tables([hits, self._scan(text, done).cast(NO_HITS.schema)])
-            self._searches[text] = (end, hits)
+            self.refresh("samples")
+            ends = {name: self.run.num_rows(name) for name in SEARCHED}
+            done, hits = self._searches.pop(text, ({}, NO_HITS))
+            for name, end in ends.items():
+                if (cursor := done.get(name, 0)) < end:
+                    hits = pa.concat_tables([hits, self._scan(name, text, cursor).cast(NO_HITS.schema)])
+            self._searches[text] = (ends, hits)
             while len(self._searches) > NUM_SEARCHES:
                 self._searches.pop(next(iter(self._searches)))
             return hits
@@ -378,13 +388,14 @@ class RunStore:
             self._known_cutoffs = (state, self.run.cutoffs())
         return self._known_cutoffs[1]
 
-    def _scan(self, text: str, cursor: int) -> pa.Table:
-        """Reads the files from row `cursor` on, for samples that contain `text`."""
+    def _scan(self, name: str, text: str, cursor: int) -> pa.Table:
+        """Reads the files of a table from row `cursor` on, for rows that contain `text`."""
         # An expression finds a text without regard to case in half of the time of ILIKE.
         pattern = f"regexp_escape({sql_text(text)})"
-        columns = ("prompt_text", "completion_text")
-        matches = " OR ".join(f"regexp_matches({column}, {pattern}, 'i')" for column in columns)
-        return self._files("samples", "attempt, sample_id", matches, cursor)
+        matches = " OR ".join(f"regexp_matches({column}, {pattern}, 'i')" for column in SEARCHED[name])
+        # The answers of the model are in `samples` too.
+        own = "role IS DISTINCT FROM 'assistant'" if name == "turns" else "true"
+        return self._files(name, "attempt, sample_id", f"{own} AND ({matches})", cursor)
 
     def _places(self, name: str, where: str) -> tuple[int, int | None]:
         """Returns the first and the last row that match `where`.

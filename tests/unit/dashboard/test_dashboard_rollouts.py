@@ -320,6 +320,30 @@ def test_logs_are_paged_filtered_and_followed(client):
     assert client.get(f"{run}?since={first['next']}&limit=5").json()["rows"][0]["message"] == "step 5 of it"
 
 
+def test_a_search_finds_what_the_environment_and_tools_said(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        texts = {
+            "turns": {"turn": 1, "role": "environment", "text": "Wrong, the needle is lower."},
+            "tool_calls": {"turn": 0, "call": 0, "name": "grep", "result": "needle.txt: 3"},
+            "info": {"number": 0, "turn": 0, "key": "guess", "value": "needle"},
+        }
+        for table, row in texts.items():
+            recorder.write("samples", {**sample_rows(0)[0], "sample_id": table})
+            recorder.write(table, {"sample_id": table, **row})
+        recorder.write("samples", {**sample_rows(0)[0], "sample_id": "other"})
+        recorder.flush()
+        client = TestClient(create_app([tmp_path]), base_url="http://localhost")
+
+        def found() -> set[str]:
+            body = client.get("/api/runs/run/samples?search=NEEDLE").json()
+            return {row["sample_id"] for row in body["rows"]}
+
+        assert found() == set(texts)
+        recorder.write("info", {"sample_id": "other", "number": 0, "turn": 0, "key": "guess", "value": "A needle"})
+        recorder.flush()
+        assert found() == {*texts, "other"}
+
+
 def test_a_log_filter_chooses_one_process_or_all_of_a_kind(tmp_path):
     run_dir = tmp_path / "run"
     (run_dir / "logs").mkdir(parents=True)
