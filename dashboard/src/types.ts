@@ -455,7 +455,6 @@ export interface Sample {
   golden: Record<string, string>;
   failure_message: string | null;
   divergences: Record<string, Value>;
-  info_turns: unknown;
   turns: Turn[];
   tool_calls: ToolCall[];
   info: Info[];

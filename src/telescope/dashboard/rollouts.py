@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -92,7 +91,6 @@ def assemble(sample: Row, whole: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
     return {
         **sample,
         **{name: sample[name] or {} for name in ("metrics", "tags", "golden", "divergences")},
-        "info_turns": _json(sample["info_turns"]),
         "turns": sorted(whole["turns"], key=by_turn),
         "tool_calls": sorted(whole["tool_calls"], key=lambda row: row["call"]),
         "info": sorted(whole["info"], key=lambda row: (row["number"], row["key"])),
@@ -199,10 +197,3 @@ def _load(path: Path, _modified: int) -> Tokenizer:
     from tokenizers import Tokenizer
 
     return Tokenizer.from_file(str(path))
-
-
-def _json(text: str | None) -> Any:
-    try:
-        return None if text is None else json.loads(text)
-    except ValueError:
-        return text

@@ -198,7 +198,6 @@ class Sample(SampleNumbers):
     golden: dict[str, str]
     failure_message: str | None
     divergences: dict[str, Number]
-    info_turns: Any
     turns: list[Turn]
     tool_calls: list[ToolCall]
     info: list[Info]

@@ -110,7 +110,6 @@ def sample_row(
         "eval_name": eval_name,
         "penalty": sample.penalty if reward is not None else None,
         "environment_tokens": sample.num_environment_tokens,
-        "info_turns": json.dumps(reward.info_turns) if reward is not None and reward.info_turns else None,
         "divergences": {name: float(count) for name, count in sample.divergences.items()},
         "num_retries": sample.num_infrastructure_retries,
         "wasted_tokens": sample.num_sampled_tokens - sample.num_completion_tokens,

@@ -79,7 +79,9 @@ SAMPLES = Table(
         Column("eval_name", TEXT, "Its eval; null in training."),
         Column("penalty", NUMBER, "Subtracted from its reward before advantages because the answer is overlong."),
         Column("environment_tokens", INTEGER, "Tokens that the environment added between turns."),
-        Column("info_turns", TEXT, "Notes of the environment per turn, as a JSON list; null without notes."),
+        Column(
+            "info_turns", TEXT, "Notes of the environment as a JSON list, in runs of earlier versions; now in `info`."
+        ),
         Column("divergences", NUMBERS, "Joins between turns that differ from the chat template, counted by kind."),
         Column("num_retries", INTEGER, "Number of failures of an engine, a worker or a sandbox during it."),
         Column("wasted_tokens", INTEGER, "Tokens of failed requests and lost conversations, not in the others."),
