@@ -89,7 +89,7 @@ def by_turn(row: Row) -> Any:
 def assemble(sample: Row, whole: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
     """Puts a sample and its rows of other tables together. Those of `turns`, `tool_calls`, `info` and `spans`."""
     return {
-        **sample,
+        **{name: value for name, value in sample.items() if name != "info_turns"},  # of earlier versions
         **{name: sample[name] or {} for name in ("metrics", "tags", "golden", "divergences")},
         "turns": sorted(whole["turns"], key=by_turn),
         "tool_calls": sorted(whole["tool_calls"], key=lambda row: row["call"]),
