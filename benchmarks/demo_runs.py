@@ -67,12 +67,13 @@ def heldout_turns(run_dir: Path) -> dict[str, list[float]]:
 
     Turns come from the environment's `info_turns` with `correct`; empty for an environment without them.
     """
-    by_step: dict[int, list[list[float]]] = {}
-    columns = ["status", "step", "info_turns"]
-    for row in Run(run_dir).table("samples", columns=columns).to_pylist():
-        if row["status"] == "eval" and row["info_turns"]:
-            turns = [turn["correct"] for turn in json.loads(row["info_turns"])]
-            by_step.setdefault(row["step"], []).append(turns)
+    by_step: dict[int, list[list[float | None]]] = {}
+    notes = (
+        "select step, list(value order by number) as turns from samples join info using (attempt, sample_id) "
+        "where status = 'eval' and key = 'correct' group by step, attempt, sample_id"
+    )
+    for row in Run(run_dir).sql(notes).to_dicts():
+        by_step.setdefault(row["step"], []).append([json.loads(value) for value in row["turns"]])
     if len(by_step) < 2:
         return {}
     return {
