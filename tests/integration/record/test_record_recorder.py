@@ -101,6 +101,27 @@ def test_a_long_run_has_few_files(tmp_path, monkeypatch):
         assert len(names(tmp_path, "samples")) < 40
 
 
+def bytes_written() -> int:
+    """Bytes that this process has written to files."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["wchar"])
+
+
+def test_a_long_run_writes_as_many_bytes_per_step_at_its_end_as_before(tmp_path):
+    text = np.random.default_rng(0).bytes(400).hex()
+    written = []
+    with Recorder(tmp_path, flush_seconds=600, sizes=FileSizes(block_rollouts=16)) as recorder:
+        for step in range(240):
+            for index in range(8):
+                row = {"sample_id": f"{step}-{index}", "step": step, "completion_text": text[step : step + 600]}
+                recorder.write("samples", row)
+            recorder.write("steps", {"step": step, "metrics": {f"metric {n}": step + n for n in range(50)}})
+            assert recorder.flush()
+            written.append(bytes_written())
+    early, late = (written[end] - written[end - 80] for end in (119, 239))
+    assert late < 1.2 * early, (early, late)
+
+
 def test_a_row_may_be_changed_after_it_was_written(tmp_path):
     metrics = {"a": 1.0}
     with Recorder(tmp_path, flush_seconds=5) as recorder:
