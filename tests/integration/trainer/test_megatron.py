@@ -24,6 +24,7 @@ from tests.integration.trainer.trainer_cases import (
 )
 from transformers import AutoModelForCausalLM
 
+from telescope.errors import RunError
 from telescope.orchestrator.conversion import convert
 from telescope.trainer.batch import StepInput
 from telescope.trainer.logprob import VocabularyPart
@@ -191,6 +192,15 @@ def resumed_job(trainer: Trainer, folder: Path) -> dict[str, Any]:
     return {"loaded": loaded, "weights": weights(trainer), "two_packings": two_packings(trainer)}
 
 
+def refused_job(trainer: Trainer, folder: Path) -> str:
+    """The error of a checkpoint that another optimizer wrote."""
+    try:
+        trainer.backend.load_checkpoint(2, folder)
+    except RunError as error:
+        return str(error)
+    return "loaded"
+
+
 @dataclass
 class Results:
     """By case: what `gradient_job`, `steps_job` and `resumed_job` returned on each rank."""
@@ -199,6 +209,7 @@ class Results:
     trained: dict[str, list[Any]]
     resumed: dict[str, list[Any]]
     divided_anew: dict[str, list[Any]]
+    refused: list[str]
     folders: dict[str, Path]
 
 
@@ -221,12 +232,14 @@ def results(families, tmp_path_factory):
         jobs.append((resumed_job, config_of(families[model], **changes), (folders[case],)))
     for case, changes in DIVIDED_ANEW.items():
         jobs.append((resumed_job, config_of(families[RESUMED[case][0]], **changes), (folders[case],)))
+    jobs.append((refused_job, config_of(families["qwen2"]), (folders["dp2 with distributed optimizer"],)))
     found = iter(run_ranks(jobs, num_ranks=2, folder=root / "ranks"))
     return Results(
         {case: next(found) for case in CASES},
         {case: next(found) for case in TRAINED},
         {case: next(found) for case in RESUMED},
         {case: next(found) for case in DIVIDED_ANEW},
+        next(found),
         folders,
     )
 
@@ -328,6 +341,11 @@ def test_a_checkpoint_loads_into_another_division_of_the_model(results, case):
     for found, wanted in zip(results.divided_anew[case], results.resumed[case], strict=True):
         assert all(torch.equal(found["loaded"][name], tensor) for name, tensor in wanted["loaded"].items())
         assert relative_error(found["weights"], wanted["weights"]) < 1e-6
+
+
+def test_the_state_of_another_optimizer_is_refused_with_the_field(results):
+    for error in results.refused:
+        assert "set megatron_use_distributed_optimizer as in the run" in error
 
 
 @pytest.mark.parametrize("case", RESUMED)
