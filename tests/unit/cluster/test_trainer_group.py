@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -220,6 +221,30 @@ async def test_a_lost_rank_is_reported_by_the_watch_until_the_ranks_are_replaced
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(two_ranks.watch(), 0.05)
     assert await two_ranks.weight_metadata() == "weight_metadata"
+
+
+@pytest.fixture
+def namesake() -> Iterator[subprocess.Popen[bytes]]:
+    """A process of this machine, whose id a rank on another machine may have too."""
+    process = subprocess.Popen(["sleep", "60"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+async def test_a_local_process_with_the_id_of_a_remote_rank_is_never_signalled(group, rank, namesake, monkeypatch):
+    info = SimpleNamespace(device="cpu", layout=Layout(0, 1), pid=namesake.pid)
+    monkeypatch.setattr(rank, "_answer", lambda name: asyncio.sleep(0, info if name == "setup" else ("10.0.0.9", 1)))
+    killed: list[Any] = []
+    monkeypatch.setattr(trainer_group, "ray", SimpleNamespace(kill=killed.append))
+    group._placement.find_ranks = lambda: None
+    assert await group.setup(loopback=False) == [info]
+    await group.replace()
+    await group.setup(loopback=False)
+    await group.stop()
+    assert killed == [rank]
+    with pytest.raises(subprocess.TimeoutExpired):
+        namesake.wait(0.1)
 
 
 async def test_a_call_to_a_replaced_rank_does_not_count_as_a_loss_of_the_new_one(two_ranks, replaceable):

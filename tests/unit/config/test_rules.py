@@ -270,6 +270,15 @@ def test_a_field_that_another_switches_off_is_named(changes, field):
     assert remark.startswith(f"{field} has no effect, because ")
 
 
+def test_a_server_reserved_for_an_eval_that_never_runs_is_named_though_the_interval_is_the_default():
+    reserved = {"evals": [{"name": "math500"}], "inference_num_workers": 2, "number_of_steps": 5}
+    (remark,) = remarks(build(reserved))
+    assert "eval_every of 'math500' is 10, and the run has 5 steps" in remark
+    assert "eval_num_servers reserves 1 of 2 servers" in remark
+    assert remarks(build({**reserved, "eval_num_servers": 0})) == []
+    assert remarks(build({**reserved, "number_of_steps": 10})) == []
+
+
 def test_rules_see_what_earlier_rules_adjusted():
     config = build({"inference_tensor_parallel_size": 4, "evals": [{"name": "math500"}], "inference_base_port": 65535})
     assert config.num_inference_servers == 1
