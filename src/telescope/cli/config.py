@@ -110,7 +110,8 @@ def print_train_help(console: Console, *, all_fields: bool = False) -> None:
         markup=False,
         width=WIDEST,
     )
-    _example(console)
+    console.print("[bold]Example[/]", highlight=False)
+    console.print("  telescope train --config configs/examples/demo_countdown.yaml --number_of_steps 50 --seed 1\n")
     if all_fields:
         print_sections(console, SECTIONS)
         console.print(
@@ -203,11 +204,6 @@ def _print_field(console: Console, field: FieldDescription) -> None:
         for part in describe_section(ENTRIES[field.name], f"{field.name}."):
             entries.add_row(Text(part.name), Text(part.default_text), Text(part.text))
         console.print(entries)
-
-
-def _example(console: Console) -> None:
-    console.print("[bold]Example[/]", highlight=False)
-    console.print("  telescope train --config configs/examples/demo_countdown.yaml --number_of_steps 50 --seed 1\n")
 
 
 def _short_default(field: FieldDescription) -> str:

@@ -182,12 +182,12 @@ def _named_parameters(function: Callable[..., Any]) -> set[str]:
 
 
 def _given_beside(function: Callable[..., Any], mapping: str) -> set[str]:
-    """Keywords that the source adds where it passes the mapping on: `super().__init__(tools=[f], **m)`."""
+    """Returns keywords that the source adds, as in `super().__init__(tools=[f], **m)`."""
     return {
         keyword.arg
         for node in ast.walk(_source_of(function))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == function.__name__
-        if any(k.arg is None and _is_name(k.value, mapping) for k in node.keywords)
+        if any(k.arg is None and isinstance(k.value, ast.Name) and k.value.id == mapping for k in node.keywords)
         for keyword in node.keywords
         if keyword.arg is not None
     }
@@ -202,7 +202,7 @@ def _var_keyword(function: Callable[..., Any]) -> str | None:
 
 
 def _literal_reads(function: Callable[..., Any], mapping: str) -> set[str]:
-    """String literals that the source reads from the mapping: `m["x"]`, `m.get("x")`, `m.pop("x")`, `"x" in m`."""
+    """Returns literals read as `m["x"]`, `m.get("x")`, `m.pop("x")` or `"x" in m`."""
     names: set[str] = set()
     for node in ast.walk(_source_of(function)):
         match node:
@@ -223,7 +223,3 @@ def _source_of(function: Callable[..., Any]) -> ast.AST:
         return ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
         return ast.Module([], [])  # built at run time, without source: only the signature is known
-
-
-def _is_name(node: ast.expr, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name

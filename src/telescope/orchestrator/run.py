@@ -100,8 +100,8 @@ class _TrainingRun:
             )  # fmt: skip
             if self._directory.step_log.notice:
                 self._status.messages.append(self._directory.step_log.notice)
-            stack.callback(self._stop_view)
             if self._view is not None:
+                stack.callback(self._view.stop)
                 self._view.start(self._status)
             self._interrupt.install(asyncio.get_running_loop())
             try:
@@ -121,7 +121,7 @@ class _TrainingRun:
 
     async def _start_and_train(self, temporary: Path) -> None:
         async with AsyncExitStack() as stack:
-            stack.callback(self._show_shutdown)
+            stack.callback(setattr, self._status, "phase", "shutting down")
             supervisor = Supervisor()
             await supervisor.run_until(self._start_components_and_train(supervisor, stack, temporary))
 
@@ -259,13 +259,6 @@ class _TrainingRun:
             interrupted=self._interrupt.requested,
             record_error=record_error,
         )
-
-    def _show_shutdown(self) -> None:
-        self._status.phase = "shutting down"
-
-    def _stop_view(self) -> None:
-        if self._view is not None:
-            self._view.stop()
 
 
 def start_collectors(

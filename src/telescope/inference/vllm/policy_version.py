@@ -101,7 +101,7 @@ class PolicyVersionMiddleware:
         elif path == wire.PAUSE_ROUTE:
             await self._pause(scope, receive, send)
         elif path == wire.RESUME_ROUTE:
-            await self._resume(scope, receive, send)
+            await self._forward(scope, receive, send, before_answer=lambda status: self._release())
         elif path == wire.FINISH_UPDATE_ROUTE:
             await self._finish_update(scope, receive, send)
         elif path == wire.LOAD_ADAPTER_ROUTE:
@@ -187,9 +187,6 @@ class PolicyVersionMiddleware:
         status = await self._forward(scope, receive, send)
         if status >= 400 and not was_paused:
             self._release()
-
-    async def _resume(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._forward(scope, receive, send, before_answer=lambda status: self._release())
 
     def _release(self) -> None:
         self._paused = False
