@@ -1,6 +1,6 @@
 """One engine process: session, process group and log file.
 
-Owns the operating system's side of a server: pipe, process group, signals, log tail, and what the log of a starting
+Owns the operating system's side of a server: process group, signals, log tail, and what the log of a starting
 vLLM tells: the current stage, or why it failed. Does not know whether the process is healthy, or whether to restart it
 (`server`).
 
@@ -18,7 +18,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,22 +39,16 @@ class EngineProcess:
 
     def __init__(self, arguments: list[str], environment: Mapping[str, str], log_path: Path) -> None:
         self.log_path = log_path
-        self._lock = threading.Lock()
         self._log_start = log_size(log_path)
-        read_end, self._write_end = os.pipe()
-        try:
-            with open_log(log_path) as log:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "telescope.utils.child_guard", str(read_end), *arguments],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **environment},
-                    pass_fds=(read_end,),
-                    start_new_session=True,
-                )
-        finally:
-            os.close(read_end)
+        with open_log(log_path) as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "telescope.utils.child_guard", str(os.getpid()), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
@@ -84,10 +77,6 @@ class EngineProcess:
             if time.monotonic() > deadline:
                 raise InfrastructureError(f"processes {members} still exist {KILL_SECONDS:.0f} s after SIGKILL")
             time.sleep(0.02)
-        with self._lock:
-            if self._write_end >= 0:
-                os.close(self._write_end)
-                self._write_end = -1
         return 128 - code if code > 128 else code
 
     def log_tail(self, num_lines: int = 30) -> list[str]:

@@ -3,11 +3,11 @@
 Owns `die_with` (called inside every vLLM process) and the shim between `InferenceServer` and vLLM (run with `python
 -m`). Imports the standard library only, because the shim stays in memory beside every server.
 
-The shim leads a new session, hence one process group for the whole engine. It has the read end of a pipe whose write
-end only the supervisor has, and watches its parent's pid: whichever way the supervisor exits, SIGKILL included, the
-group is killed. Linux's parent-death signal does not suffice there, because it fires when the *thread* that started the
-child ends. The shim has one thread, so it does suffice for the command that the shim starts. If the shim itself is
-killed, that signal ends the command at any point of its start, and `die_with` ends the other processes of the engine.
+The shim leads a new session, hence one process group for the whole engine. It polls its parent's pid: whichever way the
+supervisor exits, SIGKILL included, the group is killed. Linux's parent-death signal does not suffice there, because it
+fires when the *thread* that started the child ends. The shim has one thread, so it does suffice for the command that
+the shim starts. If the shim itself is killed, that signal ends the command at any point of its start, and `die_with`
+ends the other processes of the engine.
 """
 
 from __future__ import annotations
@@ -79,9 +79,8 @@ def kill_group(group: int) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Runs `PIPE_FD COMMAND...` until the command or the parent ends."""
-    pipe, command = int(argv[0]), argv[1:]
-    parent = os.getppid()
+    """Runs `PARENT_PID COMMAND...` until the command or the parent ends."""
+    parent, command = int(argv[0]), argv[1:]
     environment = {**os.environ, SUPERVISOR_PID_VARIABLE: str(os.getpid())}
     prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up here, because little is allowed after the fork
     child = subprocess.Popen(
@@ -91,11 +90,10 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while (code := child.poll()) is None:
-        readable, _, _ = select.select([pipe], [], [], POLL_SECONDS)
-        orphaned = os.getppid() != parent
-        if orphaned or (readable and not os.read(pipe, 1)):
+        if os.getppid() != parent:
             kill_group(os.getpgid(0))
             time.sleep(60)  # killed with the group
+        time.sleep(POLL_SECONDS)
     sys.stderr.write(f"telescope: engine process {child.pid} {describe_exit(code)}\n")
     sys.stderr.flush()
     return code if code >= 0 else 128 - code
