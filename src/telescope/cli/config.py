@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from telescope.cli.main import make_console
 from telescope.config import EnvironmentEntry, EvalEntry, load_config
 from telescope.config.base import Section
 from telescope.config.generate import FieldDescription, default_yaml, describe_all, describe_section, resolved_yaml
@@ -55,9 +56,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDEST)  # a pipe has no width of its own
+    console = make_console()
     if not arguments.names:
         print_sections(console, SECTIONS)
     for name in arguments.names:

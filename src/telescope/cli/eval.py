@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from telescope.cli.main import HELP, Option, take_own
+from telescope.cli.main import HELP, Option, make_console, take_own
 from telescope.errors import InfrastructureError, RunError, UserError
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
-PIPE_WIDTH = 140
 
 HELP_TEXT = """\
 usage: telescope eval [MODEL ...] [--eval NAME ...] [--config FILE] [options] [--FIELD VALUE ...]
@@ -180,8 +179,7 @@ def label(outcome: EvalOutcome, result: EvalResult) -> str:
 
 def print_outcome(outcome: EvalOutcome, plot: Path) -> None:
     """Prints a table of the results, the problems, and the output folders."""
-    console = Console()
-    console = console if console.is_terminal else Console(width=PIPE_WIDTH)
+    console = make_console()
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("model", "eval"):
         table.add_column(name)

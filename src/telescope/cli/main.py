@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import FrameType
 
+    from rich.console import Console
+
 # In the order of the help: what a user needs first comes first.
 COMMANDS = (
     "train", "ui", "tui", "eval", "chat", "convert", "verify", "config", "doctor", "tiny_model", "envs", "runs",
@@ -34,6 +36,7 @@ COMMANDS = (
 )  # fmt: skip
 OWN_ARGUMENTS = ("train", "eval", "chat", "verify")
 """Commands with a flag for every field of the schema; they parse their own arguments."""
+PIPE_WIDTH = 140
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -167,6 +170,14 @@ def take_own(argv: Sequence[str], options: Mapping[str, Option]) -> tuple[dict[s
             raise ConfigError(f"{name} is given twice: {own[name][0]} and {value}. {option.once}")
         own.setdefault(name, []).append(value)
     return own, rest
+
+
+def make_console() -> Console:
+    """Returns a console of standard output, which is `PIPE_WIDTH` wide in a pipe or a file."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_WIDTH)
 
 
 def _print_error(error: Exception) -> None:

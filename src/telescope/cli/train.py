@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 from rich.markup import escape
 
-from telescope.cli.main import HELP, Option, take_own
+from telescope.cli.main import HELP, Option, make_console, take_own
 from telescope.config import LoadedConfig, TelescopeConfig, load_config
 from telescope.config.loader import choose_run_dir, load_resumed_config
 from telescope.errors import ConfigError, RunError, UserError
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from telescope.config.environments import EnvironmentKeys
     from telescope.orchestrator.status import RunSummary
 
-PIPE_WIDTH = 120
 LARGEST_GPU_GIB = 100_000  # far above any GPU, to catch a value in bytes
 EXIT_STOPPED = 130  # the code of a command stopped by Ctrl-C
 
@@ -58,7 +57,7 @@ def run(argv: Sequence[str]) -> int:
     if arguments.help:
         from telescope.cli.config import print_train_help
 
-        print_train_help(_console(), all_fields=arguments.help == "all")
+        print_train_help(make_console(), all_fields=arguments.help == "all")
         return 0
     if arguments.config is None and arguments.resume is None and not arguments.overrides:
         raise UserError(
@@ -74,7 +73,7 @@ def run(argv: Sequence[str]) -> int:
 
         print_dry_run(
             loaded,
-            _console(),
+            make_console(),
             lambda here: try_components(loaded.config, here=here),
             gpu_memory_gib=arguments.gpu_memory_gib,
         )
@@ -135,7 +134,7 @@ def _train(loaded: LoadedConfig) -> int:
             traceback.print_exc()
         raise
     checkpoints = CheckpointFolder.for_run(loaded.config, Path(summary.run_dir))
-    print_summary(summary, _console(), can_continue=bool(checkpoints.steps()), has_evals=bool(loaded.config.evals))
+    print_summary(summary, make_console(), can_continue=bool(checkpoints.steps()), has_evals=bool(loaded.config.evals))
     return 0 if summary.status == "finished" else EXIT_STOPPED
 
 
@@ -264,12 +263,6 @@ def _own_command() -> str:
     if shutil.which("telescope") is not None:
         return "telescope"
     return _short(str(Path(sys.executable).with_name("telescope")))
-
-
-def _console() -> Console:
-    """Returns a console that is wide enough in a file too."""
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPE_WIDTH)
 
 
 def _short(path: str) -> str:

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from telescope.cli.live_view import PhaseView
-from telescope.cli.main import HELP, Option, take_own
+from telescope.cli.main import HELP, Option, make_console, take_own
 from telescope.config import LoadedConfig, TelescopeConfig, load_config
 from telescope.errors import InfrastructureError, RunError, UserError
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
-PIPE_WIDTH = 140
 TINY_CONFIG = Path(__file__).parents[1] / "verify" / "tiny.yaml"
 
 HELP_TEXT = """\
@@ -110,7 +109,7 @@ def _verify(config: TelescopeConfig, notes: Sequence[str], target: Path | None) 
         view.stop()
     if target is not None:
         target.write_text(json.dumps(report.to_json(), indent=1) + "\n")
-    print_report(report, _console(), logs)
+    print_report(report, make_console(), logs)
     return 0 if report.ok else EXIT_FAILED
 
 
@@ -132,8 +131,3 @@ def print_report(report: Report, console: Console, logs: Path | None) -> None:
 
 def _line(check: Check) -> str:
     return f"{'holds' if check.ok else 'FAILS'}  {check.name}: {check.measured}"
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPE_WIDTH)
