@@ -18,7 +18,7 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from telescope.config.machine import LOOPBACK
 from telescope.errors import ConfigError, InfrastructureError, RunError, UserError
@@ -42,12 +42,6 @@ Context, chat template, thinking, dtype and sampling of a run's checkpoint are t
 inference are flags too, as for `telescope eval`: --inference_tensor_parallel_size 2, --gpu_memory_utilization 0.5."""
 
 COMMANDS = "/reset begins a new conversation, /exit ends (so does Ctrl-D). Ctrl-C stops an answer."
-
-
-def add_parser(subparsers: Any) -> None:
-    """Registers the subcommand for the list of commands. `main` hands its arguments to `run` directly."""
-    parser = subparsers.add_parser("chat", help="talk to a checkpoint or a model", add_help=False)
-    parser.set_defaults(func=lambda _: run([]))
 
 
 def build_parser() -> argparse.ArgumentParser:

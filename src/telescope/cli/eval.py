@@ -75,12 +75,6 @@ FIELDS = ("--checkpoint-dir", "--wandb-run-path", "--max-concurrent-samples-per-
 """Options that are fields of the file too."""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Registers the subcommand for the list of commands. `main` hands its arguments to `run` directly."""
-    parser = subparsers.add_parser("eval", help="measure checkpoints and models", add_help=False)
-    parser.set_defaults(func=lambda _: run([]))
-
-
 def run(argv: Sequence[str]) -> int:
     """Runs the command. Returns the exit code; raises `UserError` for bad input, before anything is started."""
     own, rest = take_own(argv, OPTIONS)

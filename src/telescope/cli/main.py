@@ -4,9 +4,9 @@ Runs a subcommand and turns errors into messages and exit codes.
 
 Exit codes: 0 done; 1 failure, with a message or a traceback; 2 bad input, with a message that names the fix, nothing
 started; 130 stopped by Ctrl-C; 143 or 129 by SIGTERM or SIGHUP. Each subcommand is a module of this package with
-`add_parser(subparsers)`, which sets `func`, and `imports`: modules to import before it. The only argument of the
-command itself is `--version`. Without a command, it opens the dashboard where there are runs, and prints its help
-elsewhere. `take_own` separates a command's own options from the flags of fields.
+`add_parser(subparsers)`, which sets `func`, and `imports`: modules to import before it; those of `OWN_ARGUMENTS` have
+`run(argv)` instead. The only argument of the command itself is `--version`. Without a command, it opens the dashboard
+where there are runs, and prints its help elsewhere. `take_own` separates a command's own options from flags of fields.
 """
 
 from __future__ import annotations
@@ -34,8 +34,13 @@ COMMANDS = (
     "train", "ui", "tui", "eval", "chat", "convert", "verify", "config", "doctor", "tiny_model", "envs", "runs",
     "query", "compact",
 )  # fmt: skip
-OWN_ARGUMENTS = ("train", "eval", "chat", "verify")
-"""Commands with a flag for every field of the schema; they parse their own arguments."""
+OWN_ARGUMENTS = {
+    "train": "train a model",
+    "eval": "measure checkpoints and models",
+    "chat": "talk to a checkpoint or a model",
+    "verify": "check engine, trainer and weights on this machine",
+}
+"""Commands with a flag for every field of the schema, and their help. They parse their own arguments."""
 PIPE_WIDTH = 140
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -100,7 +105,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"telescope {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name in COMMANDS:
-        importlib.import_module(f"telescope.cli.{name}").add_parser(subparsers)
+        if name in OWN_ARGUMENTS:
+            subparsers.add_parser(name, help=OWN_ARGUMENTS[name], add_help=False)
+        else:
+            importlib.import_module(f"telescope.cli.{name}").add_parser(subparsers)
     return parser
 
 

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -43,12 +43,6 @@ class TrainArguments:
     """GPU memory for which a dry run checks the plan; None: that of this machine."""
     resume: Path | None = None
     """The run to continue."""
-
-
-def add_parser(subparsers: Any) -> None:
-    """Registers the subcommand for the list of commands. `main` hands its arguments to `run` directly."""
-    parser = subparsers.add_parser("train", help="train a model", add_help=False)
-    parser.set_defaults(func=lambda _: run([]))
 
 
 def run(argv: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -51,12 +51,6 @@ OPTIONS = {
     "--config": Option("the path of a YAML file"),
     "--json": Option("the path of a file to write"),
 }
-
-
-def add_parser(subparsers: Any) -> None:
-    """Registers the subcommand for the list of commands. `main` hands its arguments to `run` directly."""
-    parser = subparsers.add_parser("verify", help="check engine, trainer and weights on this machine", add_help=False)
-    parser.set_defaults(func=lambda _: run([]))
 
 
 def run(argv: Sequence[str]) -> int:
