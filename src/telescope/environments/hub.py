@@ -41,7 +41,7 @@ def hub_rows(
         yield from hub_table(owner, name, subset, split, columns).to_pylist()
 
 
-def own_selected(name: str, dataset: str) -> bool:
+def uses_own_items(name: str, dataset: str) -> bool:
     """Returns whether a benchmark uses its shipped items. Raises `UserError` unless `dataset` is `hub` or `own`."""
     if dataset not in ("hub", "own"):
         raise UserError(f"{name}: dataset is {dataset!r}; use hub or own.")

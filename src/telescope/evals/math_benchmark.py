@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from telescope.environments.base import Sample
-from telescope.environments.hub import hub_rows, own_selected
+from telescope.environments.hub import hub_rows, uses_own_items
 from telescope.environments.math_problems import COLUMNS, INSTRUCTION_PROMPT, samples_of
 from telescope.errors import UserError
 from telescope.evals.base import Eval
@@ -41,7 +41,7 @@ class MathBenchmark(Eval):
     ) -> list[Sample]:
         """Returns the problems as samples. Raises `UserError` if there is none."""
         name = dataset_name or self.hub_dataset
-        if own_selected(self.name, dataset):
+        if uses_own_items(self.name, dataset):
             samples = samples_of(json.loads(self.own_items.read_text(encoding="utf-8")))
         else:
             subsets = self.hub_subsets if name == self.hub_dataset else (None,)

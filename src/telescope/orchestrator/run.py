@@ -228,13 +228,13 @@ class _TrainingRun:
             news = self._directory.record_news()
             if news is not None:
                 status.report(news, "record", "warning")
-            status.look_for_stall()
+            status.detect_stall()
             for reading in disk.take().readings:
                 row = {"time": reading.time, "name": reading.name, "component": "host", "value": reading.value}
                 write("gauges", row)
                 sizes[reading.name] = reading.value
             if len(sizes) == 2:
-                status.look_at_disk(sizes[DISK_FREE], sizes[DISK_TOTAL])
+                status.check_disk_space(sizes[DISK_FREE], sizes[DISK_TOTAL])
             now = time.time()
             for name, value in (
                 ("event_loop_lag_seconds", max(seconds - GAUGE_SECONDS, 0.0)),

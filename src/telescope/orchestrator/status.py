@@ -134,12 +134,12 @@ class RunStatus:
         """Reports what stands out after an eval."""
         self._report_findings(self.health.after_eval(point), point.step)
 
-    def look_for_stall(self) -> None:
+    def detect_stall(self) -> None:
         """Reports that no step ends."""
         if self.last_step_at is not None and self.step < self.num_steps:
             self._report_findings(self.health.while_waiting(time.monotonic() - self.last_step_at), self.step)
 
-    def look_at_disk(self, free: float, total: float) -> None:
+    def check_disk_space(self, free: float, total: float) -> None:
         """Reports a full disk. `free` and `total`: bytes of the disk of the run directory."""
         self._report_findings(self.health.check_disk(free, total, self.run_dir, time.time()), self.step)
 

@@ -26,7 +26,7 @@ from telescope.errors import ConfigError
 from telescope.trainer.backends import TrainingBackend, find_backend
 from telescope.trainer.batch import COLLECTIVE_TIMEOUT, Layout, Span, StepInput, StepResult
 from telescope.trainer.metrics import reduce_max
-from telescope.utils.process import leave_out_nothing, leave_out_what_exists
+from telescope.utils.process import freeze_heap, unfreeze_heap
 
 
 @dataclass(slots=True, frozen=True)
@@ -107,7 +107,7 @@ class Trainer:
         backend.store_address = store.host, store.port
         backend.init()
         self._backend = backend
-        leave_out_what_exists()
+        freeze_heap()
         self._idle_since = time.time()
         return TrainerInfo(
             num_parameters=backend.num_parameters,
@@ -146,15 +146,15 @@ class Trainer:
         started = time.time()
         self.backend.warm_up()
         ended = time.time()
-        leave_out_what_exists()
+        freeze_heap()
         self._idle_since = time.time()
         return Span("compile", started, ended, self.rank)
 
     def restart(self) -> None:
         """Reloads the weights of the config, with a new optimizer. Collective."""
-        leave_out_nothing()  # the replaced objects may be in cycles
+        unfreeze_heap()  # the replaced objects may be in cycles
         self.backend.init()
-        leave_out_what_exists()
+        freeze_heap()
         self._idle_since = time.time()
 
     def train_step(self, step_input: StepInput) -> StepResult:
@@ -231,7 +231,7 @@ class Trainer:
         if self._backend is not None:
             self._backend.close()
         self._backend = None
-        leave_out_nothing()
+        unfreeze_heap()
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -39,17 +39,17 @@ nearly all containers are alive at a collection, so a middle one visits 1,000 x 
 full one runs at most every 32 million. Python's own: (700, 10, 10)."""
 
 
-def leave_out_what_exists() -> None:
+def freeze_heap() -> None:
     """Collects once, then excludes all live objects from later collections.
 
-    Reference counts still free them. `leave_out_nothing` undoes it.
+    Reference counts still free them. `unfreeze_heap` undoes it.
     """
-    leave_out_nothing()
+    unfreeze_heap()
     gc.collect()
     gc.freeze()
 
 
-def leave_out_nothing() -> None:
+def unfreeze_heap() -> None:
     """Lets later collections visit everything again, so that cycles are freed."""
     gc.unfreeze()
 
@@ -58,13 +58,13 @@ def leave_out_nothing() -> None:
 def rare_full_collections() -> Iterator[None]:
     """Excludes existing objects and makes full collections rare. Undone at the end."""
     before = gc.get_threshold()
-    leave_out_what_exists()
+    freeze_heap()
     gc.set_threshold(*THRESHOLDS)
     try:
         yield
     finally:
         gc.set_threshold(*before)
-        leave_out_nothing()
+        unfreeze_heap()
 
 
 def thread_stacks() -> str:

@@ -24,7 +24,7 @@ from telescope.trainer.backends.fsdp import sharding
 from telescope.trainer.batch import StepInput, TrainSample
 from telescope.trainer.packing import pack_step
 from telescope.trainer.worker import Trainer, choose_device
-from telescope.utils.process import leave_out_what_exists
+from telescope.utils.process import freeze_heap
 
 LENGTHS = [5, 31, 12, 7, 2, 28, 19, 3]
 
@@ -300,7 +300,7 @@ def test_every_field_that_these_tests_set_is_one_of_the_configuration():
 
 @pytest.fixture
 def full_collections(monkeypatch):
-    monkeypatch.setattr(worker, "leave_out_what_exists", leave_out_what_exists)
+    monkeypatch.setattr(worker, "freeze_heap", freeze_heap)
 
 
 @pytest.mark.usefixtures("full_collections")

@@ -161,15 +161,15 @@ def test_a_run_looks_for_a_stall_only_between_its_first_and_its_last_step(monkey
     status.record_alerts(rows.append)
     clock = [1000.0]
     monkeypatch.setattr("telescope.orchestrator.status.time.monotonic", lambda: clock[0])
-    status.look_for_stall()
+    status.detect_stall()
     status.trained(0, {}, 10.0)
     status.step = 1
     clock[0] += 1000
-    status.look_for_stall()
+    status.detect_stall()
     status.trained(1, {}, 10.0)
     status.step = 2
     clock[0] += 1000
-    status.look_for_stall()
+    status.detect_stall()
     assert [(row["kind"], row["step"]) for row in rows] == [("stalled", 1)]
 
 

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from telescope.utils.process import THRESHOLDS, leave_out_nothing, leave_out_what_exists, rare_full_collections
+from telescope.utils.process import THRESHOLDS, freeze_heap, rare_full_collections, unfreeze_heap
 
 LONGEST_PAUSE_CONTAINERS = 6_000
 """What a collection may visit when all that is young is alive, at about 1 us each: 6 ms."""
@@ -54,12 +54,12 @@ def test_excluded_garbage_is_freed_by_the_next_call() -> None:
     alive = InACycle()
     seen = weakref.ref(alive)
     try:
-        leave_out_what_exists()
+        freeze_heap()
         del alive
         gc.collect()
         assert seen() is not None
-        leave_out_what_exists()
+        freeze_heap()
         assert seen() is None
     finally:
-        leave_out_nothing()
+        unfreeze_heap()
         assert gc.get_freeze_count() == 0

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from telescope.environments.base import EvalMetricsResult, Sample
-from telescope.environments.hub import hub_rows, own_selected
+from telescope.environments.hub import hub_rows, uses_own_items
 from telescope.environments.parsers import extract_boxed_answer, strip_think_tags
 from telescope.evals.base import Eval
 
@@ -62,7 +62,7 @@ class GpqaDiamond(Eval):
         **_: Any,
     ) -> list[Sample]:
         """The questions as samples. The answer of a sample is a letter."""
-        if own_selected(self.name, dataset):
+        if uses_own_items(self.name, dataset):
             rows = json.loads(_OWN_ITEMS.read_text(encoding="utf-8"))
         else:
             rows = list(hub_rows(self.name, dataset_name, [dataset_subset], dataset_split, COLUMNS))
