@@ -34,7 +34,13 @@ from rich.table import Table
 from rich.text import Text
 
 import telescope
-from telescope.config.machine import LOOPBACK, listen_problem, local_resources, ray_cluster_is_configured
+from telescope.config.machine import (
+    LOOPBACK,
+    listen_problem,
+    local_resources,
+    ray_cluster_is_configured,
+    visible_gpus,
+)
 from telescope.config.megatron import NEEDS_TRANSFORMER_ENGINE, TRANSFORMER_ENGINE, TRANSFORMER_ENGINE_FIX
 from telescope.config.preflight import SHARED_MEMORY, VLLM_QUEUE_BYTES, plugin_problem
 from telescope.config.schema import TelescopeConfig
@@ -46,7 +52,6 @@ from telescope.utils.process import describe_exit, installed_version, is_install
 GIB = 1 << 30
 TORCH_DEADLINE_SECONDS = 120.0  # the first import on a slow disk
 HUB_DEADLINE_SECONDS = 3.0
-SMI_DEADLINE_SECONDS = 10.0
 ENOUGH_MEMORY_BYTES = 6 * GIB  # the demo: engine, two trainer ranks, Ray, driver
 ENOUGH_SHARED_MEMORY_BYTES = 2 * GIB  # batches in Ray's object store, and NCCL's buffers
 ENOUGH_DISK_BYTES = 5 * GIB
@@ -181,14 +186,9 @@ def check_gpus(gpus: list[str]) -> Check:
 
 
 def list_gpus() -> list[str]:
-    """Name, memory and driver of each GPU that the NVIDIA driver lists."""
-    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=SMI_DEADLINE_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []  # no driver, or one that does not answer: either way there is no GPU to train on
-    rows = [[part.strip() for part in line.split(",")] for line in answer.stdout.splitlines() if line.count(",") == 2]
-    return [f"{name} ({memory}, driver {driver})" for name, memory, driver in rows]
+    """Returns name, memory and driver of each visible GPU."""
+    rows = visible_gpus("name", "memory.total", "driver_version")
+    return [f"{name} ({memory} MiB, driver {driver})" for name, memory, driver in rows]
 
 
 # --- packages -------------------------------------------------------------------------------------------------------

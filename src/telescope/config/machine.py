@@ -42,20 +42,20 @@ def local_resources() -> ClusterResources:
 
 def visible_gpu_memory() -> list[int]:
     """Returns the memory in bytes of each visible NVIDIA GPU. Empty without GPUs or a driver."""
-    return [int(memory) * MIB for memory in _visible_gpus("memory.total") if memory.isdigit()]
+    return [int(memory) * MIB for (memory,) in visible_gpus("memory.total") if memory.isdigit()]
 
 
 def visible_gpu_capabilities() -> list[float]:
     """Returns the compute capability of each visible NVIDIA GPU, such as 9.0."""
-    return [float(value) for value in _visible_gpus("compute_cap") if value.replace(".", "", 1).isdigit()]
+    return [float(value) for (value,) in visible_gpus("compute_cap") if value.replace(".", "", 1).isdigit()]
 
 
-def _visible_gpus(quantity: str) -> list[str]:
-    """Asks nvidia-smi for a quantity of each visible GPU. Empty without GPUs or a driver."""
+def visible_gpus(*quantities: str) -> list[list[str]]:
+    """Asks nvidia-smi for quantities of each visible GPU. Empty without GPUs or a driver."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return []
-    command = ["nvidia-smi", f"--query-gpu=index,uuid,{quantity}", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", f"--query-gpu=index,uuid,{','.join(quantities)}", "--format=csv,noheader,nounits"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -64,7 +64,7 @@ def _visible_gpus(quantity: str) -> list[str]:
     if visible is not None:
         wanted = [part.strip() for part in visible.split(",")]
         gpus = [gpu for gpu in gpus if gpu[0] in wanted or any(gpu[1].startswith(name) for name in wanted if name)]
-    return [value for _, _, value in gpus]
+    return [values for _, _, *values in gpus if len(values) == len(quantities)]
 
 
 def ray_cluster_is_configured(ray_address: str) -> bool:
