@@ -87,14 +87,14 @@ async def reserve(config: TelescopeConfig, plan: Plan) -> Placement:
         nodes = _nodes_of(group)
         # One bundle with a GPU for each pair of a server and a rank; each of the two gets half of that GPU.
         return Placement(group, group, 0.5, 0.5, nodes, nodes)
-    asked: dict[Role, tuple[list[dict[str, float]], str]] = {
+    requests: dict[Role, tuple[list[dict[str, float]], str]] = {
         "inference": ([server] * config.num_inference_servers, config.ray_inference_placement_strategy),
         "trainer": ([rank] * config.trainer_num_workers, config.ray_trainer_placement_strategy),
     }
     groups: dict[Role, PlacementGroup] = {}
     try:
         for role in plan.order:
-            groups[role] = await _reserve_one(config, role, *asked[role])
+            groups[role] = await _reserve_one(config, role, *requests[role])
     except BaseException:
         for group in groups.values():
             remove_placement_group(group)

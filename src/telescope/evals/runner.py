@@ -180,8 +180,8 @@ async def run_eval(
 
     finished = finished or {}
     every = [(item, completion) for item in plan.items for completion in range(plan.num_completions)]
-    asked = [(item, completion) for item, completion in every if (item.index, completion) not in finished]
-    tasks = [asyncio.ensure_future(one(item, completion)) for item, completion in asked]
+    missing = [(item, completion) for item, completion in every if (item.index, completion) not in finished]
+    tasks = [asyncio.ensure_future(one(item, completion)) for item, completion in missing]
     try:
         trajectories = await asyncio.gather(*tasks)
     finally:
@@ -189,7 +189,7 @@ async def run_eval(
             task.cancel()
     found = {
         (item.index, completion): scores_of(trajectory)
-        for (item, completion), trajectory in zip(asked, trajectories, strict=True)
+        for (item, completion), trajectory in zip(missing, trajectories, strict=True)
     }
     scores: dict[str, list[Mapping[str, float]]] = defaultdict(list)
     """Scores by the identity of the item: equal items are one."""
