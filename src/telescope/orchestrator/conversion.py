@@ -92,7 +92,7 @@ def config_of_run(run_dir: Path) -> dict[str, Any]:
 
 
 def read_meta(checkpoint: Path) -> dict[str, Any]:
-    """Returns `meta.json` of a checkpoint. Raises `UserError` for a folder that is no complete checkpoint."""
+    """Returns `meta.json` of a checkpoint. Raises `UserError` for a folder that is not a complete checkpoint."""
     if not checkpoint.is_dir():
         raise UserError(f"{checkpoint} is not a folder. Give the step_N folder of a checkpoint")
     try:
@@ -102,7 +102,7 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
     if meta is None:
         steps = CheckpointFolder(checkpoint).steps()
         hint = f"Give one of its folders, such as step_{steps[-1]}" if steps else "Give a step_N folder that has one"
-        raise UserError(f"{checkpoint} is no complete checkpoint: it has no {META}. {hint}")
+        raise UserError(f"{checkpoint} is not a complete checkpoint: it has no {META}. {hint}")
     assert isinstance(meta, dict)
     return meta
 
@@ -279,8 +279,8 @@ def model_files(checkpoint: Path, meta: dict[str, Any]) -> dict[str, bytes]:
             names = (path for path in folder.iterdir() if path.suffix in META_SUFFIXES)
             return {path.name: path.read_bytes() for path in names if not path.name.endswith(".index.json")}
     raise UserError(
-        f"{checkpoint / HF_META} has no config.json, and the model {meta.get('model')!r} of the run is no folder here. "
-        f"Copy the model's config and tokenizer files to {checkpoint / HF_META}"
+        f"{checkpoint / HF_META} has no config.json, and the model {meta.get('model')!r} of the run is not a folder "
+        f"here. Copy the model's config and tokenizer files to {checkpoint / HF_META}"
     )
 
 

@@ -169,7 +169,7 @@ def _download(name: str) -> Path:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(DOWNLOADED)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
-        raise UserError(f"{name} is no folder here and cannot be downloaded: {reason}. Check the name") from error
+        raise UserError(f"{name} is not a folder here and cannot be downloaded: {reason}. Check the name") from error
 
 
 def _refuse_different_models(targets: Sequence[EvalTarget]) -> None:

@@ -113,7 +113,7 @@ def test_a_checkpoint_that_lacks_a_file_is_damaged_and_leaves_nothing(trained, t
     with pytest.raises(UserError, match="Only checkpoints of the backends fsdp and megatron"):
         convert(copy, tmp_path / "m")
     (copy / META).unlink()
-    with pytest.raises(UserError, match=f"is no complete checkpoint: it has no {META}"):
+    with pytest.raises(UserError, match=f"is not a complete checkpoint: it has no {META}"):
         convert(copy, tmp_path / "m")
     assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
 

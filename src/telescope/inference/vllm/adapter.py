@@ -225,7 +225,7 @@ def _decode_routes(text: str) -> np.ndarray:
     except (ValueError, OSError, EOFError) as error:
         raise InfrastructureError(f"the engine's routed experts are unreadable: {error}") from error
     if not isinstance(routes, np.ndarray) or routes.dtype not in ROUTE_DTYPES or routes.ndim != 3:
-        raise InfrastructureError("the engine's routed experts are no array [tokens, layers, experts]")
+        raise InfrastructureError("the engine's routed experts are not an array [tokens, layers, experts]")
     return routes
 
 
