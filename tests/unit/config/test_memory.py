@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from telescope.config import TelescopeConfig
+from telescope.config.megatron import check_division
 from telescope.config.memory import GIB, StagingPlan, estimate_memory, plan_staging
 from telescope.config.model_shape import ModelShape, known_shape
 
@@ -381,3 +383,40 @@ def test_a_14b_model_with_adapters_fits_one_gpu():
     assert full.total > 100 * GIB > 55 * GIB > adapted.total
     served = config(**settings, lora_rank=16, lora_sync="adapter")
     assert plan_staging(served, shape, 139 * GIB).num_bytes == 0
+
+
+SMALL_STATES = {
+    "megatron_use_precision_aware_optimizer": True, "megatron_exp_avg_dtype": "bfloat16",
+    "megatron_exp_avg_sq_dtype": "bfloat16", "megatron_main_grads_dtype": "bfloat16",
+    "megatron_grad_reduce_in_fp32": False,
+}  # fmt: skip
+SIZES = [f"megatron_{kind}_parallel_size" for kind in ("tensor", "pipeline", "context", "expert")]
+
+
+def test_the_table_of_models_in_the_documentation_is_the_estimate():
+    text = (Path(__file__).parents[3] / "docs" / "large-models.md").read_text()
+    table = text.split("## Which backend, how many GPUs?")[1].split("\n\n")[2]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    for model, ranks, backend, sizes, *estimates in rows:
+        shape = shape_of("llama-3.3-70b" if model == "70B" else f"qwen3-{model}")
+        for seq_len, estimate in zip((16_384, 65_536), estimates, strict=True):
+            options = {"seq_len": seq_len, "max_tokens": 1024, "max_model_len": 16_384, "overlong_samples": "truncate"}
+            options |= {"mixed_precision_dtype": "bfloat16", "trainer_num_workers": int(ranks), "model": "x"}
+            if backend.startswith("Megatron"):
+                options |= {"train_backend": "megatron", **dict(zip(SIZES, map(int, sizes.split(",")), strict=True))}
+                options |= {"megatron_use_transformer_engine": "Transformer Engine" in backend}
+                options |= SMALL_STATES if "small states" in backend else {}
+            elif seq_len > 16_384:
+                context = re.search(r"fsdp_context_parallel_size: (\d)", backend)
+                options |= {
+                    "recompute_attention": True,
+                    "fsdp_context_parallel_size": int(context[1]) if context else 1,
+                }
+            else:
+                options["recompute_attention"] = False
+            if estimate:
+                run = config(**options)
+                check_division(run, shape)
+                found = estimate_memory(run, shape).trainer.total
+                assert f"{found / GIB:.0f}" == estimate, (model, ranks, backend, seq_len)
+    assert len(rows) > 10
