@@ -24,7 +24,7 @@ from telescope.trainer.backends.fsdp import sharding
 from telescope.trainer.batch import StepInput, TrainSample
 from telescope.trainer.packing import pack_step
 from telescope.trainer.worker import Trainer, choose_device
-from telescope.utils.process import freeze_heap
+from telescope.utils.process import freeze_heap, unfreeze_heap
 
 LENGTHS = [5, 31, 12, 7, 2, 28, 19, 3]
 
@@ -301,6 +301,9 @@ def test_every_field_that_these_tests_set_is_one_of_the_configuration():
 @pytest.fixture
 def full_collections(monkeypatch):
     monkeypatch.setattr(worker, "freeze_heap", freeze_heap)
+    monkeypatch.setattr(worker, "unfreeze_heap", unfreeze_heap)
+    yield
+    gc.freeze()  # as before: tests/conftest.py
 
 
 @pytest.mark.usefixtures("full_collections")

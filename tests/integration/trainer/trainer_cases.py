@@ -215,8 +215,8 @@ def fork_server() -> ForkServerContext:
 
 
 def set_up_quickly() -> None:
-    """Saves trainers of this process a collection of 0.25 s each, and their checkpoint writers the imports."""
-    worker.freeze_heap = lambda: None
+    """Saves trainers of this process collections of 0.25 s each, and their checkpoint writers the imports."""
+    worker.freeze_heap = worker.unfreeze_heap = lambda: None
     checkpoint_writer.START_METHOD = fork_server().get_start_method()
 
 
