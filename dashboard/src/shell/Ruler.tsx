@@ -1,17 +1,19 @@
 /**
  * The ruler of steps under every header. A place on it is a number of finished steps: step s lies between s and s + 1,
- * an eval of version v at v. Dragging selects the range of the page, a double click clears it.
+ * an eval of version v at v. Dragging selects the range of the page, a double click clears it. Marks lead to what they mark;
+ * Tab reaches one of them, arrows the others.
  */
 
-import { useEffect, useMemo, useRef, useState } from "react";
+import { type ReactNode, useEffect, useMemo, useRef, useState } from "react";
 import { ticks } from "../charts/math";
 import { count, duration } from "../format";
-import { useEvals, useHealth, useRunId, useRunInfo, useStatus } from "../state/run";
+import { placeOf } from "../state/alerts";
 import { useNotes } from "../state/notes";
-import { useSteps } from "../state/steps";
-import { place, setParams, usePlace, useRange } from "../state/url";
+import { useEvals, useHealth, useRunId, useRunInfo, useStatus } from "../state/run";
+import { checkpointMarks, useSteps } from "../state/steps";
+import { elsewhere, format, parseRange, place, setParams, usePlace, useRange } from "../state/url";
 import { useKeys } from "./keys";
-import { checkpointMarks } from "./marks";
+import { openNote } from "./NoteDialog";
 import { visible } from "../text/hostile";
 
 export function Ruler() {
@@ -35,14 +37,25 @@ export function Ruler() {
   const last = steps?.step.at(-1);
   const done = last === undefined ? (info?.steps ?? 0) : last + 1;
   const end = Math.max(done, info?.num_steps ?? 0, 1);
-  const selected = Number(usePlace().params.step ?? NaN);
+  const here = usePlace();
+  const selected = Number(here.params.step ?? NaN);
   const step = (by: 1 | -1) => {
     const now = Number.isNaN(selected) ? (by > 0 ? -1 : done) : selected;
     setParams({ step: String(Math.min(Math.max(0, now + by), Math.max(0, done - 1))) }, true);
   };
+  // The range grows from the selected step, or from the newest one.
+  const widen = (by: 1 | -1) => {
+    const now = parseRange(place().params.range);
+    const from = Number.isNaN(selected) ? done - 1 : selected;
+    const moving = (now === null ? from : now.from === from ? now.to : now.from) + by;
+    const to = Math.min(Math.max(0, moving), Math.max(0, done - 1));
+    setParams({ step: String(from), range: to === from ? null : `${Math.min(from, to)}-${Math.max(from, to)}` }, true);
+  };
   useKeys("Steps", [
     { keys: ["["], does: "step before", run: () => step(-1) },
     { keys: ["]"], does: "step after", run: () => step(1) },
+    { keys: ["{"], does: "select a range back from this step", run: () => widen(-1) },
+    { keys: ["}"], does: "select a range on from this step", run: () => widen(1) },
     { keys: ["Escape"], does: "clear the selected step and range", run: () => setParams({ step: null, range: null }) },
   ]);
 
@@ -76,13 +89,45 @@ export function Ruler() {
   const versions = [...new Set(evals.map((row) => row.version))];
   const alerts = (health?.alerts ?? []).filter((alert) => alert.step !== null && alert.level !== "info");
   const marked = [...alerts, ...notes].map((one) => one.step!);
+  const atStep = (step: number) => format({ ...here, params: { ...here.params, step: String(step) } });
+  const marks: MarkProps[] = [
+    ...notes.map((note) => ({
+      at: note.step! + 0.5,
+      y: 7,
+      label: `step ${note.step}: ${note.text}`,
+      href: atStep(note.step!),
+      open: () => openNote(note),
+      shape: <path d="M-3.5 -3.5h7v5h-3l-2 2.5v-2.5h-2z" fill="var(--ground)" stroke="var(--ink3)" />,
+    })),
+    ...versions.map((version) => ({
+      at: version,
+      y: 32,
+      label: `eval after ${version} steps`,
+      href: format(elsewhere(here, { page: "evals" }, { after: String(version) })),
+      shape: <path d="M0 -4l4 4-4 4-4-4z" fill="var(--ground)" stroke="var(--ink2)" strokeWidth={1.2} />,
+    })),
+    ...checkpoints.map(({ step: at, kept }) => ({
+      at,
+      y: 32,
+      label: kept ? `checkpoint after ${at} steps` : `checkpoint after ${at} steps, not in the run directory any more`,
+      href: atStep(Math.max(0, at - 1)),
+      shape: <rect x={-2} y={-2} width={4} height={4} fill={kept ? "var(--ink)" : "var(--ground)"} stroke={kept ? "none" : "var(--ink3)"} />,
+    })),
+    ...alerts.map((alert) => ({
+      at: alert.step! + 0.5,
+      y: 7,
+      label: `${alert.count > 1 ? `steps ${alert.first_step} to` : "step"} ${alert.step}: ${visible(alert.title)}`,
+      href: format(placeOf(alert, here)),
+      shape: <path d="M0 -5l5 9h-10z" fill={alert.resolved ? "var(--ink3)" : "var(--warn)"} />,
+    })),
+  ].sort((a, b) => a.at - b.at);
   return (
     <section className="ruler" aria-label="Progress">
       <span title={done > 0 ? `Steps are numbered from 0: the newest is step ${done - 1}` : undefined}>
         <b>{count(done)}</b> <span className="d">{info?.num_steps ? `of ${count(info.num_steps)} steps` : done === 1 ? "step" : "steps"}</span>
       </span>
       <div ref={host} className="rl" onPointerDown={down} onPointerMove={move} onPointerUp={up} onDoubleClick={clear}>
-        <svg width={width} height={36} role="img" aria-label={`Progress: ${done} of ${end} steps`}>
+        <svg width={width} height={36} role="group" aria-label={`Progress: ${done} of ${end} steps`}>
           <line className="ax" x1={0} x2={width} y1={25.5} y2={25.5} />
           {minor.map((tick) => (
             <line
@@ -109,26 +154,7 @@ export function Ruler() {
               <title>{`attempt ${attempt} from step ${first_step}`}</title>
             </path>
           ))}
-          {notes.map((note) => (
-            <path key={note.id} d={`M${X(note.step! + 0.5) - 3.5} 3.5h7v5h-3l-2 2.5v-2.5h-2z`} fill="var(--ground)" stroke="var(--ink3)">
-              <title>{`step ${note.step}: ${note.text}`}</title>
-            </path>
-          ))}
-          {versions.map((version) => (
-            <path key={version} d={`M${X(version)} 28l4 4-4 4-4-4z`} fill="var(--ground)" stroke="var(--ink2)" strokeWidth={1.2}>
-              <title>{`eval after ${version} steps`}</title>
-            </path>
-          ))}
-          {checkpoints.map(({ step: at, kept }) => (
-            <rect key={at} x={X(at) - 2} y={30} width={4} height={4} fill={kept ? "var(--ink)" : "var(--ground)"} stroke={kept ? "none" : "var(--ink3)"}>
-              <title>{kept ? `checkpoint after ${at} steps` : `checkpoint after ${at} steps, not in the run directory any more`}</title>
-            </rect>
-          ))}
-          {alerts.map((alert, i) => (
-            <path key={i} d={`M${X(alert.step! + 0.5)} 2l5 9h-10z`} fill={alert.resolved ? "var(--ink3)" : "var(--warn)"}>
-              <title>{`${alert.count > 1 ? `steps ${alert.first_step} to` : "step"} ${alert.step}: ${visible(alert.title)}`}</title>
-            </path>
-          ))}
+          <Marks marks={marks} X={X} />
           {live && <circle cx={X(done)} cy={25.5} r={4.5} fill="var(--live)" stroke="var(--ground)" strokeWidth={1.5} />}
         </svg>
       </div>
@@ -143,6 +169,49 @@ export function Ruler() {
       </span>
     </section>
   );
+}
+
+interface MarkProps {
+  /** In steps. */
+  at: number;
+  y: number;
+  label: string;
+  href: string;
+  /** Instead of going to the address. */
+  open?: () => void;
+  shape: ReactNode;
+}
+
+/** Pixels around a mark that belong to it. */
+const HIT = 6;
+
+function Marks({ marks, X }: { marks: MarkProps[]; X: (value: number) => number }) {
+  const [reached, reach] = useState(0);
+  const key = (event: React.KeyboardEvent, at: number) => {
+    const by = event.key === "ArrowRight" ? 1 : event.key === "ArrowLeft" ? -1 : 0;
+    if (by === 0) return;
+    event.preventDefault();
+    event.stopPropagation();
+    event.currentTarget.parentElement!.querySelectorAll("a")[Math.max(0, at + by)]?.focus();
+  };
+  return marks.map((mark, i) => (
+    <a
+      key={`${mark.label}${i}`}
+      href={mark.href}
+      aria-label={mark.label}
+      tabIndex={i === Math.min(reached, marks.length - 1) ? 0 : -1}
+      onFocus={() => reach(i)}
+      onKeyDown={(event) => key(event, i)}
+      onPointerDown={(event) => event.stopPropagation()}
+      onClick={(event) => mark.open && (event.preventDefault(), mark.open())}
+    >
+      <title>{mark.label}</title>
+      <g transform={`translate(${X(mark.at)} ${mark.y})`}>
+        <rect x={-HIT} y={-HIT} width={2 * HIT} height={2 * HIT} fill="transparent" />
+        {mark.shape}
+      </g>
+    </a>
+  ));
 }
 
 function Selection({ from, to }: { from: number; to: number }) {

@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 import type { StepColumns } from "../types";
-import { column, mergeSteps, NO_STEPS, trainedTokens, trainingSeconds } from "./steps";
+import { checkpointMarks, column, mergeSteps, NO_STEPS, trainedTokens, trainingSeconds } from "./steps";
 
 function rows(attempt: number, steps: number[], metrics: Record<string, number[]>, next: number): StepColumns {
   return {
@@ -51,4 +51,18 @@ test("training time leaves out the pause before a resume", () => {
 
 test("a metric that the run does not have is all gaps", () => {
   expect(column(rows(1, [0, 1], {}, 2), "none")).toEqual([null, null]);
+});
+
+const copied = { step: [8, 9, 10, 11], metrics: { timing_checkpoint: [0.2, null, 0.3, 0] } } as unknown as StepColumns;
+
+test("a checkpoint was written before the step that waited for its copy", () => {
+  expect(checkpointMarks(copied, [10, 14])).toEqual([
+    { step: 8, kept: false },
+    { step: 10, kept: true },
+    { step: 14, kept: true },
+  ]);
+});
+
+test("a run without checkpoints has no marks", () => {
+  expect(checkpointMarks(null, [])).toEqual([]);
 });
