@@ -3,9 +3,12 @@
 import { type ReactNode, useEffect, useMemo, useRef, useState } from "react";
 import type uPlot from "uplot";
 import { number } from "../format";
-import { onCursor, setCursor, useCursor } from "../state/cursor";
+import { type Item, Menu } from "../shell/Menu";
+import { cursorOn, onCursor, setCursor, useCursor } from "../state/cursor";
 import { useTheme } from "../state/theme";
+import { place } from "../state/url";
 import type { Value } from "../types";
+import { download, downloadPng, fileName, linesCsv } from "./export";
 import type { Heat } from "./heat";
 import { lastRow, nearest } from "./math";
 import { align, draw, placeCrosshair } from "./plot";
@@ -25,12 +28,16 @@ export interface Line {
   x?: number[];
   /** Measured values, faint under a smoothed line; the title line reads them. */
   raw?: Value[];
+  /** What a CSV has of it, where that is neither `raw` nor `values`: a part of a stack. */
+  measured?: Value[];
   bands?: Band[];
   width?: number;
   dash?: number[];
   /** Fills down to the line before it (a stack), or to the axis. */
   area?: boolean;
   head?: boolean;
+  /** A dot on each value: there are few. */
+  dots?: boolean;
   /** Left out of the title line. */
   silent?: boolean;
   /** Short ticks at each point from low to high: intervals. */
@@ -41,6 +48,8 @@ export interface Line {
 
 export interface ChartProps {
   title: string;
+  /** The whole name, where the title is its end. */
+  name?: string;
   unit?: string;
   /** Beside the unit where there is room. */
   note?: string;
@@ -67,12 +76,17 @@ export interface ChartProps {
   /** Room at the right for direct labels. */
   right?: number;
   marks?: { y: number; label?: string }[];
-  /** Behind the title: a handle, a menu. */
+  /** Before the title: a handle. */
   before?: ReactNode;
-  after?: ReactNode;
+  /** What the menu offers beside saving. */
+  menu?: Item[];
   onTitle?: () => void;
-  canvas?: (canvas: HTMLCanvasElement | null) => void;
+  /** A click, or Enter, selects the place of the crosshair. */
+  onPick?: (x: number) => void;
 }
+
+/** The largest way of the pointer between press and release of a click, in pixels. */
+const CLICK_PX = 4;
 
 export function Chart(props: ChartProps) {
   const { title, unit, x, lines, axis = "step", format = number } = props;
@@ -99,10 +113,9 @@ export function Chart(props: ChartProps) {
     if (!size) return;
     const instance = draw(host.current!, latest, drawn, size);
     plot.current = instance;
-    props.canvas?.(instance.ctx.canvas);
-    placeCrosshair(instance, overlay.current!, latest.current);
+    // uPlot knows its scales from the next microtask on.
+    queueMicrotask(() => plot.current === instance && placeCrosshair(instance, overlay.current!, latest.current));
     return () => {
-      props.canvas?.(null);
       plot.current = null;
       instance.destroy();
     };
@@ -118,26 +131,60 @@ export function Chart(props: ChartProps) {
     setCursor({ axis, x: drawn.x[nearest(drawn.x, at)]! });
   };
 
+  const pressed = useRef(0);
+  const click = (event: React.MouseEvent) => {
+    const { at } = cursorOn(axis);
+    if (at !== null && Math.abs(event.clientX - pressed.current) < CLICK_PX) props.onPick?.(at);
+  };
+  const keys = useChartKeys(plot, drawn.x, latest);
   const label = `${title}${unit ? `, ${unit}` : ""}`;
+  const whole = props.name ?? title;
+  const file = fileName(`${place().run ?? ""}_${whole}`);
+  const items: Item[] = [
+    ...(props.menu ?? []),
+    {
+      title: "Save as PNG",
+      run: () => plot.current && downloadPng(`${file}.png`, whole, plot.current.ctx.canvas, lines.map((line) => ({ text: line.label, color: line.color }))),
+    },
+    {
+      title: "Save as CSV",
+      run: () => {
+        const columns = lines.map((line) => ({ label: line.label, x: line.x ?? x, values: line.measured ?? line.raw ?? line.values }));
+        download(`${file}.csv`, new Blob([linesCsv(axis, columns)], { type: "text/csv" }));
+      },
+    },
+  ];
   return (
     <figure className="chart" aria-label={label}>
       <figcaption className="t">
         {props.before}
         {props.onTitle ? (
-          <button className="name" onClick={props.onTitle} title={title}>
-            <Name text={title} />
+          <button className="name" onClick={props.onTitle} title={whole}>
+            {title}
           </button>
         ) : (
-          <b className="name" title={title}>
-            <Name text={title} />
+          <b className="name" title={whole}>
+            {title}
           </b>
         )}
         <span className="u">{unit}</span>
         {props.note && <span className="u note">{props.note}</span>}
         <Values {...props} axis={axis} format={format} />
-        {props.after}
+        <Menu label={`More for ${whole}`} button="⋯" className="over" items={items} />
       </figcaption>
-      <div className="p" onPointerMove={move} onPointerLeave={() => setCursor(null)} onDoubleClick={() => props.onZoom?.(null)}>
+      <div
+        className="p"
+        role="group"
+        tabIndex={0}
+        aria-label={`${label}: arrows read it`}
+        onPointerMove={move}
+        onPointerLeave={() => setCursor(null)}
+        onPointerDown={(event) => (pressed.current = event.clientX)}
+        onClick={props.onPick && click}
+        onDoubleClick={() => props.onZoom?.(null)}
+        onKeyDown={keys}
+        onBlur={() => setCursor(null)}
+      >
         <div className="plot" ref={host} />
         <div className="cross" ref={overlay} aria-hidden />
       </div>
@@ -145,19 +192,43 @@ export function Chart(props: ChartProps) {
   );
 }
 
-/** Names differ at their ends: where room is short, they are cut at the beginning. */
-function Name({ text }: { text: string }) {
-  const at = text.lastIndexOf("/") + 1;
-  return (
-    <>
-      {at > 0 && (
-        <span className="cut">
-          <bdi dir="ltr">{text.slice(0, at)}</bdi>
-        </span>
-      )}
-      <span className="tail">{text.slice(at)}</span>
-    </>
-  );
+/** Moves by a page: a tenth of the places. */
+const PAGES = 10;
+
+/** Arrows move the crosshair, with Shift they select a range, Enter zooms to the range or selects the step. */
+function useChartKeys(plot: React.RefObject<uPlot | null>, xs: number[], latest: React.RefObject<ChartProps>) {
+  const from = useRef<number | null>(null);
+  const show = (to: number | null) => {
+    const instance = plot.current;
+    if (!instance) return;
+    const [a, b] = from.current === null || to === null ? [0, 0] : [instance.valToPos(from.current, "x"), instance.valToPos(to, "x")];
+    instance.setSelect({ left: Math.min(a, b), width: Math.abs(b - a), top: 0, height: instance.over.clientHeight }, false);
+  };
+  return (event: React.KeyboardEvent) => {
+    const { axis = "step", zoom, onZoom, onPick } = latest.current;
+    const shown = xs.filter((x) => !zoom || (x >= zoom.from && x <= zoom.to));
+    const { at } = cursorOn(axis);
+    const row = at === null ? shown.length : nearest(shown, at);
+    const page = Math.max(1, Math.round(shown.length / PAGES));
+    const moves: Record<string, number> = { ArrowLeft: row - 1, ArrowRight: row + 1, PageUp: row - page, PageDown: row + page, Home: 0, End: shown.length - 1 };
+    const next = moves[event.key];
+    if (next !== undefined && shown.length > 0) {
+      const x = shown[Math.min(Math.max(0, next), shown.length - 1)]!;
+      from.current = event.shiftKey && onZoom ? (from.current ?? at ?? x) : null;
+      setCursor({ axis, x });
+      show(x);
+    } else if (event.key === "Enter" && at !== null) {
+      if (from.current !== null && from.current !== at) onZoom?.({ from: Math.min(from.current, at), to: Math.max(from.current, at) });
+      else onPick?.(at);
+      from.current = null;
+      show(null);
+    } else if (event.key === "Escape" && from.current !== null) {
+      from.current = null;
+      show(null);
+    } else return;
+    event.preventDefault();
+    event.stopPropagation();
+  };
 }
 
 /** The values at the crosshair, or the last ones. */

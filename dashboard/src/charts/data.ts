@@ -1,14 +1,15 @@
 /** From the steps of runs to the lines of a chart. */
 
 import { useMemo } from "react";
+import { useSelected } from "../state/cursor";
 import { useRuns } from "../state/run";
 import { trainedTokens, trainingSeconds, useStepsOf } from "../state/steps";
 import { NUM_COLORS, runColor } from "../state/theme";
-import { useOthers } from "../state/url";
+import { place, setParams, useOthers, usePlace, useRange } from "../state/url";
 import type { Distribution, RunInfo, StepColumns, Value } from "../types";
-import type { Band, Line } from "./Chart";
+import type { Band, ChartProps, Line } from "./Chart";
 import type { Heat } from "./heat";
-import { smooth, stdBand } from "./math";
+import { nearest, smooth, stdBand } from "./math";
 import type { Statistic } from "./sources";
 import { visible } from "../text/hostile";
 
@@ -56,6 +57,26 @@ export function useDrawnRuns(info: RunInfo | undefined, steps: StepColumns | nul
     return [drawnRun(info.info.id, info.info.name, 0, steps, axis), ...rest];
     // otherSteps is a new array on every call; its parts are not.
   }, [info, steps, axis, listed, others.join(), ...otherSteps]);
+}
+
+/** Ties charts over the steps of a run to the address: its range is their zoom, and its step is marked on them. */
+export function useStepAxis(run: DrawnRun | undefined, axis: XAxis): Pick<ChartProps, "zoom" | "onZoom" | "onPick"> {
+  const [range, setRange] = useRange();
+  const chosen = usePlace().params.step;
+  const steps = run?.steps.step ?? [];
+  const xOf = (step: number): number | null => (axis === "step" ? step : (run?.x[nearest(steps, step)] ?? null));
+  const stepOf = (x: number): number => (axis === "step" ? Math.max(0, Math.round(x)) : (steps[nearest(run?.x ?? [], x)] ?? 0));
+  useSelected(axis, chosen !== undefined && /^\d+$/.test(chosen) ? xOf(Number(chosen)) : null);
+  const [from, to] = range ? [xOf(range.from), xOf(range.to)] : [null, null];
+  const zoom = useMemo(() => (from === null || to === null ? null : { from, to }), [from, to]);
+  return {
+    zoom,
+    onZoom: (next) => setRange(next && { from: stepOf(next.from), to: stepOf(next.to) }),
+    onPick: (x) => {
+      const step = String(stepOf(x));
+      setParams({ step: place().params.step === step ? null : step });
+    },
+  };
 }
 
 /** Returns whether nearly all values lie at the ends (right or wrong): percentiles and deviations then add nothing to the mean. */

@@ -2,7 +2,7 @@
 
 import uPlot from "uplot";
 import { number } from "../format";
-import { cursorNow } from "../state/cursor";
+import { cursorOn } from "../state/cursor";
 import { color } from "../state/theme";
 import type { Value } from "../types";
 import type { ChartProps, Line } from "./Chart";
@@ -51,37 +51,38 @@ export function align(x: number[], lines: Line[]): Drawn {
   return { x: all, data: [all, ...data] as uPlot.AlignedData, rows };
 }
 
-/** Draws the crosshair with a ring on each line that has a value there. */
+/** Draws the crosshair with a ring on each line that has a value there, and a mark where the selected step is. */
 export function placeCrosshair(plot: uPlot, overlay: HTMLElement, props: ChartProps): void {
-  const cursor = cursorNow();
+  const { at: x, selected } = cursorOn(props.axis ?? "step");
   const { min, max } = plot.scales.x!;
-  const shown = cursor && cursor.axis === (props.axis ?? "step") && min != null && max != null && cursor.x >= min && cursor.x <= max;
+  const inside = (value: number | null): value is number => value !== null && min != null && max != null && value >= min && value <= max;
   overlay.replaceChildren();
-  if (!shown) return;
   const ratio = devicePixelRatio || 1;
   const left = plot.bbox.left / ratio;
   const top = plot.bbox.top / ratio;
   const width = plot.bbox.width / ratio;
   const height = plot.bbox.height / ratio;
-  const at = Math.round(left + plot.valToPos(cursor.x, "x"));
+  const X = (value: number) => Math.round(left + plot.valToPos(value, "x"));
   const add = (name: string, style: Partial<CSSStyleDeclaration>, text = "") => {
     const element = document.createElement("i");
     element.className = name;
     Object.assign(element.style, style);
     element.textContent = text;
     overlay.append(element);
-    return element;
   };
-  add("hair", { left: `${at}px`, height: `${top + height}px` });
+  if (inside(selected)) add("selected", { left: `${X(selected)}px`, height: `${top + height}px` });
+  if (!inside(x)) return;
+  const at = X(x);
+  if (x !== selected) add("hair", { left: `${at}px`, height: `${top + height}px` });
   for (const line of props.lines) {
     if (line.area) continue;
     const xs = line.x ?? props.x;
-    const row = nearest(xs, cursor.x);
-    const value = row < 0 || xs[row] !== cursor.x ? null : line.values[row];
+    const row = nearest(xs, x);
+    const value = row < 0 || xs[row] !== x ? null : line.values[row];
     const y = value == null ? NaN : plot.valToPos(value, "y");
     if (y >= 0 && y <= height) add("ring", { left: `${at}px`, top: `${top + y}px`, borderColor: `var(${line.color})` });
   }
-  const text = (props.xFormat ?? String)(cursor.x);
+  const text = (props.xFormat ?? String)(x);
   const half = Math.max(11, 4 * text.length + 4);
   const middle = Math.min(Math.max(at, half), left + width + 8 - half);
   add("tag", { left: `${middle}px`, top: `${top + height + 3}px` }, text);
@@ -140,7 +141,7 @@ export function draw(host: HTMLElement, latest: { current: ChartProps }, drawn: 
       stroke: line.area ? "transparent" : stroke,
       width: line.width ?? 1.5,
       dash: line.dash,
-      points: { show: !line.area && line.values.filter((value) => value !== null).length === 1, size: 5, fill: stroke },
+      points: { show: !line.area && (line.dots || line.values.filter((value) => value !== null).length === 1), size: 5, fill: stroke },
       fill: line.area && below < 0 ? faded(stroke, 0.85) : undefined,
       fillTo: yLow > 0 ? yLow : 0,
     });

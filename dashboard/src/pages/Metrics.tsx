@@ -1,8 +1,8 @@
 /** Every step metric of a run and of those drawn over it, with one crosshair. */
 
 import { useMemo, useState } from "react";
-import { axisEnd, type BandKind, clock, type DrawnRun, useDrawnRuns, type XAxis } from "../charts/data";
-import { clockTicks, nearest, smoothingFor, ticks } from "../charts/math";
+import { axisEnd, type BandKind, clock, type DrawnRun, useDrawnRuns, useStepAxis, type XAxis } from "../charts/data";
+import { clockTicks, smoothingFor, ticks } from "../charts/math";
 import { sourceOf } from "../charts/sources";
 import { number } from "../format";
 import { Failure, Quiet } from "../shell/App";
@@ -10,7 +10,7 @@ import { useKeys } from "../shell/keys";
 import { type Layout, moveMetric, stepMetric, toggleMetric } from "../state/layouts";
 import { useRunId, useRunInfo } from "../state/run";
 import { useSteps } from "../state/steps";
-import { setParams, useParam, useRange } from "../state/url";
+import { setParams, useParam } from "../state/url";
 import type { Environment } from "../types";
 import { LayoutChoice, useLayout } from "./metrics/LayoutChoice";
 import { MetricChart } from "./metrics/MetricChart";
@@ -47,17 +47,11 @@ function Loaded({ runs, axis, environments, planned }: { runs: DrawnRun[]; axis:
   const [fit] = useParam("fit");
   const [tree, setTree] = useState(false);
   const [focus, setFocus] = useParam("metric");
-  const [range, setRange] = useRange();
   const { layout, edited, choose, change } = useLayout(names);
   const keep = smoothing === "" ? smoothingFor(first.steps.step.length) : Math.min(0.99, Math.max(0, Number(smoothing) || 0));
 
-  const xs = first.x;
-  const zoom = useMemo(() => {
-    if (!range || xs.length === 0) return null;
-    const at = (step: number) => xs[nearest(first.steps.step, step)]!;
-    return axis === "step" ? range : { from: at(range.from), to: at(range.to) };
-  }, [range?.from, range?.to, axis, xs, first.steps.step]);
   const view: View = {
+    ...useStepAxis(first, axis),
     axis,
     keep,
     band: band as BandKind,
@@ -66,12 +60,6 @@ function Loaded({ runs, axis, environments, planned }: { runs: DrawnRun[]; axis:
     full: fit !== "1",
     filter,
     environments,
-    zoom,
-    onZoom: (next) => {
-      if (!next) return setRange(null);
-      const step = (x: number) => (axis === "step" ? Math.max(0, Math.round(x)) : first.steps.step[nearest(xs, x)]!);
-      setRange({ from: step(next.from), to: step(next.to) });
-    },
     xEnd: axis === "step" && planned ? axisEnd((first.steps.step.at(-1) ?? -1) + 1, planned) : undefined,
     xStart: axis === "step" ? undefined : 0,
     xTicks: axis === "time" ? clockTicks : axis === "tokens" ? ticks : undefined,

@@ -1,21 +1,22 @@
 /** When an alert was, how long it lasted, and where its moment is shown. */
 
-import { duration, moment } from "../../format";
-import type { Place } from "../../state/url";
-import { elsewhere } from "../../state/url";
-import type { Alert } from "../../types";
+import { duration, moment } from "../format";
+import type { Alert } from "../types";
+import { elsewhere, type Place } from "./url";
 
 /** Pages of kinds that are about no metric. */
 const PAGES: Record<string, string> = { server: "timeline", trainer: "timeline", stalled: "timeline", checkpoint: "timeline", eval: "evals" };
 
-/** Returns the place of an alert: its metric, its step on the timeline, its eval, or the warnings of the log. */
+/** Returns the place of an alert: its metric, its step on the timeline, its eval, or the lines of the log around its time. */
 export function placeOf(alert: Alert, now: Place): Place {
   const step: Record<string, string> = alert.step === null ? {} : { step: String(alert.step) };
   const [metric] = alert.metrics;
   if (metric) return elsewhere(now, { page: "metrics" }, { ...step, metric });
-  const page = PAGES[alert.kind ?? ""] ?? "logs";
+  const page = PAGES[alert.kind ?? ""];
   if (page === "evals") return elsewhere(now, { page });
-  return elsewhere(now, { page }, page === "logs" ? { ...step, level: alert.level === "info" ? "" : "WARNING" } : step);
+  if (page !== undefined && alert.step !== null) return elsewhere(now, { page }, step);
+  const at: Record<string, string> = alert.time === null ? {} : { at: String(alert.time) };
+  return elsewhere(now, { page: "logs" }, { ...step, ...at, level: alert.level === "info" ? "" : "WARNING" });
 }
 
 /** Returns when an alert was first reported. */

@@ -1,20 +1,31 @@
-/** The crosshair that all charts with the same axis share. */
+/** The crosshair that all charts with the same axis share: at the pointer, else at the selected step. */
 
-import { useSyncExternalStore } from "react";
+import { useEffect, useSyncExternalStore } from "react";
 
 export interface Cursor {
   axis: string;
   x: number;
 }
 
-let cursor: Cursor | null = null;
+let pointed: Cursor | null = null;
+let selected: Cursor | null = null;
 const listeners = new Set<() => void>();
 
-export const cursorNow = (): Cursor | null => cursor;
+const on = (cursor: Cursor | null, axis: string): number | null => (cursor?.axis === axis ? cursor.x : null);
 
+/** Returns where charts with this axis are read, and where the selected step lies on it. */
+export const cursorOn = (axis: string): { at: number | null; selected: number | null } => ({ at: on(pointed, axis) ?? on(selected, axis), selected: on(selected, axis) });
+
+/** Moves the crosshair to the pointer; null leaves it at the selected step. */
 export function setCursor(next: Cursor | null): void {
-  if (cursor?.x === next?.x && cursor?.axis === next?.axis) return;
-  cursor = next;
+  if (pointed?.x === next?.x && pointed?.axis === next?.axis) return;
+  pointed = next;
+  for (const listener of listeners) listener();
+}
+
+export function setSelected(next: Cursor | null): void {
+  if (selected?.x === next?.x && selected?.axis === next?.axis) return;
+  selected = next;
   for (const listener of listeners) listener();
 }
 
@@ -25,5 +36,11 @@ export function onCursor(listener: () => void): () => void {
 
 /** Returns the place of the crosshair on an axis, or null. */
 export function useCursor(axis: string): number | null {
-  return useSyncExternalStore(onCursor, () => (cursor?.axis === axis ? cursor.x : null));
+  return useSyncExternalStore(onCursor, () => cursorOn(axis).at);
+}
+
+/** Marks the selected step on all charts with this axis while the page is shown. */
+export function useSelected(axis: string, x: number | null): void {
+  useEffect(() => setSelected(x === null ? null : { axis, x }), [axis, x]);
+  useEffect(() => () => setSelected(null), []);
 }

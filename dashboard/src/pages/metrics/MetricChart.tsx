@@ -3,11 +3,10 @@
 import { useEffect, useRef, useState } from "react";
 import type { DrawnRun } from "../../charts/data";
 import { Chart } from "../../charts/Chart";
-import { download, downloadPng, fileName, linesCsv } from "../../charts/export";
-import { Menu } from "../../shell/Menu";
 import { useOverviewCharts } from "../../state/overviewCharts";
 import type { Value } from "../../types";
 import { useSeries, type View } from "./series";
+import { titleOf } from "./tree";
 
 interface MetricChartProps {
   metric: string;
@@ -58,13 +57,10 @@ export function MetricChart(props: MetricChartProps) {
 function Seen({ metric, runs, view, open, close, remove, move }: MetricChartProps) {
   const first = runs[0]!;
   const { lines, heat, note, low, high } = useSeries(metric, runs, view);
-  const canvas = useRef<HTMLCanvasElement | null>(null);
   const { isPinned, pin } = useOverviewCharts();
-  const file = fileName(`${first.name}_${metric}`);
   return (
     <Chart
-      title={metric}
-      unit={unitOf(metric)}
+      {...titleOf(metric)}
       note={note}
       heat={heat}
       low={low}
@@ -81,33 +77,14 @@ function Seen({ metric, runs, view, open, close, remove, move }: MetricChartProp
       log={view.log && lines.some((line) => line.values.some((value: Value) => value !== null && value > 0))}
       withoutOutliers={view.trim}
       onTitle={open}
-      canvas={(element) => (canvas.current = element)}
+      onPick={view.onPick}
       before={move && <Grip metric={metric} move={move} />}
-      after={
-        <Menu
-          label={`More for ${metric}`}
-          button="⋯"
-          className="over"
-          items={[
-            ...(open ? [{ title: "Open large", run: open }] : []),
-            ...(close ? [{ title: "Close", run: close }] : []),
-            { title: isPinned(metric) ? "Take off the overview" : "Pin to the overview", run: () => pin(metric) },
-            {
-              title: "Save as PNG",
-              run: () => canvas.current && downloadPng(`${file}.png`, metric, canvas.current, lines.map((line) => ({ text: line.label, color: line.color }))),
-            },
-            {
-              title: "Save as CSV",
-              run: () =>
-                download(
-                  `${file}.csv`,
-                  new Blob([linesCsv(view.axis, lines.map((line) => ({ label: line.label, x: line.x!, values: line.raw ?? line.values })))], { type: "text/csv" }),
-                ),
-            },
-            ...(remove ? [{ title: "Remove from this layout", run: remove }] : []),
-          ]}
-        />
-      }
+      menu={[
+        ...(open ? [{ title: "Open large", run: open }] : []),
+        ...(close ? [{ title: "Close", run: close }] : []),
+        { title: isPinned(metric) ? "Take off the overview" : "Pin to the overview", run: () => pin(metric) },
+        ...(remove ? [{ title: "Remove from this layout", run: remove }] : []),
+      ]}
     />
   );
 }
@@ -141,13 +118,4 @@ function Grip({ metric, move }: { metric: string; move: (by: 1 | -1) => void }) 
       }}
     />
   );
-}
-
-/** Returns the unit that a metric's name tells. */
-function unitOf(metric: string): string {
-  if (metric.startsWith("timing_") || /_seconds(\/|$)/.test(metric)) return "s";
-  if (/_pct$|\/pct$/.test(metric)) return "%";
-  if (/(^|\/)tokens(_mean|_std|_min|_max)?$|rollouts\/tokens_/.test(metric)) return "tokens";
-  if (/bytes$/.test(metric)) return "bytes";
-  return "";
 }

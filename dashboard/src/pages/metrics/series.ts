@@ -2,7 +2,7 @@
 
 import { useMemo } from "react";
 import { address, runPath } from "../../api";
-import type { Line } from "../../charts/Chart";
+import type { ChartProps, Line } from "../../charts/Chart";
 import { type BandKind, bandsOf, type DrawnRun, drawnLines, heatOf, isTwoValued, statisticColumn, type XAxis } from "../../charts/data";
 import type { Heat } from "../../charts/heat";
 import { type DeclaredRange, declaredRange, type Filter, isSparse, sourceOf, statisticOf } from "../../charts/sources";
@@ -11,7 +11,7 @@ import { useResources } from "../../state/resource";
 import type { Distribution, Environment, Value } from "../../types";
 
 /** What the toolbar and the ruler decide for all charts. */
-export interface View {
+export interface View extends Pick<ChartProps, "zoom" | "onZoom" | "onPick" | "xEnd" | "xStart" | "xFormat" | "xTicks"> {
   axis: XAxis;
   keep: number;
   band: BandKind;
@@ -21,12 +21,6 @@ export interface View {
   full: boolean;
   filter: Filter;
   environments: readonly Environment[];
-  zoom: { from: number; to: number } | null;
-  onZoom: (zoom: { from: number; to: number } | null) => void;
-  xEnd?: number;
-  xStart?: number;
-  xFormat?: (x: number) => string;
-  xTicks?: (low: number, high: number, wanted: number) => number[];
 }
 
 interface Series extends DeclaredRange {

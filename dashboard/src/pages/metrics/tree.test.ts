@@ -1,5 +1,5 @@
 import { expect, test } from "vitest";
-import { allSections, mainSections, place, treeRows } from "./tree";
+import { allSections, mainSections, place, titleOf, treeRows } from "./tree";
 
 test("a name has a section, a group and a metric", () => {
   expect(place("entropy")).toEqual(["general", "", "entropy"]);
@@ -31,4 +31,15 @@ test("the first layout holds only what the run measured", () => {
 test("the first layout has each sample metric once, by its mean", () => {
   const names = ["sample_metrics/a/correct", "sample_metrics/a/correct/std", "sample_metrics/a/correct/gini"];
   expect(mainSections(names)).toEqual([{ title: "Learning", metrics: ["sample_metrics/a/correct"] }]);
+});
+
+test("a chart's title is the end of a name that tells it from others", () => {
+  const titled = (name: string) => Object.values(titleOf(name)).slice(0, 2).join(" · ");
+  expect(titled("sample_metrics/calculator_agent/correct")).toBe("correct · calculator_agent");
+  expect(titled("sample_metrics/calculator_agent/correct/std")).toBe("correct · calculator_agent, std");
+  expect(titled("reward/all_groups/mean")).toBe("reward/all_groups · mean");
+  expect(titled("rollouts/tokens_completion/mean")).toBe("tokens_completion · rollouts, mean, tokens");
+  expect(titled("discarded/zero_advantage/pct")).toBe("zero_advantage · discarded, %");
+  expect(titled("timing_step_total")).toBe("step_total · s");
+  expect(titled("entropy")).toBe("entropy · ");
 });

@@ -23,6 +23,30 @@ export function place(name: string): [section: string, group: string, metric: st
   return [parts[0]!, parts[1]!, parts.slice(2).join("/")];
 }
 
+const LONGEST_TITLE = 18;
+const STATISTIC = /\/(mean|std|min|max|gini|pct)$/;
+
+/** Returns the end of a name that tells it from others as the title of its chart, what it leaves out, and its unit. */
+export function titleOf(name: string): { title: string; unit: string; name: string } {
+  const statistic = STATISTIC.exec(name)?.[1] ?? "";
+  const base = name.replace(STATISTIC, "").replace(/^timing_/, "");
+  const [section = "", ...rest] = base.split("/");
+  const ofGroup = ["sample_metrics", "environment"].includes(section) && rest.length > 1;
+  const whole = rest.length === 0 || (!ofGroup && base.length <= LONGEST_TITLE);
+  const title = whole ? base : rest.slice(ofGroup ? 1 : 0).join("/");
+  const unit = [whole ? "" : ofGroup ? rest[0] : section, statistic === "pct" ? "%" : statistic, unitOf(name)].filter(Boolean).join(", ");
+  return { title, unit, name };
+}
+
+/** Returns the unit that a metric's name tells. */
+function unitOf(metric: string): string {
+  if (metric.startsWith("timing_") || /_seconds(\/|$)/.test(metric)) return "s";
+  if (/_pct$/.test(metric)) return "%";
+  if (/(^|\/)tokens(_mean|_std|_min|_max)?$|rollouts\/tokens_/.test(metric)) return "tokens";
+  if (/bytes$/.test(metric)) return "bytes";
+  return "";
+}
+
 function order(a: string, b: string): number {
   const at = (name: string) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
   return at(a) - at(b) || a.localeCompare(b);

@@ -4,7 +4,7 @@ import { useState } from "react";
 import { unbroken } from "../../format";
 import { format, usePlace } from "../../state/url";
 import type { Alert } from "../../types";
-import { lastedOf, momentOf, placeOf } from "./alerts";
+import { lastedOf, momentOf, placeOf } from "../../state/alerts";
 
 /** Resolved alerts and notes that are shown at first. */
 const FEW = 6;

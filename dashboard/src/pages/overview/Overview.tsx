@@ -3,7 +3,7 @@
 import { useMemo, useState } from "react";
 import { runPath } from "../../api";
 import { Chart, type ChartProps } from "../../charts/Chart";
-import { axisEnd, type DrawnRun, linesOf, useDrawnRuns } from "../../charts/data";
+import { axisEnd, type DrawnRun, linesOf, useDrawnRuns, useStepAxis } from "../../charts/data";
 import { Spark } from "../../charts/Spark";
 import { embedded } from "../../embedded";
 import { moment, NONE, number, unbroken } from "../../format";
@@ -14,9 +14,9 @@ import { chartOf, mainMetricOf, metricOf, STANDARD, useOverviewCharts } from "..
 import { useResource } from "../../state/resource";
 import { useHealth, useRunId, useRunInfo, useStatus } from "../../state/run";
 import { column, useSteps } from "../../state/steps";
-import { elsewhere, format, go, usePlace, useRange } from "../../state/url";
+import { elsewhere, format, go, usePlace } from "../../state/url";
 import type { Distribution, Health, RunInfo, StepColumns, Value } from "../../types";
-import { place as placeOfMetric } from "../metrics/tree";
+import { place as placeOfMetric, titleOf } from "../metrics/tree";
 import { keepOf, standardCharts } from "./charts";
 import { Now } from "./Now";
 import { Side } from "./Side";
@@ -129,16 +129,14 @@ function cellValues(metric: string, steps: StepColumns): Value[] {
 
 function Charts({ info, steps }: { info: RunInfo; steps: StepColumns }) {
   const run = info.info.id;
-  const [zoom, setZoom] = useRange();
   const { live } = useStatus(run);
-  const { charts: chosen, pin, set } = useOverviewCharts();
+  const { charts: chosen, set } = useOverviewCharts();
   const [choosing, choose] = useState(false);
   const reward = useResource<Distribution>(runPath(run, "distribution"), { metric: "reward" }, useVersion(run, "step_stats", "steps")).data;
   const runs = useDrawnRuns(info, steps, "step");
   const charts = useMemo(() => standardCharts(runs, info, reward), [runs, info, reward]);
-  const common: Pick<ChartProps, "zoom" | "onZoom" | "xEnd"> = {
-    zoom,
-    onZoom: (next) => setZoom(next && { from: Math.max(0, Math.round(next.from)), to: Math.round(next.to) }),
+  const common: Partial<ChartProps> = {
+    ...useStepAxis(runs[0], "step"),
     xEnd: Math.max(axisEnd((steps.step.at(-1) ?? -1) + 1, live ? info.info.num_steps : null), ...runs.map((one) => one.x.at(-1) ?? 0)),
   };
   const place = usePlace();
@@ -150,8 +148,9 @@ function Charts({ info, steps }: { info: RunInfo; steps: StepColumns }) {
           const metric = metricOf(id);
           const standard = charts.get(id);
           const open = () => go(elsewhere(place, { page: "metrics" }, { metric: mainMetricOf(id)! }));
-          if (standard) return <Chart key={id} {...standard} {...common} onTitle={open} />;
-          return <Pinned key={id} metric={metric!} runs={runs} common={common} open={open} remove={() => pin(metric!)} />;
+          const menu = [{ title: "Open in Metrics", run: open }, { title: "Take off the overview", run: () => set(chosen.filter((other) => other !== id)) }];
+          if (standard) return <Chart key={id} {...standard} {...common} onTitle={open} menu={menu} />;
+          return <Pinned key={id} metric={metric!} runs={runs} common={{ ...common, menu, onTitle: open }} />;
         })}
       </div>
       <p className="more">
@@ -173,21 +172,7 @@ function chartOptions(runs: DrawnRun[]): Option[] {
   ];
 }
 
-function Pinned({ metric, runs, common, open, remove }: { metric: string; runs: DrawnRun[]; common: Partial<ChartProps>; open: () => void; remove: () => void }) {
+function Pinned({ metric, runs, common }: { metric: string; runs: DrawnRun[]; common: Partial<ChartProps> }) {
   const lines = useMemo(() => linesOf(runs, metric, keepOf(runs[0]!.steps)), [runs, metric]);
-  return (
-    <Chart
-      title={metric}
-      x={runs[0]!.x}
-      lines={lines}
-      onTitle={open}
-      {...common}
-      after={
-        <button className="over" onClick={remove} aria-label={`Take ${metric} off the overview`} title="Take off the overview">
-          ×
-        </button>
-      }
-    />
-  );
+  return <Chart {...titleOf(metric)} x={runs[0]!.x} lines={lines} {...common} />;
 }
-

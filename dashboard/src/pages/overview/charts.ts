@@ -64,7 +64,7 @@ export function standardCharts(runs: DrawnRun[], info: RunInfo, reward: Distribu
     ];
     const used = parts.filter(([, , values]) => values.some((value) => value !== null && value > 1e-6));
     const edges = stack(used.map(([, , values]) => smooth(values, keep)));
-    const lines: Line[] = used.map(([label, color], i) => ({ label, color, values: edges[i]!, x, area: true, direct: label, silent: true }));
+    const lines: Line[] = used.map(([label, color], i) => ({ label, color, values: edges[i]!, measured: used[i]![2], x, area: true, direct: label, silent: true }));
     if (lines.length === 0) lines.push({ label: "none", color: "--ink2", values: total, x });
     out.set("signal", {
       title: "Groups without signal",
@@ -103,7 +103,7 @@ export function standardCharts(runs: DrawnRun[], info: RunInfo, reward: Distribu
       title: "Step time",
       unit: "s, stacked",
       x,
-      lines: used.map(([label, color], i) => ({ label, color, values: edges[i]!, x, area: true, direct: label, silent: true })),
+      lines: used.map(([label, color], i) => ({ label, color, values: edges[i]!, measured: used[i]![2], x, area: true, direct: label, silent: true })),
       low: 0,
       right: 70,
       read: (at) => readRow(steps, total, at, (value) => `${number(value, 2)} s`),
