@@ -1,15 +1,18 @@
 import { expect, test } from "vitest";
 import type { Distribution } from "../types";
 import { NO_STEPS } from "../state/steps";
-import { axisEnd, bandsOf, clock, type DrawnRun, drawnLines, heatOf, isTwoValued, statisticColumn } from "./data";
+import { axisEnd, bandsOf, clock, drawnLines, heatOf, isTwoValued, statisticColumn } from "./data";
+import { type DrawnRun, leafColumn } from "./runs";
 
-const distribution = (p25: number[], p50: number[], p75: number[]): Distribution => {
+const distribution = (p25: number[], p50: number[], p75: number[], std = 0.25): Distribution => {
   const all = (value: number) => p25.map(() => value);
-  return { step: p25.map((_, i) => i), n: all(8), mean: all(0.5), std: all(0.5), min: all(0), max: all(1), p5: all(0), p25, p50, p75, p95: all(1), gini: all(0), low: [], high: [], histogram: [] };
+  return { step: p25.map((_, i) => i), n: all(8), mean: all(0.5), std: all(std), min: all(0), max: all(1), p5: all(0), p25, p50, p75, p95: all(1), gini: all(0), low: [], high: [], histogram: [] };
 };
 
 test("a reward of right and wrong has no bands", () => {
-  expect(isTwoValued(distribution([0, 0], [0, 1], [1, 1]))).toBe(true);
+  expect(isTwoValued(distribution([0, 0], [0, 1], [1, 1], 0.5))).toBe(true);
+  // Percentiles of few samples lie between the two values.
+  expect(isTwoValued(distribution([0.25, 0], [0.5, 1], [1, 1], 0.51))).toBe(true);
 });
 
 test("a reward of many values has bands", () => {
@@ -28,18 +31,18 @@ test("the axis of a live run ends at its plan, or where data fill half of it", (
 });
 
 const run = (steps: number[], more: Partial<DrawnRun> = {}): DrawnRun => ({
-  id: "a", name: "a", color: "--c1", steps: { ...NO_STEPS, step: steps, metrics: { m: steps.map((step) => 10 * step) } }, x: steps, ...more,
+  id: "a", name: "a", color: "--c1", evals: new Map(), steps: { ...NO_STEPS, step: steps, metrics: { m: steps.map((step) => 10 * step) } }, x: steps, ...more,
 });
 
 test("a distribution lies at the steps of its run, and a step without one is a gap", () => {
   const given = { ...distribution([0.1, 0.2], [0.5, 0.4], [0.7, 0.8]), step: [1, 3] };
-  expect(statisticColumn(run([1, 2, 3]), given, "mean")).toEqual([0.5, null, 0.5]);
+  expect(statisticColumn(run([1, 2, 3]), given, "mean")?.values).toEqual([0.5, null, 0.5]);
   expect(bandsOf(run([1, 2, 3]), given, "percentiles", 0)[1]).toMatchObject({ low: [0.1, null, 0.2], high: [0.7, null, 0.8] });
   expect(bandsOf(run([1, 2, 3]), given, "range", 0)).toEqual([{ low: [0, null, 0], high: [1, null, 1], opacity: 0.14 }]);
 });
 
 test("the range of two values is shown, their percentiles are not", () => {
-  const given = distribution([0], [0], [1]);
+  const given = distribution([0], [0], [1], 0.5);
   expect(bandsOf(run([0]), given, "range", 0).length).toBe(1);
   expect(bandsOf(run([0]), given, "percentiles", 0)).toEqual([]);
 });
@@ -54,14 +57,14 @@ test("histograms lie at the places of their steps on the axis, without supersede
 });
 
 test("a run without values has no line, and only the first has bands", () => {
-  const runs = [run([0, 1]), run([0]), run([0, 1])];
-  const lines = drawnLines(runs, (one, order) => (order === 1 ? [null] : one.steps.metrics.m), 0, [{ low: [], high: [], opacity: 1 }]);
+  const empty = run([0], { steps: { ...NO_STEPS, step: [0], metrics: { m: [null] } } });
+  const lines = drawnLines([run([0, 1]), empty, run([0, 1])], (one) => leafColumn(one, "m"), 0, [{ low: [], high: [], opacity: 1 }]);
   expect(lines.map((line) => [line.values, Boolean(line.bands)])).toEqual([[[0, 10], true], [[0, 10], false]]);
 });
 
 test("a metric that many steps lack is drawn on to its next value, with its bands", () => {
   const band = { low: [1, null, 2], high: [5, null, 6], opacity: 1 };
-  const [line] = drawnLines([run([0, 1, 2])], () => [3, null, 4], 0.5, [band], true);
+  const [line] = drawnLines([run([0, 1, 2])], () => ({ at: [0, 1, 2], x: [0, 1, 2], values: [3, null, 4] }), 0.5, [band], true);
   expect(line).toMatchObject({ x: [0, 2], raw: [3, 4], bands: [{ low: [1, 2], high: [5, 6] }] });
   expect(line!.values[1]).toBeCloseTo((0.25 * 3 + 0.5 * 4) / 0.75);
 });

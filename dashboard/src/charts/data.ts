@@ -1,92 +1,33 @@
-/** From the steps of runs to the lines of a chart. */
+/** From columns of runs to the lines of a chart, with their bands. */
 
-import { useMemo } from "react";
-import { useSelected } from "../state/cursor";
-import { useRuns } from "../state/run";
-import { trainedTokens, trainingSeconds, useStepsOf } from "../state/steps";
-import { NUM_COLORS, runColor } from "../state/theme";
-import { place, setParams, useOthers, usePlace, useRange } from "../state/url";
-import type { Distribution, RunInfo, StepColumns, Value } from "../types";
-import type { Band, ChartProps, Line } from "./Chart";
+import type { Distribution, Value } from "../types";
+import type { Band, Line } from "./Chart";
 import type { Heat } from "./heat";
-import { nearest, smooth, stdBand } from "./math";
+import { rollingMedian, smooth, stdBand, windowOf } from "./math";
+import { type Column, columnBy, type DrawnRun, leafColumn } from "./runs";
 import type { Statistic } from "./sources";
-import { visible } from "../text/hostile";
 
-export type XAxis = "step" | "time" | "tokens";
 /** How the samples of a step spread around the line: as bands, or as a heat map. */
 export const BANDS = ["none", "std", "percentiles", "range", "heat"] as const;
 export type BandKind = (typeof BANDS)[number];
 
-/** A run as charts draw it. */
-export interface DrawnRun {
-  id: string;
-  name: string;
-  color: string;
-  /** Dashes, where there are more runs than colors. */
-  dash?: number[];
-  steps: StepColumns;
-  x: number[];
-}
+/** Share of the largest possible variance from which on values lie nearly all at the ends. */
+const AT_ENDS = 0.8;
 
-/** Returns the place of each step on an axis: its number, seconds of training, or trained tokens. */
-function placesOf(steps: StepColumns, axis: XAxis): number[] {
-  if (axis === "step") return steps.step;
-  const places = axis === "time" ? trainingSeconds(steps) : trainedTokens(steps);
-  let last = 0;
-  return places.map((place) => (last = place ?? last));
-}
-
-const DASHES: (number[] | undefined)[] = [undefined, [6, 3], [2, 3]];
-
-function drawnRun(id: string, name: string, order: number, steps: StepColumns, axis: XAxis): DrawnRun {
-  return { id, name: visible(name), color: runColor(order), dash: DASHES[Math.floor(order / NUM_COLORS) % DASHES.length], steps, x: placesOf(steps, axis) };
-}
-
-/** Returns the run of the page and, as far as they are read, those drawn over it. */
-export function useDrawnRuns(info: RunInfo | undefined, steps: StepColumns | null, axis: XAxis): DrawnRun[] {
-  const others = useOthers();
-  const otherSteps = useStepsOf(others);
-  const listed = useRuns().data?.runs;
-  return useMemo(() => {
-    if (!steps || !info) return [];
-    const rest = others.flatMap((id, i) => {
-      const theirs = otherSteps[i];
-      return theirs ? [drawnRun(id, listed?.find((row) => row.id === id)?.name ?? id, i + 1, theirs, axis)] : [];
-    });
-    return [drawnRun(info.info.id, info.info.name, 0, steps, axis), ...rest];
-    // otherSteps is a new array on every call; its parts are not.
-  }, [info, steps, axis, listed, others.join(), ...otherSteps]);
-}
-
-/** Ties charts over the steps of a run to the address: its range is their zoom, and its step is marked on them. */
-export function useStepAxis(run: DrawnRun | undefined, axis: XAxis): Pick<ChartProps, "zoom" | "onZoom" | "onPick"> {
-  const [range, setRange] = useRange();
-  const chosen = usePlace().params.step;
-  const steps = run?.steps.step ?? [];
-  const xOf = (step: number): number | null => (axis === "step" ? step : (run?.x[nearest(steps, step)] ?? null));
-  const stepOf = (x: number): number => (axis === "step" ? Math.max(0, Math.round(x)) : (steps[nearest(run?.x ?? [], x)] ?? 0));
-  useSelected(axis, chosen !== undefined && /^\d+$/.test(chosen) ? xOf(Number(chosen)) : null);
-  const [from, to] = range ? [xOf(range.from), xOf(range.to)] : [null, null];
-  const zoom = useMemo(() => (from === null || to === null ? null : { from, to }), [from, to]);
-  return {
-    zoom,
-    onZoom: (next) => setRange(next && { from: stepOf(next.from), to: stepOf(next.to) }),
-    onPick: (x) => {
-      const step = String(stepOf(x));
-      setParams({ step: place().params.step === step ? null : step });
-    },
-  };
-}
-
-/** Returns whether nearly all values lie at the ends (right or wrong): percentiles and deviations then add nothing to the mean. */
-export function isTwoValued(distribution: Distribution): boolean {
-  const low = Math.min(...distribution.min.map((value) => value ?? Infinity));
-  const high = Math.max(...distribution.max.map((value) => value ?? -Infinity));
-  const known = distribution.step.map((_, row) => row).filter((row) => distribution.p25[row] !== null);
-  const atEnds = (value: Value | undefined) => value === low || value === high;
-  const extreme = known.filter((row) => atEnds(distribution.p25[row]) && atEnds(distribution.p50[row]) && atEnds(distribution.p75[row]));
-  return known.length > 0 && extreme.length >= 0.8 * known.length;
+/**
+ * Returns whether nearly all values lie at the ends (right or wrong): percentiles and deviations then add nothing to the mean.
+ * Values between two ends have the variance (mean - low)(high - mean) at most, and only two values reach it.
+ */
+export function isTwoValued({ step, mean, std, min, max }: Distribution): boolean {
+  const low = Math.min(...min.map((value) => value ?? Infinity));
+  const high = Math.max(...max.map((value) => value ?? -Infinity));
+  let [variance, largest] = [0, 0];
+  step.forEach((_, row) => {
+    if (mean[row] == null || std[row] == null) return;
+    variance += std[row]! ** 2;
+    largest += (mean[row]! - low) * (high - mean[row]!);
+  });
+  return high > low && variance >= AT_ENDS * largest;
 }
 
 /** Returns a column of a distribution on the run's steps. */
@@ -100,7 +41,8 @@ export function bandsOf(run: DrawnRun, distribution: Distribution | undefined, k
   if (!distribution || kind === "none" || kind === "heat") return [];
   if (kind !== "range" && isTwoValued(distribution)) return [];
   const column = onSteps(run, distribution);
-  const at = (values: Value[]) => smooth(column(values), keep);
+  // Percentiles of few samples jump: an average of jumps would be saw teeth.
+  const at = (values: Value[]) => smooth(keep > 0 ? rollingMedian(column(values), windowOf(keep)) : column(values), keep);
   if (kind === "range") return [{ low: at(distribution.min), high: at(distribution.max), opacity: 0.14 }];
   if (kind === "std") {
     const band = stdBand(distribution.mean, distribution.std, distribution.min, distribution.max);
@@ -128,22 +70,36 @@ export function heatOf(run: DrawnRun, distribution: Distribution | undefined): H
 }
 
 /** Returns a statistic of a distribution as a column over the run's steps. */
-export const statisticColumn = (run: DrawnRun, distribution: Distribution | undefined, statistic: Statistic): Value[] | undefined =>
-  distribution && onSteps(run, distribution)(distribution[statistic]);
+export const statisticColumn = (run: DrawnRun, distribution: Distribution | undefined, statistic: Statistic): Column | undefined =>
+  distribution && { at: run.steps.step, x: run.x, values: onSteps(run, distribution)(distribution[statistic]) };
 
 /**
- * Returns one line a run; runs without values have none. `valuesOf` gets a run and its order. A `sparse` metric is one that many
+ * Returns one line a run; runs without values have none. A group is the mean of its smoothed runs with its interval. A `sparse` metric is one that many
  * steps do not have, such as those of an environment: its line goes on to the next value, where others have a gap.
  */
-export function drawnLines(runs: DrawnRun[], valuesOf: (run: DrawnRun, order: number) => Value[] | undefined, keep: number, bands: Band[] = [], sparse = false): Line[] {
+export function drawnLines(runs: DrawnRun[], of: (run: DrawnRun) => Column | undefined, keep: number, bands: Band[] = [], sparse = false): Line[] {
   return runs.flatMap((run, order) => {
-    const values = valuesOf(run, order);
-    if (!values?.some((value) => value !== null)) return [];
-    const line: Line = { label: run.name, color: run.color, dash: run.dash, x: run.x, values: smooth(values, keep), width: order === 0 ? 2 : 1.5 };
-    if (keep > 0) line.raw = values;
-    if (order === 0 && bands.length > 0) line.bands = bands;
-    return [sparse ? withoutGaps(line, values) : line];
+    const column = columnBy(run, of);
+    if (!column?.values.some((value) => value !== null)) return [];
+    const drawn = columnBy(run, (leaf) => {
+      const own = of(leaf);
+      const values = own && smooth(own.values, keep);
+      // A mean of the runs that happen to have a value would jump.
+      return own && { ...own, values: run.members && sparse ? carried(values!) : values! };
+    })!;
+    const { x, values, low, high } = drawn;
+    const line: Line = { label: run.name, color: run.color, dash: run.dash, x, values, width: order === 0 ? 2 : 1.5 };
+    if (keep > 0) line.raw = column.values;
+    if (low && high) line.bands = [{ low, high, opacity: 0.16 }];
+    else if (order === 0 && bands.length > 0) line.bands = bands;
+    return [sparse ? withoutGaps(line, column.values) : line];
   });
+}
+
+/** Returns values with gaps filled by the last one before them. */
+function carried(values: Value[]): Value[] {
+  let last: Value = null;
+  return values.map((value) => (last = value ?? last));
 }
 
 /** Returns a line with its measured places only. */
@@ -159,8 +115,14 @@ function withoutGaps(line: Line, values: Value[]): Line {
   };
 }
 
-/** Returns one line a run for a step metric. */
-export const linesOf = (runs: DrawnRun[], metric: string, keep: number): Line[] => drawnLines(runs, (run) => run.steps.metrics[metric], keep);
+/** Whether a metric is the result of an eval: it has a value at few steps, and is not smoothed. */
+export const isEval = (metric: string): boolean => metric.startsWith("eval/");
+
+/** Returns one line a run for a metric. */
+export function linesOf(runs: DrawnRun[], metric: string, keep: number, bands: Band[] = [], sparse = false): Line[] {
+  const lines = drawnLines(runs, (run) => leafColumn(run, metric), isEval(metric) ? 0 : keep, bands, sparse);
+  return isEval(metric) ? lines.map((line) => ({ ...line, dots: true })) : lines;
+}
 
 /** Returns seconds as `m:ss` or `h:mm` for an axis. */
 export function clock(seconds: number): string {

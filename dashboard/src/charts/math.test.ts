@@ -1,5 +1,5 @@
 import { expect, test } from "vitest";
-import { clockTicks, logTicks, nearest, passAtK, smooth, smoothingFor, stack, stdBand, ticks, valueRange, wilson } from "./math";
+import { clockTicks, logTicks, meanOf, nearest, passAtK, rollingMedian, smooth, smoothingFor, stack, stdBand, ticks, valueRange, wilson } from "./math";
 
 test("ticks are round numbers inside the range", () => {
   expect(ticks(0, 1, 4)).toEqual([0, 0.2, 0.4, 0.6, 0.8, 1]);
@@ -115,4 +115,25 @@ test("a time axis is marked at whole minutes", () => {
 test("a constant line has an axis from zero", () => {
   expect(valueRange([[0, 0]])).toEqual([0, 1]);
   expect(valueRange([[2, 2]])).toEqual([0, 3]);
+});
+
+test("the interval of three values uses Student's t", () => {
+  const mean = meanOf([1, 2, 3, null])!;
+  expect(mean.mean).toBe(2);
+  expect(mean.half).toBeCloseTo(4.303 / Math.sqrt(3), 3);
+});
+
+test("one value has no interval, and none has no mean", () => {
+  expect(meanOf([4])).toEqual({ n: 1, mean: 4, half: null });
+  expect(meanOf([null, NaN])).toBeNull();
+});
+
+test("the interval of many values is near that of the normal distribution", () => {
+  const many = Array.from({ length: 101 }, (_, i) => i % 2);
+  const deviation = Math.sqrt((51 * 50) / 101 / 100);
+  expect(meanOf(many)!.half! / (deviation / Math.sqrt(101))).toBeCloseTo(1.984, 2);
+});
+
+test("a rolling median follows what most values are", () => {
+  expect(rollingMedian([1, 0, 1, 1, null, 1, 0], 3)).toEqual([0.5, 1, 1, 1, null, 0.5, 0.5]);
 });

@@ -57,6 +57,19 @@ export function smooth(values: Value[], keep: number): Value[] {
   });
 }
 
+/** Returns the steps over which a moving average with this weight of the past looks back, about; odd. */
+export const windowOf = (keep: number): number => 2 * Math.round(1 / (1 - keep)) + 1;
+
+/** Returns the median of the known values in a window around each; gaps stay gaps. */
+export function rollingMedian(values: Value[], window: number): Value[] {
+  const half = Math.floor(window / 2);
+  return values.map((value, i) => {
+    if (value === null) return null;
+    const near = values.slice(Math.max(0, i - half), i + half + 1).filter((one): one is number => one !== null);
+    return quantile(near.sort((a, b) => a - b), 0.5);
+  });
+}
+
 const KEEP = 0.6;
 
 /** Returns the smoothing of a line that was not chosen: up to 100 steps a little, then so that it bends as often. */
@@ -164,4 +177,30 @@ export function passAtK(n: number, c: number, k: number): number {
   let miss = 1;
   for (let i = 0; i < k; i += 1) miss *= (n - c - i) / (n - i);
   return 1 - miss;
+}
+
+export interface Mean {
+  n: number;
+  mean: number;
+  /** Half of the 95 % interval (Student's t); null for one value. */
+  half: number | null;
+}
+
+/** 97.5 % quantiles of Student's t for 1 to 30 degrees of freedom. */
+const T = [
+  12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.16, 2.145, 2.131,
+  2.12, 2.11, 2.101, 2.093, 2.086, 2.08, 2.074, 2.069, 2.064, 2.06, 2.056, 2.052, 2.048, 2.045, 2.042,
+];
+
+/** Returns mean and interval of the values that were measured; null without any. */
+export function meanOf(values: (number | null)[]): Mean | null {
+  const known = values.filter((value): value is number => value !== null && Number.isFinite(value));
+  const n = known.length;
+  if (n === 0) return null;
+  const mean = known.reduce((sum, value) => sum + value, 0) / n;
+  if (n === 1) return { n, mean, half: null };
+  const variance = known.reduce((sum, value) => sum + (value - mean) ** 2, 0) / (n - 1);
+  // Above 30 degrees of freedom, an expansion of the quantile around the normal one is right to three digits.
+  const t = T[n - 2] ?? 1.96 + 2.4 / (n - 1);
+  return { n, mean, half: t * Math.sqrt(variance / n) };
 }

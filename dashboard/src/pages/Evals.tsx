@@ -10,11 +10,11 @@ import { Failure, Quiet } from "../shell/App";
 import { useKeys } from "../shell/keys";
 import { useVersion } from "../state/live";
 import { useResource } from "../state/resource";
-import { useEvals, useEvalsOf, useRunId, useRunInfo, useRuns, useStatus } from "../state/run";
-import { runColor } from "../state/theme";
+import { curveOf, useEvals, useEvalsOf, useRunId, useRunInfo, useRuns, useStatus } from "../state/run";
+import { COLORS, useRunColors } from "../state/colors";
 import { setParams, type Range, useOthers, useParam, useRange } from "../state/url";
 import type { EvalRow, EvalSample } from "../types";
-import { BLOCKS, blockOf, curveOf, difference, isInRange, type Item, joinItems, passCurve, recordedGain, slicesOf } from "./evals/items";
+import { BLOCKS, blockOf, difference, isInRange, type Item, joinItems, passCurve, recordedGain, slicesOf } from "./evals/items";
 import { ItemPane } from "./evals/ItemPane";
 import { visible } from "../text/hostile";
 import "./evals.css";
@@ -279,16 +279,17 @@ function Curve({ name, curve, range }: { name: string; curve: EvalRow[]; range: 
   const run = useRunId();
   const mine = visible(runs?.find((row) => row.id === run)?.name ?? "this run");
   const theirs = useEvalsOf(others);
+  const colors = useRunColors();
   const lines = useMemo(() => {
-    const all = [{ label: mine, rows: curve }, ...others.map((id, i) => ({ label: visible(runs?.find((row) => row.id === id)?.name ?? id), rows: curveOf((theirs[i] ?? []).filter((row) => row.name === name && isInRange(row, range))) }))];
-    return all.flatMap(({ label, rows }, i): Line[] => {
+    const all = [{ id: run, label: mine, rows: curve }, ...others.map((id, i) => ({ id, label: visible(runs?.find((row) => row.id === id)?.name ?? id), rows: curveOf((theirs[i] ?? []).filter((row) => row.name === name && isInRange(row, range))) }))];
+    return all.flatMap(({ id, label, rows }, i): Line[] => {
       if (rows.length === 0) return [];
       const low = rows.map((row) => row.accuracy_low);
       const high = rows.map((row) => row.accuracy_high);
       return [
         {
           label,
-          color: runColor(i),
+          color: colors.of(id),
           x: rows.map((row) => row.version),
           values: rows.map((row) => row.accuracy),
           width: i === 0 ? 2 : 1.5,
@@ -298,7 +299,7 @@ function Curve({ name, curve, range }: { name: string; curve: EvalRow[]; range: 
         },
       ];
     });
-  }, [curve, mine, name, runs, range?.from, range?.to, others.join(), ...theirs]);
+  }, [curve, mine, name, runs, run, colors, range?.from, range?.to, others.join(), ...theirs]);
   const x = useMemo(() => curve.map((row) => row.version), [curve]);
   return <Chart title="Accuracy" unit="after steps, 95 % intervals" axis="version" x={x} lines={lines} low={0} format={(value) => percent(value)} tickFormat={wholePercent} right={lines.length > 1 ? 90 : 12} />;
 }
@@ -338,7 +339,7 @@ function otherMetrics(curve: EvalRow[]): string[] {
 }
 
 function OtherMetrics({ curve }: { curve: EvalRow[] }) {
-  const lines = useMemo(() => otherMetrics(curve).map((name, i): Line => ({ label: name, color: runColor(i), x: curve.map((row) => row.version), values: curve.map((row) => row.metrics[name] ?? null), direct: name })), [curve]);
+  const lines = useMemo(() => otherMetrics(curve).map((name, i): Line => ({ label: name, color: Object.values(COLORS)[i]!, x: curve.map((row) => row.version), values: curve.map((row) => row.metrics[name] ?? null), direct: name })), [curve]);
   const x = useMemo(() => curve.map((row) => row.version), [curve]);
   if (lines.length === 0) return null;
   return <Chart title="Other metrics" unit="after steps" axis="version" x={x} lines={lines} low={0} right={LABEL_PX} />;

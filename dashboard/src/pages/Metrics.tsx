@@ -1,23 +1,26 @@
 /** Every step metric of a run and of those drawn over it, with one crosshair. */
 
 import { useMemo, useState } from "react";
-import { axisEnd, type BandKind, clock, type DrawnRun, useDrawnRuns, useStepAxis, type XAxis } from "../charts/data";
+import { axisEnd, type BandKind, clock } from "../charts/data";
+import { type DrawnRun, leavesOf, metricNames, useDrawnRuns, useStepAxis, type XAxis } from "../charts/runs";
 import { clockTicks, smoothingFor, ticks } from "../charts/math";
 import { sourceOf } from "../charts/sources";
 import { number } from "../format";
 import { Failure, Quiet } from "../shell/App";
 import { useKeys } from "../shell/keys";
-import { type Layout, moveMetric, stepMetric, toggleMetric } from "../state/layouts";
+import { addSection, sectionFor, toggleMetric } from "../state/layouts";
 import { useRunId, useRunInfo } from "../state/run";
 import { useSteps } from "../state/steps";
 import { setParams, useParam } from "../state/url";
 import type { Environment } from "../types";
+import { ChartSection } from "./metrics/ChartSection";
 import { LayoutChoice, useLayout } from "./metrics/LayoutChoice";
 import { MetricChart } from "./metrics/MetricChart";
 import { MetricTree } from "./metrics/MetricTree";
 import { RunTable } from "./metrics/RunTable";
 import type { View } from "./metrics/series";
 import { Toolbar } from "./metrics/Toolbar";
+import { place as placeOfMetric } from "./metrics/tree";
 import "./metrics.css";
 
 export function Metrics() {
@@ -25,10 +28,11 @@ export function Metrics() {
   const info = useRunInfo(run).data;
   const { steps, error } = useSteps(run);
   const [axis] = useParam("axis", "step");
-  const runs = useDrawnRuns(info, steps, axis as XAxis);
+  const [grouping] = useParam("group");
+  const runs = useDrawnRuns(info, steps, axis as XAxis, grouping);
 
   if (error && !steps) return <Failure error={error} />;
-  if (!steps || !info) return null;
+  if (!steps || !info || runs.length === 0) return null;
   if (runs.every((one) => one.steps.step.length === 0)) return <Quiet title="No step yet." text="Metrics come with the first training step." />;
   return <Loaded runs={runs} axis={axis as XAxis} environments={info.environments} planned={info.info.live ? (info.info.num_steps ?? null) : null} />;
 }
@@ -38,7 +42,7 @@ function Loaded({ runs, axis, environments, planned }: { runs: DrawnRun[]; axis:
   const [environment] = useParam("environment");
   const [tag] = useParam("tag");
   const filter = { environment, tag };
-  const measured = useMemo(() => [...new Set(runs.flatMap((run) => Object.keys(run.steps.metrics).filter((name) => run.steps.metrics[name]!.some((value) => value !== null))))], [runs]);
+  const measured = useMemo(() => metricNames(runs), [runs]);
   const names = useMemo(() => measured.filter((name) => sourceOf(name, filter, () => false) !== null), [measured, environment, tag]);
   const [smoothing] = useParam("smooth");
   const [band] = useParam("band", "percentiles");
@@ -46,6 +50,7 @@ function Loaded({ runs, axis, environments, planned }: { runs: DrawnRun[]; axis:
   const [trim] = useParam("trim");
   const [fit] = useParam("fit");
   const [tree, setTree] = useState(false);
+  const [made, setMade] = useState(-1);
   const [focus, setFocus] = useParam("metric");
   const { layout, edited, choose, change } = useLayout(names);
   const keep = smoothing === "" ? smoothingFor(first.steps.step.length) : Math.min(0.99, Math.max(0, Number(smoothing) || 0));
@@ -81,64 +86,39 @@ function Loaded({ runs, axis, environments, planned }: { runs: DrawnRun[]; axis:
         run={first}
         names={names}
         shown={shown}
-        toggle={(metric) => change(toggleMetric(layout, metric))}
+        toggle={(metric) => change(toggleMetric(layout, metric, sectionFor(layout, metric, (name) => placeOfMetric(name)[0])))}
         open={(metric) => (setTree(false), setFocus(metric))}
         opened={tree}
         close={() => setTree(false)}
       />
       <div className="wrapped">
-        <Toolbar run={first.id} environments={environments} keep={keep} openTree={() => setTree(true)}>
+        <Toolbar run={leavesOf(first)[0]!.id} environments={environments} keep={keep} openTree={() => setTree(true)}>
           <LayoutChoice layout={layout} edited={edited} choose={choose} />
         </Toolbar>
         <RunTable runs={runs} axis={axis} />
-        <div className={`charts ${runs.length > 1 ? "several" : ""}`}>
+        <div className="charts">
           {focus && names.includes(focus) && (
             <div className="focus">
               <MetricChart metric={focus} runs={runs} view={view} close={() => setFocus(null)} />
             </div>
           )}
-          {layout.sections.map((section, i) => (
-            <ChartSection key={`${section.title}${i}`} title={section.title} metrics={section.metrics} index={i} runs={runs} view={view} layout={layout} change={change} open={setFocus} />
+          {layout.sections.map((_, i) => (
+            <ChartSection key={i} index={i} layout={layout} change={change} isNew={i === made} runs={runs} view={view} open={setFocus} />
           ))}
           {layout.sections.length === 0 && <p className="none d">No charts. Choose metrics at the left.</p>}
+          <p className="more">
+            <button
+              className="link"
+              onClick={() => {
+                setMade(layout.sections.length);
+                change(addSection(layout, "New section"));
+              }}
+            >
+              New section
+            </button>
+          </p>
         </div>
       </div>
     </div>
-  );
-}
-
-interface SectionProps {
-  title: string;
-  metrics: string[];
-  index: number;
-  runs: DrawnRun[];
-  view: View;
-  layout: Layout;
-  change: (layout: Layout) => void;
-  open: (metric: string) => void;
-}
-
-function ChartSection({ title, metrics, index, runs, view, layout, change, open }: SectionProps) {
-  const drop = (metric: string, before: string | null) => change(moveMetric(layout, metric, index, before));
-  return (
-    <section>
-      <h2>
-        {title} <span>{metrics.length === 1 ? "1 chart" : `${metrics.length} charts`}</span>
-      </h2>
-      <div className="row">
-        {metrics.map((metric) => (
-          <MetricChart
-            key={metric}
-            metric={metric}
-            runs={runs}
-            view={view}
-            open={() => open(metric)}
-            remove={() => change(toggleMetric(layout, metric))}
-            drop={(moved) => drop(moved, metric)}
-            move={(by) => change(stepMetric(layout, metric, by))}
-          />
-        ))}
-      </div>
-    </section>
   );
 }

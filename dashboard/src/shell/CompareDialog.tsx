@@ -3,7 +3,7 @@
 import { useState } from "react";
 import { moment } from "../format";
 import { useRuns } from "../state/run";
-import { runColor } from "../state/theme";
+import { useRunColors } from "../state/colors";
 import { elsewhere, format, MOST_RUNS, setOthers, useOthers, usePlace } from "../state/url";
 import { Dialog } from "./Dialog";
 import { statusWord } from "./Header";
@@ -13,6 +13,7 @@ export function CompareDialog({ opened, close }: { opened: boolean; close: () =>
   const place = usePlace();
   const others = useOthers();
   const runs = useRuns().data?.runs ?? [];
+  const colors = useRunColors();
   const [text, setText] = useState("");
   const shown = runs.filter((run) => run.id !== place.run && `${run.name} ${run.id}`.toLowerCase().includes(text.toLowerCase()));
   const toggle = (id: string) => setOthers(others.includes(id) ? others.filter((other) => other !== id) : [...others, id]);
@@ -26,7 +27,7 @@ export function CompareDialog({ opened, close }: { opened: boolean; close: () =>
             <li key={run.id}>
               <label>
                 <input type="checkbox" checked={at >= 0} disabled={at < 0 && others.length + 1 >= MOST_RUNS} onChange={() => toggle(run.id)} />
-                <i className="dot" style={at >= 0 ? { background: `var(${runColor(at + 1)})` } : undefined} />
+                <i className="dot" style={at >= 0 ? { background: `var(${colors.of(run.id)})` } : undefined} />
                 <span className="cut">
                   {visible(run.name)} <span className="f">{run.id}</span>
                 </span>

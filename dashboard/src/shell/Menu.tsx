@@ -4,6 +4,8 @@ import { type ReactNode, useId, useLayoutEffect, useRef, useState } from "react"
 
 export interface Item {
   title: string;
+  /** Token of a color that is shown before the title. */
+  color?: string;
   run: () => void;
 }
 
@@ -30,7 +32,7 @@ export function Menu({ label, button, items, className }: { label: string; butto
   };
   return (
     <>
-      <button ref={anchor} popoverTarget={id} aria-label={typeof button === "string" ? label : undefined} title={label} className={className}>
+      <button ref={anchor} popoverTarget={id} aria-label={typeof button === "string" || className === "swatch" ? label : undefined} title={label} className={className}>
         {button}
       </button>
       <div ref={menu} id={id} popover="auto" role="menu" aria-label={label} className="menu" onToggle={(event) => setOpened(event.newState === "open")} onKeyDown={move}>
@@ -43,6 +45,7 @@ export function Menu({ label, button, items, className }: { label: string; butto
               item.run();
             }}
           >
+            {item.color && <i className="dot" style={{ background: `var(${item.color})` }} />}
             {item.title}
           </button>
         ))}

@@ -1,5 +1,5 @@
 import { expect, test } from "vitest";
-import { formatSections, moveMetric, parseKept, parseSections, saveLayout, stepMetric, toggleMetric } from "./layouts";
+import { addSection, formatSections, moveMetric, moveSection, parseKept, parseSections, removeSection, renameSection, saveLayout, sectionFor, stepMetric, toggleMetric } from "./layouts";
 
 const layout = {
   name: "mine",
@@ -16,8 +16,27 @@ test("a metric is added at the end, and taken away where it is", () => {
   expect(metrics(toggleMetric(layout, "a"))).toEqual([["b"], ["c"]]);
 });
 
-test("a section without charts goes", () => {
-  expect(metrics(toggleMetric(layout, "c"))).toEqual([["a", "b"]]);
+test("a new metric goes to the section with its like", () => {
+  const sectionOf = (name: string) => name.split("/")[0]!;
+  const mixed = { name: "mine", sections: [{ title: "A", metrics: ["loss/a"] }, { title: "B", metrics: ["x", "loss/b", "loss/c"] }, { title: "C", metrics: [] }] };
+  expect(sectionFor(mixed, "loss/d", sectionOf)).toBe(1);
+  expect(sectionFor(mixed, "other", sectionOf)).toBe(2);
+});
+
+test("sections are added, renamed, moved and removed, and an empty one stays", () => {
+  const titles = (of: typeof layout) => of.sections.map((section) => section.title);
+  const three = addSection(layout, "C");
+  expect(titles(three)).toEqual(["A", "B", "C"]);
+  expect(titles(renameSection(three, 1, "Time"))).toEqual(["A", "Time", "C"]);
+  expect(titles(moveSection(three, 2, 0))).toEqual(["C", "A", "B"]);
+  expect(moveSection(three, 0, -1)).toBe(three);
+  expect(titles(removeSection(three, 0))).toEqual(["B", "C"]);
+  expect(metrics(toggleMetric(layout, "c"))).toEqual([["a", "b"], []]);
+  expect(parseSections(formatSections(three.sections))).toEqual(three.sections);
+});
+
+test("a metric of the tree is dropped into a section", () => {
+  expect(metrics(moveMetric(layout, "new", 0, "b"))).toEqual([["a", "new", "b"], ["c"]]);
 });
 
 test("a chart moves in front of another, also into another section", () => {

@@ -30,42 +30,57 @@ export function parseKept(value: unknown): Kept {
   return { layouts };
 }
 
-/** Returns the layout with a metric added to its last section, or without it where it was. */
-export function toggleMetric(layout: Layout, metric: string): Layout {
-  const there = layout.sections.some((section) => section.metrics.includes(metric));
-  if (there)
-    return {
-      ...layout,
-      sections: layout.sections
-        .map((section) => ({ ...section, metrics: section.metrics.filter((other) => other !== metric) }))
-        .filter((section) => section.metrics.length > 0),
-    };
-  if (layout.sections.length === 0) return { ...layout, sections: [{ title: "Charts", metrics: [metric] }] };
-  const sections = layout.sections.map((section, i) => (i === layout.sections.length - 1 ? { ...section, metrics: [...section.metrics, metric] } : section));
-  return { ...layout, sections };
+const changed = (layout: Layout, metrics: (section: Section, at: number) => string[]): Layout => ({
+  ...layout,
+  sections: layout.sections.map((section, at) => ({ ...section, metrics: metrics(section, at) })),
+});
+
+/** Returns the section where a new metric goes: the one with most metrics of the same section of names, else the last. */
+export function sectionFor(layout: Layout, metric: string, sectionOf: (name: string) => string): number {
+  const like = layout.sections.map((section) => section.metrics.filter((other) => sectionOf(other) === sectionOf(metric)).length);
+  const most = Math.max(0, ...like);
+  return most > 0 ? like.indexOf(most) : layout.sections.length - 1;
 }
 
-/** Returns the layout with a metric moved in front of another one, which may be in another section; null is the end. */
+/** Returns the layout with a metric added to a section, or without it where it was. */
+export function toggleMetric(layout: Layout, metric: string, section = layout.sections.length - 1): Layout {
+  if (layout.sections.some((one) => one.metrics.includes(metric))) return changed(layout, (one) => one.metrics.filter((other) => other !== metric));
+  if (layout.sections.length === 0) return { ...layout, sections: [{ title: "Charts", metrics: [metric] }] };
+  return changed(layout, (one, at) => (at === section ? [...one.metrics, metric] : one.metrics));
+}
+
+/** Returns the layout with a metric, which may be new in it, in front of another one of a section; null is the end. */
 export function moveMetric(layout: Layout, metric: string, section: number, before: string | null): Layout {
-  if (metric === before) return layout;
-  const without = layout.sections.map((one) => ({ ...one, metrics: one.metrics.filter((other) => other !== metric) }));
-  const target = without[section];
-  if (!target) return layout;
-  const at = before === null ? -1 : target.metrics.indexOf(before);
-  const place = at < 0 ? target.metrics.length : at;
-  target.metrics = [...target.metrics.slice(0, place), metric, ...target.metrics.slice(place)];
-  return { ...layout, sections: without.filter((one) => one.metrics.length > 0) };
+  if (metric === before || !layout.sections[section]) return layout;
+  return changed(layout, (one, at) => {
+    const rest = one.metrics.filter((other) => other !== metric);
+    if (at !== section) return rest;
+    const place = before !== null && rest.includes(before) ? rest.indexOf(before) : rest.length;
+    return rest.toSpliced(place, 0, metric);
+  });
+}
+
+export const addSection = (layout: Layout, title: string): Layout => ({ ...layout, sections: [...layout.sections, { title, metrics: [] }] });
+
+export const renameSection = (layout: Layout, at: number, title: string): Layout => ({ ...layout, sections: layout.sections.map((section, i) => (i === at ? { ...section, title } : section)) });
+
+export const removeSection = (layout: Layout, at: number): Layout => ({ ...layout, sections: layout.sections.filter((_, i) => i !== at) });
+
+/** Returns the layout with a section at another place; a place outside changes nothing. */
+export function moveSection(layout: Layout, from: number, to: number): Layout {
+  const section = layout.sections[from];
+  if (!section || to < 0 || to >= layout.sections.length) return layout;
+  return { ...layout, sections: layout.sections.toSpliced(from, 1).toSpliced(to, 0, section) };
 }
 
 /** Returns the layout with a metric one place earlier or later, also across sections. */
 export function stepMetric(layout: Layout, metric: string, by: 1 | -1): Layout {
-  const flat = layout.sections.flatMap((section, i) => section.metrics.map((name) => ({ name, section: i })));
-  const at = flat.findIndex((entry) => entry.name === metric);
-  const other = flat[at + by];
-  if (at < 0 || !other) return layout;
-  if (by < 0) return moveMetric(layout, metric, other.section, other.name);
-  const after = flat[at + 2];
-  return moveMetric(layout, metric, other.section, after?.section === other.section ? after.name : null);
+  const section = layout.sections.findIndex((one) => one.metrics.includes(metric));
+  if (section < 0) return layout;
+  const { metrics } = layout.sections[section]!;
+  const next = metrics.indexOf(metric) + by;
+  if (next >= 0 && next < metrics.length) return moveMetric(layout, metric, section, metrics[by < 0 ? next : next + 1] ?? null);
+  return moveMetric(layout, metric, section + by, by > 0 ? (layout.sections[section + 1]?.metrics[0] ?? null) : null);
 }
 
 /** Returns the layouts with this one saved under its name. */

@@ -67,3 +67,14 @@ export function useStatus(run: string | null): { status: string; live: boolean; 
     return { status, live: status === "live", connected: connection.connected };
   }, [connection.status, connection.connected, info?.status]);
 }
+
+/** Returns one finished eval a policy version, in their order: the newest that ran in training, else another. */
+export function curveOf(evals: EvalRow[]): EvalRow[] {
+  const best = new Map<number, EvalRow>();
+  for (const row of evals) {
+    if (row.status !== "finished" || row.accuracy === null) continue;
+    const other = best.get(row.version);
+    if (!other || row.source === "live" || other.source !== "live") best.set(row.version, row);
+  }
+  return [...best.values()].sort((a, b) => a.version - b.version);
+}

@@ -47,9 +47,3 @@ export function color(token: string): string {
   }
   return value;
 }
-
-/** Runs with a color of their own; later ones have the same colors with dashes. */
-export const NUM_COLORS = 6;
-
-/** Returns the color token of the run at this place of the overlay. */
-export const runColor = (place: number): string => `--c${(place % NUM_COLORS) + 1}`;

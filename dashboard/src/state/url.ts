@@ -15,7 +15,7 @@ export interface Range {
 }
 
 /** Parameters that stay when the page changes. */
-const SHARED = ["range", "theme", "with", "step"] as const;
+const SHARED = ["range", "theme", "with", "step", "group"] as const;
 
 export function parse(hash: string): Place {
   const [path = "", query = ""] = hash.replace(/^#/, "").split(/\?(.*)/s);
@@ -25,7 +25,8 @@ export function parse(hash: string): Place {
   return { run: parts[0]!, page: parts[1] ?? "overview", params };
 }
 
-function decode(part: string): string {
+/** Decodes a part of an address; a broken one stays as it is. */
+export function decode(part: string): string {
   try {
     return decodeURIComponent(part);
   } catch {
@@ -125,8 +126,8 @@ export function useRange(): [Range | null, (range: Range | null) => void] {
   return [range, (next) => setParams({ range: formatRange(next) })];
 }
 
-/** Runs in one view: six colors, solid and dashed. */
-export const MOST_RUNS = 12;
+/** Runs in one view: the server sends the events of so many. */
+export const MOST_RUNS = 100;
 
 /** Returns the runs that are drawn over this one. */
 export function useOthers(): string[] {

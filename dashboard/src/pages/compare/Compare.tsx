@@ -4,7 +4,7 @@ import { moment, NONE, setting } from "../../format";
 import { Failure, Quiet } from "../../shell/App";
 import { useResource } from "../../state/resource";
 import { useRunId, useRuns } from "../../state/run";
-import { runColor } from "../../state/theme";
+import { useRunColors } from "../../state/colors";
 import { elsewhere, format, setOthers, useOthers, useParam, usePlace, useSearchText } from "../../state/url";
 import type { Comparison, Start } from "../../types";
 import { visible } from "../../text/hostile";
@@ -35,6 +35,7 @@ function Loaded({ data, all }: { data: Comparison; all: boolean }) {
   const [search] = useParam("search");
   const [text, setText] = useSearchText();
   const [, setAll] = useParam("equal");
+  const colors = useRunColors();
   const ids = data.runs;
   const settings = data.config
     .filter((row) => row.key.includes(search.trim()))
@@ -65,7 +66,7 @@ function Loaded({ data, all }: { data: Comparison; all: boolean }) {
               <th>setting</th>
               {ids.map((id, i) => (
                 <th key={id}>
-                  <i className="dot" style={{ background: `var(${runColor(i)})` }} />
+                  <i className="dot" style={{ background: `var(${colors.of(id)})` }} />
                   <a href={format(elsewhere(place, { run: id, page: "overview" }))} title={id}>
                     <b>{nameOf(id)}</b>
                   </a>

@@ -1,6 +1,7 @@
 import { expect, test } from "vitest";
+import { curveOf } from "../../state/run";
 import type { EvalRow, EvalSample } from "../../types";
-import { blockOf, curveOf, difference, isInRange, joinItems, passCurve, recordedGain, slicesOf } from "./items";
+import { blockOf, difference, isInRange, joinItems, passCurve, recordedGain, slicesOf } from "./items";
 
 const sample = (item: number, score: number | null, completion = 0, tags = {}): EvalSample => ({
   attempt: 1,

@@ -112,17 +112,6 @@ export function passCurve(samples: EvalSample[]): PassCurve {
 /** Returns whether an eval of a version lies in a range of the ruler: after its first step, and up to the end of its last. */
 export const isInRange = (row: EvalRow, range: Range | null): boolean => !range || (row.version >= range.from && row.version <= range.to + 1);
 
-/** Returns one finished eval a policy version, in their order: the newest that ran in training, else another. */
-export function curveOf(evals: EvalRow[]): EvalRow[] {
-  const best = new Map<number, EvalRow>();
-  for (const row of evals) {
-    if (row.status !== "finished" || row.accuracy === null) continue;
-    const other = best.get(row.version);
-    if (!other || row.source === "live" || other.source !== "live") best.set(row.version, row);
-  }
-  return [...best.values()].sort((a, b) => a.version - b.version);
-}
-
 export interface Slice {
   name: string;
   items: Item[];

@@ -1,10 +1,11 @@
 /** One metric of all runs, drawn when it comes into view. */
 
 import { useEffect, useRef, useState } from "react";
-import type { DrawnRun } from "../../charts/data";
+import type { DrawnRun } from "../../charts/runs";
 import { Chart } from "../../charts/Chart";
 import { useOverviewCharts } from "../../state/overviewCharts";
 import type { Value } from "../../types";
+import { DRAGGED_METRIC, Grip } from "./Grip";
 import { useSeries, type View } from "./series";
 import { titleOf } from "./tree";
 
@@ -19,8 +20,6 @@ interface MetricChartProps {
   drop?: (metric: string) => void;
   move?: (by: 1 | -1) => void;
 }
-
-const DRAGGED = "application/x-telescope-metric";
 
 export function MetricChart(props: MetricChartProps) {
   const host = useRef<HTMLDivElement>(null);
@@ -38,15 +37,17 @@ export function MetricChart(props: MetricChartProps) {
       ref={host}
       className={`cell ${target ? "target" : ""}`}
       onDragOver={(event) => {
-        if (!drop || !event.dataTransfer.types.includes(DRAGGED)) return;
+        if (!drop || !event.dataTransfer.types.includes(DRAGGED_METRIC)) return;
         event.preventDefault();
         setTarget(true);
       }}
       onDragLeave={() => setTarget(false)}
       onDrop={(event) => {
         setTarget(false);
-        const metric = event.dataTransfer.getData(DRAGGED);
-        if (metric) drop?.(metric);
+        const metric = event.dataTransfer.getData(DRAGGED_METRIC);
+        if (!metric || !drop) return;
+        event.stopPropagation();
+        drop(metric);
       }}
     >
       {seen ? <Seen {...props} /> : null}
@@ -78,44 +79,13 @@ function Seen({ metric, runs, view, open, close, remove, move }: MetricChartProp
       withoutOutliers={view.trim}
       onTitle={open}
       onPick={view.onPick}
-      before={move && <Grip metric={metric} move={move} />}
+      before={move && <Grip kind={DRAGGED_METRIC} name={metric} move={move} />}
       menu={[
         ...(open ? [{ title: "Open large", run: open }] : []),
         ...(close ? [{ title: "Close", run: close }] : []),
         { title: isPinned(metric) ? "Take off the overview" : "Pin to the overview", run: () => pin(metric) },
         ...(remove ? [{ title: "Remove from this layout", run: remove }] : []),
       ]}
-    />
-  );
-}
-
-function Grip({ metric, move }: { metric: string; move: (by: 1 | -1) => void }) {
-  const [held, setHeld] = useState(false);
-  const key = (event: React.KeyboardEvent) => {
-    if (event.key === " ") setHeld(!held);
-    else if (held && (event.key === "ArrowLeft" || event.key === "ArrowUp")) move(-1);
-    else if (held && (event.key === "ArrowRight" || event.key === "ArrowDown")) move(1);
-    else return;
-    event.preventDefault();
-    event.stopPropagation();
-  };
-  return (
-    <span
-      className={`grip ${held ? "held" : ""}`}
-      role="button"
-      tabIndex={0}
-      draggable
-      aria-pressed={held}
-      aria-label={`Move ${metric}: space, arrows, space`}
-      title="Drag to move. By keyboard: space, arrows, space"
-      onKeyDown={key}
-      onBlur={() => setHeld(false)}
-      onDragStart={(event) => {
-        event.dataTransfer.setData(DRAGGED, metric);
-        event.dataTransfer.effectAllowed = "move";
-        const chart = (event.target as Element).closest(".chart");
-        if (chart) event.dataTransfer.setDragImage(chart, 8, 8);
-      }}
     />
   );
 }

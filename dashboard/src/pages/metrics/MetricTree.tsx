@@ -2,12 +2,14 @@
 
 import { useVirtualizer } from "@tanstack/react-virtual";
 import { useMemo, useRef, useState } from "react";
-import type { DrawnRun } from "../../charts/data";
+import { columnOf, type DrawnRun } from "../../charts/runs";
 import { lastRow } from "../../charts/math";
+import { isEval } from "../../charts/data";
 import { isSparse } from "../../charts/sources";
 import { Spark } from "../../charts/Spark";
 import { count, number } from "../../format";
 import { useParam } from "../../state/url";
+import { DRAGGED_METRIC } from "./Grip";
 import { treeRows } from "./tree";
 
 const ROW = 20;
@@ -93,16 +95,16 @@ export function MetricTree({ run, names, shown, toggle, open, opened, close }: M
                   <span className="cut">{row.label}</span>
                 </div>
               );
-            const values = run.steps.metrics[row.name] ?? [];
+            const values = columnOf(run, row.name)?.values ?? [];
             const last = lastRow(values);
             const on = shown.has(row.name);
             return (
-              <div key={item.key} className={`tr mm ${on ? "on" : ""}`} style={style} title={row.name}>
+              <div key={item.key} className={`tr mm ${on ? "on" : ""}`} style={style} title={row.name} draggable onDragStart={(event) => event.dataTransfer.setData(DRAGGED_METRIC, row.name)}>
                 <input type="checkbox" {...reached} checked={on} onChange={() => toggle(row.name)} aria-label={`Show a chart of ${row.name}`} />
                 <button {...reached} className="cut" style={{ paddingLeft: row.depth === 2 ? 12 : 0 }} onClick={() => open(row.name)}>
                   <Middle text={row.label} />
                 </button>
-                <Spark values={isSparse(row.name) ? values.filter((value) => value !== null) : values} height={14} keep={0.5} raw={false} color="var(--ink2)" />
+                <Spark values={isSparse(row.name) || isEval(row.name) ? values.filter((value) => value !== null) : values} height={14} keep={0.5} raw={false} color="var(--ink2)" />
                 <span className="r d">{number(last < 0 ? null : values[last])}</span>
               </div>
             );

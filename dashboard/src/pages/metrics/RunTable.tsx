@@ -1,12 +1,15 @@
 /** The runs on the page, with their values at the crosshair and the settings in which they differ. */
 
-import type { DrawnRun, XAxis } from "../../charts/data";
+import { columnOf, type DrawnRun, leavesOf, type XAxis } from "../../charts/runs";
 import { lastRow, nearest } from "../../charts/math";
 import { count, number, setting } from "../../format";
+import { Menu } from "../../shell/Menu";
+import { COLORS, useRunColors } from "../../state/colors";
 import { useCursor } from "../../state/cursor";
 import { useResource } from "../../state/resource";
 import type { Comparison } from "../../types";
-import { elsewhere, format, setOthers, useOthers, usePlace } from "../../state/url";
+import { SEEDS } from "../../state/groups";
+import { elsewhere, format, setOthers, useOthers, useParam, usePlace } from "../../state/url";
 
 const COLUMNS: [metric: string, title: string][] = [
   ["reward/all_groups/mean", "reward"],
@@ -21,20 +24,32 @@ export function RunTable({ runs, axis }: { runs: DrawnRun[]; axis: XAxis }) {
   const at = useCursor(axis);
   const place = usePlace();
   const others = useOthers();
-  const comparison = useResource<Comparison>(runs.length > 1 ? "/api/compare" : null, { runs: runs.map((run) => run.id).join(",") }).data;
-  if (runs.length < 2) return null;
+  const colors = useRunColors();
+  const [grouping, setGrouping] = useParam("group");
+  const comparison = useResource<Comparison>(others.length > 0 && runs.length > 1 ? "/api/compare" : null, { runs: runs.map((run) => leavesOf(run)[0]!.id).join(",") }).data;
+  if (others.length === 0) return null;
   const differing = (comparison?.config ?? []).filter((row) => !row.bookkeeping).slice(0, MOST_SETTINGS);
   const value = (run: DrawnRun, metric: string) => {
-    const values = run.steps.metrics[metric] ?? [];
-    if (at !== null && at > (run.x.at(-1) ?? -Infinity)) return null;
-    return values[at === null ? lastRow(values) : nearest(run.x, at)] ?? null;
+    const { x, values } = columnOf(run, metric) ?? { x: [], values: [] };
+    if (at !== null && at > (x.at(-1) ?? -Infinity)) return null;
+    return values[at === null ? lastRow(values) : nearest(x, at)] ?? null;
   };
   return (
     <div className="runtable">
       <table>
         <thead>
           <tr>
-            <th>Run, values {at === null ? "at its end" : axis === "step" ? `at step ${at}` : "at the crosshair"}</th>
+            <th>
+              <span className="tabs" role="group" aria-label="Lines">
+                <button aria-pressed={!grouping} onClick={() => setGrouping(null)}>
+                  each run
+                </button>
+                <button aria-pressed={Boolean(grouping)} onClick={() => setGrouping(grouping || SEEDS)} title="Runs whose settings are equal but for the seed, or as they are grouped on Runs: their mean with its 95 % interval">
+                  means, 95 % interval
+                </button>
+              </span>{" "}
+              {at === null ? "at the end" : axis === "step" ? `at step ${at}` : "at the crosshair"}
+            </th>
             {differing.map((row) => (
               <th key={row.key}>{row.key}</th>
             ))}
@@ -53,10 +68,21 @@ export function RunTable({ runs, axis }: { runs: DrawnRun[]; axis: XAxis }) {
           {runs.map((run, i) => (
             <tr key={run.id}>
               <td>
-                <i className="dot" style={{ background: `var(${run.color})` }} />
-                <a href={format(elsewhere(place, { run: run.id, page: "overview" }))}>
-                  <b>{run.name}</b> <span className="f">{run.id === run.name ? "" : run.id}</span>
-                </a>
+                <Menu
+                  label={`Color of ${run.name}`}
+                  className="swatch"
+                  button={<i className="dot" style={{ background: `var(${run.color})` }} />}
+                  items={Object.entries(COLORS).map(([title, color]) => ({ title, color, run: () => leavesOf(run).forEach((leaf) => colors.choose(leaf.id, color)) }))}
+                />
+                {run.members ? (
+                  <>
+                    <b>{run.name}</b> <span className="f">{run.members.length === 1 ? "1 run" : `mean of ${run.members.length} runs`}</span>
+                  </>
+                ) : (
+                  <a href={format(elsewhere(place, { run: run.id, page: "overview" }))}>
+                    <b>{run.name}</b> <span className="f">{run.id === run.name ? "" : run.id}</span>
+                  </a>
+                )}
               </td>
               {differing.map((row) => (
                 <td key={row.key} className="cut" title={setting(row.values[i])}>
@@ -70,7 +96,7 @@ export function RunTable({ runs, axis }: { runs: DrawnRun[]; axis: XAxis }) {
               ))}
               <td className="r f">{count(run.steps.step.length)} steps</td>
               <td className="r">
-                {i > 0 && (
+                {i > 0 && !run.members && (
                   <button className="f" aria-label={`Take ${run.name} away`} title="Take away" onClick={() => setOthers(others.filter((other) => other !== run.id))}>
                     ×
                   </button>

@@ -2,7 +2,8 @@
 
 import type { ReactNode } from "react";
 import { runPath } from "../../api";
-import type { BandKind, XAxis } from "../../charts/data";
+import type { BandKind } from "../../charts/data";
+import type { XAxis } from "../../charts/runs";
 import { Menu } from "../../shell/Menu";
 import { useVersion } from "../../state/live";
 import { useResource } from "../../state/resource";

@@ -12,13 +12,17 @@ export interface TreeRow {
   count?: number;
 }
 
-const FIRST = ["reward", "general", "loss", "advantage", "sample_metrics", "rollouts", "staleness", "mismatch", "kept", "discarded", "timing"];
+const FIRST = ["reward", "evals", "general", "loss", "advantage", "sample_metrics", "rollouts", "staleness", "mismatch", "kept", "discarded", "timing"];
 
 /** Returns section, group and metric of a name; a name without a section belongs to General, `timing_x` to Timing. */
 export function place(name: string): [section: string, group: string, metric: string] {
+  if (name.startsWith("eval/")) return placed(["evals", ...name.split("/").slice(1)]);
   if (name.startsWith("timing_")) return ["timing", "", name.slice("timing_".length)];
   const parts = name.split("/");
-  if (parts.length === 1) return ["general", "", name];
+  return parts.length === 1 ? ["general", "", name] : placed(parts);
+}
+
+function placed(parts: string[]): [string, string, string] {
   if (parts.length === 2) return [parts[0]!, "", parts[1]!];
   return [parts[0]!, parts[1]!, parts.slice(2).join("/")];
 }
@@ -89,9 +93,10 @@ export function allSections(names: string[]): Section[] {
 
 /** Returns the charts to begin with, of those that the runs have. */
 export function mainSections(names: string[]): Section[] {
+  const evals = names.filter((name) => /^eval\/[^/]+\/accuracy$/.test(name)).slice(0, 3);
   const sample = names.filter((name) => name.startsWith("sample_metrics/") && statisticOf(name)?.statistic === "mean").slice(0, 8);
   const wanted: Section[] = [
-    { title: "Learning", metrics: ["reward/all_groups/mean", "reward/total/mean", "reward/gini_mean", ...sample] },
+    { title: "Learning", metrics: ["reward/all_groups/mean", "reward/total/mean", ...evals, "reward/gini_mean", ...sample] },
     { title: "Optimizer", metrics: ["entropy", "kl_divergence_inference", "grad_norm", "loss/policy"] },
     {
       title: "Samples",

@@ -3,7 +3,8 @@
 import { useMemo, useState } from "react";
 import { runPath } from "../../api";
 import { Chart, type ChartProps } from "../../charts/Chart";
-import { axisEnd, type DrawnRun, linesOf, useDrawnRuns, useStepAxis } from "../../charts/data";
+import { axisEnd, linesOf } from "../../charts/data";
+import { type DrawnRun, metricNames, useDrawnRuns, useStepAxis } from "../../charts/runs";
 import { Spark } from "../../charts/Spark";
 import { embedded } from "../../embedded";
 import { moment, NONE, number, unbroken } from "../../format";
@@ -134,13 +135,14 @@ function Charts({ info, steps }: { info: RunInfo; steps: StepColumns }) {
   const [choosing, choose] = useState(false);
   const reward = useResource<Distribution>(runPath(run, "distribution"), { metric: "reward" }, useVersion(run, "step_stats", "steps")).data;
   const runs = useDrawnRuns(info, steps, "step");
-  const charts = useMemo(() => standardCharts(runs, info, reward), [runs, info, reward]);
+  const charts = useMemo(() => (runs.length > 0 ? standardCharts(runs, info, reward) : new Map<string, ChartProps>()), [runs, info, reward]);
+  const names = useMemo(() => new Set(metricNames(runs)), [runs]);
   const common: Partial<ChartProps> = {
     ...useStepAxis(runs[0], "step"),
     xEnd: Math.max(axisEnd((steps.step.at(-1) ?? -1) + 1, live ? info.info.num_steps : null), ...runs.map((one) => one.x.at(-1) ?? 0)),
   };
   const place = usePlace();
-  const shown = chosen.filter((id) => charts.has(id) || runs.some((one) => one.steps.metrics[metricOf(id) ?? ""]));
+  const shown = chosen.filter((id) => charts.has(id) || names.has(metricOf(id) ?? ""));
   return (
     <section className="plots" aria-label="Charts">
       <div className="grid">
@@ -165,7 +167,7 @@ function Charts({ info, steps }: { info: RunInfo; steps: StepColumns }) {
 
 /** Returns the standard charts, and every metric that a run has. */
 function chartOptions(runs: DrawnRun[]): Option[] {
-  const names = [...new Set(runs.flatMap((run) => Object.keys(run.steps.metrics)))].sort();
+  const names = metricNames(runs).sort();
   return [
     ...STANDARD.map(({ id, title }) => ({ id, title, section: "Of several metrics" })),
     ...names.map((name) => ({ id: chartOf(name), title: name, section: placeOfMetric(name)[0] })),

@@ -1,7 +1,8 @@
 /** The standard charts of the overview. A chart without a value is left out. */
 
 import type { ChartProps, Line } from "../../charts/Chart";
-import { bandsOf, type DrawnRun, linesOf } from "../../charts/data";
+import { bandsOf, linesOf } from "../../charts/data";
+import type { DrawnRun } from "../../charts/runs";
 import { smooth, stack, smoothingFor } from "../../charts/math";
 import { NONE, number } from "../../format";
 import { column } from "../../state/steps";

@@ -2,7 +2,8 @@
 
 import { useVirtualizer } from "@tanstack/react-virtual";
 import { useEffect, useMemo, useRef, useState } from "react";
-import { count, setting } from "../../format";
+import { meanOf } from "../../charts/math";
+import { count } from "../../format";
 import { Quiet } from "../../shell/App";
 import { Chooser } from "../../shell/Chooser";
 import { useKeys } from "../../shell/keys";
@@ -11,18 +12,17 @@ import { useDocument } from "../../state/documents";
 import { useResource } from "../../state/resource";
 import { useLiveRuns } from "../../state/run";
 import { useTags } from "../../state/tags";
-import { runColor } from "../../state/theme";
-import { elsewhere, format, go, MOST_RUNS, setParams, useParam, usePlace, useSearchText } from "../../state/url";
+import { useRunColors } from "../../state/colors";
+import { compare, groupFields, groupRuns, groupTitle, type RunGroup, SEEDS, type Sortable } from "../../state/groups";
+import { decode, elsewhere, format, go, MOST_RUNS, setParams, useParam, usePlace, useSearchText } from "../../state/url";
 import type { Field, Problem, RunRow, Runs as RunList } from "../../types";
 import { type Column, columnOptions, columnsOf, DEFAULT_COLUMNS, DEFAULT_SORT, serverFields, shown } from "./columns";
 import { fieldName, matches, parseFilter, toggleTerm, valueOf } from "./filter";
-import { commonName, compare, groupRuns, meanOf, type RunGroup, type Sortable } from "./groups";
 import { TagDialog } from "./TagDialog";
 import { visible } from "../../text/hostile";
 import "./runs.css";
 
 const ROW = 32;
-const SEEDS = "seeds";
 /** Settings that the menu of groups offers. */
 const MOST_OFFERED = 12;
 
@@ -35,7 +35,7 @@ export function Runs() {
   const [grouping] = useParam("group");
   const { ids } = useColumns();
   const terms = useMemo(() => parseFilter(search), [search]);
-  const named = [...terms.flatMap((term) => (term.field ? [term.field] : [])), ...(grouping === SEEDS ? [] : grouping.split(",").filter(Boolean))];
+  const named = [...terms.flatMap((term) => (term.field ? [term.field] : [])), ...groupFields(grouping)];
   const fields = serverFields([...ids, sort.replace(/^-/, ""), ...named.flatMap((name) => fieldName(name) ?? [])]);
   const runs = useLiveRuns(fields);
   if (runs.error && !runs.data) return <Quiet title="The server did not answer." text={runs.error.message} />;
@@ -59,15 +59,24 @@ function useColumns(): { ids: string[]; choose: (ids: string[] | null) => void }
   };
 }
 
+/** Returns a list that the address holds, and how to replace it. */
+function useListParam(name: string): [string[], (list: string[]) => void] {
+  const [text, set] = useParam(name);
+  const list = useMemo(() => text.split(",").filter(Boolean).map(decode), [text]);
+  return [list, (next) => set(next.map(encodeURIComponent).join(","), true)];
+}
+
 function Table({ list, ids, lost }: { list: RunList; ids: string[]; lost: boolean }) {
   const all = list.runs;
   const place = usePlace();
   const [search] = useParam("search");
   const [sort, setSort] = useParam("sort", DEFAULT_SORT);
   const [grouping] = useParam("group");
-  const [chosen, setChosen] = useState<string[]>([]);
+  const [chosen, setChosen] = useListParam("chosen");
   const [opened, setOpened] = useState<"columns" | "tags" | null>(null);
-  const [unfolded, setUnfolded] = useState<Set<string>>(new Set());
+  const [open_, setUnfolded] = useListParam("open");
+  const unfolded = useMemo(() => new Set(open_), [open_]);
+  const colors = useRunColors();
   const [at, setAt] = useState(-1);
   const body = useRef<HTMLDivElement>(null);
   const tags = useTags();
@@ -89,13 +98,13 @@ function Table({ list, ids, lost }: { list: RunList; ids: string[]; lost: boolea
   const link = (id: string) => elsewhere(place, { run: id, page: "overview" });
   const leave = (page: string) => {
     const [first, ...rest] = picked.slice(0, MOST_RUNS);
-    if (first !== undefined) go(elsewhere(place, { run: first, page }, { with: rest.map(encodeURIComponent).join(",") }));
+    if (first !== undefined) go(elsewhere(place, { run: first, page }, { with: rest.map(encodeURIComponent).join(","), group: page === "metrics" ? grouping : "" }));
   };
   const pick = (members: RunRow[], on: boolean) => {
     const own = new Set(members.map((run) => run.id));
-    setChosen((old) => [...old.filter((id) => !own.has(id)), ...(on ? own : [])]);
+    setChosen([...chosen.filter((id) => !own.has(id)), ...(on ? own : [])]);
   };
-  const fold = (key: string) => setUnfolded((old) => (old.has(key) ? new Set([...old].filter((other) => other !== key)) : new Set([...old, key])));
+  const fold = (key: string) => setUnfolded(unfolded.has(key) ? open_.filter((other) => other !== key) : [...open_, key]);
   const membersOf = (line: Line) => (line.run ? [line.run] : line.group.runs);
   const isPicked = (line: Line) => membersOf(line).every((run) => picked.includes(run.id));
   const move = (by: number) => {
@@ -189,7 +198,6 @@ function Table({ list, ids, lost }: { list: RunList; ids: string[]; lost: boolea
               const line = lines[item.index]!;
               const { run, group } = line;
               const members = membersOf(line);
-              const order = run ? picked.indexOf(run.id) : -1;
               const whole = isPicked(line);
               const name = run ? visible(run.name) : `${group!.runs.length} runs of ${groupTitle(group!, grouping)}`;
               return (
@@ -206,13 +214,13 @@ function Table({ list, ids, lost }: { list: RunList; ids: string[]; lost: boolea
                       ref={(box) => {
                         if (box) box.indeterminate = !whole && members.some((one) => picked.includes(one.id));
                       }}
-                      style={order >= 0 ? { accentColor: `var(${runColor(order)})` } : undefined}
+                      style={run ? { accentColor: `var(${colors.of(run.id)})` } : undefined}
                       onChange={() => pick(members, !whole)}
                     />
                   </td>
                   {run
                     ? columns.map((column) => {
-                        const shown = column === NAME ? <Name run={run} href={format(link(run.id))} /> : column.show(run);
+                        const shown = column === NAME ? <Name run={run} color={colors.of(run.id)} href={format(link(run.id))} /> : column.show(run);
                         return (
                           <td key={column.id} className={column.right ? "r" : undefined} title={typeof shown === "string" ? shown : undefined}>
                             {shown}
@@ -258,7 +266,7 @@ function linesOf(runs: RunRow[], sort: string, grouping: string, columns: Column
     const values = group.runs.map(by.value);
     return by.write ? (meanOf(values as (number | null)[])?.mean ?? null) : (values[0] ?? null);
   };
-  const groups = groupRuns(sorted, grouping === SEEDS ? [] : grouping.split(","), value);
+  const groups = groupRuns(sorted, groupFields(grouping), value);
   const lines = (group: RunGroup): Line[] => {
     if (grouping === SEEDS && group.runs.length === 1) return [{ run: group.runs[0]! }];
     return [{ group }, ...(unfolded.has(group.key) ? group.runs.map((run) => ({ run, group })) : [])];
@@ -266,17 +274,10 @@ function linesOf(runs: RunRow[], sort: string, grouping: string, columns: Column
   return [...groups].sort((a, b) => compare(key(a), key(b), down)).flatMap(lines);
 }
 
-function groupTitle(group: RunGroup, grouping: string): string {
-  if (grouping === SEEDS) return visible(commonName(group.runs.map((run) => run.name)));
-  return grouping
-    .split(",")
-    .map((field, i) => `${field.replace(/^(config|last|eval)\./, "")} ${setting(group.values[i])}`)
-    .join(", ");
-}
-
-function Name({ run, href }: { run: RunRow; href: string }) {
+function Name({ run, color, href }: { run: RunRow; color: string; href: string }) {
   return (
     <a href={href} title={run.id}>
+      <i className="dot" style={{ background: `var(${color})` }} />
       <b>{visible(run.name)}</b> <span className="f">{run.id === run.name ? "" : run.id}</span>
     </a>
   );
@@ -328,7 +329,7 @@ function Grouping({ grouping }: { grouping: string }) {
   const differing = fields.filter((field) => field.name.startsWith("config.") && field.values > 1 && field.values < field.runs);
   const set = (group: string | null) => setParams({ group });
   const title = grouping === "" ? "none" : grouping === SEEDS ? "seeds" : grouping.replaceAll("config.", "").replaceAll(",", ", ");
-  const parts = grouping === SEEDS ? [] : grouping.split(",").filter(Boolean);
+  const parts = groupFields(grouping);
   return (
     <span className="nb">
       <span className="d">Group by </span>

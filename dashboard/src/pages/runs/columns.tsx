@@ -1,13 +1,15 @@
 /** Columns of the table of runs: those of every run, and any field that the server knows. */
 
 import type { ReactNode } from "react";
+import { meanOf } from "../../charts/math";
 import { Spark } from "../../charts/Spark";
 import { count, duration, megabytes, moment, NONE, number, percent, setting, signed } from "../../format";
 import type { Option } from "../../shell/Chooser";
 import { statusClass, statusWord } from "../../shell/Header";
+import type { Sortable } from "../../state/groups";
 import type { Field, RemoteCopy, RunRow } from "../../types";
 import { gain } from "./filter";
-import { meanOf, type Sortable } from "./groups";
+
 import { visible } from "../../text/hostile";
 
 export interface Column {

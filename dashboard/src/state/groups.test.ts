@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
-import type { RunRow } from "../../types";
-import { commonName, compare, groupRuns, meanOf, type Sortable } from "./groups";
+import type { RunRow } from "../types";
+import { commonName, compare, groupRuns, type Sortable } from "./groups";
 
 const run = (name: string, experiment: string, rate: number) => ({ name, experiment, rate }) as unknown as RunRow;
 const runs = [run("a1", "x", 1), run("b1", "y", 2), run("a2", "x", 1), run("c1", "z", 1)];
@@ -14,23 +14,6 @@ test("runs are grouped by the values of fields", () => {
   const groups = groupRuns(runs, ["rate"], (one) => (one as unknown as { rate: number }).rate);
   expect(names(groups)).toEqual([["a1", "a2", "c1"], ["b1"]]);
   expect(groups[0]!.values).toEqual([1]);
-});
-
-test("the interval of three values uses Student's t", () => {
-  const mean = meanOf([1, 2, 3, null])!;
-  expect(mean.mean).toBe(2);
-  expect(mean.half).toBeCloseTo(4.303 / Math.sqrt(3), 3);
-});
-
-test("one value has no interval, and none has no mean", () => {
-  expect(meanOf([4])).toEqual({ n: 1, mean: 4, half: null });
-  expect(meanOf([null, NaN])).toBeNull();
-});
-
-test("the interval of many values is near that of the normal distribution", () => {
-  const many = Array.from({ length: 101 }, (_, i) => i % 2);
-  const deviation = Math.sqrt((51 * 50) / 101 / 100);
-  expect(meanOf(many)!.half! / (deviation / Math.sqrt(101))).toBeCloseTo(1.984, 2);
 });
 
 test("names of a group are shortened to what they share", () => {

@@ -1,0 +1,59 @@
+/** The handle of a chart or a section: dragged, or moved by space, arrows, space. */
+
+import { useLayoutEffect, useRef, useState } from "react";
+
+export const DRAGGED_METRIC = "application/x-telescope-metric";
+export const DRAGGED_SECTION = "application/x-telescope-section";
+
+/** The handle that keys are moving: it may be made anew in another section, and goes on there. */
+let moving: string | null = null;
+
+interface GripProps {
+  kind: string;
+  /** What is dragged. */
+  name: string;
+  /** In words, where the name is none. */
+  label?: string;
+  move: (by: 1 | -1) => void;
+}
+
+export function Grip({ kind, name, label = name, move }: GripProps) {
+  const [held, setHeld] = useState(false);
+  const handle = useRef<HTMLSpanElement>(null);
+  useLayoutEffect(() => {
+    if (moving !== kind + label) return;
+    moving = null;
+    setHeld(true);
+    handle.current?.focus();
+  });
+  const key = (event: React.KeyboardEvent) => {
+    const by = event.key === "ArrowLeft" || event.key === "ArrowUp" ? -1 : event.key === "ArrowRight" || event.key === "ArrowDown" ? 1 : 0;
+    if (event.key === " ") setHeld(!held);
+    else if (held && by !== 0) {
+      moving = kind + label;
+      move(by);
+    } else return;
+    event.preventDefault();
+    event.stopPropagation();
+  };
+  return (
+    <span
+      ref={handle}
+      className={`grip ${held ? "held" : ""}`}
+      role="button"
+      tabIndex={0}
+      draggable
+      aria-pressed={held}
+      aria-label={`Move ${label}: space, arrows, space`}
+      title="Drag to move. By keyboard: space, arrows, space"
+      onKeyDown={key}
+      onBlur={() => setHeld(false)}
+      onDragStart={(event) => {
+        event.dataTransfer.setData(kind, name);
+        event.dataTransfer.effectAllowed = "move";
+        const whole = (event.target as Element).closest(".chart, h2");
+        if (whole) event.dataTransfer.setDragImage(whole, 8, 8);
+      }}
+    />
+  );
+}
