@@ -18,7 +18,7 @@ test("an alert without a metric leads to the page that shows its moment", () => 
   const page = (change: Partial<Alert>) => placeOf(alert(change), NOW);
   expect(page({ kind: "server" })).toMatchObject({ page: "timeline", params: { step: "12" } });
   expect(page({ kind: "eval" }).page).toBe("evals");
-  expect(page({ kind: "log", step: null })).toEqual({ run: "demo", page: "logs", params: { range: "10-40", at: "1", level: "WARNING" } });
+  expect(page({ kind: "log", step: null })).toEqual({ run: "demo", page: "logs", params: { range: "", at: "1", level: "WARNING" } });
   expect(page({ kind: "stalled", step: null, time: 7.5 }), "not at a step").toMatchObject({ page: "logs", params: { at: "7.5" } });
   expect(page({ kind: "config", level: "info" }).params.level).toBe("");
   expect(page({ kind: null }).page, "of an old record").toBe("logs");

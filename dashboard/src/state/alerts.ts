@@ -15,7 +15,8 @@ export function placeOf(alert: Alert, now: Place): Place {
   const page = PAGES[alert.kind ?? ""];
   if (page === "evals") return elsewhere(now, { page });
   if (page !== undefined && alert.step !== null) return elsewhere(now, { page }, step);
-  const at: Record<string, string> = alert.time === null ? {} : { at: String(alert.time) };
+  // The range of the page may not have the moment.
+  const at: Record<string, string> = alert.time === null ? {} : { at: String(alert.time), range: "" };
   return elsewhere(now, { page: "logs" }, { ...step, ...at, level: alert.level === "info" ? "" : "WARNING" });
 }
 

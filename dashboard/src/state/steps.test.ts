@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 import type { StepColumns } from "../types";
-import { checkpointMarks, column, mergeSteps, NO_STEPS, trainedTokens, trainingSeconds } from "./steps";
+import { checkpointMarks, column, mergeSteps, NO_STEPS, timesOf, trainedTokens, trainingSeconds } from "./steps";
 
 function rows(attempt: number, steps: number[], metrics: Record<string, number[]>, next: number): StepColumns {
   return {
@@ -65,4 +65,10 @@ test("a checkpoint was written before the step that waited for its copy", () => 
 
 test("a run without checkpoints has no marks", () => {
   expect(checkpointMarks(null, [])).toEqual([]);
+});
+
+test("a range of steps has the times of its first and last step", () => {
+  const steps = rows(1, [0, 1, 2, 3], {}, 4);
+  expect(timesOf(steps, { from: 1, to: 2 })).toEqual({ start: 101, end: 103 });
+  expect(timesOf(steps, null)).toEqual({ start: null, end: null });
 });

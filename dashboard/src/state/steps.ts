@@ -134,6 +134,13 @@ export function trainedTokens(steps: StepColumns): Value[] {
   return steps.num_tokens_trained.map((tokens) => (sum += tokens ?? 0));
 }
 
+/** Returns when a range of steps began and ended; nulls without a range or its steps. */
+export function timesOf(steps: StepColumns | null, range: { from: number; to: number } | null): { start: Value; end: Value } {
+  if (!steps || !range) return { start: null, end: null };
+  const rows = steps.step.flatMap((step, row) => (step >= range.from && step <= range.to ? [row] : []));
+  return { start: steps.started_at[rows[0] ?? -1] ?? null, end: steps.ended_at[rows.at(-1) ?? -1] ?? null };
+}
+
 /** Returns the values of a metric or of a metric-like column, one for each step. */
 export function column(steps: StepColumns, metric: string): Value[] {
   return steps.metrics[metric] ?? steps.step.map(() => null);

@@ -97,6 +97,8 @@ def logs(
     since: int | None = None,
     before: int | None = None,
     at: float | None = None,
+    start: float | None = None,
+    end: float | None = None,
     level: str = "",
     component: str = "",
     source: str = "",
@@ -105,10 +107,11 @@ def logs(
 ) -> dict[str, Any]:
     """Returns log lines, oldest first: those from row `since` on, those around the time `at`, or the newest ones.
 
-    The newest ones are before row `before` if it is given. `level` is the lowest one. `component` is one process
-    (`trainer-0`) or all of a kind (`trainer`). Raises `UserError` for an unknown level.
+    The newest ones are before row `before` if it is given. With `start` or `end`, of this time alone. `level` is
+    the lowest one. `component` is one process (`trainer-0`) or all of a kind (`trainer`). Raises `UserError` for an
+    unknown level.
     """
-    (end,) = store.refresh("logs").values()
+    (num_rows,) = store.refresh("logs").values()
     where = ["true"]
     parameters: list[Any] = []
     if level:
@@ -122,6 +125,10 @@ def logs(
     if source:
         where.append("source = ?")
         parameters.append(source)
+    for condition, moment in (("time >= ?", start), ("time < ?", end)):
+        if moment is not None:
+            where.append(condition)
+            parameters.append(moment)
     if search.strip():
         where.append("contains(lower(message), lower(?))")
         parameters.append(search.strip())
@@ -129,20 +136,20 @@ def logs(
     if since is not None:
         rows = store.rows(f"{chosen} AND rowid >= ? ORDER BY rowid LIMIT {int(limit)}", [*parameters, since])
     elif at is not None:
-        ((place,),) = store.fetch("SELECT coalesce(min(rowid), ?) FROM logs WHERE time >= ?", [end, at])
+        ((place,),) = store.fetch("SELECT coalesce(min(rowid), ?) FROM logs WHERE time >= ?", [num_rows, at])
         half = max(1, limit // 2)
         older = store.rows(f"{chosen} AND rowid < ? ORDER BY rowid DESC LIMIT {half}", [*parameters, place])
         rows = older[::-1] + store.rows(
             f"{chosen} AND rowid >= ? ORDER BY rowid LIMIT {limit - half}", [*parameters, place]
         )
     else:
-        last = end if before is None else before
+        last = num_rows if before is None else before
         rows = store.rows(f"{chosen} AND rowid < ? ORDER BY rowid DESC LIMIT {int(limit)}", [*parameters, last])[::-1]
     # A full page of later lines may have more behind it.
     full = (since is not None or at is not None) and len(rows) > 0 and len(rows) >= (limit if at is None else 1)
     names = store.seen("logs", "component, source")
     return {
-        "next": rows[-1]["row"] + 1 if full else end,
+        "next": rows[-1]["row"] + 1 if full else num_rows,
         "rows": rows,
         "components": _with_families({name for name, _ in names if name is not None}),
         "sources": sorted({name for _, name in names if name is not None}),

@@ -313,6 +313,8 @@ def test_logs_are_paged_filtered_and_followed(client):
     late = client.get(f"{run}?at={T0 + 99}&limit=4").json()
     assert [row["time"] - T0 for row in late["rows"]] == [10, 11]
     assert client.get(f"{run}?since={late['next']}").json()["rows"] == []
+    within = client.get(f"{run}?start={T0 + 2}&end={T0 + 4}").json()
+    assert [row["time"] - T0 for row in within["rows"]] == [2, 3]
     odd = client.get(f"{run}?source=driver-1.log").json()
     assert [row["message"] for row in odd["rows"]] == [f"step {step} of it" for step in range(1, NUM_STEPS, 2)]
     assert (odd["components"], odd["sources"]) == (["driver"], ["driver-0.log", "driver-1.log"])

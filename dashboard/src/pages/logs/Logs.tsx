@@ -8,7 +8,8 @@ import { Failure, Quiet } from "../../shell/App";
 import { useKeys } from "../../shell/keys";
 import { useVersion } from "../../state/live";
 import { useRunId, useRunInfo, useStatus } from "../../state/run";
-import { elsewhere, format, place, setParams, usePlace, useSearchText } from "../../state/url";
+import { timesOf, useSteps } from "../../state/steps";
+import { elsewhere, format, place, setParams, usePlace, useRange, useSearchText } from "../../state/url";
 import { visible } from "../../text/hostile";
 import { Plain } from "../../text/SafeText";
 import type { LogLine, Logs as LogPage } from "../../types";
@@ -42,9 +43,12 @@ export function Logs() {
   const component = params.component ?? "";
   const source = params.source ?? "";
   const search = params.search ?? "";
-  const filters = { level, component, source, search };
+  const { steps } = useSteps(run);
+  const [range, setRange] = useRange();
+  const { start, end } = timesOf(steps, range);
+  const filters = { level, component, source, search, start, end };
   // With a time in the address, the lines around it; else the newest ones.
-  const query = useMemo(() => ({ ...filters, at: params.at ?? "" }), [level, component, source, search, params.at]);
+  const query = useMemo(() => ({ ...filters, at: params.at ?? "" }), [level, component, source, search, start, end, params.at]);
   const [state, setState] = useState<State | null>(null);
   const [names, setNames] = useState<{ components: string[]; sources: string[] }>({ components: [], sources: [] });
   const current = state?.query === query ? state : null;
@@ -137,7 +141,7 @@ export function Logs() {
   if (current?.error && lines.length === 0) return <Failure error={current.error} />;
   const origin = info?.info.started_at ?? lines[0]?.time ?? 0;
   const known = [...new Set([...names.components, component].filter(Boolean))].sort();
-  const filtered = level || component || source || search;
+  const filtered = level || component || source || search || range;
   return (
     <div className="logs">
       <div className="tools">
@@ -176,6 +180,15 @@ export function Logs() {
         )}
         <span className="d end">
           {count(lines.length)} {current?.begin && !current.more ? "lines" : query.at ? "lines around" : "newest lines"}
+          {range && (
+            <>
+              {" "}
+              of{" "}
+              <button className="link" title="All lines" onClick={() => setRange(null)}>
+                steps {range.from} to {range.to}
+              </button>
+            </>
+          )}
           {!atEnd && <> <button className="btn" onClick={toEnd}>{live ? "Follow" : "To the end"} <kbd>f</kbd></button></>}
         </span>
       </div>
