@@ -371,7 +371,7 @@ export interface RemoteCopy {
   message: string | null;
 }
 
-/** A run: its config, attempts, environments and result. `user_set`: settings that the user wrote. */
+/** A run. `user_set`: settings that the user wrote. `unreadable`: files of its record. `version`: of the server. */
 export interface RunInfo {
   info: RunRow;
   config: Record<string, unknown>;
@@ -380,6 +380,8 @@ export interface RunInfo {
   environments: Environment[];
   result: Record<string, unknown>;
   checkpoints: number[];
+  unreadable: string[];
+  version: string;
 }
 
 /** A run in the list of runs. `key` stays when its folder moves; runs of one `experiment` differ in their seed. */

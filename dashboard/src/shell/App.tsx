@@ -13,8 +13,8 @@ import { Header } from "./Header";
 import { KeysDialog, startKeys, useKeys } from "./keys";
 import { NoteDialog } from "./NoteDialog";
 import { Palette } from "./Palette";
-import { RemoteStrip, remoteWords } from "./RemoteStrip";
 import { Ruler } from "./Ruler";
+import { RecordStrip, RemoteStrip, remoteWords } from "./Strips";
 import { visible } from "../text/hostile";
 
 export type Opened = "palette" | "keys" | "compare" | null;
@@ -55,6 +55,7 @@ export function App() {
       </a>
       <Header open={open} />
       {remote && !isMissing && <RemoteStrip remote={remote} />}
+      {place.run !== null && info.data && !isMissing && <RecordStrip run={place.run} page={place.page} />}
       {place.run !== null && info.data && !isMissing && <Ruler />}
       <main className="page" id="main" tabIndex={-1}>
         <Boundary key={`${place.run}/${place.page}`}>{content()}</Boundary>

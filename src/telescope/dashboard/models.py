@@ -139,7 +139,7 @@ class Environment(BaseModel):
 
 
 class RunInfo(BaseModel):
-    """A run: its config, attempts, environments and result. `user_set`: settings that the user wrote."""
+    """A run. `user_set`: settings that the user wrote. `unreadable`: files of its record. `version`: of the server."""
 
     info: RunRow
     config: dict[str, Any]
@@ -148,6 +148,8 @@ class RunInfo(BaseModel):
     environments: list[Environment]
     result: dict[str, Any]
     checkpoints: list[int]
+    unreadable: list[str]
+    version: str
 
 
 class Server(BaseModel):

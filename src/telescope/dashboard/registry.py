@@ -44,6 +44,9 @@ MAX_OPENED = 8
 IDLE_SECONDS = 60.0
 """A run that was asked for more recently stays open, because a request may still be reading it."""
 
+MOST_NAMED = 5
+"""Files of a run that are named in the list of runs; its own pages name all."""
+
 LINE_POINTS = 40
 """Points of the small curve of rewards in the list of runs."""
 
@@ -132,8 +135,10 @@ class Registry:
             found = dict(self._problems)
             runs = [store.run for store in self._stores.values()]
         for run in runs:
-            if run.num_unreadable:
-                found.setdefault(run.files.run_dir, f"{run.num_unreadable} files of tables cannot be read")
+            if names := [path.as_posix() for path in run.unreadable]:
+                more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+                problem = f"These files cannot be read: {', '.join(names[:MOST_NAMED])}{more}"
+                found.setdefault(run.files.run_dir, problem)
         remote = {f"W&B {each.project.path}": each.problem for each in self.remotes if each.problem}
         problems = remote | {str(path): problem for path, problem in found.items()}
         return [{"path": path, "problem": problem} for path, problem in problems.items()]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 
+import telescope
 from telescope.config.model_shape import ModelShape, known_shape
 from telescope.dashboard.registry import BOOKKEEPING, Listing, Registry, config_of, json_object, known_fields
 from telescope.dashboard.remote import RunCopy
@@ -103,6 +104,8 @@ def run_info(registry: Registry, run_id: str) -> dict[str, Any]:
         "environments": [row for row in environments if row["attempt"] == newest],
         "result": store.run.result,
         "checkpoints": checkpoints_of(store.run),
+        "unreadable": [path.as_posix() for path in store.run.unreadable],
+        "version": telescope.__version__,
     }
 
 

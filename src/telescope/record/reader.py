@@ -305,6 +305,11 @@ class Run:
         return rows.filter(pc.invert(pc.is_in(_sample_key(rows), value_set=_sample_key(hidden))))
 
     @property
+    def unreadable(self) -> list[Path]:
+        """Lost, damaged or foreign files that reads have found, as paths below the run directory."""
+        return sorted(path.relative_to(self.files.run_dir) for path in self._unreadable)
+
+    @property
     def num_unreadable(self) -> int:
         """Number of lost or damaged files that reads have found."""
         return len(self._unreadable)

@@ -75,7 +75,9 @@ def test_a_damaged_file_is_left_out_and_named(tmp_path):
     client = client_of(tmp_path)
     assert client.get("/api/runs/run/samples?search=answer").json()["total"] == 0
     assert client.get("/api/runs/run/steps").json()["step"] == [0]
-    assert "cannot be read" in client.get("/api/runs").json()["problems"][0]["problem"]
+    name = file.path.relative_to(tmp_path / "run").as_posix()
+    assert client.get("/api/runs").json()["problems"][0]["problem"] == f"These files cannot be read: {name}"
+    assert client.get("/api/runs/run").json()["unreadable"] == [name]
 
 
 def write_blocks(run_dir, num_blocks):

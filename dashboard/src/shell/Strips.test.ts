@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
-import type { RemoteCopy } from "../types";
-import { remoteWords } from "./RemoteStrip";
+import type { Attempt, RemoteCopy } from "../types";
+import { recordWords, remoteWords } from "./Strips";
 
 const copy: RemoteCopy = { phase: "synced", source: "W&B me/p", done_bytes: 0, total_bytes: 0, message: null };
 
@@ -17,4 +17,13 @@ test("a copy that comes says how much of it is here", () => {
 test("a copy that cannot be made or renewed says why", () => {
   expect(remoteWords({ ...copy, phase: "failed", message: "This run has no record on W&B." })).toBe("This run has no record on W&B.");
   expect(remoteWords({ ...copy, message: "W&B cannot be reached." })).toBe("Copied from W&B me/p earlier. W&B cannot be reached.");
+});
+
+test("damaged files are named, and so is another version", () => {
+  const attempts = [{ versions: { telescope: "0.0.9" } }] as unknown as Attempt[];
+  expect(recordWords({ unreadable: [], attempts, version: "0.0.9" })).toEqual([]);
+  expect(recordWords({ unreadable: ["tables/steps/a.parquet"], attempts, version: "0.1.0" })).toEqual([
+    "1 file of its record cannot be read, and its rows are missing: tables/steps/a.parquet",
+    "Telescope 0.0.9 wrote this run; version 0.1.0 shows it",
+  ]);
 });
