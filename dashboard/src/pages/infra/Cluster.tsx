@@ -1,9 +1,10 @@
 /** The machines of a run, what runs on their GPUs, and how busy each is. */
 
 import { useState } from "react";
-import { number, percent } from "../../format";
+import { NONE, number, percent } from "../../format";
 import type { Value } from "../../types";
-import { byRole, type Machine } from "./infra";
+import { useParam } from "../../state/url";
+import { byRole, type Device, type Machine, roleColor, roleOfDevice } from "./infra";
 
 /** With more devices, those of one role on a machine share a line until the machine is opened. */
 const MOST_DEVICES = 16;
@@ -20,6 +21,73 @@ function Meter({ share, mean }: { share: Value; mean?: Value }) {
 const gib = (bytes: Value) => number(bytes === null ? null : bytes / 2 ** 30, 1);
 
 export function Cluster({ nodes, live }: { nodes: readonly Machine[]; live: boolean }) {
+  const [view] = useParam("machines");
+  return view === "table" ? <Table nodes={nodes} live={live} /> : <Map nodes={nodes} live={live} />;
+}
+
+/** With more machines, tiles are small and without words. */
+const MOST_NODES = 12;
+
+/** Every machine with its GPUs as tiles: filled by load, in the color of their role. */
+function Map({ nodes, live }: { nodes: readonly Machine[]; live: boolean }) {
+  const devices = nodes.flatMap((node) => node.devices);
+  const roles = [...new Set(devices.map(roleOfDevice))].sort();
+  return (
+    <section className="cluster" aria-label="Machines">
+      <p className="legend s d">
+        {roles.map((role) => {
+          const mine = devices.filter((device) => roleOfDevice(device) === role);
+          const loads = mine.flatMap((device) => device.load ?? []);
+          return (
+            <span key={role}>
+              <i className="dot" style={{ background: `var(${roleColor(role)})` }} />
+              {role}: {mine.length} {mine[0]!.name.replace(/ \d+$/, "")}
+              {mine.length === 1 ? "" : "s"}
+              {loads.length > 0 && `, ${percent(loads.reduce((sum, load) => sum + load, 0) / loads.length, 0)} busy ${live ? "now" : "at the end"}`}
+            </span>
+          );
+        })}
+        <span className="f">height: load, line: its mean, stripe: memory</span>
+      </p>
+      <div className={`map ${nodes.length > MOST_NODES ? "small" : ""}`}>
+        {nodes.map((node) => (
+          <section key={node.name} aria-label={node.name}>
+            <h2>
+              <b className="cut">{node.name}</b>
+              <span className="f s">
+                CPU {percent(node.cpu, 0)}, {gib(node.memoryUsed)} of {gib(node.memoryTotal)} GiB
+              </span>
+            </h2>
+            <Meter share={node.cpu} mean={node.cpuMean} />
+            <ul>
+              {node.devices.map((device) => (
+                <Tile key={`${device.name}/${device.role}`} device={device} />
+              ))}
+            </ul>
+          </section>
+        ))}
+      </div>
+    </section>
+  );
+}
+
+function Tile({ device }: { device: Device }) {
+  const role = roleOfDevice(device);
+  const share = (value: Value) => `${100 * Math.min(1, Math.max(0, value ?? 0))}%`;
+  const memory = device.used !== null && device.total ? device.used / device.total : null;
+  const words = `${device.name}, ${device.role}: load ${percent(device.load, 0)}, mean ${percent(device.mean, 0)}${device.used === null ? "" : `, memory ${gib(device.used)}${device.total === null ? "" : ` of ${gib(device.total)}`} GiB`}`;
+  return (
+    <li title={words} className={role === "not used" ? "idle" : undefined} style={{ color: `var(${roleColor(role)})` }}>
+      <span className="fill" style={{ height: share(device.load) }} />
+      {device.mean !== null && <span className="mean" style={{ bottom: share(device.mean) }} />}
+      {memory !== null && <span className="memory" style={{ height: share(memory) }} />}
+      <b>{device.load === null ? NONE : number(100 * device.load, 0)}</b>
+      <span className="who">{device.role === "inference" || device.role === "trainer" ? device.name : device.role.replace("trainer ", "").replace("not used", "free")}</span>
+    </li>
+  );
+}
+
+function Table({ nodes, live }: { nodes: readonly Machine[]; live: boolean }) {
   const when = live ? "now" : "at the end";
   const many = nodes.reduce((sum, node) => sum + node.devices.length, 0) > MOST_DEVICES;
   const [opened, setOpened] = useState<ReadonlySet<string>>(new Set());

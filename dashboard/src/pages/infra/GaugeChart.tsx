@@ -3,10 +3,9 @@
 import { useMemo } from "react";
 import { Chart, type Line } from "../../charts/Chart";
 import { smooth } from "../../charts/math";
-import { elsewhere, go, place } from "../../state/url";
 import type { GaugeSeries } from "../gauges";
 import { clock, ticks } from "../timeline/viewport";
-import { aggregates, type ChartSpec, membersOf, MOST_LINES } from "./infra";
+import { aggregates, type ChartSpec, membersOf, MOST_LINES, roleColor } from "./infra";
 
 export const PARTS = 250;
 /** Smoothing of a mean over many; what was read stays under it, faint. */
@@ -23,17 +22,19 @@ interface GaugeChartProps {
   role: (series: GaugeSeries) => string;
   origin: number;
   extent: { from: number; to: number };
+  zoom: (extent: { from: number; to: number } | null) => void;
+  pick: (time: number) => void;
 }
 
-export function GaugeChart({ spec, series, each, role, origin, extent }: GaugeChartProps) {
+export function GaugeChart({ spec, series, each, role, origin, extent, zoom, pick }: GaugeChartProps) {
   // Different numbers on one chart (open and ready groups) are no group to aggregate.
   const several = series.length > 1 && (spec.names.length === 1 || spec.of !== undefined);
   const lines = useMemo(() => {
     if (!each && several) {
       const found = aggregates(series, role, extent.from, extent.to, PARTS);
-      return found.map((one, i): Line => ({
+      return found.map((one): Line => ({
         label: one.label,
-        color: `--c${i + 1}`,
+        color: found.length > 1 || /trainer|engines/.test(one.label) ? roleColor(one.label) : "--c1",
         x: one.time,
         values: smooth(one.mean, KEEP),
         raw: one.mean,
@@ -56,22 +57,18 @@ export function GaugeChart({ spec, series, each, role, origin, extent }: GaugeCh
   const x = useMemo(() => [...new Set(lines.flatMap((line) => line.x ?? []))].sort((a, b) => a - b), [lines]);
   const widest = Math.max(0, ...lines.map((line) => line.direct?.length ?? 0));
   const left = series.length - MOST_LINES;
-  const open = (event: React.MouseEvent) => {
-    const box = event.currentTarget.querySelector(".plot")?.getBoundingClientRect();
-    if (!box) return;
-    const time = extent.from + ((event.clientX - box.left) / box.width) * (extent.to - extent.from) - origin;
-    go(elsewhere(place(), { page: "timeline" }, { t: `${(time - 5).toFixed(2)}-${(time + 5).toFixed(2)}` }));
-  };
   return (
-    <div className="cell" onDoubleClickCapture={(event) => (event.stopPropagation(), open(event))}>
+    <div className="cell">
       <Chart
         title={spec.title}
         unit={[spec.unit, each && left > 0 ? `${MOST_LINES} of ${series.length}` : ""].filter(Boolean).join(", ")}
         note={!each && several ? `mean of ${membersOf(series.map((one) => one.series))}` : ""}
         x={x}
         lines={lines}
-        axis="time"
+        axis="clock"
         zoom={extent}
+        onZoom={zoom}
+        onPick={pick}
         low={spec.low}
         high={spec.high}
         xTicks={(low, high, wanted) => ticks({ from: low, to: high }, origin, wanted).times}

@@ -1,22 +1,29 @@
 /** Infra: machines, GPUs and engines; the aggregate first, then each. */
 
-import { useMemo, useState } from "react";
+import { useMemo } from "react";
 import { runPath } from "../../api";
+import { nearest } from "../../charts/math";
 import { count } from "../../format";
 import { Failure, Quiet } from "../../shell/App";
 import { useVersion } from "../../state/live";
 import { useResource } from "../../state/resource";
 import { useRunId, useRunInfo, useStatus } from "../../state/run";
-import { useSteps } from "../../state/steps";
+import { timesOf, useSteps } from "../../state/steps";
+import { useSelected } from "../../state/cursor";
 import { useThrottled } from "../../state/throttle";
-import { useParam, useRange } from "../../state/url";
+import { elsewhere, format, place, setParams, useParam, usePlace, useRange } from "../../state/url";
 import type { GaugeName, RunInfo } from "../../types";
+import { Model } from "../overview/Model";
 import { type GaugeSeries } from "../gauges";
 import { Cluster } from "./Cluster";
 import { GaugeChart } from "./GaugeChart";
 import { type ChartSpec, machines, otherChart, roleOf, SECTIONS, seriesOf } from "./infra";
 import "../panes.css";
 import "./infra.css";
+
+/** The axis of its charts, and a part of it in the address in seconds since the start of the run. */
+const CLOCK = "clock";
+const ZOOM = /^(-?[\d.]+)-([\d.]+)$/;
 
 const POINTS = 500;
 /** A live run has new gauges every second or two; charts of the whole run show a difference after several. */
@@ -32,12 +39,24 @@ export function Infra() {
   const { steps } = useSteps(run);
   const [range] = useRange();
   const [lines, setLines] = useParam("lines");
+  const [machinesAs, setMachinesAs] = useParam("machines");
   const [chosen] = useParam("gauges");
+  const origin = info?.info.started_at ?? 0;
+  const [zoomed] = useParam("t");
+  // What a chart was zoomed to, finer than steps, else the range of the page.
   const span = useMemo(() => {
-    if (!steps || !range) return { start: null, end: null };
-    const rows = steps.step.flatMap((step, row) => (step >= range.from && step <= range.to ? [row] : []));
-    return { start: steps.started_at[rows[0] ?? -1] ?? null, end: steps.ended_at[rows.at(-1) ?? -1] ?? null };
-  }, [steps, range?.from, range?.to]);
+    const [, from, to] = ZOOM.exec(zoomed) ?? [];
+    return from === undefined || origin === 0 ? timesOf(steps, range) : { start: origin + Number(from), end: origin + Number(to) };
+  }, [steps, range?.from, range?.to, zoomed, origin]);
+  const chosenStep = Number(usePlace().params.step ?? NaN);
+  useSelected(CLOCK, steps?.ended_at[steps.step.indexOf(chosenStep)] ?? null);
+  const zoom = (next: { from: number; to: number } | null) =>
+    setParams(next ? { t: `${(next.from - origin).toFixed(2)}-${(next.to - origin).toFixed(2)}` } : { t: null, range: null });
+  const pick = (time: number) => {
+    const row = nearest(steps?.ended_at.map((end) => end ?? 0) ?? [], time);
+    const step = steps?.step[row];
+    if (step !== undefined) setParams({ step: place().params.step === String(step) ? null : String(step) });
+  };
   const gauges = useResource<GaugeSeries[]>(runPath(run, "gauges"), { names: NAMES.join(","), points: POINTS, ...span }, version);
   const names = useResource<GaugeName[]>(runPath(run, "gauges", "names"), {}, version).data ?? [];
   const others = useMemo(() => {
@@ -81,7 +100,22 @@ export function Infra() {
               Each
             </button>
           </span>
-          <span className="d">Double click on a chart opens its moment on the timeline.</span>
+          <span className="seg" role="group" aria-label="Machines">
+            <button aria-pressed={machinesAs !== "table"} onClick={() => setMachinesAs(null)}>
+              Map
+            </button>
+            <button aria-pressed={machinesAs === "table"} onClick={() => setMachinesAs("table")}>
+              Table
+            </button>
+          </span>
+          <a className="link d" href={format(elsewhere(place(), { page: "timeline" }, { t: `${(extent.from - origin).toFixed(2)}-${(extent.to - origin).toFixed(2)}` }))}>
+            This time on the timeline
+          </a>
+          {(zoomed || range) && (
+            <button className="btn" onClick={() => zoom(null)}>
+              Whole run
+            </button>
+          )}
         </div>
         {nodes.length > 0 && <Cluster nodes={nodes} live={live} />}
         {drawn.map((section) => (
@@ -91,7 +125,7 @@ export function Infra() {
             </h2>
             <div className="ig">
               {section.charts.map(({ spec, series }) => (
-                <GaugeChart key={spec.title} spec={spec} series={series} each={lines === "each"} role={role} origin={info?.info.started_at ?? 0} extent={extent} />
+                <GaugeChart key={spec.title} spec={spec} series={series} each={lines === "each"} role={role} origin={origin} extent={extent} zoom={zoom} pick={pick} />
               ))}
             </div>
           </section>
@@ -106,7 +140,7 @@ export function Infra() {
 /** Every other gauge: chosen ones get a chart. */
 function Others({ specs }: { specs: ReadonlyMap<string, ChartSpec> }) {
   const [chosen, setChosen] = useParam("gauges");
-  const [search, setSearch] = useState("");
+  const [search, setSearch] = useParam("search");
   const on = chosen.split(",").filter(Boolean);
   const found = [...specs].filter(([name]) => name.toLowerCase().includes(search.toLowerCase()));
   return (
@@ -114,7 +148,7 @@ function Others({ specs }: { specs: ReadonlyMap<string, ChartSpec> }) {
       <h2 className="st">
         All other gauges <span className="f">{count(specs.size)}, a click draws one</span>
       </h2>
-      <input className="field" type="search" placeholder="Filter gauges" aria-label="Filter gauges" value={search} onChange={(event) => setSearch(event.target.value)} />
+      <input className="field" type="search" placeholder="Filter gauges" aria-label="Filter gauges" value={search} onChange={(event) => setSearch(event.target.value, true)} />
       <div className="names">
         {found.map(([name, spec]) => (
           <button key={name} aria-pressed={on.includes(name)} className="m" onClick={() => setChosen((on.includes(name) ? on.filter((other) => other !== name) : [...on, name]).join(","))}>
@@ -147,6 +181,7 @@ function Topology({ info }: { info: RunInfo }) {
           </dl>
         )}
       </section>
+      <Model run={info.info.id} />
       <section className="sec">
         <h2>Versions</h2>
         <dl className="kv">

@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 import type { GaugeSeries } from "../gauges";
-import { aggregates, byRole, machines, membersOf, otherChart, roleOf, SECTIONS, seriesOf } from "./infra";
+import { aggregates, byRole, machines, membersOf, otherChart, roleColor, roleOf, roleOfDevice, SECTIONS, seriesOf } from "./infra";
 
 const one = (name: string, values: (number | null)[], more: Partial<GaugeSeries> = {}): GaugeSeries => ({
   name, component: "gpu", node: "a", gpu: null, rank: null, server: null, labels: {}, time: values.map((_, i) => i), min: values, mean: values, max: values, ...more,
@@ -73,4 +73,10 @@ test("the devices of one role on a machine are one line: mean load, all memory",
     { name: "GPU 2", role: "server 0", load: null, mean: null, used: 1, total: 2 },
     { name: "2 GPUs", role: "trainer rank", load: 0.75, mean: 0.75, used: 2, total: 4 },
   ]);
+});
+
+test("a device has the role of what runs on it, and a role one color", () => {
+  const device = (role: string) => ({ name: "GPU 0", role, load: 0.5, mean: 0.5, used: null, total: null });
+  expect(["server 1", "inference", "trainer rank 3", "not used"].map((role) => roleOfDevice(device(role)))).toEqual(["engines", "engines", "trainer", "not used"]);
+  expect(roleColor("trainer")).not.toBe(roleColor("engines"));
 });

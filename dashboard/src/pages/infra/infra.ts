@@ -174,6 +174,14 @@ export function roleOf(all: readonly GaugeSeries[]): (series: GaugeSeries) => st
   };
 }
 
+const ROLE_COLORS: Record<string, string> = { engines: "--c1", trainer: "--c2", machines: "--c3" };
+
+/** Returns the color token of a role: the same in the map and in every chart. */
+export const roleColor = (role: string): string => ROLE_COLORS[role] ?? "--ink3";
+
+/** Returns the role of a device of a machine. */
+export const roleOfDevice = (device: Device): string => (/trainer|rank/.test(device.role) ? "trainer" : /server|inference/.test(device.role) ? "engines" : "not used");
+
 /** Returns the members of a chart in words: `8 GPUs`. */
 export function membersOf(series: readonly GaugeSeries[]): string {
   const one = series[0];
