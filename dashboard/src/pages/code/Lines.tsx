@@ -52,6 +52,16 @@ export function CodeLines({ path, text }: { path: string; text: string }) {
 }
 
 export function DiffLines({ path, rows }: { path: string; rows: DiffRow[] }) {
-  const shown = useMemo(() => rows.map((row): Row => ({ kind: row.kind, numbers: [row.old, row.new], pieces: [{ text: row.text, className: "" }] })), [rows]);
+  const shown = useMemo(() => {
+    const language = rows.reduce((sum, row) => sum + row.text.length, 0) > LONGEST ? "" : languageOf(path);
+    // Each side is colored as a whole, so that a string over several lines has one color; equal lines take those of the new side.
+    const side = (other: DiffRow["kind"]) => {
+      const of = rows.filter((row) => row.kind === "same" || row.kind === other);
+      const colored = lines(of.map((row) => row.text).join("\n"), language);
+      return new Map(of.map((row, i) => [row, colored[i]!]));
+    };
+    const [before, after] = [side("removed"), side("added")];
+    return rows.map((row): Row => ({ kind: row.kind, numbers: [row.old, row.new], pieces: after.get(row) ?? before.get(row) ?? [{ text: row.text, className: "" }] }));
+  }, [path, rows]);
   return <Rows rows={shown} label={`Changes of ${path}`} />;
 }
