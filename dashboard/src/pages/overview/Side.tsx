@@ -42,7 +42,7 @@ const TABS = ["set", "all", "diff"] as const;
 
 function Config({ info }: { info: RunInfo }) {
   const [tab, setTab] = useParam("config", "set");
-  const [search, setSearch] = useState("");
+  const [search, setSearch] = useParam("setting");
   const names = tab === "all" ? Object.keys(info.config) : info.user_set;
   const shown = names.filter((name) => name.includes(search.trim())).sort();
   return (
@@ -62,7 +62,7 @@ function Config({ info }: { info: RunInfo }) {
       ) : (
         <>
           {tab === "all" && (
-            <input className="field" type="search" placeholder={`Filter ${names.length} settings`} aria-label="Filter settings" value={search} onChange={(event) => setSearch(event.target.value)} />
+            <input className="field" type="search" placeholder={`Filter ${names.length} settings`} aria-label="Filter settings" value={search} onChange={(event) => setSearch(event.target.value, true)} />
           )}
           <table className="cfg">
             <tbody>
