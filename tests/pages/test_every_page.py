@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page
+from playwright.sync_api import Page, expect
 from tests.pages.page_visit import PLACES, Visit
 
 AXE = Path(__file__).parents[2] / "dashboard" / "node_modules" / "axe-core" / "axe.min.js"
@@ -23,6 +23,34 @@ def findings(page: Page) -> list[str]:
         if one["impact"] in ("serious", "critical")
         for node in one["nodes"][:3]
     ]
+
+
+OPENED = {
+    "palette": ("first/overview", "Control+k"),
+    "keys": ("first/overview", "?"),
+    "note": ("first/overview", "n"),
+    "compare": ("first/overview", "role=button[name=/^Compare/]"),
+    "charts": ("first/overview", "role=button[name='Choose charts']"),
+    "chart menu": ("first/metrics", "figure >> role=button[name=/^More for/] >> nth=0"),
+    "layouts": ("first/metrics", "[title='Choose a layout']"),
+    "columns": ("", "role=button[name='Columns']"),
+    "groups": ("", "[title='Group runs']"),
+    "tags": ("?chosen=first", "role=button[name='Tags']"),
+}
+"""What opens over a page: where, and the key or the control that opens it."""
+
+
+@pytest.mark.parametrize("name", OPENED)
+def test_what_opens_over_a_page_is_accessible(visitor: Visit, name: str):
+    place, opener = OPENED[name]
+    page = visitor.open(place)
+    if "[" in opener:
+        page.locator(opener).click()
+    else:
+        page.keyboard.press(opener)
+    expect(page.locator("dialog[open], [popover]:popover-open")).to_have_count(1)
+    visitor.settle()
+    assert findings(page) == []
 
 
 @pytest.mark.parametrize("name", PLACES)

@@ -66,6 +66,9 @@ def test_chosen_runs_are_compared(visitor: Visit):
     changed = page.get_by_role("region", name="Changes of sources/train.py")
     expect(changed).to_contain_text("algorithm = 'grpo'")
     expect(changed).to_contain_text("algorithm = 'rloo'")
+    expect(changed.locator(".hljs-string")).to_have_count(2)
+    # One line of the only file differs.
+    expect(page.get_by_role("navigation", name="Files").locator(".plus, .minus")).to_have_text(["+1", "\u22121"])
 
 
 def test_a_run_in_one_file_opens_without_a_server(browser: Browser, runs: Path, tmp_path: Path):

@@ -217,7 +217,7 @@ def test_evals_show_accuracy_and_the_items_that_changed(visitor: Visit, record: 
 
 
 def test_infra_shows_the_last_reading_of_each_machine(visitor: Visit, record: Run):
-    page = visitor.open("first/infra")
+    page = visitor.open("first/infra", {"machines": "table"})
     machines = {row["Machine"].split()[0]: row for row in table(page.get_by_label("Machines").locator("table"))}
     loads = rows(
         record,

@@ -17,6 +17,8 @@ export interface Band {
   low: Value[];
   high: Value[];
   opacity: number;
+  /** What a CSV has of it: names of its edges and their measured values, which are not smoothed. */
+  measured?: { names: [string, string]; low: Value[]; high: Value[] };
 }
 
 export interface Line {
@@ -149,7 +151,10 @@ export function Chart(props: ChartProps) {
     {
       title: "Save as CSV",
       run: () => {
-        const columns = lines.map((line) => ({ label: line.label, x: line.x ?? x, values: line.measured ?? line.raw ?? line.values }));
+        const columns = lines.flatMap((line) => [
+          { label: line.label, x: line.x ?? x, values: line.measured ?? line.raw ?? line.values },
+          ...(line.bands ?? []).flatMap(({ measured }) => (measured ? (["low", "high"] as const).map((edge, i) => ({ label: `${line.label} ${measured.names[i]}`, x: line.x ?? x, values: measured[edge] })) : [])),
+        ]);
         download(`${file}.csv`, new Blob([linesCsv(axis, columns)], { type: "text/csv" }));
       },
     },

@@ -38,7 +38,7 @@ test("a distribution lies at the steps of its run, and a step without one is a g
   const given = { ...distribution([0.1, 0.2], [0.5, 0.4], [0.7, 0.8]), step: [1, 3] };
   expect(statisticColumn(run([1, 2, 3]), given, "mean")?.values).toEqual([0.5, null, 0.5]);
   expect(bandsOf(run([1, 2, 3]), given, "percentiles", 0)[1]).toMatchObject({ low: [0.1, null, 0.2], high: [0.7, null, 0.8] });
-  expect(bandsOf(run([1, 2, 3]), given, "range", 0)).toEqual([{ low: [0, null, 0], high: [1, null, 1], opacity: 0.14 }]);
+  expect(bandsOf(run([1, 2, 3]), given, "range", 0)).toMatchObject([{ low: [0, null, 0], high: [1, null, 1], measured: { names: ["min", "max"], low: [0, null, 0] } }]);
 });
 
 test("the range of two values is shown, their percentiles are not", () => {

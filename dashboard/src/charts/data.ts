@@ -43,15 +43,14 @@ export function bandsOf(run: DrawnRun, distribution: Distribution | undefined, k
   const column = onSteps(run, distribution);
   // Percentiles of few samples jump: an average of jumps would be saw teeth.
   const at = (values: Value[]) => smooth(keep > 0 ? rollingMedian(column(values), windowOf(keep)) : column(values), keep);
-  if (kind === "range") return [{ low: at(distribution.min), high: at(distribution.max), opacity: 0.14 }];
+  const band = (names: [string, string], low: Value[], high: Value[], opacity: number): Band => ({ low: at(low), high: at(high), opacity, measured: { names, low: column(low), high: column(high) } });
+  const { mean, std, min, max, p5, p25, p75, p95 } = distribution;
+  if (kind === "range") return [band(["min", "max"], min, max, 0.14)];
   if (kind === "std") {
-    const band = stdBand(distribution.mean, distribution.std, distribution.min, distribution.max);
-    return [{ low: at(band.low), high: at(band.high), opacity: 0.16 }];
+    const { low, high } = stdBand(mean, std, min, max);
+    return [band(["mean - std", "mean + std"], low, high, 0.16)];
   }
-  return [
-    { low: at(distribution.p5), high: at(distribution.p95), opacity: 0.1 },
-    { low: at(distribution.p25), high: at(distribution.p75), opacity: 0.17 },
-  ];
+  return [band(["p5", "p95"], p5, p95, 0.1), band(["p25", "p75"], p25, p75, 0.17)];
 }
 
 /** Returns the histograms of a distribution at the run's places on the axis; null without any. */
@@ -90,7 +89,7 @@ export function drawnLines(runs: DrawnRun[], of: (run: DrawnRun) => Column | und
     const { x, values, low, high } = drawn;
     const line: Line = { label: run.name, color: run.color, dash: run.dash, x, values, width: order === 0 ? 2 : 1.5 };
     if (keep > 0) line.raw = column.values;
-    if (low && high) line.bands = [{ low, high, opacity: 0.16 }];
+    if (low && high) line.bands = [{ low, high, opacity: 0.16, measured: { names: ["95 % low", "95 % high"], low: column.low!, high: column.high! } }];
     else if (order === 0 && bands.length > 0) line.bands = bands;
     return [sparse ? withoutGaps(line, column.values) : line];
   });
@@ -111,7 +110,7 @@ function withoutGaps(line: Line, values: Value[]): Line {
     x: pick(line.x!),
     values: pick(line.values),
     ...(line.raw ? { raw: pick(line.raw) } : {}),
-    ...(line.bands ? { bands: line.bands.map((band) => ({ ...band, low: pick(band.low), high: pick(band.high) })) } : {}),
+    ...(line.bands ? { bands: line.bands.map((band) => ({ ...band, low: pick(band.low), high: pick(band.high), measured: band.measured && { ...band.measured, low: pick(band.measured.low), high: pick(band.measured.high) } })) } : {}),
   };
 }
 

@@ -1,0 +1,182 @@
+"""Charts: the selected step, groups of runs, evals, own sections, zoom, and what they save."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect
+from tests.pages.conftest import NUM_STEPS
+from tests.pages.page_text import numbers
+from tests.pages.page_visit import Visit, visit
+
+from telescope.record.reader import Run
+from telescope.testing.browser import DashboardProcess
+from telescope.testing.demo_run.curves import Story
+from telescope.testing.demo_run.writer import RunWriter
+
+
+def saved(page: Page, chart: Locator) -> list[dict[str, str]]:
+    """The rows of a chart's CSV."""
+    chart.hover()
+    with page.expect_download() as begun:
+        chart.get_by_title(re.compile("^More for")).click()
+        page.get_by_role("menuitem", name="Save as CSV").click()
+    return list(csv.DictReader(begun.value.path().read_text().splitlines()))
+
+
+def figure(page: Page, name: str) -> Locator:
+    return page.locator("figure", has=page.get_by_text(name, exact=True)).first
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DashboardProcess]:
+    """A dashboard over a run whose samples are in a broken file."""
+    folder = tmp_path_factory.mktemp("damaged")
+    with RunWriter(folder / "run", Story(), num_steps=2) as writer:
+        for step in range(2):
+            writer.write_samples(step)
+            writer.write_step(step)
+        writer.end()
+    for file in Run(folder / "run").table_files("samples"):
+        file.path.write_bytes(b"foreign")
+    with DashboardProcess(folder) as process:
+        yield process
+
+
+def test_a_selected_step_is_marked_read_and_moved(visitor: Visit, runs: Path):
+    page = visitor.open("first/metrics", {"step": 4, "metric": "entropy"})
+    chart = figure(page, "entropy")
+    expect(chart.locator(".selected")).to_be_visible()
+    recorded = Run(runs / "first").sql("select metrics['entropy'] as value from steps order by step").to_dicts()
+    assert numbers(chart.locator(".v").inner_text()) == pytest.approx([recorded[4]["value"]], abs=1e-3)
+    page.keyboard.press("]")
+    page.wait_for_url("**step=5*")
+    assert numbers(chart.locator(".v").inner_text()) == pytest.approx([recorded[5]["value"]], abs=1e-3)
+
+
+def test_a_chart_is_read_and_zoomed_by_keys(visitor: Visit):
+    page = visitor.open("first/overview")
+    figure(page, "Entropy").locator(".p").focus()
+    for key in ("End", "Shift+ArrowLeft", "Shift+ArrowLeft", "Enter"):
+        page.keyboard.press(key)
+    page.wait_for_url(f"**range={NUM_STEPS - 3}-{NUM_STEPS - 1}*")
+
+
+def test_marks_of_the_ruler_lead_to_what_they_mark(visitor: Visit):
+    page = visitor.open("first/overview")
+    page.locator(".ruler a[tabindex='0']").focus()
+    for _ in range(20):
+        page.keyboard.press("ArrowRight")
+    expect(page.locator(".ruler a:focus")).to_have_attribute("aria-label", f"eval after {NUM_STEPS} steps")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/first/evals*after=*")
+
+
+def test_evals_are_metrics(visitor: Visit, runs: Path):
+    page = visitor.open("first/metrics", {"metric": "eval/countdown/accuracy", "with": "second"})
+    rows = saved(page, figure(page, "countdown/accuracy"))
+    recorded = Run(runs / "first").sql("select version, accuracy from evals where name = 'countdown' order by version")
+    shown = [(int(row["step"]), float(row["first"])) for row in rows]
+    assert shown == [(row["version"], pytest.approx(row["accuracy"])) for row in recorded.to_dicts()]
+
+
+def test_a_group_of_runs_is_its_mean(visitor: Visit, runs: Path):
+    page = visitor.open("first/metrics", {"with": "second", "group": "config.model", "metric": "entropy"})
+    expect(page.locator(".runtable tbody tr")).to_have_count(1)
+    rows = saved(page, figure(page, "entropy"))
+    query = "select metrics['entropy'] as value from steps order by step"
+    both = [[row["value"] for row in Run(runs / name).sql(query).to_dicts()] for name in ("first", "second")]
+    (name,) = (key for key in rows[0] if key != "step" and "95 %" not in key)
+    assert [float(row[name]) for row in rows] == pytest.approx([sum(pair) / 2 for pair in zip(*both, strict=True)])
+    low, high = float(rows[0][f"{name} 95 % low"]), float(rows[0][f"{name} 95 % high"])
+    # Student's t for one degree of freedom, times the standard error of two values.
+    assert high - low == pytest.approx(2 * 12.706 * abs(both[0][0] - both[1][0]) / 2, rel=1e-3)
+
+
+def test_a_run_keeps_the_color_that_was_chosen(visitor: Visit):
+    page = visitor.open("first/metrics", {"with": "second"})
+    swatch = page.get_by_role("button", name="Color of second")
+    swatch.click()
+    page.get_by_role("menuitem", name="pink").click()
+    expect(swatch.locator("i")).to_have_attribute("style", re.compile("--c6"))
+    visitor.settle()
+    other = visitor.open("second/metrics", {"with": "first"})
+    expect(other.get_by_role("button", name="Color of second").locator("i")).to_have_attribute(
+        "style", re.compile("--c6")
+    )
+
+
+def test_sections_are_made_named_filled_and_removed(visitor: Visit):
+    page = visitor.open("first/metrics")
+    page.get_by_role("button", name="New section").click()
+    page.keyboard.type("Mine")
+    page.keyboard.press("Enter")
+    mine = page.get_by_role("region", name="Mine")
+    page.get_by_role("searchbox", name="Filter metrics").fill("learning_rate")
+    page.locator(".tree .mm[title='learning_rate']").drag_to(mine)
+    expect(mine.locator("figure")).to_have_count(1)
+    for key in ("Space", "ArrowUp", "Space"):
+        mine.get_by_role("button", name="Move the section Mine").focus()
+        page.keyboard.press(key)
+    headings = page.locator(".charts h2")
+    before = headings.count()
+    mine.get_by_role("button", name="Remove the section Mine").click()
+    expect(headings).to_have_count(before - 1)
+
+
+def test_every_chart_saves_its_values(visitor: Visit, runs: Path):
+    page = visitor.open("first/overview")
+    rows = saved(page, figure(page, "Step time"))
+    recorded = Run(runs / "first").sql("select metrics['timing_backward_total'] as value from steps order by step")
+    assert [float(row["backward"]) for row in rows] == pytest.approx([row["value"] for row in recorded.to_dicts()])
+
+
+def test_bands_are_the_percentiles_of_the_samples(visitor: Visit, runs: Path):
+    page = visitor.open("first/metrics", {"metric": "rollouts/tokens_completion/mean", "smooth": "0"})
+    rows = saved(page, figure(page, "tokens_completion"))
+    percentiles = ", ".join(f"quantile_cont(completion_tokens, {q / 100}) as p{q}" for q in (5, 25, 75, 95))
+    query = f"select {percentiles} from samples where status = 'kept' group by step order by step"
+    for shown, row in zip(rows, Run(runs / "first").sql(query).to_dicts(), strict=True):
+        assert {name: float(shown[f"first {name}"]) for name in row} == pytest.approx(row, rel=1e-6)
+
+
+def test_infra_charts_end_with_the_last_readings_and_zoom(visitor: Visit, runs: Path):
+    page = visitor.open("first/infra", {"lines": "each"})
+    chart = figure(page, "CPU")
+    last = Run(runs / "first").sql(
+        "select node, arg_max(value, time) as value from gauges where name = 'cpu_utilization_percent' group by node"
+    )
+    rows = saved(page, chart)
+    for row in last.to_dicts():
+        (column,) = (name for name in rows[0] if row["node"] in name and not name.endswith(("min", "max")))
+        assert [float(one[column]) for one in rows if one[column]][-1] == pytest.approx(row["value"], rel=1e-6)
+    plot = chart.locator(".u-over")
+    plot.drag_to(plot, source_position={"x": 40, "y": 20}, target_position={"x": 90, "y": 20})
+    page.wait_for_url("**t=*")
+    plot.dblclick()
+    page.wait_for_url(lambda address: "t=" not in address)
+
+
+def test_the_range_of_steps_is_that_of_the_log(visitor: Visit, runs: Path):
+    page = visitor.open("first/logs", {"range": "3-4"})
+    (times,) = (
+        Run(runs / "first")
+        .sql("select min(started_at) as a, max(ended_at) as b from steps where step in (3, 4)")
+        .to_dicts()
+    )
+    (count,) = (
+        Run(runs / "first")
+        .sql(f"select count(*) as n from logs where time >= {times['a']} and time < {times['b']}")
+        .to_dicts()
+    )
+    assert numbers(page.locator(".logs .end").inner_text())[0] == count["n"]
+
+
+def test_a_damaged_file_is_named_on_the_pages_of_its_run(browser: Browser, damaged: DashboardProcess):
+    with visit(browser, damaged.address) as opened:
+        page = opened.open("run/rollouts")
+        expect(page.get_by_role("status").filter(has_text="cannot be read")).to_contain_text("tables/samples/")
