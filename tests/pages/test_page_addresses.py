@@ -36,7 +36,7 @@ def act(page: Page, name: str) -> None:
             ruler = page.get_by_label("Progress").locator("svg")
             ruler.drag_to(ruler, source_position={"x": 200, "y": 20}, target_position={"x": 500, "y": 20})
         case "metrics":
-            page.get_by_role("button", name="Time", exact=True).click()
+            page.get_by_role("group", name="Axis").get_by_role("button", name="Time").click()
             page.get_by_title("Choose: spread").click()
             page.get_by_role("menuitem", name="Standard deviation").click()
             page.get_by_role("button", name="Log", exact=True).click()

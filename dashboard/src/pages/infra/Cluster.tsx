@@ -25,6 +25,9 @@ export function Cluster({ nodes, live }: { nodes: readonly Machine[]; live: bool
   return view === "table" ? <Table nodes={nodes} live={live} /> : <Map nodes={nodes} live={live} />;
 }
 
+/** Tiles in a row: those of a machine with fewer are not wider. */
+const [LEAST_TILES, MOST_TILES] = [6, 8];
+
 /** With more machines, tiles are small and without words. */
 const MOST_NODES = 12;
 
@@ -59,7 +62,7 @@ function Map({ nodes, live }: { nodes: readonly Machine[]; live: boolean }) {
               </span>
             </h2>
             <Meter share={node.cpu} mean={node.cpuMean} />
-            <ul>
+            <ul style={{ gridTemplateColumns: `repeat(${Math.min(MOST_TILES, Math.max(LEAST_TILES, node.devices.length))}, minmax(0, 1fr))` }}>
               {node.devices.map((device) => (
                 <Tile key={`${device.name}/${device.role}`} device={device} />
               ))}

@@ -28,8 +28,9 @@ const ZOOM = /^(-?[\d.]+)-([\d.]+)$/;
 const POINTS = 500;
 /** A live run has new gauges every second or two; charts of the whole run show a difference after several. */
 const REFRESH_MS = 5000;
-const EXTRA = ["gpu_given", "gpu_memory_total_bytes", "memory_total_bytes"];
-const NAMES = [...new Set([...SECTIONS.flatMap((section) => section.charts.flatMap((chart) => chart.names)), ...EXTRA])];
+/** Gauges that are written once, or rarely: a part of the run may not have them. */
+const CONSTANT = ["gpu_given", "gpu_memory_total_bytes", "memory_total_bytes"];
+const NAMES = [...new Set(SECTIONS.flatMap((section) => section.charts.flatMap((chart) => chart.names)))];
 
 export function Infra() {
   const run = useRunId();
@@ -58,6 +59,7 @@ export function Infra() {
     if (step !== undefined) setParams({ step: place().params.step === String(step) ? null : String(step) });
   };
   const gauges = useResource<GaugeSeries[]>(runPath(run, "gauges"), { names: NAMES.join(","), points: POINTS, ...span }, version);
+  const constant = useResource<GaugeSeries[]>(runPath(run, "gauges"), { names: CONSTANT.join(","), points: 1 }, version);
   const names = useResource<GaugeName[]>(runPath(run, "gauges", "names"), {}, version).data ?? [];
   const others = useMemo(() => {
     const known = new Set(names.map((one) => one.name));
@@ -69,7 +71,7 @@ export function Infra() {
   const more = chosen.split(",").flatMap((name): ChartSpec[] => (others.has(name) ? [others.get(name)!] : []));
   const moreNames = more.flatMap((spec) => spec.names);
   const moreGauges = useResource<GaugeSeries[]>(moreNames.length ? runPath(run, "gauges") : null, { names: moreNames.join(","), points: POINTS, ...span }, version);
-  const all = useMemo(() => [...(gauges.data ?? []), ...(moreGauges.data ?? [])], [gauges.data, moreGauges.data]);
+  const all = useMemo(() => [...(gauges.data ?? []), ...(constant.data ?? []), ...(moreGauges.data ?? [])], [gauges.data, constant.data, moreGauges.data]);
   const nodes = useMemo(() => machines(all), [all]);
   const role = useMemo(() => roleOf(all), [all]);
   const drawn = useMemo(

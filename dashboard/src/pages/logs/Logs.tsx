@@ -179,7 +179,7 @@ export function Logs() {
           </label>
         )}
         <span className="d end">
-          {count(lines.length)} {current?.begin && !current.more ? "lines" : query.at ? "lines around" : "newest lines"}
+          {count(lines.length)} {current?.begin && !current.more ? (lines.length === 1 ? "line" : "lines") : query.at ? "lines around" : "newest lines"}
           {range && (
             <>
               {" "}

@@ -5,6 +5,7 @@ import { count, number } from "../../format";
 import { useResource } from "../../state/resource";
 import type { Architecture } from "../../types";
 import { visible } from "../../text/hostile";
+import "../panes.css";
 
 /** Returns a number of parameters as models are named: 1.7B. */
 const size = (parameters: number | null): string => number(parameters).replace("G", "B");
