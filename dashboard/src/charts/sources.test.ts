@@ -1,6 +1,8 @@
 import { expect, test } from "vitest";
 import type { Environment } from "../types";
-import { ALL_SAMPLES, declaredRange, isSparse, sourceOf, statisticOf } from "./sources";
+import { declaredRange, isSparse, sourceOf, statisticOf } from "./sources";
+
+const ALL_SAMPLES = { environment: "", tag: "" };
 
 const known = (name: string) => name === "environment/wordle/entropy";
 const wordle = { environment: "wordle", tag: "" };

@@ -8,8 +8,6 @@ export interface Filter {
   tag: string;
 }
 
-export const ALL_SAMPLES: Filter = { environment: "", tag: "" };
-
 export const isAll = (filter: Filter): boolean => filter.environment === "" && filter.tag === "";
 
 export const STATISTICS = ["mean", "std", "min", "max", "gini"] as const;

@@ -2,7 +2,6 @@
 
 import { useMemo, useState } from "react";
 import { Dialog } from "./Dialog";
-import "./chooser.css";
 
 export interface Option {
   id: string;

@@ -94,7 +94,6 @@ export function pageHidden(now: boolean): void {
 }
 
 export const stateOf = (run: string): RunState => states.get(run) ?? NOTHING;
-export const connectionNow = (): Connection => connection;
 
 /** Follows a run until the returned function is called. */
 export function watch(run: string): () => void {

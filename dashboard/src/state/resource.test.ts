@@ -1,8 +1,7 @@
 import { afterEach, beforeEach, expect, test, vi } from "vitest";
 import { ApiError } from "../api";
 import { fakeFetch } from "../testing/server";
-import { Reader } from "./reader";
-import { known, listen, read } from "./resource";
+import { known, listen, read, Reader } from "./resource";
 import { knownSteps, NO_STEPS, readSteps } from "./steps";
 
 let asked: ReturnType<typeof fakeFetch>;

@@ -6,7 +6,7 @@ import type { EvalRow, Health, RunInfo, Runs } from "../types";
 import { useConnection, useEvents, useVersion, useVersions, versionOf } from "./live";
 import { read, type Resource, useResource, useResources } from "./resource";
 import { readSteps } from "./steps";
-import { useTick } from "./tick";
+import { useTick } from "./timing";
 import { usePlace } from "./url";
 
 /** How often the page of runs looks for news. An unchanged list is not sent again. */

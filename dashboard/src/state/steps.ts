@@ -4,7 +4,7 @@ import { useCallback, useEffect, useSyncExternalStore } from "react";
 import { get, runPath } from "../api";
 import type { StepColumns, Value } from "../types";
 import { useEvents, useVersions } from "./live";
-import { Reader } from "./reader";
+import { Reader } from "./resource";
 
 export const NO_STEPS: StepColumns = {
   next: 0,

@@ -8,7 +8,7 @@ import { useRunColors } from "../../state/colors";
 import { elsewhere, format, setOthers, useOthers, useParam, usePlace, useSearchText } from "../../state/url";
 import type { Comparison, Start } from "../../types";
 import { visible } from "../../text/hostile";
-import "./compare.css";
+import "../code/code.css";
 
 export function Compare() {
   const run = useRunId();

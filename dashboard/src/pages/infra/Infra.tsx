@@ -10,7 +10,7 @@ import { useResource } from "../../state/resource";
 import { useRunId, useRunInfo, useStatus } from "../../state/run";
 import { timesOf, useSteps } from "../../state/steps";
 import { useSelected } from "../../state/cursor";
-import { useThrottled } from "../../state/throttle";
+import { useThrottled } from "../../state/timing";
 import { elsewhere, format, place, setParams, useParam, usePlace, useRange } from "../../state/url";
 import type { GaugeName, RunInfo } from "../../types";
 import { Model } from "../overview/Model";

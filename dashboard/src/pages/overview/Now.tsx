@@ -3,9 +3,8 @@
 import { runPath } from "../../api";
 import { count, duration } from "../../format";
 import { useResource } from "../../state/resource";
-import { useTick } from "../../state/tick";
-import type { Now as NowState, RunInfo } from "../../types";
-import { serversOf } from "./now";
+import { useTick } from "../../state/timing";
+import type { Now as NowState, RunInfo, Server } from "../../types";
 
 /** The run writes its state every two seconds. */
 const LOOK_MS = 2000;
@@ -72,4 +71,18 @@ interface Cell {
   /** From 0 to 1, drawn as a bar. */
   share?: number | null;
   bad?: boolean;
+}
+
+const FINE = /^(serving|ready|receiving weights)/;
+
+/** Returns how many servers serve, or what the first does that does not. */
+export function serversOf(servers: Server[]): { text: string; bad: boolean } {
+  const other = servers.filter((server) => !FINE.test(server.doing));
+  if (servers.length === 0) return { text: "–", bad: false };
+  const [first] = other;
+  if (!first) {
+    const syncing = servers.filter((server) => server.doing.startsWith("receiving")).length;
+    return { text: syncing > 0 ? `${syncing} of ${servers.length} receiving weights` : servers.length === 1 ? "1 serving" : `all ${servers.length} serving`, bad: false };
+  }
+  return { text: `${servers.length - other.length} of ${servers.length} serving, ${first.name.replace("server ", "")} ${first.doing}`, bad: /down|failed|restart/.test(first.doing) };
 }

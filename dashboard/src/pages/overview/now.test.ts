@@ -1,5 +1,5 @@
 import { expect, test } from "vitest";
-import { serversOf } from "./now";
+import { serversOf } from "./Now";
 
 const servers = (...doing: string[]) => doing.map((text, i) => ({ name: `server ${i}`, doing: text }));
 

@@ -10,7 +10,7 @@ import { useVersion } from "../../state/live";
 import { useResource } from "../../state/resource";
 import { useRunId, useRunInfo, useStatus } from "../../state/run";
 import { column, useSteps } from "../../state/steps";
-import { useThrottled } from "../../state/throttle";
+import { useThrottled } from "../../state/timing";
 import { setParams, usePlace, useRange, useSearchText } from "../../state/url";
 import { visible } from "../../text/hostile";
 import { Plain } from "../../text/SafeText";

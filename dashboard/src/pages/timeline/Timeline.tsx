@@ -10,7 +10,7 @@ import { useVersion } from "../../state/live";
 import { useResource } from "../../state/resource";
 import { useHealth, useRunId, useRunInfo, useStatus } from "../../state/run";
 import { column, useSteps } from "../../state/steps";
-import { useThrottled } from "../../state/throttle";
+import { useThrottled } from "../../state/timing";
 import { elsewhere, format, place, setParams, type Range, usePlace, useRange } from "../../state/url";
 import type { GaugeName, InFlight, StepColumns } from "../../types";
 import { at, type GaugeSeries } from "../gauges";
