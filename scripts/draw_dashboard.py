@@ -2,6 +2,9 @@
 
 python scripts/draw_dashboard.py                  all of them, into docs/images
 python scripts/draw_dashboard.py metrics evals    these alone
+python scripts/draw_dashboard.py --all --output /tmp/pages
+                                                  every page in every state, theme and width, to look at
+python scripts/draw_dashboard.py metrics --state live --theme dark --width 390 --output /tmp/pages
 
 Needs Chromium (`make setup CHROMIUM=1`), the built pages, and the font Inter to look as intended (Debian: fonts-inter).
 """
@@ -11,13 +14,11 @@ from __future__ import annotations
 import argparse
 import io
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from PIL import Image
-from playwright.sync_api import Page
 
 from telescope.testing.browser import DashboardProcess, open_browser
 from telescope.testing.demo_run.curves import Story
@@ -25,7 +26,12 @@ from telescope.testing.demo_run.evals import write_eval_samples
 from telescope.testing.demo_run.writer import RunWriter
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
-WIDTH, HEIGHT, SCALE = 1280, 800, 1.5
+HEIGHTS = {1280: 800, 2560: 1440, 390: 844}
+"""Heights of the usual widths of a window; 390 is a phone."""
+
+WIDTH, SCALE = 1280, 1.5
+THEMES = ("light", "dark")
+STATES = ("ended", "live", "failed", "empty")
 NUM_COLORS = 128
 """Colors of a picture: pages have few, and a palette makes a third of the bytes."""
 
@@ -55,27 +61,99 @@ PICTURES = {
     "logs": Picture(f"#/{RUN}/logs", "Avg generation throughput"),
     "compare": Picture(f"#/{RUN}/compare?with={next(iter(OTHERS))}", "learning_rate"),
 }
+SHOWS_RUN = ("overview", "metrics", "rollouts", "timeline", "infra", "evals", "logs")
+"""Pages that differ by the state of their run."""
+
+
+class View(NamedTuple):
+    """How a picture is drawn."""
+
+    name: str
+    state: str
+    theme: str
+    width: int
+
+    @property
+    def file(self) -> str:
+        """Name of the picture, with what is not usual."""
+        usual = ("ended", "dark" if PICTURES[self.name].dark else "light", str(WIDTH))
+        unusual = [part for part, other in zip(map(str, self[1:]), usual, strict=True) if part != other]
+        return "-".join(["dashboard", self.name, *unusual]) + ".png"
+
+    @property
+    def place(self) -> str:
+        """Address of the page. A run in another state than ended has the state as its name."""
+        place = PICTURES[self.name].place
+        return place if self.state == "ended" else f"#/{self.state}/{self.name}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[*PICTURES, []], metavar="NAME", help=", ".join(PICTURES))
     parser.add_argument("--output", type=Path, default=IMAGES)
+    parser.add_argument("--state", nargs="+", choices=STATES, default=["ended"])
+    parser.add_argument("--theme", nargs="+", choices=THEMES, help="default: that of the picture")
+    parser.add_argument("--width", nargs="+", type=int, default=[WIDTH], help="1280, 2560, 390 (a phone) or any other")
+    parser.add_argument("--all", action="store_true", help="every state, theme and usual width")
     arguments = parser.parse_args()
+    if arguments.all:
+        arguments.state, arguments.theme, arguments.width = STATES, THEMES, list(HEIGHTS)
+    views = list(views_of(arguments.names or PICTURES, arguments.state, arguments.theme, arguments.width))
     arguments.output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder, DashboardProcess(write_runs(Path(folder))) as dashboard:
-        for name in arguments.names or PICTURES:
-            with page_of(PICTURES[name].dark) as page:
-                page.goto(f"{dashboard.address}{PICTURES[name].place}")
-                page.get_by_text(PICTURES[name].shows).locator("visible=true").first.wait_for()
+    with tempfile.TemporaryDirectory() as folder, open_browser() as browser:
+        ended, states = Path(folder, "ended"), Path(folder, "states")
+        write_runs(ended)
+        write_states(states, {view.state for view in views})
+        with DashboardProcess(ended) as of_ended, DashboardProcess(states) as of_states:
+            for view in views:
+                dashboard = of_ended if view.state == "ended" else of_states
+                page = browser.new_page(
+                    viewport={"width": view.width, "height": HEIGHTS.get(view.width, HEIGHTS[WIDTH])},
+                    device_scale_factor=SCALE,
+                    color_scheme=view.theme,
+                    reduced_motion="reduce",
+                )
+                page.goto(f"{dashboard.address}{view.place}")
+                page.locator("main > *").first.wait_for()
+                if view.state == "ended":
+                    page.get_by_text(PICTURES[view.name].shows).locator("visible=true").first.wait_for()
                 page.wait_for_timeout(1500)  # what is read after the first paint
-                path = arguments.output / f"dashboard-{name}.png"
+                path = arguments.output / view.file
                 save(page.screenshot(), path)
+                page.close()
                 print(f"{path}: {path.stat().st_size / 1024:.0f} KiB", flush=True)
 
 
-def write_runs(folder: Path) -> Path:
-    """Writes the run to draw and those to compare it with. Returns their folder."""
+def views_of(
+    names: Iterable[str], states: Sequence[str], themes: Sequence[str] | None, widths: Sequence[int]
+) -> Iterator[View]:
+    """Yields what to draw. Each page has one picture, even where the documents show it in two themes."""
+    for name in names:
+        if themes and name.endswith("-dark"):
+            continue
+        for state in states:
+            if state != "ended" and name not in SHOWS_RUN:
+                continue
+            for theme in themes or ["dark" if PICTURES[name].dark else "light"]:
+                yield from (View(name, state, theme, width) for width in widths)
+
+
+def write_states(folder: Path, states: set[str]) -> None:
+    """Writes a run for each state, of that name. Without an end, a run is live as long as this process."""
+    folder.mkdir()
+    for state in states - {"ended"}:
+        with RunWriter(folder / state, STORY, num_steps=60, num_groups=8) as writer:
+            for step in range(0 if state == "empty" else 40):
+                writer.write_samples(step)
+                writer.write_step(step)
+            for _ in writer.write_gauges(0 if state == "empty" else 40, 2.0):
+                pass
+            if state == "failed":
+                writer.end("failed", "trainer rank 2 is out of GPU memory: lower max_tokens_per_microbatch")
+
+
+def write_runs(folder: Path) -> None:
+    """Writes the run to draw and those to compare it with."""
     for seed, (name, story) in enumerate({RUN: STORY, **OTHERS}.items()):
         with RunWriter(folder / name, story, num_steps=NUM_STEPS, num_groups=8, seed=seed) as writer:
             for step in range(NUM_STEPS):
@@ -85,19 +163,6 @@ def write_runs(folder: Path) -> Path:
                 pass
             write_eval_samples(writer, NUM_STEPS, writer.now)
             writer.end()
-    return folder
-
-
-@contextmanager
-def page_of(dark: bool) -> Iterator[Page]:
-    """Yields a page of the size of the pictures."""
-    with open_browser() as browser:
-        yield browser.new_page(
-            viewport={"width": WIDTH, "height": HEIGHT},
-            device_scale_factor=SCALE,
-            color_scheme="dark" if dark else "light",
-            reduced_motion="reduce",
-        )
 
 
 def save(png: bytes, path: Path) -> None:

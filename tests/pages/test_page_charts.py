@@ -120,7 +120,7 @@ def test_sections_are_made_named_filled_and_removed(visitor: Visit):
     page.locator(".tree .mm[title='learning_rate']").drag_to(mine)
     expect(mine.locator("figure")).to_have_count(1)
     for key in ("Space", "ArrowUp", "Space"):
-        mine.get_by_role("button", name="Move the section Mine").focus()
+        mine.get_by_role("button", name="Move the section Mine: space").focus()
         page.keyboard.press(key)
     headings = page.locator(".charts h2")
     before = headings.count()

@@ -27,7 +27,7 @@ export function Dialog({ opened, close, title, bare = false, wide = false, child
         {!bare && (
           <h2>
             {title}
-            <button onClick={close} aria-label="Close">
+            <button onClick={close} aria-label="Close, Esc">
               <kbd>Esc</kbd>
             </button>
           </h2>

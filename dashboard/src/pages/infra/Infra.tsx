@@ -167,7 +167,7 @@ function Topology({ info }: { info: RunInfo }) {
   const attempt = info.attempts.at(-1);
   const topology = Object.entries(attempt?.topology ?? {});
   return (
-    <aside className="p3" aria-label="Topology">
+    <aside className="p3" aria-label="Topology" tabIndex={0}>
       <section className="sec">
         <h2>Topology</h2>
         {topology.length === 0 ? (
