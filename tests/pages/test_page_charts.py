@@ -78,7 +78,7 @@ def test_marks_of_the_ruler_lead_to_what_they_mark(visitor: Visit):
 
 def test_evals_are_metrics(visitor: Visit, runs: Path):
     page = visitor.open("first/metrics", {"metric": "eval/countdown/accuracy", "with": "second"})
-    rows = saved(page, figure(page, "countdown/accuracy"))
+    rows = saved(page, figure(page, "accuracy"))
     recorded = Run(runs / "first").sql("select version, accuracy from evals where name = 'countdown' order by version")
     shown = [(int(row["step"]), float(row["first"])) for row in rows]
     assert shown == [(row["version"], pytest.approx(row["accuracy"])) for row in recorded.to_dicts()]

@@ -120,7 +120,7 @@ export const isEval = (metric: string): boolean => metric.startsWith("eval/");
 /** Returns one line a run for a metric. */
 export function linesOf(runs: DrawnRun[], metric: string, keep: number, bands: Band[] = [], sparse = false): Line[] {
   const lines = drawnLines(runs, (run) => leafColumn(run, metric), isEval(metric) ? 0 : keep, bands, sparse);
-  return isEval(metric) ? lines.map((line) => ({ ...line, dots: true })) : lines;
+  return isEval(metric) ? lines.map((line) => ({ ...line, dots: true, whiskers: line.bands?.[0] })) : lines;
 }
 
 /** Returns seconds as `m:ss` or `h:mm` for an axis. */

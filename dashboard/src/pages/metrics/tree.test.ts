@@ -37,6 +37,7 @@ test("a chart's title is the end of a name that tells it from others", () => {
   const titled = (name: string) => Object.values(titleOf(name)).slice(0, 2).join(" · ");
   expect(titled("sample_metrics/calculator_agent/correct")).toBe("correct · calculator_agent");
   expect(titled("sample_metrics/calculator_agent/correct/std")).toBe("correct · calculator_agent, std");
+  expect(titled("eval/countdown/accuracy")).toBe("accuracy · eval countdown");
   expect(titled("reward/all_groups/mean")).toBe("reward/all_groups · mean");
   expect(titled("rollouts/tokens_completion/mean")).toBe("tokens_completion · rollouts, mean, tokens");
   expect(titled("discarded/zero_advantage/pct")).toBe("zero_advantage · discarded, %");

@@ -35,10 +35,10 @@ export function titleOf(name: string): { title: string; unit: string; name: stri
   const statistic = STATISTIC.exec(name)?.[1] ?? "";
   const base = name.replace(STATISTIC, "").replace(/^timing_/, "");
   const [section = "", ...rest] = base.split("/");
-  const ofGroup = ["sample_metrics", "environment"].includes(section) && rest.length > 1;
+  const ofGroup = ["sample_metrics", "environment", "eval"].includes(section) && rest.length > 1;
   const whole = rest.length === 0 || (!ofGroup && base.length <= LONGEST_TITLE);
   const title = whole ? base : rest.slice(ofGroup ? 1 : 0).join("/");
-  const unit = [whole ? "" : ofGroup ? rest[0] : section, statistic === "pct" ? "%" : statistic, unitOf(name)].filter(Boolean).join(", ");
+  const unit = [whole ? "" : ofGroup ? (section === "eval" ? `eval ${rest[0]}` : rest[0]) : section, statistic === "pct" ? "%" : statistic, unitOf(name)].filter(Boolean).join(", ");
   return { title, unit, name };
 }
 
