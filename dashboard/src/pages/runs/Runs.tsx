@@ -63,7 +63,7 @@ function useColumns(): { ids: string[]; choose: (ids: string[] | null) => void }
 function useListParam(name: string): [string[], (list: string[]) => void] {
   const [text, set] = useParam(name);
   const list = useMemo(() => text.split(",").filter(Boolean).map(decode), [text]);
-  return [list, (next) => set(next.map(encodeURIComponent).join(","), true)];
+  return [list, (next) => set(next.map(encodeURIComponent).join(","))];
 }
 
 function Table({ list, ids, lost }: { list: RunList; ids: string[]; lost: boolean }) {
@@ -74,8 +74,8 @@ function Table({ list, ids, lost }: { list: RunList; ids: string[]; lost: boolea
   const [grouping] = useParam("group");
   const [chosen, setChosen] = useListParam("chosen");
   const [opened, setOpened] = useState<"columns" | "tags" | null>(null);
-  const [open_, setUnfolded] = useListParam("open");
-  const unfolded = useMemo(() => new Set(open_), [open_]);
+  const [folds, setUnfolded] = useListParam("open");
+  const unfolded = useMemo(() => new Set(folds), [folds]);
   const colors = useRunColors();
   const [at, setAt] = useState(-1);
   const body = useRef<HTMLDivElement>(null);
@@ -104,7 +104,7 @@ function Table({ list, ids, lost }: { list: RunList; ids: string[]; lost: boolea
     const own = new Set(members.map((run) => run.id));
     setChosen([...chosen.filter((id) => !own.has(id)), ...(on ? own : [])]);
   };
-  const fold = (key: string) => setUnfolded(unfolded.has(key) ? open_.filter((other) => other !== key) : [...open_, key]);
+  const fold = (key: string) => setUnfolded(unfolded.has(key) ? folds.filter((other) => other !== key) : [...folds, key]);
   const membersOf = (line: Line) => (line.run ? [line.run] : line.group.runs);
   const isPicked = (line: Line) => membersOf(line).every((run) => picked.includes(run.id));
   const move = (by: number) => {
