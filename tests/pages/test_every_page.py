@@ -33,6 +33,7 @@ OPENED = {
     "charts": ("first/overview", "role=button[name='Choose charts']"),
     "chart menu": ("first/metrics", "figure >> role=button[name=/^More for/] >> nth=0"),
     "layouts": ("first/metrics", "[title='Choose a layout']"),
+    "range": ("first/rollouts", "role=button[name='add']"),
     "columns": ("", "role=button[name='Columns']"),
     "groups": ("", "[title='Group runs']"),
     "tags": ("?chosen=first", "role=button[name='Tags']"),
