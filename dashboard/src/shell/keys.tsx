@@ -35,6 +35,8 @@ function pressed(event: KeyboardEvent): void {
   const chord = `${event.ctrlKey ? "Control+" : ""}${event.metaKey ? "Meta+" : ""}${event.altKey ? "Alt+" : ""}${event.key}`;
   if (typing && event.key === "Escape") target.blur();
   if (typing && !event.ctrlKey && !event.metaKey) return;
+  // These press the control that has the focus.
+  if ((event.key === "Enter" || event.key === " ") && target.matches("a[href], button, summary")) return;
   if (document.querySelector("dialog[open]") && !event.ctrlKey && !event.metaKey) return;
   const inRow = before && Date.now() - before.time < FOLLOW_MS ? `${before.key} ${chord}` : null;
   const all = [...groups].reverse().flatMap((group) => group.current.keys);
