@@ -177,7 +177,7 @@ def test_without_recorded_routes_the_trainer_chooses(model: str) -> None:
         assert metrics == {REPLAYED: 0.0}
 
 
-def test_fsdp_ranks_train_with_the_recorded_experts_also_adapters(model: str, tmp_path: Path) -> None:
+def test_fsdp_ranks_and_their_adapters_train_with_the_recorded_experts(model: str, tmp_path: Path) -> None:
     samples = samples_with(other_routes(make_samples(LENGTHS)))
     routes = [sample.routes_LXK for sample in samples if sample.routes_LXK is not None]
     divisions = [make_config(model, **options(**changes)) for changes in DIVISIONS.values()]
