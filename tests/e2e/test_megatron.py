@@ -39,3 +39,20 @@ def test_reward_rises_with_a_model_divided_over_two_ranks(tiny_model: Path, tmp_
     found, wanted = load_file(tmp_path / "converted" / "model.safetensors"), load_file(final)
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_division_of_the_model(tiny_model: Path, tmp_path: Path) -> None:
+    divided = (
+        "--train_backend megatron --megatron_tensor_parallel_size 2 --checkpoint_every 2 --eval_after_training false"
+    )
+    first = Command(tiny_model, tmp_path, 20210, *divided.split(), number_of_steps=2)
+    assert first.process.wait(timeout=600) == 0, first.log.read_text()[-3000:]
+    flags = ("--megatron_tensor_parallel_size", "1", "--megatron_use_distributed_optimizer", "true")
+    second = Command(tiny_model, tmp_path, 20210, *flags, number_of_steps=4, resume=True)
+    assert second.process.wait(timeout=600) == 0, second.log.read_text()[-3000:]
+    record = Run(tmp_path / "run")
+    steps = sorted(record.table("steps").to_pylist(maps_as_pydicts="strict"), key=lambda row: row["step"])
+    assert [row["step"] for row in steps] == [0, 1, 2, 3]
+    # The servers have the weights that the ranks loaded.
+    assert steps[2]["metrics"]["mismatch/logprob_difference_mean"] < 1e-5
