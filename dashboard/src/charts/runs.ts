@@ -57,7 +57,7 @@ export function evalColumns(rows: EvalRow[], steps: StepColumns, x: number[], ax
     const at = curve.map((row) => row.version);
     const places = at.map(placeOf);
     const add = (metric: string, values: Value[], ends: Partial<Column> = {}) =>
-      values.some((value) => value !== null) && out.set(`eval/${name}/${metric}`, { at, x: places, values, ...ends });
+      values.some((value) => value !== null) && out.set(`eval/${visible(name)}/${visible(metric)}`, { at, x: places, values, ...ends });
     add("accuracy", curve.map((row) => row.accuracy), { low: curve.map((row) => row.accuracy_low), high: curve.map((row) => row.accuracy_high) });
     for (const metric of new Set(curve.flatMap((row) => Object.keys(row.metrics)))) add(metric, curve.map((row) => row.metrics[metric] ?? null));
   }
