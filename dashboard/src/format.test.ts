@@ -6,6 +6,7 @@ test("numbers have about three digits and a true minus", () => {
   expect(number(0.5571)).toBe("0.557");
   expect(number(12.34)).toBe("12.3");
   expect(number(4230656)).toBe("4.2M");
+  expect(number(-5e30)).toBe("−5.0e30");
   expect(number(0.000356)).toBe("0.00036");
   expect(number(0.0000356)).toBe("3.6e−5");
   expect(number(null)).toBe("–");

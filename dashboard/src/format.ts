@@ -18,6 +18,7 @@ export function number(value: number | null | undefined, digits?: number): strin
   }
   const size = Math.abs(value);
   if (size === 0) return "0";
+  if (size >= 1e15) return minus(value.toExponential(1).replace("+", ""));
   if (size >= 1e9) return minus(`${(value / 1e9).toFixed(1)}G`);
   if (size >= 1e6) return minus(`${(value / 1e6).toFixed(1)}M`);
   if (size >= 1e5) return minus(`${(value / 1e3).toFixed(0)}k`);
