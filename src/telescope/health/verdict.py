@@ -95,7 +95,9 @@ def verdict(history: History, found: Sequence[Finding], state: State) -> list[di
     worst = [*_stalled(state), *found]
     facts = [*_end(state), *(_sentence(each.text, each.metrics) for each in worst)]
     if not facts:
-        facts.append(_sentence("Nothing stands out." if history.steps else "No step has ended yet.", ()))
+        waits = state.status in ("live", "unknown")
+        none = "No step has ended yet." if waits else "The run ended before its first step."
+        facts.append(_sentence("Nothing stands out." if history.steps else none, ()))
     facts += _reward_change(history)
     return [*facts[:2], *(_sentence(each.advice, each.metrics) for each in worst[:1])]
 

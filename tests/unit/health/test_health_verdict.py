@@ -75,6 +75,8 @@ def test_evals_after_the_last_step_are_no_stall() -> None:
 
 def test_a_run_without_steps_says_so() -> None:
     assert verdict.verdict(History({}, ()), [], State("live"))[0]["text"] == "No step has ended yet."
+    ended = verdict.verdict(History({}, ()), [], State("finished"))
+    assert ended[0]["text"] == "The run ended before its first step."
 
 
 def test_a_ratio_is_one_sum_over_the_other() -> None:
