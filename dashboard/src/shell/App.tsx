@@ -104,9 +104,10 @@ export function Quiet({ title, text, children }: { title: string; text?: ReactNo
 }
 
 export function Failure({ error }: { error: Error }) {
-  const missing = error instanceof ApiError && error.status === 404;
+  const status = error instanceof ApiError ? error.status : 0;
+  const title = status === 404 ? "This run was not found." : status === 400 ? "The address has a value that is not valid." : "The server did not answer.";
   return (
-    <Quiet title={missing ? "This run was not found." : "The server did not answer."} text={error.message}>
+    <Quiet title={title} text={error.message}>
       <p>
         <a className="link" href="#/">
           All runs
