@@ -251,7 +251,7 @@ function attemptOf(id: string, groups: Group[] | undefined, rows: SampleRow[], p
 function Title({ detail, of, note }: { detail: Detail; of?: number; note: React.ReactNode }) {
   const place = of ? `answer ${detail.sample_index + 1} of ${of}` : detail.eval_name ? `of eval ${visible(detail.eval_name)} after ${count(detail.step + 1)} steps` : `of step ${number(detail.step)}`;
   return (
-    <span className="nb ttl">
+    <span className="ttl">
       <b>{detail.sample_id}</b> <span className="d">{place}</span> {note}
     </span>
   );
