@@ -125,6 +125,21 @@ def test_an_answer_that_is_not_there_is_not_another_one(browser: Browser, dashbo
         expect(page.get_by_role("heading", name="Answer 99999-0 was not found.")).to_be_visible()
 
 
+def test_a_step_of_the_address_that_is_not_there_is_named(visitor: Visit):
+    page = visitor.open("first/rollouts", {"step": 999_999})
+    expect(page.get_by_label("Steps and groups")).to_contain_text("Step 999\u202f999")
+    expect(page.get_by_label("Steps and groups")).to_contain_text("No group of this step was recorded.")
+
+
+def test_an_answer_before_the_first_step_chooses_no_step(visitor: Visit):
+    page = visitor.open("first/rollouts", {"list": "answers", "status": "eval"})
+    page.get_by_role("listbox").get_by_role("option").nth(1).click()
+    expect(page).to_have_url(re.compile("sample=eval"))
+    assert "step=-1" not in page.url
+    page.get_by_role("button", name="step", exact=True).click()
+    expect(page.get_by_label("Steps and groups")).to_contain_text("Step 11")
+
+
 def test_an_answer_is_shown_on_the_timeline_when_it_ran(visitor: Visit, runs: Path):
     query = "select sample_id, started_at, finished_at from samples where step = -1 limit 1"
     (row,) = Run(runs / "first").sql(query).to_dicts()

@@ -1,7 +1,7 @@
 /** Answers of a run in one file: some steps, some groups of each, and their whole conversations. */
 
 import { useMemo } from "react";
-import { number } from "../../format";
+import { count } from "../../format";
 import { embedded } from "../../embedded";
 import { Quiet } from "../../shell/App";
 import { useKeys } from "../../shell/keys";
@@ -47,7 +47,7 @@ export function Answers() {
         <span className="seg" role="group" aria-label="Step">
           {steps.map((one) => (
             <button key={one.step} aria-pressed={one.step === at.step} onClick={() => setParams({ step: String(one.step), sample: null })}>
-              step {number(one.step)}
+              step {count(one.step)}
             </button>
           ))}
         </span>

@@ -1,7 +1,7 @@
 import { useVirtualizer } from "@tanstack/react-virtual";
 import { useEffect, useRef, useState } from "react";
 import { get, type Query } from "../../api";
-import { number } from "../../format";
+import { count, number } from "../../format";
 import { promptLine } from "./conversation";
 import { Plain } from "../../text/SafeText";
 import { fate, level, type RewardScale } from "./squares";
@@ -101,7 +101,7 @@ export function AnswerList({ path, query, version, first, sort, sample, scaleOf,
               onClick={() => onSelect(row)}
               title={[row.sample_id, row.status, row.reason].filter(Boolean).join(", ")}
             >
-              <span className="f r" title={row.eval_name ? `eval after ${row.step + 1} steps` : undefined}>{row.eval_name ? `◇${row.step + 1}` : number(row.step)}</span>
+              <span className="f r" title={row.eval_name ? `eval after ${row.step + 1} steps` : undefined}>{row.eval_name ? `◇${row.step + 1}` : count(row.step)}</span>
               <span className="sq"><i className={filled === null ? "none" : `l${filled}`} /></span>
               <span className="cut"><Plain text={row.prompt ? promptLine(row.prompt) : row.sample_id} /> <span className="f"><Plain text={row.completion ?? ""} /></span></span>
               <span className="r">{number(besideReward(row, sort))}</span>

@@ -60,7 +60,7 @@ export function Rollouts() {
     if (newest !== null && opened?.run !== run) setOpened({ run, step: newest });
   }, [newest, run, opened]);
   const named = params.step === undefined ? NaN : Number(params.step);
-  const step = Number.isInteger(named) ? named : opened?.run === run && !range ? opened.step : newest;
+  const step = Number.isInteger(named) && named >= 0 ? named : opened?.run === run && !range ? opened.step : newest;
   const sample = params.sample ?? "";
 
   const groupsVersion = useVersion(run, "groups");
@@ -121,7 +121,7 @@ export function Rollouts() {
   const pinned = useResource<Detail>(pinId ? runPath(run, "samples", pinAttempt!, pinId) : null);
 
   const select = (id: string | null, more: Record<string, string | null> = {}) => id && setParams({ sample: id, ...more }, false);
-  const selectRow = (row: SampleRow) => select(row.sample_id, { step: String(row.step), attempt: String(row.attempt) });
+  const selectRow = (row: SampleRow) => select(row.sample_id, { step: row.step < 0 ? null : String(row.step), attempt: String(row.attempt) });
   const moveRow = (by: number) => {
     const at = rows.current.findIndex((row) => row.sample_id === selected);
     const next = rows.current[Math.min(Math.max(at + by, 0), rows.current.length - 1)];
@@ -188,7 +188,7 @@ export function Rollouts() {
         <div className="gh">
           {list === "groups" ? (
             <span className="cut">
-              <b>Step {number(step)}</b> <span className="d">{count(all.length)} groups, {[`${count(keptGroups)} kept`, ...others].join(", ")}</span>
+              <b>Step {count(step)}</b> <span className="d">{count(all.length)} groups, {[`${count(keptGroups)} kept`, ...others].join(", ")}</span>
             </span>
           ) : list === "flight" ? (
             <b>In flight</b>
@@ -209,6 +209,8 @@ export function Rollouts() {
         </div>
         {list === "flight" ? (
           <InFlight run={run} version={newest === null ? null : newest + 1} size={typeof groupSize === "number" ? groupSize : null} />
+        ) : list === "groups" && groups.data?.length === 0 ? (
+          <p className="none d">No group of this step was recorded.</p>
         ) : list === "groups" ? (
           <GroupList groups={all} scaleOf={scaleOf} group={inGroups?.group ?? null} sample={selected} onSelect={(id) => select(id)} />
         ) : (
@@ -249,7 +251,7 @@ function attemptOf(id: string, groups: Group[] | undefined, rows: SampleRow[], p
 }
 
 function Title({ detail, of, note }: { detail: Detail; of?: number; note: React.ReactNode }) {
-  const place = of ? `answer ${detail.sample_index + 1} of ${of}` : detail.eval_name ? `of eval ${visible(detail.eval_name)} after ${count(detail.step + 1)} steps` : `of step ${number(detail.step)}`;
+  const place = of ? `answer ${detail.sample_index + 1} of ${of}` : detail.eval_name ? `of eval ${visible(detail.eval_name)} after ${count(detail.step + 1)} steps` : `of step ${count(detail.step)}`;
   return (
     <span className="ttl">
       <b>{detail.sample_id}</b> <span className="d">{place}</span> {note}

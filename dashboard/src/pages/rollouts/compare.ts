@@ -1,6 +1,6 @@
 /** Two samples beside each other: their numbers in pairs, and where their answers begin to differ. */
 
-import { number, signed } from "../../format";
+import { count, number, signed } from "../../format";
 import type { Detail } from "./types";
 
 export interface Pair {
@@ -14,7 +14,7 @@ const ROWS: [name: string, text: (detail: Detail) => string][] = [
   ["advantage", (detail) => signed(detail.advantage, 2)],
   ["status", (detail) => detail.reason?.replaceAll("_", " ") ?? detail.status],
   ["stopped by", (detail) => detail.stop_reason ?? ""],
-  ["step", (detail) => number(detail.step)],
+  ["step", (detail) => count(detail.step)],
   ["age", (detail) => number(detail.age)],
   ["prompt tokens", (detail) => number(detail.prompt_tokens)],
   ["answer tokens", (detail) => number(detail.completion_tokens)],
