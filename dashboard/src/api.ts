@@ -32,6 +32,24 @@ export function runPath(run: string, ...rest: (string | number)[]): string {
 export const get = <T>(path: string, query: Query = {}, signal?: AbortSignal): Promise<T> =>
   ask<T>(address(path, query), { signal, headers: { accept: "application/json" } });
 
+const RETRY_MS = 1000;
+const RELOADED = "reloaded-at";
+
+/** Loads code of the pages. A browser keeps a failed import: the address is opened again when the server answers. */
+export async function loaded<T>(load: () => Promise<T>): Promise<T> {
+  try {
+    return await load();
+  } catch (error) {
+    // Code that a new opening does not bring is missing.
+    if (Date.now() - Number(sessionStorage.getItem(RELOADED)) < 10 * RETRY_MS) throw error;
+    const answers = () => fetch(location.pathname).then(({ ok }) => ok, () => false);
+    while (!(await answers())) await new Promise((done) => setTimeout(done, RETRY_MS));
+    sessionStorage.setItem(RELOADED, String(Date.now()));
+    location.reload();
+    return new Promise(() => {});
+  }
+}
+
 /** Characters that a browser surely sends for a page that is being closed: 64 KiB. */
 const SENT_AT_END = 16_000;
 

@@ -1,5 +1,6 @@
 /** Every page, in the order of the header. A page that is not in this table does not exist. */
 
+import { loaded } from "./api";
 import { embedded } from "./embedded";
 import { type ComponentType, lazy, type LazyExoticComponent } from "react";
 
@@ -19,7 +20,7 @@ export interface Route {
 }
 
 const page = (load: () => Promise<Record<string, unknown>>, name: string) =>
-  lazy(async () => ({ default: (await load())[name] as ComponentType }));
+  lazy(async () => ({ default: (await loaded(load))[name] as ComponentType }));
 
 const ALL: Route[] = [
   { page: "runs", title: "Runs", key: "r", ofRun: false, component: page(() => import("./pages/runs/Runs"), "Runs") },

@@ -120,3 +120,13 @@ def test_a_page_misses_nothing_while_the_server_is_away(browser: Browser, server
             page.get_by_role("menuitem", name="Save as CSV").click()
         saved = list(csv.reader(begun.value.path().read_text().splitlines()))[1:]
         assert [int(step) for step, _ in saved] == list(range(6))
+
+
+def test_a_page_opened_while_the_server_is_away_comes_with_it(browser: Browser, runs: Path):
+    with DashboardProcess(runs) as server, visit(browser, server.address) as opened:
+        page = opened.open("first/overview")
+        server.kill()
+        page.get_by_role("link", name="Evals").first.click()
+        expect(page.get_by_role("heading", name="The server did not answer.")).to_be_visible()
+        server.start()
+        expect(page.get_by_role("main")).to_contain_text("Every eval")

@@ -4,7 +4,7 @@ import { Component, type ReactNode, Suspense, useEffect, useState } from "react"
 import { ApiError } from "../api";
 import { embedded } from "../embedded";
 import { ROUTES, routeOf } from "../routes";
-import { useEvents, useRemote } from "../state/live";
+import { useConnection, useEvents, useRemote } from "../state/live";
 import { useRunInfo } from "../state/run";
 import { useTheme } from "../state/theme";
 import { elsewhere, go, usePlace } from "../state/url";
@@ -26,6 +26,7 @@ export function App() {
   const route = routeOf(place.page);
   const info = useRunInfo(place.run);
   const newest = useRemote(place.run);
+  const { connected } = useConnection(place.run);
   const remote = newest.remote ?? info.data?.info.remote ?? null;
   const isMissing = route?.ofRun === true && remote !== null && remote.phase !== "synced" && !newest.hasSteps;
   const [opened, open] = useState<Opened>(null);
@@ -78,7 +79,7 @@ export function App() {
     }
     const Page = route.component;
     return (
-      <Suspense fallback={null}>
+      <Suspense fallback={connected === false ? <Quiet title="The server did not answer." text="This page opens when it does." /> : null}>
         <Page />
       </Suspense>
     );

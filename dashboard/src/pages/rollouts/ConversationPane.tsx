@@ -1,4 +1,5 @@
 import { Fragment, lazy, Suspense, useEffect, useMemo, useState } from "react";
+import { loaded } from "../../api";
 import { count, duration } from "../../format";
 import { wordDiff } from "./compare";
 import { conversation, type Message, type Role } from "./conversation";
@@ -9,7 +10,7 @@ import { ColorKey, Readout, TokenView } from "./TokenView";
 import { availableViews, tokenParts, tokensOf, type Token, type TokenView as View } from "./tokens";
 import type { Detail, DetailTurn } from "./types";
 
-const Code = lazy(() => import("./Code"));
+const Code = lazy(() => loaded(() => import("./Code")));
 
 /** Longer gold answers, in characters, are shown in the conversation. */
 const SHORT_GOLD = 80;

@@ -2,11 +2,12 @@
 
 import { Marked, type Token, type Tokens } from "marked";
 import { Fragment, lazy, Suspense, useMemo } from "react";
+import { loaded } from "../../api";
 import { nextTex, texAt, type Tex as Formula } from "./math";
 import { Plain } from "../../text/SafeText";
 
-const Tex = lazy(() => import("./Tex"));
-const Code = lazy(() => import("./Code"));
+const Tex = lazy(() => loaded(() => import("./Tex")));
+const Code = lazy(() => loaded(() => import("./Code")));
 
 /** Longer texts are shown as they are: the grammar of Markdown is not made for them. */
 const LONGEST = 60_000;
