@@ -238,9 +238,6 @@ def transformer_config(hf_config: Any, config: Any, parallel: Parallel, dtype: t
             "moe_router_topk": hf_config.num_experts_per_tok,
             "moe_router_pre_softmax": not hf_config.norm_topk_prob,
             "moe_router_load_balancing_type": "none",
-            # Kernels of Transformer Engine. That of the router chooses experts itself.
-            "moe_permute_fusion": uses_engine,
-            "moe_router_fusion": uses_engine and not config.router_replay,
         }
     return TransformerConfig(**options)
 
