@@ -77,10 +77,13 @@ def _is_precision_aware(config: Any) -> bool:
 def _is_distributed(config: Any) -> bool:
     """Whether Megatron's distributed optimizer is used.
 
-    Over one rank it divides nothing, but has dtypes of its own, and its checkpoints load into any division.
+    Over one rank it divides nothing, but has dtypes of its own, and its checkpoints load into any division. Offloaded
+    states are measured without it there.
     """
+    if config.megatron_use_distributed_optimizer or _is_precision_aware(config):
+        return True
     shares = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
-    return bool(config.megatron_use_distributed_optimizer or _is_precision_aware(config) or not shares)
+    return not shares and not config.megatron_optimizer_cpu_offload
 
 
 def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[Any]:
