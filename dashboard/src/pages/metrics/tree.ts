@@ -12,7 +12,7 @@ export interface TreeRow {
   count?: number;
 }
 
-const FIRST = ["reward", "evals", "general", "loss", "advantage", "sample_metrics", "rollouts", "staleness", "mismatch", "kept", "discarded", "timing"];
+const FIRST = ["reward", "general", "evals", "loss", "advantage", "sample_metrics", "rollouts", "staleness", "mismatch", "kept", "discarded", "timing"];
 
 /** Returns section, group and metric of a name; a name without a section belongs to General, `timing_x` to Timing. */
 export function place(name: string): [section: string, group: string, metric: string] {
