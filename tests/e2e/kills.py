@@ -19,7 +19,7 @@ FLAGS: dict[str, Any] = {
 
 DEPENDS_ON_TIMING = (
     "timing", "weight_sync/", "discarded/", "retried/", "lost/", "masked/", "cancelled/", "returned/",
-    "reward/all_groups/", "memory/",
+    "reward/all_groups/", "memory/", "performance/",
 )  # fmt: skip
 """Metrics of time, and of samples that are counted when they end. All others are compared bit for bit."""
 
