@@ -103,6 +103,9 @@ def _add_pages(app: FastAPI, static: Path) -> None:
             return FileResponse(found, headers={"Cache-Control": cache})
         if path.startswith("assets/"):
             raise HTTPException(404, "There is no such file.")
+        if path:  # pages are named behind the #
+            text = '<p>There is no page at this address.</p><p><a href="/">All runs</a></p>'
+            return HTMLResponse(f"<!doctype html><title>Telescope</title>{text}", 404)
         index = base / "index.html"
         if index.is_file():
             return FileResponse(index, headers={"Cache-Control": "no-cache"})

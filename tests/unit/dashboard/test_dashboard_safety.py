@@ -77,7 +77,9 @@ def test_pages_are_served_and_hashed_files_are_kept(root, static):
     client = TestClient(create_app([root], static=static), base_url="http://localhost")
     assert "immutable" in client.get("/assets/a-1.js").headers["cache-control"]
     assert client.get("/assets/gone.js").status_code == 404
-    assert client.get("/any/page").text == "<title>index</title>"
+    assert client.get("/").text == "<title>index</title>"
+    elsewhere = client.get("/any/page")
+    assert elsewhere.status_code == 404 and '<a href="/">' in elsewhere.text
 
 
 def test_without_a_build_the_page_says_how_to_make_one(root, tmp_path):
