@@ -203,8 +203,10 @@ def print_summary(
     elif summary.heldout_before is not None:
         console.print(f"  held-out accuracy  {summary.heldout_before:.3f} before training", highlight=False)
     if summary.reward_first is not None and summary.reward_last is not None:
+        scope = f", in the last {summary.steps_of_attempt} steps" if summary.is_continued else ""
         console.print(
-            f"  training reward    {summary.reward_first:.3f} → {summary.reward_last:.3f} (groups that were trained)",
+            f"  training reward    {summary.reward_first:.3f} → {summary.reward_last:.3f} "
+            f"(groups that were trained{scope})",
             highlight=False,
         )
     if summary.eval_problems:

@@ -195,6 +195,8 @@ class RunSummary:
     seconds: float
     training_seconds: float | None
     config_hash: str
+    steps_of_attempt: int | None = None
+    """Steps since the run was started or continued, which `seconds` and the rewards are about."""
     heldout_before: float | None = None
     heldout_after: float | None = None
     heldout_temperature: float | None = None
@@ -219,10 +221,16 @@ class RunSummary:
         """One line for the user, without the error of a failure."""
         steps = pluralize(self.steps, "step")
         if self.status == "finished":
-            return f"finished {steps} in {self.seconds:.0f} s"
+            continued = f", the last {self.steps_of_attempt}" if self.is_continued else ""
+            return f"finished {steps}{continued} in {self.seconds:.0f} s"
         if self.status == "stopped":
             return f"stopped after {steps}, as requested"
         return f"failed after {steps}"
+
+    @property
+    def is_continued(self) -> bool:
+        """Returns whether an earlier attempt made some of the steps."""
+        return self.steps_of_attempt is not None and self.steps_of_attempt < self.steps
 
     def to_json(self) -> dict[str, Any]:
         """Returns the content of `summary.json`."""
@@ -273,6 +281,7 @@ def summarize(
         seconds=round(seconds, 3),
         training_seconds=None if training_seconds is None else round(training_seconds, 3),
         config_hash=config.hash,
+        steps_of_attempt=len(status.history),
         heldout_before=before.accuracy if before else None,
         heldout_after=after.accuracy if after else None,
         heldout_temperature=headline.temperature if headline else None,

@@ -42,6 +42,10 @@ def test_the_summary_of_a_finished_run_reports_the_gain() -> None:
     assert "finished 2 steps in 12 s" in summary.sentence
 
 
+def test_a_continued_run_says_which_steps_its_seconds_are_of() -> None:
+    assert replace(summary_of(), steps=16).sentence == "finished 16 steps, the last 2 in 12 s"
+
+
 @pytest.mark.parametrize(
     ("status", "sentence"),
     [
