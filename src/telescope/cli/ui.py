@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from telescope.cli.runs import DEFAULT_ROOT
 from telescope.errors import UserError
@@ -121,7 +122,10 @@ def serve(arguments: argparse.Namespace, folders: list[Path], remotes: Sequence[
     if is_in_use:
         print(f"Port {arguments.port} is in use; using {port} instead. --port chooses another.", file=sys.stderr)
     shown = ", ".join([*map(str, folders), *(f"W&B {remote.project.path}" for remote in remotes)])
-    print(f"Telescope shows {shown} at\n\n    {address(arguments.host, port, token)}\n", flush=True)
+    # One run opens at its overview; the name of the dashboard leads to the list.
+    run_ids = list(app.state.registry.stores())
+    opened = run_ids[0] if len(run_ids) == 1 and not remotes else None
+    print(f"Telescope shows {shown} at\n\n    {address(arguments.host, port, token, opened)}\n", flush=True)
     print("Press Ctrl-C to end.", flush=True)
     config = uvicorn.Config(
         app, log_level="critical", access_log=False, server_header=False, timeout_graceful_shutdown=CLOSE_SECONDS
@@ -210,8 +214,9 @@ def listen(host: str, port: int) -> tuple[socket.socket, bool]:
     raise UserError(f"Ports {port} to {port + NUM_PORTS - 1} are in use. Choose another with --port.")
 
 
-def address(host: str, port: int, token: str | None) -> str:
-    """Returns the address to open."""
+def address(host: str, port: int, token: str | None, run_id: str | None = None) -> str:
+    """Returns the address to open: the overview of a run, or the list of runs."""
     name = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname(), "127.0.0.1": "localhost"}.get(host, host)
     shown = f"[{name}]" if ":" in name else name
-    return f"http://{shown}:{port}/" + (f"?token={token}" if token else "")
+    page = f"#/{quote(run_id, safe='')}/overview" if run_id else ""
+    return f"http://{shown}:{port}/" + (f"?token={token}" if token else "") + page

@@ -255,6 +255,7 @@ def test_a_host_that_is_not_here_and_a_folder_that_is_not_there_are_named(tmp_pa
         choose_places([str(tmp_path / "gone")], None)
     assert address("127.0.0.1", 8005, None) == "http://localhost:8005/"
     assert address("::1", 8005, "secret") == "http://[::1]:8005/?token=secret"
+    assert address("127.0.0.1", 8005, None, "a~b c") == "http://localhost:8005/#/a~b%20c/overview"
 
 
 def test_two_runs_of_one_name_have_two_ids(tmp_path):
