@@ -23,7 +23,7 @@ SPARK_COLUMNS = 32
 OTHER_COLUMNS = 62
 """Columns of the health table besides the sparkline."""
 NUM_RESOLVED = 8
-"""Resolved alerts and notes that are shown."""
+"""Resolved alerts and notices that are shown."""
 ATTENTION = "yellow"
 
 
@@ -128,17 +128,18 @@ def _values(metric: str, lines: dict[str, list[float]]) -> list[float]:
 def _alerts(alerts: list[dict[str, Any]]) -> list[RenderableType]:
     unresolved = [alert for alert in alerts if not alert["resolved"]]
     resolved = [alert for alert in alerts if alert["resolved"] and alert["level"] != "info"]
-    notes = [alert for alert in alerts if alert["level"] == "info"]
-    counts = [
-        f"{len(some)} {word}" for some, word in ((unresolved, "open"), (resolved, "resolved"), (notes, "notes")) if some
-    ]
+    notices = [alert for alert in alerts if alert["level"] == "info"]
+    words = (
+        (unresolved, "open"), (resolved, "resolved"), (notices, "notice" if len(notices) == 1 else "notices"),
+    )  # fmt: skip
+    counts = [f"{len(some)} {word}" for some, word in words if some]
     out: list[RenderableType] = [Text.assemble(("Alerts  ", "bold"), (", ".join(counts) or "none", "dim"))]
     for alert in unresolved:
         out.append(Text.assemble(("! ", ATTENTION), single_line(alert["title"]), (f"  {_moment(alert)}", "dim")))
         more = " ".join(filter(None, (alert["text"], alert["advice"])))
         if more:
             out.append(safe(f"  {single_line(more)}", "dim"))
-    for alert in (*resolved, *notes)[:NUM_RESOLVED]:
+    for alert in (*resolved, *notices)[:NUM_RESOLVED]:
         mark = "· " if alert["level"] == "info" else "✓ "
         out.append(
             Text(f"{mark}{single_line(alert['title'])}  {_moment(alert)}", "dim", no_wrap=True, overflow="ellipsis")

@@ -15,7 +15,7 @@ export function Alerts({ alerts }: { alerts: Alert[] }) {
   const resolved = alerts.filter((alert) => alert.resolved && alert.level !== "info");
   const notes = alerts.filter((alert) => alert.level === "info");
   const rest = [...resolved, ...notes];
-  const words = [open.length && `${open.length} open`, resolved.length && `${resolved.length} resolved`, notes.length && `${notes.length} notes`].filter(Boolean).join(", ");
+  const words = [open.length && `${open.length} open`, resolved.length && `${resolved.length} resolved`, notes.length && `${notes.length} ${notes.length === 1 ? "notice" : "notices"}`].filter(Boolean).join(", ");
   return (
     <section className="sec">
       <h2>

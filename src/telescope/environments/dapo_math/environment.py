@@ -26,7 +26,7 @@ _ANSWER_LINE = re.compile(r"^[ \t*_#]{0,8}answer[ \t*_]{0,8}:(.*)$", re.IGNORECA
 
 
 class DapoMathEnvironment(MathEnvironment):
-    r"""Competition problems of DAPO-Math-17k, each once. The arguments are those of `MathEnvironment`.
+    r"""Competition problems of DAPO-Math-17k, each once. Its arguments are those of `hendrycks_math` but `levels`.
 
     The answer is the last line `Answer: ...`; without one, the last `\boxed{...}`.
     """

@@ -15,6 +15,6 @@ OPTIONAL_PACKAGES = ["datasets"]
 
 
 class DeepScaleREnvironment(MathEnvironment):
-    """Competition problems of DeepScaleR. The arguments are those of `MathEnvironment`."""
+    """Competition problems of DeepScaleR. Its arguments are those of `hendrycks_math` but `levels`."""
 
     hub_dataset: ClassVar[str] = "agentica-org/DeepScaleR-Preview-Dataset"
