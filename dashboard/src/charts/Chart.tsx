@@ -236,10 +236,11 @@ function useChartKeys(plot: React.RefObject<uPlot | null>, xs: number[], latest:
   };
 }
 
-/** The values at the crosshair, or the last ones. */
+/** The values at the crosshair, or the last ones. They are measured, so above a smoothed line they are labeled. */
 function Values(props: ChartProps & { axis: string; format: (value: Value) => string }) {
   const at = useCursor(props.axis);
-  if (props.read) return <span className="v">{props.read(at)}</span>;
+  const label = at === null && (props.read || props.lines.some((line) => line.raw)) && <span className="u">last </span>;
+  if (props.read) return <span className="v">{label}{props.read(at)}</span>;
   const spoken = props.lines.filter((line) => !line.silent);
   const text = (line: Line) => {
     const values = line.raw ?? line.values;
@@ -248,9 +249,10 @@ function Values(props: ChartProps & { axis: string; format: (value: Value) => st
     const beyond = at !== null && xs.length > 0 && at > xs[xs.length - 1]!;
     return props.format(row < 0 || beyond ? null : (values[row] ?? null));
   };
-  if (spoken.length === 1) return <span className="v">{text(spoken[0]!)}</span>;
+  if (spoken.length === 1) return <span className="v">{label}{text(spoken[0]!)}</span>;
   return (
     <span className="v many">
+      {label}
       {spoken.slice(0, 6).map((line) => (
         <span key={line.label} title={line.label}>
           <i className="dot small" style={{ background: `var(${line.color})` }} />
