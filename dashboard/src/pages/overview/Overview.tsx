@@ -97,24 +97,31 @@ function Verdict({ health }: { health: Health }) {
   );
 }
 
+/** Steps over which the server takes the mean of a health cell, at most. */
+const WINDOW = 10;
+
 function Strip({ health, steps }: { health: Health; steps: StepColumns }) {
   const place = usePlace();
+  const count = Math.min(WINDOW, steps.step.length);
   return (
-    <section className="strip" aria-label="Health">
-      {health.cells.map((cell) => {
-        const open = () => go(elsewhere(place, { page: "metrics" }, { metric: cell.metric.split(" / ")[0]! }));
-        return (
-          <button key={cell.name} className={`hc ${cell.attention ? "bad" : ""}`} onClick={open} title={cell.metric}>
-            <span className="l cut">{cell.title}</span>
-            <span className="n">
-              {cell.latest === null ? NONE : number(cell.latest)}
-              {cell.latest !== null && cell.unit === "%" ? "\u202f%" : ""}
-            </span>
-            <Spark values={cellValues(cell.metric, steps)} color={cell.attention ? "var(--warn)" : "var(--ink)"} keep={keepOf(steps)} />
-            <span className="wd cut">{cell.words}</span>
-          </button>
-        );
-      })}
+    <section className="health" aria-label="Health">
+      <p className="s f">Mean of the last {count === 1 ? "step" : `${count} steps`}</p>
+      <div className="strip">
+        {health.cells.map((cell) => {
+          const open = () => go(elsewhere(place, { page: "metrics" }, { metric: cell.metric.split(" / ")[0]! }));
+          return (
+            <button key={cell.name} className={`hc ${cell.attention ? "bad" : ""}`} onClick={open} title={cell.metric}>
+              <span className="l cut">{cell.title}</span>
+              <span className="n">
+                {cell.latest === null ? NONE : number(cell.latest)}
+                {cell.latest !== null && cell.unit === "%" ? "\u202f%" : ""}
+              </span>
+              <Spark values={cellValues(cell.metric, steps)} color={cell.attention ? "var(--warn)" : "var(--ink)"} keep={keepOf(steps)} />
+              <span className="wd">{cell.words}</span>
+            </button>
+          );
+        })}
+      </div>
     </section>
   );
 }
