@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, expect
 from tests.pages.page_visit import Visit, visit
+from tests.unit.dashboard.conftest import write_run
 
 from telescope.record.reader import Run
 from telescope.testing.browser import DashboardProcess
@@ -130,3 +131,16 @@ def test_a_page_opened_while_the_server_is_away_comes_with_it(browser: Browser, 
         expect(page.get_by_role("heading", name="The server did not answer.")).to_be_visible()
         server.start()
         expect(page.get_by_role("main")).to_contain_text("Every eval")
+
+
+def test_a_page_says_that_its_run_was_removed_until_it_is_back(browser: Browser, tmp_path: Path):
+    write_run(tmp_path / "run", "grpo")
+    with DashboardProcess(tmp_path) as server, visit(browser, server.address) as opened:
+        page = opened.open("run/overview")
+        moved = (tmp_path / "run").rename(tmp_path / ".moved")
+        expect(page.get_by_role("heading", name="This run was removed or moved.")).to_be_visible()
+        expect(page.get_by_role("banner")).to_contain_text("removed")
+        expect(page.get_by_label("Progress")).to_have_count(0)
+        moved.rename(tmp_path / "run")
+        expect(page.get_by_role("banner")).to_contain_text("finished")
+        expect(page.get_by_label("Progress").first).to_contain_text("12 of 12 steps")

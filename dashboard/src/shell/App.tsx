@@ -29,6 +29,8 @@ export function App() {
   const { connected } = useConnection(place.run);
   const remote = newest.remote ?? info.data?.info.remote ?? null;
   const isMissing = route?.ofRun === true && remote !== null && remote.phase !== "synced" && !newest.hasSteps;
+  const isGone = info.data !== undefined && info.error instanceof ApiError && info.error.status === 404;
+  const isShown = place.run !== null && info.data !== undefined && !isGone;
   const [opened, open] = useState<Opened>(null);
   useEffect(startKeys, []);
   useKeys("Everywhere", [
@@ -56,14 +58,14 @@ export function App() {
       </a>
       <Header open={open} />
       {remote && !isMissing && <RemoteStrip remote={remote} />}
-      {place.run !== null && info.data && !isMissing && <RecordStrip run={place.run} page={place.page} />}
-      {place.run !== null && info.data && !isMissing && <Ruler />}
+      {isShown && !isMissing && <RecordStrip run={place.run!} page={place.page} />}
+      {isShown && !isMissing && <Ruler />}
       <main className="page" id="main" tabIndex={-1}>
         <Boundary key={`${place.run}/${place.page}`}>{content()}</Boundary>
       </main>
       <Palette opened={opened === "palette"} close={() => open(null)} openOther={open} />
       <KeysDialog opened={opened === "keys"} close={() => open(null)} />
-      {place.run !== null && info.data && !embedded && <NoteDialog run={place.run} />}
+      {isShown && !embedded && <NoteDialog run={place.run!} />}
       <CompareDialog opened={opened === "compare"} close={() => open(null)} />
     </>
   );
@@ -72,7 +74,7 @@ export function App() {
     if (!route)
       return <Quiet title="There is no such page." text={embedded ? "A run in one file has some of the dashboard's pages." : `The address names the page "${place.page}".`} />;
     if (route.ofRun && place.run === null) return <Quiet title="Choose a run first." text="This page belongs to a run." />;
-    if (place.run !== null && info.error && !info.data) return <Failure error={info.error} />;
+    if (place.run !== null && info.error && !isShown) return <Failure error={info.error} wasThere={isGone} />;
     if (remote && isMissing) {
       const failed = remote.phase === "failed";
       return <Quiet title={failed ? "This run could not be copied." : "This run is being copied."} text={remoteWords(remote)} />;
@@ -104,9 +106,10 @@ export function Quiet({ title, text, children }: { title: string; text?: ReactNo
   );
 }
 
-export function Failure({ error }: { error: Error }) {
+/** Says why a read failed. `wasThere`: the page has shown the run. */
+export function Failure({ error, wasThere = false }: { error: Error; wasThere?: boolean }) {
   const status = error instanceof ApiError ? error.status : 0;
-  const title = status === 404 ? "This run was not found." : status === 400 ? "The address has a value that is not valid." : "The server did not answer.";
+  const title = wasThere ? "This run was removed or moved." : status === 404 ? "This run was not found." : status === 400 ? "The address has a value that is not valid." : "The server did not answer.";
   return (
     <Quiet title={title} text={error.message}>
       <p>

@@ -32,6 +32,9 @@ RETRY_MILLISECONDS = 1000
 
 IN_FLIGHT = "in_flight"
 
+REMOVED = "removed"
+"""Status of a run whose folder was removed or moved. A page reads the run again when its status changes."""
+
 
 class TableSizes:
     """Rows of each table of a run. A folder that did not change is not listed again."""
@@ -101,7 +104,7 @@ async def run_events(
 
 
 def _look(sizes: TableSizes, run: Run) -> tuple[dict[str, int], str]:
-    return sizes.read(), run.status
+    return sizes.read(), run.status if run.files.run_dir.is_dir() else REMOVED
 
 
 Sizes = dict[str, int]

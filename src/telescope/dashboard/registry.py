@@ -102,8 +102,11 @@ class Registry:
     def store(self, run_id: str) -> RunStore:
         """Returns a run that a page shows: a copy is made complete. Raises `NotFoundError`."""
         found = self.find(run_id)
-        if (copy := self.copy_in(found.run.files.run_dir)) is not None:
+        run_dir = found.run.files.run_dir
+        if (copy := self.copy_in(run_dir)) is not None:
             copy.open()
+        elif not run_dir.is_dir():
+            raise NotFoundError(f"Run {run_id!r} was removed or moved: {str(run_dir)!r} is gone.")
         return found
 
     def copy_in(self, run_dir: Path) -> RunCopy | None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
-from tests.unit.dashboard.conftest import NUM_STEPS, T0, sample_rows, write_step
+from tests.unit.dashboard.conftest import NUM_STEPS, T0, sample_rows, write_run, write_step
 from tests.unit.orchestrator.fakes import gini
 
 from telescope.cli.ui import address, choose_places, listen
@@ -150,6 +150,22 @@ def test_an_unknown_run_and_an_unknown_address_say_so(client):
     assert client.get("/api/events?run=nowhere").status_code == 404
     assert client.get("/api/events").status_code == 422
     assert client.get("/api/runs/first/steps?since=-1").status_code == 422
+
+
+async def test_a_run_whose_folder_was_moved_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(events, "ENDED_SECONDS", 0.0)
+    write_run(tmp_path / "run", "rloo")
+    client = TestClient(create_app([tmp_path]), base_url="http://localhost")
+    assert client.get("/api/runs/run").status_code == 200
+    run = Run(tmp_path / "run")
+    moved = run.files.run_dir.rename(tmp_path / ".moved")
+    for part in ("", "/health", "/steps", "/now"):
+        answer = client.get(f"/api/runs/run{part}")
+        assert answer.status_code == 404 and "removed or moved" in answer.json()["detail"]
+    assert any('"status":"removed"' in event for event in await events_of({"run": run}, None))
+    assert client.get("/api/runs?fields=last.entropy").status_code == 200
+    moved.rename(run.files.run_dir)
+    assert client.get("/api/runs/run").status_code == 200
 
 
 def test_a_parameter_that_an_address_does_not_have_is_refused(client):
