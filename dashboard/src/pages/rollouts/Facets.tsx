@@ -50,7 +50,7 @@ export function Facets({ counts, total }: { counts: Counts; total: number }) {
   });
 }
 
-/** Limits of numbers and metrics, and a form for another one. */
+/** Limits of numbers and metrics, after a form for another one. It stands first, because the end of the row may be cut. */
 export function Ranges({ metrics }: { metrics: readonly string[] }) {
   const { params } = usePlace();
   const ranges = parseList(params.ranges);
@@ -58,6 +58,9 @@ export function Ranges({ metrics }: { metrics: readonly string[] }) {
   return (
     <dl>
       <dt>Range</dt>
+      <dd>
+        <RangeForm metrics={metrics} add={(range) => change([...ranges, formatRange(range)])} />
+      </dd>
       {ranges.map((text) => {
         const range = parseRange(text);
         return (
@@ -68,9 +71,6 @@ export function Ranges({ metrics }: { metrics: readonly string[] }) {
           </dd>
         );
       })}
-      <dd>
-        <RangeForm metrics={metrics} add={(range) => change([...ranges, formatRange(range)])} />
-      </dd>
     </dl>
   );
 }

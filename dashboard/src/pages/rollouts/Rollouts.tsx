@@ -168,8 +168,8 @@ export function Rollouts() {
           <input className="field" type="search" placeholder="Search all answers and prompts" aria-label="Search all answers and prompts" value={draft} onChange={(event) => setDraft(event.target.value)} />
         </div>
         <div className={`fl ${params.filters === "1" ? "open" : ""}`}>
-          <Facets counts={counts.current?.facets ?? {}} total={counts.current?.total ?? 0} />
           <Ranges metrics={metrics} />
+          <Facets counts={counts.current?.facets ?? {}} total={counts.current?.total ?? 0} />
         </div>
         <span className="total d">
           <button className="link" aria-expanded={params.filters === "1"} onClick={() => setParams({ filters: params.filters === "1" ? null : "1" }, true)}>
