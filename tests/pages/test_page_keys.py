@@ -118,6 +118,17 @@ def test_keys_move_through_steps_groups_and_answers(visitor: Visit, runs: Path):
     page.wait_for_url(lambda address: "step=" not in address)
 
 
+def test_an_answer_is_pinned_beside_the_next(visitor: Visit, runs: Path):
+    page = visitor.open("first/rollouts", {"step": 5})
+    group = groups_of(runs, 5)[0]
+    titles = page.get_by_label("Conversation").locator(".ttl b")
+    page.keyboard.press("c")
+    expect(page.get_by_label("Answer to compare")).to_contain_text("Choose another answer to compare.")
+    expect(titles).to_have_text([f"{group}-0"])
+    page.keyboard.press("l")
+    expect(titles).to_have_text([f"{group}-0", f"{group}-1"])
+
+
 def test_arrows_go_through_the_tokens_of_an_answer(visitor: Visit, runs: Path):
     (row,) = Run(runs / "first").sql("select sample_id, step from tokens limit 1").to_dicts()
     page = visitor.open("first/rollouts", {"step": row["step"], "sample": row["sample_id"], "view": "surprise"})

@@ -118,6 +118,7 @@ export function Rollouts() {
   const ownStep = list === "answers" && shownDetail && shownDetail.group_id >= 0 && shownDetail.step !== step ? shownDetail.step : null;
   const own = useResource<Group[]>(ownStep === null ? null : runPath(run, "groups"), { step: ownStep });
   const [pinAttempt, pinId] = (params.pin ?? "").split("~");
+  const isPinned = pinId === selected && Number(pinAttempt) === attempt;
   const pinned = useResource<Detail>(pinId ? runPath(run, "samples", pinAttempt!, pinId) : null);
 
   const select = (id: string | null, more: Record<string, string | null> = {}) => id && setParams({ sample: id, ...more }, false);
@@ -137,7 +138,7 @@ export function Rollouts() {
     { keys: ["f"], does: "go to the newest step", run: () => newest !== null && setParams({ step: String(newest), sample: null, list: null }) },
     ...VIEW_KEYS.map((view, i) => ({ keys: [String(i)], does: `show as ${view}`, run: () => setParams({ view }, true) })),
   ]);
-  const pin = () => setParams({ pin: pinId === selected ? null : `${attempt}~${selected}` });
+  const pin = () => setParams({ pin: isPinned ? null : `${attempt}~${selected}` });
 
   const heat = useMemo(() => {
     if (!steps) return [];
@@ -223,25 +224,30 @@ export function Rollouts() {
           shown={params.view ?? ""}
           setShown={(view) => setParams({ view }, true)}
           search={params.search ?? ""}
-          against={shownDetail && { text: shownDetail.completion_text ?? "", isFirst: false }}
+          against={isPinned || !shownDetail ? undefined : { text: shownDetail.completion_text ?? "", isFirst: false }}
           title={<Title detail={pinned.data} note={<button className="link d" onClick={() => setParams({ pin: null })}>unpin</button>} />}
         />
       )}
-      {shownDetail ? (
+      {pinned.data && isPinned ? (
+        <section className="p2" aria-label="Answer to compare">
+          <Quiet title="Choose another answer to compare." />
+          {group && <AllAnswers group={group} scale={scale} selected={selected} onSelect={(id) => select(id)} />}
+        </section>
+      ) : shownDetail ? (
         <ConversationPane
           detail={shownDetail}
           shown={params.view ?? ""}
           setShown={(view) => setParams({ view }, true)}
           search={params.search ?? ""}
           against={pinned.data && { text: pinned.data.completion_text ?? "", isFirst: true }}
-          title={<Title detail={shownDetail} of={group?.samples.length} note={<button className="link d" onClick={pin}>{pinId === selected ? "unpin" : "pin"} <kbd>c</kbd></button>} />}
+          title={<Title detail={shownDetail} of={group?.samples.length} note={<button className="link d" onClick={pin}>{isPinned ? "unpin" : "pin"} <kbd>c</kbd></button>} />}
         >
           {group && <AllAnswers group={group} scale={scale} selected={selected} onSelect={(id) => select(id)} />}
         </ConversationPane>
       ) : (
         <section className="p2">{detail.error && <Quiet title={`Answer ${selected} was not found.`} text={`${detail.error.message}${live ? " One that is still being generated stands under “in flight”." : ""}`} />}</section>
       )}
-      {shownDetail && <Numbers detail={shownDetail} group={group} scale={scale} pinned={pinId && pinId !== selected ? pinned.data : undefined} origin={info?.info.started_at} />}
+      {shownDetail && <Numbers detail={shownDetail} group={group} scale={scale} pinned={isPinned ? undefined : pinned.data} origin={info?.info.started_at} />}
     </div>
   );
 }
