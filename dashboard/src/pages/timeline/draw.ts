@@ -208,7 +208,8 @@ export function draw(context: CanvasRenderingContext2D, scene: Scene, width: num
     text(`${slots} slots`, 20, top + 24);
     if (engine.busy !== null && scene.now !== null) text(`${engine.busy} busy now`, 20, top + 40);
     const every = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512].find((size) => size * engine.slotHeight >= 48) ?? 1024;
-    for (let slot = 0; slot < slots; slot += every) text(String(slot), LABEL_WIDTH - 8, top + slot * engine.slotHeight + 6, "--ink3", "right");
+    // The number of one slot alone says nothing.
+    for (let slot = 0; slot < slots && every < slots; slot += every) text(String(slot), LABEL_WIDTH - 8, top + slot * engine.slotHeight + 6, "--ink3", "right");
     boxes(engine.syncs, top - 3, engine.height + 6, 0.16);
     for (const row of engine.rows) {
       if (row.y + row.height < scroll - AXIS || row.y > scroll + height) continue;
