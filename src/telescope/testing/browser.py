@@ -85,7 +85,7 @@ class DashboardProcess:
         """Starts the server, on the port that it had before. Returns when it answers."""
         command = [sys.executable, "-m", "telescope.cli.main", "ui", "--port", str(self.port), *self._arguments]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        self.address = _read_address(self._process)
+        self.address = _read_address(self._process).partition("#")[0]  # over a single run, its page follows
         self.port = int(self.address.split("?")[0].rstrip("/").rpartition(":")[2])
 
     def kill(self) -> None:
