@@ -16,9 +16,7 @@ PYTEST := $(PY) -m pytest
 JOBS := 2
 PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # In this order: the longest first.
-# In this order: the longest first, so that no process ends long before the other.
-LONGEST := $(patsubst %,tests/e2e/%,stack test_a_whole_run.py test_lora.py test_megatron.py)
-E2E := $(LONGEST) tests/integration/weights tests/e2e
+E2E := tests/integration/weights tests/e2e  # tests/conftest.py puts the longest first
 SLOW := tests/e2e/stack tests/integration tests/e2e
 WITHOUT_BROWSER = $(shell $(PY) -m telescope.testing.browser > /dev/null || echo and not browser)
 # Bytecode that is not kept would be compiled again by every process of every run.

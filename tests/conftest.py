@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,9 @@ PLACES = {"first_on_its_server": -1, "last_on_its_server": 1}
 SHARED_SERVERS = ("tests/e2e/stack", "tests/integration/weights")
 """Folders whose files share a fixture that takes long to start."""
 
+LONGEST = ("e2e/stack", "integration/weights", "e2e/test_a_whole_run.py", "e2e/test_lora.py", "e2e/test_megatron.py")
+"""Below tests/, in the order of their starts: what starts last keeps one process busy while the others are idle."""
+
 
 @pytest.fixture(scope="session", autouse=True)
 def temporary_base(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -34,13 +38,18 @@ def temporary_base(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # pytest itself then groups them by their servers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts marked tests before or after the others of their file.
+    """Puts the longest files first, and marked tests before or after the others of their file.
 
     Tests that were imported come in the order of the imports, which is that of the alphabet: what a docstring states of
     the end of a file does not hold for them.
     """
-    files = {path: number for number, path in enumerate(dict.fromkeys(item.path for item in items))}
+    files = {path: (start_of(path), number) for number, path in enumerate(dict.fromkeys(item.path for item in items))}
     items.sort(key=lambda item: (files[item.path], sum(PLACES.get(mark.name, 0) for mark in item.iter_markers())))
+
+
+def start_of(path: Path) -> int:
+    """Returns the place of a file among `LONGEST`, or the one after them."""
+    return next((place for place, name in enumerate(LONGEST) if f"tests/{name}" in path.as_posix()), len(LONGEST))
 
 
 def pytest_collection_finish() -> None:
