@@ -38,7 +38,7 @@ export function recordWords({ unreadable, attempts, version }: Pick<RunInfo, "un
   ];
 }
 
-/** The server finds damaged files when it reads them for a page: it is asked again after that. */
+/** The server finds damaged files when it reads them for a page, so the list is fetched again after that. */
 const READ_MS = 2500;
 
 /** The line of a run whose record is damaged, or of another version. */
