@@ -60,9 +60,7 @@ def make_actor(actor_class: type, placement: dict[str, Any]) -> Any:
 
 
 def exit_on_sigterm(log: BinaryIO | None = None) -> None:
-    """Exits at once on SIGTERM.
-
-    Ray sends it when the placement group is removed.
+    """Exits at once on SIGTERM, which Ray sends with the placement group's removal.
 
     Ray's own handler raises SystemExit in the main thread; if that runs a destructor, Python prints a traceback and
     goes on. Nothing is left to do: `stop` was called before, and child processes watch for the end of this one.
@@ -200,7 +198,6 @@ class TrainerActor:
         self._memory.start()
         return info
 
-    @ray.method(concurrency_group="observe")
     def take_readings(self) -> ReadingBatch:
         """Readings of this rank's memory since the last call; none before `setup`."""
         return add_gpus(self._memory.take() if self._memory is not None else ReadingBatch([], []))

@@ -116,7 +116,7 @@ class ModelShape:
     def mlp_widths(self) -> tuple[int, int]:
         """Width of an MLP's arrays in a dense and a sparse layer.
 
-        In a sparse one, of all experts that a token visits. 0: there is no such layer.
+        A sparse one counts all experts that a token visits. 0: there is no such layer.
         """
         dense = self.intermediate_size if self.num_dense_layers() else 0
         experts = min(self.num_experts, self.experts_per_token) if self.num_sparse_layers() else 0

@@ -130,7 +130,7 @@ def why_elsewhere(config: TelescopeConfig) -> str | None:
 
 
 def check_packages(_: TelescopeConfig) -> None:
-    """Checks for packages that train, which a bare `telescope` lacks."""
+    """Checks that the packages for training are installed, which a bare `telescope` lacks."""
     missing = [name for name in TRAINING_PACKAGES if not is_installed(name)]
     if missing:
         raise ConfigError(
@@ -316,7 +316,7 @@ def check_ports(config: TelescopeConfig) -> None:
 
 
 def check_model(config: TelescopeConfig) -> None:
-    """Checks the model's files, and whether it certainly does not fit here."""
+    """Checks the model's files, and refuses one that certainly does not fit here."""
     report = inspect_model(config)
     check_shape(config, report)
     check_report(config, report)
@@ -326,7 +326,7 @@ def check_model(config: TelescopeConfig) -> None:
 
 
 def check_report(config: TelescopeConfig, report: ModelReport) -> None:
-    """Checks that the model's files were readable. A filter needs its sizes."""
+    """Checks that the model's files are readable, and sizes that filters need."""
     if report.unchecked:
         raise ConfigError(
             f"model is {config.model!r}: {report.unchecked}. Set model to a local folder, or connect to the hub, or "
@@ -418,13 +418,13 @@ def check_checkpoint_memory(config: TelescopeConfig, report: ModelReport) -> Non
 
 
 def check_fit(config: TelescopeConfig, report: ModelReport, machine: ClusterResources) -> None:
-    """Checks that the model fits `machine`, as far as certain."""
+    """Refuses a model that certainly does not fit `machine`."""
     check_kv_cache(config, report, machine)
     check_shared_gpu(config, report, machine)
 
 
 def check_shared_gpu(config: TelescopeConfig, report: ModelReport, machine: ClusterResources) -> None:
-    """Checks that a rank fits beside the server on a GPU."""
+    """Checks that a trainer rank fits beside the server on a shared GPU."""
     memory = machine.nodes[0].gpu_memory_bytes
     if not config.share_gpus or memory is None or resolve_device(config, machine) != "cuda" or report.shape is None:
         return

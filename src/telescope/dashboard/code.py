@@ -59,7 +59,7 @@ class Snapshots:
         self._known: OrderedDict[tuple[Path, int], Snapshot] = OrderedDict()
 
     def of(self, run: Run, attempt: int | None = None) -> Snapshot:
-        """Returns the code of an attempt. By default of the newest one that has any. Raises `NotFoundError`."""
+        """Returns the code of an attempt, by default the newest that has any. Raises `NotFoundError`."""
         found = archives(run)
         chosen = max(found, default=0) if attempt is None else attempt
         if chosen not in found:
@@ -113,9 +113,9 @@ def file(snapshots: Snapshots, run: Run, attempt: int | None, path: str) -> dict
 
 
 def difference(snapshots: Snapshots, old: Run, new: Run, path: str = "") -> dict[str, Any]:
-    """Returns the files that differ between two runs.
+    """Returns the files that differ between two runs, with unified diffs.
 
-    With unified diffs, of their newest code, or of one `path` of it.
+    `path` limits it to one file of their newest code.
     """
     before, after = snapshots.of(old).files, snapshots.of(new).files
     paths = sorted(before.keys() | after.keys())

@@ -87,7 +87,7 @@ def by_turn(row: Row) -> Any:
 
 
 def assemble(sample: Row, whole: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
-    """Puts a sample and its rows of other tables together. Those of `turns`, `tool_calls`, `info` and `spans`."""
+    """Returns a sample with its rows of `turns`, `tool_calls`, `info` and `spans`."""
     return {
         **{name: value for name, value in sample.items() if name != "info_turns"},  # of earlier versions
         **{name: sample[name] or {} for name in ("metrics", "tags", "golden", "divergences")},

@@ -83,9 +83,7 @@ class Filters:
 
 
 def samples(store: RunStore, filters: Filters, *, sort: str, offset: int, limit: int) -> dict[str, Any]:
-    """Returns one page of the samples that pass all filters.
-
-    With counts of each facet.
+    """Returns one page of the samples that pass all filters, with counts of each facet.
 
     A facet counts the samples that pass the filters of the others. Raises `UserError` for an unknown order or filter.
     """

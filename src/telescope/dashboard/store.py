@@ -330,9 +330,7 @@ class RunStore:
         return found
 
     def beginnings(self, where: str, length: int, columns: str = "") -> dict[tuple[int, str], Row]:
-        """Returns the first characters of `prompt` and `answer`.
-
-        Of the samples of `where`, by attempt and sample.
+        """Returns the first characters of `prompt` and `answer`, by attempt and sample.
 
         A prompt begins with its last user message: what is before it, such as a system prompt, is often the same.
         `where` is about columns that are in memory.

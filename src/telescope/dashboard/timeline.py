@@ -62,9 +62,7 @@ def gauge_names(store: RunStore) -> list[dict[str, Any]]:
 def gauges(
     store: RunStore, names: list[str], start: float | None, end: float | None, points: int
 ) -> list[dict[str, Any]]:
-    """Returns the series of gauges in parts of a range.
-
-    With smallest, mean and largest reading of each of `points` parts.
+    """Returns the smallest, mean and largest readings of gauges in `points` parts of a range.
 
     `time` is that of the last reading of a part, so that differences of counters are exact.
     """

@@ -59,11 +59,9 @@ def extract_answer_tags(text: str) -> str:
 
 
 def extract_boxed_answer(text: str) -> str:
-    r"""Returns the content of the last complete `\boxed{...}`.
+    r"""Returns the content of the last complete `\boxed{...}`, or `""`.
 
-    Also of `\fbox{...}`, or a digit after `\boxed`. `""` without one.
-
-    Braces are balanced.
+    `\fbox{...}` and a digit after `\boxed` count too. Braces are balanced.
     """
     opened: list[int] = []
     last = ""

@@ -56,7 +56,7 @@ LARGEST = 1e150
 
 @dataclass(frozen=True, slots=True)
 class EvalPoint:
-    """Accuracy of an eval after `step`, -1 before training. With its 95 % interval if there is one."""
+    """Accuracy of an eval after `step` (-1: before training), with its 95 % interval."""
 
     name: str
     step: int
@@ -89,7 +89,7 @@ class History:
         return math.fsum(values) / below if values and below > 0 else None
 
     def before(self, step: int, metric: str) -> float | None:
-        """Returns the mean over the `WINDOW` steps up to `step`. Of the first ones for an earlier step."""
+        """Returns the mean over the `WINDOW` steps up to `step`. An earlier `step` gives that of the first ones."""
         chosen = [place for place, one in enumerate(self.steps) if one <= step][-WINDOW:] or range(WINDOW)
         values = self.columns.get(metric, ())
         measured = finite([values[place] for place in chosen if place < len(values)])
@@ -122,7 +122,7 @@ def finite(values: Values) -> list[float]:
 
 
 def ends_of(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the means over the first and last 10 steps. Of fewer steps, over the halves."""
+    """Returns means over the first and last 10 steps, or halves."""
     window = max(1, min(WINDOW, len(values) // 2))
     return statistics.fmean(values[:window]), statistics.fmean(values[-window:])
 

@@ -212,7 +212,7 @@ class _TrainingRun:
         return await save_where_possible(save, folder, self._status)
 
     async def _take_gauges(self, components: RunComponents, disk: Sampler) -> None:
-        """Updates the live view's numbers and the record's gauges. Also looks for a stall and a full disk."""
+        """Updates the live view's numbers and the record's gauges. Looks for a stall and a full disk too."""
         status, write = self._status, self._directory.recorder.write
         status.num_slots = sum(server.capacity for server in components.slots.servers)
         loop = asyncio.get_running_loop()

@@ -150,7 +150,7 @@ class StepRecorder:
         return metrics
 
     async def _write_batch(self, trained: TrainedStep) -> None:
-        """Writes the groups of a step, and its distributions. Also what the trainer recorded."""
+        """Writes the groups, distributions and trainer's records of a step."""
         await self._write_trained_groups(trained)
         discarded, self._discarded_numbers = self._discarded_numbers, []
         for rows in step_stats_rows(trained.groups, trained.advantages.tolist(), discarded, step=trained.step):

@@ -365,7 +365,7 @@ class WeightSync:
         return self._num_syncs == 0 or (every > 0 and self._num_syncs % every == 0)
 
     async def _probe(self, report: SyncReport, *, initial: str | None = None) -> None:
-        """Raises WeightMismatch unless servers have the sent weights. With `initial`, the trainer's."""
+        """Raises WeightMismatch unless servers have the sent weights, or with `initial` the trainer's."""
         for server, probe in (await self._examine(report, initial=initial)).items():
             if not probe.ok:
                 raise WeightMismatch(

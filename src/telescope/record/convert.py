@@ -19,9 +19,7 @@ from telescope.record.schema import Table
 
 
 def rows_to_table(table: Table, rows: Sequence[Mapping[str, Any]]) -> tuple[pa.Table, dict[str, str]]:
-    """Converts rows to an Arrow table.
-
-    Also returns the values that did not fit.
+    """Converts rows to an Arrow table. Returns it and the values that did not fit.
 
     Of each column, the first such value is returned. Missing keys are null. A column that cannot be converted as a
     whole is converted value by value, so that one odd value does not lose the others.

@@ -75,7 +75,7 @@ class PendingRows:
         return dict(self._added)
 
     def first(self, table: str, cut: int, max_rows: int, max_bytes: int) -> list[Row]:
-        """Returns the oldest rows before the mark `cut`. They stay in the buffer. At least one if there is any."""
+        """Returns the oldest rows before the mark `cut`, at least one if there is any. They stay in the buffer."""
         rows: list[Row] = []
         pending = self._rows[table]
         before_cut = cut - (self._added[table] - len(pending))

@@ -88,7 +88,7 @@ def list_tails(directory: Path) -> list[tuple[int, Path]]:
 
 
 def select(files: Iterable[TableFile], cursor: int = 0) -> Listing:
-    """Chooses files that have each row from `cursor` on once. At each row, the widest."""
+    """Chooses files that have each row from `cursor` on once, the widest at each row."""
     chosen: list[TableFile] = []
     gaps: list[tuple[int, int]] = []
     end, position = 0, cursor

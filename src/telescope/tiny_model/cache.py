@@ -1,6 +1,4 @@
-"""Settings of tiny models, and the cache of built ones.
-
-Each settings have a folder.
+"""Settings of tiny models, and the cache of built ones. Each combination of settings has a folder.
 
 Equal keys give the same model on the same machine, because every random choice of the build is drawn from `seed`.
 Invariants: a folder with its final name is complete, because it is filled under another name and then renamed; a folder

@@ -231,9 +231,7 @@ class ChangedFiles:
         self._sent: dict[str, _Sent] = {}
 
     def due(self, now: float, *, last: bool = False) -> tuple[list[str], dict[str, int]]:
-        """Returns the names of changed files, in order.
-
-        Also the size of every file of the wanted kinds.
+        """Returns changed files in order, and the sizes of all wanted files.
 
         `last`: also changed files whose time has not come.
         """

@@ -92,9 +92,7 @@ class WandbProject:
         return "W&B" if self.host in DEFAULT_HOSTS else self.host
 
     def runs(self, newer_than: float = 0.0, names: Iterable[str] = ()) -> tuple[list[RemoteRun], int]:
-        """Returns the runs of Telescope, newest first.
-
-        Also the number of all runs.
+        """Returns the runs of Telescope, newest first, and the number of all runs.
 
         With `newer_than`, only those that were created later, that are running, or that are in `names`.
         """

@@ -227,7 +227,7 @@ def percentile(histogram: list[float], share: float) -> float:
 
 
 def reduce_timing(values: dict[str, float], device: torch.device) -> dict[str, float]:
-    """Returns each time of the slowest rank. Each `<operation>_total` has also a mean over all ranks."""
+    """Returns the slowest rank's times, and means of each `<operation>_total`."""
     totals = sorted(name for name in values if name.endswith("_total"))
     sums = torch.tensor([values[name] for name in totals], dtype=torch.float64, device=device)
     dist.all_reduce(sums, op=dist.ReduceOp.SUM)

@@ -193,9 +193,9 @@ class Trainer:
         return StepResult(metrics=metrics, spans=spans, tokens=backend.take_tokens())
 
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (Hugging Face name, full tensor) on every rank. Collective: drain it.
+        """Yields (Hugging Face name, full tensor) on every rank, in `dtype` or as stored.
 
-        In `dtype` or as stored. The time from the first request to the end counts as weight sync.
+        Collective: drain it. The time from the first request to the end counts as weight sync.
         """
         started = time.time()
         yield from self.backend.named_weights(dtype)

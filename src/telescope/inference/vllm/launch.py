@@ -271,9 +271,8 @@ def shape_of(model: str) -> ModelShape | None:
 def kv_cache_gib(config: TelescopeConfig, shape: ModelShape | None, memory_bytes: int | None = None) -> float:
     """Returns GiB of KV cache for a server on the CPU.
 
-    It is the configured size, or else enough for all request slots.
-
-    At most a quarter of the machine's memory. vLLM accepts whole GiB only, so the caller rounds up.
+    It is the configured size, or else enough for all request slots, but at most a quarter of the machine's memory. vLLM
+    accepts whole GiB only, so the caller rounds up.
     """
     if config.inference_kv_cache_gib is not None:
         return config.inference_kv_cache_gib

@@ -259,7 +259,7 @@ async def read_body(receive: Receive) -> bytes:
 
 
 def replay(body: bytes, receive: Receive) -> Receive:
-    """Returns a receive channel that yields `body` first. Then come the original's messages (the disconnect)."""
+    """Returns a receive channel that yields `body`, then the original's messages (the disconnect)."""
     sent = False
 
     async def channel() -> Message:

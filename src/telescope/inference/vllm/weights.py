@@ -432,9 +432,9 @@ def undo_unfinished_reload(model: nn.Module) -> None:
 
 
 def remove_expert_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
-    """Removes the experts' kernels, so that new ones are packed.
+    """Removes the experts' kernels, so that new ones are packed. Returns the methods with their previous kernels.
 
-    Only where no CUDA graph refers to a kernel. Returns the methods with their previous kernels.
+    Call it only where no CUDA graph refers to a kernel.
     """
     methods: list[Any] = [getattr(layer, "quant_method", None) for layer in model.modules()]
     removed = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]

@@ -18,7 +18,7 @@ PIECE = re.compile(r"<\|im_(?:start|end)\|>|</?\w+>| ?[A-Za-z]+|\d| ?[^\sA-Za-z\
 
 @dataclass(slots=True)
 class EncodedPart:
-    """Token ids of one answer, with logprobs at first. Also those of what the environment said before it."""
+    """Token ids of an answer and of the environment's messages before it."""
 
     ids_N: np.ndarray
     added: list[int]

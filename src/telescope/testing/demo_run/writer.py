@@ -146,7 +146,7 @@ class RunWriter:
         self.recorder.close()
 
     def write_step(self, number: int) -> None:
-        """Writes a step, and the evals before it. With its metrics, alerts and log lines."""
+        """Writes a step with its metrics, alerts and log lines, and the evals before it."""
         made = self.simulation.step(number, num_tokens_samples=0)
         self.now = made.start
         with self._logs():
@@ -166,7 +166,7 @@ class RunWriter:
         self._make_room()
 
     def write_samples(self, number: int) -> None:
-        """Writes the samples, distributions and spans of a step. And the answers of the evals before it."""
+        """Writes samples, distributions and spans of a step, and evals before it."""
         made = self.simulation.step(number, num_tokens_samples=NUM_TOKENS_SAMPLES)
         if number % EVAL_EVERY == 0:
             write_eval_samples(self, number, made.start)

@@ -1,4 +1,4 @@
-"""Loads a model into shards, and gathers full tensors from them. Also sets what FSDP2 gathers and when.
+"""Shards a model, gathers full tensors, and sets what FSDP2 gathers when.
 
 The units, which are gathered together, are the untied embedding and head, every layer, and the root: the last norm, and
 the shared table if tied. A forward pass ends with the root and the head and its backward pass begins with them, so they
