@@ -237,10 +237,10 @@ class TrainerActor:
         return self.trainer.sync_adapter(directory, getattr(torch, dtype))
 
     def self_check(self, function: str, *inputs: Any) -> Any:
-        """Calls a measurement of `trainer.step` with the backend."""
-        from telescope.trainer import step
+        """Calls a function of `trainer.self_check` with the backend."""
+        from telescope.trainer import self_check
 
-        return getattr(step, function)(self.trainer.backend, *inputs)
+        return getattr(self_check, function)(self.trainer.backend, *inputs)
 
     def stop(self) -> None:
         if self._memory is not None:

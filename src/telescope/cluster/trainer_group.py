@@ -36,7 +36,7 @@ from telescope.weights.plan import InitInfo, TensorMeta, UpdateInfo
 if TYPE_CHECKING:
     import numpy as np
 
-    from telescope.trainer.step import GradientComparison
+    from telescope.trainer.self_check import GradientComparison
     from telescope.weights.sender import SendReport
 
 logger = logging.getLogger(__name__)

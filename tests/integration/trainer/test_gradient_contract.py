@@ -16,7 +16,7 @@ from telescope.trainer.batch import TrainSample
 from telescope.trainer.loss import denominator
 from telescope.trainer.metrics import StepMetrics
 from telescope.trainer.packing import pack_step
-from telescope.trainer.step import packed_logprobs
+from telescope.trainer.self_check import packed_logprobs
 from telescope.trainer.timeline import Timeline
 from telescope.trainer.worker import Trainer
 

@@ -30,7 +30,7 @@ from telescope.trainer.batch import StepInput
 from telescope.trainer.logprob import VocabularyPart
 from telescope.trainer.model import checkpoint_tensors
 from telescope.trainer.packing import pack_step
-from telescope.trainer.step import GradientComparison, compare_gradients
+from telescope.trainer.self_check import GradientComparison, compare_gradients
 from telescope.trainer.worker import Trainer
 
 LENGTHS = [5, 31, 12, 7, 2, 28, 19, 3, 16, 9, 24, 11]

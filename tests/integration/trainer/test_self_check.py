@@ -10,7 +10,7 @@ import torch
 from tests.integration.trainer.trainer_cases import make_samples, weights
 
 from telescope.trainer.packing import pack_step
-from telescope.trainer.step import compare_gradients, packed_logprobs
+from telescope.trainer.self_check import compare_gradients, packed_logprobs
 
 LENGTHS = [5, 31, 12, 7, 2, 28, 19, 3]
 
