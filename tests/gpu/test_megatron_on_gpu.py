@@ -37,7 +37,7 @@ from telescope.config.megatron import TRANSFORMER_ENGINE
 from telescope.orchestrator.conversion import convert
 from telescope.trainer.model import checkpoint_tensors
 from telescope.trainer.worker import Trainer
-from telescope.utils.process import installed_version, is_installed
+from telescope.utils.packages import installed_version, is_installed
 
 pytestmark = [
     pytest.mark.gpu,

@@ -28,7 +28,7 @@ from tests.integration.trainer.trainer_cases import (
 )
 
 from telescope.trainer.model import checkpoint_tensors
-from telescope.utils.process import is_installed
+from telescope.utils.packages import is_installed
 
 pytestmark = [
     pytest.mark.gpu,

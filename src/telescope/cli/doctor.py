@@ -47,7 +47,8 @@ from telescope.config.schema import TelescopeConfig
 from telescope.errors import UserError
 from telescope.inference.vllm import support
 from telescope.trackers.wandb import has_credentials
-from telescope.utils.process import describe_exit, installed_version, is_installed
+from telescope.utils.packages import installed_version, is_installed
+from telescope.utils.process import describe_exit
 
 GIB = 1 << 30
 TORCH_DEADLINE_SECONDS = 120.0  # the first import on a slow disk

@@ -12,7 +12,7 @@ from telescope.config.base import MAX_WORKERS, Rule, up_to_multiple
 from telescope.config.memory import CUDA_CONTEXT_BYTES, SUM_BYTES, TrainerMemory, logprob_bytes
 from telescope.config.model_shape import DTYPE_BYTES, ModelShape, uneven_heads
 from telescope.errors import ConfigError
-from telescope.utils.process import installed_version
+from telescope.utils.packages import installed_version
 
 if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig

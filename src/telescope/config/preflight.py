@@ -33,7 +33,7 @@ from telescope.config.plan import ClusterResources, PlacementError, gpus_needed,
 from telescope.config.remarks import remarks_on_place
 from telescope.config.sections.general import client_address_problem
 from telescope.errors import ConfigError, UserError
-from telescope.utils.process import is_installed
+from telescope.utils.packages import is_installed
 from telescope.utils.text import pluralize
 
 if TYPE_CHECKING:

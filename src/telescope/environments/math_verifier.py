@@ -23,7 +23,7 @@ import time
 from typing import IO, Any
 
 from telescope.errors import InfrastructureError, UserError
-from telescope.utils.process import is_installed
+from telescope.utils.packages import is_installed
 
 MAX_CHARACTERS = 1_000
 """Longest answer that is compared."""

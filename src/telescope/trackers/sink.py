@@ -29,7 +29,7 @@ from telescope.record.files import RunFiles
 from telescope.record.run_info import read_run_json
 from telescope.trackers.base import MAX_WAITING, TITLES, TrackedRun
 from telescope.trackers.wandb import wandb_mode
-from telescope.utils.process import is_installed
+from telescope.utils.packages import is_installed
 
 if TYPE_CHECKING:
     from telescope.config import TelescopeConfig

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from telescope.record.files import replace_json
-from telescope.trackers.follower import kind_of
+from telescope.trackers.changed_files import kind_of
 
 FOLDER = "telescope"
 """Folder of the record among the files of a W&B run. W&B itself writes a `config.yaml` beside it."""

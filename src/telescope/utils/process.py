@@ -1,4 +1,4 @@
-"""Helpers around processes: packages, log files, garbage collection, stacks, exit codes, threads.
+"""Helpers around processes: log files, garbage collection, stacks, exit codes, threads.
 
 Log files are for the output of child processes. A failing disk or a removed folder prevents neither the start of a
 process nor the report of its exit.
@@ -15,8 +15,6 @@ import atexit
 import contextlib
 import faulthandler
 import gc
-import importlib.metadata
-import importlib.util
 import logging
 import os
 import signal
@@ -87,23 +85,6 @@ def describe_exit(code: int) -> str:
     except ValueError:  # real-time signals have no names
         name = f"signal {-code}"
     return f"was killed by {name}"
-
-
-def is_installed(name: str) -> bool:
-    """Returns whether a package can be imported. Not a folder of that name without modules, such as W&B's own."""
-    try:
-        spec = importlib.util.find_spec(name)
-    except ModuleNotFoundError:  # the package that it would be in
-        return False
-    return spec is not None and spec.origin is not None
-
-
-def installed_version(name: str) -> str | None:
-    """Returns the version of an installed distribution, or None."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 async def in_daemon_thread(function: Callable[[], T]) -> T:

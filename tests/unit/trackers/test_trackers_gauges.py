@@ -2,7 +2,7 @@
 
 import pytest
 
-from telescope.trackers.follower import GaugeCharts
+from telescope.trackers.charts import GaugeCharts
 
 
 def row(name: str, value: float | None, time: float = 0.0, **columns: object) -> dict[str, object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from telescope.trackers.follower import StepHistograms
+from telescope.trackers.charts import StepHistograms
 
 BINS = ([1, 3], [0.0, 0.5, 1.0])
 

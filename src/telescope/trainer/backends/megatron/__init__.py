@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from telescope.errors import ConfigError
-from telescope.utils.process import is_installed
+from telescope.utils.packages import is_installed
 
 if TYPE_CHECKING:
     from telescope.trainer.backends import TrainingBackend

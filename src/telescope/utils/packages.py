@@ -1,0 +1,23 @@
+"""Whether optional packages are installed, without importing them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+
+
+def is_installed(name: str) -> bool:
+    """Returns whether a package can be imported. Not a folder of that name without modules, such as W&B's own."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:  # the package that it would be in
+        return False
+    return spec is not None and spec.origin is not None
+
+
+def installed_version(name: str) -> str | None:
+    """Returns the version of an installed distribution, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
