@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from telescope.dashboard import code, curves, rollouts, runs
+from telescope.dashboard.architecture import architecture_of
 from telescope.dashboard.code import Snapshots
 from telescope.dashboard.models import to_json
 from telescope.dashboard.registry import Registry
@@ -117,7 +118,7 @@ def content_of(registry: Registry, run_id: str, now: float) -> dict[str, Any]:
             "next": steps["next"],
             "metrics": {name: _rounded(_picked(values, chosen)) for name, values in steps["metrics"].items()},
         },
-        f"{base}/model": runs.architecture_of(store.run),
+        f"{base}/model": architecture_of(store.run),
         f"{base}/code": _code(store, left_out),
         f"{base}/tags": {},
         f"{base}/evals": evals,

@@ -7,22 +7,19 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
 
 import telescope
-from telescope.config.model_shape import ModelShape, known_shape
 from telescope.dashboard.registry import BOOKKEEPING, Listing, Registry, config_of, json_object, known_fields
 from telescope.dashboard.remote import RunCopy
 from telescope.dashboard.steps import StepMetrics
 from telescope.dashboard.store import RunStore
 from telescope.health import rules, verdict
 from telescope.health.rules import EvalPoint, History
-from telescope.record.files import read_json
 from telescope.record.reader import Run
 
 MAPS = ("versions", "topology")
@@ -35,8 +32,6 @@ NEWEST_GAUGES = 4000
 """Rows of gauges, from the end, that are looked through: those of about 20 seconds."""
 
 WAITING = "vllm:num_requests_waiting"
-
-MODEL_CONFIG = "config.json"
 
 
 def run_rows(registry: Registry, names: Sequence[str] = ()) -> dict[str, Any]:
@@ -221,70 +216,3 @@ def _waiting(run: Run) -> int | None:
 def _by_number(part: str) -> tuple[int, str]:
     last = part.rpartition(" ")[2]
     return (int(last) if last.isdecimal() else 0, part)
-
-
-def architecture_of(run: Run) -> dict[str, Any]:
-    """Returns name, sizes and parts of the model. `parts` is empty if they are not known."""
-    name = config_of(run)[0].get("model")
-    config, source = _model_config(run)
-    shape = ModelShape.from_config(config) if config else known_shape(str(name or ""))
-    if shape is not None and not config:
-        source = "a table of well-known models"
-    return {
-        "name": name,
-        "source": source,
-        "model_type": config.get("model_type"),
-        "layers": shape.num_layers if shape else None,
-        "parameters": shape.num_parameters if shape else None,
-        "active_parameters": _active(shape) if shape else None,
-        "kv_bytes_per_token": shape.kv_bytes_per_token("bfloat16") if shape else None,
-        "max_position_embeddings": shape.max_position_embeddings if shape else None,
-        "parts": parts_of(shape) if shape else [],
-    }
-
-
-def parts_of(shape: ModelShape) -> list[dict[str, Any]]:
-    """Returns the parts in the order of the forward pass: what, how many, sizes in words, parameters of one."""
-    hidden = shape.hidden_size
-    table = shape.vocab_size * hidden
-    attention = shape.dense_layer_parameters - 3 * hidden * shape.intermediate_size
-    kind = "heads" if shape.num_kv_heads == shape.num_heads else f"heads, {shape.num_kv_heads} of keys and values,"
-    parts = [
-        ("Embedding", 1, f"{shape.vocab_size} tokens x {hidden}", table),
-        ("Attention with norms", shape.num_layers, f"{shape.num_heads} {kind} of {shape.head_dim}", attention),
-    ]
-    if dense := shape.num_dense_layers():
-        inner = shape.intermediate_size
-        parts.append(("Gated MLP", dense, f"{hidden} to {inner}", shape.dense_layer_parameters - attention))
-    if sparse := shape.num_sparse_layers():
-        inner = shape.expert_intermediate_size
-        sizes = f"{shape.num_experts} of {hidden} to {inner}, {shape.experts_per_token} for a token"
-        parts.append(("Experts with router", sparse, sizes, shape.sparse_layer_parameters - attention))
-    parts.append(("Last norm", 1, str(hidden), hidden))
-    shared = shape.tied_embeddings
-    parts.append(("Output", 1, "the embedding" if shared else f"{hidden} x {shape.vocab_size}", 0 if shared else table))
-    return [dict(zip(("part", "count", "sizes", "parameters"), part, strict=True)) for part in parts]
-
-
-def _active(shape: ModelShape) -> int:
-    """Returns the parameters that one token visits."""
-    idle = shape.num_experts - min(shape.num_experts, shape.experts_per_token)
-    expert = 3 * shape.hidden_size * shape.expert_intermediate_size
-    return shape.num_parameters - shape.num_sparse_layers() * idle * expert
-
-
-def _model_config(run: Run) -> tuple[Mapping[str, Any], str | None]:
-    for attempt in reversed(run.attempts()):
-        if found := json_object(attempt.get("model_config")):
-            return found, f"attempt {attempt['attempt']}"
-    folders: list[Path] = [run.files.model]
-    if run.files.checkpoints.is_dir():
-        folders += sorted(run.files.checkpoints.glob("step_*/hf_meta"))
-    for folder in folders:
-        try:
-            found = read_json(folder / MODEL_CONFIG)
-        except (OSError, ValueError):
-            continue  # a file that another program writes; the next place may have it
-        if isinstance(found, dict):
-            return found, str((folder / MODEL_CONFIG).relative_to(run.files.run_dir))
-    return {}, None

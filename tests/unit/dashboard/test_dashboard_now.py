@@ -9,7 +9,7 @@ from tests.unit.dashboard.conftest import write_run
 
 from telescope.config.model_shape import ModelShape, known_shape
 from telescope.dashboard.app import create_app
-from telescope.dashboard.runs import architecture_of, parts_of
+from telescope.dashboard.architecture import architecture_of, parts_of
 from telescope.orchestrator.status import RunStatus
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder

@@ -10,6 +10,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from telescope.dashboard import models, runs
 from telescope.dashboard.api import Reply, Row, Runs, Store
+from telescope.dashboard.architecture import architecture_of
 from telescope.dashboard.events import run_events
 from telescope.dashboard.export import export_run
 
@@ -50,7 +51,7 @@ def now(request: Request, store: Store) -> Reply:
 
 @router.get("/runs/{run}/model", response_model=models.Architecture, summary="Layers, sizes, parameters of its model")
 def model(request: Request, store: Store) -> Reply:
-    return Reply(request, runs.architecture_of(store.run))
+    return Reply(request, architecture_of(store.run))
 
 
 @router.get("/runs/{run}/export", response_class=Response, summary="The run as one HTML file")
