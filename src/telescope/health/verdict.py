@@ -76,7 +76,7 @@ def trend(history: History, metric: str) -> str:
     """Returns `rising`, `falling` or `steady`: the last 10 steps against the 10 before, by twice the standard error."""
     top = metric.partition(" / ")[0]
     now, before = history.last(top), history.last(top, WINDOW, WINDOW)
-    if min(len(now), len(before)) < WINDOW // 2:
+    if len(now) < 2 or len(before) < 2:
         return "too early"
     error = (statistics.variance(now) / len(now) + statistics.variance(before) / len(before)) ** 0.5
     difference = (history.mean(metric) or 0.0) - (history.mean(metric, WINDOW, WINDOW) or 0.0)
