@@ -12,7 +12,7 @@ from tests.e2e.train_command import Command
 from telescope.orchestrator.conversion import convert
 from telescope.record.reader import Run
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_STEPS = 14
 FLAGS = """
@@ -20,7 +20,7 @@ FLAGS = """
 """
 
 
-@pytest.mark.parametrize("lora_sync", ["adapter", pytest.param("merged", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lora_sync", ["adapter", "merged"])
 def test_reward_rises_when_adapters_alone_are_trained(tiny_model: Path, tmp_path: Path, lora_sync: str) -> None:
     command = Command(
         tiny_model, tmp_path, 20300, *FLAGS.split(), f"--lora_sync={lora_sync}", number_of_steps=NUM_STEPS
