@@ -15,9 +15,9 @@ from telescope.record.reader import Run
 
 pytestmark = pytest.mark.e2e
 
-NUM_STEPS = 20
+NUM_STEPS = 16
 FLAGS = """
---train_backend megatron --megatron_tensor_parallel_size 2 --eval_after_training false --checkpoint_every 20
+--train_backend megatron --megatron_tensor_parallel_size 2 --eval_after_training false --checkpoint_every 16
 --weight_probe_every 5
 """
 
@@ -31,6 +31,9 @@ def test_reward_rises_with_a_model_divided_over_two_ranks(tiny_model: Path, tmp_
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.05, rewards
     # Before the first update both sides have the same weights: engine and trainer agree up to rounding.
     assert steps[0]["metrics"]["mismatch/logprob_difference_mean"] < 1e-5
+
+    log = (tmp_path / "run" / "logs" / "inference-0.log").read_text()
+    assert "Failed to load weights" not in log, "a warning at every sync of a healthy run"
 
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step_*")
     assert json.loads((checkpoint / "meta.json").read_text())["train_backend"] == "megatron"
