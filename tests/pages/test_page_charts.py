@@ -76,6 +76,17 @@ def test_marks_of_the_ruler_lead_to_what_they_mark(visitor: Visit):
     page.wait_for_url("**/first/evals*after=*")
 
 
+def test_a_checkpoint_is_chosen_on_the_curve_and_marked(visitor: Visit, runs: Path):
+    (first,) = Run(runs / "first").sql("select min(version) as version from evals where name = 'countdown'").to_dicts()
+    page = visitor.open("first/evals", {"eval": "countdown"})
+    curve = figure(page, "Accuracy")
+    curve.locator(".p").focus()
+    for key in ("Home", "Enter"):
+        page.keyboard.press(key)
+    page.wait_for_url(f"**/first/evals*after={first['version']}*")
+    expect(curve.locator(".selected")).to_have_count(1)
+
+
 def test_evals_are_metrics(visitor: Visit, runs: Path):
     page = visitor.open("first/metrics", {"metric": "eval/countdown/accuracy", "with": "second"})
     rows = saved(page, figure(page, "accuracy"))

@@ -123,7 +123,8 @@ export function Chart(props: ChartProps) {
     };
   }, [drawn, size, dark, props.log, props.low, props.high, props.xEnd, props.zoom?.from, props.zoom?.to, props.withoutOutliers, props.right, props.heat]);
 
-  useEffect(() => onCursor(() => plot.current && placeCrosshair(plot.current, overlay.current!, latest.current)), []);
+  // A page that closes takes its selection back when the elements of its charts are gone.
+  useEffect(() => onCursor(() => plot.current && overlay.current && placeCrosshair(plot.current, overlay.current, latest.current)), []);
 
   const move = (event: React.PointerEvent) => {
     const instance = plot.current;

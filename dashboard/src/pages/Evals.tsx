@@ -10,6 +10,7 @@ import { Failure, Quiet } from "../shell/App";
 import { useKeys } from "../shell/keys";
 import { useVersion } from "../state/live";
 import { useResource } from "../state/resource";
+import { useSelected } from "../state/cursor";
 import { curveOf, useEvals, useEvalsOf, useRunId, useRunInfo, useRuns, useStatus } from "../state/run";
 import { COLORS, useRunColors } from "../state/colors";
 import { setParams, type Range, useOthers, useParam, useRange } from "../state/url";
@@ -49,6 +50,7 @@ function Loaded({ rows }: { rows: EvalRow[] }) {
   const [b] = useParam("after");
   const before = curve.find((row) => String(row.version) === a) ?? curve[0];
   const after = curve.find((row) => String(row.version) === b) ?? curve.at(-1);
+  useSelected("version", after?.version ?? null);
   const samplesBefore = useSamples(before);
   const samplesAfter = useSamples(after);
   const items = useMemo(() => (samplesBefore && samplesAfter && before !== after ? joinItems(samplesBefore, samplesAfter) : []), [samplesBefore, samplesAfter, before, after]);
@@ -301,7 +303,7 @@ function Curve({ name, curve, range }: { name: string; curve: EvalRow[]; range: 
     });
   }, [curve, mine, name, runs, run, colors, range?.from, range?.to, others.join(), ...theirs]);
   const x = useMemo(() => curve.map((row) => row.version), [curve]);
-  return <Chart title="Accuracy" unit="after steps, 95 % intervals" axis="version" x={x} lines={lines} low={0} format={(value) => percent(value)} tickFormat={wholePercent} right={lines.length > 1 ? 90 : 12} />;
+  return <Chart title="Accuracy" unit="after steps, 95 % intervals" axis="version" x={x} lines={lines} onPick={(version) => setParams({ after: String(version) })} low={0} format={(value) => percent(value)} tickFormat={wholePercent} right={lines.length > 1 ? 90 : 12} />;
 }
 
 interface PassesProps {

@@ -82,38 +82,50 @@ class Filters:
         return base, chosen
 
 
-def samples(store: RunStore, filters: Filters, *, sort: str, offset: int, limit: int) -> dict[str, Any]:
+def samples(
+    store: RunStore, filters: Filters, *, sort: str, offset: int, limit: int, with_facets: bool = True
+) -> dict[str, Any]:
     """Returns one page of the samples that pass all filters, with counts of each facet.
 
-    A facet counts the samples that pass the filters of the others. Raises `UserError` for an unknown order or filter.
+    A facet counts the samples that pass the filters of the others. Counts take longer than a page, which comes
+    without them if asked. Raises `UserError` for an unknown order or filter.
     """
     order = _order(sort)
     base, conditions = filters.conditions()
-    visible = store.visible()
-    base.append(visible)
-    every_tag = store.tags()
-    tags = [name for name, values in sorted(every_tag.items()) if len(values) > 1][:MOST_TAGS]
+    base.append(store.visible())
+    store.refresh("samples")
     hits = store.search(filters.search.strip()) if filters.search.strip() else None
+    source = "samples" if hits is None else "(FROM samples SEMI JOIN hits USING (attempt, sample_id))"
+    where = " AND ".join([*base, *conditions.values()])
     with store.view(hits=NO_HITS if hits is None else hits) as view:
-        source = "samples" if hits is None else "(FROM samples SEMI JOIN hits USING (attempt, sample_id))"
-        where = " AND ".join([*base, *conditions.values()])
         ((total,),) = view.fetch(f"SELECT count(*) FROM {source} WHERE {where}")
         rows = view.rows(
             f"SELECT * FROM {source} WHERE {where} ORDER BY {order} LIMIT {int(limit)} OFFSET {int(offset)}"
         )
-        names = {**dict(zip(FACETS, FACETS, strict=True)), **{f"tag:{tag}": f"tags[{sql_text(tag)}]" for tag in tags}}
-        grouped = _grouped(view, {name: names[name] for name in names if name not in conditions}, source, where)
-        for name in conditions.keys() & names.keys():
-            others = " AND ".join([*base, *(text for other, text in conditions.items() if other != name)])
-            grouped |= _grouped(view, {name: names[name]}, source, others)
-    every = {name: store.distinct(name, visible) for name in FACETS} | {f"tag:{tag}": every_tag[tag] for tag in tags}
-    counts = {name: _facet(name, values, grouped[name]) for name, values in every.items()}
+        facets = _facets(store, view, source, base, conditions) if with_facets else {}
     texts = beginnings(store, rows) if _few_texts(store, rows) else {}
     for row in rows:
         row["metrics"], row["tags"] = row["metrics"] or {}, row["tags"] or {}
         text = texts.get((row["attempt"], row["sample_id"]), {})
         row["prompt"], row["completion"] = text.get("prompt") or "", text.get("answer") or ""
-    return {"total": total, "rows": rows, "facets": counts}
+    return {"total": total, "rows": rows, "facets": facets}
+
+
+def _facets(
+    store: RunStore, view: View, source: str, base: Sequence[str], conditions: Mapping[str, str]
+) -> dict[str, list[dict[str, Any]]]:
+    """Counts the samples by facet and tag. `base` always holds; `conditions` are those of each facet."""
+    every_tag = store.tags()
+    tags = [name for name, values in sorted(every_tag.items()) if len(values) > 1][:MOST_TAGS]
+    names = {**dict(zip(FACETS, FACETS, strict=True)), **{f"tag:{tag}": f"tags[{sql_text(tag)}]" for tag in tags}}
+    where = " AND ".join([*base, *conditions.values()])
+    grouped = _grouped(view, {name: names[name] for name in names if name not in conditions}, source, where)
+    for name in conditions.keys() & names.keys():
+        others = " AND ".join([*base, *(text for other, text in conditions.items() if other != name)])
+        grouped |= _grouped(view, {name: names[name]}, source, others)
+    every = {name: store.distinct(name, store.visible()) for name in FACETS}
+    every |= {f"tag:{tag}": every_tag[tag] for tag in tags}
+    return {name: _facet(name, values, grouped[name]) for name, values in every.items()}
 
 
 def export(store: RunStore, filters: Filters, *, sort: str, limit: int) -> tuple[int, Iterator[bytes]]:

@@ -119,7 +119,7 @@ class RolloutsPage(Page):
         filters = parse_filter(self._filter)
         if self._shown_kind:
             filters = replace(filters, facets={**(filters.facets or {}), "status": KINDS[self._shown_kind]})
-        return samples(self.view.store, filters, sort=self._order, offset=0, limit=NUM_ROWS)
+        return samples(self.view.store, filters, sort=self._order, offset=0, limit=NUM_ROWS, with_facets=False)
 
     def show(self, found: dict[str, Any]) -> None:
         """Fills the table."""

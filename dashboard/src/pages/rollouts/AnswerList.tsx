@@ -70,7 +70,7 @@ export function AnswerList({ path, query, version, first, sort, sample, scaleOf,
       const id = `${key}/${version}/${page}`;
       if (asked.current.has(id)) continue;
       asked.current.add(id);
-      void get<SamplePage>(path, { ...query, offset: page * PAGE_ROWS, limit: PAGE_ROWS })
+      void get<SamplePage>(path, { ...query, offset: page * PAGE_ROWS, limit: PAGE_ROWS, facets: false })
         .then((answer) => setPages((old) => ({ key, rows: new Map(old.key === key ? old.rows : []).set(page, answer.rows) })))
         .catch(() => asked.current.delete(id));
     }

@@ -74,10 +74,13 @@ export function Rollouts() {
   const samplesPath = runPath(run, "samples");
   // Below the groups of a step, only counts follow a live run.
   const samplesVersion = useThrottled(useVersion(run, "samples"), list === "answers" ? ANSWERS_MS : COUNTS_MS);
-  const page = useResource<SamplePage>(samplesPath, { ...query, offset: 0, limit: PAGE_ROWS }, samplesVersion);
-  // The counts of the last answer stay while the next one is read, so that the row of facets keeps its place.
+  const page = useResource<SamplePage>(samplesPath, { ...query, offset: 0, limit: PAGE_ROWS, facets: false }, samplesVersion);
+  // Counts take longer than rows, so they are read after them. Those of the last answer stay meanwhile, so that the row of
+  // facets keeps its place.
+  const counted = useResource<SamplePage>(page.data ? samplesPath : null, { ...query, limit: 0 }, samplesVersion);
   const counts = useRef<SamplePage>(undefined);
-  if (page.data) counts.current = page.data;
+  if (counted.data) counts.current = counted.data;
+  const total = page.data?.total ?? counts.current?.total;
 
   const seenMetrics = useRef<string[]>([]);
   const metrics = useMemo(() => {
@@ -170,14 +173,14 @@ export function Rollouts() {
         </div>
         <div className={`fl ${params.filters === "1" ? "open" : ""}`}>
           <Ranges metrics={metrics} />
-          <Facets counts={counts.current?.facets ?? {}} total={counts.current?.total ?? 0} />
+          <Facets counts={counts.current?.facets ?? {}} total={total ?? 0} />
         </div>
         <span className="total d">
           <button className="link" aria-expanded={params.filters === "1"} onClick={() => setParams({ filters: params.filters === "1" ? null : "1" }, true)}>
             {params.filters === "1" ? "fewer filters" : numFilters > 0 ? `all filters, ${numFilters} on` : "all filters"}
           </button>
-          <span>{page.error ? <span className="w">{page.error.message}</span> : `${count(counts.current?.total)} answers`}</span>
-          <Export path={samplesPath} total={counts.current?.total ?? 0} />
+          <span>{page.error ? <span className="w">{page.error.message}</span> : `${count(total)} answers`}</span>
+          <Export path={samplesPath} total={total ?? 0} />
         </span>
       </section>
       <section className="p1" aria-label="Steps and groups">

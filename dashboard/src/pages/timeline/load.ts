@@ -88,7 +88,7 @@ export function useCriticalPath(run: string, step: number | null, start: number 
     const load = () =>
       Promise.all([
         get<SpanColumns>(runPath(run, "spans"), { start, end, limit: STEP_SPANS, buckets: 4000 }, abort.signal),
-        get<{ rows: StepSample[] }>(runPath(run, "samples"), { status: "kept", step_min: step, step_max: step, limit: 10_000 }, abort.signal),
+        get<{ rows: StepSample[] }>(runPath(run, "samples"), { status: "kept", step_min: step, step_max: step, limit: 10_000, facets: false }, abort.signal),
       ])
         .then(([columns, samples]) => setState({ key, path: criticalPath(step, start, end, spanRows(columns), samples.rows), merged: Boolean(columns.merged), error: null }))
         .catch((error: Error) => error.name !== "AbortError" && setState({ key, path: null, merged: false, error }));

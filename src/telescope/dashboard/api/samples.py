@@ -60,8 +60,10 @@ def samples(
     sort: str = "step",
     offset: Row = 0,
     limit: Annotated[int, Query(ge=0, le=10_000)] = 100,
+    facets: Annotated[bool, Query(description="Also count the samples of each facet, which takes longer.")] = True,
 ) -> Reply:
-    return Reply(request, samples_of.samples(store, filters, sort=sort, offset=offset, limit=limit))
+    page = samples_of.samples(store, filters, sort=sort, offset=offset, limit=limit, with_facets=facets)
+    return Reply(request, page)
 
 
 @router.get("/samples.jsonl", response_class=StreamingResponse, summary="Whole samples as lines of JSON")
