@@ -136,4 +136,5 @@ test("the interval of many values is near that of the normal distribution", () =
 
 test("a rolling median follows what most values are", () => {
   expect(rollingMedian([1, 0, 1, 1, null, 1, 0], 3)).toEqual([0.5, 1, 1, 1, null, 0.5, 0.5]);
+  expect(rollingMedian([2, 9, null, 4, 4, 1], 5)).toEqual([5.5, 4, null, 4, 4, 4]);
 });

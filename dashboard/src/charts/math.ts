@@ -63,11 +63,26 @@ export const windowOf = (keep: number): number => 2 * Math.round(1 / (1 - keep))
 /** Returns the median of the known values in a window around each; gaps stay gaps. */
 export function rollingMedian(values: Value[], window: number): Value[] {
   const half = Math.floor(window / 2);
+  const near: number[] = []; // the known values of the window, sorted
+  const add = (value: Value | undefined) => value != null && near.splice(placeIn(near, value), 0, value);
+  const remove = (value: Value | undefined) => value != null && near.splice(placeIn(near, value), 1);
+  values.slice(0, half).forEach(add);
   return values.map((value, i) => {
-    if (value === null) return null;
-    const near = values.slice(Math.max(0, i - half), i + half + 1).filter((one): one is number => one !== null);
-    return quantile(near.sort((a, b) => a - b), 0.5);
+    add(values[i + half]);
+    remove(values[i - half - 1]);
+    return value === null ? null : quantile(near, 0.5);
   });
+}
+
+/** Returns the place of the first of the sorted values that is not below `value`. */
+function placeIn(sorted: number[], value: number): number {
+  let [low, high] = [0, sorted.length];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (sorted[middle]! < value) low = middle + 1;
+    else high = middle;
+  }
+  return low;
 }
 
 const KEEP = 0.6;
