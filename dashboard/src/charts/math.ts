@@ -91,7 +91,7 @@ const KEEP = 0.6;
 export const smoothingFor = (steps: number): number => Math.min(0.98, 1 - (1 - KEEP) * Math.min(1, 100 / Math.max(1, steps)));
 
 /** Returns the value below which a share `q` of the sorted values lies, between neighbors. */
-function quantile(sorted: number[], q: number): number {
+function quantile(sorted: ArrayLike<number>, q: number): number {
   if (sorted.length === 0) return NaN;
   const at = (sorted.length - 1) * q;
   const below = Math.floor(at);
@@ -110,14 +110,14 @@ export interface RangeOptions {
 
 /** Returns the ends of the y axis for lines; [0, 1] without a value. */
 export function valueRange(lines: Value[][], options: RangeOptions = {}): [number, number] {
-  let all: number[] = [];
-  for (const line of lines) for (const value of line) if (value !== null && Number.isFinite(value)) all.push(value);
-  if (options.log) all = all.filter((value) => value > 0);
+  const above = options.log ? 0 : -Infinity;
+  const all: number[] = [];
+  for (const line of lines) for (const value of line) if (value !== null && value > above && value < Infinity) all.push(value);
   if (all.length === 0) return options.log ? [0.1, 1] : [options.low ?? 0, options.high ?? 1];
-  all.sort((a, b) => a - b);
   const cut = options.withoutOutliers && all.length >= 20;
-  const first = cut ? quantile(all, 0.02) : all[0]!;
-  const last = cut ? quantile(all, 0.98) : all[all.length - 1]!;
+  const sorted = cut ? Float64Array.from(all).sort() : null;
+  const first = sorted ? quantile(sorted, 0.02) : all.reduce((least, value) => Math.min(least, value));
+  const last = sorted ? quantile(sorted, 0.98) : all.reduce((most, value) => Math.max(most, value));
   let low = options.low ?? first;
   let high = options.high ?? last;
   if (options.log) {
