@@ -26,6 +26,9 @@ CALM_MS = 500
 IDLE_SECONDS = 10.0
 """How long the processor time of the server is measured while a page of an ended run is open."""
 
+SETTLE_SECONDS = 12.0
+"""A server compresses the tables of a long run some seconds after it has read them."""
+
 WHEEL_EVENTS = 60
 WATCH = """
 (() => {
@@ -191,6 +194,7 @@ def idle_share(browser: Browser, address: str, pid: int) -> float:
     """Returns the share of one core that the server uses while a page is open."""
     server = psutil.Process(pid)
     with opened(browser, address) as page:
+        page.wait_for_timeout(1000 * SETTLE_SECONDS)
         before = server.cpu_times()
         page.wait_for_timeout(1000 * IDLE_SECONDS)
         after = server.cpu_times()
