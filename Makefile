@@ -12,12 +12,12 @@
 
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
-# Two processes of tests, each of which takes the next file when it has finished one: tests/conftest.py.
+# Processes of tests. Each takes the next file when it has finished one: tests/conftest.py.
 JOBS := 2
 BY_FILE := --dist loadfile --no-loadscope-reorder
 PARALLEL := -n $(JOBS) $(BY_FILE)
-# Below e2e, tests wait for their processes a third of the time.
-WAITING := -n $(shell expr $(JOBS) \* 3 / 2) $(BY_FILE)
+# Tests below e2e wait for child processes a third of the time: three processes for two cores.
+OVERSUBSCRIBED := -n $(shell expr $(JOBS) \* 3 / 2) $(BY_FILE)
 # In this order: the longest first.
 E2E := tests/integration/weights tests/e2e  # tests/conftest.py puts the longest first
 SLOW := tests/e2e/stack tests/integration tests/e2e
@@ -54,7 +54,7 @@ test: setup  ## before every change lands: lint, types and all tests but the slo
 	@echo "== dashboard";    $(MAKE) --no-print-directory run-dashboard
 	@echo "== pages in a browser"; $(MAKE) --no-print-directory run-pages
 	@echo "== unit, reference, integration"
-	@$(PYTEST) -m "not e2e and not slow" $(WAITING) tests/integration tests/reference tests/unit
+	@$(PYTEST) -m "not e2e and not slow" $(OVERSUBSCRIBED) tests/integration tests/reference tests/unit
 	@echo "== e2e: Ray, vLLM and the trainer, for real"
 	@$(PYTEST) -m "e2e and not slow $(WITHOUT_BROWSER)" $(PARALLEL) $(E2E)
 
@@ -69,7 +69,7 @@ test-unit: setup  ## unit tests (ARGS="-k name" for some)
 test-reference: setup  ## every algorithm against loops written from the papers
 	@$(PYTEST) tests/reference $(ARGS)
 test-integration: setup  ## tests with a fake engine
-	@$(PYTEST) -m "not e2e and not slow" $(WAITING) tests/integration $(ARGS)
+	@$(PYTEST) -m "not e2e and not slow" $(OVERSUBSCRIBED) tests/integration $(ARGS)
 test-dashboard: setup run-dashboard  ## types and tests of the pages of `telescope ui`
 test-pages: setup run-pages  ## the pages in Chromium (root on Debian: installs it)
 e2e: setup  ## tests with Ray, vLLM and the trainer

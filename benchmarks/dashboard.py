@@ -100,7 +100,7 @@ def measure(run_dir: Path, num_steps: int, repeats: int) -> list[dict[str, Any]]
     groups = [group for step in range(middle, middle + 2) for group in client.get(f"{run}/groups?step={step}").json()]
     ids = [group["samples"][0]["id"] for group in groups][: repeats + 1]
     client = TestClient(create_app([run_dir]), base_url="http://localhost")
-    rows = f"{run}/samples?limit=100&facets=false"
+    page = f"{run}/samples?limit=100&facets=false"
     addresses: list[list[str]] = [
         ["/api/runs"],
         [run],
@@ -108,12 +108,12 @@ def measure(run_dir: Path, num_steps: int, repeats: int) -> list[dict[str, Any]]
         [f"{run}/health"],
         [f"{run}/distribution?metric=completion_tokens"],
         [f"{run}/groups?step={middle + place}" for place in range(repeats + 1)],
-        [rows],
-        [f"{rows}&status=kept&step_min={place}" for place in range(repeats + 1)],
+        [page],
+        [f"{page}&status=kept&step_min={place}" for place in range(repeats + 1)],
         [f"{run}/samples?limit=0&status=kept&step_min={place}" for place in range(repeats + 1)],
-        [f"{rows}&reward={place % 2}&sort=-completion_tokens" for place in range(repeats + 1)],
-        [f"{rows}&search=numbers {place + 10}" for place in range(repeats + 1)],
-        [f"{rows}&search=numbers 1&offset={100 * place}" for place in range(repeats + 1)],
+        [f"{page}&reward={place % 2}&sort=-completion_tokens" for place in range(repeats + 1)],
+        [f"{page}&search=numbers {place + 10}" for place in range(repeats + 1)],
+        [f"{page}&search=numbers 1&offset={100 * place}" for place in range(repeats + 1)],
         [f"{run}/samples/1/{sample}" for sample in ids],
         [f"{run}/spans?limit=40000&buckets=2000"],
         [f"{run}/spans?start={begin}&end={end}"],
@@ -121,7 +121,7 @@ def measure(run_dir: Path, num_steps: int, repeats: int) -> list[dict[str, Any]]
         [f"{run}/logs"],
         [f"{run}/logs?search=step {place}" for place in range(repeats + 1)],
     ]
-    measured = []
+    results = []
     for choices in addresses:
         times, answer = [], None
         for place in range(repeats + 1):
@@ -135,8 +135,8 @@ def measure(run_dir: Path, num_steps: int, repeats: int) -> list[dict[str, Any]]
             "largest_ms": max(times[1:]),
             "kib": len(answer.content) / 1024,
         }
-        measured.append({"address": choices[0].removeprefix(run) or run, "first_ms": times[0], **then})
-    return measured
+        results.append({"address": choices[0].removeprefix(run) or run, "first_ms": times[0], **then})
+    return results
 
 
 def built_kib() -> float:

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 from playwright.sync_api import Browser, Page
 
+from telescope.dashboard.store import COMPRESS_SECONDS
 from telescope.testing.browser import DashboardProcess, open_browser
 
 PAGES = ("overview", "metrics", "rollouts", "timeline", "infra", "evals", "logs")
@@ -26,8 +27,8 @@ CALM_MS = 500
 IDLE_SECONDS = 10.0
 """How long the processor time of the server is measured while a page of an ended run is open."""
 
-SETTLE_SECONDS = 12.0
-"""A server compresses the tables of a long run some seconds after it has read them."""
+SETTLE_SECONDS = COMPRESS_SECONDS + 7.0
+"""Time for the server to compress its tables, which it starts COMPRESS_SECONDS after reading them."""
 
 WHEEL_EVENTS = 60
 WATCH = """
@@ -49,7 +50,7 @@ WATCH = """
   };
   window.fetch = counted(window.fetch);
   Response.prototype.json = counted(Response.prototype.json);
-  // A message that is posted while a frame is made comes after it was drawn.
+  // A message posted in an animation frame arrives after that frame is drawn.
   window.frame = () => new Promise((done) => requestAnimationFrame(() => {
     const { port1, port2 } = new MessageChannel();
     port1.onmessage = done;

@@ -1,6 +1,6 @@
 """A run as a person starts it, watched and ended by Ctrl-C.
 
-It has a backend of the person's own, every modifier of the loss, two ranks that share each row, and trains adapters.
+It trains adapters with a custom backend, every modifier of the loss, and two ranks that share each row.
 """
 
 from __future__ import annotations
@@ -103,9 +103,7 @@ def test_pages_follow_a_run_that_trains(command: Command) -> None:
     assert [value for _, value in saved] == pytest.approx(in_the_record, rel=1e-8), "nine digits are saved"
 
 
-def test_a_run_with_a_custom_backend_reports_every_modifier_and_finishes_on_ctrl_c(
-    command: Command, tiny_model: Path
-) -> None:
+def test_a_run_with_a_custom_backend_reports_every_modifier_and_finishes_on_ctrl_c(command: Command) -> None:
     assert len(command.family()) > 8, "Ray, vLLM, trainer and environment workers carry the mark"
     assert command.listens_on() == {"127.0.0.1"}
     command.interrupt()
@@ -133,16 +131,20 @@ def test_a_run_with_a_custom_backend_reports_every_modifier_and_finishes_on_ctrl
         missing = [name for name in wanted if name not in metrics]
         assert not missing
         assert all(math.isfinite(metrics[name]) for name in wanted)
-    # Only adapters travel, and the servers compute with them what the trainer computes.
-    model_bytes = sum(tensor.nbytes for tensor in load_file(tiny_model / "model.safetensors").values())
-    sent = [row["metrics"]["weight_sync/bytes"] for row in steps if "weight_sync/bytes" in row["metrics"]]
-    assert len(sent) >= len(steps) - 1
-    assert max(sent) < 0.1 * model_bytes
-    name = "mismatch/logprob_difference_max"
-    on_policy = [row["metrics"][name] for row in steps if name in row["metrics"]]
-    assert on_policy
-    assert max(on_policy) < 1e-4
     spans = [row for row in run.table("spans").to_pylist() if row["component"] == "trainer"]
     compiling = [row for row in spans if row["name"] == "compile"]
     assert sorted((row["rank"], row["step"]) for row in compiling) == [(0, None), (1, None)]
     assert max(row["end"] for row in compiling) < min(row["start"] for row in spans if row["name"] == "step")
+
+
+def test_a_sync_sends_adapters_only_and_engines_agree_with_the_trainer(command: Command, tiny_model: Path) -> None:
+    rows = Run(command.run_dir).table("steps").to_pylist(maps_as_pydicts="strict")
+    steps = [row["metrics"] for row in rows]
+    model_bytes = sum(tensor.nbytes for tensor in load_file(tiny_model / "model.safetensors").values())
+    sent = [metrics["weight_sync/bytes"] for metrics in steps if "weight_sync/bytes" in metrics]
+    assert len(sent) >= len(steps) - 1
+    assert max(sent) < 0.1 * model_bytes
+    name = "mismatch/logprob_difference_max"
+    on_policy = [metrics[name] for metrics in steps if name in metrics]
+    assert on_policy
+    assert max(on_policy) < 1e-4

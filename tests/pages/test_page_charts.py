@@ -76,15 +76,19 @@ def test_marks_of_the_ruler_lead_to_what_they_mark(visitor: Visit):
     page.wait_for_url("**/first/evals*after=*")
 
 
-def test_a_checkpoint_is_chosen_on_the_curve_and_marked(visitor: Visit, runs: Path):
-    (first,) = Run(runs / "first").sql("select min(version) as version from evals where name = 'countdown'").to_dicts()
+def test_enter_on_the_curve_of_accuracies_selects_that_checkpoint(visitor: Visit, runs: Path):
+    query = "select min(version) as version from evals where name = 'countdown'"
+    (earliest,) = Run(runs / "first").sql(query).to_dicts()
     page = visitor.open("first/evals", {"eval": "countdown"})
     curve = figure(page, "Accuracy")
+    mark = curve.locator(".selected")
+    expect(mark).to_have_count(1)
+    latest = mark.evaluate("(mark) => mark.offsetLeft")
     curve.locator(".p").focus()
     for key in ("Home", "Enter"):
         page.keyboard.press(key)
-    page.wait_for_url(f"**/first/evals*after={first['version']}*")
-    expect(curve.locator(".selected")).to_have_count(1)
+    page.wait_for_url(f"**/first/evals*after={earliest['version']}*")
+    assert mark.evaluate("(mark) => mark.offsetLeft") < latest
 
 
 def test_evals_are_metrics(visitor: Visit, runs: Path):

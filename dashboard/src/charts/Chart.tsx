@@ -123,7 +123,7 @@ export function Chart(props: ChartProps) {
     };
   }, [drawn, size, dark, props.log, props.low, props.high, props.xEnd, props.zoom?.from, props.zoom?.to, props.withoutOutliers, props.right, props.heat]);
 
-  // A page that closes takes its selection back when the elements of its charts are gone.
+  // useSelected clears the selection when its page unmounts; the ref of the overlay is null by then.
   useEffect(() => onCursor(() => plot.current && overlay.current && placeCrosshair(plot.current, overlay.current, latest.current)), []);
 
   const move = (event: React.PointerEvent) => {

@@ -63,19 +63,23 @@ export const windowOf = (keep: number): number => 2 * Math.round(1 / (1 - keep))
 /** Returns the median of the known values in a window around each; gaps stay gaps. */
 export function rollingMedian(values: Value[], window: number): Value[] {
   const half = Math.floor(window / 2);
-  const near: number[] = []; // the known values of the window, sorted
-  const add = (value: Value | undefined) => value != null && near.splice(placeIn(near, value), 0, value);
-  const remove = (value: Value | undefined) => value != null && near.splice(placeIn(near, value), 1);
+  const sorted: number[] = [];
+  const add = (value: Value | undefined) => {
+    if (value != null) sorted.splice(lowerBound(sorted, value), 0, value);
+  };
+  const remove = (value: Value | undefined) => {
+    if (value != null) sorted.splice(lowerBound(sorted, value), 1);
+  };
   values.slice(0, half).forEach(add);
   return values.map((value, i) => {
     add(values[i + half]);
     remove(values[i - half - 1]);
-    return value === null ? null : quantile(near, 0.5);
+    return value === null ? null : quantile(sorted, 0.5);
   });
 }
 
-/** Returns the place of the first of the sorted values that is not below `value`. */
-function placeIn(sorted: number[], value: number): number {
+/** Returns the index of the first sorted value that is at least `value`. */
+function lowerBound(sorted: number[], value: number): number {
   let [low, high] = [0, sorted.length];
   while (low < high) {
     const middle = (low + high) >> 1;

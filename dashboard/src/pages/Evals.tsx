@@ -3,7 +3,7 @@
 import { useEffect, useMemo } from "react";
 import { runPath } from "../api";
 import { Chart, type Line } from "../charts/Chart";
-import { wilson } from "../charts/math";
+import { nearest, wilson } from "../charts/math";
 import { Spark } from "../charts/Spark";
 import { count, duration, NONE, number, percent } from "../format";
 import { Failure, Quiet } from "../shell/App";
@@ -303,7 +303,7 @@ function Curve({ name, curve, range }: { name: string; curve: EvalRow[]; range: 
     });
   }, [curve, mine, name, runs, run, colors, range?.from, range?.to, others.join(), ...theirs]);
   const x = useMemo(() => curve.map((row) => row.version), [curve]);
-  return <Chart title="Accuracy" unit="after steps, 95 % intervals" axis="version" x={x} lines={lines} onPick={(version) => setParams({ after: String(version) })} low={0} format={(value) => percent(value)} tickFormat={wholePercent} right={lines.length > 1 ? 90 : 12} />;
+  return <Chart title="Accuracy" unit="after steps, 95 % intervals" axis="version" x={x} lines={lines} onPick={(version) => setParams({ after: String(x[nearest(x, version)]) })} low={0} format={(value) => percent(value)} tickFormat={wholePercent} right={lines.length > 1 ? 90 : 12} />;
 }
 
 interface PassesProps {

@@ -87,13 +87,15 @@ def samples(
 ) -> dict[str, Any]:
     """Returns one page of the samples that pass all filters, with counts of each facet.
 
-    A facet counts the samples that pass the filters of the others. Counts take longer than a page, which comes
-    without them if asked. Raises `UserError` for an unknown order or filter.
+    A facet counts the samples that pass the filters of the others. `with_facets=False` skips the counts, which take
+    longer than the page. Raises `UserError` for an unknown order or filter.
     """
     order = _order(sort)
     base, conditions = filters.conditions()
-    base.append(store.visible())
+    visible = store.visible()
+    base.append(visible)
     store.refresh("samples")
+    every = _facet_values(store, visible) if with_facets else {}
     hits = store.search(filters.search.strip()) if filters.search.strip() else None
     source = "samples" if hits is None else "(FROM samples SEMI JOIN hits USING (attempt, sample_id))"
     where = " AND ".join([*base, *conditions.values()])
@@ -102,7 +104,7 @@ def samples(
         rows = view.rows(
             f"SELECT * FROM {source} WHERE {where} ORDER BY {order} LIMIT {int(limit)} OFFSET {int(offset)}"
         )
-        facets = _facets(store, view, source, base, conditions) if with_facets else {}
+        facets = _facets(view, source, base, conditions, every)
     texts = beginnings(store, rows) if _few_texts(store, rows) else {}
     for row in rows:
         row["metrics"], row["tags"] = row["metrics"] or {}, row["tags"] or {}
@@ -112,20 +114,25 @@ def samples(
 
 
 def _facets(
-    store: RunStore, view: View, source: str, base: Sequence[str], conditions: Mapping[str, str]
+    view: View, source: str, base: Sequence[str], conditions: Mapping[str, str], every: Mapping[str, Sequence[Any]]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Counts the samples by facet and tag. `base` always holds; `conditions` are those of each facet."""
-    every_tag = store.tags()
-    tags = [name for name, values in sorted(every_tag.items()) if len(values) > 1][:MOST_TAGS]
-    names = {**dict(zip(FACETS, FACETS, strict=True)), **{f"tag:{tag}": f"tags[{sql_text(tag)}]" for tag in tags}}
+    """Counts the samples by the values of `every` facet and tag.
+
+    `base` always holds; `conditions` are by facet.
+    """
+    names = {name: f"tags[{sql_text(name[4:])}]" if name.startswith("tag:") else name for name in every}
     where = " AND ".join([*base, *conditions.values()])
     grouped = _grouped(view, {name: names[name] for name in names if name not in conditions}, source, where)
     for name in conditions.keys() & names.keys():
         others = " AND ".join([*base, *(text for other, text in conditions.items() if other != name)])
         grouped |= _grouped(view, {name: names[name]}, source, others)
-    every = {name: store.distinct(name, store.visible()) for name in FACETS}
-    every |= {f"tag:{tag}": every_tag[tag] for tag in tags}
     return {name: _facet(name, values, grouped[name]) for name, values in every.items()}
+
+
+def _facet_values(store: RunStore, visible: str) -> dict[str, Sequence[Any]]:
+    """Returns the values of each facet, and of tags with several."""
+    tags = {f"tag:{name}": values for name, values in sorted(store.tags().items()) if len(values) > 1}
+    return {name: store.distinct(name, visible) for name in FACETS} | dict(list(tags.items())[:MOST_TAGS])
 
 
 def export(store: RunStore, filters: Filters, *, sort: str, limit: int) -> tuple[int, Iterator[bytes]]:

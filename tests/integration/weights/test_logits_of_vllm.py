@@ -1,5 +1,6 @@
-"""The output layer of an engine with adapters computes as without, for any number of rows."""
+"""The output layer of an engine with adapters computes as without, for any number of rows; what a sync logs."""
 
+import logging
 from typing import Any
 
 import pytest
@@ -50,3 +51,10 @@ def test_logprobs_of_a_prompt_do_not_depend_on_running_requests(monkeypatch: pyt
     wanted_LV = 2.0 * (prompt_LD @ output.weight.t())[:, :7]
     assert torch.equal(wrapper(output, prompt_LD), wanted_LV)
     assert torch.equal(wrapper(TiedEmbedding(output), prompt_LD), wanted_LV)
+
+
+@pytest.mark.parametrize(("layer", "is_logged"), [("Llama3RotaryEmbedding", False), ("QKVParallelLinear", True)])
+def test_only_the_warning_about_rotary_tables_is_dropped(layer: str, is_logged: bool) -> None:
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    values = (logger.name, logging.WARNING, __file__, 1, "%s: Failed to load weights", (layer,), None)
+    assert bool(logger.filter(logger.makeRecord(*values))) is is_logged

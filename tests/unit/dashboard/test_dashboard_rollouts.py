@@ -80,6 +80,12 @@ def test_facets_count_the_search_without_their_own_filter(client):
     assert [one["count"] for one in body["facets"]["tag:level"]] == [4, 4, 4, 4] and body["total"] == 4
 
 
+def test_rows_and_counts_can_be_asked_for_one_by_one(client):
+    both = client.get(f"{RUN}/samples?status=kept&limit=5").json()
+    assert client.get(f"{RUN}/samples?status=kept&limit=5&facets=false").json() == {**both, "facets": {}}
+    assert client.get(f"{RUN}/samples?status=kept&limit=0").json() == {**both, "rows": []}
+
+
 def test_samples_are_sorted_and_paged(client):
     expected = sorted((row["completion_tokens"] for row in ALL), reverse=True)
     pages = [client.get(f"{RUN}/samples?sort=-completion_tokens&limit=50&offset={first}").json() for first in (0, 50)]

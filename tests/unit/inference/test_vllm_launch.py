@@ -149,6 +149,13 @@ def test_cpu_settings_are_for_the_cpu_and_gpu_settings_for_gpus(tmp_path: Path) 
     assert "OMP_NUM_THREADS" not in on_gpu.environment
 
 
+def test_the_only_worker_on_a_cpu_needs_no_process_of_its_own(tmp_path: Path) -> None:
+    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    assert launch(tmp_path, on_cpu=True).environment[name] == "0"
+    assert name not in launch(tmp_path, on_cpu=True, inference_tensor_parallel_size=2).environment
+    assert name not in launch(tmp_path, on_cpu=False).environment
+
+
 def test_the_kv_cache_of_a_server_on_the_cpu_is_shared_by_its_workers(tmp_path: Path) -> None:
     two = launch(
         tmp_path, inference_kv_cache_gib=6, inference_tensor_parallel_size=2, inference_num_workers=2

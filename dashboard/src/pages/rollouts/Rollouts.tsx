@@ -75,8 +75,8 @@ export function Rollouts() {
   // Below the groups of a step, only counts follow a live run.
   const samplesVersion = useThrottled(useVersion(run, "samples"), list === "answers" ? ANSWERS_MS : COUNTS_MS);
   const page = useResource<SamplePage>(samplesPath, { ...query, offset: 0, limit: PAGE_ROWS, facets: false }, samplesVersion);
-  // Counts take longer than rows, so they are read after them. Those of the last answer stay meanwhile, so that the row of
-  // facets keeps its place.
+  // Counts take longer than rows: a new filter reads its rows first. The previous counts stay meanwhile, so that the facets
+  // keep their place.
   const counted = useResource<SamplePage>(page.data ? samplesPath : null, { ...query, limit: 0 }, samplesVersion);
   const counts = useRef<SamplePage>(undefined);
   if (counted.data) counts.current = counted.data;
@@ -173,7 +173,7 @@ export function Rollouts() {
         </div>
         <div className={`fl ${params.filters === "1" ? "open" : ""}`}>
           <Ranges metrics={metrics} />
-          <Facets counts={counts.current?.facets ?? {}} total={total ?? 0} />
+          <Facets counts={counts.current?.facets ?? {}} total={counts.current?.total ?? 0} />
         </div>
         <span className="total d">
           <button className="link" aria-expanded={params.filters === "1"} onClick={() => setParams({ filters: params.filters === "1" ? null : "1" }, true)}>
