@@ -129,7 +129,7 @@ def _facets(
     return {name: _facet(name, values, grouped[name]) for name, values in every.items()}
 
 
-def _facet_values(store: RunStore, visible: str) -> dict[str, Sequence[Any]]:
+def _facet_values(store: RunStore, visible: str) -> Mapping[str, Sequence[Any]]:
     """Returns the values of each facet, and of tags with several."""
     tags = {f"tag:{name}": values for name, values in sorted(store.tags().items()) if len(values) > 1}
     return {name: store.distinct(name, visible) for name in FACETS} | dict(list(tags.items())[:MOST_TAGS])
