@@ -18,8 +18,8 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 PARALLEL := -n $(JOBS) $(BY_FILE)
 # Tests below e2e wait for child processes a third of the time: three processes for two cores.
 OVERSUBSCRIBED := -n $(shell expr $(JOBS) \* 3 / 2) $(BY_FILE)
-# In this order: the longest first.
-E2E := tests/integration/weights tests/e2e  # tests/conftest.py puts the longest first
+# tests/conftest.py puts the longest first.
+E2E := tests/integration/weights tests/e2e
 SLOW := tests/e2e/stack tests/integration tests/e2e
 WITHOUT_BROWSER = $(shell $(PY) -m telescope.testing.browser > /dev/null || echo and not browser)
 # Bytecode that is not kept would be compiled again by every process of every run.

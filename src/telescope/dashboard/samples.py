@@ -120,13 +120,19 @@ def _facets(
 
     `base` always holds; `conditions` are by facet.
     """
-    names = {name: f"tags[{sql_text(name[4:])}]" if name.startswith("tag:") else name for name in every}
+    names = {name: _facet_sql(name) for name in every}
     where = " AND ".join([*base, *conditions.values()])
     grouped = _grouped(view, {name: names[name] for name in names if name not in conditions}, source, where)
     for name in conditions.keys() & names.keys():
         others = " AND ".join([*base, *(text for other, text in conditions.items() if other != name)])
         grouped |= _grouped(view, {name: names[name]}, source, others)
     return {name: _facet(name, values, grouped[name]) for name, values in every.items()}
+
+
+def _facet_sql(name: str) -> str:
+    """Returns the SQL expression of a facet. `tag:x` is the value of the tag x."""
+    tag = name.removeprefix("tag:")
+    return name if tag == name else f"tags[{sql_text(tag)}]"
 
 
 def _facet_values(store: RunStore, visible: str) -> Mapping[str, Sequence[Any]]:

@@ -62,7 +62,7 @@ class Alerts:
             self._command.put({"attempt": self._recorder.attempt, **row})
 
     def close(self) -> None:
-        """Waits for the last alerts' commands, then kills the running one."""
+        """Waits briefly for the last alerts' commands, then kills the running one."""
         if self._command is not None:
             self._command.close()
 
