@@ -116,6 +116,8 @@ class RunApp(App[None]):
     async def _look(self) -> None:
         """Reads which tables have grown, and tells the pages."""
         sizes, state = await asyncio.to_thread(lambda: (self._sizes.read(), self.store.run.status))
+        if not self.is_running:
+            return
         grown = {name for name, rows in sizes.items() if self._seen.get(name) != rows}
         if state != self._state:
             grown.add("status")

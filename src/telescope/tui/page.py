@@ -64,12 +64,14 @@ class Page(Vertical):
 
         async def run() -> None:
             try:
-                found = await asyncio.to_thread(read)
+                found, problem = await asyncio.to_thread(read), ""
             except UserError as error:
-                self.view.say(str(error))
+                found, problem = None, str(error)
+            if not self.view.is_running:  # the application ended meanwhile, and its widgets are gone
                 return
-            self.view.say("")
-            show(found)
+            self.view.say(problem)
+            if not problem:
+                show(found)
 
         # Not `run()`: one that is replaced before it begins would be a coroutine that nobody awaits.
         self.run_worker(run, exclusive=True, group=f"{self.id} {group}")  # type: ignore[arg-type]

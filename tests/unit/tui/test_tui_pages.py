@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from telescope.record.recorder import Recorder
 from telescope.record.run_info import begin_run
 from telescope.testing.demo_run.curves import Story
 from telescope.testing.demo_run.writer import RunWriter
+from telescope.tui.app import RunApp
 from telescope.tui.rollouts import FIRST_COLUMNS
 
 
@@ -24,6 +26,21 @@ async def test_the_overview_says_how_the_run_is_and_how_far(generated: Path, ope
     assert f"finished  {NUM_STEPS} of {NUM_STEPS} steps" in shown
     for word in ("Reward", "Trainer waits", "Entropy", "▁", "Alerts", "server 2 is down", "step 3", "Qwen/Qwen3-1.7B"):
         assert word in shown
+
+
+async def test_a_read_that_ends_after_the_application_shows_nothing(
+    generated: Path, open_view: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+    shown: list[bool] = []
+    async with open_view(generated) as view:
+        view.app.page.in_thread(ended.wait, shown.append, "late")
+        worker = next(one for one in view.app.workers if one.group.endswith("late"))
+        with monkeypatch.context() as patch:
+            patch.setattr(RunApp, "is_running", False)
+            ended.set()
+            await worker.wait()
+    assert not shown
 
 
 async def test_a_metric_is_chosen_by_words_and_plotted_with_its_newest_value(generated: Path, open_view: Open) -> None:
