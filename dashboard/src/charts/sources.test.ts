@@ -21,6 +21,13 @@ test("a sample metric is a mean unless its name ends in another statistic", () =
   expect(statisticOf("sample_metrics/countdown/a/b/gini")).toEqual({ metric: "sample_metrics/a/b", environment: "countdown", statistic: "gini" });
 });
 
+test("lengths and rewards of all discarded samples have their distribution", () => {
+  expect(statisticOf("discarded/all/tokens_mean")).toEqual({ metric: "discarded/completion_tokens", environment: "", statistic: "mean" });
+  expect(statisticOf("discarded/all/prompt_tokens_max")).toEqual({ metric: "discarded/prompt_tokens", environment: "", statistic: "max" });
+  expect(statisticOf("discarded/all/reward_mean")).toEqual({ metric: "discarded/reward", environment: "", statistic: "mean" });
+  expect(statisticOf("discarded/all/groups")).toBeNull();
+});
+
 test.each(["entropy", "reward/all_groups/mean", "reward/overlong_penalty/mean", "loss/policy", "discarded/max_async/tokens_mean"])("%s is no statistic of the trained samples", (name) =>
   expect(statisticOf(name)).toBeNull(),
 );

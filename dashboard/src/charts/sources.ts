@@ -42,6 +42,8 @@ export function statisticOf(name: string): SampleStatistic | null {
   if (gini) return { metric: gini, environment: "", statistic: "gini" };
   const [, base = name, last = "mean"] = /^(.+)\/(mean|std|min|max|gini)$/.exec(name) ?? [];
   const statistic = last as Statistic;
+  const discarded = /^discarded\/all\/(prompt_tokens|tokens|total_tokens|reward)_(mean|std|min|max)$/.exec(name);
+  if (discarded) return { metric: `discarded/${discarded[1] === "tokens" ? "completion_tokens" : discarded[1]}`, environment: "", statistic: discarded[2] as Statistic };
   const sample = /^sample_metrics\/([^/]+)\/(.+)$/.exec(base);
   if (sample) return { metric: `sample_metrics/${sample[2]}`, environment: sample[1]!, statistic };
   if (base === name) return null;

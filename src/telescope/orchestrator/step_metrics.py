@@ -15,7 +15,10 @@ from telescope.orchestrator.groups import Group
 from telescope.orchestrator.step_stats import mean_gini
 from telescope.rollout.trajectory import Trajectory
 
-ALWAYS_COUNTED = ("max_async", "zero_advantage", "zero_advantage_all_zero", "zero_advantage_all_positive")
+ALL_REASONS = "all"
+"""Name of the counts over all reasons; each group counts once."""
+
+ALWAYS_COUNTED = (ALL_REASONS, "max_async", "zero_advantage", "zero_advantage_all_zero", "zero_advantage_all_positive")
 """Discard reasons that are reported at every step, also with a count of 0."""
 
 
@@ -106,7 +109,6 @@ class DiscardCounts:
 
     def __init__(self) -> None:
         self._groups: Counter[str] = Counter()
-        self._reasons: Counter[str] = Counter()
         self._lengths: dict[str, list[SampleLengths]] = defaultdict(list)
         self._rewards: dict[str, list[float]] = defaultdict(list)
         self._masked: dict[str, list[int]] = defaultdict(list)
@@ -124,8 +126,8 @@ class DiscardCounts:
         """
         scored = [sample for sample in samples if sample.is_usable]
         lengths = [SampleLengths.of(sample) for sample in scored]
-        self._reasons[reason] += 1
-        for key in (reason, f"{reason}_{kind}") if kind else (reason,):
+        kinds = [f"{reason}_{kind}"] if kind else []
+        for key in (ALL_REASONS, reason, *kinds):
             self._groups[key] += 1
             self._lengths[key].extend(lengths)
             self._rewards[key].extend(sample.total_reward for sample in scored)
@@ -159,7 +161,7 @@ class DiscardCounts:
             "returned/groups": float(self._num_requeued_groups),
             "retried/unseen": float(self._num_unseen),
         }
-        total = num_kept_groups + self._reasons.total()
+        total = num_kept_groups + self._groups[ALL_REASONS]
         for reason in sorted({*ALWAYS_COUNTED, *self._groups}):
             section = f"discarded/{reason}"
             rewards = self._rewards[reason]
@@ -183,7 +185,7 @@ class DiscardCounts:
         for section, counted in by_section.items():
             metrics.update(_counted(section, counted))
             counted.clear()
-        for counts in (self._groups, self._reasons, self._lengths, self._rewards, self._masked):
+        for counts in (self._groups, self._lengths, self._rewards, self._masked):
             counts.clear()
         self._num_unseen = self._num_requeued_groups = 0
         return metrics

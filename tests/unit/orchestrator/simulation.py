@@ -45,6 +45,8 @@ FATES = {
     *("masked/environment", "masked/infrastructure", "cancelled", "retried", "lost"),
 }
 """Possible outcomes of a sampled token, by metric name."""
+OVERLAPPING_FATES = {"discarded/all", "returned"}
+"""Metrics that count tokens of other fates again, as the kinds of `discarded/zero_advantage` do."""
 
 
 @dataclass(frozen=True)
@@ -333,7 +335,11 @@ class Simulation:
         for name, value in (item for metrics in (*self.step_log.metrics, last) for item in metrics.items()):
             fate, _, quantity = name.rpartition("/")
             # `returned` overlaps with the others, and so do the kinds of `zero_advantage`.
-            if quantity == "tokens" and fate != "returned" and not fate.startswith("discarded/zero_advantage_"):
+            if (
+                quantity == "tokens"
+                and fate not in OVERLAPPING_FATES
+                and not fate.startswith("discarded/zero_advantage_")
+            ):
                 counted[fate] += value
         return counted
 

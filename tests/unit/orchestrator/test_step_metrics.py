@@ -107,7 +107,7 @@ def test_discards_are_counted_in_groups_samples_and_tokens_with_their_lengths() 
     assert metrics["discarded/zero_advantage_all_zero/groups"] == 1
     assert metrics["discarded/zero_advantage_all_positive/tokens"] == 12
     assert metrics["discarded/max_async/groups"] == 0
-    for reason in ("max_async", "zero_advantage", "zero_advantage_all_zero", "zero_advantage_all_positive"):
+    for reason in ("all", "max_async", "zero_advantage", "zero_advantage_all_zero", "zero_advantage_all_positive"):
         assert {f"discarded/{reason}/{name}" for name in ("groups", "samples", "tokens", "pct")} <= set(counts.take(1))
 
 
@@ -120,12 +120,23 @@ def test_discarded_samples_have_prompt_and_total_lengths() -> None:
     assert metrics["discarded/zero_advantage/total_tokens_min"] == 2 + 5
 
 
+def test_all_discarded_samples_are_counted_together_once() -> None:
+    counts = DiscardCounts()
+    counts.discarded("zero_advantage", "all_zero", [sample(0, 0.0, lengths=(3,)), sample(1, 0.0, lengths=(5,))])
+    counts.discarded("max_async", None, [sample(0, 1.0, lengths=(4,))])
+    metrics = counts.take(2)
+    assert [metrics[f"discarded/all/{name}"] for name in ("groups", "samples", "pct")] == [2, 3, 50]
+    assert (metrics["discarded/all/tokens_mean"], metrics["discarded/all/total_tokens_max"]) == (4, 7)
+    assert metrics["discarded/all/reward_mean"] == pytest.approx(1 / 3)
+
+
 def test_percentages_are_of_all_groups_and_never_pass_a_hundred() -> None:
     counts = DiscardCounts()
     for _ in range(3):
         counts.discarded("all_masked", None, [sample(0, None)])
     counts.discarded("zero_advantage", "all_zero", [sample(0, 0.0)])
     metrics = counts.take(num_kept_groups=0)
+    assert metrics["discarded/all/pct"] == 100
     assert metrics["discarded/all_masked/pct"] == 75
     assert metrics["discarded/zero_advantage/pct"] == 25
     assert "discarded/all_masked/reward_mean" not in metrics
