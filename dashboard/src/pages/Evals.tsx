@@ -2,7 +2,7 @@
 
 import { useEffect, useMemo } from "react";
 import { runPath } from "../api";
-import { Chart, type Line } from "../charts/Chart";
+import { type Band, Chart, type Line } from "../charts/Chart";
 import { nearest, wilson } from "../charts/math";
 import { Spark } from "../charts/Spark";
 import { count, duration, NONE, number, percent } from "../format";
@@ -14,7 +14,7 @@ import { useSelected } from "../state/cursor";
 import { curveOf, useEvals, useEvalsOf, useRunId, useRunInfo, useRuns, useStatus } from "../state/run";
 import { COLORS, useRunColors } from "../state/colors";
 import { setParams, type Range, useOthers, useParam, useRange } from "../state/url";
-import type { EvalRow, EvalSample } from "../types";
+import type { EvalRow, EvalSample, Value } from "../types";
 import { BLOCKS, blockOf, difference, isInRange, type Item, joinItems, passCurve, recordedGain, slicesOf } from "./evals/items";
 import { ItemPane } from "./evals/ItemPane";
 import { visible } from "../text/hostile";
@@ -295,7 +295,7 @@ function Curve({ name, curve, range }: { name: string; curve: EvalRow[]; range: 
           x: rows.map((row) => row.version),
           values: rows.map((row) => row.accuracy),
           width: i === 0 ? 2 : 1.5,
-          bands: [{ low, high, opacity: 0.15 }],
+          bands: [intervals(low, high, 0.15)],
           whiskers: i === 0 ? { low, high } : undefined,
           direct: all.length > 1 ? label : undefined,
         },
@@ -316,22 +316,24 @@ interface PassesProps {
 /** Room for a label such as "10000 steps". */
 const LABEL_PX = 88;
 
-/** pass@k, and dashed pass^k, of both checkpoints. */
+const intervals = (low: Value[], high: Value[], opacity: number): Band => ({ low, high, opacity, measured: { names: ["95 % low", "95 % high"], low, high } });
+
+/** pass@k with its interval, and dashed pass^k, of both checkpoints. */
 function Passes({ before, after, samplesBefore, samplesAfter }: PassesProps) {
   const lines = useMemo(() => {
     const curves = [before && before !== after && samplesBefore ? { row: before, samples: samplesBefore, color: "--r3" } : null, samplesAfter ? { row: after, samples: samplesAfter, color: "--c1" } : null];
     return curves.flatMap((curve): Line[] => {
       if (!curve) return [];
-      const { k, one, all } = passCurve(curve.samples);
+      const { k, one, low, high, all } = passCurve(curve.samples);
       const name = `${curve.row.version} steps`;
       const common = { color: curve.color, x: k.map(Math.log2), width: curve.color === "--c1" ? 2 : 1.5, direct: name };
       return [
-        { ...common, label: `pass@k after ${name}`, values: one },
+        { ...common, label: `pass@k after ${name}`, values: one, bands: [intervals(low, high, 0.12)] },
         { ...common, label: `pass^k after ${name}`, values: all, dash: [5, 3], silent: true },
       ];
     });
   }, [before, after, samplesBefore, samplesAfter]);
-  return <Chart title="pass@k" unit="dashed: pass^k" axis="k" x={lines.at(-1)?.x ?? []} lines={lines} low={0} high={1} right={LABEL_PX} format={(value) => percent(value)} tickFormat={wholePercent} xFormat={(at) => String(2 ** at)} />;
+  return <Chart title="pass@k" unit="95 % intervals; dashed: pass^k" axis="k" x={lines.at(-1)?.x ?? []} lines={lines} low={0} high={1} right={LABEL_PX} format={(value) => percent(value)} tickFormat={wholePercent} xFormat={(at) => String(2 ** at)} />;
 }
 
 /** Returns metrics that say more than the accuracy and the passes do, four at most. */

@@ -42,8 +42,17 @@ test("without scored items there is no difference", () => {
 
 test("pass@k and pass^k end at the answers that every item has", () => {
   const curve = passCurve([sample(0, 1, 0), sample(0, 0, 1), sample(1, 0, 0), sample(1, 0, 1), sample(1, 0, 2)]);
-  expect(curve).toEqual({ k: [1, 2], one: [0.25, 0.5], all: [0.25, 0] });
+  expect(curve).toMatchObject({ k: [1, 2], one: [0.25, 0.5], all: [0.25, 0] });
   expect(passCurve([sample(0, 1, 0), sample(0, 1, 1), sample(1, 1, 0), sample(1, 0, 1)]).all).toEqual([0.75, 0.5]);
+});
+
+test("pass@k has the interval of a mean over items, between 0 and 1", () => {
+  const answers = (items: number, right: number) => Array.from({ length: items }, (_, item) => sample(item, item < right ? 1 : 0));
+  const { one, low, high } = passCurve(answers(20, 12));
+  // The quantile of Student's t for 19 degrees of freedom, and the variance of 12 ones among 20.
+  const half = 2.093 * Math.sqrt((0.6 * 0.4 * 20) / 19 / 20);
+  expect([low[0], one[0], high[0]].map((value) => value!.toFixed(4))).toEqual([0.6 - half, 0.6, 0.6 + half].map((value) => value.toFixed(4)));
+  expect([passCurve(answers(5, 3)), passCurve(answers(1, 1))].map((curve) => [curve.low, curve.high])).toEqual([[[0], [1]], [[null], [null]]]);
 });
 
 test("an eval in training stands before one made later, and failed ones are left out", () => {

@@ -1,6 +1,6 @@
 /** Items that two evals share: blocks, paired difference, pass@k, slices. */
 
-import { passAtK } from "../../charts/math";
+import { meanOf, passAtK } from "../../charts/math";
 import type { Range } from "../../state/url";
 import type { EvalRow, EvalSample, Value } from "../../types";
 
@@ -93,6 +93,9 @@ export interface PassCurve {
   k: number[];
   /** pass@k: the chance that one of k answers of an item is right. */
   one: number[];
+  /** Ends of the 95 % interval of pass@k (Student's t over items); null for one item. */
+  low: Value[];
+  high: Value[];
   /** pass^k: the chance that all k are. */
   all: number[];
 }
@@ -104,9 +107,16 @@ export function passCurve(samples: EvalSample[]): PassCurve {
   const k: number[] = [];
   for (let next = 1; next <= most; next *= 2) k.push(next);
   const counts = items.map((answers) => ({ n: answers.length, right: answers.filter((answer) => answer.score! >= 1).length }));
-  const mean = (of: (n: number, right: number) => number) => counts.reduce((sum, { n, right }) => sum + of(n, right), 0) / counts.length;
-  // All are right unless one of k is wrong.
-  return { k, one: k.map((tries) => mean((n, right) => passAtK(n, right, tries))), all: k.map((tries) => 1 - mean((n, right) => passAtK(n, n - right, tries))) };
+  const meanOverItems = (of: (n: number, right: number) => number) => meanOf(counts.map(({ n, right }) => of(n, right)))!;
+  const one = k.map((tries) => meanOverItems((n, right) => passAtK(n, right, tries)));
+  return {
+    k,
+    one: one.map(({ mean }) => mean),
+    low: one.map(({ mean, half }) => (half === null ? null : Math.max(mean - half, 0))),
+    high: one.map(({ mean, half }) => (half === null ? null : Math.min(mean + half, 1))),
+    // All are right unless one of k is wrong.
+    all: k.map((tries) => 1 - meanOverItems((n, right) => passAtK(n, n - right, tries)).mean),
+  };
 }
 
 /** Returns whether an eval of a version lies in a range of the ruler: after its first step, and up to the end of its last. */
