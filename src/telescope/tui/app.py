@@ -108,6 +108,8 @@ class RunApp(App[None]):
 
     def _tick(self) -> None:
         self._since_look += LIVE_SECONDS
+        if any(self.workers):
+            return  # on a slow disk, a new look or read of a page would replace it each time, and none would end
         if self._state in (None, "live") or self._since_look >= ENDED_SECONDS:
             self._since_look = 0.0
             self._look()

@@ -64,13 +64,13 @@ class Page(Vertical):
 
         async def run() -> None:
             try:
-                found, problem = await asyncio.to_thread(read), ""
+                found, problem = await asyncio.to_thread(read), None
             except UserError as error:
-                found, problem = None, str(error)
+                found, problem = None, error
             if not self.view.is_running:  # the application ended meanwhile, and its widgets are gone
                 return
-            self.view.say(problem)
-            if not problem:
+            self.view.say("" if problem is None else str(problem))
+            if problem is None:
                 show(found)
 
         # Not `run()`: one that is replaced before it begins would be a coroutine that nobody awaits.

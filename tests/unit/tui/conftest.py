@@ -41,9 +41,10 @@ class View:
         self.app, self._pilot = app, pilot
 
     async def press(self, *keys: str) -> None:
-        """Presses keys and waits until everything is read and drawn."""
-        await self._pilot.press(*keys)
-        await self.settle()
+        """Presses keys, and waits after each until everything is read and drawn."""
+        for key in keys:
+            await self._pilot.press(key)
+            await self.settle()
 
     async def write(self, text: str) -> None:
         """Puts a text into the field that has the cursor, and presses Enter."""
@@ -64,11 +65,12 @@ class View:
 
     async def settle(self) -> None:
         """Waits until everything is read and drawn."""
-        for _ in range(3):
+        num_quiet = 0
+        while num_quiet < 2:  # what a read shows may begin another one
             await self._pilot.pause()
+            num_quiet = 0 if list(self.app.workers) else num_quiet + 1
             with suppress(WorkerCancelled):  # a newer read replaces one that runs
                 await self.app.workers.wait_for_complete()
-        await self._pilot.pause()
 
     def text(self, selector: str) -> str:
         """What a widget shows, as a terminal would get it."""

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.unit.tui.conftest import NUM_STEPS, Open
 from textual.widgets import DataTable, Footer, OptionList, Static
 
+from telescope.dashboard.events import LIVE_SECONDS, TableSizes
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 from telescope.record.run_info import begin_run
 from telescope.testing.demo_run.curves import Story
 from telescope.testing.demo_run.writer import RunWriter
 from telescope.tui.app import RunApp
+from telescope.tui.overview import OverviewPage
 from telescope.tui.rollouts import FIRST_COLUMNS
 
 
@@ -34,7 +39,7 @@ async def test_a_read_that_ends_after_the_application_shows_nothing(
     ended = threading.Event()
     shown: list[bool] = []
     async with open_view(generated) as view:
-        view.app.page.in_thread(ended.wait, shown.append, "late")
+        view.app.page.in_thread(lambda: ended.wait(30), shown.append, "late")
         worker = next(one for one in view.app.workers if one.group.endswith("late"))
         with monkeypatch.context() as patch:
             patch.setattr(RunApp, "is_running", False)
@@ -212,6 +217,32 @@ async def test_a_live_run_grows_on_the_page_that_is_seen(tmp_path: Path, open_vi
             writer.recorder.flush()
             await view.look()
             assert view.text("RichLog").count("\n") == before + 1
+
+
+async def test_new_rows_are_shown_although_reading_takes_longer_than_a_tick(
+    tmp_path: Path, open_view: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def read_slowly(self: Any) -> Any:
+            time.sleep(1.5 * LIVE_SECONDS)
+            return read(self)
+
+        return read_slowly
+
+    with RunWriter(tmp_path / "live", Story(), num_steps=50, origin=time.time() - 20) as writer:
+        writer.write_samples(0)
+        writer.write_step(0)
+        writer.recorder.flush()
+        async with open_view(tmp_path / "live") as view:
+            monkeypatch.setattr(TableSizes, "read", slow(TableSizes.read))
+            monkeypatch.setattr(OverviewPage, "read", slow(OverviewPage.read))
+            writer.write_samples(1)
+            writer.write_step(1)
+            writer.recorder.flush()
+            until = time.monotonic() + 30
+            while "training  2 of 50 steps" not in view.text("#about"):
+                assert time.monotonic() < until
+                await asyncio.sleep(0.05)
 
 
 async def test_a_run_without_steps_is_shown(tmp_path: Path, open_view: Open) -> None:
