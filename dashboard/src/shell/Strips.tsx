@@ -38,15 +38,15 @@ export function recordWords({ unreadable, attempts, version }: Pick<RunInfo, "un
   ];
 }
 
-/** The server finds damaged files when it reads them for a page, so the list is fetched again after that. */
-const READ_MS = 2500;
+/** When the list of damaged files is fetched again: the server finds them while it reads for a page, on a slow disk for up to half a minute. */
+const READ_AGAIN_MS = [2_500, 10_000, 30_000];
 
 /** The line of a run whose record is damaged, or of another version. */
 export function RecordStrip({ run, page }: { run: string; page: string }) {
   const [read, setRead] = useState("");
   useEffect(() => {
-    const timer = setTimeout(() => setRead(page), READ_MS);
-    return () => clearTimeout(timer);
+    const timers = READ_AGAIN_MS.map((ms) => setTimeout(() => setRead(`${page} ${ms}`), ms));
+    return () => timers.forEach(clearTimeout);
   }, [page]);
   const info = useResource<RunInfo>(runPath(run), {}, `after ${read}`).data;
   const words = info ? recordWords(info) : [];
