@@ -20,6 +20,7 @@ from telescope.cluster.ray_cluster import Cluster
 from telescope.cluster.trainer_group import TrainerGroup, describe_rank_exit
 from telescope.config import TelescopeConfig
 from telescope.errors import DeadlineExceeded, RankLost, RunError
+from telescope.record.gauges import ReadingBatch
 from telescope.trainer.batch import Layout, StepInput, StepResult
 
 CONFIG = TelescopeConfig.model_validate(
@@ -36,8 +37,16 @@ class Rank:
         self.is_asked = asyncio.Event()
         self._compiled = compiled
 
-        self.call = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._called))
+        self.concurrency_groups: dict[str, str | None] = {}
+        self.call = SimpleNamespace(options=self._options)
         self.stop = SimpleNamespace(remote=lambda: self._answer("stop"))
+
+    def _options(self, concurrency_group: str | None) -> Any:
+        def remote(command: str, *args: Any) -> Any:
+            self.concurrency_groups[command] = concurrency_group
+            return self._called(command, *args)
+
+        return SimpleNamespace(remote=remote)
 
     def _called(self, command: str, *args: Any) -> Any:
         return self._answer(command.rpartition(".")[2])
@@ -49,7 +58,8 @@ class Rank:
             raise ArithmeticError("the gradient is not finite")
         if name == "warm_up":
             await self._compiled.wait()
-        return StepResult({"loss": 0.5}, []) if name == "train_step" else name
+        answers = {"train_step": StepResult({"loss": 0.5}, []), "take_readings": ReadingBatch([], [])}
+        return answers.get(name, name)
 
 
 @pytest.fixture
@@ -75,6 +85,17 @@ async def test_a_group_that_has_compiled_is_stopped_by_its_ranks(group, rank, co
     assert await group.warm_up() == ["warm_up"]
     await group.stop()
     assert rank.calls == ["warm_up", "stop"]
+
+
+async def test_gauges_and_the_abort_of_a_sync_do_not_wait_for_what_a_rank_computes(group, rank, compiled):
+    compiled.set()
+    await group.warm_up()
+    await group.take_readings(0)
+    await group.abort_engine(0, "the engine is down")
+    groups = rank.concurrency_groups
+    assert groups["trainer.warm_up"] is None  # Ray's own group, one call at a time
+    assert len({groups["trainer.warm_up"], groups["take_readings"], groups["sender.abort"]}) == 3
+    assert {groups["take_readings"], groups["sender.abort"]} <= set(actors.ACTOR_OPTIONS["concurrency_groups"])
 
 
 async def test_ranks_that_are_compiling_are_not_waited_for_at_a_stop(group, rank):
