@@ -37,7 +37,10 @@ NUM_COLORS = 128
 
 NUM_STEPS = 240
 RUN = "countdown-1.7b"
-OTHERS = {"countdown-lr-3e-6": Story(learning=1.9, learning_rate=3e-6), "countdown-lr-1e-5": Story(learning=2.6)}
+OTHERS = {
+    "countdown-lr-3e-6": Story(learning=1.9, learning_rate=3e-6),
+    "countdown-lr-1e-5": Story(learning=2.6, learning_rate=1e-5),
+}
 STORY = Story(server_down=(90, 93), spike=150, slow_from=205)
 
 

@@ -68,8 +68,8 @@ export function standardCharts(runs: DrawnRun[], info: RunInfo, reward: Distribu
     const lines: Line[] = used.map(([label, color], i) => ({ label, color, values: edges[i]!, measured: used[i]![2], x, area: true, direct: label, silent: true }));
     if (lines.length === 0) lines.push({ label: "none", color: "--ink2", values: total, x });
     out.set("signal", {
-      title: "Groups without signal",
-      unit: "%",
+      title: "No signal",
+      unit: "% of groups",
       x,
       lines,
       low: 0,
