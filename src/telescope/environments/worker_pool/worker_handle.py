@@ -27,7 +27,7 @@ from telescope.utils.process import describe_exit, log_size, log_tail, open_log,
 
 _LINGER_SECONDS = 0.5
 """Time for a process to exit after it has closed its socket."""
-STACK_SECONDS = 0.1
+STACK_SECONDS = 0.5
 """Time for a process to write its stacks before it is killed."""
 _LOG_TAIL_BYTES = 4000
 MAX_LOG_BYTES = 8 * 2**20
