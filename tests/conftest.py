@@ -1,5 +1,5 @@
-"""Settings of all tests: property tests without a deadline, since a busy machine is not a fault, one thread for each
-of several processes of tests, and the first and last tests of a server.
+"""Settings of all tests: property tests without a deadline, since a busy machine is not a fault, and with the same
+examples in each run; one thread for each of several processes of tests; the first and last tests of a server.
 """
 
 import gc
@@ -19,7 +19,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup; tests of runs that a terminal leaves need it
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-settings.register_profile("telescope", deadline=None)
+settings.register_profile("telescope", deadline=None, derandomize=True)
 settings.load_profile("telescope")
 
 PLACES = {"first_on_its_server": -1, "last_on_its_server": 1}

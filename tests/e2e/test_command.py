@@ -39,10 +39,10 @@ def test_ctrl_c_while_ray_starts_does_not_wait_for_ray(tiny_model: Path, tmp_pat
         command.wait_for("start of Ray", command.printed("starting Ray"), 120)
         command.wait_for("GCS", lambda: any("gcs_server" in line for line in command.family()), 60)
         command.interrupt()
-        assert command.process.wait(timeout=30) == 130
+        assert command.process.wait(timeout=60) == 130
     finally:
         command.process.kill()
-    command.wait_for("end of every process", lambda: not command.family(), 20)
+    command.wait_for("end of every process", lambda: not command.family(), 60)
     assert json.loads((command.run_dir / "summary.json").read_text())["status"] == "stopped"
 
 

@@ -33,13 +33,29 @@ SETTLED = """
     touched();
     return real(...given).finally(() => { pending -= 1; touched(); });
   };
+  // A page that waits for a moment, until typing or zooming has ended, has not settled either.
+  const SHORT_MS = 250;  // the longest wait before the address follows
+  const timers = new Set(), [set, clear] = [window.setTimeout, window.clearTimeout];
+  window.setTimeout = (run, after = 0, ...given) => {
+    const timer = set(() => {
+      if (timers.delete(timer)) touched();
+      run(...given);
+    }, after);
+    if (after <= SHORT_MS) timers.add(timer);
+    return timer;
+  };
+  window.clearTimeout = (timer) => {
+    timers.delete(timer);
+    clear(timer);
+  };
   const all = { subtree: true, childList: true, characterData: true, attributes: true };
   new MutationObserver(touched).observe(document, all);
   const drawn = () => document.querySelector("main > *") !== null;
-  window.hasSettled = () => pending === 0 && drawn() && performance.now() - last > 100;
+  window.hasSettled = () => pending === 0 && timers.size === 0 && drawn() && performance.now() - last > 100;
 })();
 """
-"""Runs before the page's own scripts. Settled: no request, and no change of the document for 100 ms."""
+"""Runs before the page's own scripts. Settled: no request, no short timer, and no change of the document for
+100 ms."""
 
 
 TWO_FRAMES = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"

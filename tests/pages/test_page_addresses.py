@@ -81,14 +81,15 @@ def test_an_address_opens_the_same_view_elsewhere(visitor: Visit, elsewhere: Bro
     before = page.url
     act(page, name)
     visitor.settle()
-    # The address follows typing and zooming after a moment.
-    page.wait_for_timeout(300)
-    visitor.settle()
     assert page.url != before
     other = Visit(elsewhere.new_page(), visitor.address)
     other.page.set_viewport_size(TALL)
     other.page.goto(page.url)
     other.settle()
+    for _ in range(20):
+        if view(other.page) == view(page):
+            break
+        other.page.wait_for_timeout(500)  # modules that texts need may still come
     assert view(other.page) == view(page)
     other.page.close()
 

@@ -78,6 +78,7 @@ def test_pages_follow_a_run(browser: Browser, server: DashboardProcess, live: Li
         for one in visits.values():
             expect(one.page.get_by_label("Progress").first).to_contain_text("3 of 20 steps")
             expect(one.page.get_by_role("banner")).to_contain_text("training")
+        expect(visits["rollouts"].page.get_by_label("Steps and groups")).to_contain_text("Step 2")
         live.step()
         for one in visits.values():
             expect(one.page.get_by_label("Progress").first).to_contain_text("4 of 20 steps")

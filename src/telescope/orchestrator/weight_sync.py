@@ -214,7 +214,7 @@ class WeightSync:
         body, in_background = update.to_dict(), replace(update, background=True).to_dict()
 
         async def receive(part: ServerSync) -> None:
-            started, part.transfer_started_at = time.monotonic(), time.time()
+            part.transfer_started_at, started = time.time(), time.monotonic()
             client = self._clients[part.server]
             try:
                 if part.background:
@@ -264,7 +264,7 @@ class WeightSync:
             await self._pause(part)
             await client.start_update()
             await client.finish_update(report.version)  # vLLM 0.32 forgets adapters here
-            started, part.transfer_started_at = time.monotonic(), time.time()
+            part.transfer_started_at, started = time.time(), time.monotonic()
             await client.load_adapter(folder)
             part.transfer_seconds = time.monotonic() - started
             await client.resume()

@@ -33,7 +33,7 @@ MISSING = (
     "or apt-get install chromium. Elsewhere: .venv/bin/playwright install chromium"
 )
 
-START_SECONDS = 60.0
+START_SECONDS = 300.0
 """How long the server may take until it prints its address; it takes 2 seconds on an idle machine."""
 
 END_SECONDS = 10.0

@@ -133,7 +133,7 @@ class FakeRun:
     environments: EnvironmentPool
     evaluation: Evaluation
 
-    async def run(self, timeout: float = 30.0) -> None:
+    async def run(self, timeout: float = 300.0) -> None:
         """Trains to the end, or raises the run's error. AssertionError with the run's state after `timeout` seconds."""
         supervisor = Supervisor()
         self.evaluation.spawn = supervisor.spawn

@@ -280,7 +280,7 @@ def test_a_failed_start_shows_the_last_lines_and_the_fix(make_server) -> None:
     started = time.monotonic()
     with pytest.raises(EngineStartError) as failure:
         server.start()
-    assert time.monotonic() - started < QUICK.start_timeout / 2
+    assert time.monotonic() - started < QUICK.start_timeout
     assert "exit code 1" in str(failure.value)
     assert "No available memory" in str(failure.value)
     assert "lower max_model_len" in str(failure.value)

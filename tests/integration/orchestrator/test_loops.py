@@ -197,7 +197,7 @@ async def test_an_exception_in_any_loop_ends_the_run_with_that_exception(
 
         setattr(*target, boom)
         with pytest.raises(ArithmeticError, match=loop):
-            await run.run(timeout=20)
+            await run.run()
 
 
 async def test_a_failure_of_the_weight_sync_ends_the_run(ground: Ground, tmp_path: Path) -> None:

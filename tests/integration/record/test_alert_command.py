@@ -109,12 +109,11 @@ def test_a_program_that_cannot_be_started_is_one_warning(
 def test_a_hanging_command_is_killed_after_its_time_with_its_children(
     out: Path, start: Callable[..., Alerts], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(alerts_module, "COMMAND_SECONDS", 0.5)
-    child = "import subprocess; p = subprocess.Popen(['sleep', '600']); print(p.pid, file=out); p.wait()"
-    alerts = start(program(child))
+    monkeypatch.setattr(alerts_module, "COMMAND_SECONDS", 3.0)
+    alerts = start(["sh", "-c", "sleep 600 & echo $! >> $OUT; wait"])
     alerts.add(ROW)
     alerts.close()
-    assert "was killed after 0.5 s" in caplog.text
+    assert "was killed after 3 s" in caplog.text
     (pid,) = lines(out)
     assert has_ended(pid)
 
@@ -126,6 +125,7 @@ def test_the_end_of_a_run_kills_the_command_that_still_runs(
     alerts = start(program("print(os.getpid(), file=out); time.sleep(600)"))
     for _ in range(3):
         alerts.add(ROW)
+    wait_until(lambda: bool(lines(out)))
     alerts.close()
     (pid,) = lines(out)
     assert has_ended(pid), "the waiting ones have not begun"
@@ -172,6 +172,13 @@ def test_text_that_no_process_takes_is_one_warning_and_the_next_alert_runs(
     alerts.close()
     assert caplog.text.count("alert_command cannot be started") == 1
     assert alerts._command._queue.empty()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def has_ended(pid: int) -> bool:

@@ -157,7 +157,7 @@ def test_a_folder_that_cannot_be_created_is_reported_once_and_used_later(tmp_pat
     recorder = Recorder(tmp_path, flush_seconds=0.01)
     for step in range(50):
         recorder.write("steps", {"step": step})
-    assert not recorder.flush(0.3)
+    assert not recorder.flush(2.0)
     assert len(reports(caplog)) == 1
     assert "tables" in reports(caplog)[0]
     (tmp_path / "tables").unlink()
@@ -174,7 +174,7 @@ def test_a_removed_run_directory_is_reported_once_and_not_created_again(tmp_path
     shutil.rmtree(tmp_path / "run")
     recorder.write("steps", {"step": 2})
     recorder.write("groups", {"group_id": 1})
-    assert not recorder.flush(0.3)
+    assert not recorder.flush(2.0)
     assert len(reports(caplog)) == 1
     assert "was removed or replaced" in reports(caplog)[0]
     assert not recorder.close(timeout=600.0), "and the end does not wait for it"
@@ -188,7 +188,7 @@ def test_a_run_directory_that_is_moved_away_and_back_is_complete(tmp_path, caplo
     (tmp_path / "run").rename(tmp_path / "elsewhere")
     (tmp_path / "run").mkdir()
     recorder.write("steps", {"step": 2})
-    assert not recorder.flush(0.3)
+    assert not recorder.flush(2.0)
     (tmp_path / "run").rmdir()
     (tmp_path / "elsewhere").rename(tmp_path / "run")
     assert recorder.flush(30)

@@ -14,7 +14,7 @@ from telescope.weights.plan import InitInfo, TensorMeta, UpdateInfo, make_update
 from telescope.weights.receiver import NamedTensors, receive
 from telescope.weights.sender import WeightSender
 
-CONNECT_SECONDS = 60.0
+CONNECT_SECONDS = 300.0
 
 
 def weights(seed: int = 0) -> dict[str, torch.Tensor]:

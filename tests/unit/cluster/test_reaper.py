@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ with Reaper():
     # As if it had written a title over its environment, and then lost its parent.
     orphan = python(
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], env={})\\n"
-        "print(child.pid, flush=True)\\ntime.sleep(2)", stdout=subprocess.PIPE, text=True)
+        "print(child.pid, flush=True)\\ntime.sleep(5)", stdout=subprocess.PIPE, text=True)
     orphaned = int(orphan.stdout.readline())
     orphan.wait()
     print(before.pid, child.pid, daemon.pid, grandchild, orphaned, flush=True)
@@ -48,8 +49,10 @@ time.sleep(600)
 
 
 def is_running(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def wait_until_gone(pids: list[int], seconds: float = 20.0) -> None:
@@ -82,7 +85,7 @@ def start_driver() -> Iterator:
         driver.stdout.close()
         driver.stdin.close()
         for pid in pids:
-            if is_running(pid):
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 

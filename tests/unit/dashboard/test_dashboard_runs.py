@@ -154,6 +154,8 @@ def test_an_unknown_run_and_an_unknown_address_say_so(client):
 
 async def test_a_run_whose_folder_was_moved_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(events, "ENDED_SECONDS", 0.0)
+    # A search meanwhile would forget the run.
+    monkeypatch.setattr("telescope.dashboard.registry.SEARCH_SECONDS", 600.0)
     write_run(tmp_path / "run", "rloo")
     client = TestClient(create_app([tmp_path]), base_url="http://localhost")
     assert client.get("/api/runs/run").status_code == 200

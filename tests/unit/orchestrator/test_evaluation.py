@@ -35,7 +35,7 @@ async def evaluation_of(
     clients: list[Any] = list(engines) or [FakeEngine()]
     status = RunStatus("test", config.number_of_steps)
     servers = ServerPool(
-        clients, clients, RequestSlotPool([8] * len(clients)), status, start_timeout=1.0, hang_timeout=0.0,
+        clients, clients, RequestSlotPool([8] * len(clients)), status, start_timeout=30.0, hang_timeout=0.0,
         num_dedicated=config.num_eval_servers if engines else 0, eval_slots_per_server=8,
     )  # fmt: skip
 

@@ -39,7 +39,8 @@ def test_a_run_whose_directory_is_removed_reports_it_once_and_finishes(tmp_path:
     with directory.open_record(console=False):
         assert directory.record_problem() is None
         assert directory.record_news() is None
-        shutil.rmtree(tmp_path / "run")
+        # Renamed first: a heartbeat cannot write into it while it is removed.
+        shutil.rmtree((tmp_path / "run").rename(tmp_path / "removed"))
         (line,) = news_until(directory, lambda line: "CANNOT BE WRITTEN" in line)
         assert "was removed or replaced" in line and "the run continues" in line
         time.sleep(0.3)

@@ -142,7 +142,8 @@ def test_one_call_reports_to_live_view_record_and_log(caplog: pytest.LogCaptureF
     status, rows = RunStatus("demo", 10), list[dict[str, Any]]()
     status.record_alerts(rows.append)
     log = logging.getLogger("telescope.orchestrator.servers")
-    status.report("server 1 is down: it exited\nTraceback ...", "server", "warning", log=log)
+    with caplog.at_level(logging.WARNING):
+        status.report("server 1 is down: it exited\nTraceback ...", "server", "warning", log=log)
     assert (rows[0]["message"], list(status.messages)) == ("server 1 is down: it exited", [rows[0]["message"]])
     (line,) = caplog.records
     assert (line.name, line.levelname, line.filename) == (log.name, "WARNING", Path(__file__).name)

@@ -44,7 +44,9 @@ def at_once(one: dict, other: dict) -> bool:
 
 
 def test_parts_run_side_by_side_and_never_on_one_gpu(suite: ModuleType, tmp_path: Path) -> None:
-    parts = [part(suite, f"part {n}", num_gpus) for n, num_gpus in enumerate((2, 1, 1, 4, 3, 1))]
+    # The first two sleep long enough to overlap also when one starts late.
+    gpus_and_seconds = ((2, 2.0), (1, 2.0), (1, 0.5), (4, 0.5), (3, 0.5), (1, 0.5))
+    parts = [part(suite, f"part {n}", num_gpus, sleep=sleep) for n, (num_gpus, sleep) in enumerate(gpus_and_seconds)]
     done = run(suite, tmp_path, parts)
     assert {result["outcome"] for result in done.values()} == {"passed"}
     results = [done[p.name]["results"] for p in parts]
@@ -89,7 +91,7 @@ def test_a_hanging_part_is_killed_with_its_children_and_frees_its_gpu(
     monkeypatch.setattr(suite, "ENDINGS", tuple((number, 0.3) for number, _ in suite.ENDINGS))
     pid_file = tmp_path / "pid"
     hangs = f"trap '' INT TERM; sleep 3600 & echo $! > {pid_file}; echo its last words; wait"
-    parts = [suite.Part("hangs", hangs, 1, 1), part(suite, "next", 1, sleep=0.0)]
+    parts = [suite.Part("hangs", hangs, 1, 3), part(suite, "next", 1, sleep=0.0)]
     done = run(suite, tmp_path, parts, gpus=["5"])
     assert done["hangs"]["outcome"] == "failed"
     assert done["hangs"]["ran_out_of_time"]
@@ -106,7 +108,7 @@ def is_running(pid: int) -> bool:
     """Not ended, and no zombie that waits for its parent."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -76,17 +77,26 @@ def test_an_engine_that_joins_and_then_hangs_is_abandoned_on_an_abort() -> None:
     peer.close()
 
 
-def test_reconnecting_ends_the_earlier_wait() -> None:
+def test_reconnecting_ends_the_earlier_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_accepting = threading.Event()
+    accept = Rendezvous.accept
+
+    def accept_noted(self: Rendezvous, *args: Any) -> control_channel.ControlChannel:
+        is_accepting.set()
+        return accept(self, *args)
+
+    monkeypatch.setattr(Rendezvous, "accept", accept_noted)
     sender = WeightSender()
     listen(sender)
     first = Connecting(sender)
+    assert is_accepting.wait(20)
     listen(sender, seconds=0.5)
     assert isinstance(first.outcome(), TransferError)
     assert isinstance(Connecting(sender).outcome(), DeadlineExceeded)
 
 
 def test_an_unknown_process_that_sends_nothing_does_not_block_the_listener(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_channel, "_HELLO_SECONDS", 0.2)
+    monkeypatch.setattr(control_channel, "_HELLO_SECONDS", 1.0)
     rendezvous = Rendezvous("127.0.0.1")
     accepted: list[control_channel.ControlChannel] = []
     waiting = threading.Thread(target=lambda: accepted.append(rendezvous.accept(2, {}, 60.0)))
