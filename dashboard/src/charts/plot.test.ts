@@ -1,5 +1,13 @@
-import { expect, test } from "vitest";
-import { align, overhang } from "./plot";
+import uPlot from "uplot";
+import { expect, test, vi } from "vitest";
+import type { ChartProps } from "./Chart";
+import { align, draw, overhang } from "./plot";
+
+vi.mock("uplot", () => ({
+  default: class {
+    constructor(readonly options: uPlot.Options) {}
+  },
+}));
 
 test("lines of other places share an axis: a gap is null, a place of another line is undefined", () => {
   const { x, data, rows } = align([0, 1], [
@@ -22,4 +30,23 @@ test("a label at the end of the axis gets room for its half, one before it needs
   expect(overhang(9, [0, 10], 100, wide)).toBe(6);
   expect(overhang(5, [0, 10], 100, wide)).toBeLessThan(0);
   expect(overhang(undefined, [0, 10], 100, wide)).toBe(0);
+});
+
+test("a plot that is drawn after its page has got another line draws those that it was made of", () => {
+  const canvas = { measureText: () => ({ width: 8 }) } as Record<string, unknown>;
+  for (const name of ["save", "restore", "beginPath", "arc", "fill", "stroke", "strokeText"]) canvas[name] = () => {};
+  const written: string[] = [];
+  canvas.fillText = (text: string) => written.push(text);
+  vi.stubGlobal("document", { documentElement: { dataset: {} }, createElement: () => ({ getContext: () => canvas }) });
+  vi.stubGlobal("getComputedStyle", () => ({ getPropertyValue: () => "#000000" }));
+  vi.stubGlobal("devicePixelRatio", 1);
+  const line = (label: string) => ({ label, direct: label, color: "--c1", values: [1, 2] });
+  const latest = { current: { title: "reward", x: [0, 1], lines: [line("first")] } as ChartProps };
+  const plot = draw({} as HTMLElement, latest, align([0, 1], latest.current.lines), { width: 300, height: 200 });
+  latest.current = { ...latest.current, lines: [line("first"), line("second")] };
+  const { hooks } = (plot as unknown as { options: uPlot.Options }).options;
+  const shown = { ctx: canvas, bbox: { left: 0, top: 0, width: 300, height: 200 }, scales: { x: { min: 0, max: 1 } }, width: 300, valToPos: () => 10 };
+  hooks!.draw!.forEach((hook) => hook!(shown as unknown as uPlot));
+  expect(written).toEqual(["first"]);
+  vi.unstubAllGlobals();
 });

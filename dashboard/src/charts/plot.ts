@@ -191,8 +191,9 @@ export function draw(host: HTMLElement, latest: { current: ChartProps }, drawn: 
       series,
       bands,
       hooks: {
-        drawAxes: [(u) => latest.current.heat && paintHeat(u, latest.current.heat)],
-        draw: [(u) => decorate(u, latest.current, drawn)],
+        // uPlot draws in the next microtask: the page may have got other lines by then, which `drawn` does not have.
+        drawAxes: [(u) => props.heat && paintHeat(u, props.heat)],
+        draw: [(u) => decorate(u, props, drawn)],
         setSelect: [
           (u) => {
             const { left: from, width } = u.select;
