@@ -89,7 +89,7 @@ def test_an_address_opens_the_same_view_elsewhere(visitor: Visit, elsewhere: Bro
     for _ in range(20):
         if view(other.page) == view(page):
             break
-        other.page.wait_for_timeout(500)  # modules that texts need may still come
+        other.page.wait_for_timeout(500)  # formulas and code wait for modules that no request shows
     assert view(other.page) == view(page)
     other.page.close()
 

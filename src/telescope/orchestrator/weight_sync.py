@@ -214,6 +214,7 @@ class WeightSync:
         body, in_background = update.to_dict(), replace(update, background=True).to_dict()
 
         async def receive(part: ServerSync) -> None:
+            # In this order, the times of a part never end after its resume.
             part.transfer_started_at, started = time.time(), time.monotonic()
             client = self._clients[part.server]
             try:

@@ -45,8 +45,8 @@ FATES = {
     *("masked/environment", "masked/infrastructure", "cancelled", "retried", "lost"),
 }
 """Possible outcomes of a sampled token, by metric name."""
-OVERLAPPING_FATES = {"discarded/all", "returned"}
-"""Metrics that count tokens of other fates again, as the kinds of `discarded/zero_advantage` do."""
+OVERLAPPING_FATES = ("discarded/all/", "discarded/zero_advantage_", "returned/")
+"""Beginnings of metrics that count tokens of other fates again."""
 
 
 @dataclass(frozen=True)
@@ -334,12 +334,7 @@ class Simulation:
         counted: dict[str, float] = defaultdict(float)
         for name, value in (item for metrics in (*self.step_log.metrics, last) for item in metrics.items()):
             fate, _, quantity = name.rpartition("/")
-            # `returned` overlaps with the others, and so do the kinds of `zero_advantage`.
-            if (
-                quantity == "tokens"
-                and fate not in OVERLAPPING_FATES
-                and not fate.startswith("discarded/zero_advantage_")
-            ):
+            if quantity == "tokens" and not name.startswith(OVERLAPPING_FATES):
                 counted[fate] += value
         return counted
 
