@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 import psutil
 import torch
+from tests.integration.trainer.trainer_cases import reserved_ports
 from transformers import (
     PreTrainedModel,
     Qwen2Config,
@@ -194,7 +194,11 @@ class Server:
     def __post_init__(self) -> None:
         self.sender = WeightSender(device=self.model.device, cpu_staging=self.staged)
 
-    def start(self, *, port: int | None = None) -> None:
+    def start(self) -> None:
+        with reserved_ports(1) as ports:
+            self.start_on(ports[0])
+
+    def start_on(self, port: int) -> None:
         on_cpu = self.gpu is None
         overrides = [
             *("--model", str(self.folder), "--max_model_len", "256", "--max_num_seqs", "8", "--max_tokens", "64"),
@@ -208,8 +212,6 @@ class Server:
         config = load_config(None, overrides).config
         interpreter = os.environ.get(OTHER_INTERPRETER, sys.executable)
         version = self.vllm_version = version_of(interpreter)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = port or free.getsockname()[1]
         command = launch_command(
             config,
             host="127.0.0.1",
