@@ -194,11 +194,7 @@ class Server:
     def __post_init__(self) -> None:
         self.sender = WeightSender(device=self.model.device, cpu_staging=self.staged)
 
-    def start(self) -> None:
-        with reserved_ports(1) as ports:
-            self.start_on(ports[0])
-
-    def start_on(self, port: int) -> None:
+    def start(self, port: int) -> None:
         on_cpu = self.gpu is None
         overrides = [
             *("--model", str(self.folder), "--max_model_len", "256", "--max_num_seqs", "8", "--max_tokens", "64"),
@@ -413,7 +409,8 @@ class Server:
 @contextmanager
 def serving(server: Server) -> Iterator[Server]:
     """The server, started and connected; stopped at the end. Its last words are for the report of a test that fails."""
-    server.start()
+    with reserved_ports(1) as (port,):
+        server.start(port)
     try:
         server.connect()
         yield server

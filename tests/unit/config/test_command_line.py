@@ -11,6 +11,7 @@ import yaml
 from rich.console import Console
 
 from telescope.cli import main as cli
+from telescope.cli import ui
 from telescope.cli.train import TrainArguments, parse_arguments, print_summary
 from telescope.config import TelescopeConfig
 from telescope.errors import ConfigError, RunError, UserError
@@ -23,11 +24,20 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_the_command_alone_lists_the_commands(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # without runs, which it would show
+    monkeypatch.chdir(tmp_path)  # it has no runs
     code, out, _ = run(capsys)
     assert code == 0
     for command in ("train", "config", "tiny-model", "runs", "query"):
         assert command in out
+
+
+def test_the_command_alone_shows_the_runs_of_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    opened: list[list[str]] = []
+    monkeypatch.setattr(ui, "run", lambda arguments: opened.append(arguments.places))
+    assert cli.main([]) == 0
+    assert opened == [[]]
 
 
 @pytest.mark.parametrize("arguments", [["trian"], ["config"], ["config", "explain", "learning_rte"], ["train", "x"]])
