@@ -15,12 +15,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 import telescope.environments
+from telescope.config.yaml_file import parse_yaml_value
 from telescope.environments.arguments import constructor_arguments, dataset_arguments
 from telescope.environments.base import ChatMessage, Environment, MultiTurnEnvironment
 from telescope.environments.local_rollout import (
@@ -235,10 +235,7 @@ def _keywords(settings: list[str]) -> dict[str, Any]:
         key, equals, value = setting.partition("=")
         if not equals or not key:
             raise UserError(f"--set is {setting!r}; write it as KEY=VALUE.")
-        try:
-            keywords[key] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise UserError(f"--set {setting!r} is not YAML: {error}") from error
+        keywords[key] = parse_yaml_value(value, what=f"--set {key}")
     return keywords
 
 

@@ -19,11 +19,12 @@ from pydantic import Field, ValidationError
 
 from telescope.config.base import Count, Section, Steps, Text
 from telescope.config.environments import EvalEntry
-from telescope.config.loader import build_config, parse_overrides, read_yaml_file
+from telescope.config.loader import build_config, parse_overrides
 from telescope.config.messages import describe_errors, unknown_field
 from telescope.config.schema import TelescopeConfig
 from telescope.config.sections.general import RaySection
 from telescope.config.sections.rollout import InferenceSection
+from telescope.config.yaml_file import read_yaml_file
 from telescope.errors import ConfigError
 
 

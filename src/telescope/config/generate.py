@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
-import yaml
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic.fields import FieldInfo
 
@@ -22,6 +21,7 @@ from telescope.config.environments import EnvironmentEntry, EvalEntry
 from telescope.config.loader import ENVIRONMENT_VARIABLES
 from telescope.config.rules import RULES
 from telescope.config.schema import SECTIONS
+from telescope.config.yaml_file import dump_yaml
 
 if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
@@ -231,10 +231,10 @@ def yaml_text(value: Any) -> str:
     if isinstance(value, float):
         return _float_text(value)
     if isinstance(value, str):
-        return yaml.safe_dump(value, default_style='"', width=1_000_000, allow_unicode=True).removesuffix("\n")
+        return dump_yaml(value, default_style='"', width=1_000_000, allow_unicode=True).removesuffix("\n")
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return "[" + ", ".join(yaml_text(item) for item in value) + "]"
-    text = yaml.safe_dump(value, default_flow_style=True, width=1_000_000, sort_keys=False)
+    text = dump_yaml(value, default_flow_style=True, width=1_000_000)
     return text.removesuffix("\n").removesuffix("\n...")
 
 

@@ -85,7 +85,7 @@ def checkpoints_of_run(run_dir: Path) -> CheckpointFolder:
 
 def config_of_run(run_dir: Path) -> dict[str, Any]:
     """Returns the values of a run's `config.yaml`, if any. Raises `ConfigError`."""
-    from telescope.config.loader import read_yaml_file
+    from telescope.config.yaml_file import read_yaml_file
 
     file = RunFiles(run_dir).config
     return read_yaml_file(file)[0] if file.is_file() else {}

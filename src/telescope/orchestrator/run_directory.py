@@ -16,11 +16,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from telescope.config import TelescopeConfig
 from telescope.config.loader import choose_run_dir
 from telescope.config.model_source import files_here
+from telescope.config.yaml_file import dump_yaml
 from telescope.errors import UserError
 from telescope.orchestrator.status import RunSummary
 from telescope.record.alerts import Alerts
@@ -220,4 +219,4 @@ def _make_folder(path: Path, *, must_be_new: bool) -> Path:
 
 
 def _write_config(path: Path, config: TelescopeConfig) -> None:
-    replace_file(RunFiles(path).config, yaml.safe_dump(config.values, sort_keys=False).encode())
+    replace_file(RunFiles(path).config, dump_yaml(config.values).encode())

@@ -246,7 +246,7 @@ class Run:
         except (OSError, ValueError, RecursionError) as error:
             return f"{path} cannot be read: {single_line(str(error))}"
         except yaml.YAMLError as error:
-            from telescope.config.loader import yaml_problem
+            from telescope.config.yaml_file import yaml_problem
 
             return f"{path} is not valid YAML: {yaml_problem(error)}"
         return None if isinstance(value, dict) else f"{path} must hold `field: value` lines"

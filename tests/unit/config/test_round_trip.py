@@ -6,14 +6,27 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telescope.config import TelescopeConfig
+from telescope.config import TelescopeConfig, load_config
+from telescope.config.generate import resolved_yaml
+from telescope.config.loader import load_resumed_config
+from telescope.config.yaml_file import _ConfigLoader, dump_yaml
+from telescope.orchestrator.resume import changed_fields
 
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+LIKE_OTHER_TYPES = [
+    "08", "010", "0o17", "0x1F", "1_000", "1e3", "1.5e-6", "4e7a91", "yes", "Off", "null", "~", "", "=", "<<", "-",
+    "2024-01-01", "12:30", "1:30:00", ".inf", ".nan", "nan", "#a", "a: b", "a #b", "!t", "&a", "*a", "{a}", "[1]",
+    "a\nb\n", "\n\n a", " a ", "\u2028", "\x85", "\x00", "\ufeff", "\U0001f600", "%a", "@a", "`a", "'", '"', "---",
+    "...", "\t", "? a",
+]  # fmt: skip
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(LIKE_OTHER_TYPES)
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
@@ -66,6 +79,26 @@ def test_json_round_trip_keeps_values_hash_and_what_the_user_set(config):
     assert restored.hash == config.hash
     assert restored.user_set == config.user_set
     assert restored.to_json() == config.to_json()
+
+
+@settings(deadline=None, max_examples=30)
+@given(configs())
+def test_a_resumed_run_reads_the_values_that_it_wrote(config):
+    with tempfile.TemporaryDirectory() as folder:
+        config = config.replace(resume_from_checkpoint=True, run_dir=folder)
+        (Path(folder) / "config.yaml").write_text(dump_yaml(config.values))
+        assert load_resumed_config(Path(folder)).config.values == config.values
+        assert changed_fields(config.values, load_resumed_config(Path(folder)).config) == ({}, {})
+        (Path(folder) / "shown.yaml").write_text(resolved_yaml(config))
+        assert load_config(Path(folder, "shown.yaml"), [], {}).config.values == config.values
+
+
+@pytest.mark.parametrize("text", LIKE_OTHER_TYPES)
+@pytest.mark.parametrize("wrap", [str, lambda text: [text, {text: text}]])
+def test_text_is_text_to_readers_of_both_versions_of_yaml(text, wrap):
+    written = dump_yaml({"kwargs": {"value": wrap(text)}})
+    assert yaml.load(written, Loader=_ConfigLoader) == {"kwargs": {"value": wrap(text)}}
+    assert yaml.safe_load(written) == {"kwargs": {"value": wrap(text)}}
 
 
 @settings(deadline=None, max_examples=40)

@@ -12,9 +12,9 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-import yaml
 
 from telescope.config import TelescopeConfig
+from telescope.config.yaml_file import dump_yaml
 from telescope.environments.worker_pool.messages import EnvironmentInfo
 from telescope.orchestrator import record_rows
 from telescope.orchestrator.groups import Group
@@ -125,7 +125,7 @@ class RunWriter:
                "versions": telemetry.VERSIONS},
         )  # fmt: skip
         self.simulation.vocabulary.write(RunFiles(self.recorder.files.run_dir).model)
-        replace_file(self.recorder.files.config, yaml.safe_dump(config.values, sort_keys=False).encode())
+        replace_file(self.recorder.files.config, dump_yaml(config.values).encode())
         for task, weight in WEIGHTS.items():
             levels = [str(level) for level, _ in LEVELS[task]]
             metrics = {name: {"min": 0.0, "max": 1.0} for name in ("correct", "format")}

@@ -1,0 +1,132 @@
+"""Reads and writes YAML: files of a configuration, values of flags, and a run's `config.yaml`.
+
+Scalars follow version 1.2 of YAML, where PyYAML follows 1.1: `1e-6` is a number, `010` is ten, and `1:30` and
+`2024-01-01` are text instead of 90 and a date. `yes`, `no`, `on` and `off` stay booleans. A key that stands twice in
+one mapping is an error, and the line of every top-level key is kept for error messages. What is written here reads back
+unchanged, also by a reader of version 1.1.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from telescope.errors import ConfigError
+
+SCALARS = (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"(?i:true|false|yes|no|on|off)", list("tTfFyYnNoO")),
+    ("int", r"[-+]?\d[\d_]*|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(?:\d[\d_]*\.[\d_]*|\.\d[\d_]*)(?:[eE][-+]?\d+)?|[-+]?\d[\d_]*[eE][-+]?\d+"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        list("-+0123456789."),
+    ),
+    ("merge", r"<<", ["<"]),
+)
+"""Tag, pattern and first characters of the plain scalars that are not text."""
+
+
+class _ConfigLoader(yaml.SafeLoader):
+    """SafeLoader with the differences above."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012 (as in the base class)
+
+
+class _ConfigDumper(yaml.SafeDumper):
+    """SafeDumper that quotes text which either version of YAML would read as something else."""
+
+
+def _construct_mapping(loader: _ConfigLoader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    seen: dict[str, int] = {}
+    for key_node, _ in node.value:
+        if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == "tag:yaml.org,2002:merge":
+            continue
+        line = key_node.start_mark.line + 1
+        if key_node.value in seen:
+            problem = f"'{key_node.value}' is set twice, first in line {seen[key_node.value]}"
+            raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+        seen[key_node.value] = line
+    loader.flatten_mapping(node)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=deep)
+
+
+def _construct_map(loader: _ConfigLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    return _construct_mapping(loader, node, deep=True)
+
+
+def _construct_int(loader: _ConfigLoader, node: yaml.ScalarNode) -> int:
+    text = node.value.replace("_", "")
+    return int(text, 0 if text[:2] in ("0o", "0x") else 10)
+
+
+_ConfigLoader.add_constructor("tag:yaml.org,2002:map", _construct_map)
+_ConfigLoader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+for _tag, _pattern, _first in SCALARS:
+    for _class in (_ConfigLoader, _ConfigDumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first)
+
+
+def read_yaml_file(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """Returns a file's top-level mapping, and the line of each key.
+
+    An empty file is an empty mapping. Raises `ConfigError` when the file cannot be
+    read, is not YAML, or is not a mapping.
+    """
+    if path.is_dir():
+        raise ConfigError(f"--config {path} is a directory. Give the path of a YAML file")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"--config {path} does not exist{_neighbors(path)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} cannot be read: {error}") from None
+    try:
+        node = yaml.compose(text, Loader=_ConfigLoader)
+        data = yaml.load(text, Loader=_ConfigLoader)
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply to be a configuration, which is one flat mapping") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {yaml_problem(error)}") from None
+    if data is None:
+        return {}, {}
+    if not isinstance(data, dict) or not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{path} must hold `field: value` lines, and holds a {type(data).__name__}")
+    return {str(key): value for key, value in data.items()}, {
+        str(key.value): key.start_mark.line + 1 for key, _ in node.value if isinstance(key, yaml.ScalarNode)
+    }
+
+
+def parse_yaml_value(text: str, *, what: str) -> Any:
+    """One value of the command line, read as YAML. `what` names it in the error, a `ConfigError`."""
+    try:
+        return yaml.load(text, Loader=_ConfigLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{what} {text!r} is not valid YAML: {yaml_problem(error)}") from None
+
+
+def dump_yaml(value: Any, **style: Any) -> str:
+    """Formats plain data as YAML that `read_yaml_file` reads back with the same values and types."""
+    return str(yaml.dump(value, Dumper=_ConfigDumper, sort_keys=False, **style))
+
+
+def yaml_problem(error: yaml.YAMLError) -> str:
+    """Returns what is wrong, with line and column."""
+    if isinstance(error, yaml.MarkedYAMLError):
+        mark = error.problem_mark or error.context_mark
+        where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        return f"{error.problem or error.context}{where}"
+    return str(error).splitlines()[0]
+
+
+def _neighbors(path: Path) -> str:
+    """Lists files beside a missing one. Its name is often nearly right."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f"; neither does the directory {folder}"
+    names = sorted(item.name for item in folder.iterdir() if item.suffix in (".yaml", ".yml"))
+    return f". In {folder} there are: {', '.join(names)}" if names else ""
