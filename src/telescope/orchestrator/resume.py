@@ -10,8 +10,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import math
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from telescope.config.messages import show
 from telescope.config.model_files import inspect_model
 from telescope.config.model_shape import ModelShape
 from telescope.config.model_source import read_meta_files
+from telescope.environments.worker_pool.messages import FINGERPRINT_DIGITS, EnvironmentInfo, digest_positions
 from telescope.errors import UserError
 from telescope.evals.runner import PlannedEval
 from telescope.orchestrator.async_window import Ledger
@@ -40,6 +44,9 @@ NOT_COMPARED = ("run_dir", "resume_from_checkpoint", "resume_force")
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
 """Files that decide which id a token has."""
+
+MOST = 8
+"""Differences that are listed."""
 
 FORCE = "resume_force: true overrides this (docs/checkpoints.md names what no longer holds)"
 
@@ -72,6 +79,9 @@ def find_checkpoint(config: TelescopeConfig, run_dir: Path) -> Checkpoint | None
         notes.append(f"resume_force: continues although {_listed(fixed, 'was', 'and is')}")
         if any(name == "seed" or name.startswith("environments") for name in fixed):
             state = without_open_prompts(state)
+    before = _with_defaults(checkpoint.meta["config"])
+    if note := _change_of_rate(checkpoint.step, before, config.values):
+        notes.append(note)
     if not checkpoint.meta["training_state"]:
         notes.append(f"{checkpoint.path.name} holds weights only: the optimizer starts without state")
     return replace(checkpoint, state=state, notes=tuple(notes))
@@ -84,7 +94,7 @@ def changed_fields(
 
     Values are pairs of old and new. A field that the checkpoint's version did not have counts as its default.
     """
-    before = type(config).model_construct().model_dump(mode="json", warnings=False) | dict(saved)
+    before = _with_defaults(saved)
     changed = {
         name: (before[name], now)
         for name, now in config.values.items()
@@ -97,17 +107,80 @@ def changed_fields(
     fixed = {name: changed.pop(name) for name in names if name in changed}
     if "environments" in changed:
         then, now = changed["environments"]
-        for part in FIXED_OF_ENVIRONMENTS:
-            pair = [entry[part] for entry in then], [entry[part] for entry in now]
-            if pair[0] != pair[1]:
-                fixed[f"environments ({part})"] = pair
-                changed.pop("environments", None)
+        names = tuple([entry["name"] for entry in entries] for entries in (then, now))
+        of_entries = {
+            f"environments[{index}].{part}": (pair[0][part], pair[1][part])
+            for index, pair in enumerate(zip(then, now, strict=False))
+            for part in FIXED_OF_ENVIRONMENTS
+            if pair[0][part] != pair[1][part]
+        }
+        fixed_entries = of_entries if names[0] == names[1] else {"environments (name)": names}
+        if fixed_entries:
+            fixed |= fixed_entries
+            del changed["environments"]
     return fixed, changed
 
 
+def _with_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
+    return TelescopeConfig.model_construct().model_dump(mode="json", warnings=False) | dict(saved)
+
+
 def _listed(changes: Mapping[str, tuple[Any, Any]], was: str, now: str) -> str:
-    return "; ".join(
-        " ".join(filter(None, (name, was, show(pair[0]), now, show(pair[1])))) for name, pair in changes.items()
+    """Lists the places at which values differ, with what differs there."""
+    places = [place for name, pair in changes.items() for place in _differences(name, *pair)]
+    listed = [" ".join(filter(None, (name, was, *_shown(before, now, after)))) for name, before, after in places[:MOST]]
+    return "; ".join(listed) + (f"; and {len(places) - MOST} more" if len(places) > MOST else "")
+
+
+def _differences(place: str, before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yields each place inside two unequal values at which they differ."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        inner = [(f"{place}.{key}", before.get(key, ...), after.get(key, ...)) for key in before | after]
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        inner = [(f"{place}[{index}]", *pair) for index, pair in enumerate(zip(before, after, strict=True))]
+    else:
+        yield place, before, after
+        return
+    for name, one, other in inner:
+        if one != other:
+            yield from _differences(name, one, other)
+
+
+def _shown(before: Any, now: str, after: Any) -> tuple[str, str, str]:
+    """Formats two values around `now`. Long texts begin shortly before they differ."""
+    if isinstance(before, str) and isinstance(after, str):
+        start = max(0, _num_equal(before, after) - 20)
+        before, after = (("..." if start else "") + text[start:] for text in (before, after))
+    one, other = ("not set" if value is ... else show(value) for value in (before, after))
+    return one, now, other
+
+
+def _num_equal(one: Sequence[str], other: Sequence[str]) -> int:
+    """Returns the length of the common beginning."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def _change_of_rate(step: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Returns a remark if the learning rate after the checkpoint is not what the run had planned."""
+    from telescope.trainer.step import learning_rate  # imports torch
+
+    def rate(values: Mapping[str, Any], step: int) -> float:
+        return learning_rate(
+            step,
+            base=values["learning_rate"],
+            schedule=values["lr_scheduler"],
+            warmup_steps=values["warmup_steps"],
+            total_steps=values["number_of_steps"],
+            min_ratio=values["min_lr_ratio"],
+        )
+
+    planned, rate_now = rate(before, step), rate(now, step)
+    if math.isclose(planned, rate_now, rel_tol=1e-6):
+        return None
+    return (
+        f"The learning rate was {rate(before, step - 1):.3g} in step {step} and is {rate_now:.3g} in step {step + 1}, "
+        f'by lr_scheduler "{now["lr_scheduler"]}" over {now["number_of_steps"]} steps. For a rate of your choice, set '
+        'lr_scheduler to "constant" and learning_rate to it'
     )
 
 
@@ -160,8 +233,10 @@ def _check_model(config: TelescopeConfig, checkpoint: Checkpoint) -> None:
             )
 
 
-def describe_data(keys: Sequence[str], sizes: Sequence[int], evals: Sequence[PlannedEval]) -> dict[str, Any]:
-    """Returns the number of items and held-out items per environment, for `RunState`.
+def describe_data(
+    keys: Sequence[str], infos: Sequence[EnvironmentInfo], evals: Sequence[PlannedEval]
+) -> dict[str, Any]:
+    """Returns the number of items and held-out items, and the identities of items, per environment, for `RunState`.
 
     `held-out items` is a digest of the identities of all that are held out.
     """
@@ -169,10 +244,12 @@ def describe_data(keys: Sequence[str], sizes: Sequence[int], evals: Sequence[Pla
     uids = sorted({item.prompt.sample_uid for plan in plans for item in plan.items})
     data: dict[str, Any] = {
         key: {
-            "items": size,
+            "items": info.num_samples,
             "held_out": max((len(plan.items) for plan in plans if plan.environment_key == key), default=0),
+            "digest": info.dataset_digest,
+            "fingerprints": info.fingerprints,
         }
-        for key, size in zip(keys, sizes, strict=True)
+        for key, info in zip(keys, infos, strict=True)
     }
     return data | {"held-out items": hashlib.sha256("\n".join(uids).encode()).hexdigest()[:16]}
 
@@ -180,17 +257,35 @@ def describe_data(keys: Sequence[str], sizes: Sequence[int], evals: Sequence[Pla
 def check_data(config: TelescopeConfig, checkpoint: Checkpoint, data: Mapping[str, Any]) -> Checkpoint:
     """Returns the checkpoint if its run had this data.
 
-    Otherwise raises `UserError` with both sizes, or with `resume_force` forgets the open prompts.
+    Otherwise raises `UserError` with what differs, or with `resume_force` forgets the open prompts.
     """
-    before = checkpoint.state.data
-    changes = {name: (before.get(name), now) for name, now in data.items() if before.get(name) != now}
+    changes = "; ".join(_changes_of_data(checkpoint.state.data, data))
     if not changes:
         return checkpoint
     if not config.resume_force:
         raise UserError(
-            f"{checkpoint.path} cannot be resumed with this data: {_listed(changes, 'was', 'and is')}. The sequence of "
-            "prompts depends on it. Restore the datasets and the held-out items of evals, or start another run in "
-            f"another run_dir. {FORCE}"
+            f"{checkpoint.path} cannot be resumed with this data: {changes}. The sequence of prompts depends on it. "
+            "Restore the datasets and the held-out items of evals, or start another run in another run_dir. "
+            f"{FORCE}"
         )
-    note = f"resume_force: continues although the data changed: {_listed(changes, 'was', 'and is')}"
+    note = f"resume_force: continues although the data changed: {changes}"
     return replace(checkpoint, state=without_open_prompts(checkpoint.state), notes=(*checkpoint.notes, note))
+
+
+def _changes_of_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what differs per environment: counts, and the first item that is another one."""
+    for name, data in now.items():
+        if not isinstance(data, dict) or name not in before:
+            if before.get(name) != data:
+                yield _listed({name: (before.get(name, ...), data)}, "was", "and is")
+            continue
+        counts = {part: before[name].get(part) for part in ("items", "held_out")}
+        if counts != {part: data[part] for part in counts}:
+            yield _listed({name: (counts, {part: data[part] for part in counts})}, "was", "and is")
+        if before[name].get("digest", data["digest"]) == data["digest"]:  # earlier versions stored none
+            continue
+        items = [textwrap.wrap(entry["fingerprints"], FINGERPRINT_DIGITS) for entry in (before[name], data)]
+        first = _num_equal(*items)
+        position = [*digest_positions(data["items"]), data["items"]][first]
+        kind = "the same items in another order" if sorted(items[0]) == sorted(items[1]) else "other items"
+        yield f"{name} has {kind}, and item {position} (counted from 0) is the first that differs"

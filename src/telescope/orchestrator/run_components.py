@@ -107,8 +107,7 @@ async def start_components(
     environments = await start_environments(config, keys, directory, status, stack)
     settings = RolloutSettings.from_config(config)
     evals = await plan_evals(config, keys, environments, settings)
-    sizes = [(await environments.describe(key)).num_samples for key in keys.training]
-    data = describe_data(keys.training, sizes, evals)
+    data = describe_data(keys.training, [await environments.describe(key) for key in keys.training], evals)
     check_data(data)
 
     cluster = await connect_cluster(config, directory, status, stack, temporary, on_ray_started)

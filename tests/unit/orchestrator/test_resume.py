@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from telescope.cli.main import main
 from telescope.config import TelescopeConfig
 from telescope.config.loader import load_resumed_config
 from telescope.config.model_source import read_meta_files
+from telescope.environments.base import Sample, sample_uid
+from telescope.environments.worker_pool.messages import FINGERPRINT_DIGITS, EnvironmentInfo
 from telescope.errors import UserError
 from telescope.orchestrator.async_window import Ledger
 from telescope.orchestrator.checkpoints import HF_META, META, STATE, Checkpoint, CheckpointFolder
@@ -27,7 +30,17 @@ from telescope.record.files import read_json, replace_json
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-DATA = describe_data(["arithmetic"], [100], [])
+
+def data_of(items: list[int] | range) -> dict[str, Any]:
+    """The description of a dataset with these items."""
+    uids = [sample_uid(Sample(prompt=f"What is {item}?", answer="1")) for item in items]
+    fingerprints = "".join(uid[:FINGERPRINT_DIGITS] for uid in uids)
+    digest = hashlib.sha256(",".join(uids).encode()).hexdigest()
+    info = EnvironmentInfo("arithmetic", len(uids), dataset_digest=digest, fingerprints=fingerprints)
+    return describe_data(["arithmetic"], [info], [])
+
+
+DATA = data_of(range(100))
 
 
 class Resuming:
@@ -74,12 +87,39 @@ def test_a_run_without_resume_from_checkpoint_is_new(resuming: Resuming) -> None
 def test_changed_fields_are_used_and_listed(resuming: Resuming) -> None:
     assert resuming.find().notes == ()
     changed = resuming.find(learning_rate=1e-3, number_of_steps=20, trainer_num_workers=2)
-    (note,) = changed.notes
+    note, _ = changed.notes
     assert "learning_rate 1e-06 -> 0.001" in note
     assert "number_of_steps 9 -> 20" in note
     assert "trainer_num_workers 1 -> 2" in note
     assert changed.state.sampler == SamplerPosition(6, (5,))
     assert len(changed.state.groups) == 1
+
+
+COSINE = {"lr_scheduler": "cosine", "learning_rate": 1e-6}
+
+
+@pytest.mark.parametrize(
+    ("before", "changes", "rates"),
+    [
+        (COSINE | {"number_of_steps": 2}, {"number_of_steps": 8}, ("5e-07", "8.54e-07")),
+        (COSINE | {"lr_scheduler": "linear", "number_of_steps": 2}, {"number_of_steps": 8}, ("5e-07", "7.5e-07")),
+        (COSINE, {"warmup_steps": 4}, ("9.7e-07", "7.5e-07")),
+        (COSINE, {"min_lr_ratio": 0.5}, ("9.7e-07", "9.42e-07")),
+        ({}, {"learning_rate": 1e-3}, ("1e-06", "0.001")),
+        (COSINE, {"group_size": 3}, None),
+        ({}, {"number_of_steps": 20}, None),
+    ],
+)
+def test_a_resume_that_changes_the_learning_rate_says_both_rates(
+    resuming: Resuming, before: dict[str, Any], changes: dict[str, Any], rates: tuple[str, str] | None
+) -> None:
+    meta = read_json(resuming.path / META)
+    replace_json(resuming.path / META, {**meta, "config": resuming.config(**before).values})
+    notes = " ".join(resuming.find(**(before | changes)).notes)
+    if rates is None:
+        assert "The learning rate" not in notes
+    else:
+        assert f"The learning rate was {rates[0]} in step 2 and is {rates[1]} in step 3" in notes
 
 
 @pytest.mark.parametrize(
@@ -90,9 +130,9 @@ def test_changed_fields_are_used_and_listed(resuming: Resuming) -> None:
         ({"environments": [{"name": "b"}, {"name": "arithmetic"}]}, r'\(name\) was \["arithmetic"\] and is \["b", "a'),
         (
             {"environments": [{"name": "arithmetic", "weight": 2}]},
-            r"environments \(weight\) was \[1.0\] and is \[2.0\]",
+            r"environments\[0\].weight was 1 and is 2",
         ),
-        ({"environments": [{"name": "arithmetic", "kwargs": {"a": 1}}]}, r'\(kwargs\) was \[{}\] and is \[{"a": 1}\]'),
+        ({"environments": [{"name": "arithmetic", "kwargs": {"a": 1}}]}, r"\[0\].kwargs.a was not set and is 1"),
         ({"number_of_steps": 2}, r"number_of_steps is 2, and .*step_2 is after step 2"),
         ({"resume_from_checkpoint": 7}, r"step_7 does not exist. There is step_2"),
     ],
@@ -168,15 +208,47 @@ def test_an_incomplete_checkpoint_is_refused_with_what_it_lacks(resuming: Resumi
         resuming.find()
 
 
-def test_changed_data_is_refused_with_both_sizes(resuming: Resuming) -> None:
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        (range(120), r"arithmetic.items was 100 and is 120; arithmetic has other items, and item 100 .*first that"),
+        (
+            range(60),
+            r"arithmetic.items was 100 and is 60; arithmetic has other items, and item 60 .*first that differs",
+        ),
+        ([0, 2, 1, *range(3, 100)], r"data: arithmetic has the same items in another order, and item 1 .*counted from"),
+        (range(99, -1, -1), r"data: arithmetic has the same items in another order, and item 0 "),
+        ([*range(42), 700, *range(43, 100)], r"data: arithmetic has other items, and item 42 "),
+    ],
+)
+def test_changed_data_is_refused_with_what_differs(resuming: Resuming, items: list[int] | range, message: str) -> None:
     checkpoint = resuming.find()
     assert check_data(resuming.config(), checkpoint, DATA) is checkpoint
-    data = describe_data(["arithmetic"], [120], [])
-    with pytest.raises(UserError, match=r'arithmetic was {"items": 100, "held_out": 0} and is {"items": 120'):
+    data = data_of(items)
+    with pytest.raises(UserError, match=message):
         check_data(resuming.config(), checkpoint, data)
     forced = check_data(resuming.config(resume_force=True), checkpoint, data)
     assert forced.state.groups == []
     assert "the data changed" in forced.notes[-1]
+
+
+def test_the_data_of_a_checkpoint_of_an_earlier_version_is_compared_by_its_sizes(resuming: Resuming) -> None:
+    checkpoint = resuming.find()
+    checkpoint.state.data["arithmetic"] = {"items": 100, "held_out": 0}
+    assert check_data(resuming.config(), checkpoint, DATA) is checkpoint
+
+
+def test_a_difference_deep_in_a_long_value_is_shown_with_its_place(resuming: Resuming) -> None:
+    def environments(last: str) -> list[dict[str, Any]]:
+        return [{"name": "arithmetic", "kwargs": {"paths": ["a", {"url": "x" * 300 + last}], "hash": "4e7"}}]
+
+    meta = read_json(resuming.path / META)
+    values = resuming.config(environments=environments("1/train")).values
+    replace_json(resuming.path / META, {**meta, "config": values})
+    with pytest.raises(
+        UserError, match=r'paths\[1\].url was "\.\.\.x{20}1/train" and is "\.\.\.x{20}2/train"\. Restore'
+    ):
+        resuming.find(environments=environments("2/train"))
 
 
 def test_a_resumed_run_has_the_config_of_the_run_and_chooses_what_differs_from_defaults(tmp_path: Path) -> None:

@@ -29,11 +29,15 @@ from telescope.environments.rendering import Renderer, why_not_extendable
 from telescope.environments.serialization import as_json, serialize_messages, serialize_score
 from telescope.environments.user_code import Steps, describe_error, settled
 from telescope.environments.worker_pool.conversations import Conversations
-from telescope.environments.worker_pool.messages import EnvironmentInfo, EnvironmentSpec, pack_ids, unpack_ids
+from telescope.environments.worker_pool.messages import (
+    FINGERPRINT_DIGITS,
+    EnvironmentInfo,
+    EnvironmentSpec,
+    digest_positions,
+    pack_ids,
+    unpack_ids,
+)
 from telescope.errors import UserError
-
-DIGEST_ITEMS = 64
-"""Dataset items that are compared between processes: enough to detect another order, cheap for a long dataset."""
 
 
 class EnvironmentRunner:
@@ -107,8 +111,7 @@ class EnvironmentRunner:
         spec, environment = self.specs[position], self.environments[position]
         with self._loading(spec, "dataset", "loading the dataset of"):
             count = len(environment)
-            shown = sorted({round(i * (count - 1) / max(DIGEST_ITEMS - 1, 1)) for i in range(DIGEST_ITEMS)})
-            identities = ",".join(sample_uid(environment.get_sample(i)) for i in shown) if count else ""
+            uids = [sample_uid(environment.get_sample(i)) for i in digest_positions(count)]
         if count == 0:
             raise UserError(
                 f"The dataset of environment {spec.name!r} is empty (kwargs: {spec.kwargs or 'none'}). Check its "
@@ -133,7 +136,8 @@ class EnvironmentRunner:
             metrics_ranges={key: dict(value) for key, value in environment.metrics_ranges.items()},
             tags_options={key: list(value) for key, value in environment.tags_options.items()},
             not_extendable=self.not_extendable[position],
-            dataset_digest=hashlib.sha256(identities.encode()).hexdigest()[:16],
+            dataset_digest=hashlib.sha256(",".join(uids).encode()).hexdigest()[:16],
+            fingerprints="".join(uid[:FINGERPRINT_DIGITS] for uid in uids),
             shares_resources=self.resources[position].overridden and self.resources[position].per_host,
             ends_rollouts=_ends_rollouts(environment),
             notices=notices_of(environment),

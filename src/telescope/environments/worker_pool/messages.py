@@ -65,6 +65,18 @@ class RendererSpec:
     trust_remote_code: bool = False
 
 
+DIGEST_ITEMS = 32_768
+"""Items of a dataset that are compared between processes and runs. Reading them takes a second or less."""
+FINGERPRINT_DIGITS = 4
+
+
+def digest_positions(count: int) -> list[int]:
+    """Returns the positions of the items that are compared: all, or `DIGEST_ITEMS` across a larger dataset."""
+    if count <= DIGEST_ITEMS:
+        return list(range(count))
+    return [round(i * (count - 1) / (DIGEST_ITEMS - 1)) for i in range(DIGEST_ITEMS)]
+
+
 @dataclass(slots=True, frozen=True)
 class EnvironmentInfo:
     """Description of a loaded environment. `name` is a display name, which the class may set freely."""
@@ -79,7 +91,9 @@ class EnvironmentInfo:
     not_extendable: str | None = None
     """Why this chat template prevents extending conversations by tokens (`rendering`); None if it does not."""
     dataset_digest: str = ""
-    """Hash of the identities of up to 64 items across the dataset; equal in all processes."""
+    """Hash of the identities of the items at `digest_positions`; equal in all processes."""
+    fingerprints: str = ""
+    """The first `FINGERPRINT_DIGITS` hex digits of each of those identities, in order."""
     shares_resources: bool = False
     """Its resources exist once per host, so one process runs all of it."""
     ends_rollouts: bool = False
