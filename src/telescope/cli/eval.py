@@ -154,6 +154,7 @@ def as_json(outcome: EvalOutcome) -> dict[str, Any]:
                     "num_items": each.num_items,
                     "num_completions": each.num_completions,
                     "num_scored": each.num_scored,
+                    "num_failed": each.num_failed,
                     "temperature": each.temperature,
                     "metrics": each.metrics,
                 }
@@ -177,7 +178,7 @@ def print_outcome(outcome: EvalOutcome, plot: Path) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("model", "eval"):
         table.add_column(name)
-    for name in ("accuracy", "95 % interval", "gain", "items", "scored"):
+    for name in ("accuracy", "95 % interval", "gain", "items", "failed"):
         table.add_column(name, justify="right")
     for result in outcome.results:
         for each in result.results:
@@ -185,7 +186,7 @@ def print_outcome(outcome: EvalOutcome, plot: Path) -> None:
             gain = "" if each.gain is None else f"{each.gain.mean:+.3f} ({each.gain.low:+.3f} to {each.gain.high:+.3f})"
             table.add_row(
                 Text(result.target.label), Text(label(outcome, each)), f"{each.accuracy:.4f}", low_high, gain,
-                str(each.num_items), str(each.num_scored),
+                str(each.num_items), str(each.num_failed),
             )  # fmt: skip
             for name, value in each.metrics.items():
                 if name.startswith("pass"):

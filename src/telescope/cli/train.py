@@ -22,6 +22,7 @@ from telescope.cli.main import HELP, Option, make_console, take_own
 from telescope.config import LoadedConfig, TelescopeConfig, load_config
 from telescope.config.loader import choose_run_dir, load_resumed_config
 from telescope.errors import ConfigError, RunError, UserError
+from telescope.utils.text import pluralize
 
 if TYPE_CHECKING:
     from telescope.config.environments import EnvironmentKeys
@@ -191,17 +192,19 @@ def print_summary(
     run_dir = _short(summary.run_dir)
     console.print()
     console.print(f"[bold]{summary.run_name}[/] {summary.sentence}", highlight=False)
+    failed = " and ".join(map(str, summary.heldout_failed)) if any(summary.heldout_failed) else ""
+    items = f"{summary.heldout_items} items" + (f" ({failed} samples failed)" if failed else "")
     if summary.heldout_before is not None and summary.heldout_after is not None:
         gain = summary.heldout_after - summary.heldout_before
         interval = summary.heldout_gain_interval
         between = "" if interval is None else f", 95 % interval {interval[0]:+.3f} to {interval[1]:+.3f}"
         console.print(
             f"  held-out accuracy  {summary.heldout_before:.3f} → [bold]{summary.heldout_after:.3f}[/] "
-            f"({gain:+.3f}{between}; {summary.heldout_items} items, temperature {summary.heldout_temperature:g})",
+            f"({gain:+.3f}{between}; {items}, temperature {summary.heldout_temperature:g})",
             highlight=False,
         )
     elif summary.heldout_before is not None:
-        console.print(f"  held-out accuracy  {summary.heldout_before:.3f} before training", highlight=False)
+        console.print(f"  held-out accuracy  {summary.heldout_before:.3f} before training ({items})", highlight=False)
     if summary.reward_first is not None and summary.reward_last is not None:
         scope = f", in the last {summary.steps_of_attempt} steps" if summary.is_continued else ""
         console.print(
@@ -211,7 +214,7 @@ def print_summary(
         )
     if summary.eval_problems:
         count, last = len(summary.eval_problems), summary.eval_problems[-1]
-        problems = f"{count} without a result, the last: {last}"
+        problems = f"{pluralize(count, 'problem')}, the last: {last}"
         console.print(f"  evals              {problems}", highlight=False, soft_wrap=True, markup=False)
     if summary.record_error is not None:
         console.print(

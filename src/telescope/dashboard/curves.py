@@ -131,7 +131,10 @@ def evals(store: RunStore) -> list[Row]:
 
 
 def eval_samples(store: RunStore, attempt: int, eval_id: str) -> list[Row]:
-    """Returns the answers of one eval by item. `score` is its metric. Raises `NotFoundError`."""
+    """Returns the answers of one eval by item. `score` is its metric, None of those that failed.
+
+    One that was sampled again replaces the one that failed. Raises `NotFoundError`.
+    """
     visible = store.visible()
     store.refresh("evals", "eval_samples", "samples")
     found = store.rows(f"SELECT * FROM evals WHERE {visible} AND attempt = ? AND eval_id = ?", [attempt, eval_id])
@@ -142,6 +145,7 @@ def eval_samples(store: RunStore, attempt: int, eval_id: str) -> list[Row]:
         "SELECT e.attempt, e.sample_id, e.item, e.completion, s.step, s.tags, s.stop_reason, s.completion_tokens, "
         "CASE WHEN s.status = 'masked' THEN NULL WHEN ? = 'reward' THEN s.reward ELSE s.metrics[?] END AS score "
         "FROM eval_samples e LEFT JOIN samples s USING (attempt, sample_id) WHERE e.attempt = ? AND e.eval_id = ? "
+        "QUALIFY row_number() OVER (PARTITION BY e.item, e.completion ORDER BY score IS NULL) = 1 "
         "ORDER BY e.item, e.completion",
         [metric, metric, attempt, eval_id],
     )

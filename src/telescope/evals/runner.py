@@ -16,7 +16,7 @@ import itertools
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +29,14 @@ from telescope.config.environments import num_eval_items
 from telescope.environments.worker_pool.messages import PreparedPrompt
 from telescope.environments.worker_pool.pool import EnvironmentPool
 from telescope.errors import EnvironmentFailure, InfrastructureError
-from telescope.evals.statistics import Estimate, estimate_mean, metrics_over_items, num_completions
+from telescope.evals.statistics import (
+    Estimate,
+    accuracy_metric,
+    count_failed_as_wrong,
+    estimate_mean,
+    metrics_over_items,
+    num_completions,
+)
 from telescope.rollout.sample import Rollout, RolloutSettings, RolloutTask, SamplingSettings
 from telescope.rollout.trajectory import Trajectory
 from telescope.rollout.types import Engine, RequestSlots
@@ -79,9 +86,9 @@ class PlannedEval:
 class EvalResult:
     """Means over the items of one eval at one policy version. `metrics` includes `reward`.
 
-    `num_scored` counts samples, of which each item has `num_completions`. `by_item` is the accuracy of each item by its
-    identity, and `estimate` their mean with its confidence interval. `gain` is the paired difference to the first
-    result of the eval in this run. Both are None where they are not defined.
+    `num_scored` counts samples, of which each item has `num_completions`; the others failed and count as wrong.
+    `by_item` is the accuracy of each item by its identity, and `estimate` their mean with its confidence interval.
+    `gain` is the paired difference to the first result of the eval in this run. Both are None where not defined.
     """
 
     name: str
@@ -101,12 +108,28 @@ class EvalResult:
     @property
     def metric(self) -> str:
         """Name of the accuracy: `correct` if there is one, else `reward`."""
-        return "correct" if "correct" in self.metrics else "reward"
+        return accuracy_metric(self.metrics)
 
     @property
     def accuracy(self) -> float:
         """The main result: the mean of `metric` over the items."""
         return self.metrics.get(self.metric, float("nan"))
+
+    @property
+    def num_failed(self) -> int:
+        """Samples without a score."""
+        return self.num_items * self.num_completions - self.num_scored
+
+    @property
+    def failures(self) -> str:
+        """How many samples failed, to be shown beside the accuracy. Empty if none."""
+        return describe_failures(self.num_failed, self.num_items, self.num_completions)
+
+
+def describe_failures(num_failed: int, num_items: int, num_completions: int) -> str:
+    """Returns ` (46 failed)`, or ` (46 of 256 samples failed)` where items have several samples. Empty for none."""
+    of_samples = f" of {num_items * num_completions} samples" if num_completions > 1 else ""
+    return f" ({num_failed}{of_samples} failed)" if num_failed else ""
 
 
 async def plan_eval(
@@ -146,21 +169,26 @@ async def run_eval(
     on_engine_failure: Callable[[int, InfrastructureError], None],
     on_sample: Callable[[EvalItem, Trajectory], None],
     finished: Mapping[tuple[int, int], Mapping[str, float]] | None = None,
+    taken: Collection[str] = (),
 ) -> EvalResult:
     """Samples every item and averages the metrics.
 
-    An item is sampled as often as `pass_k` needs, else once.
+    An item is sampled as often as `pass_k` needs, else once. Samples that fail count as wrong.
 
     `seed_of(item, completion, turn)` seeds the requests; `on_sample` is called as each sample ends. `finished` has
-    scores of samples to keep, by item and completion. Raises EnvironmentFailure when nothing could be scored.
+    scores of samples to keep, by item and completion; `taken` are ids that no new sample may have. Raises
+    EnvironmentFailure when nothing could be scored.
     """
     started = time.monotonic()
     settings = dataclasses.replace(settings, sampling=plan.sampling, for_eval=True)
 
     async def one(item: EvalItem, completion: int) -> Trajectory:
         group_id = -1 - next(group_ids)
+        sample_id = f"{plan.id_at(version)}-{item.index}" + (f"-{completion}" if completion else "")
+        while sample_id in taken:
+            sample_id += "-again"
         task = RolloutTask(
-            sample_id=f"{plan.id_at(version)}-{item.index}" + (f"-{completion}" if completion else ""),
+            sample_id=sample_id,
             group_id=group_id,
             sample_index=completion,
             environment=plan.name,
@@ -191,30 +219,34 @@ async def run_eval(
         (item.index, completion): scores_of(trajectory)
         for (item, completion), trajectory in zip(missing, trajectories, strict=True)
     }
-    scores: dict[str, list[Mapping[str, float]]] = defaultdict(list)
-    """Scores by the identity of the item: equal items are one."""
+    samples: dict[str, list[Mapping[str, float]]] = defaultdict(list)
+    """Metrics by the identity of the item: equal items are one."""
     for item, completion in every:
         key = item.index, completion
-        if (score := finished.get(key, found.get(key))) is not None:
-            scores[item.prompt.sample_uid].append(score)
-    if not scores:
+        samples[item.prompt.sample_uid].append(finished.get(key) or found.get(key) or {})
+    if not any(metrics for completions in samples.values() for metrics in completions):
         first = next((t.failure_message for t in trajectories), "the eval has no items")
         raise EnvironmentFailure(
             f"eval {plan.name!r}: none of its {len(trajectories)} samples could be scored; first: {first}"
         )
-    metrics = metrics_over_items(list(scores.values()), plan.pass_k)
-    metric = "correct" if "correct" in metrics else "reward"
+    scores = count_failed_as_wrong(list(samples.values()), plan.pass_k)
+    metrics = metrics_over_items(scores, plan.pass_k)
+    metric = accuracy_metric(metrics)
     by_item = {
-        uid: float(np.mean([score[metric] for score in scored if metric in score]))
-        for uid, scored in scores.items()
-        if any(metric in score for score in scored)
+        uid: float(np.mean([score[metric] for score in completions]))
+        for uid, completions in zip(samples, scores, strict=True)
+        if metric in metrics
     }
     finite = bool(by_item) and bool(np.isfinite(list(by_item.values())).all())
     return EvalResult(
         name=plan.name,
         version=version,
         num_items=len(plan.items),
-        num_scored=sum(map(len, scores.values())),
+        num_scored=sum(
+            metric in each if metric in metrics else bool(each)
+            for completions in samples.values()
+            for each in completions
+        ),
         temperature=plan.sampling.temperature,
         metrics=metrics,
         seconds=time.monotonic() - started,
@@ -242,11 +274,14 @@ class SamplesFile:
     """Scores of finished samples on disk, to continue an interrupted evaluation.
 
     A line of JSON per sample, written when it is scored; samples without a score are sampled again. Drops an incomplete
-    last line, which a kill leaves. `model` is the identity of the current model.
+    last line, which a kill leaves, and samples whose rows are not in the record: a kill loses the newest. `recorded`
+    has the ids of samples in each table that must have them. `model` is the identity of the current model.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, recorded: Sequence[frozenset[str]]) -> None:
         self.model = ""
+        self.taken = frozenset[str]().union(*recorded)
+        """Ids of samples in the record, which no other sample may have."""
         self._finished: dict[tuple[str, int], dict[tuple[int, int], tuple[str, dict[str, float]]]] = defaultdict(dict)
         end = 0
         if path.is_file():
@@ -255,7 +290,9 @@ class SamplesFile:
                     break
                 end += len(line)
                 row = json.loads(line)
-                self._finished[row["model"], row["eval"]][row["item"], row["completion"]] = row["uid"], row["scores"]
+                if all(row.get("sample_id") in ids for ids in recorded):
+                    key = row["item"], row["completion"]
+                    self._finished[row["model"], row["eval"]][key] = row["uid"], row["scores"]
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab")
         self._file.truncate(end)
@@ -288,7 +325,7 @@ class SamplesFile:
         self._finished[self.model, plan.number][item.index, sample.sample_index] = uid, dict(scores)
         row: dict[str, Any] = {
             "model": self.model, "eval": plan.number, "name": plan.name, "item": item.index,
-            "completion": sample.sample_index, "uid": uid, "scores": dict(scores),
+            "completion": sample.sample_index, "uid": uid, "sample_id": sample.sample_id, "scores": dict(scores),
         }  # fmt: skip
         self._file.write(json.dumps(row).encode() + b"\n")
         self._file.flush()

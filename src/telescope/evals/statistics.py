@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,13 +65,34 @@ def num_completions(pass_k: Mapping[str, Any]) -> int:
     return max((k for spec in pass_k.values() for k in spec["k"]), default=1)
 
 
+def accuracy_metric(metrics: Collection[str]) -> str:
+    """Returns the metric that is the accuracy: `correct` if there is one, else `reward`."""
+    return "correct" if "correct" in metrics else "reward"
+
+
+def count_failed_as_wrong(
+    items: Sequence[Sequence[Mapping[str, float]]], pass_k: Mapping[str, Any]
+) -> list[list[Mapping[str, float]]]:
+    """Returns the metrics of every completion with a value for each score that it lacks.
+
+    A completion that failed has no metrics: an empty mapping. Scores are `correct`, `reward` and what `pass_k` names.
+    One that is missing is 0, or the lowest of all completions if that is below 0: no failure raises a mean. Other
+    metrics (lengths, times) are means over the completions that have them.
+    """
+    every = [metrics for completions in items for metrics in completions]
+    scores = {"correct", "reward", *(name for spec in pass_k.values() for name in spec["metrics"])}
+    lowest = {name: min([0.0, *(metrics[name] for metrics in every if name in metrics)]) for name in scores}
+    worst = {name: value for name, value in lowest.items() if any(name in metrics for metrics in every)}
+    return [[{**worst, **metrics} for metrics in completions] for completions in items]
+
+
 def metrics_over_items(items: Sequence[Sequence[Mapping[str, float]]], pass_k: Mapping[str, Any]) -> dict[str, float]:
     """Means over items of each metric and of `pass_k`.
 
     Keys of the latter are `pass@8/correct` and `pass^8/correct`.
 
-    `items` has the metrics of each scored completion of each item. An item with fewer than k of them is left out of
-    pass@k. Raises EnvironmentFailure when no completion has a metric that `pass_k` names.
+    `items` has the metrics of each completion of each item, see `count_failed_as_wrong`. An item with fewer than k of
+    them is left out of pass@k. Raises EnvironmentFailure when no completion has a metric that `pass_k` names.
     """
     columns: dict[str, list[list[float]]] = defaultdict(list)
     for completions in items:

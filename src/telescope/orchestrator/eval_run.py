@@ -245,7 +245,8 @@ class _EvalRun:
             reaper = stack.enter_context(Reaper())
             recorder = stack.enter_context(self._recorder())
             setup_logging(job.output, "driver", None, debug=job.config.debug, console=self._view is None)
-            samples = stack.enter_context(SamplesFile(job.output / "samples.jsonl"))
+            recorded = [_ids(recorder.files.run_dir, table) for table in ("samples", "eval_samples")]
+            samples = stack.enter_context(SamplesFile(job.output / "samples.jsonl", recorded))
             if self._view is not None:
                 stack.callback(self._view.stop)
                 self._view.start(self._status)
@@ -342,6 +343,11 @@ class _EvalRun:
         supervisor.spawn(servers.watch(), "server watch")
         supervisor.spawn(watchdog(status, config.watchdog_seconds, inference.dump_stacks), "watchdog")
         return servers, weights
+
+
+def _ids(run_dir: Path, table: str) -> frozenset[str]:
+    """Returns the ids of samples in a table of a record. Empty without one."""
+    return frozenset(Run(run_dir).table(table, columns=["sample_id"])[0].to_pylist() if is_run(run_dir) else [])
 
 
 def keys_of_evals(config: TelescopeConfig) -> EnvironmentKeys:

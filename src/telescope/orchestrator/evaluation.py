@@ -36,7 +36,7 @@ from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 from telescope.rollout.sample import RolloutSettings
 from telescope.rollout.trajectory import Trajectory
-from telescope.utils.text import single_line
+from telescope.utils.text import pluralize, single_line
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Evaluation:
     results: list[EvalResult] = field(default_factory=list)
     """Results so far, those of earlier attempts included."""
     problems: list[str] = field(default_factory=list)
-    """Evals that failed or were skipped, a sentence each."""
+    """Evals that failed, were skipped, or have more failed samples than the error budget: a sentence each."""
     group_ids: itertools.count[int] = field(default_factory=itertools.count)
     samples: SamplesFile | None = None
     """Keeps finished samples and has those of an interrupted evaluation (`telescope eval`)."""
@@ -187,6 +187,7 @@ class Evaluation:
         """Runs and records one eval. Returns None if it failed, which is reported."""
         version, component = lease.version, f"eval {self._label(plan)}"
         started_at, used, num_done = time.time(), set[int](), itertools.count(1)
+        failures: list[str] = []
         self.status.set_component(component, f"version {version}: 0/{plan.num_samples} samples")
 
         def on_sample(item: EvalItem, sample: Trajectory) -> None:
@@ -196,6 +197,7 @@ class Evaluation:
                 self.status.generated(sample.num_completion_tokens)
                 self.status.progressed()
             used.add(sample.server_index)
+            failures.extend(filter(None, [sample.failure_message]))
             tokens = self.config.record_tokens == "all"
             for table, row in record_rows.rows_of_eval_sample(plan, version, item, sample, tokens=tokens):
                 self.recorder.write(table, row)
@@ -219,7 +221,13 @@ class Evaluation:
             result = dataclasses.replace(result, gain=estimate_difference(result.by_item, baseline.by_item))
         self.results.append(result)
         self._record(plan, result, started_at, used)
-        self.status.set_component(component, f"version {version}: accuracy {result.accuracy:.3f}")
+        self.status.set_component(component, f"version {version}: accuracy {result.accuracy:.3f}{result.failures}")
+        if result.num_failed > self.config.environment_error_budget * plan.num_samples:
+            first = f"; first: {single_line(failures[0])}" if failures else ""
+            self._note_problem(
+                f"eval {self._label(plan)} at version {version}: {result.num_failed} of {plan.num_samples} samples "
+                f"failed and count as wrong{first}"
+            )
         return result
 
     async def _sample_and_score(
@@ -248,6 +256,7 @@ class Evaluation:
                 on_engine_failure=self.servers.report_failure,
                 on_sample=on_sample,
                 finished=finished,
+                taken=self.samples.taken if self.samples is not None else (),
             )
         )
         lost = asyncio.ensure_future(lease.lost.wait())
@@ -275,7 +284,8 @@ class Evaluation:
                 "end": time.time(), "attributes": {"eval": label, "accuracy": f"{result.accuracy:.4f}"},
             },
         )  # fmt: skip
-        values = {"accuracy": result.accuracy, "seconds": result.seconds, **result.metrics}
+        values = {"accuracy": result.accuracy, "failed": float(result.num_failed), "seconds": result.seconds}
+        values |= result.metrics
         for name, interval in (("accuracy", estimate), ("gain", result.gain)):
             if interval is not None:
                 values |= {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
@@ -286,7 +296,8 @@ class Evaluation:
         )  # fmt: skip
         self.status.report(
             f"{label} at version {version}: accuracy {result.accuracy:.3f}"
-            + (f" ({estimate.low:.3f} to {estimate.high:.3f})" if estimate else ""),
+            + (f" ({estimate.low:.3f} to {estimate.high:.3f})" if estimate else "")
+            + f" of {pluralize(result.num_items, 'item')}{result.failures}",
             "eval",
         )
         self.status.evaluated(eval_point(result, label))
@@ -306,9 +317,12 @@ class Evaluation:
             self.recorder.write("evals", row)
         outcome = status if status == "failed" else f"was {status}"
         sentence = f"eval {self._label(plan)} at version {version} {outcome}: {single_line(error)}"
-        self.status.report(sentence, "eval", "warning", log=logger)
         if status != "skipped":
             self.status.set_component(f"eval {self._label(plan)}", f"version {version}: {status}")
+        self._note_problem(sentence)
+
+    def _note_problem(self, sentence: str) -> None:
+        self.status.report(sentence, "eval", "warning", log=logger)
         self.problems.append(sentence)
 
     def _label(self, plan: PlannedEval) -> str:

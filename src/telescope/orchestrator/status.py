@@ -201,6 +201,8 @@ class RunSummary:
     heldout_after: float | None = None
     heldout_temperature: float | None = None
     heldout_items: int | None = None
+    heldout_failed: list[int] = field(default_factory=list)
+    """Samples that failed and count as wrong, in `heldout_before` and in `heldout_after`."""
     heldout_gain_interval: list[float] | None = None
     """95 % confidence interval of `heldout_after` minus `heldout_before`, paired over the items."""
     reward_first: float | None = None
@@ -214,7 +216,7 @@ class RunSummary:
     """Why the record is incomplete; None when it is complete."""
     evals: list[dict[str, Any]] = field(default_factory=list)
     eval_problems: list[str] = field(default_factory=list)
-    """Evals that failed, were skipped or were cancelled, a sentence each."""
+    """Evals that failed, were skipped or cancelled, or had many failed samples: a sentence each."""
 
     @property
     def sentence(self) -> str:
@@ -286,6 +288,7 @@ def summarize(
         heldout_after=after.accuracy if after else None,
         heldout_temperature=headline.temperature if headline else None,
         heldout_items=headline.num_items if headline else None,
+        heldout_failed=[result.num_failed for result in (before, after) if result],
         heldout_gain_interval=[after.gain.low, after.gain.high] if before and after and after.gain else None,
         reward_first=reward_first,
         reward_last=reward_last,
@@ -295,8 +298,8 @@ def summarize(
         evals=[
             {
                 "name": r.name, "version": r.version, "accuracy": r.accuracy, "items": r.num_items,
-                "scored": r.num_scored, "temperature": r.temperature, "seconds": round(r.seconds, 3),
-                "metrics": r.metrics, "completions_per_item": r.num_completions,
+                "scored": r.num_scored, "failed": r.num_failed, "temperature": r.temperature,
+                "seconds": round(r.seconds, 3), "metrics": r.metrics, "completions_per_item": r.num_completions,
                 "accuracy_interval": r.estimate and [r.estimate.low, r.estimate.high],
                 "gain": r.gain and r.gain.mean, "gain_interval": r.gain and [r.gain.low, r.gain.high],
             }

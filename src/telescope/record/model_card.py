@@ -91,7 +91,8 @@ def model_card(name: str, meta: Mapping[str, Any], run: Run | None, rewards: lis
         parts += ["## Reward", f"![Mean training reward]({CHART})"]
         parts.append(_table(("step", "mean reward"), [(int(p.x), f"{p.y:.4g}") for p in chosen]))
     if evals := _evals(run, meta["step"]):
-        parts += ["## Evals", _table(("eval", "step", "accuracy", "95 % interval", "items", "completions"), evals)]
+        columns = ("eval", "step", "accuracy", "95 % interval", "items", "completions", "failed")
+        parts += ["## Evals", _table(columns, evals)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -119,6 +120,7 @@ def _evals(run: Run | None, last_step: int) -> list[tuple[object, ...]]:
             row["name"], row["version"], f"{row['accuracy']:.4f}",
             "" if row["accuracy_low"] is None else f"{row['accuracy_low']:.4f} to {row['accuracy_high']:.4f}",
             row["num_items"], row["num_completions"],
+            row["num_items"] * row["num_completions"] - row["num_scored"],
         )
         for row in sorted(chosen.values(), key=lambda row: (row["name"], row["version"]))
     ]  # fmt: skip

@@ -171,7 +171,7 @@ EVALS = Table(
         Column("ended_at", TIME, "When its last sample was scored."),
         Column("num_items", INTEGER, "Items of it."),
         Column("num_completions", INTEGER, "Completions of each item."),
-        Column("num_scored", INTEGER, "Completions that were scored."),
+        Column("num_scored", INTEGER, "Completions that were scored. The others count as wrong."),
         Column("temperature", NUMBER, "Sampling temperature."),
         Column("top_p", NUMBER, "Nucleus sampling; null if off."),
         Column("max_tokens", INTEGER, "Longest answer of a turn, in tokens."),

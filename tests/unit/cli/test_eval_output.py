@@ -18,7 +18,7 @@ from telescope.evals.statistics import Estimate
 
 def result(name: str, version: int, number: int, accuracy: float) -> EvalResult:
     return EvalResult(
-        name, version, 10, 40, 1.0, {"correct": accuracy, "pass@4/correct": 0.9}, 1.0, False, number, 4, {},
+        name, version, 10, 37, 1.0, {"correct": accuracy, "pass@4/correct": 0.9}, 1.0, False, number, 4, {},
         Estimate(accuracy, accuracy - 0.1, accuracy + 0.1, 10), Estimate(0.2, 0.1, 0.3, 10) if version else None,
     )  # fmt: skip
 
@@ -46,6 +46,8 @@ def test_the_table_has_every_model_and_eval_and_what_went_wrong(outcome, capsys)
     assert "0.400 to 0.600" in out
     assert "+0.200 (+0.100 to +0.300)" in out
     assert "pass@4/correct" in out
+    assert "failed" in out.splitlines()[0]
+    assert [line.split()[-1] for line in out.splitlines() if "math500#0" in line] == ["3", "3"]
     assert "eval aime_2024 at version 50 failed: no items" in out
 
 
@@ -60,6 +62,7 @@ def test_the_json_has_numbers_and_intervals(outcome):
     values = json.loads(json.dumps(as_json(outcome)))
     first = values["models"][1]["evals"][0]
     assert (first["name"], first["number"], first["accuracy"]) == ("math500", 0, 0.5)
+    assert (first["num_scored"], first["num_failed"]) == (37, 3)
     assert first["interval"] == pytest.approx([0.4, 0.6])
     assert first["gain"] == [0.2, 0.1, 0.3]
 

@@ -183,6 +183,7 @@ class Summary:
     reward_last: float | None = None
     model_dir: str | None = "/somewhere/else/runs/demo/model"
     record_error: str | None = None
+    heldout_failed: tuple[int, ...] = ()
     eval_problems: tuple[str, ...] = ()
     status: str = "finished"
     steps: int = 100
@@ -226,12 +227,16 @@ def test_the_closing_lines_show_how_to_measure_checkpoints_if_there_are_evals(tm
     assert "eval" not in closing_lines(Summary(run_dir=str(tmp_path)), has_evals=True)
 
 
-def test_the_closing_lines_name_evals_without_a_result():
+def test_the_closing_lines_name_problems_of_evals():
     problem = "eval math500 at version 20 was skipped: the last eval on its servers is still running"
-    assert f"evals              1 without a result, the last: {problem}" in closing_lines(
-        Summary(eval_problems=(problem,))
-    )
-    assert "without a result" not in closing_lines(Summary())
+    assert f"evals              1 problem, the last: {problem}" in closing_lines(Summary(eval_problems=(problem,)))
+    assert "problem" not in closing_lines(Summary())
+
+
+def test_the_closing_lines_show_how_many_samples_of_the_evals_failed():
+    assert "500 items (0 and 46 samples failed), temperature 1" in closing_lines(Summary(heldout_failed=(0, 46)))
+    only_before = Summary(heldout_failed=(18,), heldout_after=None)
+    assert "0.220 before training (500 items (18 samples failed))" in closing_lines(only_before)
 
 
 def test_the_closing_lines_show_the_interval_of_the_gain():

@@ -15,6 +15,7 @@ from tests.unit.orchestrator.fakes import gini
 from telescope.cli.ui import address, choose_places, listen
 from telescope.dashboard import events
 from telescope.dashboard.app import create_app
+from telescope.dashboard.curves import eval_samples
 from telescope.dashboard.events import format_id, parse_id, run_events
 from telescope.dashboard.remote import CopyState
 from telescope.dashboard.store import RunStore
@@ -112,6 +113,17 @@ def test_statistics_of_a_step_that_was_killed_are_not_looked_for_again(tmp_path)
         recorder.write("steps", {"step": 1, **metrics})
     assert store.steps()[2]["sample_metrics/wordle/correct/std"] == [0.5, 0.7]
     assert not store._steps._pending
+
+
+def test_an_answer_of_an_eval_that_was_sampled_again_replaces_the_one_that_failed(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.write("evals", {"eval_id": "e", "step": 3, "metric": "correct"})
+        for sample, item, status in (("a", 0, "masked"), ("a-again", 0, "eval"), ("b", 1, "masked")):
+            recorder.write("eval_samples", {"eval_id": "e", "sample_id": sample, "step": 3, "item": item})
+            row = {"sample_id": sample, "group_id": -1, "step": 3, "status": status, "metrics": {"correct": 1.0}}
+            recorder.write("samples", row)
+    rows = eval_samples(RunStore(Run(tmp_path / "run")), 1, "e")
+    assert [(row["sample_id"], row["score"]) for row in rows] == [("a-again", 1.0), ("b", None)]
 
 
 def test_a_cursor_returns_only_later_steps(client):

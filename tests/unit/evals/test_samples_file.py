@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +18,20 @@ def plan(*uids: str, number: int = 0) -> Any:
 
 
 def add(file: SamplesFile, of: Any, item: int, completion: int, score: float) -> None:
-    file.add(of, of.items[item], SimpleNamespace(sample_index=completion), {"correct": score})  # type: ignore[arg-type]
+    sample: Any = SimpleNamespace(sample_index=completion, sample_id=f"{file.model}-{item}-{completion}")
+    file.add(of, of.items[item], sample, {"correct": score})
+
+
+def reopened(path: Path, *, without: frozenset[str] = frozenset()) -> SamplesFile:
+    """The file beside a record that lacks the rows of some samples in one of its two tables."""
+    ids = frozenset(json.loads(line)["sample_id"] for line in path.read_bytes().splitlines() if line.endswith(b"}"))
+    return SamplesFile(path, [ids, ids - without])
 
 
 @pytest.fixture
 def path(tmp_path):
     """Three samples: two of model a, one of model b."""
-    with SamplesFile(tmp_path / "samples.jsonl") as file:
+    with SamplesFile(tmp_path / "samples.jsonl", []) as file:
         file.model = "a"
         add(file, plan("x", "y"), 0, 0, 1.0)
         add(file, plan("x", "y"), 1, 2, 0.0)
@@ -32,7 +41,7 @@ def path(tmp_path):
 
 
 def test_samples_are_known_by_model_eval_item_and_completion(path):
-    with SamplesFile(path) as file:
+    with reopened(path) as file:
         assert file.finished(plan("x", "y")) == {}, "no model yet"
         file.model = "a"
         assert file.finished(plan("x", "y")) == {(0, 0): {"correct": 1.0}, (1, 2): {"correct": 0.0}}
@@ -42,17 +51,24 @@ def test_samples_are_known_by_model_eval_item_and_completion(path):
 
 
 def test_an_item_that_has_changed_is_sampled_again(path):
-    with SamplesFile(path) as file:
+    with reopened(path) as file:
         file.model = "a"
         assert file.finished(plan("x", "another")) == {(0, 0): {"correct": 1.0}}
 
 
 def test_a_line_that_a_kill_cut_off_is_dropped_and_the_next_one_is_whole(path):
     path.write_bytes(path.read_bytes()[:-5])
-    with SamplesFile(path) as file:
+    with reopened(path) as file:
         file.model = "b"
         assert file.finished(plan("x", "y")) == {}
         add(file, plan("x", "y"), 1, 0, 1.0)
-    with SamplesFile(path) as file:
+    with reopened(path) as file:
         file.model = "b"
         assert file.finished(plan("x", "y")) == {(1, 0): {"correct": 1.0}}
+
+
+def test_a_sample_that_the_record_lacks_is_sampled_again_under_another_id(path):
+    with reopened(path, without=frozenset({"a-1-2"})) as file:
+        file.model = "a"
+        assert file.finished(plan("x", "y")) == {(0, 0): {"correct": 1.0}}
+        assert file.taken == {"a-0-0", "a-1-2", "b-0-0"}, "an id in one of the tables is not given twice"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telescope.evals.statistics import (
+    count_failed_as_wrong,
     estimate_difference,
     estimate_mean,
     metrics_over_items,
@@ -100,6 +102,32 @@ def test_metrics_are_means_over_items_however_often_each_was_scored() -> None:
     assert metrics_over_items(items, pass_k) == {
         "correct": 0.75, "words": 4.0, "pass@2/correct": 1.0, "pass@3/correct": 1.0, "pass^2/correct": 0.5
     }, "the second item was not scored three times, and none four times"  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        ([{"correct": 1.0, "words": 4.0}, {}], {"correct": 0.5, "words": 4.0}),
+        ([{"correct": 1.0, "reward": -1.0}, {}], {"correct": 0.5, "reward": -1.0}),
+        ([{"correct": 1.0}, {"reward": 0.5}], {"correct": 0.5, "reward": 0.25}),
+        ([{"reward": -3.0}, {"reward": 1.0}, {}], {"reward": -5 / 3}),
+        ([{"reward": 2.0}, {}], {"reward": 1.0}),
+        ([{"share": 1.0, "correct": 0.0}, {}], {"correct": 0.0, "share": 0.5}),
+    ],
+)
+def test_a_score_that_is_missing_counts_as_wrong_and_never_raises_a_mean(samples: Any, expected: Any) -> None:
+    pass_k = {"at_k": {"metrics": ["share"], "k": [1]}} if "share" in expected else {}
+    means = metrics_over_items(count_failed_as_wrong([samples], pass_k), pass_k)
+    assert {name: means[name] for name in expected} == pytest.approx(expected)
+
+
+@given(st.lists(st.lists(st.sampled_from([None, 0.0, 1.0]), min_size=4, max_size=4), min_size=1))
+def test_failed_samples_change_every_number_as_wrong_ones_do(outcomes: list[list[float | None]]) -> None:
+    pass_k = {key: {"metrics": ["correct"], "k": [1, 2, 4]} for key in ("at_k", "pow_k")}
+    failed = [[{} if value is None else {"correct": value} for value in item] for item in outcomes]
+    wrong = [[{"correct": value or 0.0} for value in item] for item in outcomes]
+    if any(sample for item in failed for sample in item):
+        assert metrics_over_items(count_failed_as_wrong(failed, pass_k), pass_k) == metrics_over_items(wrong, pass_k)
 
 
 def test_partial_credit_does_not_pass() -> None:

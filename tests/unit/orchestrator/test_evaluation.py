@@ -16,6 +16,7 @@ from telescope.config import TelescopeConfig
 from telescope.config.environments import environment_keys
 from telescope.environments.worker_pool.messages import Advance, EnvironmentInfo, FirstPrompt, RewardRecord
 from telescope.errors import ConfigError, EnvironmentFailure
+from telescope.evals.runner import SamplesFile
 from telescope.orchestrator.evaluation import Evaluation, plan_evals
 from telescope.orchestrator.prompt_sampler import request_seed
 from telescope.orchestrator.request_slots import RequestSlotPool
@@ -230,20 +231,60 @@ async def test_two_evals_of_one_name_keep_their_samples_apart() -> None:
     assert len({row["sample_id"] for row in written.of("samples")}) == 6
 
 
-async def test_an_unscored_sample_is_excluded_from_the_average() -> None:
-    class Fragile(NumberedItems):
-        async def advance(self, key: str, index: int, *arguments: Any, **options: Any) -> Advance:
-            if index == 0:
-                raise EnvironmentFailure("broken")
-            return Advance(True, [], "text", RewardRecord(None, {"correct": 1.0}, {}, [], {}))
+class Fragile(NumberedItems):
+    """Items whose answers are right, except that `fails` of them raise an error."""
 
-    config = config_of(evals=[{"name": "arithmetic", "num_samples": 4}])
-    evaluation = await evaluation_of(config, Fragile())
+    def __init__(self, fails: int) -> None:
+        super().__init__()
+        self.fails = fails
+
+    async def advance(self, key: str, index: int, *arguments: Any, **options: Any) -> Advance:
+        if index < self.fails:
+            raise EnvironmentFailure("broken")
+        return Advance(True, [], "text", RewardRecord(None, {"correct": 1.0}, {}, [], {}))
+
+
+@pytest.mark.parametrize(("fails", "is_problem"), [(0, False), (2, False), (3, True)])
+async def test_a_failed_sample_counts_as_wrong_wherever_the_accuracy_is_shown(fails: int, is_problem: bool) -> None:
+    pass_k = {"at_k": {"metrics": ["correct"], "k": [1]}, "pow_k": {"metrics": ["correct"], "k": [1]}}
+    config = config_of(
+        evals=[{"name": "arithmetic", "num_samples": 10, "pass_k": pass_k}], environment_error_budget=0.2
+    )
+    logged: list[dict[str, float]] = []
+    evaluation = await evaluation_of(config, Fragile(fails))
+    evaluation.log_step = lambda step, metrics: logged.append(metrics)
     (result,) = await run_all(evaluation)
-    assert (result.num_items, result.num_scored, result.metrics) == (4, 3, {"correct": 1.0})
+    right = pytest.approx(1 - fails / 10)
+    assert (result.num_items, result.num_scored, result.num_failed) == (10, 10 - fails, fails)
+    assert result.metrics == dict.fromkeys(("correct", "pass@1/correct", "pass^1/correct"), right)
+    assert (result.estimate.mean, result.estimate.num_items, len(result.by_item)) == (right, 10, 10)
+    assert logged[0]["eval/arithmetic/accuracy"] == right
+    assert logged[0]["eval/arithmetic/failed"] == fails
+    beside = f" of 10 items ({fails} failed)" if fails else " of 10 items"
+    assert any(message.endswith(beside) for message in evaluation.status.messages)
     written: Any = evaluation.recorder
-    (masked,) = written.of("samples", status="masked")
-    assert (masked["eval_name"], masked["failure_message"]) == ("arithmetic", "broken")
+    masked = written.of("samples", status="masked")
+    assert [(row["eval_name"], row["failure_message"]) for row in masked] == [("arithmetic", "broken")] * fails
+    assert (written.of("evals")[0]["accuracy"], written.of("evals")[0]["num_scored"]) == (right, 10 - fails)
+    problem = f"eval arithmetic at version 0: {fails} of 10 samples failed and count as wrong; first: broken"
+    assert evaluation.problems == [problem] * is_problem
+
+
+async def test_a_repeated_evaluation_samples_what_the_record_of_the_killed_one_lacks(tmp_path) -> None:
+    config = config_of(evals=[{"name": "arithmetic", "num_samples": 10}])
+    killed = await evaluation_of(config)
+    with SamplesFile(tmp_path / "samples.jsonl", []) as killed.samples:
+        await run_all(killed)
+    rows: dict[str, Any] = {table: killed.recorder.of(table) for table in ("samples", "eval_samples")}  # type: ignore[attr-defined]
+    kept = {"samples": rows["samples"][:5], "eval_samples": rows["eval_samples"][:4]}
+    ids = [frozenset(row["sample_id"] for row in kept[table]) for table in kept]
+    repeated = await evaluation_of(config)
+    with SamplesFile(tmp_path / "samples.jsonl", ids) as repeated.samples:
+        (result,) = await run_all(repeated)
+    written: Any = repeated.recorder
+    assert result.num_scored == 10 == len(kept["eval_samples"]) + len(written.of("eval_samples"))
+    every = [row["sample_id"] for row in kept["samples"] + written.of("samples")]
+    assert len(set(every)) == len(every), "no id is given twice"
 
 
 async def test_an_eval_without_any_score_is_reported() -> None:

@@ -33,7 +33,14 @@ def checkpoint(tmp_path) -> Path:
             recorder.write("steps", {"step": step, "reward_mean": step / 8})
         for version in range(6):
             row = {"name": "math500", "version": version, "step": version - 1, "accuracy": version / 16}
-            row |= {"accuracy_low": 0.0, "accuracy_high": 0.5, "num_items": 40, "num_completions": 4, "ended_at": 1.0}
+            row |= {
+                "accuracy_low": 0.0,
+                "accuracy_high": 0.5,
+                "num_items": 40,
+                "num_completions": 4,
+                "num_scored": 158,
+                "ended_at": 1.0,
+            }
             recorder.write(
                 "evals", {**row, "eval_id": f"e{version}", "status": "failed" if version == 3 else "finished"}
             )
@@ -77,7 +84,7 @@ def test_the_whole_folder_is_uploaded_with_a_card(checkpoint, calls, tmp_path):
     assert "| `learning_rate` | 1e-06 |" in card
     assert "`top_p`" not in card
     assert "| 1 | 0 |\n| 2 | 0.125 |\n| 3 | 0.25 |\n" in card, "the steps of the checkpoint and no later one"
-    assert "| math500 | 0 | 0.0000 | 0.0000 to 0.5000 | 40 | 4 |\n| math500 | 2 | 0.1250 |" in card
+    assert "| math500 | 0 | 0.0000 | 0.0000 to 0.5000 | 40 | 4 | 2 |\n| math500 | 2 | 0.1250 |" in card
     assert "| math500 | 5" not in card
     xml.etree.ElementTree.parse(folder / "reward.svg")
 

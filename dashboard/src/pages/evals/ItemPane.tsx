@@ -99,14 +99,13 @@ function Short({ answered }: { answered: Answered }) {
   const text = clean(answered.answers[0]?.answer ?? "");
   return (
     <span className={`m cut ${isRight(answered) ? "" : "f"}`}>
-      {answered.answers.length > 1 ? `${number(100 * (answered.score ?? 0), 0)} % of ${answered.answers.length}` : <Plain text={text.slice(-60) || "(empty)"} />}
+      {answered.answers.length > 1 ? `${number(100 * answered.score, 0)} % of ${answered.answers.length}` : <Plain text={text.slice(-60) || "(empty)"} />}
     </span>
   );
 }
 
 function Answers({ row, answered }: { row: EvalRow; answered: Answered }) {
   const place = usePlace();
-  const scored = answered.score !== null;
   return (
     <div>
       <div className="s f">{row.version} steps</div>
@@ -116,7 +115,7 @@ function Answers({ row, answered }: { row: EvalRow; answered: Answered }) {
             <Plain text={clean(answer.answer).slice(0, CUT) || "(empty)"} />
           </div>
           <div className="d">
-            {answer.score === null ? "not scored" : answer.score >= 1 ? <b>right</b> : answer.score > 0 ? number(answer.score) : "wrong"}{" "}
+            {answer.score === null ? "failed, counts as wrong" : answer.score >= 1 ? <b>right</b> : answer.score > 0 ? number(answer.score) : "wrong"}{" "}
             <a className="link" href={answerAddress(place, { ...answer, step: row.step, eval_name: row.name })}>
               open
             </a>
@@ -124,7 +123,6 @@ function Answers({ row, answered }: { row: EvalRow; answered: Answered }) {
         </div>
       ))}
       {answered.answers.length > MOST_ANSWERS && <p className="f s">{count(answered.answers.length - MOST_ANSWERS)} more answers</p>}
-      {!scored && <p className="f s">no score</p>}
     </div>
   );
 }

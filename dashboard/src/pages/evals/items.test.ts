@@ -36,8 +36,10 @@ test("the interval of a difference is paired over items", () => {
   expect(result.low).toBeCloseTo(-result.high);
 });
 
-test("without scored items there is no difference", () => {
-  expect(difference(joinItems([sample(0, null)], [sample(0, 1)]))).toBeNull();
+test("an answer that failed counts as wrong, and never as better than the worst", () => {
+  expect(difference(joinItems([sample(0, null), sample(1, 1)], [sample(0, 1), sample(1, 1)]))).toMatchObject({ before: 0.5, after: 1, items: 2 });
+  expect(joinItems([sample(0, null), sample(1, -2)], before).map((item) => item.before.score)).toEqual([-2, -2]);
+  expect(passCurve([sample(0, 1, 0), sample(0, null, 1), sample(1, 1, 0), sample(1, 1, 1)])).toMatchObject({ k: [1, 2], one: [0.75, 1], all: [0.75, 0.5] });
 });
 
 test("pass@k and pass^k end at the answers that every item has", () => {

@@ -4,9 +4,9 @@ import { meanOf, passAtK } from "../../charts/math";
 import type { Range } from "../../state/url";
 import type { EvalRow, EvalSample, Value } from "../../types";
 
-/** An item with the answers of one eval; `score` is the mean over those that were scored. */
+/** An item with the answers of one eval; `score` is the mean over them, in which those that failed count as wrong. */
 export interface Answered {
-  score: Value;
+  score: number;
   answers: EvalSample[];
 }
 
@@ -22,7 +22,7 @@ export type Block = "lost" | "gained" | "right" | "wrong";
 export const BLOCKS: Block[] = ["lost", "gained", "right", "wrong"];
 
 /** An item counts as right when at least half of its answers are. */
-export const isRight = (answered: Answered): boolean => (answered.score ?? 0) >= 0.5;
+export const isRight = (answered: Answered): boolean => answered.score >= 0.5;
 
 export function blockOf(item: Item): Block {
   const [before, after] = [isRight(item.before), isRight(item.after)];
@@ -30,11 +30,13 @@ export function blockOf(item: Item): Block {
   return after ? "gained" : "wrong";
 }
 
-function answered(samples: EvalSample[]): Answered {
-  const scores = samples.map((sample) => sample.score).filter((score): score is number => score !== null);
+function answered(samples: EvalSample[], worst: number): Answered {
   const answers = [...samples].sort((a, b) => a.completion - b.completion);
-  return { score: scores.length ? scores.reduce((sum, score) => sum + score, 0) / scores.length : null, answers };
+  return { score: answers.reduce((sum, answer) => sum + (answer.score ?? worst), 0) / answers.length, answers };
 }
+
+/** The score of an answer that failed, as in the accuracy: 0, or the lowest of the eval if that is below 0. */
+const worstOf = (samples: EvalSample[]): number => samples.reduce((worst, { score }) => Math.min(worst, score ?? 0), 0);
 
 function byItem(samples: EvalSample[]): Map<number, EvalSample[]> {
   const items = new Map<number, EvalSample[]>();
@@ -45,12 +47,13 @@ function byItem(samples: EvalSample[]): Map<number, EvalSample[]> {
 /** Returns the items that both evals have, in their order. */
 export function joinItems(before: EvalSample[], after: EvalSample[]): Item[] {
   const [first, second] = [byItem(before), byItem(after)];
+  const [worstBefore, worstAfter] = [worstOf(before), worstOf(after)];
   return [...first.keys()]
     .filter((item) => second.has(item))
     .sort((a, b) => a - b)
     .map((item) => {
       const sample = first.get(item)![0]!;
-      return { item, prompt: sample.prompt, tags: sample.tags ?? {}, before: answered(first.get(item)!), after: answered(second.get(item)!) };
+      return { item, prompt: sample.prompt, tags: sample.tags ?? {}, before: answered(first.get(item)!, worstBefore), after: answered(second.get(item)!, worstAfter) };
     });
 }
 
@@ -69,19 +72,18 @@ export function recordedGain(before: EvalRow, after: EvalRow, first: EvalRow | u
   return before === first && gain !== null && low !== null && high !== null ? { gain, low, high } : null;
 }
 
-/** Returns the mean difference over items scored twice, with its 95 % interval (normal, paired over items). */
+/** Returns the mean difference over items, with its 95 % interval (normal, paired over items). */
 export function difference(items: Item[]): Difference | null {
-  const scored = items.filter((item) => item.before.score !== null && item.after.score !== null);
-  const n = scored.length;
+  const n = items.length;
   if (n === 0) return null;
   const mean = (values: number[]) => values.reduce((sum, value) => sum + value, 0) / n;
-  const gains = scored.map((item) => item.after.score! - item.before.score!);
+  const gains = items.map((item) => item.after.score - item.before.score);
   const gain = mean(gains);
   const variance = n > 1 ? gains.reduce((sum, value) => sum + (value - gain) ** 2, 0) / (n - 1) : 0;
   const half = 1.959964 * Math.sqrt(variance / n);
   return {
-    before: mean(scored.map((item) => item.before.score!)),
-    after: mean(scored.map((item) => item.after.score!)),
+    before: mean(items.map((item) => item.before.score)),
+    after: mean(items.map((item) => item.after.score)),
     gain,
     low: gain - half,
     high: gain + half,
@@ -100,13 +102,13 @@ export interface PassCurve {
   all: number[];
 }
 
-/** Returns pass@k and pass^k for k = 1, 2, 4, ... up to the answers that every item has; an answer passes with a full score. */
+/** Returns pass@k and pass^k for k = 1, 2, 4, ... up to the answers that every item has; an answer passes with a full score, and one that failed does not. */
 export function passCurve(samples: EvalSample[]): PassCurve {
-  const items = [...byItem(samples).values()].map((answers) => answers.filter((answer) => answer.score !== null)).filter((answers) => answers.length > 0);
+  const items = [...byItem(samples).values()];
   const most = items.length ? Math.min(...items.map((answers) => answers.length)) : 0;
   const k: number[] = [];
   for (let next = 1; next <= most; next *= 2) k.push(next);
-  const counts = items.map((answers) => ({ n: answers.length, right: answers.filter((answer) => answer.score! >= 1).length }));
+  const counts = items.map((answers) => ({ n: answers.length, right: answers.filter((answer) => (answer.score ?? 0) >= 1).length }));
   const meanOverItems = (of: (n: number, right: number) => number) => meanOf(counts.map(({ n, right }) => of(n, right)))!;
   const one = k.map((tries) => meanOverItems((n, right) => passAtK(n, right, tries)));
   return {
