@@ -91,7 +91,8 @@ class TrajectoryStep:
     @property
     def text(self) -> str:
         """The answer as text."""
-        return "".join(str(message["content"]) for message in self.completion)
+        texts = [str(message["content"]) for message in self.completion]
+        return texts[0] if len(texts) == 1 else "".join(texts)
 
 
 @dataclass

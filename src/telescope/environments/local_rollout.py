@@ -26,6 +26,7 @@ from telescope.environments.base import (
     TrajectoryStep,
     assistant_message,
 )
+from telescope.environments.parsers import answer_text
 from telescope.environments.serialization import serialize_messages, serialize_score
 from telescope.environments.user_code import settled
 from telescope.environments.worker_pool.conversations import take_turn
@@ -86,10 +87,10 @@ def _single_turn(
     given = answer(messages)
     if given is None:
         raise NoAnswerError("There is no answer to the prompt.")
-    messages = [*messages, assistant_message(given.text)]
+    messages = [*messages, assistant_message(answer_text(given.text))]
     on_message(messages[-1])
     result: RewardResult = yield from settled(
-        environment.compute_reward(given.text, sample, eos_token=environment.eos_token)
+        environment.compute_reward(messages[-1]["content"], sample, eos_token=environment.eos_token)
     )
     return LocalRollout(
         messages, serialize_score(result, for_eval=False), 1, "truncated" if given.is_truncated else None
@@ -113,7 +114,7 @@ def _several_turns(
             if given is None:
                 reason: str | None = NO_MORE_ANSWERS
                 break
-            answer_message = assistant_message(given.text)
+            answer_message = assistant_message(answer_text(given.text))
             state.trajectory.append(TrajectoryStep(prompt, [answer_message], is_truncated=given.is_truncated))
             everything.append(answer_message)
             on_message(answer_message)

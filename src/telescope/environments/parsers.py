@@ -8,47 +8,102 @@ with a deadline.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
 from telescope.environments.math_verifier import check_equal
 
-THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+REASONING_TAGS = {
+    "<think>": "</think>",
+    "[THINK]": "[/THINK]",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|channel>thought": "<channel|>",
+    "<|channel|>analysis<|message|>": "<|end|>",
+}
+"""What begins and what ends the reasoning of released models."""
 
+_TAG = re.compile(r"(<think>|\[THINK\]|<\|START_THINKING\|>)|</think>|\[/THINK\]|<\|END_THINKING\|>")
 _BOX = re.compile(r"\\(?:boxed|fbox)(?:[ \t\n]{0,8}\{|[ \t]{1,8}([0-9]{1,20})(?![0-9A-Za-z.,]))")
 _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s{0,8}\{([^{}]{0,200})\}")
 
 
-def strip_think_tags(text: str) -> str:
-    """The text without its `<think>...</think>` parts.
+class UnfinishedReasoning(str):
+    """An answer that is reasoning to its end: it was cut off, or the model never closed the tag.
 
-    A closing tag without an opening one ends thinking that the prompt began: everything before it is removed. An
-    opening tag that is never closed is thinking that was cut off: everything after it is removed.
+    No parser finds an answer or a tool call in it. What the methods of a string make of it is unfinished reasoning too.
     """
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return self
+
+
+def _keep_unfinished(result: Any) -> Any:
+    if isinstance(result, list | tuple):
+        return type(result)(map(_keep_unfinished, result))
+    return UnfinishedReasoning(result) if isinstance(result, str) else result
+
+
+def _kept_by(method: Callable[..., Any]) -> Callable[..., Any]:
+    return wraps(method)(lambda *args, **kwargs: _keep_unfinished(method(*args, **kwargs)))
+
+
+_STRING_METHODS = (
+    "__add__ __getitem__ strip lstrip rstrip removeprefix removesuffix replace expandtabs translate lower upper "
+    "casefold split rsplit splitlines partition rpartition"
+)
+for _name in _STRING_METHODS.split():
+    setattr(UnfinishedReasoning, _name, _kept_by(getattr(str, _name)))
+
+
+def opens_reasoning(prompt: str) -> bool:
+    """Returns whether the prompt's end opens the reasoning that the model continues, as some chat templates do."""
+    return prompt.rstrip().endswith(tuple(REASONING_TAGS))
+
+
+def answer_text(text: str, *, reasoning_is_open: bool = False) -> str:
+    """The text of an answer for scoring. It is an `UnfinishedReasoning` if the answer ends before its reasoning does.
+
+    `reasoning_is_open`: the prompt ended with the opening tag (`opens_reasoning`).
+    """
+    begins = text.lstrip()
+    for opening, closing in REASONING_TAGS.items():
+        if begins.startswith(opening):
+            return text if closing in text else UnfinishedReasoning(text)
+    closed = any(closing in text for closing in REASONING_TAGS.values())
+    return UnfinishedReasoning(text) if reasoning_is_open and not closed else text
+
+
+def strip_think_tags(text: str) -> str:
+    """The text without its reasoning, `<think>...</think>`. A text without a closing tag is returned unchanged.
+
+    A closing tag without an opening one ends reasoning that the prompt began: everything before it is removed. After a
+    closing tag, an opening one that is never closed is reasoning that was cut off. Of an answer that ends before its
+    reasoning does (`UnfinishedReasoning`), nothing is left.
+    """
+    if isinstance(text, UnfinishedReasoning):
+        return ""
+    if not any(tag[1] is None for tag in _TAG.finditer(text)):
+        return text
     kept: list[str] = []
-    position = 0
-    opening = closing = -2  # not searched yet; each is searched again only once `position` has passed it
-    while True:
-        if -1 != opening < position:
-            opening = text.find(THINK_OPEN, position)
-        if -1 != closing < position:
-            closing = text.find(THINK_CLOSE, position)
-        if closing != -1 and (opening == -1 or closing < opening):
-            kept.clear()
-            position = closing + len(THINK_CLOSE)
-        elif opening == -1:
-            kept.append(text[position:])
-            break
-        else:
-            kept.append(text[position:opening])
-            if closing == -1:
-                break
-            position = closing + len(THINK_CLOSE)
-    return "".join(kept).strip()
+    position, inside = 0, False
+    for tag in _TAG.finditer(text):
+        if tag[1] is None:
+            if not inside:
+                kept.clear()
+            position, inside = tag.end(), False
+        elif not inside:
+            kept.append(text[position : tag.start()])
+            inside = True
+    return "".join(kept if inside else [*kept, text[position:]]).strip()
 
 
 def extract_xml_tag(text: str, tag: str) -> str:
     """Content of the last complete `<tag>...</tag>`, stripped; `""` without one."""
     opening, closing = f"<{tag}>", f"</{tag}>"
-    end = text.rfind(closing)
+    end = -1 if isinstance(text, UnfinishedReasoning) else text.rfind(closing)
     start = text.rfind(opening, 0, end) if end != -1 else -1
     return text[start + len(opening) : end].strip() if start != -1 else ""
 
@@ -66,7 +121,7 @@ def extract_boxed_answer(text: str) -> str:
     opened: list[int] = []
     last = ""
     boxes: list[tuple[int, int]] = []  # depth at which a box opened, and where its content starts
-    position = 0
+    position = len(text) if isinstance(text, UnfinishedReasoning) else 0
     while position < len(text):
         character = text[position]
         if character == "\\":
@@ -99,7 +154,7 @@ def extract_code_block(text: str, language: str = "python") -> str:
     unmarked = ""
     label: str | None = None
     lines: list[str] = []
-    for line in text.splitlines():
+    for line in [] if isinstance(text, UnfinishedReasoning) else text.splitlines():
         stripped = line.strip()
         if not stripped.startswith("```"):
             lines.append(line)

@@ -30,6 +30,7 @@ from enum import StrEnum
 from typing import Any
 
 from telescope.environments.base import ChatMessage, assistant_message, with_thinking_prefix
+from telescope.environments.parsers import opens_reasoning
 from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.errors import UserError
 
@@ -159,6 +160,11 @@ class Dialogue:
         """Text of the model's last prompt."""
         self._last_answer: tuple[str, str] | None = None
         """The answer before the prompt's end, and the text that followed it."""
+
+    @property
+    def reasoning_is_open(self) -> bool:
+        """Returns whether the model's last prompt ended with a tag that opens reasoning."""
+        return opens_reasoning(self._shown)
 
     def begin(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Starts the conversation. Returns the token ids of the first prompt."""

@@ -22,7 +22,7 @@ from telescope.environments.countdown.puzzles import (
     parse,
 )
 from telescope.environments.hub import hub_table
-from telescope.environments.parsers import extract_answer_tags, strip_think_tags
+from telescope.environments.parsers import answer_text, extract_answer_tags, strip_think_tags
 from telescope.errors import UserError
 
 REQUIRED_PACKAGES: list[str] = []
@@ -166,7 +166,7 @@ class CountdownEnvironment(SingleTurnEnvironment):
 
     def compute_reward(self, completion: str, sample: Sample, eos_token: str = "") -> RewardResult:
         text = completion.removesuffix(eos_token) if eos_token else completion
-        text = strip_think_tags(text)
+        text = strip_think_tags(answer_text(text)).strip()
         answer = extract_answer_tags(text)
         expression = _parsed(answer)
         one_answer_at_the_end = text.endswith("</answer>") and text.count("<answer>") == text.count("</answer>") == 1

@@ -22,6 +22,7 @@ from telescope.environments.base import (
     conversation,
     wrapped_environment,
 )
+from telescope.environments.parsers import answer_text
 from telescope.environments.rendering import Dialogue, Renderer
 from telescope.environments.serialization import (
     MalformedResultError,
@@ -166,7 +167,9 @@ class Conversations:
         assert self._renderer is not None, "a pool without a renderer decodes no completions"
         text = self._renderer.decode(ids, cut_end_token=cut)
         truncated = header["stop_reason"] != "stop"
-        completion = [assistant_message(record.dialogue.opening + text)]
+        dialogue = record.dialogue
+        answer = answer_text(dialogue.opening + text, reasoning_is_open=dialogue.reasoning_is_open)
+        completion = [assistant_message(answer)]
         logprobs = unpack_floats(blob[4 * num_ids :])
         state.trajectory.append(TrajectoryStep(record.prompt, completion, record.prompt_ids, ids, logprobs, truncated))
         state.tool_records = []

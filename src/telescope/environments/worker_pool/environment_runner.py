@@ -25,6 +25,7 @@ from telescope.environments.base import (
     with_thinking_prefix,
     wrapped_environment,
 )
+from telescope.environments.parsers import answer_text, opens_reasoning
 from telescope.environments.rendering import Renderer, why_not_extendable
 from telescope.environments.serialization import as_json, serialize_messages, serialize_score
 from telescope.environments.user_code import Steps, describe_error, settled
@@ -63,6 +64,8 @@ class EnvironmentRunner:
         self.resources = [Resources(environment) for environment in self.environments]
         self.conversations = Conversations(renderer)
         self.not_extendable: dict[int, str | None] = {}
+        self._opens_reasoning: dict[tuple[int, int], bool] = {}
+        """Whether the prompt of an item ends with a tag that opens reasoning, for single-turn environments."""
 
     @contextlib.contextmanager
     def _loading(self, spec: EnvironmentSpec, stage: str, doing: str) -> Iterator[None]:
@@ -206,10 +209,17 @@ class EnvironmentRunner:
                 text = with_thinking_prefix(text)
             ids = self.renderer.encode(text, from_template=True)
         else:
-            text = self.renderer.prompt_text(environment, sample.prompt)
+            text = self._prompt_text(position, index)
             ids = self.renderer.encode(text, from_template=environment.uses_chat_template)
             messages = as_json(environment.build_messages(sample.prompt), "messages")
         return {"text": text, "messages": messages, "sample_uid": sample_uid(sample)}, ids
+
+    def _prompt_text(self, position: int, index: int) -> str:
+        assert self.renderer is not None
+        environment = self.environments[position]
+        text = self.renderer.prompt_text(environment, environment.get_sample(index).prompt)
+        self._opens_reasoning[position, index] = opens_reasoning(text)
+        return text
 
     def _first_messages(self, environment: Any, sample: Sample) -> list[ChatMessage]:
         assert self.renderer is not None
@@ -223,12 +233,16 @@ class EnvironmentRunner:
 
         The end token is removed if the model ended the answer itself (`stop_reason` is `stop`).
         """
-        environment, for_eval = self.environments[header["env"]], header["for_eval"]
+        position, index, for_eval = header["env"], header["index"], header["for_eval"]
+        environment = self.environments[position]
         assert self.renderer is not None, "a pool without a renderer decodes no completions"
         cut = header["stop_reason"] == "stop" and not environment.keeps_eos_token
         text = self.renderer.decode(token_ids, cut_end_token=cut)
+        if (position, index) not in self._opens_reasoning:  # another process has prepared the prompt
+            self._prompt_text(position, index)
+        text = answer_text(text, reasoning_is_open=self._opens_reasoning[position, index])
         method = environment.compute_eval_metrics if for_eval else environment.compute_reward
-        result = method(text, environment.get_sample(header["index"]), eos_token=environment.eos_token)
+        result = method(text, environment.get_sample(index), eos_token=environment.eos_token)
         score = serialize_score((yield from settled(result)), for_eval)
         return {"text": text, "score": score}, b""
 
