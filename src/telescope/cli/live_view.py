@@ -138,8 +138,8 @@ def _numbers(status: RunStatus, inside: int) -> RenderableType:
         return Text("no step finished yet", style="dim")
     rewards = [summary.reward_mean for summary in history]
     head = Text.assemble(
-        ("reward ", "dim"), (f"{rewards[-1]:.3f} ", "bold green"), (sparkline(rewards, max(8, inside - 44)), "green"),
-        ("  from ", "dim"), f"{rewards[0]:.3f}",
+        ("reward ", "dim"), (f"{rewards[-1]:.3f} ", "bold green"), (sparkline(rewards, max(8, inside - 59)), "green"),
+        ("  from ", "dim"), f"{rewards[0]:.3f}", (f", trained {history[-1].reward_trained:.3f}", "dim"),
     )  # fmt: skip
     columns = _columns_that_fit(history[-LAST_STEPS:], inside)
     table = Table(box=None, padding=(0, COLUMN_GAP, 0, 0), header_style="dim")
@@ -153,8 +153,9 @@ def _numbers(status: RunStatus, inside: int) -> RenderableType:
 def _columns_that_fit(summaries: Sequence[StepSummary], inside: int) -> dict[str, list[str]]:
     """Returns the columns of the step table that fit into `inside`."""
     cells: dict[str, list[str]] = {
-        "step": [str(s.step) for s in summaries],
+        "step": [str(s.step + 1) for s in summaries],
         "reward": [f"{s.reward_mean:.3f}" for s in summaries],
+        "trained": [f"{s.reward_trained:.3f}" for s in summaries],
         "tokens/s": [f"{s.tokens_per_second:,.0f}" for s in summaries],
         "staleness": [f"{s.staleness_mean:.2f}" for s in summaries],
         "KL engine": [f"{s.kl_inference:.1e}" for s in summaries],
@@ -199,7 +200,8 @@ def _messages(status: RunStatus) -> list[RenderableType]:
 def step_line(summary: StepSummary, num_steps: int) -> str:
     """Formats a finished step as one line, for logs and pipes."""
     return (
-        f"step {summary.step + 1}/{num_steps}  reward {summary.reward_mean:.3f}  "
+        f"step {summary.step + 1}/{num_steps}  reward {summary.reward_mean:.3f} "
+        f"({summary.reward_trained:.3f} trained)  "
         f"{summary.tokens_per_second:,.0f} tokens/s  staleness {summary.staleness_mean:.2f}  "
         f"KL {summary.kl_inference:.1e}  grad norm {summary.grad_norm:.3f}  "
         f"waited {summary.waited_share:.0%}  {summary.seconds:.2f} s"

@@ -207,9 +207,10 @@ def print_summary(
         console.print(f"  held-out accuracy  {summary.heldout_before:.3f} before training ({items})", highlight=False)
     if summary.reward_first is not None and summary.reward_last is not None:
         scope = f", in the last {summary.steps_of_attempt} steps" if summary.is_continued else ""
+        trained = f"{summary.reward_trained_first:.3f} → {summary.reward_trained_last:.3f}"
         console.print(
-            f"  training reward    {summary.reward_first:.3f} → {summary.reward_last:.3f} "
-            f"(groups that were trained{scope})",
+            f"  reward             {summary.reward_first:.3f} → [bold]{summary.reward_last:.3f}[/] "
+            f"(all samples{scope}; {trained} in the groups that were trained)",
             highlight=False,
         )
     if summary.eval_problems:

@@ -138,7 +138,7 @@ def not_finite(history: History) -> Finding | None:
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             verb, step = "is" if len(names) == 1 else "are", history.steps[-1 - steps_ago]
-            text = f"{', '.join(names[:3])}{more} {verb} not a finite number at step {step}."
+            text = f"{', '.join(names[:3])}{more} {verb} not a finite number {_after(step)}."
             advice = (
                 "Continue from a checkpoint with a lower learning_rate; mixed_precision_dtype: float32 shows whether "
                 "precision is the cause."

@@ -458,7 +458,7 @@ class Orchestrator:
             if batch is None:
                 return
             waited = time.time() - started_at
-            self.status.set_component("trainer", f"training step {step}")
+            self.status.set_component("trainer", f"training step {step + 1}")
             result = await self.services.trainer.train_step(batch.inputs)
             self.status.set_component("trainer", "sending weights")
             sync_metrics = await self.services.weights.sync()

@@ -35,7 +35,10 @@ class StepSummary:
     """One finished training step, for the live view and the log."""
 
     step: int
+    """Counts from 0, as in the tables. People see it from 1."""
     reward_mean: float
+    """Over all samples scored since the step before, those of discarded groups included."""
+    reward_trained: float
     seconds: float
     staleness_mean: float
     tokens_per_second: float
@@ -207,7 +210,10 @@ class RunSummary:
     """95 % confidence interval of `heldout_after` minus `heldout_before`, paired over the items."""
     reward_first: float | None = None
     reward_last: float | None = None
-    """Mean rewards of the samples trained on, over the first and the last 10 steps of this attempt."""
+    """Mean rewards of all scored samples, over the first and the last 10 steps of this attempt."""
+    reward_trained_first: float | None = None
+    reward_trained_last: float | None = None
+    """The same of the samples trained on. Groups of equal rewards are not among them, so it says little."""
     error: str | None = None
     """Why the run failed, in one line."""
     model_dir: str | None = None
@@ -273,8 +279,8 @@ def summarize(
     of_headline = [r for r in evals if headline is not None and (r.number, r.name) == (headline.number, headline.name)]
     before = next((r for r in of_headline if r.version == 0), None)
     after = next((r for r in reversed(of_headline) if r.version > 0), None)
-    rewards = finite([step.reward_mean for step in status.history])
-    reward_first, reward_last = ends_of(rewards) if rewards else (None, None)
+    first, last = _ends([step.reward_mean for step in status.history])
+    trained_first, trained_last = _ends([step.reward_trained for step in status.history])
     return RunSummary(
         status=outcome,
         run_name=config.wandb_run_name,
@@ -290,8 +296,10 @@ def summarize(
         heldout_items=headline.num_items if headline else None,
         heldout_failed=[result.num_failed for result in (before, after) if result],
         heldout_gain_interval=[after.gain.low, after.gain.high] if before and after and after.gain else None,
-        reward_first=reward_first,
-        reward_last=reward_last,
+        reward_first=first,
+        reward_last=last,
+        reward_trained_first=trained_first,
+        reward_trained_last=trained_last,
         error=message,
         record_error=record_error,
         model_dir=None if model_dir is None else str(model_dir),
@@ -307,3 +315,8 @@ def summarize(
         ],
         eval_problems=list(eval_problems),
     )  # fmt: skip
+
+
+def _ends(rewards: Sequence[float]) -> tuple[float | None, float | None]:
+    finite_rewards = finite(rewards)
+    return ends_of(finite_rewards) if finite_rewards else (None, None)

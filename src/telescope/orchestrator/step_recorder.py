@@ -168,7 +168,8 @@ class StepRecorder:
                 "version": trained.step + 1,
                 "started_at": trained.started_at,
                 "ended_at": ended_at,
-                "reward_mean": metrics["reward/total/mean"],
+                "reward_mean": metrics["reward/all_groups/mean"],
+                "reward_trained": metrics["reward/total/mean"],
                 "learning_rate": metrics.get("learning_rate"),
                 "num_samples": int(metrics["kept/samples"]),
                 "num_groups": len(trained.groups),
@@ -183,7 +184,8 @@ class StepRecorder:
         self._status.history.append(
             StepSummary(
                 step=trained.step,
-                reward_mean=metrics["reward/total/mean"],
+                reward_mean=metrics["reward/all_groups/mean"],
+                reward_trained=metrics["reward/total/mean"],
                 seconds=seconds,
                 staleness_mean=metrics.get("staleness/steps/mean", 0.0),
                 tokens_per_second=metrics["performance/trained_tokens_per_second"],

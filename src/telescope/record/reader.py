@@ -74,7 +74,7 @@ class RunSummary:
     num_steps: int | None
     """Configured number of steps, None if unknown."""
     reward_first: float | None
-    """Mean reward of the samples trained on, over the first 10 steps, or the first half of fewer."""
+    """Mean reward of all scored samples, over the first 10 steps, or the first half of fewer."""
     reward_last: float | None
     """The same over the last ones."""
     heldout_before: float | None

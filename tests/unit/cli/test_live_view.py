@@ -27,8 +27,8 @@ def drawn(status: RunStatus, width: int) -> str:
 
 def summary(step: int, **values: float) -> StepSummary:
     numbers = {
-        "reward_mean": 0.1234, "seconds": 1.5, "staleness_mean": 0.75, "tokens_per_second": 34567.0,
-        "kl_inference": 1e-4, "grad_norm": 0.3, "entropy": 1.25, "waited_share": 0.13,
+        "reward_mean": 0.1234, "reward_trained": 0.4321, "seconds": 1.5, "staleness_mean": 0.75,
+        "tokens_per_second": 34567.0, "kl_inference": 1e-4, "grad_norm": 0.3, "entropy": 1.25, "waited_share": 0.13,
     }  # fmt: skip
     return StepSummary(step=step, **{**numbers, **values})
 
@@ -58,6 +58,16 @@ def test_every_width_shows_step_reward_speed_staleness_and_time_left(num_steps: 
         assert number in frame
     assert re.search(r"left \d+:\d\d", frame)
     assert all(len(line) <= width for line in frame.splitlines())
+
+
+def test_the_reward_of_all_samples_comes_first_and_that_of_the_trained_ones_is_named() -> None:
+    frame = drawn(status_after(2), 120)
+    assert re.search(r"reward 0\.123 .* from 0\.123, trained 0\.432", frame)
+    header, first, second = (
+        line.split()[1:4] for line in frame.splitlines() if re.search(r"tokens/s +stal|34,567", line)
+    )
+    assert (header, first, second) == (["step", "reward", "trained"], ["1", "0.123", "0.432"], ["2", "0.123", "0.432"])
+    assert step_line(summary(1), 60).startswith("step 2/60  reward 0.123 (0.432 trained)  ")
 
 
 @pytest.mark.parametrize("width", WIDTHS)

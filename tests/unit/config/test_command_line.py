@@ -180,6 +180,8 @@ class Summary:
     heldout_temperature: float | None = 1.0
     heldout_gain_interval: list[float] | None = None
     reward_first: float | None = None
+    reward_trained_first: float = 0.25
+    reward_trained_last: float = 0.375
     reward_last: float | None = None
     model_dir: str | None = "/somewhere/else/runs/demo/model"
     record_error: str | None = None

@@ -118,7 +118,9 @@ def write_step(recorder: Recorder, step: int) -> None:
     }
     start = T0 + STEP_SECONDS * step
     columns = {"version": step + 1, "started_at": start, "ended_at": start + STEP_SECONDS, "num_tokens_trained": 100}
-    recorder.write("steps", {"step": step, **columns, "reward_mean": mean, "metrics": metrics})
+    recorder.write(
+        "steps", {"step": step, **columns, "reward_mean": metrics["reward/all_groups/mean"], "metrics": metrics}
+    )
     gauge = {"time": start, "name": "queue_depth", "component": "orchestrator"}
     recorder.write("gauges", {**gauge, "value": step})
     line = {"time": T0 + step, "level": "INFO", "component": "driver", "source": f"driver-{step % 2}.log"}

@@ -9,7 +9,7 @@ from telescope.dashboard.steps import metric_columns
 
 def test_the_verdict_of_a_run_and_its_recorded_alerts(client):
     body = client.get("/api/runs/first/health").json()
-    assert body["verdict"][0]["text"] == "grad_norm is not a finite number at step 3."
+    assert body["verdict"][0]["text"] == "grad_norm is not a finite number after 4 steps."
     cells = {cell["name"]: (cell["words"], cell["attention"]) for cell in body["cells"]}
     assert (cells["wait"], cells["entropy"]) == (("needs more servers", True), ("falling", False))
     (alert,) = body["alerts"]

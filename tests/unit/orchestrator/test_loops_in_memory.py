@@ -39,7 +39,8 @@ async def test_every_row_of_a_run_fits_its_table_and_every_step_has_its_groups()
         assert len(kept) == 2
         samples = run.recorder.of("samples", status="kept", step=row["step"])
         assert sorted(sample["sample_id"] for sample in samples) == run.trainer.steps[row["step"]]
-        assert row["reward_mean"] == pytest.approx(sum(s["reward"] for s in samples) / 4)
+        assert row["reward_trained"] == pytest.approx(sum(s["reward"] for s in samples) / 4)
+        assert row["reward_mean"] == row["metrics"]["reward/all_groups/mean"]
         assert all(sample["age"] == row["step"] - sample["start_version"] for sample in samples)
         assert sum(sample["advantage"] for sample in samples) == pytest.approx(0, abs=1e-6)
     assert run.step_log.metrics == [row["metrics"] for row in steps]

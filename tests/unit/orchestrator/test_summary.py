@@ -25,7 +25,9 @@ def result(version: int, correct: float, *, name: str = "countdown", held_out: b
 
 def summary_of(evals: list[EvalResult] | None = None, **changes: Any) -> RunSummary:
     status = RunStatus("demo", 100, step=2)
-    status.history.extend(StepSummary(step, 0.25 + step / 4, 1.5, 0.0, 100.0, 0.0, 1.0, 1.0, 0.1) for step in range(2))
+    status.history.extend(
+        StepSummary(step, 0.25 + step / 4, 0.5, 1.5, 0.0, 100.0, 0.0, 1.0, 1.0, 0.1) for step in range(2)
+    )
     arguments: dict[str, Any] = {
         "seconds": 12.34567, "training_seconds": 10.0, "error": None, "interrupted": False, **changes
     }  # fmt: skip
@@ -39,6 +41,7 @@ def test_the_summary_of_a_finished_run_reports_the_gain() -> None:
     assert (summary.heldout_items, summary.heldout_temperature) == (500, 1.0)
     assert (summary.steps, summary.seconds, summary.training_seconds) == (2, 12.346, 10.0)
     assert (summary.reward_first, summary.reward_last) == (0.25, 0.5)
+    assert (summary.reward_trained_first, summary.reward_trained_last) == (0.5, 0.5)
     assert "finished 2 steps in 12 s" in summary.sentence
 
 
