@@ -1,6 +1,6 @@
 """Fake inference servers in separate processes, and a tokenizer with long ids.
 
-Separate processes keep their cost apart from the driver's; answers are joined from rendered pieces.
+Separate processes keep their cost apart from the driver's.
 """
 
 from __future__ import annotations

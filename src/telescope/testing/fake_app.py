@@ -1,23 +1,22 @@
 """ASGI application with vLLM's routes over a fake engine.
 
 Owns the answers of the routes, and faults on demand; `fake_engine` is the engine, `fake_server` the server. Routes and
-JSON follow vLLM 0.32 or 0.26 (`FakeEngineSettings.vllm_version`); `/fake/state` and `/fake/fault` are its own. Entries
-of answers are rendered once, in chunks, and joined, so that thousands of answers of 1,000 tokens cost little and a
-benchmark measures the driver.
+JSON follow vLLM 0.32 or 0.26 (`FakeEngineSettings.vllm_version`); `/fake/state` and `/fake/fault` are its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import random
 import time
-from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
+import numpy as np
 
 from telescope.inference.auth import Receive, Scope, Send, answer_json
 from telescope.inference.vllm import adapter as wire
@@ -272,10 +271,6 @@ async def _send_json(send: Send, status: int, content: Any) -> None:
     await answer_json(status, content if isinstance(content, bytes) else msgspec.json.encode(content), send)
 
 
-CHUNK_TOKENS = 32
-NUM_CHUNKS = 128
-
-
 class AnswerWriter:
     """Renders answers in vLLM's format. Logprobs are arbitrary but fixed for (token, position)."""
 
@@ -283,78 +278,45 @@ class AnswerWriter:
         self._with_spans = reports_version_spans(parse_version(settings.vllm_version))
         self._end_token = settings.end_token
         self._vocabulary = settings.vocabulary
-        generator = _Generator(12345)
-        chunks = [
-            [1 + generator.next() % (settings.vocabulary - 1) for _ in range(CHUNK_TOKENS)] for _ in range(NUM_CHUNKS)
-        ]
-        self._ids = [",".join(map(str, chunk)).encode() for chunk in chunks]
-        self._entries = [b",".join(map(self._entry, chunk, range(CHUNK_TOKENS))) for chunk in chunks]
-
-    def _entry(self, token: int, position: int) -> bytes:
-        # A float32 written as float64 has as many digits as vLLM's logprobs.
-        logprob = array("f", [-((token * 7919 + position * 104_729) % 4_000) / 1_000])[0]
-        if self._with_spans:
-            pair = f'"token_id":{token},"logprob":{logprob},"rank":1'
-            return f'{{{pair},"top_logprobs":[{{{pair}}}]}}'.encode()
-        pair = f'"token":"token_id:{token}","logprob":{logprob},"bytes":null'
-        return f'{{{pair},"top_logprobs":[{{{pair}}}]}}'.encode()
 
     def write(self, request: FakeRequest, reason: str) -> bytes:
         """Encodes the answer with the tokens that `request` has."""
-        count = request.num_tokens
-        ids, entries = self._tokens(request, count)
-        spans = b""
+        ids = self._tokens(request)
+        count = len(ids)
+        content = msgspec.Raw(f"[{','.join(map(self._entry, ids, _logprobs(ids)))}]".encode())
+        choice: dict[str, Any] = {
+            "index": 0, "finish_reason": reason, "token_ids": ids, "routed_experts": None,
+            "logprobs": {"content": content},
+        }  # fmt: skip
         if self._with_spans:
-            starts = request.versions
-            ends = [start for _, start in starts[1:]] + [count] if starts else []
-            listed = [
-                {"version": label, "start": start, "end": end} for (label, start), end in zip(starts, ends, strict=True)
-            ]
-            spans = b',"stop_reason":null,"sampling_mask":null,"weight_versions":' + msgspec.json.encode(listed)
-        return b"".join(
-            (
-                f'{{"request_id":"{wire.engine_request_id(request.request_id)}","model":"fake",'
-                f'"created":{int(time.time())},"usage":{{"prompt_tokens":{len(request.prompt)},'
-                f'"total_tokens":{len(request.prompt) + count},"completion_tokens":{count},'
-                f'"prompt_tokens_details":null}},"prompt_logprobs":null,"kv_transfer_params":null,'
-                f'"ec_transfer_params":null,"choices":[{{"index":0,"finish_reason":"{reason}","token_ids":['.encode(),
-                ids,
-                b'],"routed_experts":null',
-                spans,
-                b',"logprobs":{"content":[',
-                entries,
-                b"]}}]}",
-            )
-        )
+            ends = [start for _, start in request.versions[1:]] + [count]
+            spans = zip(request.versions, ends, strict=False)
+            listed = [{"version": label, "start": start, "end": end} for (label, start), end in spans]
+            choice |= {"stop_reason": None, "sampling_mask": None, "weight_versions": listed}
+        tokens = {"prompt_tokens": len(request.prompt), "completion_tokens": count, "prompt_tokens_details": None}
+        answer = {
+            "request_id": wire.engine_request_id(request.request_id), "model": "fake", "created": int(time.time()),
+            "usage": {**tokens, "total_tokens": len(request.prompt) + count}, "prompt_logprobs": None,
+            "kv_transfer_params": None, "ec_transfer_params": None, "choices": [choice],
+        }  # fmt: skip
+        return msgspec.json.encode(answer)
 
-    def _tokens(self, request: FakeRequest, count: int) -> tuple[bytes, bytes]:
+    def _tokens(self, request: FakeRequest) -> list[int]:
         if request.answer is not None:
-            tokens = request.answer[:count]
-            return ",".join(map(str, tokens)).encode(), b",".join(map(self._entry, tokens, range(count)))
-        ended = count == request.total and request.finish_reason == "stop" and self._end_token is not None
-        plain = count - 1 if ended else count
-        generator = _Generator(request.seed)
-        ids: list[bytes] = []
-        entries: list[bytes] = []
-        for _ in range(plain // CHUNK_TOKENS):
-            index = generator.next() % NUM_CHUNKS
-            ids.append(self._ids[index])
-            entries.append(self._entries[index])
-        tail = [1 + generator.next() % (self._vocabulary - 1) for _ in range(plain % CHUNK_TOKENS)]
-        if ended and self._end_token is not None:
-            tail = [*tail, self._end_token]
-        if tail:
-            ids.append(",".join(map(str, tail)).encode())
-            entries.append(b",".join(map(self._entry, tail, range(len(tail)))))
-        return b",".join(ids), b",".join(entries)
+            return request.answer[: request.num_tokens]
+        ids = random.Random(request.seed).choices(range(1, self._vocabulary), k=request.total)
+        if request.finish_reason == "stop" and self._end_token is not None:
+            ids[-1] = self._end_token
+        return ids[: request.num_tokens]
+
+    def _entry(self, token: int, logprob: float) -> str:
+        name = f'"token_id":{token},' if self._with_spans else f'"token":"token_id:{token}","bytes":null,'
+        own = f'{name}"logprob":{logprob},"rank":1'
+        return f'{{{own},"top_logprobs":[{{{own}}}]}}'
 
 
-class _Generator:
-    """A small pseudo-random sequence, equal in every Python version. It has the constants of Knuth's MMIX."""
-
-    def __init__(self, seed: int) -> None:
-        self._state = (seed * 2862933555777941757 + 3037000493) & 0xFFFFFFFFFFFFFFFF
-
-    def next(self) -> int:
-        self._state = (self._state * 6364136223846793005 + 1442695040888963407) & 0xFFFFFFFFFFFFFFFF
-        return self._state >> 33
+def _logprobs(ids: Sequence[int]) -> list[float]:
+    mixed_N = (np.array(ids, dtype=np.int64) * 7919 + np.arange(len(ids)) * 104_729) % 4_000
+    # A float32 written as float64 has as many digits as vLLM's logprobs.
+    logprobs: list[float] = (-mixed_N / 1_000).astype(np.float32).tolist()
+    return logprobs
