@@ -123,6 +123,7 @@ def _measure(job: EvalJob, run_path: str | None) -> EvalOutcome:
     for note in (*job.notes, *notices):
         view.say(f"· {note}")
     sink = TrackerSink(job.config, job.output, run_path=run_path)
+    sink.tell = view.say
     try:
         return run_evals(job, view, sink.log_step)
     except Interrupted:

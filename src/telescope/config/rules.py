@@ -96,6 +96,17 @@ def _shares_gpus(config: TelescopeConfig) -> bool:
     return config.share_gpus and config.device != "cpu"
 
 
+WANDB_NAME_LENGTH, WANDB_TAG_LENGTH = 128, 64
+"""Longest name of a project or run, and longest tag, in characters: W&B refuses others."""
+
+NOT_IN_WANDB_PROJECT = "/\\#?%:"
+"""Characters that W&B refuses in the name of a project."""
+
+
+def _refused_tags(config: TelescopeConfig) -> list[str]:
+    return [tag for tag in config.wandb_tags if not 1 <= len(tag) <= WANDB_TAG_LENGTH]
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         ("environments",),
@@ -345,6 +356,27 @@ RULES: tuple[Rule, ...] = (
         lambda c: "Leave use_wandb out, or change trackers",
         lambda c: "wandb" in c.tracker_names,
         is_reported=False,
+    ),
+    Rule(
+        ("wandb_project",),
+        f"must have at most {WANDB_NAME_LENGTH} characters for W&B, and none of {' '.join(NOT_IN_WANDB_PROJECT)}",
+        lambda c: (
+            "wandb" in c.tracker_names
+            and (len(c.wandb_project) > WANDB_NAME_LENGTH or not set(NOT_IN_WANDB_PROJECT).isdisjoint(c.wandb_project))
+        ),
+        lambda c: "Choose another name; a team (entity) is set with WANDB_ENTITY",
+    ),
+    Rule(
+        ("wandb_run_name",),
+        f"must have at most {WANDB_NAME_LENGTH} characters for W&B",
+        lambda c: "wandb" in c.tracker_names and len(c.wandb_run_name) > WANDB_NAME_LENGTH,
+        lambda c: f"Shorten it by {len(c.wandb_run_name) - WANDB_NAME_LENGTH}, or set use_wandb to false",
+    ),
+    Rule(
+        ("wandb_tags",),
+        f"must have tags of 1 to {WANDB_TAG_LENGTH} characters for W&B",
+        lambda c: "wandb" in c.tracker_names and bool(_refused_tags(c)),
+        lambda c: f"Change {', '.join(f'{show(tag)} ({len(tag)} characters)' for tag in _refused_tags(c))}",
     ),
     # Ports and servers.
     Rule(

@@ -90,7 +90,10 @@ class _TrainingRun:
         error: BaseException | None = None
         async with AsyncExitStack() as stack:
             reaper = stack.enter_context(Reaper())
+            if self._view is not None:
+                stack.callback(self._view.stop)  # after the record is closed: the last uploads may fail
             stack.enter_context(self._directory.open_record(console=self._view is None))
+            self._directory.step_log.tell = self._status.messages.append
             self._status.record_alerts(self._directory.alerts.add)
             self._directory.recorder.describe_now(self._status.now)
             keep_code(
@@ -101,7 +104,6 @@ class _TrainingRun:
             if self._directory.step_log.notice:
                 self._status.messages.append(self._directory.step_log.notice)
             if self._view is not None:
-                stack.callback(self._view.stop)
                 self._view.start(self._status)
             self._interrupt.install(asyncio.get_running_loop())
             try:

@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +57,8 @@ class TrackerSink:
         self._killed = False
         self._finished = threading.Event()
         self._threads: list[threading.Thread] = []
+        self.tell: Callable[[str], object] = lambda message: None
+        """Shows a warning to the user. Called from any thread."""
         self.notice: str | None = None
         """Message for the user at the start of the run, or None."""
         self.mode = "disabled"
@@ -115,13 +117,17 @@ class TrackerSink:
             return
         self._closing = True
         if self._num_dropped:
-            logger.warning("Trackers were too slow for %d messages; the record has all of them.", self._num_dropped)
+            self._warn(f"Trackers were too slow for {self._num_dropped} messages; the record has all of them.")
         self._put_end()
         if not self._finished.wait(timeout):
             what = ", ".join(TITLES[name] for name in self.names)
             sync = f" `wandb sync` uploads what is in {self._files.wandb}." if "wandb" in self.names else ""
-            logger.warning("%s did not finish in %g s and was ended.%s", what, timeout, sync)
+            self._warn(f"{what} did not finish in {timeout:g} s and was ended.{sync}")
             self._kill()
+
+    def _warn(self, message: str) -> None:
+        logger.warning("%s", message)
+        self.tell(message)
 
     def _put(self, message: dict[str, Any]) -> None:
         if not self._threads or self._closing or self._finished.is_set():
@@ -190,9 +196,9 @@ class TrackerSink:
             if status != 0 and not self._killed:
                 what = ", ".join(TITLES[name] for name in self.names)
                 log = self._files.log("trackers")
-                logger.warning("The process of %s exited with status %d; the run continues. See %s.", what, status, log)
+                self._warn(f"The process of {what} exited with status {status}; the run continues. See {log}.")
         except OSError as error:
-            logger.warning("Trackers cannot be started; the run continues: %s", error)
+            self._warn(f"Trackers cannot be started; the run continues: {error}")
         finally:
             self._finished.set()
 
@@ -229,7 +235,10 @@ class TrackerSink:
         with process.stdout as pipe:
             for line in pipe:
                 entry = json.loads(line)
-                logger.log(logging.getLevelNamesMapping().get(entry["level"], logging.WARNING), "%s", entry["message"])
+                if entry["level"] == "INFO":
+                    logger.info("%s", entry["message"])
+                else:
+                    self._warn(entry["message"])
         self._put_end()  # If the process exited by itself, the feeding thread stops now and not at the next step.
 
     def _kill(self) -> None:

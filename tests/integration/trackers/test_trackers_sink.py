@@ -113,6 +113,7 @@ def test_a_missing_package_of_wandb_is_reported_once(tmp_path, monkeypatch, capl
 def test_hanging_trackers_neither_block_a_step_nor_outlive_the_run(tmp_path, start_instead, caplog):
     start_instead("import time; time.sleep(1000)")
     sink = TrackerSink(CONFIG, tmp_path)
+    sink.tell = (told := []).append
     for step in range(MAX_WAITING + 2000):
         sink.log_step(step, {"text": 1.0})
     sink.close(timeout=0.5)
@@ -121,24 +122,29 @@ def test_hanging_trackers_neither_block_a_step_nor_outlive_the_run(tmp_path, sta
     assert any("too slow for" in message for message in messages(caplog))
     assert any("W&B did not finish" in message for message in messages(caplog))
     assert sink._finished.wait(30)
+    assert told == messages(caplog)
 
 
 def test_a_process_that_crashes_is_a_warning(tmp_path, start_instead, caplog):
     start_instead("import sys; sys.stdin.readline(); sys.exit(3)")
     sink = TrackerSink(CONFIG, tmp_path)
+    sink.tell = (told := []).append
     assert sink._finished.wait(60)
     sink.log_step(1, {"a": 1.0})
     sink.close()
     assert any("exited with status 3; the run continues" in message for message in messages(caplog))
+    assert told == messages(caplog)
 
 
 def test_a_tracker_that_fails_costs_its_own_numbers_only(tmp_path, caplog):
     (tmp_path / "tensorboard").write_text("in the way")
     sink = TrackerSink(config_of(use_wandb=True, trackers=["wandb", "tensorboard"]), tmp_path)
+    sink.tell = (told := []).append
     sink.log_step(1, {"a": 1.0})
     sink.close()
     assert [message.partition(":")[0] for message in messages(caplog)] == ["TensorBoard failed"]
     assert offline_values(tmp_path)[0]["a"] == 1.0
+    assert told == messages(caplog)
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):

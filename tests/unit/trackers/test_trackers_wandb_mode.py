@@ -1,7 +1,12 @@
 """W&B is online only with credentials for the server that is used, unless the user sets the mode."""
 
 import pytest
+import wandb
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tests.unit.orchestrator.fakes import config_of
 
+from telescope.errors import ConfigError
 from telescope.trackers.wandb import wandb_mode
 
 
@@ -40,3 +45,22 @@ def test_damaged_files_are_no_credentials(tmp_path):
     (tmp_path / "settings").write_text("base_url")
     environment = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "broken"), "WANDB_CONFIG_DIR": str(tmp_path)}
     assert wandb_mode(environment) == "offline"
+
+
+def is_taken(make) -> bool:
+    try:
+        make()
+    except (ConfigError, ValueError, wandb.UsageError):
+        return False
+    return True
+
+
+names = st.text("a/\\#?%: .-é", min_size=1, max_size=4) | st.integers(126, 130).map("p".__mul__)
+
+
+@given(names.filter(str.strip), st.lists(names | st.integers(62, 66).map("t".__mul__), max_size=2))
+@example("fine", [""])
+def test_a_run_is_refused_before_the_start_where_wandb_would_refuse_it(project, tags):
+    expected = is_taken(lambda: wandb.Settings(project=project, run_tags=tags))
+    assert is_taken(lambda: config_of(use_wandb=True, wandb_project=project, wandb_tags=tags)) == expected
+    assert is_taken(lambda: config_of(use_wandb=False, wandb_project=project, wandb_tags=tags)), "others take it"
