@@ -4,7 +4,7 @@ Answers go to SymPy, which may never finish with a few characters (`9^{9^{9^9}}`
 process parses and compares them. It is started at the first comparison; one that takes too long kills it, and the next
 one starts another. `main`, at the end of this file, runs in the child, everything above in the caller.
 
-The child reads lines of JSON, `[expected, answer]`, and writes `true` or `false` for each.
+The child reads lines of JSON. For `[expected, answer]` it writes whether they are equal, for `[answer]` what it reads.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ import threading
 import time
 from typing import IO, Any
 
+from telescope.environments.math_notation import MAX_CHARACTERS, normalize_answer
 from telescope.errors import InfrastructureError, UserError
 from telescope.utils.packages import is_installed
 
-MAX_CHARACTERS = 1_000
-"""Longest answer that is compared."""
 START_SECONDS = 120.0
 """Time for the child to import SymPy, on a busy machine."""
 MEMORY_BYTES = 2 * 2**30
@@ -38,26 +37,23 @@ _BOOT = (
 
 def check_equal(answer: str, expected: str, timeout_seconds: float) -> bool:
     """Returns whether math-verify considers the texts equal. False when it takes longer than `timeout_seconds`."""
-    answer, expected = _tidied(answer), _tidied(expected)
+    answer, expected = normalize_answer(answer), normalize_answer(expected)
     if not _is_one_expression(answer) or not _is_one_expression(expected):
         return False
     bases = [_IN_BASE.fullmatch(text) for text in (answer, expected)]
     if bases[0] and bases[1] and int(bases[0][1]) != int(bases[1][1]):
         return False  # math-verify ignores bases
-    return _checker.ask(expected, answer, timeout_seconds)
+    return _checker.ask([expected, answer], timeout_seconds) is True
 
 
-_BETWEEN_THOUSANDS = re.compile(r"(?<=[0-9])(?:\\[,;:! ]|~)+(?=[0-9]{3}(?![0-9]))")
+def read_expression(answer: str, timeout_seconds: float) -> str | None:
+    """Returns the answer as SymPy writes it. None if math-verify reads no single expression in it."""
+    answer = normalize_answer(answer)
+    read = _checker.ask([answer], timeout_seconds) if _is_one_expression(answer) else None
+    return read if isinstance(read, str) else None
+
+
 _IN_BASE = re.compile(r"-?[0-9A-Z]+_\{?([0-9]{1,2})\}?")
-
-
-def _tidied(text: str) -> str:
-    """Removes delimiters of a formula, and spaces between thousands."""
-    text = _BETWEEN_THOUSANDS.sub("", text.strip()).replace("\u00b0", "^\\circ")
-    for opening, closing in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
-        if len(text) > len(opening) + len(closing) and text.startswith(opening) and text.endswith(closing):
-            return text[len(opening) : -len(closing)].strip()
-    return text
 
 
 def _is_one_expression(text: str) -> bool:
@@ -89,23 +85,25 @@ class _Checker:
         self._owner = 0
         """The process that started the child: after a fork it belongs to the parent."""
 
-    def ask(self, expected: str, answer: str, timeout_seconds: float) -> bool:
+    def ask(self, texts: list[str], timeout_seconds: float) -> bool | str | None:
+        """Returns what the child answers. None if it takes too long or exits."""
         with self._lock:
             process = self._running()
             assert process.stdin is not None and process.stdout is not None
             try:
-                process.stdin.write(json.dumps([expected, answer]).encode() + b"\n")
+                process.stdin.write(json.dumps(texts).encode() + b"\n")
                 process.stdin.flush()
                 line = _read_line(process.stdout, timeout_seconds)
             except BaseException as error:  # a deadline of the caller leaves an unread answer in the pipe
                 self._end()
                 if isinstance(error, OSError):
-                    return False
+                    return None
                 raise
             if line is None or not line.endswith(b"\n"):
                 self._end()  # too slow, or the child exited
-                return False
-            return bool(json.loads(line))
+                return None
+            reply: bool | str | None = json.loads(line)
+            return reply
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
@@ -180,10 +178,14 @@ def main() -> None:
         return parse(f"\\boxed{{{text}}}", extraction_config=reading, parsing_timeout=None, raise_on_error=True)
 
     for line in sys.stdin.buffer:
-        expected, answer = json.loads(line)
+        reply: bool | str | None = None
         try:
-            equal = bool(verify(parsed(expected), parsed(answer), timeout_seconds=None, raise_on_error=True))
+            first, *others = [parsed(text) for text in json.loads(line)]
+            if others:
+                reply = bool(verify(first, others[0], timeout_seconds=None, raise_on_error=True))
+            elif not isinstance(first[0], str):  # parse adds the text itself, which is alone if it was not read
+                reply = str(first[0])
         except Exception:  # SymPy may raise anything on a wrong answer
-            equal = False
-        answers.write(json.dumps(equal).encode() + b"\n")
+            reply = None
+        answers.write(json.dumps(reply).encode() + b"\n")
         answers.flush()

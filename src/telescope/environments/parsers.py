@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from telescope.environments.math_notation import normalize_answer
 from telescope.environments.math_verifier import check_equal
 
 REASONING_TAGS = {
@@ -25,6 +26,8 @@ REASONING_TAGS = {
 
 _TAG = re.compile(r"(<think>|\[THINK\]|<\|START_THINKING\|>)|</think>|\[/THINK\]|<\|END_THINKING\|>")
 _BOX = re.compile(r"\\(?:boxed|fbox)(?:[ \t\n]{0,8}\{|[ \t]{1,8}([0-9]{1,20})(?![0-9A-Za-z.,]))")
+_STATED = re.compile(r"(?i:answer)[ \t*_]{0,8}(?:\bis\b|:)[ \t*_:]{0,8}(.*)")
+"""What follows the last "answer:" or "answer is" of a text, up to the end of the line."""
 _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s{0,8}\{([^{}]{0,200})\}")
 
 
@@ -170,6 +173,20 @@ def extract_code_block(text: str, language: str = "python") -> str:
     return marked if marked is not None else unmarked
 
 
+def extract_stated_answer(text: str) -> str:
+    r"""Returns the final answer of a text in a common form, or `""`.
+
+    The last box, else what follows the last `####`, else `<answer>` tags, else the last "Answer:" or "answer is".
+    """
+    if answer := extract_boxed_answer(text):
+        return answer
+    _, marker, answer = text.rpartition("####")
+    answer = answer.strip().split("\n")[0] if marker else extract_answer_tags(text)
+    if not answer and (stated := _STATED.findall(text)):
+        answer = extract_boxed_answer(stated[-1]) or stated[-1].strip(" \t*_").removesuffix(".")
+    return answer.strip()
+
+
 def verify_exact_match(predicted: str, ground_truth: str) -> bool:
     """Equality after collapsing white space; case counts."""
     return " ".join(predicted.split()) == " ".join(ground_truth.split())
@@ -178,10 +195,12 @@ def verify_exact_match(predicted: str, ground_truth: str) -> bool:
 def verify_math_answer(predicted: str, ground_truth: str, timeout_seconds: float = 5.0) -> bool:
     """Compares two answers in LaTeX or plain notation with math-verify.
 
-    An empty answer, one that is too long, and one that takes more than `timeout_seconds` to compare are not. Raises
-    `UserError` when math-verify is not installed, `InfrastructureError` when the process that compares does not start.
+    Of a worked-out `ground_truth`, such as GSM8K's, the final answer counts (`extract_stated_answer`). An empty answer,
+    one that is too long, and one that takes more than `timeout_seconds` to compare are not equal. Raises `UserError`
+    when math-verify is not installed, `InfrastructureError` when the process that compares does not start.
     """
     if not predicted:
         return False
-    same_words = verify_exact_match(*(_TEXT_COMMAND.sub(r"\1", text).casefold() for text in (predicted, ground_truth)))
-    return same_words or check_equal(predicted, ground_truth, timeout_seconds)
+    ground_truth = extract_stated_answer(ground_truth) or ground_truth
+    texts = (_TEXT_COMMAND.sub(r"\1", normalize_answer(text)).casefold() for text in (predicted, ground_truth))
+    return verify_exact_match(*texts) or check_equal(predicted, ground_truth, timeout_seconds)

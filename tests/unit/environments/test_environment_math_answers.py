@@ -1,9 +1,13 @@
 """Mathematical answers are compared: equal ones, wrong ones, and attacks on the comparison."""
+# ruff: noqa: RUF001
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from telescope.environments import math_verifier
-from telescope.environments.parsers import verify_math_answer
+from telescope.environments.hendrycks_math.worked_out import is_worked_out
+from telescope.environments.parsers import extract_stated_answer, verify_math_answer
 
 
 @pytest.mark.parametrize(
@@ -45,7 +49,6 @@ def test_equal_answers_are_equal_however_they_are_written(answer, expected):
         r"3 \neq 4",
         r"\{1,2,3\}",
         r"3} \boxed{4",
-        r"\boxed{3}",
         "$3$ $4$",
         "x",
         r"\infty",
@@ -73,3 +76,139 @@ def test_an_endless_comparison_is_wrong_and_the_next_one_works(answer):
     assert not verify_math_answer(answer, "3", timeout_seconds=0.5)
     assert verify_math_answer("0.25", r"\frac14", timeout_seconds=60.0)
     assert math_verifier._checker._process.pid != before
+
+
+RIGHT = r"""
+−5 | -5 ;; \mathbf{5} | 5 ;; \(5\) | 5 ;; 90° | 90 ;; 90^\circ | 90 ;; 90 | 90^\circ ;; 90 degrees | 90
+90\text{ degrees} | 90 ;; 1E3 | 1000 ;; 1e3 | 1000 ;; 1.5e-3 | 0.0015 ;; 2.5E+4 | 25000 ;; 1.5 × 10^3 | 1500
+1.5 \cdot 10^3 | 1500 ;; 1.5*10^3 | 1500 ;; 1.5×10³ | 1500 ;; 10^{-3} | 0.001 ;; 42. | 42 ;; 42, | 42 ;; ½ | 0.5
+2½ | 2.5 ;; 3¼ | 13/4 ;; √2 | \sqrt{2} ;; 2√3 | 2\sqrt{3} ;; √(x+1) | \sqrt{x+1} ;; √10 | \sqrt{10}
+25 m/s | 25 ;; 25\text{ m/s} | 25 ;; 25\ \mathrm{m/s} | 25 ;; 25 | 25 m/s ;; 25 km/h | 25 ;; 25 cm² | 25
+25\text{ cm}^2 | 25 ;; 25 cm^2 | 25 ;; 25 cm^3 | 25 ;; 5 apples | 5 ;; \text{5 apples} | 5
+5 \text{ apples} | 5 ;; 0.\overline{3} | \frac{1}{3} ;; 0.\overline{3} | 1/3 ;; \frac{1}{3} | 0.\overline{3}
+0.1\overline{6} | \frac16 ;; 1.\overline{27} | 14/11 ;; 0.\bar{3} | \frac13 ;; 1,000 | 1000 ;; 1{,}000 | 1000
+1\,000 | 1000 ;; 1 000 | 1000 ;; 1 000 000 | 1000000 ;; 1,234,567.89 | 1234567.89 ;; \$18.90 | 18.90
+$18.90 | 18.9 ;; 18.90 dollars | 18.9 ;; \$1,000 | 1000 ;; €5 | 5 ;; £5 | 5 ;; 50\% | 50 ;; 50% | 50
+50% | 0.5 ;; 50\% | 50\% ;; 50 percent | 50% ;; \dfrac{1}{2} | \frac12 ;; \tfrac12 | 0.5 ;; \cfrac{1}{2} | 0.5
+1/2 | 0.5 ;; -1/2 | -\frac{1}{2} ;; –1/2 | -0.5 ;; \frac{-1}{2} | -0.5 ;; -\frac{1}{2} | \frac{-1}{2}
+1 1/2 | 1.5 ;; 1\frac{1}{2} | 1.5 ;; 1 \frac12 | 3/2 ;; -1\frac12 | -1.5 ;; x² | x^2 ;; x²+1 | 1+x^2
+2π | 2\pi ;; π/2 | \frac{\pi}{2} ;; x ≤ 3 | x \le 3 ;; x ≥ 3 | x \geq 3 ;; x ≠ 3 | x \neq 3 ;; ∞ | \infty
+(−∞, 3] | (-\infty,3] ;; (-∞, ∞) | (-\infty, \infty) ;; (0,1)∪(2,3) | (0,1)\cup(2,3) ;; [0, 1) | [0,1)
+\left[0,1\right) | [0,1) ;; x \in [0,1) | [0,1) ;; \{1, 2, 3\} | \{3,2,1\} ;; {1, 2, 3} | \{1,2,3\}
+1, 2, 3 | \{1,2,3\} ;; 1,2 | 2,1 ;; 1 and 2 | 1, 2 ;; 1 \text{ and } 2 | 1,2 ;; x=1, x=2 | 1,2
+x = 1 \text{ or } x = 2 | 1, 2 ;; (1, 2) | (1,2) ;; \left(1, 2\right) | (1,2) ;; (1, \frac12) | (1, 0.5)
+( 1 , 2 , 3 ) | (1,2,3) ;; x = 3 | 3 ;; x=3 | x = 3 ;; 3 | x=3 ;; f(x) = 2x+1 | 2x+1 ;; y = 2x + 1 | 2x+1
+\boxed{5} | 5 ;; 5 | \boxed{5} ;; $5$ | 5 ;; $$5$$ | 5 ;; \[5\] | 5 ;; 5. | 5 ;; 5 . | 5 ;; \,5\, | 5 ;; 5\; | 5
+~5 | 5 ;; **5** | 5 ;; `5` | 5 ;; "5" | 5 ;; 5! | 5! ;; +5 | 5 ;; .5 | 0.5 ;; -.5 | -1/2 ;; 5.0 | 5 ;; 5.00 | 5
+05 | 5 ;; 007 | 7 ;; \text{5} | 5 ;; \mathrm{5} | 5 ;; \bf{5} | 5 ;; {\bf 5} | 5 ;; \boldsymbol{5} | 5
+\textbf{5} | 5 ;; \mathbf{A} | A ;; \text{A} | A ;; (A) | A ;; \textbf{(A)} | A ;; (B) | \text{(B)}
+\text{(C)} | C ;; \text{Yes} | yes ;; \text{true} | true ;; True | true ;; True | True ;; \text{Monday} | Monday
+x^{2} | x^2 ;; x^2 + 2x + 1 | (x+1)^2 ;; \sqrt{8} | 2\sqrt2 ;; \frac{\sqrt{3}}{2} | \frac{1}{2}\sqrt{3}
+\frac{1}{\sqrt{2}} | \frac{\sqrt2}{2} ;; 1+\sqrt{5} | \sqrt5+1 ;; \frac{1+\sqrt{5}}{2} | (1+√5)/2
+\pm 2 | \pm2 ;; ± 2 | \pm 2 ;; ±2 | 2, -2 ;; 3 \pm \sqrt{2} | 3\pm√2 ;; 10:30 | 10:30 ;; 3:2 | 3:2
+1:2 | 1 : 2 ;; \frac{3}{4}\pi | 3π/4 ;; e^{2} | e² ;; 2^{n-1} | 2^n / 2
+\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | \begin{bmatrix}1&2\\3&4\end{bmatrix} ;; 3 + 4i | 4i+3
+\log_2 3 | \frac{\log 3}{\log 2} ;; \tan x | \frac{\sin x}{\cos x} ;; ５ | 5 ;; ５／２ | 5/2 ;; ⅓ | \frac13
+⅔ | 2/3 ;; ¾ | 0.75 ;; −½ | -0.5 ;; x₁ | x_1 ;; α + β | \alpha + \beta ;; θ | \theta ;; 5 \text{ cm} | 5
+5\,\text{cm} | 5 ;; 5 \mbox{ inches} | 5 ;; 5\text{cm} | 5\text{ cm} ;; 12\text{ units}^2 | 12
+12 square units | 12 ;; 12\text{ square units} | 12 ;; 12 sq. cm | 12 ;; 3 hours | 3
+3 hours 30 minutes | 3 hours 30 minutes ;; 25 miles per hour | 25 ;; 25 mph | 25 ;; 9.8 m/s^2 | 9.8
+9.8 m/s² | 9.8 ;; 9.8\ \text{m/s}^2 | 9.8 ;; 5 \times 10^{-3} \text{ kg} | 0.005
+6.02×10^23 | 6.02 \times 10^{23} ;; 6.02e23 | 6.02 \times 10^{23} ;; 1,2,3 | 1, 2, 3 ;; \approx 3.14 | 3.14
+≈ 3.14 | 3.14 ;; 3.14\ldots | 3.14 ;; \frac{12}{16} | \frac34 ;; 11111_2 | 11111_{2}
+n(n+1)/2 | \frac{n(n+1)}{2} ;; \varnothing | \emptyset ;; ∅ | \emptyset ;; (2, ∞) | (2,\infty)
+\mathbb{R} | \mathbb{R} ;; ℝ | \mathbb{R} ;; \left\{1,2\right\} | \{1,2\} ;; \lbrace 1,2 \rbrace | \{1,2\}
+27^{\circ} | 27 ;; 27^\circ\text{C} | 27 ;; 27 °C | 27 ;; 27^{\circ}C | 27 ;; -5 °C | -5 ;; 1st | 1 ;; 2nd | 2
+72\text{ cents} | 72 ;; 72¢ | 72 ;; $72 | 72 ;; 72$ | 72 ;; \$72.50 | 72.5 ;; \text{\$72} | 72
+1/3 | 0.\overline{3} ;; 12% | 12 ;; 12 \% | 12 ;; 0.12 | 12\% ;; one | one ;; \frac{a}{b} | a/b
+a÷b | \frac{a}{b} ;; (x-1)(x+2) | x² + x − 2 ;; x^{1/2} | \sqrt{x} ;; |x| | \left|x\right|
+\lvert x \rvert | |x| ;; \$5 million | 5 million
+"""
+WRONG = r"""
+−5 | 5 ;; 5° | 6 ;; 1E3 | 1001 ;; 1E3 | 3 ;; 42.5 | 42 ;; ½ | 1/3 ;; 2½ | 1 ;; √2 | \sqrt{3} ;; √23 | \sqrt{2} 3
+25 m/s | 26 ;; 25/3 | 25 ;; 25 m/s | 5 ;; 0.\overline{3} | 0.3 ;; 0.3 | \frac13 ;; 0.33 | \frac13 ;; 1,000 | 1
+1,5 | 15 ;; (1,2) | (2,1) ;; (1,2) | [1,2] ;; [0,1) | (0,1) ;; [0,1] | (0,1) ;; 1, 2 | 1 ;; 1, 2, 3 | 1, 2
+1,2 | 12 ;; 1 2 | 12 ;; 50\% | 5 ;; 50\% | 500 ;; \frac12 | 2 ;; x | 3 ;; 3 x | 3 ;; 3x | 3 ;; 3m | 5 ;; 5 | 3
+3 or 4 | 3 ;; 3 \text{ or } 4 | 3 ;; 3 = 4 | 3 ;; 10:30 | 10 ;; 3:2 | 3 ;; 3:2 | 1.5000001 ;; -\frac12 | \frac12
+x+1 | x-1 ;; \{1,2\} | \{1,2,3\} ;; 2^{10} | 20 ;; A | B ;; (A) | B ;; \text{A} | \text{B} ;; \text{Yes} | No
+True | False ;; true | 1 ;; 1 | true ;; 1.\overline{27} | 1.27 ;; 10^3 | 103 ;; 10² | 102 ;; 3¼ | 31/4
+1 1/2 | 11/2 ;; 25 apples | 52 ;; 12e | 12 ;; 2e | 2 ;; 7 \cdot 6 | 76 ;; 3 hours 30 minutes | 3
+\frac{1}{3} | \frac{1}{30} ;; 5! | 5 ;; 5!! | 5 ;; 5..5 | 5 ;; \text{5 apples and 3 pears} | 5 ;; m | 5
+\text{cm} | 5 ;; cm | 5 ;; $ | 5 ;; . | 5 ;; 0 | 5 ;; \ | 5 ;; x < 5 | 5 ;; x \ge 5 | 5 ;; \neq 5 | 5
+not 5 | 5 ;; less than 5 | 5 ;; 5 \text{ or more} | 5
+"""
+"""Answers and what is expected, as in `answer | expected ;; answer | expected`."""
+
+
+def pairs(table):
+    return [pair.rsplit(" | ", 1) for line in table.strip().split("\n") for pair in line.split(" ;; ")]
+
+
+def is_rewarded(answer, expected):
+    return is_worked_out(answer, expected, "") and verify_math_answer(answer, expected, timeout_seconds=60.0)
+
+
+@pytest.mark.parametrize(("answer", "expected"), pairs(RIGHT))
+def test_a_right_answer_is_rewarded_in_every_notation(answer, expected):
+    assert is_rewarded(answer, expected)
+
+
+@pytest.mark.parametrize(("answer", "expected"), pairs(WRONG))
+def test_no_notation_makes_a_wrong_answer_right(answer, expected):
+    assert not is_rewarded(answer, expected)
+
+
+STYLES = st.sampled_from([
+    "{}", "${}$", r"\({}\)", r"\[{}\]", "{}.", " {} ", r"\mathbf{{{}}}", r"\text{{{}}}", r"\boxed{{{}}}", "**{}**",
+    r"\,{}", r"{}\;", "{{{}}}", r"\boldsymbol{{{}}}", r"\displaystyle {}", "x = {}",
+])  # fmt: skip
+UNITS = st.sampled_from(["", "°", " m/s", " km", r"\text{ cm}^2", " cm²", r"\,\mathrm{kg}", " miles per hour", "."])
+NUMBERS = st.one_of(
+    st.integers(-10**6, 10**6).flatmap(
+        lambda n: st.sampled_from(
+            [(form, n) for form in (str(n), f"{n:,}", str(n).replace("-", "−"), f"{n}.0", f"{n}e0")]
+        )
+    ),
+    st.tuples(st.integers(-99, 99), st.integers(1, 99)).flatmap(
+        lambda f: st.sampled_from(["{}/{}", r"\frac{{{}}}{{{}}}", r"\dfrac{{{}}}{{{}}}"]).map(
+            lambda form: (form.format(*f), rf"\frac{{{f[0]}}}{{{f[1]}}}")
+        )
+    ),
+    st.tuples(st.integers(1, 99), st.integers(-9, 9)).flatmap(
+        lambda f: st.sampled_from(["{}e{}", "{}E{}", r"{} \times 10^{{{}}}", "{} × 10^{}"]).map(
+            lambda form: (form.format(*f), rf"{f[0]} \cdot 10^{{{f[1]}}}")
+        )
+    ),
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(number=NUMBERS, unit=UNITS, styles=st.lists(STYLES, max_size=2, unique=True))
+def test_style_and_unit_do_not_change_a_number(number, unit, styles):
+    answer, value = number
+    answer += unit
+    for style in styles:
+        answer = style.format(answer)
+    assert is_rewarded(answer, str(value)), answer
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(alphabet="0159.,-+/^_{}()[]$\\%°½²√π−×eEmsxa &", max_size=40))
+def test_any_text_is_compared_without_an_error(text):
+    is_rewarded(text, "5")
+    is_rewarded("5", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("48/2 = <<48/2=24>>24 clips.\n#### 72", "72"), ("#### 1,000\n", "1,000"), (r"\boxed{5}", "5"),
+        ("Answer: 5", "5"),
+        (r"So the answer is \boxed{5}.", "5"), ("So the answer is 5.", "5"), ("The final answer is: $5$.", "$5$"),
+        ("<answer> 5 </answer>", "5"), ("5", ""), ("An answer", ""), (r"x. **Answer:** \boxed{\frac12}", r"\frac12"),
+    ],
+)  # fmt: skip
+def test_the_final_answer_of_a_solution_is_found(text, answer):
+    assert extract_stated_answer(text) == answer
+    if answer:
+        assert verify_math_answer(answer, text, timeout_seconds=60.0)

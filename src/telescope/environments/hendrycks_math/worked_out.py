@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import re
 
+from telescope.environments.math_notation import MAX_CHARACTERS, normalize_answer, to_latex
+
 _KINDS = (
     ("sin", "cos", "tan", "cot", "sec", "csc"),
     ("arcsin", "arccos", "arctan"),
@@ -33,8 +35,7 @@ _KINDS = (
 _KIND_OF = {name: kind[0] for kind in _KINDS for name in kind}
 _NAMED = re.compile(r"\\(?:operatorname\*?\s*\{\s*)?([a-z]+)")
 
-_SPACING = re.compile(r"\\(?:left|right|displaystyle|quad|qquad)(?![A-Za-z])|\\[,;:! ]|[\s~$]+")
-_STYLED = re.compile(r"\\[dtc](frac|binom)(?![A-Za-z])")
+_SPACING = re.compile(r"\\[,;:! ]|[\s~$]+")
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{[^{}]*\}(?:\^\{?[0-9]\}?)?")
 _SIGNS = re.compile(r"\^\{?\\circ\}?|\\?%|\\\$|\\degree|[A-Za-z ]+$")
 """Signs around a number: degrees, percent, dollars, a unit."""
@@ -57,20 +58,28 @@ _HAS_WORK = re.compile(r"[-+*/^!.,_=<>]|\\(?!(?:text|pi|circ|infty)(?![A-Za-z]))
 
 def is_worked_out(answer: str, expected: str, problem: str) -> bool:
     """Returns whether `answer` is a result and not a restatement of `problem`."""
-    answer_text, expected_text = _plain(answer), _plain(expected)
+    if len(answer) > MAX_CHARACTERS:
+        return answer == expected
+    answer_text, expected_text = _plain(normalize_answer(answer)), _plain(normalize_answer(expected))
     if answer_text == expected_text:
-        return True
+        return _plain(to_latex(answer)) == _plain(to_latex(expected)) or not _is_copied(answer, problem)
     if _kinds(answer_text) - _kinds(expected_text):
         return False
     if _is_number(expected_text) and not _is_number(answer_text):
         return False
+    return not _is_copied(answer, problem)
+
+
+def _is_copied(answer: str, problem: str) -> bool:
+    """Returns whether the answer is a formula of the problem, or a side of one."""
+    answer_text = _plain(to_latex(answer))
     sides = {_unwrapped(side) for side in (answer_text, _RELATIONS.split(answer_text)[-1])}
-    return not (_HAS_WORK.search(answer_text) and sides & _expressions(problem))
+    return bool(_HAS_WORK.search(answer_text) and sides & _expressions(to_latex(problem)))
 
 
 def _plain(text: str) -> str:
-    """The text without spaces and without commands that only change its appearance."""
-    return _STYLED.sub(r"\\\1", _SPACING.sub("", text.replace("\\$", "").replace("\\cdot", "\\times")))
+    """The text without spaces and dollars, with one sign of multiplication."""
+    return _SPACING.sub("", text.replace("\\$", "").replace("\\cdot", "\\times"))
 
 
 def _kinds(text: str) -> set[str]:

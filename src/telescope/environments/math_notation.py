@@ -1,0 +1,149 @@
+r"""Brings mathematical answers into one notation before they are judged or compared.
+
+People and models write a number as `\mathbf{5}`, `\(5\)`, `5°`, `5E0` or `5 m/s`. `to_latex` removes what only changes
+its appearance, `normalize_answer` also its unit, and rewrites numbers. What math-verify reads itself is left to it.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from fractions import Fraction
+
+MAX_CHARACTERS = 1_000
+"""Longest answer that is compared."""
+
+_GREEK = [letter for letter in map(chr, range(913, 970)) if unicodedata.name(letter, "").startswith("GREEK")]
+_NAMES = {letter: unicodedata.name(letter).split()[-1].replace("LAMDA", "LAMBDA") for letter in _GREEK}
+_SYMBOLS = str.maketrans({
+    **{letter: f"\\{name.capitalize() if letter.isupper() else name.lower()} " for letter, name in _NAMES.items()},
+    **{letter: f"\\mathbb{{{unicodedata.normalize('NFKC', letter)}}}" for letter in "\u211d\u2124\u2115\u211a\u2102"},
+    **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212", "-"), **dict.fromkeys("\u00f7\u2215\u2044", "/"),
+    **dict.fromkeys("\u00b0\u00ba\u02da", "^\\circ "), **dict.fromkeys("\u00b7\u22c5\u2219", "\\cdot "),
+    "\u00d7": "\\times ", "\u222a": "\\cup ", "∩": "\\cap ", "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ",
+    "±": "\\pm ", "∓": "\\mp ", "≈": "\\approx ", "∅": "\\emptyset ", "∈": "\\in ", "…": "...",
+})  # fmt: skip
+_COMPOSED = re.compile(r"[²³¹\u2070-\u207f]+|[\u2080-\u208e]+|[¼-¾\u2150-\u215e\u2189]")
+_REWRITTEN = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"√\s*(\([^()]*\)|\{[^{}]*\}|[0-9.]+|[A-Za-z])", r"\\sqrt{\1}"),
+        (r"\\(?:displaystyle|textstyle|bf|rm|it|quad|qquad)(?![A-Za-z])|\\left(?![A-Za-z])|\\right(?![A-Za-z])", " "),
+        (r"\\(?:mathbf|boldsymbol|bm|pmb|mathit|mathsf|mathtt)(?=\s*\{)", ""),
+        (r"\\[dtc](frac|binom)(?![A-Za-z])", r"\\\1"),
+        (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
+        (r"\\lbrace(?![A-Za-z])", r"\\{"),
+        (r"\\rbrace(?![A-Za-z])", r"\\}"),
+        (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "),
+        (r"<=", r"\\le "),
+        (r">=", r"\\ge "),
+        (r"\^(-?[0-9]{2,}|-[0-9])", r"^{\1}"),
+        (r"(?<=[0-9])(?:\\[,;:! ]|~)+(?=[0-9]{3}(?![0-9]))", ""),  # between thousands
+    )
+]
+_ENCLOSING = [pair.split(" ") for pair in ("$$ $$", "$ $", "\\( \\)", "\\[ \\]", "** **", "` `", '" "', "{ }")]
+_COMMAND = re.compile(
+    r"\\(?:boxed|fbox|text|textbf|textit|textrm|textnormal|mathrm|mbox|operatorname)\s*\{(.*)\}", re.S
+)
+_EDGES = re.compile(
+    r"^(?:\\[,;:! ]|[\s~])+|(?:\\[,;:! ]|[\s~])+$"
+    r"|(?<![\\.])[.,;:]+$|(?:\\[lc]?dots|\.{3})$"  # an end of a sentence; digits that go on
+    r"|^(?:\\approx|\\sim|~)(?![A-Za-z])"
+)
+_CURRENCY = re.compile(r"^([-+]?)\s*(?:\\\$|[$€£¥₹])\s*(?=[-+]?[0-9.])|(?<=[0-9])\s*(?:\\\$|[$€£¥₹¢])$")
+
+_SHORT_UNIT = (
+    r"(?:cm|mm|km|nm|ft|in|yd|mi|kg|mg|lbs?|oz|ms|hr|ml|mL|kJ|kW|Hz|Pa|cc|sq|cu|of|mph|kph|kmh|deg|rad|min|sec|st|nd|rd|th"
+    r"|[mgshlLNJWVAKCF])(?![A-Za-z])"
+)
+_EXPONENT = r"(?:\^?\{?-?[0-9]\}?)?"
+_UNIT = (
+    r"(?!(?:and|or|not|than|more|less|mod|choose|factorial|squared|cubed|hundred|thousand|million|billion|trillion|dozen"
+    r"|times|plus|minus|over|base|sqrt|sin|cos|tan|log|exp)(?![A-Za-z]))"  # these words change the number
+    rf"(?:{_SHORT_UNIT}|[A-Za-z]{{3,}}){_EXPONENT}"
+)
+_VALUE = r"((?:[^A-Za-z\\]|(?<=[0-9])[eE](?=[-+]?[0-9])|\\[A-Za-z]+|\\[^A-Za-z])*?[0-9}%])"
+"""A number: it has letters only in commands, and an exponent."""
+_WITH_UNIT = re.compile(
+    rf"{_VALUE}(?:(?:\s|\\[,;: ]|~)+|(?={_SHORT_UNIT}))({_UNIT}(?:(?:\s*(?:[/*]|\\cdot)\s*|\.?\s+|-){_UNIT})*)"
+)
+_WORDS_OF_NUMBER = re.compile(r"(?<=[0-9}])(?:\\[,;: ]|[\s~])*\\(?:text|mathrm|mbox)\s*\{([^{}]*[A-Za-z][^{}]*)\}")
+_DEGREES = re.compile(
+    rf"{_VALUE}\s*(?:\^\s*\{{?\s*\\circ\s*\}}?|\\degree)\s*(?:[CFK]|\\(?:text|mathrm)\{{\s*[CFK]\s*\}})?"
+)
+_SCIENTIFIC = re.compile(r"([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))[eE]\+?(-?[0-9]{1,4})")
+_POWER_OF_TEN = re.compile(r"(?<=[0-9])\s*(?:[xX*]|\\cdot)\s*(?=10\s*\^)")
+_MIXED = re.compile(r"([-+]?[0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)")
+_GROUPED = re.compile(r"[-+]?[0-9]{1,3}(?:(?: |\{?,\}?)[0-9]{3})+(?:\.[0-9]+)?")
+_REPEATING = re.compile(
+    r"([-+]?)([0-9]*)\.([0-9]*)(?:\\(?:overline|bar|dot)\s*(?:\{([0-9]+)\}|([0-9]))|\(([0-9]+)\))"
+)  # 0.1\overline{6}
+
+
+def to_latex(text: str) -> str:
+    """Returns the text in LaTeX without what encloses, styles or ends it. Numbers keep their form."""
+    text = unicodedata.normalize("NFKC", _COMPOSED.sub(_in_latex, text).translate(_SYMBOLS))
+    for pattern, replacement in _REWRITTEN:
+        text = pattern.sub(replacement, text)
+    before = None
+    while text != before:
+        before, text = text, _EDGES.sub("", text)
+        for opening, closing in _ENCLOSING:
+            inside = text[len(opening) : -len(closing)]
+            if (
+                len(text) > len(opening) + len(closing)
+                and text == opening + inside + closing
+                and _is_one(inside, closing)
+            ):
+                text = inside
+        if (command := _COMMAND.fullmatch(text)) and _is_one(command[1]):
+            text = command[1]
+        if text == before:
+            text = _CURRENCY.sub(r"\1", text)
+    return text
+
+
+def normalize_answer(text: str) -> str:
+    """Returns `to_latex` with a number written out, and without its unit."""
+    if len(text) > MAX_CHARACTERS:
+        return text
+    text = to_latex(text)
+    name, equals, value = text.rpartition("=")
+    if equals and re.fullmatch(r"\s*[A-Za-z]\s*", name):
+        return f"{name}={normalize_answer(value)}"  # x = 5
+    text = _WORDS_OF_NUMBER.sub(r" \1", text)
+    if match := _WITH_UNIT.fullmatch(text):
+        text = match[1].strip()
+    text = _POWER_OF_TEN.sub(r"\\times ", text)
+    if match := _DEGREES.fullmatch(text):
+        text = match[1]
+    if match := _SCIENTIFIC.fullmatch(text):
+        return rf"{match[1]} \times 10^{{{int(match[2])}}}"
+    if match := _MIXED.fullmatch(text):
+        return rf"{match[1]}\frac{{{match[2]}}}{{{match[3]}}}"
+    if match := _REPEATING.fullmatch(text):
+        sign, whole, fixed, *periods = match.groups()
+        period = next(filter(None, periods))
+        fixed_digits, shift = int(f"0{whole}{fixed}"), 10 ** len(fixed)
+        number = Fraction(int(f"0{whole}{fixed}{period}") - fixed_digits, shift * (10 ** len(period) - 1))
+        return rf"{sign}\frac{{{number.numerator}}}{{{number.denominator}}}"
+    return re.sub(r"[ ,{}]", "", text) if _GROUPED.fullmatch(text) else text
+
+
+def _in_latex(run: re.Match[str]) -> str:
+    """Writes exponents, indices and fractions of Unicode in LaTeX."""
+    plain = unicodedata.normalize("NFKC", run[0]).replace("\u2212", "-")
+    if "\u2044" in plain:
+        numerator, _, denominator = plain.partition("\u2044")
+        return rf"\frac{{{numerator}}}{{{denominator}}}"
+    return f"{'_' if unicodedata.decomposition(run[0][0]).startswith('<sub>') else '^'}{{{plain}}}"
+
+
+def _is_one(inside: str, closing: str = "}") -> bool:
+    """Returns whether a text between an opening and a closing sign has paired braces and no such sign itself."""
+    depth = 0
+    for brace in re.findall(r"(?<!\\)[{}]", inside):
+        depth += 1 if brace == "{" else -1
+        if depth < 0:
+            return False
+    return depth == 0 and (closing == "}" or closing not in inside.replace("\\$", ""))
