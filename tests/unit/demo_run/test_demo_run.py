@@ -74,7 +74,7 @@ def _value_of(task: str, answer: str) -> Fraction | str:
         expression = parse(answer)
     except ExpressionError:
         return answer
-    return f"{expression.value} of {sorted(expression.numbers)}"
+    return f"{expression.value()} of {sorted(expression.numbers)}"
 
 
 def test_a_tool_call_is_valid_json_and_has_the_result_that_the_model_is_told() -> None:

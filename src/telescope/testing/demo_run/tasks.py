@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from telescope.environments.calculator_agent.questions import Question, QuestionSettings, draw_question
+
 NUM_PROBLEMS = 96
 """Problems of each task."""
 
@@ -111,40 +113,34 @@ DEAD_ENDS = ("That is {off} {side}.", "Too {size}, off by {off}.", "Not it, {off
 def countdown(chosen: random.Random, index: int) -> Problem:
     """A puzzle that is solvable from left to right."""
     level = _level("countdown", chosen)
-    numbers, steps = _chain(chosen, level)
-    target, expression = steps[-1][1], _expression(numbers, [sign for sign, _ in steps])
-    shown = numbers[:]
-    chosen.shuffle(shown)
-    listed = ", ".join(map(str, shown))
+    puzzle = _question(level, chosen)
+    numbers, target, expression = puzzle.numbers, puzzle.answer, _expression(puzzle)
+    listed = ", ".join(map(str, chosen.sample(numbers, len(numbers))))
+
+    def guessed(rng: random.Random, count: int, signs: str) -> Question:
+        return Question(tuple(rng.sample(numbers, count)), tuple(rng.choices(signs, k=count - 1)))
 
     def thoughts(rng: random.Random, attempts: int) -> list[str]:
         lines = [rng.choice(FIRST_WORDS).format(target=target, numbers=listed)]
         for _ in range(attempts):
-            order = rng.sample(numbers, len(numbers))
-            value, tried = order[0], []
-            for number in order[1:]:
-                sign = rng.choice("+-*" if value < 30 else "+-")
-                tried.append(f"{value} {sign} {number} = {_apply(value, sign, number)}")
-                value = _apply(value, sign, number)
-            off = abs(value - target)
-            side, size = ("above", "large") if value > target else ("below", "small")
+            tried = guessed(rng, len(numbers), "++--*")
+            off = abs(tried.answer - target)
+            side, size = ("above", "large") if tried.answer > target else ("below", "small")
             end = rng.choice(DEAD_ENDS).format(off=off, side=side, size=size) if off else "But a number is left."
-            lines.append(f"Try {', '.join(tried)}. {end}")
+            lines.append(f"Try {', '.join(_spoken(tried))}. {end}")
         return lines
 
     def right(rng: random.Random) -> Answer:
         lines = thoughts(rng, rng.choice((0, 1, 1, 2, 3)))
-        value, last = numbers[0], []
-        for (sign, result), number in zip(steps, numbers[1:], strict=True):
-            last.append(f"{value} {sign} {number} = {result}")
-            value = result
-        lines.append(f"{rng.choice(('Now', 'So', 'Better:'))} {', then '.join(last)}. That works.")
+        lines.append(f"{rng.choice(('Now', 'So', 'Better:'))} {', then '.join(_spoken(puzzle))}. That works.")
         return _answered(lines, expression, correct=True)
 
     def wrong(rng: random.Random) -> Answer:
         lines = thoughts(rng, rng.choice((0, 0, 1, 1, 2)))
-        order = rng.sample(numbers, len(numbers) - (rng.random() < 0.3))
-        guess = _expression(order, [rng.choice("+-*") for _ in order[1:]])
+        tried = guessed(rng, len(numbers) - (rng.random() < 0.3), "+-*")
+        if tried.answer == target:
+            return wrong(rng)
+        guess = _expression(tried)
         if rng.random() < 0.2:
             return _answered([*lines, f"So it is {guess}."], None, correct=False)
         lines.append(rng.choice(("This should be close.", f"I think {guess} gives {target}.", "I will take this one.")))
@@ -256,15 +252,13 @@ AGENT = (
 def calculator_agent(chosen: random.Random, index: int) -> Problem:
     """A question that is computed from left to right with a tool."""
     level = _level("calculator_agent", chosen)
-    numbers, steps = _chain(chosen, level)
-    text = str(numbers[0]) + "".join(f"{sign}{n}" for (sign, _), n in zip(steps, numbers[1:], strict=True))
-    result = steps[-1][1]
+    sums = _question(level, chosen)
+    steps, result = sums.steps, sums.answer
 
     def parts(rng: random.Random, num_calls: int, *, broken: bool) -> Iterator[Part]:
-        value, replies = numbers[0], list[tuple[str, str]]()
-        for place, ((sign, after), number) in enumerate(zip(steps[:num_calls], numbers[1:], strict=False)):
-            expression, said = f"{value}{sign}{number}", str(after)
-            name, error = "calculate", None
+        replies: list[tuple[str, str]] = []
+        for place, (expression, value) in enumerate(steps[:num_calls]):
+            name, error, said = "calculate", None, str(value)
             if broken and place == 0:
                 name, error = "compute", "there is no tool 'compute'; use calculate"
                 said = f"Error: {error}"
@@ -274,7 +268,7 @@ def calculator_agent(chosen: random.Random, index: int) -> Problem:
             seconds = rng.uniform(0.0004, 0.004)
             record = {"name": name, "arguments": arguments, "result": said, "error": error, "seconds": seconds}
             yield Part(opening + call, [record], replies)
-            replies, value = [("tool", said)], after
+            replies = [("tool", said)]
         yield Part("", [], replies)
 
     def answer(rng: random.Random, num_calls: int, value: int, *, broken: bool = False) -> Answer:
@@ -297,7 +291,7 @@ def calculator_agent(chosen: random.Random, index: int) -> Problem:
         done = rng.randrange(len(steps))
         return answer(rng, done, result + rng.choice((0, 1, -3, 10, 21)))
 
-    question = f"What is {text}, computed from left to right?"
+    question = f"What is {sums.text}, computed from left to right?"
     return _problem("calculator_agent", index, chosen, AGENT, question, str(result), level, right, wrong)
 
 
@@ -321,30 +315,22 @@ def _level(task: str, chosen: random.Random) -> int:
     return int(chosen.choices(levels, weights)[0])
 
 
-def _chain(chosen: random.Random, count: int) -> tuple[list[int], list[tuple[str, int]]]:
-    """Returns numbers, and the operators between them with the result of each. No result is negative or huge."""
-    numbers = [chosen.randint(2, 20)]
-    steps: list[tuple[str, int]] = []
-    value = numbers[0]
-    for _ in range(count):
-        sign = chosen.choice("+-*" if value <= 25 else "+-")
-        number = chosen.randint(2, 9 if sign == "*" else 25)
-        if sign == "-" and number >= value:
-            sign = "+"
-        value = _apply(value, sign, number)
-        numbers.append(number)
-        steps.append((sign, value))
-    return numbers, steps
+def _question(level: int, chosen: random.Random) -> Question:
+    """Draws a calculation of `level` operations that a reader can follow."""
+    settings = QuestionSettings(level, level, 20, "++--*")
+    while not 0 < (question := draw_question(settings, chosen)).answer < 500:
+        pass
+    return question
 
 
-def _apply(value: int, sign: str, number: int) -> int:
-    return value + number if sign == "+" else value - number if sign == "-" else value * number
+def _spoken(question: Question) -> list[str]:
+    return [f"{expression} = {value}" for expression, value in question.steps]
 
 
-def _expression(numbers: list[int], signs: list[str]) -> str:
-    """Joins the numbers from left to right, with parentheses."""
-    text, weak = str(numbers[0]), False
-    for sign, number in zip(signs, numbers[1:], strict=True):
+def _expression(question: Question) -> str:
+    """Writes the question with parentheses where a product comes after a sum."""
+    text, weak = str(question.numbers[0]), False
+    for sign, number in zip(question.operators, question.numbers[1:], strict=True):
         text = f"({text}) {sign} {number}" if sign == "*" and weak else f"{text} {sign} {number}"
         weak = sign != "*"
     return text
