@@ -182,7 +182,9 @@ def _components(status: RunStatus, watch: str) -> RenderableType:
         Text(
             f"{status.num_generating}/{status.num_slots} slots · {status.num_open_groups} groups open · "
             f"{status.num_finished_groups} ready · {status.num_discarded_groups} discarded · "
-            f"{status.num_masked_samples} masked · {status.tokens_per_second():,.0f} tokens/s"
+            f"{status.num_masked_samples} masked · "
+            + (f"{status.num_long_prompts} prompts too long · " if status.num_long_prompts else "")
+            + f"{status.tokens_per_second():,.0f} tokens/s"
         ),
     )
     for part, doing in sorted(status.components.items()):

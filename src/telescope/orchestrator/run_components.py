@@ -39,6 +39,7 @@ from telescope.inference.vllm.launch import hang_timeout, runs_on_cpu
 from telescope.inference.vllm.request_tracing import TraceReceiver, TraceTarget, why_not_available
 from telescope.orchestrator.evaluation import plan_evals
 from telescope.orchestrator.filters import check_reward_ranges
+from telescope.orchestrator.prompt_buffer import measure_prompts
 from telescope.orchestrator.record_rows import trainer_span_row
 from telescope.orchestrator.request_slots import RequestSlotPool, make_request_slots
 from telescope.orchestrator.resume import describe_data
@@ -109,6 +110,8 @@ async def start_components(
     evals = await plan_evals(config, keys, environments, settings)
     data = describe_data(keys.training, [await environments.describe(key) for key in keys.training], evals)
     check_data(data)
+    for news in await measure_prompts(config, environments, keys.training, settings.sampling.max_context):
+        status.report(news, "environment", "warning", log=logger)
 
     cluster = await connect_cluster(config, directory, status, stack, temporary, on_ray_started)
     plan = plan_placement(config, cluster.resources)

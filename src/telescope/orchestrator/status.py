@@ -69,6 +69,8 @@ class RunStatus:
     num_finished_groups: int = 0
     num_discarded_groups: int = 0
     num_requeued_groups: int = 0
+    num_long_prompts: int = 0
+    """Prompts left out because they leave no space for an answer."""
     num_masked_samples: int = 0
     num_samples_finished: int = 0
     num_tokens_generated: int = 0

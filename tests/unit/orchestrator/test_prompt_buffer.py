@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import pytest
 from tests.unit.orchestrator.fakes import config_of
 
-from telescope.environments.worker_pool.messages import PreparedPrompt
-from telescope.errors import EnvironmentFailure, RunError
-from telescope.orchestrator.budget import ErrorBudget
-from telescope.orchestrator.prompt_buffer import PREPARE_AT_ONCE, PromptBuffer
+from telescope.environments.worker_pool.messages import EnvironmentInfo, PreparedPrompt
+from telescope.errors import EnvironmentFailure, RunError, UserError
+from telescope.orchestrator.budget import MIN_FAILURES, ErrorBudget
+from telescope.orchestrator.prompt_buffer import NUM_MEASURED, PREPARE_AT_ONCE, PromptBuffer, measure_prompts
 from telescope.orchestrator.prompt_sampler import PromptSampler, SamplerPosition
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import ChangeNotifier
@@ -29,6 +30,10 @@ class Source:
         self.num_asked = 0
         self.num_at_once = self.most_at_once = 0
         self.broken: set[int] = set()
+        self.num_items = NUM_ITEMS
+
+    async def describe(self, env_key: str) -> EnvironmentInfo:
+        return EnvironmentInfo(env_key, self.num_items, is_multi_turn=False)
 
     async def prepare(self, env_key: str, index: int) -> PreparedPrompt:
         self.num_asked += 1
@@ -55,7 +60,7 @@ class Filling:
     ) -> None:
         self.source = Source()
         self.config = config_of(environment_error_budget=budget, **fields)
-        status = RunStatus("test", 1)
+        status = self.status = RunStatus("test", 1)
         self.changes = ChangeNotifier(status)
         self.sampler = PromptSampler(self.config.seed, [NUM_ITEMS], [1.0], [0])
         self.buffer = PromptBuffer(
@@ -145,16 +150,49 @@ async def test_a_dataset_without_a_usable_prompt_ends_the_run_with_the_reason() 
         await asyncio.wait_for(filling.task, 60)
 
 
-async def test_prompts_that_mostly_fail_or_are_too_long_end_the_run_before_any_sample() -> None:
+async def test_prompts_that_mostly_fail_end_the_run_before_any_sample() -> None:
     filling = Filling(budget=0.2, prompt_prefetch_buffer_size=NUM_ITEMS)
     filling.source.broken = set(range(NUM_ITEMS))
     with pytest.raises(RunError, match=r"failed 16 of its last 16 prompts.*16 x no such item, last with item"):
         await asyncio.wait_for(filling.task, 60)
-    filling = Filling(budget=0.2, context=10, prompt_prefetch_buffer_size=NUM_ITEMS)
-    with pytest.raises(
-        RunError, match=r"failed \d+ of its last \d+ prompts.*16 x a prompt leaves no space for an answer in 10 tokens"
-    ):
-        await asyncio.wait_for(filling.task, 60)
+
+
+async def test_prompts_that_are_too_long_are_left_out_whatever_their_share() -> None:
+    filling = Filling(budget=0.0, context=5, prompt_prefetch_buffer_size=NUM_ITEMS)
+    items = [filling.sampler.prompt(n).index for n in await filling.take(60)]
+    assert set(items) == {0, 1, 2, 3}, "item i has i + 1 tokens, and an answer needs one"
+    assert filling.status.num_long_prompts > 36 > MIN_FAILURES
+    await filling.end()
+
+
+@pytest.mark.parametrize(
+    ("fields", "context", "line"),
+    [
+        ({"max_model_len": 29, "seq_len": 60}, 29, "30% of the prompts of arithmetic leave no space for an answer: "
+         "max_model_len allows 29 tokens, and the longest has 40. They are left out; raise max_model_len"),
+        ({"max_model_len": 60, "seq_len": 40}, 40, "2% of the prompts of arithmetic leave no space for an answer: "
+         "seq_len allows 40 tokens, and the longest has 40. They are left out; raise seq_len"),
+        ({"max_model_len": 60, "seq_len": 60}, 60, None),
+    ],
+)  # fmt: skip
+async def test_the_share_of_long_prompts_is_said_before_the_start(fields: Any, context: int, line: str | None) -> None:
+    config = config_of(**fields, max_tokens=8)
+    news = await measure_prompts(config, Source(), ["arithmetic"], context)  # type: ignore[arg-type]
+    assert [one.startswith(line) for one in news if line] == [True] * (line is not None)
+    assert len(news) == (line is not None)
+
+
+async def test_prompts_of_a_large_dataset_are_measured_in_part_and_broken_ones_are_no_lengths() -> None:
+    source = Source()
+    source.num_items, source.broken = 12_000, set(range(100))
+    (line,) = await measure_prompts(config_of(), source, ["arithmetic"], 6_000)  # type: ignore[arg-type]
+    assert re.match(r"51% of 126 measured prompts of arithmetic leave no space", line)
+    assert source.num_asked <= NUM_MEASURED
+
+
+async def test_an_environment_whose_prompts_are_all_too_long_is_refused_before_the_start() -> None:
+    with pytest.raises(UserError, match=r"100% of the prompts of arithmetic leave no space .* Raise max_model_len"):
+        await measure_prompts(config_of(), Source(), ["arithmetic"], 1)  # type: ignore[arg-type]
 
 
 async def test_held_out_prompts_are_no_failures() -> None:

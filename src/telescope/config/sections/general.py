@@ -64,7 +64,7 @@ class EnvironmentSection(Section):
     environment_error_budget: Annotated[float, Field(ge=0, le=1)] = 0.2
     """Share of samples, in [0, 1], that may fail in environment code before the run stops. 0 stops at the first
     failure; other shares count from 16 failures on, over the last 512 samples of each environment. Prompts that cannot
-    be made, or leave no space for an answer, have the same limit as a share of prompts; they are no samples."""
+    be made have the same limit as a share of prompts; they are no samples."""
     normalize_rewards: bool = False
     """Map each environment's rewards from [reward_min, reward_max] to [0, 1] before advantages are computed.
     Every environment then needs both, from its class or its entry. Off: the ranges only scale charts."""
