@@ -5,6 +5,8 @@ command line prints it without a traceback and exits with code 2. Everything els
 machine, and keeps its traceback.
 """
 
+import re
+
 
 class UserError(Exception):
     """Bad input from a person. The message is the whole explanation; nothing has been started."""
@@ -12,6 +14,11 @@ class UserError(Exception):
 
 class ConfigError(UserError):
     """A configuration that cannot be run as written. The message may hold several problems, a line each."""
+
+    @property
+    def problems(self) -> list[str]:
+        """The problems. Indented lines belong to the one before."""
+        return re.split(r"\n(?! )", str(self))
 
 
 class RunError(RuntimeError):

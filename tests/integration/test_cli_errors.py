@@ -117,7 +117,7 @@ def train(tmp_path: Path, run_yaml: Path, commands: Callable[..., Result]):
         if result.code == 2:
             assert "imported: []" in result.out, "heavy packages were imported before the input was refused"
             assert not run_dir.exists(), "a run directory was made for a run that never was"
-            assert result.err.startswith("telescope: ")
+            assert "\ntelescope: " in f"\n{result.err}"
         assert "Traceback" not in result.err
         return result
 

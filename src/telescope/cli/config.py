@@ -90,13 +90,14 @@ MOST_USED = (
 
 def print_train_help(console: Console, *, all_fields: bool = False) -> None:
     """Prints the help of `telescope train`, with few or all fields."""
-    usage = "[bold]telescope train[/] --config FILE|--resume RUN_DIR [--dry-run [--gpu-memory-gib N]] [--FIELD VALUE]\n"
+    usage = "[bold]telescope train[/] --config FILE|--resume RUN_DIR [--dry-run] [--FIELD VALUE ...]\n"
     console.print(usage, highlight=False)
     console.print("Trains a model with reinforcement learning, configured by the YAML file and the flags.\n")
     options = _grid()
     options.add_row("--config FILE", "YAML file with the fields of this run; -c for short")
     options.add_row("--resume RUN_DIR", "continue this run; flags override its config, and no --config is needed")
     options.add_row("--dry-run", "print the resolved configuration, placement and memory estimate; start nothing")
+    options.add_row("--all", "with --dry-run: show every field, not only those that differ from their defaults")
     options.add_row("--gpu-memory-gib N", "with --dry-run: check the plan for GPUs of N GiB each, not for this machine")
     options.add_row("--help", "this text" if not all_fields else "the most used fields")
     options.add_row("--help-all", "every field" if not all_fields else "this text")

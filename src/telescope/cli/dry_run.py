@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from datetime import datetime
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -30,11 +31,11 @@ from telescope.config.memory import (
     num_recomputed,
     plan_staging,
 )
-from telescope.config.model_files import ModelReport, inspect_model
+from telescope.config.model_files import ModelReport, check_rendering, inspect_model
 from telescope.config.plan import ClusterResources, Placement, PlacementError, assumed_cluster, plan_placement
 from telescope.config.remarks import remarks_on_place
 from telescope.config.schema import SECTIONS
-from telescope.errors import ConfigError, UserError
+from telescope.errors import ConfigError
 from telescope.utils.text import pluralize
 
 if TYPE_CHECKING:
@@ -50,31 +51,32 @@ def print_dry_run(
     try_user_code: Callable[[bool], list[str]],
     *,
     gpu_memory_gib: float | None = None,
+    all_fields: bool = False,
 ) -> None:
     """Prints the plan. `gpu_memory_gib`: plan for a machine with GPUs of that size.
 
-    `try_user_code(here)` is called if nothing is refused; `here`: the run is for this machine. It returns remarks.
-    Raises `ConfigError` for what a run would refuse: before printing, for problems on any machine (environments, model
-    files); after printing, for problems of this machine (too small, a port in use) unless the run is meant for another,
-    and for problems with assumed GPUs.
+    `try_user_code(here)` is called if the environments are found; `here`: the run is for this machine, where no model
+    or package is missing. It returns remarks. Raises one `ConfigError` for all that a run would refuse, after the plan,
+    which is left out if the model's files cannot be read. A problem of this machine (too small, a port in use) is a
+    remark on a run that is meant for another, or for assumed GPUs.
     """
     config = loaded.config
     assumed = None if gpu_memory_gib is None else _machine_with(config, gpu_memory_gib)
-    problems = preflight.find_problems(config, preflight.checks_of_environments())
-    try:
-        report = inspect_model(config)
-    except UserError as error:
-        problems.append(str(error))
-    resumed: Checkpoint | None = None
-    if config.resume_from_checkpoint:
-        from telescope.orchestrator.resume import find_checkpoint
+    found: list[Any] = [None, None]  # the report on the model, and the checkpoint
 
-        try:
-            resumed = find_checkpoint(config, choose_run_dir(config))
-        except UserError as error:
-            problems.append(str(error))
-    if problems:
-        raise ConfigError("\n".join(problems))
+    def inspect(config: TelescopeConfig) -> None:
+        found[0] = inspect_model(config)
+
+    def find_resumed(config: TelescopeConfig) -> None:
+        if config.resume_from_checkpoint:
+            from telescope.orchestrator.resume import find_checkpoint
+
+            found[1] = find_checkpoint(config, choose_run_dir(config))
+
+    unknown = preflight.find_problems(config, preflight.checks_of_environments())
+    problems = [*unknown, *preflight.find_problems(config, [check_rendering, inspect, find_resumed])]
+    report: ModelReport | None = found[0]
+    resumed: Checkpoint | None = found[1]
     elsewhere = preflight.why_elsewhere(config)
     if assumed is not None:
         elsewhere = (
@@ -82,27 +84,25 @@ def print_dry_run(
             f"{assumed.gpus} of them, and the placement shown is on assumed nodes."
         )
     here = _problems_of_this_machine(config, elsewhere=elsewhere is not None)
-    # `report` is reused, so that the hub is not contacted again.
-    files = preflight.find_problems(
-        config,
-        [
-            lambda config: preflight.check_report(config, report),
-            lambda config: preflight.check_disk(config, report),
-            lambda config: preflight.check_checkpoint_memory(config, report),
-        ],
-    )
-    machine = assumed or local_resources()
-    fit = preflight.find_problems(config, [lambda config: preflight.check_fit(config, report, machine)])
-    # What the model's sizes exclude is refused on every machine.
-    excluded = preflight.find_problems(config, [lambda config: preflight.check_shape(config, report)])
+    notices: list[str] = []
+
+    def try_components(config: TelescopeConfig) -> None:
+        is_complete = report is not None and not preflight.find_problems(config, [preflight.check_packages])
+        notices.extend(try_user_code(is_complete and elsewhere is None))
+
+    trials = [] if unknown else preflight.find_problems(config, [try_components])
+    if report is None or problems:
+        raise ConfigError("\n".join([*problems, *([] if elsewhere else here), *trials]))
+    files, fit, excluded = _problems_of_the_model(config, report, assumed or local_resources())
     if assumed is not None:
         # Print the plan even if the hub cannot be reached and the sizes come from elsewhere.
         refused, remarked = ([*excluded, *fit], [*here, *files]) if report.shape is not None else (files, here)
     else:
-        found = [*here, *files, *fit]
-        refused, remarked = (excluded, found) if elsewhere else ([*excluded, *found], [])
+        of_machine = [*here, *files, *fit]
+        refused, remarked = (excluded, of_machine) if elsewhere else ([*excluded, *of_machine], [])
+    refused = [*refused, *trials]
 
-    _print_config(loaded, console)
+    _print_config(loaded, console, all_fields=all_fields)
     if resumed is not None:
         _print_resumed(resumed, console)
     placement, resources = _plan(config, assumed, elsewhere=elsewhere is not None)
@@ -113,11 +113,21 @@ def print_dry_run(
     remarks += [f"On this machine, a run would be refused: {problem}." for problem in remarked]
     remarks += resumed.notes if resumed else []
     _print_remarks("Remarks", remarks, console)
-    if not refused:
-        _print_remarks("Remarks of the environments", try_user_code(elsewhere is None), console)
-    console.print("\nDry run: nothing was started.", style="dim")
+    _print_remarks("Remarks of the environments", notices, console)
     if refused:
         raise ConfigError("\n".join(refused))
+    console.print("\nDry run: nothing was started.", style="dim")
+
+
+def _problems_of_the_model(
+    config: TelescopeConfig, report: ModelReport, machine: ClusterResources
+) -> tuple[list[str], list[str], list[str]]:
+    """Returns problems with the model's files, with its size on `machine`, and with its shape on every machine."""
+    # `report` is reused, so that the hub is not contacted again.
+    with_files = (preflight.check_report, preflight.check_disk, preflight.check_checkpoint_memory)
+    files = preflight.find_problems(config, [partial(check, report=report) for check in with_files])
+    fit = preflight.find_problems(config, [partial(preflight.check_fit, report=report, machine=machine)])
+    return files, fit, preflight.find_problems(config, [partial(preflight.check_shape, report=report)])
 
 
 def _print_remarks(title: str, remarks: list[str], console: Console) -> None:
@@ -127,26 +137,34 @@ def _print_remarks(title: str, remarks: list[str], console: Console) -> None:
             console.print(Text(f"· {text}", style="yellow"))
 
 
-def _print_config(loaded: LoadedConfig, console: Console) -> None:
+def _print_config(loaded: LoadedConfig, console: Console, *, all_fields: bool) -> None:
     config = loaded.config
     values = config.values
+    defaults = TelescopeConfig.model_construct().model_dump(mode="json", warnings=False)
+    changed = config.user_set | {name for name, value in values.items() if value != defaults[name]}
     console.print(Text("Configuration", style="bold cyan"))
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=True, header_style="dim")
     table.add_column("field", no_wrap=True)
     table.add_column("value", overflow="fold")
     table.add_column("from", style="dim", no_wrap=True)
     for section in SECTIONS:
-        table.add_row(Text(section.TITLE, style="bold"), "", "")
-        for name in section.model_fields:
+        names = [name for name in section.model_fields if all_fields or name in changed]
+        if names:
+            table.add_row(Text(section.TITLE, style="bold"), "", "")
+        for name in names:
             chosen = name in config.user_set
             text = yaml_text(values[name])
             if len(text) > LONGEST_VALUE and not chosen:
                 text = f"{text[: LONGEST_VALUE - 3]}..."
             mark = Text("* " if chosen else "  ", style="green")
             style = "green" if chosen else ""
-            table.add_row(mark + Text(name, style=style), Text(text, style=style), Text(_source(loaded, name)))
+            source = _source(loaded, name) or ("adjusted" if name in changed else "")
+            table.add_row(mark + Text(name, style=style), Text(text, style=style), Text(source))
     console.print(table)
-    console.print(Text.assemble(("* ", "green"), "set by you; everything else is a default.", style="dim"))
+    rest = (
+        "everything else is a default" if all_fields else f"--all shows all {len(values)} fields, with their defaults"
+    )
+    console.print(Text.assemble(("* ", "green"), f"set by you; {rest}.", style="dim"))
     console.print(f"\n[bold]config hash[/]    {config.hash}", highlight=False)
     console.print(Text.assemble(("run directory  ", "bold"), str(choose_run_dir(config))), soft_wrap=True)
     prompts, answers = config.prompts_batch_size_for_trainer, config.group_size

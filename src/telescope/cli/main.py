@@ -200,7 +200,7 @@ def _print_problems(error: ConfigError) -> None:
     from telescope.utils.text import plain
 
     # Two checks may find the same problem. A quoted template or path may contain control sequences.
-    problems = list(dict.fromkeys(plain(str(error)).splitlines()))
+    problems = list(dict.fromkeys(map(plain, error.problems)))
     if len(problems) == 1:
         print(f"telescope: {problems[0]}", file=sys.stderr)
         return

@@ -11,7 +11,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -44,6 +44,8 @@ class TrainArguments:
     """GPU memory for which a dry run checks the plan; None: that of this machine."""
     resume: Path | None = None
     """The run to continue."""
+    all_fields: bool = False
+    """Whether a dry run shows fields that are defaults, too."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -63,6 +65,8 @@ def run(argv: Sequence[str]) -> int:
         loaded = load_resumed_config(arguments.resume, arguments.overrides, path=arguments.config)
     else:
         loaded = load_config(arguments.config, arguments.overrides)
+    if arguments.gpu_memory_gib is None:
+        loaded = fit_to_machine(loaded)
     if arguments.dry_run:
         from telescope.cli.dry_run import print_dry_run
 
@@ -71,15 +75,25 @@ def run(argv: Sequence[str]) -> int:
             make_console(),
             lambda here: try_components(loaded.config, here=here),
             gpu_memory_gib=arguments.gpu_memory_gib,
+            all_fields=arguments.all_fields,
         )
         return 0
     return _train(loaded)
+
+
+def fit_to_machine(loaded: LoadedConfig) -> LoadedConfig:
+    """Adjusts defaults that do not fit this machine, with a note."""
+    from telescope.config import preflight
+
+    config, notes = preflight.fit_to_machine(loaded.config)
+    return replace(loaded, config=config, notes=[*loaded.notes, *notes])
 
 
 OPTIONS = {
     **HELP,
     "--help-all": Option(None),
     "--dry-run": Option(None),
+    "--all": Option(None),
     "--config": Option("the path of a YAML file", ("-c",), once="Give one file; flags override it"),
     "--resume": Option("the folder of a run, as in --resume runs/first", once="Give one folder"),
     "--gpu-memory-gib": Option("the GiB of one GPU, as in --gpu-memory-gib 80", once="Give one number"),
@@ -98,7 +112,9 @@ def parse_arguments(argv: Sequence[str]) -> TrainArguments:
             f"--gpu-memory-gib {gpu_memory_gib:g} is for a dry run with assumed GPUs; a run uses those of this "
             "machine. Add --dry-run, or omit --gpu-memory-gib"
         )
-    return TrainArguments(config, dry_run, wants_help, overrides, gpu_memory_gib, resume)
+    if "--all" in own and not dry_run and not wants_help:
+        raise ConfigError("--all lists every field of a dry run. Add --dry-run, or omit --all")
+    return TrainArguments(config, dry_run, wants_help, overrides, gpu_memory_gib, resume, "--all" in own)
 
 
 def _read_gib(value: str) -> float:
@@ -134,16 +150,29 @@ def _train(loaded: LoadedConfig) -> int:
 
 
 def check_before_start(loaded: LoadedConfig) -> list[str]:
-    """Runs all checks that need nothing started. Returns remarks; raises ConfigError for problems."""
+    """Runs all checks that need nothing started. Returns remarks; raises ConfigError for all problems together."""
     from telescope.config import preflight
+    from telescope.config.model_files import check_rendering
 
-    if loaded.config.resume_from_checkpoint:
-        from telescope.orchestrator.resume import find_checkpoint
+    config = loaded.config
+    notices: list[str] = []
 
-        find_checkpoint(loaded.config, choose_run_dir(loaded.config))
-    preflight.check(loaded.config)
-    notices = try_components(loaded.config)
-    return [*loaded.notes, *preflight.find_remarks(loaded.config), *notices]
+    def check_resume(config: TelescopeConfig) -> None:
+        if config.resume_from_checkpoint:
+            from telescope.orchestrator.resume import find_checkpoint
+
+            find_checkpoint(config, choose_run_dir(config))
+
+    def check_components(config: TelescopeConfig) -> None:
+        notices.extend(try_components(config, here=not unusable))
+
+    unknown = preflight.find_problems(config, preflight.checks_of_environments())
+    unusable = preflight.find_problems(config, (preflight.check_packages, check_rendering, preflight.check_model))
+    rest = preflight.find_problems(config, (check_resume, *preflight.checks_of_machine()))
+    trials = [] if unknown else preflight.find_problems(config, [check_components])
+    if problems := list(dict.fromkeys((*unknown, *unusable, *rest, *trials))):
+        raise ConfigError("\n".join(problems))
+    return [*loaded.notes, *preflight.find_remarks(config), *notices]
 
 
 def try_components(config: TelescopeConfig, *, here: bool = True) -> list[str]:
@@ -152,16 +181,21 @@ def try_components(config: TelescopeConfig, *, here: bool = True) -> list[str]:
     Where the run is meant for this machine (`here`), tries the backend, the model's architecture, and vLLM's parsers
     too: those need packages that another machine may have.
     """
+    from telescope.config import preflight
     from telescope.config.environments import environment_keys
 
+    notices: list[str] = []
+    checks: list[preflight.Check] = [
+        lambda config: notices.extend(try_environments_of(config, environment_keys(config)))
+    ]
     if here:
         from telescope.inference.vllm.support import check_chat_parsers
         from telescope.trainer.trial import try_backend, try_model
 
-        try_backend(config)
-        try_model(config)
-        check_chat_parsers(config)
-    return try_environments_of(config, environment_keys(config))
+        checks += [try_backend, try_model, check_chat_parsers]
+    if problems := preflight.find_problems(config, checks):
+        raise ConfigError("\n".join(problems))
+    return notices
 
 
 def try_environments_of(config: TelescopeConfig, keys: EnvironmentKeys) -> list[str]:

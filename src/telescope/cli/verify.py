@@ -67,8 +67,9 @@ def run(argv: Sequence[str]) -> int:
     # A verification writes neither, so their disks need no space.
     loaded = replace(loaded, config=loaded.config.replace(checkpoint_every=0, save_final_model=False))
 
-    from telescope.cli.train import check_before_start
+    from telescope.cli.train import check_before_start, fit_to_machine
 
+    loaded = fit_to_machine(loaded)
     return _verify(loaded.config, check_before_start(loaded), target)
 
 

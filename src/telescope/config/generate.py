@@ -142,11 +142,17 @@ environment variables below, the YAML file, the command line. On the command lin
 `--learning-rate 5e-7` and `--learning_rate=5e-7` are the same; values are YAML scalars, lists and mappings; a boolean
 flag alone means true. A name that is not a field is an error that suggests the nearest one; so is a flag given twice.
 
-`telescope train --config run.yaml --dry-run` prints the resolved configuration with its hash, where the workers would
-go, and how much memory they would need, and starts nothing. It exits with 2 for what a run would refuse on this
-machine; where the run is meant for another one (it joins a cluster, or it needs GPUs and none is here), it reports
-that, and what is wrong with this one is a remark. With `--gpu-memory-gib 80` the plan is judged as on a machine with
-enough GPUs of 80 GiB each, whatever this one has. `telescope config explain FIELD` explains a field. The resolved
+A value in the file that equals the default counts as a default, so a copy of the whole default file is as good as an
+empty one. Defaults that do not fit the machine are adjusted, and one line lists them: the cores and numbers of workers,
+`share_gpus` on a machine with one GPU, the port of the servers when it is in use, the prompts in flight when too few
+files may be open. A value that you set is kept, and refused if it does not fit.
+
+`telescope train --config run.yaml --dry-run` prints what was set or adjusted (`--all`: every field), the hash, where
+the workers would go, and how much memory they would need, and starts nothing. It exits with 2 and all problems for what
+a run would refuse on this machine; where the run is meant for another one (it joins a cluster, or `device` is auto, no
+GPU is here, and cores or memory are too few without), it reports that, and what is wrong with this one is a remark.
+With `--gpu-memory-gib 80` the plan is judged as on a machine with enough GPUs of 80 GiB each, whatever this one has.
+`telescope config explain FIELD` explains a field. The resolved
 configuration is frozen, written to the run directory, and handed to every process as it is; the hash, of all values, is
 the same in each.
 

@@ -50,8 +50,7 @@ class LoadedConfig:
 def load_resumed_config(run_dir: Path, overrides: Sequence[str] = (), *, path: Path | None = None) -> LoadedConfig:
     """Loads the config to continue a run: its last one, or `path`.
 
-    Values that are defaults count as not chosen, so that they adjust to overrides as in a first start. Environment
-    variables fill in nothing: the run's own values hold. Raises `ConfigError` as `load_config`, and if there is no run.
+    Environment variables fill in nothing: the run's own values hold. Raises `ConfigError`, also if there is no run.
     """
     if path is None:
         path = run_dir / "config.yaml"
@@ -65,21 +64,17 @@ def load_resumed_config(run_dir: Path, overrides: Sequence[str] = (), *, path: P
         if "resume_from_checkpoint" in given:
             raise ConfigError("--resume continues from a checkpoint, and resume_from_checkpoint is false. Omit one")
         flags.append("--resume_from_checkpoint=true")
-    return load_config(path, flags, {}, keep_defaults=False)
+    return load_config(path, flags, {})
 
 
 def load_config(
-    path: Path | None,
-    overrides: Sequence[str] = (),
-    environ: Mapping[str, str] | None = None,
-    *,
-    keep_defaults: bool = True,
+    path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
 ) -> LoadedConfig:
     """Merges all layers and validates them. `overrides` are command-line flags, as in `["--learning_rate", "5e-7"]`.
 
-    `environ` defaults to the process's own environment. Without `keep_defaults`, values in the file that are defaults
-    count as not chosen. Raises `ConfigError` that names the field, the value, where it
-    comes from, and the fix; every problem that can be seen at once is listed.
+    `environ` defaults to the process's own environment. Values in the file that are defaults count as not chosen, since
+    files are often copies of all defaults. Raises `ConfigError` that names the field, the value, where it comes from,
+    and the fix; every problem that can be seen at once is listed.
     """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -90,11 +85,12 @@ def load_config(
             sources[name] = f"environment variable {variable}"
     if path is not None:
         from_file, lines = read_yaml_file(Path(path))
-        if not keep_defaults:
-            defaults = TelescopeConfig.model_construct().model_dump(mode="json", warnings=False)
-            from_file = {name: value for name, value in from_file.items() if defaults.get(name, ...) != value}
         values.update(from_file)
         sources.update({name: f"{path}, line {lines[name]}" for name in from_file})
+        defaults = TelescopeConfig.model_construct().model_dump(mode="json", warnings=False)
+        for name, value in from_file.items():
+            if defaults.get(name, ...) == value and isinstance(value, bool) == isinstance(defaults[name], bool):
+                del values[name], sources[name]
     from_flags = parse_overrides(overrides)
     if path is not None and not from_file and "environments" not in from_flags:
         raise ConfigError(

@@ -187,7 +187,7 @@ def _explain(host: str, port: int, problem: str, server: int, num_servers: int) 
             f"inference_host is {host!r}, but no server can listen there ({problem}). Give an address of this machine"
         )
     base = port - server
-    free = _free_block(host, num_servers, base)
+    free = free_block(host, num_servers, base)
     suggestion = f"for example to {free}" if free else "to a free one"
     return (
         f"inference_base_port is {base}, but port {port}, which server {server} would listen on, is in use. Stop the "
@@ -195,7 +195,7 @@ def _explain(host: str, port: int, problem: str, server: int, num_servers: int) 
     )
 
 
-def _free_block(host: str, count: int, above: int) -> int | None:
+def free_block(host: str, count: int, above: int) -> int | None:
     """Returns the first of `count` free ports above `above`. The steps are 100."""
     for step in range(1, PORTS_TO_TRY + 1):
         base = above + 100 * step

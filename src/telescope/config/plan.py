@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from telescope.errors import ConfigError
 
@@ -171,6 +171,41 @@ def _plan_shared(
     return Placement("cuda", tuple(replace(pairs[bundle.index], bundle=bundle) for bundle in (*servers, *ranks)))
 
 
+def fitting_values(config: TelescopeConfig, machine: ClusterResources, *, with_trainer: bool = True) -> dict[str, Any]:
+    """Returns other values for defaults, with which the workers fit one machine. Empty if they fit, or none helps."""
+    device = resolve_device(config, machine)
+    values = _fitting_workers(config, machine.gpus) if device == "cuda" and with_trainer else {}
+    config = config.adjusted(**values)
+    workers = {"ray_inference_cpus_per_worker": config.inference_num_workers}
+    if with_trainer:
+        workers["ray_trainer_cpus_per_worker"] = config.trainer_num_workers
+    free = machine.cpus - sum(getattr(config, name) * workers[name] for name in workers.keys() & config.user_set)
+    defaults = workers.keys() - config.user_set
+    share = _usual_share(free / max(1, sum(workers[name] for name in defaults)))
+    return values | {name: share for name in workers if name in defaults and 0 < share < getattr(config, name)}
+
+
+def _fitting_workers(config: TelescopeConfig, gpus: int) -> dict[str, Any]:
+    """Returns values for defaults, with which servers and ranks fit the GPUs of a machine."""
+    if not gpus or gpus_needed(config) <= gpus:
+        return {}
+    tensor_parallel, chosen = config.inference_tensor_parallel_size, config.user_set
+    shares = config.share_gpus or (gpus == 1 and "share_gpus" not in chosen)
+    servers, ranks = config.inference_num_workers, config.trainer_num_workers
+    if shares:
+        servers = servers if "inference_num_workers" in chosen else min(servers, gpus)
+        ranks = ranks if "trainer_num_workers" in chosen else servers
+    else:
+        if "trainer_num_workers" not in chosen:
+            ranks = min(ranks, gpus - (servers if "inference_num_workers" in chosen else tensor_parallel))
+        if "inference_num_workers" not in chosen:
+            servers = min(servers, (gpus - ranks) // tensor_parallel * tensor_parallel)
+    if min(servers, ranks) < 1 or (max(servers, ranks) if shares else servers + ranks) > gpus:
+        return {}
+    wanted = {"inference_num_workers": servers, "trainer_num_workers": ranks, "share_gpus": shares}
+    return {name: value for name, value in wanted.items() if value != getattr(config, name)}
+
+
 def gpus_needed(config: TelescopeConfig) -> int:
     """GPUs of the run when it runs on GPUs."""
     return sum(bundle.gpus for bundles in bundles_of(config, "cuda") for bundle in bundles)
@@ -220,7 +255,8 @@ def _check_totals(
     with_trainer = any(bundle.role == "trainer" for bundle in bundles)
     if device == "cuda" and not resources.gpus:
         raise PlacementError(
-            'device is "cuda", but no GPU was found. Run it on a machine with GPUs, or set device to "cpu"'
+            'device is "cuda", but no GPU was found. Run it on a machine with GPUs, or set device to "cpu"; a dry run '
+            "with --gpu-memory-gib 80 plans for a machine with such GPUs"
         )
     cpus = sum(bundle.cpus for bundle in bundles)
     if not with_trainer and (gpus > resources.gpus or cpus > resources.cpus + CPU_TOLERANCE):
@@ -246,7 +282,7 @@ def _check_totals(
             f"{_amount(config.ray_trainer_cpus_per_worker)} needs {_amount(cpus)} CPU cores, but the cluster has "
             f"{_amount(resources.cpus)} ({_describe_nodes(resources)}). "
             + ("Run it on a machine with GPUs; or, for CPUs, lower " if no_gpu else "Lower ")
-            + _fitting_share(resources.cpus / workers)
+            + _suggested_share(resources.cpus / workers)
             + "inference_num_workers or trainer_num_workers"
         )
 
@@ -381,13 +417,16 @@ def _place(bundles: Sequence[Bundle], strategy: str, free: list[_Free]) -> list[
     return placed
 
 
-def _fitting_share(share: float) -> str:
-    """Suggests cores per worker, rounded down to a usual number. Empty if none fits."""
-    for step in (1.0, 0.5, 0.1, 0.01):
-        if share >= step:
-            amount = _amount(int(share / step + CPU_TOLERANCE) * step)
-            return f"ray_inference_cpus_per_worker and ray_trainer_cpus_per_worker to {amount}, or lower "
-    return ""
+def _usual_share(share: float) -> float:
+    """Rounds cores per worker down to a usual number. 0 if that leaves none."""
+    step = next((step for step in (1.0, 0.5, 0.1, 0.01) if share >= step), None)
+    return round(int(share / step + CPU_TOLERANCE) * step, 2) if step else 0.0
+
+
+def _suggested_share(share: float) -> str:
+    amount = _usual_share(share)
+    fields = "ray_inference_cpus_per_worker and ray_trainer_cpus_per_worker"
+    return f"{fields} to {_amount(amount)}, or lower " if amount else ""
 
 
 def _amount(value: float) -> str:

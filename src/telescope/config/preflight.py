@@ -21,15 +21,25 @@ from telescope.config import lora, megatron
 from telescope.config.loader import choose_checkpoint_dir, choose_run_dir
 from telescope.config.machine import (
     LOOPBACK,
+    free_block,
+    listen_problem,
     local_resources,
     ray_cluster_is_configured,
     require_port,
     visible_gpu_capabilities,
 )
 from telescope.config.memory import GIB, checkpoint_bytes, estimate_memory, trainer_share
-from telescope.config.model_files import ModelReport, architecture_of, check_rendering, inspect_model, vocabulary_size
+from telescope.config.messages import show
+from telescope.config.model_files import ModelReport, architecture_of, inspect_model, vocabulary_size
 from telescope.config.model_shape import DTYPE_BYTES
-from telescope.config.plan import ClusterResources, PlacementError, gpus_needed, plan_placement, resolve_device
+from telescope.config.plan import (
+    ClusterResources,
+    PlacementError,
+    fitting_values,
+    gpus_needed,
+    plan_placement,
+    resolve_device,
+)
 from telescope.config.remarks import remarks_on_place
 from telescope.config.sections.general import client_address_problem
 from telescope.errors import ConfigError, UserError
@@ -52,12 +62,6 @@ Check = Callable[["TelescopeConfig"], None]
 """Looks at one thing. Raises `UserError`."""
 
 
-def check(config: TelescopeConfig) -> None:
-    """Runs every check. Raises one `ConfigError` that lists all problems, a line each."""
-    if problems := find_problems(config, (*checks_of_environments(), *checks_of_machine(), check_model)):
-        raise ConfigError("\n".join(problems))
-
-
 def find_remarks(config: TelescopeConfig) -> list[str]:
     """Returns remarks on a configuration that passed `check`. They depend on this machine and on the model."""
     joins = ray_cluster_is_configured(config.ray_address) and config.device == "auto"
@@ -68,20 +72,59 @@ def find_remarks(config: TelescopeConfig) -> list[str]:
     return [*remarks, *([sentence] if sentence else [])]
 
 
+def fit_to_machine(config: TelescopeConfig, *, with_trainer: bool = True) -> tuple[TelescopeConfig, list[str]]:
+    """Adjusts defaults that do not fit this machine. Returns the config, and a line that lists them.
+
+    What was chosen stays, and is refused if it does not fit. So is a run that would use GPUs, if this machine has none
+    and too little memory to run it without.
+    """
+    if ray_cluster_is_configured(config.ray_address):
+        return config, []
+    here = local_resources()
+    values = fitting_values(config, here, with_trainer=with_trainer)
+    if values and with_trainer and config.device == "auto" and not here.gpus and _exceeds_memory(config, here):
+        return config, []
+    most, port, servers = _most_prompts(config), config.inference_base_port, config.num_inference_servers
+    if most is not None:
+        values["max_concurrent_prompts_per_server"] = most
+    if any(listen_problem(LOOPBACK, port + server) for server in range(servers)):
+        values["inference_base_port"] = free_block(LOOPBACK, servers, port) or port
+    values = {name: value for name, value in values.items() if name not in config.user_set}
+    if not values:
+        return config, []
+    changes = ", ".join(f"{name} {show(getattr(config, name))} -> {show(value)}" for name, value in values.items())
+    fitted = config.adjusted(**values)
+    return fitted, [f"Defaults adjusted to this machine: {changes}.", *fitted.notes]
+
+
+def _exceeds_memory(config: TelescopeConfig, machine: ClusterResources) -> bool:
+    """Returns whether the states of the trainer alone exceed the memory of a machine without GPUs."""
+    try:
+        shape, memory = inspect_model(config).shape, machine.nodes[0].memory_bytes
+    except UserError:  # reported by the checks
+        return False
+    if shape is None or memory is None:
+        return False
+    estimate = estimate_memory(config, shape, device="cpu", device_memory_bytes=memory)
+    return estimate.trainer.states * config.trainer_num_workers > memory
+
+
 def find_problems(config: TelescopeConfig, checks: Sequence[Check]) -> list[str]:
-    """Returns the message of each check that fails, without repetition."""
+    """Returns the problems that the checks find, without repetition."""
     problems = []
     for look in checks:
         try:
             look(config)
+        except ConfigError as error:
+            problems += error.problems
         except UserError as error:
-            problems.append(str(error))
+            problems.append(str(error).replace("\n", "\n  "))
     return list(dict.fromkeys(problems))
 
 
 def checks_of_environments() -> tuple[Check, ...]:
     """Checks with the same outcome on any machine with this checkout."""
-    return (check_environments, check_evals, check_rendering)
+    return (check_environments, check_evals)
 
 
 def checks_of_machine() -> tuple[Check, ...]:
@@ -106,8 +149,8 @@ def checks_of_machine() -> tuple[Check, ...]:
 def why_elsewhere(config: TelescopeConfig) -> str | None:
     """Returns why the run is meant for another machine, as a sentence. None if it is not.
 
-    A run belongs elsewhere when it joins a cluster, or when it may use GPUs, does not fit without any, and this machine
-    has none. Too few cores or GPUs are no reason: then the run is one that this machine refuses.
+    A run belongs elsewhere when it joins a cluster, or when it may use GPUs (`device` is auto), does not fit without
+    any, and this machine has none. Otherwise the run is one that this machine refuses.
     """
     if ray_cluster_is_configured(config.ray_address):
         return (
@@ -115,16 +158,15 @@ def why_elsewhere(config: TelescopeConfig) -> str | None:
             "shown is on assumed nodes."
         )
     here = local_resources()
-    if config.device == "cpu" or here.gpus:
+    if config.device != "auto" or here.gpus:
         return None
     try:
         plan_placement(config, here)
     except PlacementError:
-        cores = ", and its CPU cores do not hold the run" if config.device == "auto" else ""
         needed = gpus_needed(config)
         return (
-            f"No GPU was found on this machine{cores}: the plan is for a machine with {needed} "
-            f"GPU{'s' if needed > 1 else ''}, and the placement shown is on assumed nodes."
+            "No GPU was found on this machine, and its CPU cores or memory do not hold the run: the plan is for a "
+            f"machine with {pluralize(needed, 'GPU')}, and the placement shown is on assumed nodes."
         )
     return None
 
@@ -248,17 +290,27 @@ def check_router_replay(config: TelescopeConfig) -> None:
 
 def check_open_files(config: TelescopeConfig) -> None:
     """Checks that the limit of open files fits all samples. The driver raises it up to the hard limit."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    slots = config.num_inference_servers * config.lanes_per_server
-    if hard == resource.RLIM_INFINITY or slots + OTHER_OPEN_FILES <= hard:
+    most, (_, hard) = _most_prompts(config), resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most is None:
         return
-    most = max(1, (hard - OTHER_OPEN_FILES) // (config.num_inference_servers * config.group_size))
+    slots = config.num_inference_servers * config.lanes_per_server
     raise ConfigError(
         f"max_concurrent_prompts_per_server is {config.max_concurrent_prompts_per_server}, which with group_size "
         f"{config.group_size} and {config.num_inference_servers} servers is {slots:,} samples in flight, each with a "
         f"connection, and a process may open {hard:,} files here. Raise that limit (`ulimit -Hn`, or LimitNOFILE of a "
         f"service), or set max_concurrent_prompts_per_server to at most {most}"
     )
+
+
+def _most_prompts(config: TelescopeConfig) -> int | None:
+    """Returns how many prompts a server may have with this process's limit of open files. None: as many as it has."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if (
+        hard == resource.RLIM_INFINITY
+        or config.num_inference_servers * config.lanes_per_server + OTHER_OPEN_FILES <= hard
+    ):
+        return None
+    return max(1, (hard - OTHER_OPEN_FILES) // (config.num_inference_servers * config.group_size))
 
 
 def check_run_dir(config: TelescopeConfig) -> None:

@@ -225,8 +225,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("clip_ratio_c", "use_ppo_clip"),
-        "requires use_ppo_clip",
-        lambda c: c.clip_ratio_c is not None and not c.use_ppo_clip,
+        f"requires use_ppo_clip; with {names_where(lambda facts: facts.holds_ratio)} it has no effect",
+        lambda c: c.clip_ratio_c is not None and not c.use_ppo_clip and not _facts(c).holds_ratio,
         lambda c: "Set use_ppo_clip to true, or leave clip_ratio_c null",
     ),
     Rule(

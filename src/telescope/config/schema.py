@@ -129,6 +129,10 @@ class TelescopeConfig(
             {**self.values, **changes}, context={USER_SET_CONTEXT: self.user_set | changes.keys()}
         )
 
+    def adjusted(self, **changes: Any) -> TelescopeConfig:
+        """A copy with these defaults changed, which then do not count as chosen."""
+        return type(self).model_validate({**self.values, **changes}, context={USER_SET_CONTEXT: self.user_set})
+
     def model_copy(self, *, update: Any = None, deep: bool = False) -> TelescopeConfig:
         """As in Pydantic without `update`. With it, refused, because Pydantic would not validate the result."""
         if update:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -126,14 +125,15 @@ def prepare(
     run_dir = next(iter(runs)) if len(runs) == 1 and has_steps(targets) else None
     entries_of_run = [EvalEntry.model_validate(entry) for entry in (run_config or {}).get("evals", [])]
     entries = choose_evals(request.command.evals, entries_of_run, names, num_samples)
-    config = build_eval_config(share_cores(request, run_config), run_config, entries, targets[0].model_files_folder())
+    config = build_eval_config(request, run_config, entries, targets[0].model_files_folder())
+    config, fitted = preflight.fit_to_machine(config, with_trainer=False)
     digest = measurement_digest(config, entries)
     if output is None:
         root = run_dir / OUTPUTS if run_dir is not None else Path(OUTPUTS)
         name = "" if run_dir is not None else f"{Path(targets[0].label).name}-"
         output = root / f"{name}{digest}"
     config = config.replace(run_dir=str(output.absolute()))
-    notes = list(request.notes)
+    notes = [*request.notes, *fitted]
     if run_dir is not None and Run(run_dir).status == "live":
         notes.append(f"{run_dir} is live, so results are recorded in {output}")
         run_dir = None
@@ -185,17 +185,6 @@ def eval_numbers(entries: Sequence[EvalEntry], entries_of_run: Sequence[EvalEntr
             del free[same]
         numbers.append(same)
     return numbers
-
-
-def share_cores(request: EvalRequest, run_config: Any) -> EvalRequest:
-    """Gives the servers this machine's cores, unless they are set elsewhere."""
-    field = "ray_inference_cpus_per_worker"
-    if field in request.fields or (run_config or {}).get(field) is not None:
-        return request
-    if ray_cluster_is_configured(str(request.fields.get("ray_address", "auto"))):
-        return request
-    cores = local_resources().cpus / max(1, int(request.fields.get("inference_num_workers", 1)))
-    return replace(request, fields={**request.fields, field: min(4.0, cores)})
 
 
 def check_placement(config: TelescopeConfig) -> None:

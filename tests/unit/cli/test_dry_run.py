@@ -15,9 +15,10 @@ from tests.model_folder import write_model_folder
 from telescope.cli import train, verify
 from telescope.cli.dry_run import MOST_WORKERS_SHOWN, print_dry_run
 from telescope.config import load_config, machine, preflight
+from telescope.config.generate import default_yaml
 from telescope.config.model_files import inspect_model
 from telescope.config.plan import ClusterResources, NodeResources
-from telescope.errors import ConfigError, RunError
+from telescope.errors import ConfigError, RunError, UserError
 
 HERE = {"device": "cpu", "ray_address": "local", "use_wandb": False, "ray_inference_cpus_per_worker": 0.1,
         "ray_trainer_cpus_per_worker": 0.1}  # fmt: skip
@@ -31,6 +32,7 @@ def small_machine(monkeypatch, tmp_path):
         monkeypatch.setattr(f"{module}.local_resources", lambda: ClusterResources((node,)))
     monkeypatch.setattr(preflight, "TRAINING_PACKAGES", ())
     monkeypatch.setattr(preflight, "require_port", lambda host, port, **server: None)
+    monkeypatch.setattr(preflight, "listen_problem", lambda host, port: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
 
@@ -48,7 +50,13 @@ def dry_run(tmp_path: Path, tried: list[bool]):
     model = write_model_folder(tmp_path / "model")
 
     def run(
-        *, config: Path | None = None, gpu: float | None = None, width: int = 1000, **values: object
+        *,
+        config: Path | None = None,
+        gpu: float | None = None,
+        width: int = 1000,
+        broken: str = "",
+        all_fields: bool = False,
+        **values: object,
     ) -> tuple[str, str | None]:
         settings = {"model": str(model), "environments": "[{name: countdown}]", "run_dir": str(tmp_path / "run")}
         flags = [f"--{name}={value}" for name, value in {**settings, **values}.items()]
@@ -56,11 +64,15 @@ def dry_run(tmp_path: Path, tried: list[bool]):
 
         def try_user_code(here: bool) -> list[str]:
             tried.append(here)
+            if broken:
+                raise UserError(broken)
             return []
 
+        console = Console(file=out, width=width)
         try:
             loaded = load_config(config, flags, {})
-            print_dry_run(loaded, Console(file=out, width=width), try_user_code, gpu_memory_gib=gpu)
+            loaded = loaded if gpu else train.fit_to_machine(loaded)
+            print_dry_run(loaded, console, try_user_code, gpu_memory_gib=gpu, all_fields=all_fields)
         except ConfigError as error:
             return out.getvalue(), str(error)
         return out.getvalue(), None
@@ -75,11 +87,105 @@ def test_the_servers_for_evals_are_marked(dry_run):
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"), [({}, [True]), ({"device": "cuda"}, [False]), ({"run_dir": "/proc/x"}, [])]
+    ("changes", "expected"),
+    [
+        ({}, [True]),
+        ({"run_dir": "/proc/x"}, [True]),
+        ({"device": "cuda", "gpu": 80}, [False]),
+        ({"model": "/nowhere"}, [False]),
+        ({"environments": "[{name: countdwn}]"}, []),
+    ],
 )
-def test_environments_are_tried_unless_this_machine_refuses_the_run(dry_run, tried, changes, expected):
+def test_environments_are_tried_if_they_are_found(dry_run, tried, changes, expected):
     dry_run(**HERE | changes)
     assert tried == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "problems"),
+    [
+        ({}, 1),
+        ({"run_dir": "/proc/x"}, 2),
+        ({"run_dir": "/proc/x", "model": "/nowhere"}, 3),
+        ({"run_dir": "/proc/x", "model": "/nowhere", "ray_trainer_cpus_per_worker": 8, "alert_command": "nothing"}, 5),
+    ],
+)
+def test_problems_of_data_model_and_machine_are_reported_together(dry_run, changes, problems):
+    printed, error = dry_run(**HERE | changes, broken="The dataset is empty\nat line 3")
+    assert len(ConfigError(error).problems) == problems
+    assert "The dataset is empty\n  at line 3" in error
+    assert "nothing was started" not in printed
+
+
+def test_a_dry_run_shows_what_differs_from_the_defaults(dry_run):
+    printed, _ = dry_run(**HERE, seq_len=64, max_tokens=32, eval_num_servers=1, evals="[{name: countdown}]")
+    rows = [line.split()[-1] for line in printed.splitlines() if line.startswith(("* ", "  ")) and "learning" in line]
+    assert rows == []
+    assert re.search(r"^\* max_tokens +32 +command line", printed, re.MULTILINE)
+    assert "--all shows all " in printed
+    every, _ = dry_run(**HERE, all_fields=True)
+    assert re.search(r"^  learning_rate +1\.0e-06 *$", every, re.MULTILINE)
+
+
+FITTED = "Defaults adjusted to this machine: "
+CORES = "ray_inference_cpus_per_worker 4 -> {0}, ray_trainer_cpus_per_worker 4 -> {0}."
+
+
+@pytest.mark.parametrize(
+    ("cpus", "gpus", "settings", "adjusted"),
+    [
+        (2.0, 0, {}, CORES.format(0.5)),
+        (1.0, 0, {"device": "cpu"}, CORES.format(0.2)),
+        (6.0, 0, {}, CORES.format(1)),
+        (16.0, 0, {}, None),
+        (2.0, 0, {"inference_num_workers": 1}, CORES.format(0.5)),
+        (2.0, 0, {"ray_trainer_cpus_per_worker": 0.9}, "ray_inference_cpus_per_worker 4 -> 0.1."),
+        (8.0, 2, {}, "inference_num_workers 2 -> 1, trainer_num_workers 2 -> 1."),
+        (64.0, 3, {}, "inference_num_workers 2 -> 1."),
+        (64.0, 3, {"inference_num_workers": 2}, "trainer_num_workers 2 -> 1."),
+        (4.0, 2, {}, "inference_num_workers 2 -> 1, trainer_num_workers 2 -> 1, " + CORES.format(2)),
+        (8.0, 1, {}, "inference_num_workers 2 -> 1, trainer_num_workers 2 -> 1, share_gpus false -> true."),
+        (64.0, 2, {"share_gpus": "true", "inference_num_workers": 2}, None),
+    ],
+)
+def test_defaults_that_do_not_fit_the_machine_are_adjusted_in_one_line(
+    dry_run, monkeypatch, cpus, gpus, settings, adjusted
+):
+    node = NodeResources("here", cpus, gpus, memory_bytes=64 << 30, gpu_memory_bytes=80 << 30 if gpus else None)
+    for module in ("telescope.cli.dry_run", "telescope.config.preflight"):
+        monkeypatch.setattr(f"{module}.local_resources", lambda: ClusterResources((node,)))
+    printed, error = dry_run(ray_address="local", use_wandb=False, **settings)
+    assert error is None
+    assert [line for line in printed.splitlines() if FITTED in line] == ([f"· {FITTED}{adjusted}"] if adjusted else [])
+    assert "assumed" not in printed
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ray_inference_cpus_per_worker": 4}, "ray_inference_cpus_per_worker 4"),
+        ({"ray_trainer_cpus_per_worker": 3, "ray_inference_cpus_per_worker": 0.1}, "ray_trainer_cpus_per_worker 3"),
+    ],
+)
+def test_a_typed_value_that_does_not_fit_the_machine_is_kept_and_refused(dry_run, settings, message):
+    printed, error = dry_run(device="cpu", ray_address="local", use_wandb=False, **settings)
+    assert message in error
+    assert "-> 0" not in printed
+
+
+def test_a_default_that_is_written_out_is_adjusted_like_a_default(dry_run, tmp_path):
+    config = tmp_path / "copy.yaml"
+    config.write_text(default_yaml().replace("environments: []\n", "") + "environments: [{name: countdown}]\n")
+    printed, error = dry_run(config=config, device="cpu", ray_address="local", use_wandb=False)
+    assert error is None
+    assert CORES.format(0.5) in printed
+
+
+def test_a_default_port_in_use_is_changed(dry_run, monkeypatch):
+    monkeypatch.setattr(preflight, "listen_problem", lambda host, port: machine.IN_USE if port == 8101 else None)
+    monkeypatch.setattr(preflight, "free_block", lambda host, count, above: above + 100)
+    assert f"{FITTED}inference_base_port 8100 -> 8200." in dry_run(**HERE)[0]
+    assert FITTED not in dry_run(**HERE, inference_base_port=8101)[0]
 
 
 def test_a_run_that_fits_has_no_remarks(dry_run):
@@ -132,7 +238,7 @@ def test_a_field_without_effect_is_a_remark_of_dry_run_run_and_verification(
 
     monkeypatch.setattr("telescope.orchestrator.run.run_training", run_training)
     monkeypatch.setattr("telescope.verify.run.run_verification", run_verification)
-    monkeypatch.setattr("telescope.cli.train.try_components", lambda config: [])
+    monkeypatch.setattr("telescope.cli.train.try_components", lambda config, here: [])
     values = HERE | {"model": tmp_path / "model", "environments": "[{name: countdown}]"} | settings
     flags = [f"--{name}={value}" for name, value in values.items()]
     with pytest.raises(KeyboardInterrupt):
@@ -150,7 +256,7 @@ def test_a_verification_needs_no_disk_for_checkpoints_or_a_model(tmp_path, monke
         return SimpleNamespace(free=2**40 if path == preflight.SHARED_MEMORY else 1, total=2**40)
 
     monkeypatch.setattr(preflight.shutil, "disk_usage", disk_usage)
-    monkeypatch.setattr("telescope.cli.train.try_components", lambda config: [])
+    monkeypatch.setattr("telescope.cli.train.try_components", lambda config, here: [])
     started = []
 
     def run_verification(config, view, report):
@@ -179,7 +285,7 @@ def test_debug_shows_the_stack_of_an_error_that_ends_a_run(monkeypatch, capsys, 
 def test_a_field_with_an_effect_is_no_remark(dry_run):
     printed, _ = dry_run(**HERE | {"gradient_checkpointing_layers": 2})
     assert "Remarks" not in printed
-    printed, _ = dry_run(**SHARED)  # for a machine with GPUs: this one is too small without
+    printed, _ = dry_run(**SHARED, ray_trainer_cpus_per_worker=4)  # for GPUs: this machine is too small without
     assert "the plan is for a machine with 2 GPUs" in printed
     assert "has no effect" not in printed
 
@@ -188,7 +294,7 @@ def test_a_machine_that_is_too_small_is_an_error_after_the_plan(dry_run):
     printed, error = dry_run(**HERE | {"ray_trainer_cpus_per_worker": 4})
     assert "needs 8.2 CPU cores" in error
     assert "assumed node 1" in printed
-    assert "nothing was started" in printed
+    assert "nothing was started" not in printed
 
 
 def test_a_port_in_use_is_an_error(dry_run, monkeypatch):
@@ -226,26 +332,32 @@ def test_all_problems_of_this_machine_are_reported_together(dry_run):
     assert len(error.splitlines()) == 2
 
 
-@pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_a_run_for_gpus_is_planned_for_another_machine(dry_run, device):
-    printed, error = dry_run(device=device, ray_address="local")
+def test_a_model_too_large_for_the_memory_here_is_planned_for_a_machine_with_gpus(dry_run, tmp_path):
+    printed, error = dry_run(ray_address="local", model=write_model_folder(tmp_path / "4b", **FOUR_B))
     assert error is None
-    assert "No GPU was found on this machine" in printed
-    assert ("CPU cores do not hold the run" in printed) == (device == "auto")
+    assert "No GPU was found on this machine, and its CPU cores or memory do not hold the run" in printed
     assert "the plan is for a machine with 4 GPUs" in printed
-    assert "Lower ray_inference_cpus_per_worker" not in printed
+    assert FITTED not in printed
     assert "assumed node 1" in printed
 
 
+@pytest.mark.parametrize("settings", [{}, {"inference_quantization": "fp8_per_block"}, {"share_gpus": "true"}])
+def test_gpus_that_are_asked_for_and_not_here_are_an_error(dry_run, settings):
+    _, error = dry_run(device="cuda", ray_address="local", **settings)
+    assert 'device is "cuda", but no GPU was found' in error
+    assert "--gpu-memory-gib 80 plans for a machine with such GPUs" in error
+    assert dry_run(device="cuda", ray_address="local", gpu=80, **settings)[1] is None
+
+
 def test_a_problem_of_this_machine_is_a_remark_on_a_run_for_another(dry_run):
-    for values in ({"device": "cuda", "ray_address": "local"}, {"ray_address": "10.0.0.1:6379"}):
+    for values in ({"device": "cuda", "gpu": 80}, {"ray_address": "10.0.0.1:6379"}):
         printed, error = dry_run(**values, run_dir="/proc/telescope")
         assert error is None
         assert "On this machine, a run would be refused: run_dir is '/proc/telescope'" in printed
 
 
 def test_a_problem_on_any_machine_is_an_error_for_another_machine_too(dry_run, tmp_path):
-    printed, error = dry_run(device="cuda", environments="[{name: countdwn}]", model=tmp_path / "nowhere")
+    printed, error = dry_run(device="cuda", gpu=80, environments="[{name: countdwn}]", model=tmp_path / "nowhere")
     assert "Did you mean 'countdown'?" in error
     assert "does not exist" in error
     assert printed == ""
@@ -256,7 +368,7 @@ EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size":
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_weights_that_are_always_updated_in_place_are_a_remark(dry_run, tmp_path, device):
-    values = HERE | {"device": device}
+    values = HERE | ({"device": device, "gpu": 80} if device == "cuda" else {})
     assert "in place" not in dry_run(**values)[0]
     two, error = dry_run(**values, inference_tensor_parallel_size=2, inference_num_workers=2)
     assert error is None
@@ -267,7 +379,7 @@ def test_weights_that_are_always_updated_in_place_are_a_remark(dry_run, tmp_path
 
 
 def test_thousands_of_workers_are_planned_and_the_first_are_shown(dry_run):
-    printed, error = dry_run(device="cuda", ray_address="local", trainer_num_workers=1000, inference_num_workers=1000)
+    printed, error = dry_run(device="cuda", gpu=80, trainer_num_workers=1000, inference_num_workers=1000)
     assert error is None
     assert printed.count("inference server ") == MOST_WORKERS_SHOWN
     assert "and 1936 more, on 250 nodes in all" in printed

@@ -13,9 +13,10 @@ from types import SimpleNamespace
 import pytest
 from tests.model_folder import write_model_folder
 
-from telescope.config import TelescopeConfig, preflight
+from telescope.cli.train import check_before_start
+from telescope.config import LoadedConfig, TelescopeConfig, preflight
 from telescope.config.loader import choose_run_dir
-from telescope.config.model_files import ModelReport, inspect_model
+from telescope.config.model_files import ModelReport, check_rendering, inspect_model
 from telescope.config.model_shape import ModelShape, known_shape
 from telescope.config.plan import assumed_cluster
 from telescope.config.remarks import remarks_on_place
@@ -137,7 +138,7 @@ def test_a_missing_package_is_named_with_the_install_command(tmp_path):
 
 def message_of_user_error(config: TelescopeConfig) -> str:
     with pytest.raises(ConfigError) as raised:
-        preflight.check(config)
+        check_before_start(LoadedConfig(config, []))
     return str(raised.value)
 
 
@@ -270,7 +271,7 @@ def test_a_checkpoint_that_fits_neither_disk_nor_shared_memory_is_refused_with_i
 def test_a_chat_template_that_makes_no_prompt_is_refused(tmp_path, template, words):
     folder = write_model_folder(tmp_path)
     (folder / "chat_template.jinja").write_text(template)
-    message = message_of(preflight.check_rendering, config(model=str(folder)))
+    message = message_of(check_rendering, config(model=str(folder)))
     assert message.startswith(f"The chat template of '{folder}' ")
     assert words in message
 
@@ -278,7 +279,7 @@ def test_a_chat_template_that_makes_no_prompt_is_refused(tmp_path, template, wor
 def test_a_chat_template_that_never_ends_is_refused(monkeypatch):
     monkeypatch.setattr("telescope.config.chat_template.RENDER_TIMEOUT_SECONDS", 1.0)
     loops = "".join(f"{{% for {name} in range(99999) %}}" for name in "abc") + "{% endfor %}" * 3
-    message = message_of(preflight.check_rendering, config(chat_template=f"{loops}x"))
+    message = message_of(check_rendering, config(chat_template=f"{loops}x"))
     assert message.startswith("chat_template did not render one question within 1 s")
 
 
@@ -291,7 +292,7 @@ def test_a_chat_template_that_never_ends_is_refused(monkeypatch):
     ],
 )
 def test_a_chat_template_that_makes_a_prompt_is_accepted(template):
-    preflight.check_rendering(config(chat_template=template))
+    check_rendering(config(chat_template=template))
 
 
 def test_a_gpu_whose_kv_cache_cannot_hold_one_sequence_is_refused():
