@@ -1,37 +1,40 @@
-"""Reads tool calls from completions.
+"""Reads tool calls from completions, in the forms of released models.
 
-Two forms. `xml`: `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`, as Hermes and Qwen templates have it.
-`function`: `add(a=1, b="x")`, a Python call with literal arguments; `<function=add>{"a": 1}</function>` (Llama 3) and
-`<function=add><parameter=a>1</parameter></function>` (Qwen3-Coder) are read too. JSON arguments may also be a list (by
-position) or a string of JSON.
+The environment's form decides what the model is told; every form is read:
+
+- `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>` (Hermes, Qwen), the object alone, with `parameters`
+  (Llama 3.1), and `<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>` (GLM)
+- `<function=add><parameter=a>1</parameter></function>` (Qwen3-Coder, Qwen3.5), `<function=add>{"a": 1}</function>`
+- a name in other markup with JSON behind it (gpt-oss, Mistral, DeepSeek, Kimi: `_NAMED_OPENINGS`)
+- `add(a=1, b="x")`, a Python call with literal arguments: anywhere in an answer with the form `function`, else only
+  where an answer is nothing but calls (`[add(a=1)]`, Llama 3.2) or a marker announces them (`_MARKERS`)
+
+JSON arguments may also be a list (by position) or a string of JSON.
 
 Invariants, for any text:
-- Reading never raises, and takes time linear in the text.
+- Reading never raises, and looks at most at `MAX_CALLS` calls of `MAX_CALL_CHARACTERS` characters.
+- Markup inside of a JSON string, a Python string or a parameter is content.
 - An attempted call that cannot be read becomes a call with an `error`, which is reported to the model; it is not
   dropped and does not count as an answer. Any trace of the markup, or of a known tool's name before a parenthesis,
   counts as an attempt.
-- Calls inside `<think>` do not count.
-
-`as_text` writes what a tool returned: JSON where possible, in the forms that arguments have.
+- Calls inside reasoning do not count.
 """
 
 from __future__ import annotations
 
 import ast
-import dataclasses
-import enum
+import contextlib
 import json
 import re
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-from pydantic import BaseModel
-
-from telescope.environments.parsers import strip_think_tags
+from telescope.environments.parsers import REASONING_TAGS, UnfinishedReasoning
 
 ToolCallFormat = Literal["xml", "function"]
+Parameters = Mapping[str, Mapping[str, Any]]
+"""The schemas of a tool's parameters, by name."""
 
 MAX_CALLS = 64
 """Calls that are read in one completion; a model in a loop writes thousands."""
@@ -40,28 +43,57 @@ MAX_UNCLOSED = 4
 """Calls without a closing parenthesis for which the rest of a completion is searched."""
 
 _XML_OPEN, _XML_CLOSE = "<tool_call>", "</tool_call>"
-_FUNCTION_OPEN = re.compile(r"<function=([^<>\s]{0,200})>")
-_KEYS_OF_A_CALL = frozenset({"name", "arguments", "parameters", "id", "type", "index"})
-_FUNCTION_CLOSE = "</function>"
-_CALL_SYNTAX = re.compile(r"(?<![\w.])([A-Za-z_]\w{0,200})\(")
+_FUNCTION_OPEN, _FUNCTION_CLOSE = "<function=", "</function>"
+_NAME = r"[^<>\s\[\](){}\"']"
+_DEEPSEEK_CALL, _DEEPSEEK_NAME = r"<\uff5ctool\u2581call\u2581begin\uff5c>", r"<\uff5ctool\u2581sep\uff5c>"
+_NAMED_OPENINGS = (
+    rf"<function=({_NAME}{{0,200}})>",
+    rf"to=functions\.({_NAME}{{1,200}}+)[^{{}}\[\]]{{0,100}}?<\|message\|>",
+    rf"\[TOOL_CALLS\]({_NAME}{{1,200}})(?:\[CALL_ID\]\w{{1,64}})?\[ARGS\]",
+    rf"{_DEEPSEEK_CALL}(?:function{_DEEPSEEK_NAME})?({_NAME}{{1,200}}+)(?:{_DEEPSEEK_NAME}|\s*```json)",
+    rf"<\|tool_call_begin\|>(?:functions\.)?({_NAME}{{1,200}}?)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
+)
+"""Markup with the name of a tool, before its arguments as JSON; after the first also as `<parameter=...>` elements."""
+_MARKERS = r"<\|python_tag\|>|\[TOOL_CALLS\]|<\|tool_call_start\|>|<\|tool_call\|>|<\|START_ACTION\|>"
+"""Tokens that announce calls, which follow as JSON objects or in Python."""
+_TOKEN = re.compile(
+    rf"(?P<opens>{'|'.join(map(re.escape, REASONING_TAGS))})"
+    r"|(?P<closes></think>|\[/THINK\]|<\|END_THINKING\|>)"
+    rf"|(?P<tagged>{_XML_OPEN}(?!\s*{_FUNCTION_OPEN}))"
+    rf"|(?P<named>{'|'.join(_NAMED_OPENINGS)})"
+    rf"|(?P<marker>{_MARKERS})"
+    r'|(?P<json>\{\s*"(?:name|tool_name|type|function|id|tool_call_id)"\s*:)'
+    r"|(?<![\w.])(?P<python>[A-Za-z_]\w{0,200}\()"
+)
+_KINDS = ("opens", "closes", "tagged", "named", "marker", "json", "python")
+_KEYS_OF_A_CALL = frozenset({"name", "arguments", "parameters", "id", "type", "index", "tool_name", "tool_call_id"})
 _STRING_OR_BRACKET = re.compile(
     r'"""(?:[^"\\]|\\.|"(?!""))*"""|"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)*\'|[()\[\]{}]', re.DOTALL
 )
-_PARAMETER = re.compile(r"<parameter=([^<>\s]{1,200})>")
-_PARAMETER_CLOSE = "</parameter>"
+_PARAMETER = re.compile(
+    r"\s*<parameter=([^<>\s]{1,200})>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</?function|</?tool_call>|\Z))",
+    re.DOTALL,
+)
+_ARGUMENT = re.compile(
+    r"\s*<arg_key>(.{1,200}?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|</?tool_call>|\Z))", re.DOTALL
+)
+_GLM_CALL = re.compile(rf"\s*(?!null|true|false|NaN|Inf)([A-Za-z_]{_NAME}{{0,200}})\s*(?=<arg_key>|{_XML_CLOSE})")
+_FOREIGN = rf"<function=|{_MARKERS}|</?tool_?calls?>|<invoke name=|to=functions\.|<\uff5ctool\u2581call"
+_OBJECT = r"[\"']name[\"']\s*:.{0,200}(?:arguments|parameters)"
 _TRACES = {
     "xml": re.compile(
-        r"<[^<>]{0,3}/?(?:[^<>\s]{0,8}(?:too|ool|ol_|l_c|_ca)|[^<>]{0,8}call[^<>\s]{0,3}>)|tool_call|tool.?call[^\w\s]"
-        r"|[\"']arguments[\"']\s*:|[\"']name[\"']\s*:.{0,200}arguments",
+        r"<[^<>]{0,3}/?(?:[^<>\s]{0,8}(?:too|ool|ol_|l_c|_ca)|[^<>]{0,8}call[^<>\s]{0,3}>)"
+        rf"|tool.?call\s{{0,3}}[<>{{\[=|]|[\"'](?:arguments|parameters)[\"']\s*:|{_OBJECT}|{_FOREIGN}",
         re.IGNORECASE,
     ),
     "function": re.compile(
-        r"<[^<>]{0,3}/?[^<>\s]{0,8}(?:fun|unc|nct|param|aram|amet)|tion=[^<>\s]{0,200}[>{]|<[^<>\s]{1,20}=[^<>]{1,100}>",
+        r"<[^<>]{0,3}/?[^<>\s]{0,8}(?:fun|unc|nct|param|aram|amet)|tion=[^<>\s]{0,200}[>{]"
+        rf"|<[^<>\s]{{1,20}}=[^<>]{{1,100}}>|{_OBJECT}|{_FOREIGN}",
         re.IGNORECASE,
     ),
 }
 """Pieces of the markup, at least one of which is left when some of its characters are missing or wrong. None of them
-occurs in ordinary text: "the tool call gave 5" and "fraction=3" are answers."""
+occurs in ordinary text: "the tool call gave 5", "no further tool_call." and "fraction=3" are answers."""
 
 
 @dataclass(slots=True)
@@ -75,28 +107,35 @@ class ToolCall:
 
     def record(self, result: ToolResult, text: str) -> dict[str, Any]:
         """Returns a row of the table `tool_calls`, without its place. `text` is what the model saw."""
-        readable = self.error is None
+        written = self.raw_text
+        if self.error is None and not isinstance(self.arguments, str):
+            with contextlib.suppress(TypeError, ValueError, RecursionError):
+                written = json.dumps(self.arguments, ensure_ascii=False, default=str)
+        elif self.error is None:
+            written = self.arguments
         return {
             "name": self.name,
-            "arguments": (as_text(self.arguments) if readable else self.raw_text)[:MAX_CALL_CHARACTERS],
+            "arguments": written[:MAX_CALL_CHARACTERS],
             "result": text,
-            "error": None if result.success else str(result.error)[:MAX_CALL_CHARACTERS],
+            "error": None if result.success else result.result[:MAX_CALL_CHARACTERS],
             "seconds": result.seconds,
         }
 
 
 @dataclass(slots=True)
 class ToolResult:
-    """Outcome of a call: a `result`, or an `error` with `success` False. Both become text for the model.
+    """Outcome of a call. `result` is text: what the tool returned, or for a failure the words that the model reads.
 
-    `seconds` is how long the call took; the environment fills it in.
+    `error` is the kind of a failure: `unknown_tool`, `argument_error`, `unreadable_call`, or the exception's name.
+    `seconds` is how long the call took, and `value` the object that the tool returned; the environment fills them in.
     """
 
     tool_name: str
-    result: Any
+    result: str
     success: bool = True
     error: str | None = None
     seconds: float | None = None
+    value: Any = None
 
     def __await__(self) -> Generator[Any, None, ToolResult]:
         """Itself: `await execute_tool(call)` works whether the tool is async or not."""
@@ -111,63 +150,198 @@ FORM_SHOWN: dict[str, str] = {
 _FUNCTION_MARKUP = '<function=NAME>{"parameter": value}</function>'
 
 
-def parse_calls(completion: str, form: ToolCallFormat, tool_names: Collection[str] | None = None) -> list[ToolCall]:
+def parse_calls(
+    completion: str,
+    form: ToolCallFormat,
+    tools: Mapping[str, Parameters] | None = None,
+    form_shown: str | None = None,
+) -> list[ToolCall]:
     """All calls in order, unreadable ones with their `error`. Empty when there is none.
 
-    Only names in `tool_names` (None: all) are read as Python calls.
+    Only names in `tools` (None: all) are read as Python calls. The schemas of their parameters decide whether an
+    element is text or JSON. `form_shown` is the form that the model was told, if it is not that of `form`.
     """
-    text = strip_think_tags(completion)
-    calls = _xml_calls(text) if form == "xml" else _function_calls(text) or _call_syntax(text, tool_names)
-    if not calls and _TRACES[form].search(text):
-        calls = [ToolCall("", None, text, f"A tool call must have the form {FORM_SHOWN[form]}.")]
+    if isinstance(completion, UnfinishedReasoning):
+        return []
+    scan = _Scan(completion, tools)
+    calls = scan.marked
+    if not calls:
+        reads_python = form == "function" or scan.announced or not scan.rest.strip(" \n[],;")
+        calls = [call for is_python, call in scan.bare if reads_python or not is_python]
+    if calls and scan.num_left:
+        calls = [*calls, ToolCall("", None, "", f"{scan.num_left} more calls were not read: at most {MAX_CALLS}.")]
+    if not calls and (scan.announced or _TRACES[form].search(scan.rest)):
+        shown = form_shown or FORM_SHOWN[form]
+        calls = [ToolCall("", None, completion, f"A tool call must have the form {shown}.")]
     return calls
 
 
 def parse_xml_tool_calls(text: str) -> list[ToolCall]:
     """The readable `<tool_call>...</tool_call>` calls, in their order."""
-    return [call for call in _xml_calls(text) if call.error is None]
+    return [call for call in _Scan(text, None).marked if call.error is None]
 
 
 def parse_function_call_syntax(text: str, tool_names: Collection[str] | None = None) -> list[ToolCall]:
     """The calls `name(arg=1, other="x")` with literal arguments, in their order. Of `tool_names` only, if given."""
-    return [call for call in _call_syntax(text, tool_names) if call.error is None]
+    scan = _Scan(text, None if tool_names is None else {name: {} for name in tool_names})
+    return [call for is_python, call in scan.bare if is_python and call.error is None]
 
 
-def _xml_calls(text: str) -> list[ToolCall]:
-    calls: list[ToolCall] = []
-    position = 0
-    end = -2  # not searched yet; searched again only once `inside` has passed it
-    while (start := text.find(_XML_OPEN, position)) != -1 and len(calls) < MAX_CALLS:
-        inside = start + len(_XML_OPEN)
-        if -1 != end < inside:
-            end = text.find(_XML_CLOSE, inside)
-        again = text.find(_XML_OPEN, inside)
-        if end == -1 or -1 < again < end:
-            stop = again if again != -1 else len(text)
-            calls.append(_read_object(text[inside:stop], text[start:stop], closed=False))
-            position = stop
-            continue
-        position = end + len(_XML_CLOSE)
-        calls.append(_read_object(text[inside:end], text[start:position], closed=True))
-    return [*calls, *_not_read(0 if start == -1 else text.count(_XML_OPEN, position))]
+class _Scan:
+    """One pass over a completion: its calls outside of reasoning, and the text around them."""
+
+    def __init__(self, text: str, tools: Mapping[str, Parameters] | None) -> None:
+        self.text = text
+        self.tools = tools
+        self.num_left = 0
+        """Calls beyond the limits, which are not read."""
+        self._num_failed = self._num_unclosed = 0
+        self._start_answer()
+        position = kept = 0
+        while token := _TOKEN.search(text, position):
+            kind = next(name for name in _KINDS if token[name] is not None)
+            position = token.end()
+            if kind == "closes":  # reasoning that the prompt opened
+                self._start_answer()
+                kept = position
+                continue
+            end = self._end_of_reasoning(token) if kind == "opens" else self._read(kind, token)
+            if end is not None:
+                self.rest += text[kept : token.start()]
+                kept = position = end
+        self.rest += text[kept:]
+
+    def _start_answer(self) -> None:
+        self.marked: list[ToolCall] = []
+        """Calls in markup."""
+        self.bare: list[tuple[bool, ToolCall]] = []
+        """Calls without markup, each with whether it is written in Python."""
+        self.announced = False
+        self.rest = ""
+
+    def _end_of_reasoning(self, token: re.Match[str]) -> int:
+        closing = REASONING_TAGS[token[0]]
+        end = self.text.find(closing, token.end())
+        return len(self.text) if end == -1 else end + len(closing)
+
+    def _read(self, kind: str, token: re.Match[str]) -> int | None:
+        """Reads the call that the token begins. Returns where it ends; None if the token is ordinary text."""
+        start, inside = token.span()
+        if kind == "marker":
+            self.announced = True
+            return inside
+        known = kind != "python" or self.tools is None or token[0][:-1] in self.tools
+        num_tried = len(self.marked) + len(self.bare) + self._num_failed
+        if num_tried >= MAX_CALLS or self._num_unclosed >= MAX_UNCLOSED:
+            self.num_left += known and kind != "json" and (kind != "python" or self.tools is not None)
+            return None
+        if kind == "tagged":
+            call, end = self._tagged(start, inside)
+            self.marked.append(call)
+            return end
+        if kind == "named":
+            name = next(found[1] for opening in _NAMED_OPENINGS if (found := re.fullmatch(opening, token[0])))
+            call, end = self._named(name, start, inside, token[0].startswith(_FUNCTION_OPEN))
+            self.marked.append(call)
+            return end
+        if kind == "json":
+            value, end, problem = _decode(self.text, start)
+            if problem is None and _is_attempt(value, self.tools):
+                self.bare.append((False, _read_object(value, self.text[start:end])))
+                return end
+            self._num_failed += problem is not None
+            return None
+        if not known:
+            return None
+        name = token[0][:-1]
+        end = _closing_parenthesis(self.text, inside)
+        if end == -1:
+            self._num_unclosed += 1
+            call = ToolCall(name, None, self.text[start:], f"The call of {name} has no closing parenthesis.")
+        else:
+            call = _read_syntax(name, self.text[start:end])
+        if call.error is not None and self.tools is None:  # the text may be anything
+            self._num_failed += 1
+            return None
+        self.bare.append((True, call))
+        return max(end, inside)
+
+    def _tagged(self, start: int, inside: int) -> tuple[ToolCall, int]:
+        """The call after `<tool_call>`. One that only lacks its closing tag is read, since its meaning is clear."""
+        value, problem = None, None
+        glm = _GLM_CALL.match(self.text, inside)
+        if glm and (self.text.startswith("<arg_key>", glm.end()) or glm[1] in (self.tools or ())):
+            arguments, end = self._elements(_ARGUMENT, glm[1], glm.end())
+            value = {"name": glm[1], "arguments": arguments}
+        else:
+            value, end, problem = _decode(self.text, inside)
+        limit, stop = self._limit(end, _XML_OPEN, _XML_CLOSE)
+        problem = problem or _extra(self.text[end:limit])
+        raw = self.text[start:stop]
+        if problem is None:
+            return _read_object(value, raw), stop
+        lacks = "" if stop > limit else f" The closing {_XML_CLOSE} is missing."
+        return ToolCall("", None, raw, f"The tool call is not valid JSON: {problem}.{lacks}"), end
+
+    def _named(self, name: str, start: int, inside: int, is_function: bool) -> tuple[ToolCall, int]:
+        """The call behind one of `_NAMED_OPENINGS`."""
+        text = self.text
+        if not name:
+            return ToolCall(
+                "", None, text[start:inside], f"A tool call must name its function: {_FUNCTION_MARKUP}."
+            ), inside
+        body = _after_space(text, inside)
+        value: Any = {}
+        problem, end = None, body
+        if is_function and text.startswith("<parameter", body):
+            value, end = self._elements(_PARAMETER, name, body)
+            if end == body:
+                problem = f"A parameter of {name} must be written <parameter=NAME>value</parameter>"
+        elif not (is_function and (body == len(text) or text.startswith((_FUNCTION_CLOSE, _XML_CLOSE), body))):
+            value, end, problem = _decode(text, body)
+            problem = problem and f"The arguments of {name} are not valid JSON: {problem}"
+        limit, stop = self._limit(end, _FUNCTION_OPEN, _FUNCTION_CLOSE) if is_function else (end, end)
+        if problem is None and (extra := _extra(text[end:limit].replace(_XML_CLOSE, "").replace(_XML_OPEN, ""))):
+            problem = f"The arguments of {name} cannot be read: {extra}"
+        raw = text[start:stop]
+        if problem is None:
+            return ToolCall(name, value, raw, _arguments_problem(value)), stop
+        lacks = "" if stop > limit or not is_function else f" The closing {_FUNCTION_CLOSE} is missing."
+        return ToolCall(name, None, raw, f"{problem}.{lacks}"), end
+
+    def _elements(self, element: re.Pattern[str], name: str, position: int) -> tuple[dict[str, Any], int]:
+        """The arguments that stand in elements of their own, and where they end."""
+        schemas = (self.tools or {}).get(name, {})
+        arguments: dict[str, Any] = {}
+        while found := element.match(self.text, position, position + MAX_CALL_CHARACTERS):
+            arguments[found[1]] = _value_of_element(found[2], schemas.get(found[1], {}))
+            position = found.end()
+        return arguments, position
+
+    def _limit(self, position: int, opening: str, closing: str) -> tuple[int, int]:
+        """Returns where the content of an element ends, and where what follows it begins."""
+        close, again = self.text.find(closing, position), self.text.find(opening, position)
+        if close != -1 and not -1 < again < close:
+            return close, close + len(closing)
+        return (again, again) if again != -1 else (len(self.text), len(self.text))
 
 
-def _not_read(count: int) -> list[ToolCall]:
-    return [ToolCall("", None, "", f"{count} more calls were not read: at most {MAX_CALLS}.")] if count else []
+def _is_attempt(value: Any, tools: Collection[str] | None) -> bool:
+    """Returns whether a JSON object without markup is a call. A model may also answer with an object."""
+    if isinstance(value.get("function"), dict):
+        value = value["function"]
+    name = value.get("name", value.get("tool_name"))
+    return isinstance(name, str) and (bool({"arguments", "parameters"} & value.keys()) or name in (tools or ()))
 
 
-def _read_object(body: str, raw: str, *, closed: bool) -> ToolCall:
-    """The call in a JSON object. One that only lacks its closing tag is read, since its meaning is clear."""
-    value, problem = _read_json(body)
-    if problem is not None:
-        lacks = "" if closed else f" The closing {_XML_CLOSE} is missing."
-        return ToolCall("", None, raw, f"The tool call is not valid JSON: {problem}.{lacks}")
+def _read_object(value: Any, raw: str) -> ToolCall:
+    """The call in a JSON object."""
     if not isinstance(value, dict):
         return ToolCall("", None, raw, f"A tool call must be a JSON object, not {_kind(value)}: {FORM_SHOWN['xml']}.")
     inner = value.get("function")
     if "name" not in value and isinstance(inner, dict):  # as OpenAI's API nests it
         value = inner
-    name = value.get("name")
+    name = value.get("name", value.get("tool_name"))
     if not isinstance(name, str) or not name:
         return ToolCall("", None, raw, 'A tool call must have a "name" that is a string.')
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -183,52 +357,45 @@ def _arguments_problem(arguments: Any) -> str | None:
     return f'"arguments" must be a JSON object, not {_kind(arguments)}.'
 
 
-def _function_calls(text: str) -> list[ToolCall]:
-    calls = []
-    openings = list(_FUNCTION_OPEN.finditer(text))
-    for number, opening in enumerate(openings[:MAX_CALLS]):
-        limit = openings[number + 1].start() if number + 1 < len(openings) else len(text)
-        end = text.find(_FUNCTION_CLOSE, opening.end(), limit)
-        stop = limit if end == -1 else end + len(_FUNCTION_CLOSE)
-        raw, body = text[opening.start() : stop], text[opening.end() : limit if end == -1 else end].strip()
-        if not opening[1]:
-            calls.append(ToolCall("", None, raw, f"A tool call must name its function: {_FUNCTION_MARKUP}."))
-        elif "<parameter=" in body:
-            calls.append(_read_parameters(opening[1], body, raw))
-        elif not body:
-            calls.append(ToolCall(opening[1], {}, raw))
-        else:
-            value, problem = _read_json(body)
-            if problem is not None:
-                lacks = "" if end != -1 else f" The closing {_FUNCTION_CLOSE} is missing."
-                problem = f"The arguments of {opening[1]} are not valid JSON: {problem}.{lacks}"
-            calls.append(ToolCall(opening[1], value, raw, problem or _arguments_problem(value)))
-    return [*calls, *_not_read(len(openings[MAX_CALLS:]))]
+def _value_of_element(text: str, schema: Mapping[str, Any]) -> Any:
+    """An argument that stands in an element: text where the schema allows text, else the JSON value that it is."""
+    kinds = {each.get("type") for each in (schema, *schema.get("anyOf", ()))}
+    if text.strip().lower() in ("null", "none") and "null" in kinds:
+        return None
+    if "string" in kinds:
+        return text
+    value, end, problem = _decode(text, 0)
+    return text if problem or _extra(text[end:]) else value
 
 
-def _call_syntax(text: str, tool_names: Collection[str] | None) -> list[ToolCall]:
-    """Python calls. Without `tool_names`, text that is no readable call is skipped, since it may be anything."""
-    calls: list[ToolCall] = []
-    position = num_tried = num_unclosed = 0
-    while found := _CALL_SYNTAX.search(text, position):
-        if num_tried == MAX_CALLS or num_unclosed == MAX_UNCLOSED:
-            return [*calls, *_not_read(len(_CALL_SYNTAX.findall(text, position)) if tool_names else 0)]
-        position = found.end()
-        if tool_names is not None and found[1] not in tool_names:
-            continue
-        num_tried += 1
-        end = _closing_parenthesis(text, found.end())
-        if end == -1:
-            num_unclosed += 1
-            call = ToolCall(
-                found[1], None, text[found.start() :], f"The call of {found[1]} has no closing parenthesis."
-            )
-        else:
-            call = _read_syntax(found[1], text[found.start() : end])
-        if call.error is None or tool_names is not None:
-            calls.append(call)
-            position = max(position, end)
-    return calls
+_DECODER = json.JSONDecoder(strict=False)
+"""Not strict: a model writes line breaks inside of strings."""
+
+
+def _decode(text: str, position: int) -> tuple[Any, int, str | None]:
+    """The JSON value at a position, where it ends, and what is wrong with it."""
+    position = _after_space(text, position)
+    piece = text[position : position + MAX_CALL_CHARACTERS]
+    try:
+        value, end = _DECODER.raw_decode(piece)
+        return value, position + end, None
+    except RecursionError:
+        problem = "it is nested too deeply"
+    except ValueError as error:  # JSONDecodeError, and integers of thousands of digits
+        problem = str(error)
+    too_long = position + MAX_CALL_CHARACTERS < len(text)
+    return None, position, f"it is longer than {MAX_CALL_CHARACTERS} characters" if too_long else problem
+
+
+def _after_space(text: str, position: int) -> int:
+    while text[position : position + 1].isspace():
+        position += 1
+    return position
+
+
+def _extra(text: str) -> str | None:
+    """Returns what is wrong with text that follows a value."""
+    return f"there is text behind it: {text.strip()[:40]!r}" if text.strip() else None
 
 
 def _closing_parenthesis(text: str, position: int) -> int:
@@ -258,35 +425,6 @@ def _read_syntax(name: str, raw: str) -> ToolCall:
     return ToolCall(name, positional or named, raw)
 
 
-def _read_parameters(name: str, body: str, raw: str) -> ToolCall:
-    """`<parameter=a>1</parameter>`: values that are JSON are read as JSON, others are text."""
-    arguments: dict[str, Any] = {}
-    openings = list(_PARAMETER.finditer(body))
-    if not openings:
-        return ToolCall(name, None, raw, f"A parameter of {name} must be written <parameter=NAME>value</parameter>.")
-    for number, opening in enumerate(openings):
-        limit = openings[number + 1].start() if number + 1 < len(openings) else len(body)
-        end = body.find(_PARAMETER_CLOSE, opening.end(), limit)
-        if end == -1:
-            return ToolCall(name, None, raw, f"The closing {_PARAMETER_CLOSE} of {opening[1]} is missing.")
-        text = body[opening.end() : end].strip("\n")
-        value, problem = _read_json(text)
-        arguments[opening[1]] = text if problem is not None else value
-    return ToolCall(name, arguments, raw)
-
-
-def _read_json(text: str) -> tuple[Any, str | None]:
-    """The value, or None and what is wrong."""
-    if len(text) > MAX_CALL_CHARACTERS:
-        return None, f"it is longer than {MAX_CALL_CHARACTERS} characters"
-    try:
-        return json.loads(text, strict=False), None  # strict: a model writes line breaks inside of strings
-    except RecursionError:
-        return None, "it is nested too deeply"
-    except ValueError as error:  # JSONDecodeError, and integers of thousands of digits
-        return None, str(error)
-
-
 def _kind(value: Any) -> str:
     if value is None:
         return "null"
@@ -302,31 +440,8 @@ def _kind(value: Any) -> str:
 
 
 def as_text(value: Any) -> str:
-    """Returns any object as text: itself, JSON, `str()`, or its type. Consumes no iterator."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, bytes | bytearray):
-        return value.decode("utf-8", "replace")
-    for write in (lambda: json.dumps(value, ensure_ascii=False, default=_plain), lambda: str(value)):
-        try:
-            return write()
-        except Exception:  # a number with too many digits, a reference cycle, a `__str__` that raises
-            continue
-    return f"a result of type {type(value).__name__} that cannot be written as text"
-
-
-def _plain(value: Any) -> Any:
-    """A JSON value for an object that JSON does not know."""
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    if isinstance(value, set | frozenset):
-        return sorted(value, key=str)
-    if isinstance(value, bytes | bytearray):
-        return value.decode("utf-8", "replace")
-    return str(value)
+    """Returns `str(value)`, or its type where that raises."""
+    try:
+        return str(value)
+    except Exception:  # a number with too many digits, a `__str__` that raises
+        return f"a result of type {type(value).__name__} that cannot be written as text"

@@ -44,6 +44,9 @@ __all__ = [
     "parse_xml_tool_calls",
 ]
 
+TOOL_RESULT = "tool_result"
+"""The `turn_type` of messages with results."""
+
 _state: ContextVar[RolloutState | None] = ContextVar("tool_state", default=None)
 """The rollout whose calls are running, for tools that take the state."""
 
@@ -56,7 +59,7 @@ class ToolEnvironment(MultiTurnEnvironment):
     a call. `error_formatter` turns a tool's exception into the text that the model reads.
 
     `tool_map` maps names to functions, `tool_schemas` has OpenAI schemas. `state.custom` has `tool_calls` (dictionaries
-    with tool, name and arguments), `tool_results` (with tool, result, success and error), `tool_success_count`,
+    with name, arguments and raw text), `tool_results` (with name, result, success and error), `tool_success_count`,
     `tool_error_count` and `tools_by_name` (number of calls of each tool).
 
     Class attributes: `tool_timeout_seconds` bounds one call; `tool_role` is the role of the responses ("user": one
@@ -93,6 +96,9 @@ class ToolEnvironment(MultiTurnEnvironment):
             self._tools[tool.name] = tool
         self.tool_map = {name: tool.function for name, tool in self._tools.items()}
         self.tool_schemas = [tool.schema for tool in self._tools.values()]
+        self._parameters = {
+            name: tool.schema["function"]["parameters"]["properties"] for name, tool in self._tools.items()
+        }
 
     # The conversation
 
@@ -144,7 +150,7 @@ class ToolEnvironment(MultiTurnEnvironment):
 
     def parse_tool_calls(self, completion: str) -> list[ToolCall]:
         """The calls in an answer; unreadable ones with their `error`."""
-        return parse_calls(completion, self.tool_call_format, self._tools)
+        return parse_calls(completion, self.tool_call_format, self._parameters)
 
     def is_final_answer(self, completion: str, state: RolloutState) -> bool:
         """Returns whether the answer ends the rollout. By default it does when it has no call, readable or not."""
@@ -153,20 +159,16 @@ class ToolEnvironment(MultiTurnEnvironment):
     def execute_tool(self, call: ToolCall) -> ToolResult | Awaitable[ToolResult]:
         """Runs one call. A plain or async method may override it; `await super().execute_tool(call)` works."""
         if call.error is not None:
-            return ToolResult(call.name, None, success=False, error=call.error)
+            return ToolResult(call.name, call.error, success=False, error="unreadable_call")
         tool = self._tools.get(call.name)
         if tool is None:
             known = ", ".join(self._tools) or "none"
-            return ToolResult(
-                call.name[:100],
-                None,
-                success=False,
-                error=f"there is no tool {call.name[:100]!r}. The tools are: {known}.",
-            )
+            text = f"there is no tool {call.name[:100]!r}. The tools are: {known}."
+            return ToolResult(call.name[:100], text, success=False, error="unknown_tool")
         try:
             bound = tool.bind(call.arguments, _state.get())
         except (ArgumentError, RecursionError) as error:
-            return ToolResult(tool.name, None, success=False, error=str(error))
+            return ToolResult(tool.name, str(error), success=False, error="argument_error")
         try:
             with deadline(self.tool_timeout_seconds):
                 result = tool.function(*bound.args, **bound.kwargs)
@@ -176,11 +178,11 @@ class ToolEnvironment(MultiTurnEnvironment):
             return result
         if inspect.isawaitable(result):
             return self._wait_for(tool, result)
-        return ToolResult(tool.name, result)
+        return ToolResult(tool.name, as_text(result), value=result)
 
     def format_tool_result(self, result: ToolResult) -> str:
         """The text of one result: `[name] result` or `[name] Error: ...`. Without the name in the tool role."""
-        text = as_text(result.result) if result.success else f"Error: {result.error}"
+        text = result.result if result.success else f"Error: {result.result}"
         if len(text) > self.max_result_characters:
             text = f"{text[: self.max_result_characters]}... ({len(text)} characters in all)"
         return f"[{result.tool_name}] {text}" if self.tool_role == "user" and result.tool_name else text
@@ -190,16 +192,17 @@ class ToolEnvironment(MultiTurnEnvironment):
         return "\n".join(f"Tool {i}: {self.format_tool_result(result)}" for i, result in enumerate(results, 1))
 
     def get_tool_metrics(self, state: RolloutState) -> dict[str, float]:
-        """Numbers of a rollout's calls, for `sample_metrics`. `<tool>_calls` for every tool, called or not."""
+        """Numbers of a rollout's calls, for `sample_metrics`. `<tool>_calls` for every tool and every name called."""
         custom = _counts(state)
         total = custom["tool_success_count"] + custom["tool_error_count"]
+        called = dict.fromkeys(self.tool_map, 0) | custom["tools_by_name"]
         return {
             "total_tool_calls": total,
             "tool_success_count": custom["tool_success_count"],
             "tool_error_count": custom["tool_error_count"],
             "tool_success_rate": custom["tool_success_count"] / total if total else 0.0,
-            "unique_tools_used": sum(name in custom["tools_by_name"] for name in self.tool_map),
-            **{f"{name}_calls": custom["tools_by_name"].get(name, 0) for name in self.tool_map},
+            "unique_tools_used": len(custom["tools_by_name"]),
+            **{f"{name}_calls": count for name, count in called.items()},
         }
 
     # Running
@@ -243,7 +246,8 @@ class ToolEnvironment(MultiTurnEnvironment):
 
     async def _wait_for(self, tool: Tool, result: Awaitable[Any]) -> ToolResult:
         try:
-            return ToolResult(tool.name, await within(self.tool_timeout_seconds, result))
+            value = await within(self.tool_timeout_seconds, result)
+            return value if isinstance(value, ToolResult) else ToolResult(tool.name, as_text(value), value=value)
         except (Exception, SystemExit) as error:
             return self._failed(tool, error)
 
@@ -259,7 +263,7 @@ class ToolEnvironment(MultiTurnEnvironment):
             text = f"{name} tried to end the process."
         else:
             text = self._formatted(error)
-        return ToolResult(name, None, success=False, error=text)
+        return ToolResult(name, text, success=False, error=type(error).__name__)
 
     def _formatted(self, error: BaseException) -> str:
         plain = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -273,25 +277,31 @@ class ToolEnvironment(MultiTurnEnvironment):
     def _respond(self, calls: list[ToolCall], results: Sequence[ToolResult], state: RolloutState) -> list[ChatMessage]:
         custom = _counts(state)
         for call, result in zip(calls, results, strict=True):
-            result.tool_name = result.tool_name or call.name[:100]
-            name = result.tool_name
-            custom["tool_calls"].append({"tool": call.name, "name": call.name, "arguments": call.arguments})
+            result.tool_name = name = result.tool_name or call.name[:100]
+            if not isinstance(result.result, str):  # of an override
+                result.value, result.result = (
+                    result.result,
+                    as_text(result.error if result.result is None else result.result),
+                )
+            custom["tool_calls"].append({"name": call.name, "arguments": call.arguments, "raw": call.raw_text})
             custom["tool_results"].append(
-                {"tool": name, "result": result.result, "success": bool(result.success), "error": result.error}
+                {"name": name, "result": result.result, "success": bool(result.success), "error": result.error}
             )
             custom["tool_success_count" if result.success else "tool_error_count"] += 1
             state.tool_records.append(call.record(result, self.format_tool_result(result)))
-            if name in self.tool_map:
+            if name:
                 custom["tools_by_name"][name] = custom["tools_by_name"].get(name, 0) + 1
         if self.tool_role == "tool":
             named = [{"name": result.tool_name} if result.tool_name else {} for result in results]
             texts = [self.format_tool_result(result) for result in results]
-            messages = [{"role": "tool", "content": text, **name} for text, name in zip(texts, named, strict=True)]
-            return _Response(messages)
+            return _Response(
+                {"role": "tool", "content": text, **name, "turn_type": TOOL_RESULT}
+                for text, name in zip(texts, named, strict=True)
+            )
         if not results:
             return _Response()
         text = self.format_tool_result(results[0]) if len(results) == 1 else self.format_multiple_tool_results(results)
-        return _Response([{"role": "user", "content": text}])
+        return _Response([{"role": "user", "content": text, "turn_type": TOOL_RESULT}])
 
 
 class _Response(list[ChatMessage]):

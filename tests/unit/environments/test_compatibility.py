@@ -347,4 +347,4 @@ def test_an_outside_tool_is_called_in_the_syntax_of_python():
     played = roll_out_item(environment, 0, answers("I call to_feet(meters=2.0).", "<answer>6.6</answer>"))
     assert [m["content"] for m in played.messages if m["role"] == "user"][1] == "[to_feet] 6.6 (imperial)"
     assert (played.score["total_reward"], played.end_reason) == (1.0, "final_answer")
-    assert played.score["info_turns"] == [{"tool": "to_feet", "result": "6.6", "success": True, "error": None}]
+    assert played.score["info_turns"] == [{"name": "to_feet", "result": "6.6", "success": True, "error": None}]

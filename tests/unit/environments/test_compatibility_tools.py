@@ -52,7 +52,7 @@ def test_results_go_back_as_one_user_message():
         (CALL + FAILURE, "Tool 1: [add] 3\nTool 2: [fail] Error: ValueError: no luck"),
         (CALL.replace("add", "sub"), "[sub] Error: there is no tool 'sub'. The tools are: add, fail."),
     ):
-        assert respond(Sums(), answer)[0] == {"role": "user", "content": text}
+        assert respond(Sums(), answer)[0] == {"role": "user", "content": text, "turn_type": "tool_result"}
 
 
 def test_a_class_attribute_chooses_the_tool_role():
@@ -61,8 +61,8 @@ def test_a_class_attribute_chooses_the_tool_role():
 
     state, _ = play(InToolRole(), SAMPLE, CALL + FAILURE, "The end.")
     assert state.trajectory[1].prompt[-2:] == [
-        {"role": "tool", "content": "3", "name": "add"},
-        {"role": "tool", "content": "Error: ValueError: no luck", "name": "fail"},
+        {"role": "tool", "content": "3", "name": "add", "turn_type": "tool_result"},
+        {"role": "tool", "content": "Error: ValueError: no luck", "name": "fail", "turn_type": "tool_result"},
     ]
 
 
@@ -120,10 +120,10 @@ def test_the_state_counts_calls_and_keeps_results():
         "tool_calls": [], "tool_results": [], "tool_success_count": 0, "tool_error_count": 0, "tools_by_name": {},
     }  # fmt: skip
     _, state = respond(environment, CALL + FAILURE + CALL)
-    assert state.custom["tool_calls"][0] == {"tool": "add", "name": "add", "arguments": {"a": 1, "b": 2}}
+    assert state.custom["tool_calls"][0] == {"name": "add", "arguments": {"a": 1, "b": 2}, "raw": CALL}
     assert state.custom["tool_results"][:2] == [
-        {"tool": "add", "result": 3, "success": True, "error": None},
-        {"tool": "fail", "result": None, "success": False, "error": "ValueError: no luck"},
+        {"name": "add", "result": "3", "success": True, "error": None},
+        {"name": "fail", "result": "ValueError: no luck", "success": False, "error": "ValueError"},
     ]
     assert (state.custom["tool_success_count"], state.custom["tool_error_count"]) == (2, 1)
     assert state.custom["tools_by_name"] == {"add": 2, "fail": 1}

@@ -12,7 +12,6 @@ from telescope.environments.parsers import (
     strip_think_tags,
     verify_exact_match,
 )
-from telescope.environments.tool_calls import _xml_calls
 
 
 @pytest.mark.parametrize(
@@ -89,25 +88,3 @@ def test_exact_match_ignores_white_space_only():
     assert verify_exact_match(" New\n York", "New York ")
     assert not verify_exact_match("newyork", "new york")
     assert not verify_exact_match("New York", "new york")
-
-
-class Counted(str):
-    """A text that counts the characters which searches in it have looked at."""
-
-    looked_at = 0
-
-    def find(self, what, start=0, end=None):
-        end = len(self) if end is None else end
-        found = super().find(what, start, end)
-        Counted.looked_at += (found if found != -1 else end) - start + len(what)
-        return found
-
-
-@pytest.mark.parametrize(
-    "unit", ["<tool_call>", "</tool_call>", "<tool_call></tool_call>", "<tool_call><tool_call></tool_call>"]
-)
-def test_calls_are_found_in_linear_time(unit):
-    Counted.looked_at = 0
-    text = Counted(unit * 2000)
-    _xml_calls(text)
-    assert 0 < Counted.looked_at < 10 * len(text)

@@ -19,7 +19,7 @@ ALPHABET = "<>{}[]\"':,/\\_= \n0aé\u0663\ud800\x00"
 
 def search(query: str, limit: int | list[int] = 3, order: Literal["new", "old"] = "new", *, deep: bool | None = None):
     """Find something."""
-    return {"query": query, "limit": limit, "order": order, "deep": deep}
+    return json.dumps({"query": query, "limit": limit, "order": order, "deep": deep})
 
 
 class Searching(ToolEnvironment):
