@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from telescope.cli.query import choose_runs
-from telescope.cli.runs import DEFAULT_ROOT, warn_of_unreadable
+from telescope.cli.runs import add_root, warn_of_unreadable
 from telescope.errors import RunError
 from telescope.record.compact import compact, file_sizes
 from telescope.utils.text import plain
@@ -27,7 +26,7 @@ def add_parser(subparsers: Any) -> None:
         epilog="example: telescope compact latest",
     )
     parser.add_argument("run", nargs="+", metavar="RUN", help="a run: its folder, its name, or latest")
-    parser.add_argument("--root", type=Path, default=DEFAULT_ROOT, help="folder of the runs (default: runs)")
+    add_root(parser)
     parser.set_defaults(func=run)
 
 

@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from telescope.cli.runs import DEFAULT_ROOT, warn_of_unreadable, wide_console
+from telescope.cli.runs import add_root, folders_of_runs, runs_in, warn_of_unreadable, wide_console
 from telescope.errors import UserError
 from telescope.record.query import Database, Result, describe_tables
-from telescope.record.reader import Run, find_runs, is_run
-from telescope.utils.text import did_you_mean, plain
+from telescope.record.reader import Run, is_run
+from telescope.utils.text import did_you_mean, plain, pluralize
 
 EXIT_INCOMPLETE = 1
 """Exit code when rows are missing because files are damaged."""
@@ -41,7 +41,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--run", action="append", metavar="PATH|NAME", help="only this run: its folder, its name, or latest; repeatable"
     )
-    parser.add_argument("--root", type=Path, default=DEFAULT_ROOT, help="folder of the runs (default: runs)")
+    add_root(parser)
     parser.add_argument("--format", choices=("table", "csv", "json"), default="table", help="(default: table)")
     parser.set_defaults(func=run)
 
@@ -55,22 +55,24 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError('No query is given. Try: telescope query "select * from runs", or telescope query --tables')
     runs = choose_runs(arguments.run or [], arguments.root)
     result = Database(runs).execute(arguments.sql)
+    if not arguments.run:
+        where = ", ".join(map(str, folders_of_runs(arguments.root)))
+        print(plain(f"telescope: {pluralize(len(runs), 'run')} in {where}"), file=sys.stderr)
     print_result(result, arguments.format, sys.stdout)
     return EXIT_INCOMPLETE if warn_of_unreadable(runs, "the answer") else 0
 
 
-def choose_runs(wanted: list[str], root: Path) -> list[Run]:
-    """Returns the named runs, or all runs in `root`.
+def choose_runs(wanted: list[str], root: Path | None) -> list[Run]:
+    """Returns the named runs, or all runs in `root`, by default where runs are written.
 
-    A name is a folder, a name below `root`, or `latest`. Raises `UserError` for an unknown or ambiguous name.
+    A name is a folder, a name below `root`, or `latest`. Reports on stderr which one is `latest`. Raises `UserError`
+    for an unknown or ambiguous name.
     """
     if wanted and all(is_run(Path(name)) for name in wanted):
         return [Run(name) for name in dict.fromkeys(wanted)]
-    runs = find_runs(root)
+    runs, where = runs_in(root), ", ".join(map(str, folders_of_runs(root)))
     if not runs:
-        raise UserError(
-            f"No runs in {str(root)!r}. Set --root to the folder of the runs, or name the folder of one run."
-        )
+        raise UserError(f"No runs in {where!r}. Set --root to the folder of the runs, or name the folder of one run.")
     return [_choose(name, runs) for name in dict.fromkeys(wanted)] if wanted else runs
 
 
@@ -78,7 +80,9 @@ def _choose(name: str, runs: list[Run]) -> Run:
     if is_run(Path(name)):
         return Run(name)
     if name == LATEST:
-        return max(runs, key=lambda run: run.info.started_at if run.info else 0.0)
+        newest = max(runs, key=lambda run: run.info.started_at if run.info else 0.0)
+        print(plain(f"telescope: the latest run is {newest.files.run_dir}"), file=sys.stderr)
+        return newest
     matching = [run for run in runs if run.label == name]
     matching = matching or [run for run in runs if run.info and name in (run.info.name, run.info.run_id)]
     if len(matching) == 1:

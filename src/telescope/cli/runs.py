@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterable
 from datetime import datetime
@@ -21,6 +22,9 @@ from telescope.utils.text import plain
 DEFAULT_ROOT = Path("runs")
 """Folder of the runs, unless `run_dir` is set."""
 
+RUN_DIR_VARIABLE = "TELESCOPE_RUN_DIR"
+"""Environment variable that fills in `run_dir`."""
+
 _NO_LIMIT = 100_000
 """Terminal columns that no table needs."""
 
@@ -35,22 +39,40 @@ def add_parser(subparsers: Any) -> None:
         description="List the runs in a folder, newest first: status, steps (of how many), reward of the first and the "
         "last step, held-out accuracy before and after. A run is dead if its process exited without writing an end.",
     )
-    parser.add_argument("--root", type=Path, default=DEFAULT_ROOT, help="folder of the runs (default: runs)")
+    add_root(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
     parser.set_defaults(func=run)
 
 
+def add_root(parser: argparse.ArgumentParser) -> None:
+    """Adds `--root` to the parser of a command that looks for runs."""
+    parser.add_argument("--root", type=Path, help=f"folder of the runs (default: runs, and {RUN_DIR_VARIABLE} if set)")
+
+
+def folders_of_runs(root: Path | None) -> list[Path]:
+    """Returns the folders to search: `root`, or where runs are written by default. Some may not exist."""
+    if root is not None:
+        return [root]
+    configured = os.environ.get(RUN_DIR_VARIABLE)
+    return [DEFAULT_ROOT, *([Path(configured).expanduser()] if configured else [])]
+
+
+def runs_in(root: Path | None) -> list[Run]:
+    """Returns the runs in `folders_of_runs`, each once. Raises `UserError` if a `root` that was typed is missing."""
+    folders = [folder for folder in folders_of_runs(root) if root is not None or folder.is_dir()]
+    found = {run.files.run_dir.resolve(): run for folder in reversed(folders) for run in find_runs(folder)}
+    return list(found.values())
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Prints the runs. Returns the exit code."""
-    runs: list[Run] = []
-    summaries: list[RunSummary] = []
-    if arguments.root != DEFAULT_ROOT or DEFAULT_ROOT.is_dir():
-        runs = find_runs(arguments.root)
-        summaries = newest_first(run.summary() for run in runs)
+    runs = runs_in(arguments.root)
+    summaries = newest_first(run.summary() for run in runs)
     if arguments.json:
         print(json.dumps([as_json(summary) for summary in summaries], indent=1))
     elif not summaries:
-        print(f"No runs in {arguments.root}. `telescope train --config F` creates one; --root sets another folder.")
+        where = ", ".join(map(str, folders_of_runs(arguments.root)))
+        print(f"No runs in {where}. `telescope train --config F` creates one; --root sets another folder.")
     else:
         table = as_table(summaries)
         wide_console(table, sys.stdout).print(table)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 from telescope.cli.query import LATEST, choose_runs
-from telescope.cli.runs import DEFAULT_ROOT
+from telescope.cli.runs import add_root
 from telescope.errors import UserError
 
 
@@ -33,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "run", nargs="?", default=LATEST, metavar="RUN_DIR", help="a run: its folder, its name, or latest (the default)"
     )
-    parser.add_argument("--root", type=Path, default=DEFAULT_ROOT, help="folder of the runs (default: runs)")
+    add_root(parser)
     parser.set_defaults(func=run, imports=("telescope.tui.app",))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from telescope.cli.runs import DEFAULT_ROOT
+from telescope.cli.runs import DEFAULT_ROOT, add_root, folders_of_runs
 from telescope.errors import UserError
 from telescope.record.files import replace_file
 from telescope.record.reader import Run
@@ -54,7 +54,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "places", nargs="*", metavar="RUN_DIR", help="a run, a folder of runs, or a W&B project as ENTITY/PROJECT"
     )
-    parser.add_argument("--root", type=Path, default=None, help="folder of the runs (default: runs)")
+    add_root(parser)
     parser.add_argument(
         "--demo", action="store_true", help="show generated runs, one of them live, from a temporary folder"
     )
@@ -163,7 +163,8 @@ def choose_places(places: list[str], root: Path | None) -> tuple[list[Path], lis
     What is a folder here is that folder; `ENTITY/PROJECT` is a project otherwise. Raises `UserError` for anything else.
     """
     folders, projects = [], []
-    for place in [*places, *([str(root)] if root is not None else [])] or [str(DEFAULT_ROOT)]:
+    default = [str(folder) for folder in folders_of_runs(None) if folder.is_dir()] or [str(DEFAULT_ROOT)]
+    for place in [*places, *([str(root)] if root is not None else [])] or default:
         folder, project = Path(place).expanduser(), PROJECT.match(place)
         if folder.is_dir():
             folders.append(folder)

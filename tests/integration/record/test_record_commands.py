@@ -137,6 +137,28 @@ def test_a_table_shows_markup_unchanged_and_reports_no_rows(ask):
     assert "(no rows)" in ask("query", "SELECT * FROM spans")[1]
 
 
+def test_latest_names_the_run_that_it_is(ask, root):
+    assert f"the latest run is {root / 'third'}\n" in ask("query", "SELECT 1", "--run", "latest")[2]
+    assert f"3 runs in {root}\n" in ask("query", "SELECT 1")[2]
+    assert ask("query", "SELECT 1", "--run", str(root / "third"))[2] == "", "a path that was typed is known"
+
+
+@pytest.mark.parametrize("command", [("query", "SELECT DISTINCT run FROM steps"), ("runs",)])
+def test_runs_are_found_where_the_environment_variable_puts_them(command, root, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TELESCOPE_RUN_DIR", str(tmp_path / "none"))
+    assert main([*command]) == (2 if command[0] == "query" else 0)
+    assert "No runs in" in (text := "".join(capsys.readouterr())) and f"runs, {tmp_path / 'none'}" in text
+    monkeypatch.setenv("TELESCOPE_RUN_DIR", str(root / "second"))
+    assert main([*command]) == 0
+    assert "second" in capsys.readouterr().out
+    (tmp_path / "runs").symlink_to(root)
+    assert main([*command]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    folders = [line.split()[-1].rpartition("/")[2] for line in lines[1:]]
+    assert sorted(folders) == ["first", "second", "third"], "each once"
+
+
 def test_latest_is_the_run_that_started_last(ask):
     assert ask("query", "SELECT DISTINCT run FROM steps", "--run", "latest", "--format", "csv")[1] == "run\nthird\n"
 
