@@ -184,34 +184,27 @@ def reward(history: History) -> Finding | None:
     )  # fmt: skip
 
 
-def _spike(metric: str, least: float = 0.0) -> Callable[[History], tuple[float, float, int] | None]:
+def _spike(history: History, metric: str, least: float = 0.0) -> tuple[float, float, int] | None:
     """Finds the largest recent value above ten times the usual one. Returns it, the usual one, and the steps since."""
-
-    def largest(history: History) -> tuple[float, float, int] | None:
-        found = None
-        for steps_ago in range(WINDOW):
-            newest = history.last(metric, 1, steps_ago)
-            usual = history.last(metric, USUAL, steps_ago + 1)
-            if not newest or len(usual) < WINDOW:
-                continue
-            median = statistics.median(usual)
-            if newest[0] > max(10 * median, least) and (found is None or newest[0] > found[0]):
-                found = newest[0], median, steps_ago
-        return found
-
-    return largest
+    found = None
+    for steps_ago in range(WINDOW):
+        newest = history.last(metric, 1, steps_ago)
+        usual = history.last(metric, USUAL, steps_ago + 1)
+        if not newest or len(usual) < WINDOW:
+            continue
+        median = statistics.median(usual)
+        if newest[0] > max(10 * median, least) and (found is None or newest[0] > found[0]):
+            found = newest[0], median, steps_ago
+    return found
 
 
 _LEAST_KL = 0.01
 """Nats. Engines and trainer of one version differ by 0.001 to 0.01 in bfloat16."""
 
-_kl_spike = _spike(KL, _LEAST_KL)
-_grad_norm_spike = _spike(GRAD_NORM)
-
 
 def kl(history: History) -> Finding | None:
     """Ten times the usual divergence of one step: a server has old weights, or a batch is stale."""
-    found = _kl_spike(history)
+    found = _spike(history, KL, _LEAST_KL)
     if found is None:
         return None
     value, usual, steps_ago = found
@@ -223,23 +216,12 @@ def kl(history: History) -> Finding | None:
     )  # fmt: skip
 
 
-def mismatch(history: History) -> Finding | None:
-    """Ten times the difference that bfloat16 explains: the engine samples from another policy."""
-    value = _lasting(history, KL, 10 * _LEAST_KL)
-    if value is None:
-        return None
-    return Finding(
-        "mismatch", "engine samples differently", f"Engine and trainer differ by {value:.2g} nats per token (KL).",
-        "Run telescope verify, or lower max_off_policy_steps.", (KL,),
-    )  # fmt: skip
-
-
 def grad_norm(history: History) -> Finding | None:
     """Finds a gradient norm of ten times the usual one.
 
     Such a step moves the weights as far as ten steps, unless it is clipped.
     """
-    found = _grad_norm_spike(history)
+    found = _spike(history, GRAD_NORM)
     if found is None:
         return None
     value, usual, steps_ago = found
@@ -249,56 +231,57 @@ def grad_norm(history: History) -> Finding | None:
     )  # fmt: skip
 
 
-def _lasting(history: History, metric: str, limit: float) -> float | None:
-    """Returns the mean if most of the last steps reach `limit`. A single step has too few groups."""
+def _lasting(
+    history: History, metric: str, limit: float, kind: str, words: str, text: str, advice: str, *also: str
+) -> Finding | None:
+    """Finds that most of the last steps reach `limit`, and tells their mean. A single step has too few groups."""
     values = history.last(metric)
-    return statistics.fmean(values) if len(values) >= WINDOW // 2 and statistics.median(values) >= limit else None
+    if len(values) < WINDOW // 2 or statistics.median(values) < limit:
+        return None
+    return Finding(kind, words, text.format(statistics.fmean(values)), advice, (metric, *also))
+
+
+def mismatch(history: History) -> Finding | None:
+    """Ten times the difference that bfloat16 explains: the engine samples from another policy."""
+    return _lasting(
+        history, KL, 10 * _LEAST_KL, "mismatch", "engine samples differently",
+        "Engine and trainer differ by {:.2g} nats per token (KL).",
+        "Run telescope verify, or lower max_off_policy_steps.",
+    )  # fmt: skip
 
 
 def truncation(history: History) -> Finding | None:
     """Finds answers of which a fifth is cut off. The reward then depends on the limit as much as on the answer."""
-    share = _lasting(history, TRUNCATED, 20)
-    if share is None:
-        return None
-    return Finding(
-        "truncation", "limit too short", f"{share:.0f} % of the answers are cut off.",
-        "Raise max_tokens (with max_model_len and seq_len), or set overlong_penalty_factor.", (TRUNCATED,),
+    return _lasting(
+        history, TRUNCATED, 20, "truncation", "limit too short", "{:.0f} % of the answers are cut off.",
+        "Raise max_tokens (with max_model_len and seq_len), or set overlong_penalty_factor.",
     )  # fmt: skip
 
 
 def zero_advantage(history: History) -> Finding | None:
     """Above two thirds, a trained group costs the generation of three."""
-    share = _lasting(history, NO_SIGNAL, 67)
-    if share is None:
-        return None
     level = history.mean(REWARD)
     task = "harder" if level is not None and level > 0.5 else "easier"
-    return Finding(
-        "zero_advantage", f"needs {task} prompts",
-        f"{share:.0f} % of the groups have equal rewards and are discarded.",
-        f"Use {task} prompts, or raise group_size.", (NO_SIGNAL, REWARD),
+    return _lasting(
+        history, NO_SIGNAL, 67, "zero_advantage", f"needs {task} prompts",
+        "{:.0f} % of the groups have equal rewards and are discarded.",
+        f"Use {task} prompts, or raise group_size.", REWARD,
     )  # fmt: skip
 
 
 def stale(history: History) -> Finding | None:
     """Finds that a fifth of the generation is too old."""
-    share = _lasting(history, STALE, 20)
-    if share is None:
-        return None
-    return Finding(
-        "stale", "often too old", f"{share:.0f} % of the groups became older than max_off_policy_steps.",
-        "Lower max_async_rollout, or raise max_off_policy_steps.", (STALE,),
+    return _lasting(
+        history, STALE, 20, "stale", "often too old", "{:.0f} % of the groups became older than max_off_policy_steps.",
+        "Lower max_async_rollout, or raise max_off_policy_steps.",
     )  # fmt: skip
 
 
 def staleness(history: History) -> Finding | None:
     """Four versions behind, ratios leave the range that the losses trust."""
-    age = _lasting(history, AGE, 4)
-    if age is None:
-        return None
-    return Finding(
-        "staleness", "too far ahead", f"Tokens are {age:.1f} versions old.",
-        "Lower max_async_rollout, or add inference servers.", (AGE,),
+    return _lasting(
+        history, AGE, 4, "staleness", "too far ahead", "Tokens are {:.1f} versions old.",
+        "Lower max_async_rollout, or add inference servers.",
     )  # fmt: skip
 
 
