@@ -14,8 +14,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 BroadcastMode = Literal["flattened_bucket", "per_tensor"]
@@ -95,8 +95,6 @@ class UpdateInfo:
     names: list[str]
     shapes: list[list[int]]
     timeout_seconds: float
-    tied: list[str] = field(default_factory=list)
-    """Names that are not sent because another tensor is the same parameter (see `make_update`)."""
     background: bool = False
     """Whether the engine receives it while it samples (`weights.receiver`). The sender does not differ."""
     verify: bool = False
@@ -136,33 +134,28 @@ class UpdateInfo:
 
 
 def make_update(
-    metas: Iterable[TensorMeta],
+    metas: Sequence[TensorMeta],
     *,
     version: int,
     dtype: str,
     mode: BroadcastMode = "flattened_bucket",
     bucket_mb: int = 256,
     timeout_seconds: float = 600.0,
-    tied: Iterable[str] = (),
     folder: str = "",
 ) -> UpdateInfo:
     """Plans a sync of the tensors in `metas`, in their order.
 
-    Tied parameters are sent once. transformers' `named_parameters()` lists a tied parameter under its first name (the
-    input embedding) only. A trainer that lists both passes the other names in `tied`, and they are left out. The engine
-    restores the tie, and the probe reads both uses.
+    Tied parameters are sent once, under their first name (the input embedding). The engine restores the tie, and the
+    probe reads both uses.
     """
-    dropped = set(tied)
-    kept = [meta for meta in metas if meta.name not in dropped]
     return UpdateInfo(
         version=version,
         dtype=dtype,
         mode=mode,
         bucket_bytes=bucket_mb * MIB,
-        names=[meta.name for meta in kept],
-        shapes=[list(meta.shape) for meta in kept],
+        names=[meta.name for meta in metas],
+        shapes=[list(meta.shape) for meta in metas],
         timeout_seconds=timeout_seconds,
-        tied=sorted(dropped),
         folder=folder,
     )
 

@@ -159,10 +159,9 @@ class WeightSender:
     ) -> SendReport:
         """Sends one sync to those of `engines` that belong to this rank. Collective over all trainer ranks.
 
-        `named_weights` yields (name, full tensor) in the order of `update.names`, tied duplicates left out or listed in
-        `update.tied`. Engine failures are in the report; exceptions of the iterator are raised. `corrupt` names a
-        tensor of which one bit is changed after its fingerprint was computed, as by a transport fault that a probe must
-        detect.
+        `named_weights` yields (name, full tensor) in the order of `update.names`. Engine failures are in the report;
+        exceptions of the iterator are raised. `corrupt` names a tensor of which one bit is changed after its
+        fingerprint was computed, as by a transport fault that a probe must detect.
         """
         return _Send(self, named_weights, update, engines, fingerprints, corrupt).run()
 
@@ -181,7 +180,6 @@ class _Send:
     ) -> None:
         self.update = update
         self.corrupt = corrupt
-        self.tied = set(update.tied)
         self.named_weights = named_weights
         # Without engines the tensors are only fingerprinted, on the first rank.
         self.want_fingerprints = fingerprints and (bool(engines) or sender._rank == 0)
@@ -209,7 +207,8 @@ class _Send:
             with self.timeline.span("weight_broadcast_gather"):
                 filled = self._fill(bucket, slot, buckets)
             self._broadcast(filled, slot)
-        self._drain_iterator()
+        for name, _ in self.named_weights:
+            raise ValueError(f"the trainer yielded {name}, which is not in the plan of the sync")
         with self.timeline.span("weight_broadcast_wait"):
             for slot in range(_NUM_BUFFERS):
                 self._wait(slot)
@@ -238,7 +237,10 @@ class _Send:
                 self.buffers.append(torch.zeros(size, dtype=dtype, device=self.device, pin_memory=self.pinned))
             flat = self.buffers[slot][: bucket.num_elements]
         for entry in bucket.entries:
-            name, tensor = self._next()
+            try:
+                name, tensor = next(self.named_weights)
+            except StopIteration:
+                raise ValueError("the trainer yielded fewer tensors than the plan of the sync has") from None
             if name != entry.name or tuple(tensor.shape) != entry.shape:
                 raise ValueError(
                     f"the trainer yielded {name} {tuple(tensor.shape)} instead of {entry.name} {entry.shape}"
@@ -257,18 +259,6 @@ class _Send:
         if flat is not None and self.staged_from_gpu:
             torch.cuda.current_stream(self.weights_device).synchronize()  # may differ from the current device
         return flat
-
-    def _next(self) -> tuple[str, torch.Tensor]:
-        """Returns the next tensor, without second names of tied ones."""
-        for name, tensor in self.named_weights:
-            if name not in self.tied:
-                return name, tensor
-        raise ValueError("the trainer yielded fewer tensors than the plan of the sync has")
-
-    def _drain_iterator(self) -> None:
-        for name, _ in self.named_weights:
-            if name not in self.tied:
-                raise ValueError(f"the trainer yielded {name}, which is not in the plan of the sync")
 
     def _broadcast(self, flat: torch.Tensor | None, slot: int) -> None:
         if flat is None:

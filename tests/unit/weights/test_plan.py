@@ -47,7 +47,7 @@ def test_buckets_are_as_full_as_the_order_allows() -> None:
 def test_an_update_survives_json_and_keeps_its_digest() -> None:
     import json
 
-    update = update_of([(3, 4), ()], tied=["t1"])
+    update = update_of([(3, 4), ()], folder="f")
     again = UpdateInfo(**json.loads(json.dumps(update.to_dict())))
     assert again == update
     assert again.digest == update.digest
@@ -61,13 +61,6 @@ def test_an_update_survives_json_and_keeps_its_digest() -> None:
 def test_the_digest_changes_with_everything_that_both_sides_must_agree_on(change: dict[str, object]) -> None:
     update = update_of([(3, 4), (5,)])
     assert UpdateInfo(**{**update.to_dict(), **change}).digest != update.digest  # type: ignore[arg-type]
-
-
-def test_the_second_name_of_a_tied_tensor_is_not_sent() -> None:
-    metas = [TensorMeta("model.embed_tokens.weight", (8, 4)), TensorMeta("lm_head.weight", (8, 4))]
-    update = make_update(metas, version=1, dtype="float32", tied=["lm_head.weight"])
-    assert update.names == ["model.embed_tokens.weight"]
-    assert update.num_bytes == 8 * 4 * 4
 
 
 @pytest.mark.parametrize(
