@@ -45,10 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, frozen=True)
 class LossTerms:
-    """Terms of the loss of N trained tokens. Only `policy_N` and `penalty_N` have gradients.
-
-    A term that the configuration does not ask for is None.
-    """
+    """Terms of the loss of N trained tokens, None if not configured. Only `policy_N` and `penalty_N` have gradients."""
 
     policy_N: torch.Tensor
     """Policy loss of each token, weighted and masked."""
@@ -65,10 +62,7 @@ class LossTerms:
 
 
 def needs_batch_reference(config: Any) -> bool:
-    """Returns whether the loss has a ratio to the batch's first logprobs.
-
-    Those are the trainer's from before the batch's first update.
-    """
+    """Returns whether the loss has a ratio to the trainer's logprobs from before the batch's first update."""
     holds_ratio = ALGORITHM_FACTS[config.algorithm].holds_ratio or config.use_ppo_clip
     return bool(holds_ratio and config.ppo_clip_ref_logprobs == "batch")
 

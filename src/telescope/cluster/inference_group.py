@@ -136,10 +136,7 @@ class InferenceGroup:
 
 
 def bind_host(config: TelescopeConfig, network: Network) -> str:
-    """The host on which servers listen.
-
-    Loopback if the driver is on their node and the user chose no host, otherwise `inference_host`.
-    """
+    """The host on which servers listen: loopback on the driver's node without a chosen host, else `inference_host`."""
     if network.servers_on_loopback and "inference_host" not in config.user_set:
         return LOOPBACK
     return config.inference_host

@@ -259,10 +259,7 @@ class TrainerGroup:
         await self._all(what, SETUP_TIMEOUT_SECONDS, "trainer.save_checkpoint", step, directory)
 
     async def finish_checkpoint(self) -> None:
-        """Waits until the files of the last checkpoint are complete, and here. Not a collective: needs no lock.
-
-        Raises `OSError`.
-        """
+        """Waits for the last checkpoint's files to be complete, and here. Not collective, no lock. Raises `OSError`."""
         command = "trainer.backend.finish_checkpoint"
         await self._all("writing a checkpoint", CHECKPOINT_TIMEOUT_SECONDS, command, group="checkpoint")
         directory = self._saving

@@ -144,10 +144,7 @@ def check_adapters(config: TelescopeConfig, shape: ModelShape) -> None:
 
 
 def adapter_parameters(shape: ModelShape, rank: int, targets: str | Sequence[str]) -> int:
-    """Returns the parameters of all adapters.
-
-    Those of all layers for targets that only another architecture has.
-    """
+    """Returns the parameters of all adapters, those of all layers for targets of another architecture."""
     layers = list(linear_layers(shape))
     names = [name for name, _, _ in layers]
     try:

@@ -97,10 +97,7 @@ class PortHold:
     """A server's port, reserved before and after it binds it."""
 
     def __init__(self, port: int) -> None:
-        """Raises `OSError` with EADDRINUSE for a reserved port.
-
-        Another process, or another server of this one, has it.
-        """
+        """Raises `OSError` with EADDRINUSE for a port that another process, or another server of this one, has."""
         # Not inherited by the server: the supervisor keeps the reservation through restarts.
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:

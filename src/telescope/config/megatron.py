@@ -218,10 +218,7 @@ def check_transformer_engine(config: TelescopeConfig) -> None:
 
 
 def check_gpu_fields(config: TelescopeConfig, device: str, capabilities: Sequence[float] = ()) -> None:
-    """Raises `ConfigError` for a field that needs another device.
-
-    `capabilities` are the compute capabilities of the GPUs.
-    """
+    """Raises `ConfigError` for a field that needs GPUs of other compute capabilities than `capabilities`."""
     if config.train_backend != "megatron":
         return
     for field in NEEDS_GPU:
@@ -353,10 +350,7 @@ def _optimizer_bytes(config: TelescopeConfig, computed: int) -> int:
 
 
 def megatron_memory(config: TelescopeConfig, shape: ModelShape, device: str) -> TrainerMemory:
-    """Estimates the memory of one rank. It has the activations of the first stage, and the output layer of the last.
-
-    No rank needs more.
-    """
+    """Estimates memory of a rank with the first stage's activations and the last's output layer: none needs more."""
     tensor, stages = config.megatron_tensor_parallel_size, config.megatron_pipeline_parallel_size
     context, experts = config.megatron_context_parallel_size, config.megatron_expert_parallel_size
     computed = DTYPE_BYTES[config.compute_dtype]

@@ -77,10 +77,7 @@ def describe_errors(error: ValidationError, values: Mapping[str, Any], sources: 
 
 
 def _written_location(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Returns the part of Pydantic's location that a person wrote.
-
-    The field, or list, index and key; no union alternatives.
-    """
+    """Returns what a person wrote of Pydantic's location: the field, or list, index and key; no union alternatives."""
     if location and location[0] in ENTRY_KEYS:
         return location[:3]
     is_item = len(location) > 1 and isinstance(location[1], int)

@@ -212,10 +212,7 @@ def has_zero_sparse_step(config: Mapping[str, Any]) -> bool:
 
 
 def experts_without_a_layer(config: Mapping[str, Any]) -> str | None:
-    """Describes settings that leave a mixture without any experts.
-
-    None for all other models. vLLM refuses such a model when it loads it.
-    """
+    """Describes settings that leave a mixture without any experts, which vLLM refuses to load. None for others."""
     inner = config.get("text_config")
     config = inner if isinstance(inner, Mapping) else config
     shape = ModelShape.from_config(config)

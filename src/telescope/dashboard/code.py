@@ -113,10 +113,7 @@ def file(snapshots: Snapshots, run: Run, attempt: int | None, path: str) -> dict
 
 
 def difference(snapshots: Snapshots, old: Run, new: Run, path: str = "") -> dict[str, Any]:
-    """Returns the files that differ between two runs, with unified diffs.
-
-    `path` limits it to one file of their newest code.
-    """
+    """Returns files that differ between two runs, with diffs. `path` limits them to one file of their newest code."""
     before, after = snapshots.of(old).files, snapshots.of(new).files
     paths = sorted(before.keys() | after.keys())
     changed = [name for name in paths if before.get(name) != after.get(name)]

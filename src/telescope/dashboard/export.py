@@ -175,10 +175,7 @@ def _distributions(store: RunStore, base: str, steps: set[int]) -> dict[str, Any
 
 
 def _eval_answers(store: RunStore, base: str, evals: Sequence[Row], left_out: list[str]) -> dict[str, Any]:
-    """Returns answers of evals, as far as there is room.
-
-    Those of the first and the last result of each eval come first.
-    """
+    """Returns answers of evals, as far as there is room, those of each eval's first and last result first."""
     finished = [row for row in evals if row["status"] == "finished"]
     first = {row["name"]: row for row in reversed(finished)}
     last = {row["name"]: row for row in finished}

@@ -116,10 +116,7 @@ def samples(
 def _facets(
     view: View, source: str, base: Sequence[str], conditions: Mapping[str, str], every: Mapping[str, Sequence[Any]]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Counts the samples by the values of `every` facet and tag.
-
-    `base` always holds; `conditions` are by facet.
-    """
+    """Counts the samples by the values of `every` facet and tag. `base` always holds; `conditions` are by facet."""
     names = {name: _facet_sql(name) for name in every}
     where = " AND ".join([*base, *conditions.values()])
     grouped = _grouped(view, {name: names[name] for name in names if name not in conditions}, source, where)

@@ -223,10 +223,7 @@ class RunStore:
         return f"NOT {superseded_sql(self._cutoffs())}"
 
     def steps(self, since: int = 0) -> tuple[int, dict[str, list[Any]], StepMetrics]:
-        """Returns the steps from row `since` on: the cursor behind them, their columns, and their metrics.
-
-        Superseded steps are left out.
-        """
+        """Returns the steps from row `since` on, without superseded ones: next cursor, columns, metrics."""
         with self._stepping:
             self.visible()
             self._steps.read(self)
@@ -317,10 +314,7 @@ class RunStore:
         return [empty | row for row in rows.to_pylist(maps_as_pydicts="lossy")]
 
     def of_samples(self, table: str, keys: Collection[tuple[int, str]]) -> dict[tuple[int, str], list[Row]]:
-        """Returns the whole rows of some samples from the files.
-
-        It reads them in one pass, and returns them by attempt and sample.
-        """
+        """Returns the whole rows of some samples by attempt and sample, from one pass over the files."""
         found: dict[tuple[int, str], list[Row]] = {key: [] for key in keys}
         if keys:
             chosen = ", ".join(f"({int(attempt)}, {sql_text(sample_id)})" for attempt, sample_id in keys)

@@ -164,10 +164,7 @@ def entropy(history: History) -> Finding | None:
 
 
 def reward(history: History) -> Finding | None:
-    """Finds a reward below half of the best ten steps.
-
-    The difference is more than three standard errors, so it is not the noise of few groups.
-    """
+    """Finds a reward below half of the best ten steps, by more than three standard errors: not noise of few groups."""
     name = REWARD if history.columns.get(REWARD) else TRAINED_REWARD
     now = history.last(name)
     windows = [history.last(name, WINDOW, skip) for skip in range(WINDOW, len(history.steps) - WINDOW + 1, WINDOW)]
@@ -217,10 +214,7 @@ def kl(history: History) -> Finding | None:
 
 
 def grad_norm(history: History) -> Finding | None:
-    """Finds a gradient norm of ten times the usual one.
-
-    Such a step moves the weights as far as ten steps, unless it is clipped.
-    """
+    """Finds a gradient norm of ten times the usual: unclipped, the step moves the weights as far as ten steps."""
     found = _spike(history, GRAD_NORM)
     if found is None:
         return None
@@ -393,10 +387,7 @@ NOTHING_BYTES = GIB
 
 
 def disk(free: float, total: float, folder: str) -> Finding | None:
-    """Finds a disk that is nearly full.
-
-    Below 5 % and 20 GiB, a checkpoint may not fit; below 1 GiB, the record will not.
-    """
+    """Finds a disk on which a checkpoint may not fit (below 5 % and 20 GiB), or not even the record (below 1 GiB)."""
     if free >= NOTHING_BYTES and (free >= LITTLE_BYTES or free >= LITTLE_SHARE * total):
         return None
     text = f"The disk of {folder} has {free / GIB:.1f} GiB left of {total / GIB:.0f}."

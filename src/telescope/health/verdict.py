@@ -103,10 +103,7 @@ def verdict(history: History, found: Sequence[Finding], state: State) -> list[di
 
 
 def progress(steps: Sequence[int], started: Values, ended: Values, num_steps: int | None, live: bool) -> dict[str, Any]:
-    """Returns the finished steps and the seconds left.
-
-    These follow from the median duration of the last 10 steps.
-    """
+    """Returns the finished steps, and the seconds left at the median duration of the last 10 steps."""
     seconds = step_seconds(started, ended)
     done = steps[-1] + 1 if steps else 0
     left = None

@@ -233,10 +233,7 @@ class EngineClient:
     # --- state ------------------------------------------------------------------------------------------------------
 
     async def health(self, *, within: float = 10.0) -> bool:
-        """Returns whether server and engine process answer, each within `within` seconds.
-
-        Never raises for an unreachable server.
-        """
+        """Returns whether server and engine process both answer in `within` seconds. Raises nothing if they do not."""
         try:
             await self._control("GET", wire.HEALTH_ROUTE, within=within)
             await self._control("GET", wire.IS_PAUSED_ROUTE, within=within)

@@ -156,8 +156,5 @@ class Staleness:
         return oldest is not None and version - oldest > self.max_age
 
     def stale(self, groups: Iterable[Group], version: int) -> list[Group]:
-        """Returns the stale groups, newest prompt first.
-
-        Requeueing each at the front then restores the order.
-        """
+        """Returns the stale groups, newest prompt first: requeueing each at the front then restores the order."""
         return sorted((g for g in groups if self.is_stale(g, version)), key=lambda g: -g.group_id)

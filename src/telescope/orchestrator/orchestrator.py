@@ -366,10 +366,7 @@ class Orchestrator:
     # Groups that became too old
 
     def _withdraw_stale_groups(self) -> None:
-        """Withdraws every group that is too old, and requeues its prompt.
-
-        Called at every sync and when a batch is formed.
-        """
+        """Withdraws every group that is too old, and requeues its prompt, at every sync and when a batch is formed."""
         if self._has_ended:
             return
         if self._batch is not None and self._staleness.stale(self._batch.groups, self.window.version):

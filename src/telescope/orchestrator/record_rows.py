@@ -118,10 +118,7 @@ def sample_row(
 
 
 def in_flight_rows(groups: Iterable[Group]) -> list[dict[str, Any]]:
-    """Returns the running samples with columns of `samples`, without prompts.
-
-    A sample has no server until it gets its first slot.
-    """
+    """Returns the running samples with columns of `samples`, without prompts, and without a server before a slot."""
     rows: list[dict[str, Any]] = []
     for group in groups:
         done = {sample.sample_index for sample in group.samples}

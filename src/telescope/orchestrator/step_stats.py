@@ -91,10 +91,7 @@ def distribution(values: np.ndarray, groups: np.ndarray | None = None) -> dict[s
 
 
 def _bin_edges(low: float, high: float) -> np.ndarray:
-    """Returns the edges of bins from `low` to `high`.
-
-    They are widened if a bin would be narrower than rounding errors.
-    """
+    """Returns the edges of bins from `low` to `high`, wider where a bin would be narrower than rounding errors."""
     size = max(abs(low), abs(high))
     if high / 2 - low / 2 <= 1e-9 * size:  # halves: the difference of huge values is infinite
         pad = max(0.5, 1e-6 * size)

@@ -136,10 +136,7 @@ class WeightSync:
         self.last_probe: dict[int, ProbeReport] = {}
 
     async def verify_initial(self) -> None:
-        """Checks that every server has loaded the trainer's initial weights.
-
-        Raises WeightMismatch when one has loaded others.
-        """
+        """Checks that every server has loaded the trainer's initial weights. Raises WeightMismatch if one has not."""
         config = self._config
         async with self._trainer.queue:
             changes = config.model_dtype not in ("float32", config.engine_dtype)

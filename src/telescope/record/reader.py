@@ -372,10 +372,7 @@ def is_run(directory: Path) -> bool:
 
 
 def find_runs(root: str | os.PathLike[str]) -> list[Run]:
-    """Returns the runs in `root`, or `root` if it is one.
-
-    Searches `SEARCH_DEPTH` levels below `root`. Raises `UserError` if `root` does not exist.
-    """
+    """Returns the runs in `root`, `SEARCH_DEPTH` levels deep, or `root` if it is one. Raises `UserError` without it."""
     top = Path(root)
     if not top.is_dir():
         raise UserError(f"{str(root)!r} is not a folder. Set --root to the folder of the runs.")

@@ -51,10 +51,7 @@ class ChangedFiles:
         self._sent: dict[str, _Sent] = {}
 
     def due(self, now: float, *, last: bool = False) -> tuple[list[str], dict[str, int]]:
-        """Returns changed files in order, and the sizes of all wanted files.
-
-        `last`: also changed files whose time has not come.
-        """
+        """Returns changed files in order (`last`: also before their time), and the sizes of all wanted files."""
         names = []
         found = {name: state for name, state in record_files(self._run_dir).items() if kind_of(name) in self._kinds}
         for name, state in sorted(found.items()):

@@ -121,10 +121,7 @@ def _write_file(
     tensors: Iterator[tuple[str, torch.Tensor]],
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Writes one safetensors file: header length, header in JSON, values.
-
-    The widest dtypes come first, which aligns every tensor.
-    """
+    """Writes a safetensors file: header length, header in JSON, values, the widest first, which aligns every tensor."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for meta in sorted(metas, key=lambda meta: -getattr(torch, meta.dtype).itemsize):

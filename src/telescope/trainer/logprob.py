@@ -87,10 +87,7 @@ class _Softmax:
         return cls(torch.full_like(zeros[0], LOWEST), *zeros)
 
     def add(self, logits_CB: torch.Tensor, target_C: torch.Tensor, temperature: float) -> None:
-        """Adds the logits of a block of B vocabulary entries.
-
-        Overwrites them; `target_C` counts from the block's start.
-        """
+        """Adds the logits of a block of B vocabulary entries, and overwrites them. `target_C` counts from its start."""
         if _has_kernel(logits_CB):
             from telescope.trainer.logprob_kernels import add_block
 

@@ -206,10 +206,7 @@ def can_be_compiled(model: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def checkpoint_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields a parameter's tensors by their checkpoint names. They differ for experts only.
-
-    Works on meta tensors, for their shapes.
-    """
+    """Yields a parameter's tensors, also meta ones, by their checkpoint names, which differ for experts only."""
     if tensor.ndim == 3 and name.endswith((GATE_UP, DOWN)):
         prefix, _, kind = name.rpartition(".")
         for expert, matrix in enumerate(tensor.unbind(0)):

@@ -66,10 +66,7 @@ def pack_step(
 
 
 def split_groups(samples: Sequence[TrainSample], num_minibatches: int) -> list[list[TrainSample]]:
-    """Splits a batch into minibatches of whole groups.
-
-    There are at most `num_minibatches` lists of even sizes, none empty.
-    """
+    """Splits a batch into at most `num_minibatches` lists of whole groups, of even sizes, none empty."""
     groups: dict[int, list[TrainSample]] = {}
     for sample in samples:
         groups.setdefault(sample.group_id, []).append(sample)

@@ -39,10 +39,7 @@ STEP_OPERATIONS = ("gradient_norm", "optimizer")
 
 @dataclass(slots=True)
 class _Moment:
-    """A point of a stream, and when the host requested it.
-
-    The host's time is `time.perf_counter()`. No event: host time only.
-    """
+    """A point of a stream (None: host time only), and when the host requested it, by `time.perf_counter()`."""
 
     host: float
     event: torch.cuda.Event | None = None

@@ -166,10 +166,7 @@ class ControlChannel:
         return str(connection.getsockname()[0])
 
     def on_loss(self, callback: Callable[[str], None]) -> None:
-        """Registers `callback(reason)`, called once after a loss.
-
-        From the reading thread, or at once if the channel is lost already.
-        """
+        """Registers `callback(reason)`, called once after a loss by the reading thread, or at once if already lost."""
         with self._lock:
             if self._loss is None:
                 self._on_loss.append(callback)

@@ -101,10 +101,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(count: int, offset: int, seed: int, device: torch.device) -> torch.Tensor:
-    """Computes odd splitmix64 numbers of consecutive indices, int64 [count].
-
-    The indices are offset .. offset + count.
-    """
+    """Computes odd splitmix64 numbers of the indices offset .. offset + count, int64 [count]."""
     x = torch.arange(offset, offset + count, dtype=torch.int64, device=device)
     x = x * _signed(0x9E3779B97F4A7C15) + _signed(seed)
     x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)

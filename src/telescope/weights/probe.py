@@ -169,10 +169,7 @@ def _mismatch(name: str, sent: str | None, loaded: Sequence[Mapping[str, Any]]) 
 def _mismatch_in_place(
     shape: tuple[int, ...], sent: str, shares: Sequence[tuple[int, Mapping[str, Any]]]
 ) -> str | None:
-    """Checks that shares are exact, complete, and equal where repeated.
-
-    They cover the tensor, and add up to its fingerprint.
-    """
+    """Checks that shares cover the tensor, add up to its fingerprint exactly, and are equal where repeated."""
     parts: dict[tuple[int, int, int, int], str] = {}
     for rank, share in shares:
         if share.get("problem"):

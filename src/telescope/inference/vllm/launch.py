@@ -372,8 +372,5 @@ def measured_kv_cache(log: Iterable[str]) -> int | None:
 
 
 def kv_cache_of_a_restart(log: Iterable[str], estimate: EngineMemory | None) -> int | None:
-    """Returns the measured KV cache size, else the estimated one.
-
-    None when neither is known: vLLM then measures again.
-    """
+    """Returns the measured KV cache size, else the estimated one, else None: vLLM then measures again."""
     return measured_kv_cache(log) or (estimate.kv_cache if estimate is not None else None) or None

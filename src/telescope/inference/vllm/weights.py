@@ -73,10 +73,7 @@ logger = logging.getLogger("vllm.telescope.weights")
 
 
 def is_not_about_rotary_tables(record: logging.LogRecord) -> bool:
-    """Returns False for vLLM's warning that rotary tables were not loaded.
-
-    No checkpoint has them, and vLLM warns at every sync.
-    """
+    """Returns False for vLLM's warning at every sync that it lacks rotary tables, which no checkpoint has."""
     return not record.getMessage().endswith("RotaryEmbedding: Failed to load weights")
 
 
@@ -198,10 +195,7 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
 
     @stores_failure
     def start_weight_update(self) -> None:
-        """Prepares the layers for loading, also after an unfinished update.
-
-        Does nothing for weights that came in the background.
-        """
+        """Prepares the layers for loading, also after an unfinished update, unless weights came in the background."""
         if self.has_adapter:
             use_plain_logits(self.model)
         if self.receiving is not None or self.has_adapter:

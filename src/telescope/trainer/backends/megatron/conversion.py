@@ -192,10 +192,7 @@ def _buckets(
     shapes: Shapes,
     limit: int,
 ) -> Iterator[tuple[int, bool, list[_Unit]]]:
-    """Yields (stage, is of experts, units) of limited size.
-
-    All ranks' parts have at most `limit` numbers, or are one unit.
-    """
+    """Yields (stage, is of experts, units) whose parts on all ranks have at most `limit` numbers, or are one unit."""
 
     def unit_of(mappings: list[ParameterMapping]) -> _Unit:
         is_expert = mappings[0].expert is not None
