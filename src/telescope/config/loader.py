@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from telescope.config.base import accepts
 from telescope.config.messages import describe_errors, show, unknown_field
+from telescope.config.other_names import hint
 from telescope.config.remarks import remarks
 from telescope.config.schema import TelescopeConfig
 from telescope.config.yaml_file import parse_yaml_value, read_yaml_file
@@ -131,7 +132,10 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
         position += 1
         if not argument.startswith("--") or argument == "--":
             file = f", a file of fields as --config {argument}" if argument.endswith((".yaml", ".yml")) else ""
-            raise ConfigError(f"Unexpected argument {argument!r}. Fields are set as --field value{file}")
+            about = (
+                hint(argument.partition("=")[0].lstrip("+"), TelescopeConfig.model_fields) if "=" in argument else ""
+            )
+            raise ConfigError(f"Unexpected argument {argument!r}.{about} Fields are set as --field value{file}")
         typed, equals, text = argument[2:].partition("=")
         name = typed.replace("-", "_")
         if name not in TelescopeConfig.model_fields:

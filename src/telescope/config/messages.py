@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from telescope.config.base import Section
 from telescope.config.environments import EnvironmentEntry, EvalEntry
+from telescope.config.other_names import hint
 from telescope.utils.text import did_you_mean
 
 ENTRY_TYPES: dict[str, type[Section]] = {"environments": EnvironmentEntry, "evals": EvalEntry}
@@ -57,9 +58,8 @@ def show(value: Any) -> str:
 def unknown_field(name: str, known: Iterable[str], source: str | None, value: Any = None) -> str:
     """Returns the message for an unknown field. It may hold fields, as a section of another framework's file does."""
     where = f" ({source})" if source else ""
-    inner = [key for key in value if key in known] if isinstance(value, dict) else []
-    hint = f" The file is flat: write {', '.join(inner)} without '{name}'." if inner else did_you_mean(name, known)
-    return f"Unknown configuration field '{name}'{where}.{hint} `telescope config explain` lists all fields"
+    known_here = hint(name, known, value)
+    return f"Unknown configuration field '{name}'{where}.{known_here} `telescope config explain` lists all fields"
 
 
 def describe_errors(error: ValidationError, values: Mapping[str, Any], sources: Mapping[str, str]) -> str:

@@ -34,26 +34,6 @@ def pluralize(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-# Names in other frameworks that resemble ours too little to be found by spelling.
-ABBREVIATIONS = {
-    "lr": "learning_rate",
-    "wd": "weight_decay",
-    "bs": "prompts_batch_size_for_trainer",
-    "batch_size": "prompts_batch_size_for_trainer",
-    "steps": "number_of_steps",
-    "max_steps": "number_of_steps",
-    "num_steps": "number_of_steps",
-    "tp": "inference_tensor_parallel_size",
-    "env": "environments",
-    "num_generations": "group_size",
-    "max_grad_norm": "grad_clip",
-    "model_name": "model",
-    "max_new_tokens": "max_tokens",
-    "max_completion_length": "max_tokens",
-    "run_name": "wandb_run_name",
-    "scheduler": "lr_scheduler",
-    "output_dir": "run_dir",
-}
 SIMILAR_ENOUGH = 0.6  # below this similarity a suggestion confuses more than it helps
 MISSPELLED = 0.8  # share of matching characters from which two names are one name and its misspelling
 
@@ -62,8 +42,6 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
     """Returns the most similar known name, or None if nothing is close."""
     known = list(known)
     wanted = name.strip().lower().replace("-", "_")
-    if ABBREVIATIONS.get(wanted) in known:
-        return ABBREVIATIONS[wanted]
     best = max(known, key=lambda candidate: _similarity(wanted, candidate.lower()), default=None)
     return best if best is not None and _similarity(wanted, best.lower()) >= SIMILAR_ENOUGH else None
 

@@ -16,7 +16,6 @@ FIELDS = ["learning_rate", "warmup_steps", "weight_decay", "model"]
     [
         ("learning_rat", "learning_rate"),
         ("warmup", "warmup_steps"),
-        ("lr", "learning_rate"),
         ("LEARNING-RATE", FIELDS[0]),
     ],
 )

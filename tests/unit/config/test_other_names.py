@@ -1,0 +1,81 @@
+"""Names of other frameworks are answered with what stands for them here."""
+
+from __future__ import annotations
+
+import pytest
+
+from telescope.config import load_config
+from telescope.config.eval_config import SHARED_FIELDS
+from telescope.config.loader import parse_overrides
+from telescope.config.other_names import FIELD_OF, FIELDS, SENTENCE_OF, SENTENCES, hint
+from telescope.config.schema import TelescopeConfig
+from telescope.errors import ConfigError
+from telescope.utils.text import nearest_name
+
+KNOWN = TelescopeConfig.model_fields
+
+
+def test_the_tables_name_fields_that_exist_once():
+    assert not FIELDS.keys() - KNOWN.keys()
+    assert not FIELD_OF.keys() & SENTENCE_OF.keys()
+    assert not (FIELD_OF.keys() | SENTENCE_OF.keys()) & KNOWN.keys()
+    assert len(FIELD_OF) == sum(len(names.split()) for names in FIELDS.values())
+    assert len(SENTENCE_OF) == sum(len(names.split()) for names in SENTENCES)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("beta", "kl_penalty_tau"),
+        ("num_train_epochs", "number_of_steps"),
+        ("reward_funcs", "docs/environments.md"),
+        ("per_device_train_batch_size", "prompts_batch_size_for_trainer x group_size"),
+        ("num_generations", "'group_size'"),
+        ("max_completion_length", "'max_tokens'"),
+        ("num_iterations", "number_of_minibatches"),
+        ("epsilon", "use_ppo_clip"),
+        ("epsilon_high", "'clip_high'"),
+        ("rollout.n", "'group_size'"),
+        ("actor_rollout_ref.rollout.n", "'group_size'"),
+        ("actor_rollout_ref.rollout.temperature", "'temperature'"),
+        ("actor_rollout_ref.actor.optim.lr", "'learning_rate'"),
+        ("actor_rollout_ref.model.path", "'model'"),
+        ("actor_rollout_ref.actor.kl_loss_coef", "kl_penalty_tau"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size", "'inference_tensor_parallel_size'"),
+        ("data.train_files", "environments: [{name"),
+        ("data.train_batch_size", "'prompts_batch_size_for_trainer'"),
+        ("algorithm.adv_estimator", "'algorithm'"),
+        ("trainer.total_epochs", "number_of_steps"),
+        ("trainer.logger", "'trackers'"),
+        ("max-steps", "'number_of_steps'"),
+        ("grad_clp", "'grad_clip'"),
+    ],
+)
+def test_a_name_of_another_framework_is_translated(name, words):
+    with pytest.raises(ConfigError, match=f"Unknown configuration field '{name}'") as flag:
+        parse_overrides([f"--{name}=1"])
+    assert words in str(flag.value)
+    with pytest.raises(ConfigError, match="Unexpected argument") as bare:
+        parse_overrides([f"{name}=1"])
+    assert words in str(bare.value)
+
+
+def test_a_file_of_another_framework_is_translated(tmp_path):
+    file = tmp_path / "verl.yaml"
+    file.write_text(
+        "data: {train_files: a.parquet, max_response_length: 512}\n"
+        "actor_rollout_ref: {rollout: {n: 8, temperature: 0.7}, actor: {optim: {lr: 1e-6}, use_kl_loss: true}}\n"
+        "odd: {thing: 1}\n"
+    )
+    with pytest.raises(ConfigError) as raised:
+        load_config(file, [], {})
+    data, actor, odd = raised.value.problems
+    assert "max_response_length is max_tokens without 'data'. Data belongs to an environment" in data
+    assert "rollout.n is group_size, rollout.temperature is temperature, actor.optim.lr is learning_rate" in actor
+    assert "There is no reference model" in actor
+    assert "Unknown configuration field 'odd' " in odd
+
+
+def test_only_fields_of_the_command_are_suggested():
+    assert "group_size" not in hint("num_generations", SHARED_FIELDS)
+    assert nearest_name("lr", KNOWN) != "learning_rate"
