@@ -103,11 +103,16 @@ def test_pages_follow_a_run_that_trains(command: Command) -> None:
     assert [value for _, value in saved] == pytest.approx(in_the_record, rel=1e-8), "nine digits are saved"
 
 
-def test_a_run_with_a_custom_backend_reports_every_modifier_and_finishes_on_ctrl_c(command: Command) -> None:
+def test_a_run_with_a_custom_backend_reports_every_modifier_and_finishes_when_a_scheduler_stops_it(
+    command: Command,
+) -> None:
     assert len(command.family()) > 8, "Ray, vLLM, trainer and environment workers carry the mark"
     assert command.listens_on() == {"127.0.0.1"}
-    command.interrupt()
+    for _ in range(3):
+        command.terminate_all()
     assert command.process.wait(timeout=90) == 130
+    assert "Aborted" not in command.log.read_text()
+    assert "Traceback" not in command.log.read_text()
     command.wait_for("end of every process", lambda: not command.family(), 60)
     summary = json.loads((command.run_dir / "summary.json").read_text())
     assert summary["status"] == "stopped"

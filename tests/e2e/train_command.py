@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -94,3 +95,12 @@ class Command:
 
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
+
+    def terminate_all(self) -> None:
+        """Sends SIGTERM to the process, to its group, and to each process of the family, as schedulers do."""
+        self.process.terminate()
+        os.killpg(self.process.pid, signal.SIGTERM)
+        self.family()
+        for pid in self.known:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)

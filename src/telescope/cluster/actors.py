@@ -11,15 +11,13 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import os
-import signal
 import socket
 import tempfile
 from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from types import FrameType
-from typing import Any, BinaryIO
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -34,7 +32,7 @@ from telescope.inference.vllm.request_tracing import TraceTarget
 from telescope.record.files import RunFiles
 from telescope.record.gauges import ReadingBatch, Sampler
 from telescope.record.system_metrics import MachineSampler
-from telescope.utils.process import open_log, thread_stacks
+from telescope.utils.process import ignore_sigterm, open_log, thread_stacks
 from telescope.weights.control_channel import listen
 from telescope.weights.plan import UpdateInfo
 
@@ -46,9 +44,6 @@ ACTOR_OPTIONS: dict[str, Any] = {
 """Ray never restarts an actor: its state is weights and processes. Calls in the concurrency groups are answered while
 the actor works; those of `observe` also while calls of `control` wait for engines."""
 
-TERMINATED = "telescope: received SIGTERM, exiting"
-"""Last line in the log of a trainer rank."""
-
 DAEMON_EXIT_SECONDS = 0.5
 """A raylet that stops ends its actors first; it has exited after this time."""
 
@@ -57,22 +52,6 @@ def make_actor(actor_class: type, placement: dict[str, Any]) -> Any:
     """Returns the Ray actor class of a class below, with its `placement`. `.remote(...)` starts an actor."""
     options: dict[str, Any] = {**ACTOR_OPTIONS, **placement}
     return ray.remote(**options)(actor_class)
-
-
-def exit_on_sigterm(log: BinaryIO | None = None) -> None:
-    """Exits at once on SIGTERM, which Ray sends with the placement group's removal.
-
-    Ray's own handler raises SystemExit in the main thread; if that runs a destructor, Python prints a traceback and
-    goes on. Nothing is left to do: `stop` was called before, and child processes watch for the end of this one.
-    """
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        if log is not None:
-            log.write(f"{TERMINATED}\n".encode())
-            log.flush()
-        os._exit(1)
-
-    signal.signal(signal.SIGTERM, leave)
 
 
 def use_temporary_directory() -> None:
@@ -103,7 +82,7 @@ class InferenceActor:
     ) -> None:
         from telescope.inference.server import InferenceServer
 
-        exit_on_sigterm()
+        ignore_sigterm()
         use_temporary_directory()
         config = TelescopeConfig.from_json(config_json)
         # vLLM and its workers inherit the environment; their NCCL connects to the trainer's.
@@ -155,9 +134,9 @@ class TrainerActor:
         from telescope.record.logging import setup_logging
 
         setup_logging(Path(run_dir), f"trainer-{rank}", None, debug=config.debug)
-        self._log = open_log(RunFiles(run_dir).log(f"trainer-{rank}"))
+        self._log = open_log(RunFiles(run_dir).log(f"trainer-{rank}"))  # open for as long as faults may be written
         faulthandler.enable(self._log)
-        exit_on_sigterm(self._log)
+        ignore_sigterm()
         self._config = config
         self._rank = rank
         self._world_size = world_size

@@ -45,7 +45,7 @@ from telescope.config.machine import LOOPBACK
 from telescope.config.plan import ClusterResources, NodeResources
 from telescope.errors import RunError, UserError
 from telescope.record.files import RunFiles
-from telescope.utils.process import describe_exit, log_tail
+from telescope.utils.process import describe_exit, log_tail, sigterm_blocked
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ def _start_here(arguments: dict[str, Any], stopped: threading.Event) -> None:
     """
     for is_last_attempt in (False, True):
         try:
-            with _only_loopback():
+            with _only_loopback(), sigterm_blocked():
                 ray.init(address="local", **arguments)
             return
         except Exception as error:  # Ray raises plain exceptions when one of its daemons does not come up

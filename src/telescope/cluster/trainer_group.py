@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from telescope.cluster.actors import TERMINATED, ActorExited, TrainerActor, answer, dump_stacks, make_actor
+from telescope.cluster.actors import ActorExited, TrainerActor, answer, dump_stacks, make_actor
 from telescope.cluster.placement import Placement
 from telescope.cluster.ray_cluster import Cluster
 from telescope.config import TelescopeConfig
@@ -386,9 +386,7 @@ def _missing_files(directory: Path, train_backend: str) -> list[str]:
 
 
 def describe_rank_exit(log: str) -> str:
-    """The end of a rank's process in words. Ray does not report its exit code; every signal but SIGKILL is logged."""
-    if TERMINATED in log:
-        return "was killed by SIGTERM"
+    """The end of a rank's process in words. Ray does not report its exit code; crashes are in the log."""
     if crashes := re.findall(r"Fatal Python error: (.+)", log):
         for number in CRASH_SIGNALS:
             if crashes[-1].replace("-", " ") == signal.strsignal(number):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -61,7 +62,10 @@ def run_training(config: TelescopeConfig, notes: list[str], view: View | None = 
 
     Raises UserError for input that cannot be run (nothing is left behind), the first error of any part otherwise.
     """
-    return asyncio.run(_TrainingRun(config, notes, view).run())
+    summary = asyncio.run(_TrainingRun(config, notes, view).run())
+    if summary.status == "stopped":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler repeats it; the closing lines are still to come
+    return summary
 
 
 class _TrainingRun:

@@ -5,9 +5,11 @@ Notifies them of changes, and handles stop signals.
 A failure of any task ends the run at once with that error. A run in which nothing finishes for `watchdog_seconds` ends
 with a report of what each component waited for. `ChangeNotifier` is the condition that loops wait on.
 
-The first stop signal ends the run cleanly after the current step, the second at once. SIGINT (Ctrl-C), SIGTERM and
-SIGHUP (a closed terminal, a dropped SSH session) stop a run. Either way no process is left on this machine: after the
-second signal nothing is waited for, and the run's reaper (`cluster.reaper`) kills what this process started.
+The first stop signal ends the run cleanly after the current step, a Ctrl-C after it at once. SIGINT (Ctrl-C), SIGTERM
+(schedulers) and SIGHUP (a closed terminal, a dropped SSH session) stop a run. Schedulers send SIGTERM to all processes
+of a run, so Ray's daemons, actors, environment workers and trackers ignore it. Either way no process is left on this
+machine: after the second signal nothing is waited for, and the run's reaper (`cluster.reaper`) kills what this process
+started.
 """
 
 from __future__ import annotations
@@ -189,8 +191,8 @@ class Interrupt:
 
         A SIGHUP that is ignored stays ignored: so `nohup` keeps a run going.
         """
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._signalled)
+        loop.add_signal_handler(signal.SIGINT, self._signalled)
+        loop.add_signal_handler(signal.SIGTERM, self._terminated)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             loop.add_signal_handler(signal.SIGHUP, self._hung_up)
 
@@ -223,14 +225,18 @@ class Interrupt:
             task.cancel()
             self._on_first.clear()
 
+    def _terminated(self) -> None:
+        """Stops after the step. Schedulers send SIGTERM to a process and to its group: repeats change nothing."""
+        if not self.requested:
+            self._signalled()
+
     def _hung_up(self) -> None:
-        """Stops as at SIGTERM. A shell that loses its terminal sends SIGHUP more than once: repeats change nothing."""
+        """Stops as at SIGTERM. A shell that loses its terminal sends SIGHUP more than once too."""
         null = os.open(os.devnull, os.O_WRONLY)
         for descriptor in self._terminals:  # writes to a lost terminal fail
             os.dup2(null, descriptor)
         os.close(null)
-        if not self.requested:
-            self._signalled()
+        self._terminated()
 
     def _signalled(self) -> None:
         self._count += 1

@@ -30,6 +30,7 @@ from telescope.record.run_info import read_run_json
 from telescope.trackers.base import MAX_WAITING, TITLES, TrackedRun
 from telescope.trackers.wandb import wandb_mode
 from telescope.utils.packages import is_installed
+from telescope.utils.process import sigterm_blocked
 
 if TYPE_CHECKING:
     from telescope.config import TelescopeConfig
@@ -207,8 +208,8 @@ class TrackerSink:
         package_root = str(Path(__file__).resolve().parents[2])
         paths = [package_root, os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "WANDB_SILENT": "true", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        with self._files.log("trackers").open("ab") as log:
-            # Its own session: Ctrl-C is for the run, which then closes this sink.
+        # Out of reach of Ctrl-C and of a scheduler's SIGTERM: they are for the run, which then closes this sink.
+        with self._files.log("trackers").open("ab") as log, sigterm_blocked():
             return subprocess.Popen(
                 [sys.executable, "-m", "telescope.trackers.process"],
                 stdin=subprocess.PIPE,

@@ -162,6 +162,25 @@ def log_tail(path: Path, num_bytes: int, *, start: int = 0) -> str:
         return ""
 
 
+def ignore_sigterm() -> None:
+    """Makes this process ignore SIGTERM; programs that it starts do not inherit that.
+
+    Schedulers send the signal to all processes of a run. Only the driver answers, and ends the others.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+@contextmanager
+def sigterm_blocked() -> Iterator[None]:
+    """Starts programs, on this thread, that ignore SIGTERM whatever handlers they install."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _exit_by_signal(number: int, _frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import tempfile
 import traceback
 from collections.abc import Iterator
@@ -100,34 +98,6 @@ async def test_another_error_in_an_actor_keeps_its_type_and_its_remote_traceback
         await answer(raised_in_an_actor(cause), "training step 3")
     assert str(failure.value) == str(cause)
     assert "ray::InferenceActor.start()" in "".join(traceback.format_exception(failure.value))
-
-
-ENDED_IN_A_DESTRUCTOR = """
-import os, signal, sys
-from telescope.cluster.actors import exit_on_sigterm
-
-def as_ray_does(number, frame):
-    raise SystemExit(1)
-
-class Dying:
-    def __del__(self):
-        os.kill(os.getpid(), signal.SIGTERM)
-        print("goes on", flush=True)
-
-signal.signal(signal.SIGTERM, as_ray_does)
-if sys.argv[1] == "ours":
-    exit_on_sigterm()
-Dying()
-"""
-
-
-@pytest.mark.parametrize(("handler", "printed"), [("ours", False), ("that of Ray", True)])
-def test_an_actor_that_is_ended_in_a_destructor_prints_no_traceback(handler: str, printed: bool) -> None:
-    command = [sys.executable, "-c", ENDED_IN_A_DESTRUCTOR, handler]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ("SystemExit" in done.stderr) == printed
-    assert (done.returncode == 1) != printed
-    assert "goes on" not in done.stdout
 
 
 def test_actors_of_a_joined_cluster_use_the_runs_temporary_directory(

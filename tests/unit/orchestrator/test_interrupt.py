@@ -124,6 +124,18 @@ async def test_a_start_that_is_cancelled_for_another_reason_is_no_interrupt(inte
     assert not interrupt.requested
 
 
+async def test_a_scheduler_that_repeats_its_signal_still_ends_the_run_cleanly(interrupt: Interrupt) -> None:
+    interrupt.install(asyncio.get_running_loop())
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):
+        os.kill(os.getpid(), number)
+        await tick(3)
+    assert interrupt._count == 1
+    with pytest.raises(Exited):
+        interrupt._signalled()  # Ctrl-C by an impatient person
+    for each in STOP_SIGNALS:
+        asyncio.get_running_loop().remove_signal_handler(each)
+
+
 async def test_a_terminal_that_hangs_up_twice_still_ends_the_run_cleanly(interrupt: Interrupt) -> None:
     interrupt.install(asyncio.get_running_loop())
     for _ in range(2):  # as a shell that has lost its terminal does

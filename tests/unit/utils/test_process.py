@@ -64,3 +64,22 @@ async def main():
 asyncio.run(main())
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+IGNORES = """
+import os, signal, subprocess, sys
+from telescope.utils.process import ignore_sigterm, sigterm_blocked
+
+WITH_HANDLER = "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_DFL); os.kill(os.getpid(), signal.SIGTERM)"
+with sigterm_blocked():
+    assert subprocess.run([sys.executable, "-c", WITH_HANDLER]).returncode == 0
+    ignore_sigterm()
+os.kill(os.getpid(), signal.SIGTERM)
+assert subprocess.run([sys.executable, "-c", WITH_HANDLER]).returncode == -signal.SIGTERM
+print("goes on")
+"""
+
+
+def test_processes_that_ignore_sigterm_start_others_that_do_not() -> None:
+    done = subprocess.run([sys.executable, "-c", IGNORES], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "goes on\n", done.stderr

@@ -35,6 +35,7 @@ from telescope.environments.rendering import Renderer
 from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.errors import UserError
 from telescope.utils.child_guard import end_with_parent
+from telescope.utils.process import ignore_sigterm
 
 PACKET_BYTES = 65536
 _PR_SET_CHILD_SUBREAPER = 36
@@ -150,6 +151,7 @@ def main(arguments: list[str]) -> None:
     """Entry point. Arguments: socket descriptor, driver's process id, renderer as JSON."""
     descriptor, parent = int(arguments[0]), int(arguments[1])
     end_with_parent(parent)
+    ignore_sigterm()  # workers inherit this
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # workers inherit this

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from telescope.environments.worker_pool.fork_server import PACKET_BYTES
 from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.errors import DeadlineExceeded, InfrastructureError, UserError
-from telescope.utils.process import describe_exit, log_tail, open_log
+from telescope.utils.process import describe_exit, log_tail, open_log, sigterm_blocked
 
 if TYPE_CHECKING:
     from telescope.environments.worker_pool.worker_handle import WorkerProcess
@@ -98,7 +98,7 @@ class Launcher:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         renderer = asdict(self._renderer) if self._renderer is not None else None
         arguments = [json.dumps(sys.path), "telescope-environment-server", str(theirs.fileno()), str(os.getpid())]
-        with theirs, open_log(self.log_path) as log:
+        with theirs, open_log(self.log_path) as log, sigterm_blocked():
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, *arguments, json.dumps(renderer)],
                 stdin=subprocess.DEVNULL,

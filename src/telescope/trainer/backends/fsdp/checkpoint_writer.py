@@ -22,6 +22,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing
 
+from telescope.utils.process import ignore_sigterm
+
 GROUP_TIMEOUT = datetime.timedelta(minutes=30)
 """Limit for one collective of the writers: the slowest disk may be that much slower than the fastest."""
 
@@ -71,12 +73,13 @@ class CheckpointWriter:
     def stop(self) -> None:
         """Ends the process."""
         self._pipe.close()
-        self._process.terminate()
+        self._process.kill()
         self._process.join(STOP_SECONDS)
 
 
 def _serve(pipe: Connection, store: tuple[str, int], generation: int, rank: int, world_size: int) -> None:
     """Runs the writing process until the rank closes the pipe, or exits."""
+    ignore_sigterm()
     threading.Thread(target=_exit_with_the_rank, daemon=True).start()
     logging.disable(logging.INFO)  # torch would log every request to the terminal
     host, port = store
