@@ -103,9 +103,7 @@ def test_pages_follow_a_run_that_trains(command: Command) -> None:
     assert [value for _, value in saved] == pytest.approx(in_the_record, rel=1e-8), "nine digits are saved"
 
 
-def test_a_run_with_a_custom_backend_reports_every_modifier_and_finishes_when_a_scheduler_stops_it(
-    command: Command,
-) -> None:
+def test_a_run_with_a_custom_backend_reports_every_modifier_and_ends_by_a_scheduler(command: Command) -> None:
     assert len(command.family()) > 8, "Ray, vLLM, trainer and environment workers carry the mark"
     assert command.listens_on() == {"127.0.0.1"}
     for _ in range(3):
