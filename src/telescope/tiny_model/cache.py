@@ -1,4 +1,4 @@
-"""Settings of tiny models, and the cache of built ones. Each combination of settings has a folder.
+"""Settings of tiny models, and the cache of built and released ones. Each combination of settings has a folder.
 
 Equal keys give the same model on the same machine, because every random choice of the build is drawn from `seed`.
 Invariants: a folder with its final name is complete, because it is filled under another name and then renamed; a folder
@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,7 +38,21 @@ _HEAD_SIZES = (32, 64, 96, 128)
 
 
 @dataclass(frozen=True, slots=True)
-class TinyModelSettings:
+class ModelRecipe(ABC):
+    """A way to make a model folder. Equal keys make equal folders."""
+
+    @property
+    @abstractmethod
+    def key(self) -> str:
+        """Name of the folder in the cache, after `tiny-model-`."""
+
+    @abstractmethod
+    def build(self, folder: Path, report: Callable[[WarmStartProgress], None] | None) -> None:
+        """Writes config, weights, tokenizer and chat template into an empty folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class TinyModelSettings(ModelRecipe):
     """Shape, data and length of the warm start. The defaults are those that `make demo` trains."""
 
     task: str = "countdown"
@@ -113,6 +128,12 @@ class TinyModelSettings:
         text = json.dumps({"recipe": RECIPE_VERSIONS[self.task], **fields}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    def build(self, folder: Path, report: Callable[[WarmStartProgress], None] | None) -> None:
+        """Makes the model and gives it a warm start."""
+        from telescope.tiny_model.build import build_tiny_model  # torch and transformers: only when needed
+
+        build_tiny_model(folder, self, report)
+
 
 MANIFEST = "tiny_model.json"
 """Settings of the model, and the SHA-256 of every other file beside it."""
@@ -136,29 +157,36 @@ def ensure_tiny_model(
     `other_settings` are fields of `TinyModelSettings`. `report` is called after every warm-start step, so never when
     the cache answers. Raises `UserError` for settings that make no model or a cache folder that cannot be written.
     """
-    settings = TinyModelSettings(seed=seed, tied=tied, **other_settings)
+    return ensure_model(TinyModelSettings(seed=seed, tied=tied, **other_settings), cache_dir, report=report)
+
+
+def ensure_model(
+    recipe: ModelRecipe,
+    cache_dir: Path | str | None = None,
+    *,
+    report: Callable[[WarmStartProgress], None] | None = None,
+) -> Path:
+    """Returns the folder of the model in the cache. Makes it unless the cache has a complete one."""
     root = default_cache_dir() if cache_dir is None else Path(cache_dir)
-    return _ensure(root / f"tiny-model-{settings.key}", settings, report)
+    return _ensure(root / f"tiny-model-{recipe.key}", recipe, report)
 
 
 def write_tiny_model(
-    target: Path, settings: TinyModelSettings, *, report: Callable[[WarmStartProgress], None] | None = None
+    target: Path, recipe: ModelRecipe, *, report: Callable[[WarmStartProgress], None] | None = None
 ) -> Path:
-    """Builds the model in a folder of the caller's choice.
+    """Makes the model in a folder of the caller's choice.
 
-    A tiny model with other settings is replaced; anything else in that place is refused with `UserError`.
+    Another model of this command is replaced; anything else in that place is refused with `UserError`.
     """
     mine = (target / MANIFEST).is_file() or (target.is_dir() and not any(target.iterdir()))
     if target.exists() and not mine:
         raise UserError(f"{target} exists and is not a tiny model: choose another folder or remove it.")
-    return _ensure(target, settings, report)
+    return _ensure(target, recipe, report)
 
 
-def _ensure(target: Path, settings: TinyModelSettings, report: Callable[[WarmStartProgress], None] | None) -> Path:
-    if is_whole(target, settings):
+def _ensure(target: Path, recipe: ModelRecipe, report: Callable[[WarmStartProgress], None] | None) -> Path:
+    if is_whole(target, recipe):
         return target
-    from telescope.tiny_model.build import build_tiny_model  # torch and transformers: only when needed
-
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
@@ -168,21 +196,21 @@ def _ensure(target: Path, settings: TinyModelSettings, report: Callable[[WarmSta
         ) from error
     try:
         scratch.chmod(0o755)
-        build_tiny_model(scratch, settings, report)
-        manifest = {"key": settings.key, "settings": asdict(settings), "files": _checksums(scratch)}
+        recipe.build(scratch, report)
+        manifest = {"key": recipe.key, "settings": asdict(recipe), "files": _checksums(scratch)}
         (scratch / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-        _install(scratch, target, settings)
+        _install(scratch, target, recipe)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
 
 
-def is_whole(folder: Path, settings: TinyModelSettings) -> bool:
-    """Returns whether `folder` has the model of these settings with intact files."""
+def is_whole(folder: Path, recipe: ModelRecipe) -> bool:
+    """Returns whether `folder` has the model of this recipe with intact files."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         files = dict(manifest["files"])
-        return manifest["key"] == settings.key and bool(files) and files == _checksums(folder)
+        return manifest["key"] == recipe.key and bool(files) and files == _checksums(folder)
     except (OSError, ValueError, KeyError, TypeError):
         return False  # Absent or unreadable is the same as broken here: the caller builds it again.
 
@@ -195,14 +223,14 @@ def _checksums(folder: Path) -> dict[str, str]:
     }
 
 
-def _install(scratch: Path, target: Path, settings: TinyModelSettings) -> None:
+def _install(scratch: Path, target: Path, recipe: ModelRecipe) -> None:
     """Renames the finished folder, replacing a broken one."""
     for _ in range(2):
         try:
             scratch.rename(target)
             return
         except OSError:  # Something is there: ours from another process, or the broken one.
-            if is_whole(target, settings):
+            if is_whole(target, recipe):
                 return
             away = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
             target.rename(away / "broken")

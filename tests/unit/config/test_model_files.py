@@ -92,6 +92,7 @@ def test_a_broken_json_file_is_named(tmp_path):
 def test_a_tiny_model_that_is_not_there_yet_can_be_made(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "`telescope tiny-model --output models/tiny-countdown`" in error_of("models/tiny-countdown")
+    assert "`telescope tiny-model --from smollm2-135m --output models/smollm2-135m`" in error_of("models/smollm2-135m")
     assert "telescope tiny-model" not in error_of("models/large")
     with pytest.raises(
         ConfigError, match="`telescope tiny-model --task calculator_agent --output models/tiny-calculator`"

