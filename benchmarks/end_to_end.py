@@ -124,13 +124,17 @@ def paused_share(steps: list[dict[str, Any]], num_servers: int, seconds: float) 
     return paused / num_servers / seconds
 
 
-def thrown_away(run: WholeRun, steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts tokens by fate over the whole run."""
+def thrown_away(run: WholeRun, steps: list[dict[str, Any]], first_step: int = 0) -> dict[str, Any]:
+    """Counts tokens by fate over the whole run, or from a step."""
     tokens: Counter[str] = Counter()
     for fate in ("retried", "lost"):  # these tokens belong to no sample row
-        tokens[fate] = int(sum(step["metrics"].get(f"{fate}/tokens", 0.0) for step in steps))
-    columns = ["status", "reason", "completion_tokens"]
+        tokens[fate] = int(
+            sum(step["metrics"].get(f"{fate}/tokens", 0.0) for step in steps if step["step"] >= first_step)
+        )
+    columns = ["step", "status", "reason", "completion_tokens"]
     for row in run.record.table("samples", columns=columns).to_pylist():
+        if row["step"] is not None and row["step"] < first_step:
+            continue
         fate = row["status"] if row["reason"] is None else f"{row['status']}/{row['reason']}"
         tokens[fate] += row["completion_tokens"] or 0
     at_end = sum(count for fate, count in tokens.items() if fate.endswith("/run_ended"))

@@ -23,6 +23,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True,
         "max_position_embeddings": 32_768,
     },
+    "qwen2.5-1.5b": {
+        "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+        "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True,
+        "max_position_embeddings": 32_768,
+    },
     "qwen2.5-3b": {
         "hidden_size": 2048, "intermediate_size": 11_008, "num_hidden_layers": 36, "num_attention_heads": 16,
         "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True,
