@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 from tests.integration.trackers.conftest import until
+from tests.integration.trackers.fake_wandb import ENTITY, FakeWandb, StoredRun
 
 from telescope.cli import ui
 from telescope.cli.main import main
@@ -20,7 +21,6 @@ from telescope.record.files import record_files
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 from telescope.record.run_info import begin_run
-from telescope.testing.fake_wandb import ENTITY, FakeWandb, StoredRun
 from telescope.trackers import wandb_runs
 from telescope.trackers.wandb import VERSION_KEY
 from telescope.trackers.wandb_runs import WandbError, WandbProject, is_record_file

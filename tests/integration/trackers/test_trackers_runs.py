@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 from tests.integration.trackers.conftest import offline_values, until, wandb_records
+from tests.integration.trackers.fake_wandb import FakeWandb, StoredRun
 from tests.unit.orchestrator.fakes import config_of
 
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.record.code_snapshot import CodeSnapshot
 from telescope.record.reader import Run
-from telescope.testing.fake_wandb import FakeWandb, StoredRun
 
 SETTINGS = {"use_wandb": True, "metrics_logger_interval_seconds": 0.2, "event_upload_interval_seconds": 1}
 
