@@ -14,13 +14,15 @@ import platform
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from importlib import metadata
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from telescope.record.code_snapshot import git_state
 from telescope.record.files import ProcessIdentity, RunFiles, read_json, replace_json
+from telescope.utils.packages import installed_version
 from telescope.utils.text import single_line
 
 if TYPE_CHECKING:
@@ -63,24 +65,9 @@ def write_run_json(run_dir: Path | str, info: RunInfo) -> None:
 def read_run_json(run_dir: Path | str) -> RunInfo | None:
     """Reads `run.json`. Returns None if it cannot be read or has other types. Ignores keys of newer versions."""
     try:
-        value = read_json(RunFiles(run_dir).run_json)
-        info = RunInfo(**{f.name: value[f.name] for f in fields(RunInfo) if f.name in value})
-    except (OSError, ValueError, TypeError):
+        return msgspec.convert(read_json(RunFiles(run_dir).run_json), RunInfo)
+    except (OSError, ValueError, msgspec.ValidationError):
         return None
-    return info if _has_its_types(info) else None
-
-
-def _has_its_types(info: RunInfo) -> bool:
-    """Returns whether the values that readers compute with have their types: a file may have been edited."""
-    texts, numbers = (info.run_id, info.name, info.status), (info.started_at, info.attempt)
-    maybe_numbers = (info.ended_at, info.num_steps, info.heldout_before)
-    return (
-        all(isinstance(text, str) for text in texts)
-        and all(isinstance(number, int | float) for number in numbers)
-        and all(number is None or isinstance(number, int | float) for number in maybe_numbers)
-        and isinstance(info.tags, list)
-        and isinstance(info.process, dict)
-    )
 
 
 def next_attempt(run_dir: Path | str) -> int:
@@ -204,10 +191,5 @@ def _run_row(info: RunInfo) -> dict[str, Any]:
 
 def package_versions() -> dict[str, str]:
     """Returns the versions of Python and of the installed `PACKAGES`."""
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    installed = {package: version for package in PACKAGES if (version := installed_version(package)) is not None}
+    return {"python": platform.python_version(), **installed}

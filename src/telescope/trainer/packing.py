@@ -10,7 +10,7 @@ optimizer step has fewer samples than micro-batches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -201,27 +201,28 @@ def _routes(samples: Sequence[TrainSample], total: int) -> np.ndarray | None:
 def warm_up_row(seq_len: int, pad_to_multiple_of: int, vocab_size: int) -> MicroBatch:
     """Makes a row for compiling before there is data.
 
-    It is as long as the longest, and all predictable tokens are trained. Its four segments and its tokens are
-    arbitrary.
+    It is as long as the longest. Its four segments and its tokens are arbitrary.
     """
     total = max(seq_len // pad_to_multiple_of * pad_to_multiple_of, 12)
     short = total // 6
-    samples = []
-    for length in (total - 3 * short, short, short, short):
-        samples.append(
-            TrainSample(
-                sample_id="warm-up",
-                group_id=0,
-                environment="warm-up",
-                # Many different tokens, so that a mixture of experts uses many experts.
-                token_ids_L=np.arange(length) % vocab_size,
-                trained_L=np.arange(length) > 0,
-                engine_logprob_L=np.zeros(length),
-                version_L=np.zeros(length, dtype=np.int32),
-                reward=0.0,
-            )
-        )
-    return lay_out(samples)
+    # Many different tokens, so that a mixture of experts uses many experts.
+    tokens = [np.arange(length) % vocab_size for length in (total - 3 * short, short, short, short)]
+    return lay_out([untrained_sample("warm-up", token_ids) for token_ids in tokens])
+
+
+def untrained_sample(name: str, token_ids_L: np.ndarray) -> TrainSample:
+    """Makes a sample that no environment scored, of which every token except the first is predicted."""
+    length = len(token_ids_L)
+    return TrainSample(
+        sample_id=name,
+        group_id=0,
+        environment=name,
+        token_ids_L=token_ids_L,
+        trained_L=np.arange(length) > 0,
+        engine_logprob_L=np.zeros(length),
+        version_L=np.zeros(length, dtype=np.int32),
+        reward=0.0,
+    )
 
 
 @dataclass(slots=True, frozen=True)
@@ -270,16 +271,12 @@ def truncate_to(samples: Sequence[TrainSample], seq_len: int) -> tuple[list[Trai
             continue
         lost += int(sample.trained_L[seq_len:].sum())
         kept.append(
-            TrainSample(
-                sample_id=sample.sample_id,
-                group_id=sample.group_id,
-                environment=sample.environment,
+            replace(
+                sample,
                 token_ids_L=sample.token_ids_L[:seq_len],
                 trained_L=sample.trained_L[:seq_len],
                 engine_logprob_L=sample.engine_logprob_L[:seq_len],
                 version_L=sample.version_L[:seq_len],
-                reward=sample.reward,
-                advantage=sample.advantage,
                 routes_LXK=None if sample.routes_LXK is None else sample.routes_LXK[:seq_len],
             )
         )

@@ -32,6 +32,7 @@ from telescope.trainer.hf_folder import CONFIG, with_dtype, write_model_folder
 from telescope.trainer.loss import denominator, micro_batch_loss, prepare, to_device
 from telescope.trainer.metrics import StepMetrics, environment_names, reduce_timing
 from telescope.trainer.model import DTYPES, compute_dtype
+from telescope.trainer.packing import lay_out, untrained_sample
 from telescope.trainer.router_replay import RouterReplay
 from telescope.trainer.timeline import Timeline, timing_metrics
 
@@ -232,7 +233,8 @@ class RLBackend(TrainingBackend):
             raise error
 
     def sequence_logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
-        (logp_N,) = self.forward_logprobs([_single_row(token_ids)], temperature)
+        row = lay_out([untrained_sample("probe", np.array(token_ids))])
+        (logp_N,) = self.forward_logprobs([row], temperature)
         return logp_N.tolist()
 
     def take_spans(self) -> list[Span]:
@@ -242,25 +244,6 @@ class RLBackend(TrainingBackend):
     def take_tokens(self) -> list[SampleTokens]:
         tokens, self._tokens = self._tokens, []
         return tokens
-
-
-def _single_row(token_ids: list[int]) -> MicroBatch:
-    """Makes a row of one sequence whose tokens, except the first, are predicted."""
-    size = len(token_ids)
-    trained_T = np.ones(size, dtype=bool)
-    trained_T[0] = False
-    return MicroBatch(
-        token_ids_T=np.array(token_ids, dtype=np.int64),
-        position_ids_T=np.arange(size),
-        trained_T=trained_T,
-        engine_logprob_T=np.zeros(size),
-        advantage_T=np.zeros(size),
-        version_T=np.zeros(size, dtype=np.int32),
-        sample_index_T=np.zeros(size, dtype=np.int32),
-        cu_seqlens=np.array([0, size], dtype=np.int32),
-        sample_ids=["probe"],
-        environments=["probe"],
-    )
 
 
 def learning_rate(

@@ -7,7 +7,6 @@ parser asks nothing.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import re
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 
 from telescope.config import TelescopeConfig
 from telescope.errors import ConfigError, UserError
+from telescope.utils import packages
 from telescope.utils.text import did_you_mean
 
 OLDEST_SUPPORTED = (0, 26)
@@ -30,22 +30,13 @@ ROUTES_BY_V2_SINCE = (0, 31)
 
 def installed_version() -> str | None:
     """Returns the version of the installed vLLM without importing it, or None."""
-    for distribution in DISTRIBUTIONS:
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    return next(filter(None, map(packages.installed_version, DISTRIBUTIONS)), None)
 
 
 def is_cpu_build() -> bool:
     """Returns whether vLLM is a CPU build, by name or version."""
-    version = installed_version() or ""
-    try:
-        importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return True
-    return "+cpu" in version
+    version = packages.installed_version("vllm")
+    return version is None or "+cpu" in version
 
 
 def parse_version(version: str) -> tuple[int, int]:
