@@ -16,7 +16,7 @@ import threading
 import time
 import unicodedata
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,8 +24,6 @@ from telescope.config.machine import LOOPBACK
 from telescope.errors import ConfigError, InfrastructureError, RunError, UserError
 
 if TYPE_CHECKING:
-    import openai
-
     from telescope.config import TelescopeConfig
     from telescope.inference.chat import Conversation
     from telescope.orchestrator.eval_targets import EvalTarget
@@ -65,23 +63,19 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(argv: Sequence[str]) -> int:
     """Runs the command. Returns the exit code; raises `UserError` for bad input, before anything is started."""
-    from telescope.inference.chat import ChatSettings, Conversation
+    from telescope.inference.chat import ChatSettings, Conversation, connect
 
     arguments, fields = build_parser().parse_known_args(argv)
-    target = _find_target(arguments.path, arguments.step)
-    config = _build_config(arguments, target, fields)
-    with ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="telescope-chat-")))
-        if target.is_native:
-            _say(f"reading {target.path}")
-        folder = target.model_folder(scratch, config.engine_dtype)
-        client = stack.enter_context(_serving(config, folder, scratch))
+    target = find_target(arguments.path, arguments.step)
+    _check_sampling(arguments)
+    config = build_config(target, fields)
+    with serving(config, target) as (url, key):
         settings = ChatSettings(
             config.temperature if arguments.temperature is None else arguments.temperature,
             (config.top_p or 1.0) if arguments.top_p is None else arguments.top_p,
             arguments.max_tokens,
         )
-        conversation = Conversation(client, config.model, settings, arguments.system)
+        conversation = Conversation(connect(url, key), config.model, settings, arguments.system)
         if arguments.prompt is not None:
             _answer(conversation, arguments.prompt)
         else:
@@ -89,17 +83,15 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _find_target(path: str, step: int | None) -> EvalTarget:
+def find_target(path: str, step: int | None = None) -> EvalTarget:
+    """Returns the model at a path, or of that name on the hub. Raises `UserError` if there is none."""
     from telescope.config.eval_config import EvalCommand
     from telescope.orchestrator.eval_targets import find_targets
 
     return find_targets(EvalCommand(), [path], None if step is None else [step])[-1]
 
 
-def _build_config(arguments: argparse.Namespace, target: EvalTarget, fields: list[str]) -> TelescopeConfig:
-    """Returns the config of the server. Raises `ConfigError`."""
-    from telescope.config.eval_config import build_eval_config, load_eval_request
-
+def _check_sampling(arguments: argparse.Namespace) -> None:
     for name, value, fits, bounds in (
         ("--max-tokens", arguments.max_tokens, lambda n: n >= 1, "at least 1"),
         ("--temperature", arguments.temperature, lambda t: 0 <= t <= 2, "from 0 to 2"),
@@ -107,14 +99,29 @@ def _build_config(arguments: argparse.Namespace, target: EvalTarget, fields: lis
     ):
         if value is not None and not fits(value):
             raise ConfigError(f"{name} is {value:g}. Give a number {bounds}")
-    request = load_eval_request(None, fields)
+
+
+def build_config(target: EvalTarget, fields: Sequence[str] = ()) -> TelescopeConfig:
+    """Returns the config of the server. Raises `ConfigError`."""
+    from telescope.config.eval_config import build_eval_config, load_eval_request
+
+    request = load_eval_request(None, list(fields))
     return build_eval_config(request, target.run_config(), [], target.model_files_folder())
 
 
 @contextmanager
-def _serving(config: TelescopeConfig, folder: Path, directory: Path) -> Iterator[openai.OpenAI]:
-    """Serves a model folder while the context is open. Raises `RunError` if vLLM does not start."""
-    from telescope.inference.chat import connect
+def serving(config: TelescopeConfig, target: EvalTarget) -> Iterator[tuple[str, str]]:
+    """Serves a model while the context is open. Yields URL and key. Raises `RunError` if vLLM does not start."""
+    if target.is_native:
+        _say(f"reading {target.path}")
+    with tempfile.TemporaryDirectory(prefix="telescope-chat-") as scratch:
+        folder = target.model_folder(Path(scratch), config.engine_dtype)
+        with _server(config, folder, Path(scratch)) as served:
+            yield served
+
+
+@contextmanager
+def _server(config: TelescopeConfig, folder: Path, directory: Path) -> Iterator[tuple[str, str]]:
     from telescope.inference.process import FIRST_STAGE, start_stage
     from telescope.inference.server import InferenceServer, SupervisionLimits
 
@@ -140,7 +147,7 @@ def _serving(config: TelescopeConfig, folder: Path, directory: Path) -> Iterator
             server.start()
         finally:
             started.set()
-        yield connect(server.url, secret)
+        yield server.url, secret
     finally:
         server.stop()
 

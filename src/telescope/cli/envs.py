@@ -12,6 +12,7 @@ import json
 import keyword
 import re
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,9 @@ def add_parser(subparsers: Any) -> None:
         "try",
         help="roll out items with a model server, a script, or your own answers",
         description="Roll out items of an environment and print messages and reward. Answers come from --url (a "
-        "server with the chat API of OpenAI, such as vLLM), from --answer (given in order, one a turn), or from the "
-        f"terminal. The key of a server is read from {API_KEY_VARIABLE}.",
+        "server with the chat API of OpenAI, such as vLLM), from --model alone (a checkpoint, model folder or hub "
+        "model, which vLLM serves here meanwhile), from --answer (given in order, one a turn), or from the terminal. "
+        f"The key of --url is read from {API_KEY_VARIABLE}.",
     )
     making = commands.add_parser("new", help="write a new environment and its test")
     for command in (listing, describing, trying):
@@ -80,8 +82,8 @@ def add_parser(subparsers: Any) -> None:
     trying.add_argument("--items", type=int, default=1, help="number of items (default: 1)")
     trying.add_argument("--answer", action="append", help="next answer of the model; repeatable")
     trying.add_argument("--url", help="model server, such as http://localhost:8000")
-    trying.add_argument("--model", help="model to ask for (default: the first that the server lists)")
-    trying.add_argument("--max-tokens", type=int, default=1024, help="tokens of one answer (default: 1024)")
+    trying.add_argument("--model", help="model to serve here, or to ask --url for (default: the first that it lists)")
+    trying.add_argument("--max-tokens", type=int, help="tokens of one answer (default: 1024; with --model, what fits)")
     trying.add_argument("--temperature", type=float, default=1.0, help="default: 1.0")
     making.add_argument("--kind", choices=KINDS, default="single", help="single turn, several turns, or tools")
     making.add_argument("--folder", type=Path, default=Path("environments"), help="default: environments")
@@ -124,7 +126,11 @@ def run_describe(arguments: argparse.Namespace) -> int:
 def run_try(arguments: argparse.Namespace) -> int:
     """Rolls out items and prints their messages. Returns the exit status."""
     environment = get_environment(arguments.name, environments_path=arguments.path, **_keywords(arguments.set))
-    answerer = _answerer(arguments)
+    with ExitStack() as stack:
+        return _try(arguments, environment, _answerer(arguments, stack))
+
+
+def _try(arguments: argparse.Namespace, environment: Environment, answerer: Answerer) -> int:
     console = Console(stderr=arguments.json, highlight=False)
     rewards: list[float] = []
     records: list[dict[str, Any]] = []
@@ -239,18 +245,26 @@ def _keywords(settings: list[str]) -> dict[str, Any]:
     return keywords
 
 
-def _answerer(arguments: argparse.Namespace) -> Answerer:
-    """Returns the source of answers: a server, a script, or a person."""
-    if arguments.url and arguments.answer:
-        raise UserError("--url and --answer cannot be combined; give one of them.")
+def _answerer(arguments: argparse.Namespace, stack: ExitStack) -> Answerer:
+    """Returns the source of answers: a server, a model served until `stack` ends, a script, or a person."""
+    if arguments.answer and (arguments.url or arguments.model):
+        raise UserError(f"--{'url' if arguments.url else 'model'} and --answer cannot be combined; give one of them.")
     if arguments.url:
-        return ChatServer(
-            arguments.url, model=arguments.model, max_tokens=arguments.max_tokens, temperature=arguments.temperature
-        )
+        limit = arguments.max_tokens or 1024
+        return ChatServer(arguments.url, model=arguments.model, max_tokens=limit, temperature=arguments.temperature)
+    if arguments.model:
+        from telescope.cli.chat import build_config, find_target, serving
+
+        target = find_target(arguments.model)
+        url, key = stack.enter_context(serving(build_config(target), target))
+        return ChatServer(url, key=key, max_tokens=arguments.max_tokens, temperature=arguments.temperature)
     if arguments.answer:
         return _Script(arguments.answer)
     if not sys.stdin.isatty():
-        raise UserError("There is no source of answers: give --url of a model server, or --answer for each turn.")
+        raise UserError(
+            "There is no source of answers: give --model with a model folder, --url of a model server, or --answer for "
+            "each turn."
+        )
     return _by_hand
 
 

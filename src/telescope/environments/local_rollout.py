@@ -159,21 +159,26 @@ API_KEY_VARIABLE = "OPENAI_API_KEY"
 
 
 class ChatServer:
-    """A server at `url` (with or without `/v1`). `model` defaults to the first that it serves."""
+    """A server at `url` (with or without `/v1`). `model` defaults to the first that it serves.
+
+    `key` defaults to that of the environment. `max_tokens` None leaves the limit to the server.
+    """
 
     def __init__(
         self,
         url: str,
         *,
         model: str | None = None,
-        max_tokens: int = 1024,
+        key: str | None = None,
+        max_tokens: int | None = 1024,
         temperature: float = 1.0,
         timeout_seconds: float = 300.0,
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise UserError(f"--url is {url!r}; write it with http:// or https://.")
         self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
-        self._options = {"max_tokens": max_tokens, "temperature": temperature}
+        self._key = key or os.environ.get(API_KEY_VARIABLE)
+        self._options = {"temperature": temperature} | ({} if max_tokens is None else {"max_tokens": max_tokens})
         self._timeout_seconds = timeout_seconds
         self.model = model or self._first_model()
 
@@ -195,8 +200,8 @@ class ChatServer:
 
     def _ask(self, path: str, body: Mapping[str, Any] | None) -> Any:
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(API_KEY_VARIABLE):
-            headers["Authorization"] = f"Bearer {key}"
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._base + path, data=data, headers=headers)
         try:

@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 
 import pytest
 
+from telescope.cli import chat
 from telescope.cli.main import main
 from telescope.environments.local_rollout import Answer, roll_out_item
 from telescope.environments.registry import get_environment
@@ -111,6 +114,27 @@ def test_the_end_of_the_input_ends_an_interactive_rollout(capsys, monkeypatch):
     assert "Ctrl-D ends the rollout" in err
     monkeypatch.setattr(sys, "stdin", Terminal(""))
     assert run(capsys, "try", "wordle")[0] == 2
+
+
+def test_a_model_is_served_meanwhile_and_answers_with_what_its_context_leaves(capsys, chat_server, monkeypatch):
+    served = []
+
+    @contextmanager
+    def serving(config, target):
+        served.append((config.model, target))
+        yield chat_server.url, "its key"
+        served.append("ended")
+
+    monkeypatch.setattr(chat, "find_target", lambda model: model)
+    monkeypatch.setattr(chat, "build_config", lambda target: SimpleNamespace(model=target))
+    monkeypatch.setattr(chat, "serving", serving)
+    code, out, _ = run(capsys, "try", "countdown", "--set", "dataset=own", "--model", "models/tiny", "--items", "2")
+    assert code == 0 and out.count("[assistant] hello") == 2
+    assert served == [("models/tiny", "models/tiny"), "ended"]
+    _, body, key = chat_server.requests[-1]
+    assert key == "Bearer its key" and body["model"] == "the-model" and "max_tokens" not in body
+    code, _, err = run(capsys, "try", "wordle", "--model", "models/tiny", "--answer", "1")
+    assert code == 2 and "--model and --answer cannot be combined" in err
 
 
 OWN_TOOLS = """
