@@ -128,7 +128,9 @@ def test_a_model_is_served_meanwhile_and_answers_with_what_its_context_leaves(ca
     monkeypatch.setattr(chat, "find_target", lambda model: model)
     monkeypatch.setattr(chat, "build_config", lambda target: SimpleNamespace(model=target))
     monkeypatch.setattr(chat, "serving", serving)
-    code, out, _ = run(capsys, "try", "countdown", "--set", "dataset=own", "--model", "models/tiny", "--items", "2")
+    code, out, _ = run(
+        capsys, "try", "hendrycks_math", "--set", "dataset=own", "--model", "models/tiny", "--items", "2"
+    )
     assert code == 0 and out.count("[assistant] hello") == 2
     assert served == [("models/tiny", "models/tiny"), "ended"]
     _, body, key = chat_server.requests[-1]
