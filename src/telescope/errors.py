@@ -21,6 +21,10 @@ class ConfigError(UserError):
         return re.split(r"\n(?! )", str(self))
 
 
+class UnreachableError(UserError):
+    """A dataset on a network that this machine does not reach, and another machine may."""
+
+
 class RunError(RuntimeError):
     """A run cannot continue, and the user can fix the reason. The message explains it."""
 

@@ -35,7 +35,7 @@ from telescope.config.model_files import ModelReport, check_rendering, inspect_m
 from telescope.config.plan import ClusterResources, Placement, PlacementError, assumed_cluster, plan_placement
 from telescope.config.remarks import remarks_on_place
 from telescope.config.schema import SECTIONS
-from telescope.errors import ConfigError
+from telescope.errors import ConfigError, UnreachableError
 from telescope.utils.text import pluralize
 
 if TYPE_CHECKING:
@@ -88,7 +88,12 @@ def print_dry_run(
 
     def try_components(config: TelescopeConfig) -> None:
         is_complete = report is not None and not preflight.find_problems(config, [preflight.check_packages])
-        notices.extend(try_user_code(is_complete and elsewhere is None))
+        try:
+            notices.extend(try_user_code(is_complete and elsewhere is None))
+        except UnreachableError as error:
+            if elsewhere is None:
+                raise
+            notices.append(f"Not checked on this machine: {error}")
 
     trials = [] if unknown else preflight.find_problems(config, [try_components])
     if report is None or problems:

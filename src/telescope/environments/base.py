@@ -62,6 +62,14 @@ class RewardResult:
     sample_tags: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(slots=True, frozen=True)
+class GoldCheck:
+    """How a reward reads a sample's own answer. `problem` says why no completion can equal it."""
+
+    parsed: str
+    problem: str | None = None
+
+
 @dataclass(slots=True)
 class EvalMetricsResult:
     """The metrics of one evaluation rollout. The reward is optional."""
@@ -241,6 +249,13 @@ class Environment(Dataset, ABC):
         """
         logger.warning("%s", text)
         self._notices = (*self._notices, text)
+
+    def check_gold(self, sample: Sample) -> GoldCheck | None:
+        """Says how the reward reads the sample's own answer, and whether a completion can equal it.
+
+        Called for some samples before a run. None: the environment has no such answers.
+        """
+        return None
 
     async def prepare_resources(self) -> None:
         """Awaited before the first completion is scored.

@@ -1,21 +1,29 @@
-"""Reads datasets of the Hugging Face hub, for environments and evals."""
+"""Reads datasets of the Hugging Face hub or of local files, for environments and evals."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from telescope.errors import UserError
+from telescope.environments.data_files import is_local, read_local
+from telescope.errors import UnreachableError, UserError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+Columns = Sequence[Sequence[str]]
+"""What a dataset must have. Each entry lists alternatives."""
 
-def hub_table(owner: str, name: str, subset: str | None, split: str, columns: Sequence[Sequence[str]]) -> pa.Table:
-    """Returns one split of a dataset. `owner` is the environment or eval that errors name.
+OWN = "or set dataset: own for the few that ship with Telescope"
 
-    Each entry of `columns` lists alternatives, of which the dataset must have one. Raises `UserError` if a
-    column or the package datasets is missing.
+
+def hub_table(
+    owner: str, name: str, subset: str | None, split: str, columns: Columns, otherwise: str = OWN
+) -> pa.Table:
+    """Returns one split of a dataset. `owner` is the environment or eval that errors name, `otherwise` another fix.
+
+    Raises `UserError` if the dataset, a column or the package datasets is missing, and `UnreachableError` without the
+    hub.
     """
     try:
         import datasets
@@ -23,22 +31,56 @@ def hub_table(owner: str, name: str, subset: str | None, split: str, columns: Se
         raise UserError(
             f"{owner}: a dataset of the hub needs the package datasets. Install it with: pip install datasets"
         ) from error
-    table: pa.Table = datasets.load_dataset(name, subset, split=split).with_format("arrow")[:]
-    missing = [" or ".join(names) for names in columns if not set(names) & set(table.column_names)]
-    if missing:
-        raise UserError(
-            f"{owner}: the dataset {name!r} (split {split!r}) has no column {', '.join(missing)}. It has: "
-            f"{', '.join(table.column_names)}. Set dataset_name to a dataset with these columns."
-        )
+    try:
+        table: pa.Table = datasets.load_dataset(name, subset, split=split).with_format("arrow")[:]
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        asked = f"{owner}: the dataset {name!r} (subset {subset!r}, split {split!r})"
+        if isinstance(error, FileNotFoundError | ValueError):
+            raise UserError(f"{asked} cannot be loaded: {reason}") from error
+        raise UnreachableError(
+            f"{asked} cannot be loaded from the hub ({type(error).__name__}: {reason}). Connect this machine, or "
+            f"download it beforehand (`hf download --repo-type dataset {name}`){f', {otherwise}' if otherwise else ''}."
+        ) from error
+    _require(owner, name, split, columns, table.column_names)
     return table
 
 
+def _require(owner: str, name: str, split: str | None, columns: Columns, found: Sequence[str]) -> None:
+    missing = [" or ".join(names) for names in columns if not set(names) & set(found)]
+    if missing:
+        raise UserError(
+            f"{owner}: the dataset {name!r} (split {split!r}) has no column {', '.join(missing)}. It has: "
+            f"{', '.join(found)}. Set dataset_name to a dataset with these columns."
+        )
+
+
 def hub_rows(
-    owner: str, name: str, subsets: Sequence[str | None], split: str, columns: Sequence[Sequence[str]]
+    owner: str,
+    name: str,
+    subsets: Sequence[str | None],
+    split: str,
+    columns: Columns,
+    *,
+    only: bool = False,
+    otherwise: str = OWN,
 ) -> Iterator[dict[str, Any]]:
-    """Yields the rows of all `subsets`, one after the other. Raises as `hub_table` does."""
+    """Yields the rows of all `subsets`, one after the other, or those of the local file or folder `name`.
+
+    With `only` they have no columns besides `columns`. Raises as `hub_table` and `read_local` do.
+    """
+    if is_local(name):
+        for number, row in enumerate(read_local(owner, name, split)):
+            if number == 0:
+                _require(owner, name, split, columns, list(row))
+            yield row
+        return
     for subset in subsets:
-        yield from hub_table(owner, name, subset, split, columns).to_pylist()
+        table = hub_table(owner, name, subset, split, columns, otherwise)
+        if only:
+            table = table.select([column for names in columns for column in names])
+        for batch in table.to_batches():
+            yield from batch.to_pylist()
 
 
 def uses_own_items(name: str, dataset: str) -> bool:

@@ -5,16 +5,24 @@ Used by `hendrycks_math`, `dapo_math` and `deepscaler`, and by the evals of `tel
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from telescope.environments.base import ChatMessage, RewardResult, Sample, SingleTurnEnvironment
+from telescope.environments.base import ChatMessage, GoldCheck, RewardResult, Sample, SingleTurnEnvironment
 from telescope.environments.hendrycks_math.worked_out import is_worked_out
 from telescope.environments.hub import hub_rows
-from telescope.environments.parsers import extract_boxed_answer, strip_think_tags, verify_math_answer
+from telescope.environments.math_verifier import read_expression
+from telescope.environments.parsers import (
+    extract_boxed_answer,
+    extract_stated_answer,
+    strip_think_tags,
+    verify_math_answer,
+)
 from telescope.errors import UserError
 
 COLUMNS = (("problem", "question"), ("answer", "solution"))
@@ -23,6 +31,12 @@ COLUMNS = (("problem", "question"), ("answer", "solution"))
 INSTRUCTION_PROMPT = "Think step by step, and put your final answer within \\boxed{}."
 _OWN_PROBLEMS = Path(__file__).parent / "hendrycks_math" / "problems.json"
 
+ANSWERS_KEY = "_answers"
+"""Key of a sample's metadata with all its answers, if there are several."""
+MAX_WORDS = 5
+"""Most words of a final answer, such as "all real numbers except 1". No model repeats a sentence word by word."""
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+
 _UNSET: Any = object()
 """Distinguishes `instruction_prompt: null` (none) from a missing one (the default)."""
 
@@ -30,10 +44,9 @@ _UNSET: Any = object()
 class MathEnvironment(SingleTurnEnvironment):
     """Competition problems with one answer each, of the dataset `hub_dataset`.
 
-    `dataset` is `hub`, `own` (a few dozen shipped problems) or `auto` (the hub's if it is available; else the shipped
-    ones, unless `dataset_name` or `dataset_split` select another dataset). With `seed` the order is shuffled; without,
-    it is the dataset's. `instruction_prompt` precedes a problem, `instruction_prompt_post` follows it.
-    `verify_timeout_seconds` bounds one comparison.
+    `dataset` is `hub`, or `own` for a few dozen shipped problems. `dataset_name` selects another dataset of the hub, or
+    a local file. With `seed` the order is shuffled; without, it is the dataset's. `instruction_prompt` precedes a
+    problem, `instruction_prompt_post` follows it. `verify_timeout_seconds` bounds one comparison.
     """
 
     hub_dataset: ClassVar[str]
@@ -62,7 +75,7 @@ class MathEnvironment(SingleTurnEnvironment):
     def load_dataset(
         self,
         num_samples: int = -1,
-        dataset: str = "auto",
+        dataset: str = "hub",
         dataset_name: str | None = None,
         dataset_subset: str | None = None,
         dataset_split: str = "train",
@@ -71,14 +84,12 @@ class MathEnvironment(SingleTurnEnvironment):
     ) -> list[Sample]:
         """Returns the problems as samples. Raises `UserError` if there is none."""
         name = dataset_name or self.hub_dataset
-        return self.hub_or_own(
+        return self.select_samples(
             num_samples,
             seed,
             dataset,
-            name,
             hub=lambda: self.hub_samples(name, dataset_subset, dataset_split),
             own=self.own_samples,
-            own_replaces_hub=name == self.hub_dataset and dataset_split == "train",
             selection=f"an answer in {name}",
         )
 
@@ -90,50 +101,28 @@ class MathEnvironment(SingleTurnEnvironment):
         """Returns the problems that ship with Telescope."""
         return samples_of(own_problems())
 
-    def hub_or_own(
+    def select_samples(
         self,
         num_samples: int,
         seed: int | None,
         dataset: str,
-        dataset_name: str,
         *,
         hub: Callable[[], list[Sample]],
         own: Callable[[], list[Sample]],
-        own_replaces_hub: bool,
         selection: str,
     ) -> list[Sample]:
-        """Returns the first `num_samples` of `hub` or `own`, as `dataset` selects.
+        """Returns the first `num_samples` of `hub` or `own`, as `dataset` selects. A `seed` shuffles them before.
 
-        They are shuffled before if there is a `seed`. With `auto`, `own` is used with a notice when `hub` raises and
-        `own_replaces_hub`. Raises `UserError` with `selection` as the reason if there is no sample.
+        Raises `UserError` with `selection` as the reason if there is no sample.
         """
-        if dataset not in ("auto", "hub", "own"):
-            raise UserError(f"{self.name}: dataset is {dataset!r}; use auto, hub or own.")
-        missing = ""
-        if dataset == "own":
-            samples = own()
-        else:
-            try:
-                samples = hub()
-            except Exception as error:
-                if dataset == "hub" or not own_replaces_hub:
-                    raise
-                missing = f"dataset is 'auto', and {dataset_name} is not available ({type(error).__name__}: {error})"
-                samples = own()
+        if dataset not in ("auto", "hub", "own"):  # auto is the older name of hub
+            raise UserError(f"{self.name}: dataset is {dataset!r}; use hub or own.")
+        samples = own() if dataset == "own" else hub()
         if not samples:
-            raise UserError(
-                f"{self.name}: there is no problem with {selection}."
-                + (f" These are the shipped problems, because {missing}." if missing else "")
-            )
+            raise UserError(f"{self.name}: there is no problem with {selection}.")
         if seed is not None:
             random.Random(f"hendrycks_math {seed}").shuffle(samples)
-        samples = samples if num_samples < 0 else samples[:num_samples]
-        if missing:
-            self.notice(
-                f"{self.name}: {missing}. {len(samples)} shipped problems replace it. Set dataset: own in the "
-                "kwargs to use them, or dataset: hub to refuse a run without that dataset."
-            )
-        return samples
+        return samples if num_samples < 0 else samples[:num_samples]
 
     def build_messages(self, question: str | Sequence[ChatMessage]) -> list[ChatMessage]:
         if isinstance(question, str) and self.instruction_prompt_post:
@@ -144,14 +133,26 @@ class MathEnvironment(SingleTurnEnvironment):
         """Returns the final answer in a completion without thinking, or `""`."""
         return extract_boxed_answer(text)
 
+    def is_correct(self, answer: str, sample: Sample) -> bool:
+        """Returns whether the answer equals one of the sample's, and does not repeat the problem."""
+        prompt = sample.prompt
+        problem = prompt if isinstance(prompt, str) else "\n".join(str(message.get("content")) for message in prompt)
+        return any(
+            is_worked_out(answer, gold, problem) and verify_math_answer(answer, gold, self.verify_timeout_seconds)
+            for gold in golds_of(sample)
+        )
+
+    def check_gold(self, sample: Sample) -> GoldCheck | None:
+        """Says how math-verify reads the sample's answer. Of several, one that it reads is enough."""
+        checks = [_check_gold(gold, self.verify_timeout_seconds) for gold in golds_of(sample)]
+        return next(
+            (check for check in checks if not check.problem), checks[0] if checks else GoldCheck("", "it is empty")
+        )
+
     def compute_reward(self, completion: str, sample: Sample, eos_token: str = "") -> RewardResult:
         text = completion.removesuffix(eos_token) if eos_token else completion
         answer = self.extract_answer(strip_think_tags(text))
-        correct = (
-            answer != ""
-            and is_worked_out(answer, sample.answer, str(sample.prompt))
-            and verify_math_answer(answer, sample.answer, self.verify_timeout_seconds)
-        )
+        correct = answer != "" and self.is_correct(answer, sample)
         return RewardResult(
             total_reward=float(correct),
             sample_metrics={"correct": float(correct), self.answered_metric: float(answer != "")},
@@ -174,15 +175,50 @@ def samples_of(rows: Iterable[dict[str, Any]]) -> list[Sample]:
 
 
 def _sample(row: dict[str, Any]) -> Sample | None:
-    answer = row.get("answer")
-    answer = extract_boxed_answer(str(row.get("solution", ""))) if answer in (None, "") else str(answer)
-    problem = row.get("problem") or row.get("question")
-    if not answer or not problem:
-        return None
+    golds = read_golds(row.get("answer")) or read_golds(extract_stated_answer(str(row.get("solution", ""))))
     level = str(row.get("level", ""))
     digits = "".join(character for character in level if character in "0123456789")
-    return Sample(
-        prompt=str(problem),
-        answer=answer,
-        metadata={"level": int(digits) if digits else 0, "subject": str(row.get("type") or row.get("subject") or "")},
+    subject = str(row.get("type") or row.get("subject") or "")
+    return make_sample(
+        row.get("problem") or row.get("question"), golds, {"level": int(digits) if digits else 0, "subject": subject}
     )
+
+
+def make_sample(prompt: Any, golds: list[str], metadata: dict[str, Any]) -> Sample | None:
+    """Returns an item whose prompt is a text or messages. None if the prompt or the gold is missing."""
+    if not prompt or not golds:
+        return None
+    if not isinstance(prompt, list):
+        prompt = str(prompt)
+    return Sample(prompt, answer=golds[0], metadata=metadata | ({ANSWERS_KEY: golds} if len(golds) > 1 else {}))
+
+
+def golds_of(sample: Sample) -> list[str]:
+    """Returns the final answers of a sample, any of which is right."""
+    return read_golds(sample.metadata.get(ANSWERS_KEY) or sample.answer)
+
+
+def read_golds(value: Any) -> list[str]:
+    r"""Returns the final answers in a gold, any of which is right. Empty if there is none.
+
+    A gold is a text (see `extract_stated_answer`), a number, true or false, or a list of these, also written as JSON.
+    """
+    if isinstance(value, list | tuple):
+        return [gold for item in value for gold in read_golds(item)]
+    if isinstance(value, bool):
+        return [str(value).lower()]
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    text = "" if value is None or value != value else str(value).strip()
+    if text.startswith('["') and text.endswith('"]'):
+        with contextlib.suppress(ValueError):
+            return read_golds(json.loads(text))
+    return [extract_stated_answer(text) or text] if text else []
+
+
+def _check_gold(gold: str, timeout_seconds: float) -> GoldCheck:
+    words = _WORD.findall(gold)
+    if len(words) > MAX_WORDS:
+        return GoldCheck("", "it is a sentence, not a final answer")
+    parsed = read_expression(gold, timeout_seconds)
+    return GoldCheck(parsed or gold, None if parsed or words else "math-verify cannot read it")

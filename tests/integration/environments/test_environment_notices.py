@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +15,7 @@ from telescope.config import load_config
 from telescope.config.environments import environment_keys
 from telescope.environments.worker_pool.messages import EnvironmentSpec
 from telescope.environments.worker_pool.trial import notices_of, try_environments
+from telescope.errors import UnreachableError, UserError
 from telescope.evals.base import eval_spec
 from telescope.orchestrator.run_components import start_environments
 from telescope.orchestrator.run_directory import RunDirectory
@@ -19,7 +23,7 @@ from telescope.orchestrator.status import RunStatus
 from telescope.record.reader import Run
 
 COUNTDOWN = "countdown: dataset is 'auto', and Jiayi-Pan/Countdown-Tasks-3to4 is not available ("
-MATH = "hendrycks_math: dataset is 'auto', and EleutherAI/hendrycks_math is not available ("
+NO_ANSWER = "hendrycks_math: no completion can equal the answer of 1 of the 3 items that were checked, such as item 1, "
 
 
 @pytest.fixture(autouse=True)
@@ -29,28 +33,55 @@ def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
 
 
+@pytest.fixture
+def problems(tmp_path: Path) -> str:
+    """A file with three problems. Nothing can equal the answer of one."""
+    rows = [
+        {"problem": "1 + 1?", "answer": "2"},
+        {"problem": "2?", "answer": "}"},
+        {"problem": "3?", "answer": "#### 3"},
+    ]
+    (tmp_path / "problems.json").write_text(json.dumps(rows))
+    return str(tmp_path / "problems.json")
+
+
 def test_a_replacement_of_the_hub_dataset_is_reported_with_its_size_and_its_argument() -> None:
     infos = try_environments(
         [
             EnvironmentSpec("countdown", {"num_samples": 12}, key="training"),
             EnvironmentSpec("countdown", {"num_samples": 12}, key="the same once more"),
-            EnvironmentSpec("hendrycks_math", {"levels": [1, 2, 3, 4, 5]}),
         ]
     )
-    assert [info.num_samples for info in infos] == [12, 12, 42]
-    puzzles, problems = notices_of(infos)
+    assert [info.num_samples for info in infos] == [12, 12]
+    (puzzles,) = notices_of(infos)
     assert puzzles.startswith(COUNTDOWN)
     assert "). 12 generated puzzles replace it. " in puzzles
     assert "Set dataset: generated in the kwargs" in puzzles
-    assert problems.startswith(MATH)
-    assert "). 42 shipped problems replace it. " in problems
-    assert "Set dataset: own in the kwargs" in problems
 
 
-def test_an_eval_has_the_notices_of_its_environment() -> None:
-    (message,) = notices_of(try_environments([eval_spec("hendrycks_math", {"num_samples": 5})]))
-    assert message.startswith(MATH)
-    assert "5 shipped problems" in message
+@pytest.mark.parametrize("spec", [EnvironmentSpec("hendrycks_math", {}), eval_spec("math500", {})])
+def test_a_dataset_without_the_hub_is_an_error_of_its_own_kind(spec: EnvironmentSpec) -> None:
+    with pytest.raises(UnreachableError, match=f"{spec.name.capitalize()}: the dataset .* or set dataset: own"):
+        try_environments([spec])
+
+
+@pytest.mark.parametrize("make", [EnvironmentSpec, eval_spec])
+def test_answers_that_nothing_can_equal_are_reported_with_an_example(make: Any, problems: str) -> None:
+    (message,) = notices_of(try_environments([make("hendrycks_math", {"dataset_name": problems})]))
+    assert message == f"{NO_ANSWER}'}}' (math-verify cannot read it). These items never get the reward."
+
+
+@pytest.mark.parametrize("make", [EnvironmentSpec, eval_spec])
+def test_a_dataset_of_which_most_answers_cannot_be_equaled_is_refused(make: Any, tmp_path: Path) -> None:
+    solution = "She sold 48 / 2 = 24 clips in May, which makes 72 altogether"
+    rows = [{"problem": f"{n}?", "answer": solution if n % 3 else "72"} for n in range(30)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    expected = (
+        r"Hendrycks_math: no completion can equal the answer of 20 of the 30 items .* item 1, 'She sold .* \(it is a "
+        r"sentence, not a final answer\); item 2, .* Give final answers"
+    )
+    with pytest.raises(UserError, match=expected):
+        try_environments([make("hendrycks_math", {"dataset_name": str(tmp_path / "rows.json")})])
 
 
 def test_a_requested_dataset_gives_no_notice() -> None:
@@ -65,7 +96,7 @@ def test_a_run_reports_a_notice_once_and_records_it(tmp_path: Path, tokenizer_pa
     flags = {
         "model": tokenizer_path, "run_dir": tmp_path / "run", "environment_workers": 2, "use_wandb": False,
         "environments": "[{name: countdown, kwargs: {num_samples: 12}}]",
-        "evals": "[{name: hendrycks_math, kwargs: {num_samples: 5}}]",
+        "evals": "[{name: countdown, kwargs: {num_samples: 5}}]",
     }  # fmt: skip
     config = load_config(None, [f"--{name}={value}" for name, value in flags.items()], {}).config
     keys = environment_keys(config)
@@ -80,7 +111,7 @@ def test_a_run_reports_a_notice_once_and_records_it(tmp_path: Path, tokenizer_pa
 
     with directory.open_record(console=False):
         asyncio.run(start())
-    assert [notice.partition("(")[0] + "(" for notice in notices] == [COUNTDOWN, MATH]
+    assert [re.findall("([0-9]+) generated", notice) for notice in notices] == [["12"], ["5"]]
     assert list(status.messages) == notices
     record = Run(tmp_path / "run")
     assert record.table("attempts").to_pylist()[0]["notes"] == notices

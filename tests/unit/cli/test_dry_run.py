@@ -18,7 +18,7 @@ from telescope.config import load_config, machine, preflight
 from telescope.config.generate import default_yaml
 from telescope.config.model_files import inspect_model
 from telescope.config.plan import ClusterResources, NodeResources
-from telescope.errors import ConfigError, RunError, UserError
+from telescope.errors import ConfigError, RunError, UnreachableError, UserError
 
 HERE = {"device": "cpu", "ray_address": "local", "use_wandb": False, "ray_inference_cpus_per_worker": 0.1,
         "ray_trainer_cpus_per_worker": 0.1}  # fmt: skip
@@ -54,7 +54,7 @@ def dry_run(tmp_path: Path, tried: list[bool]):
         config: Path | None = None,
         gpu: float | None = None,
         width: int = 1000,
-        broken: str = "",
+        broken: str | Exception = "",
         all_fields: bool = False,
         **values: object,
     ) -> tuple[str, str | None]:
@@ -65,7 +65,7 @@ def dry_run(tmp_path: Path, tried: list[bool]):
         def try_user_code(here: bool) -> list[str]:
             tried.append(here)
             if broken:
-                raise UserError(broken)
+                raise broken if isinstance(broken, Exception) else UserError(broken)
             return []
 
         console = Console(file=out, width=width)
@@ -397,6 +397,15 @@ def memory_of(printed: str) -> list[str]:
     """The rows of the estimate and what is shown of them."""
     rows = printed.partition("Memory (estimate")[2].splitlines()[1:]
     return [row for row in rows if row and row != "Remarks" and "assumed" not in row]
+
+
+def test_a_dataset_that_cannot_be_reached_is_refused_for_this_machine_and_a_remark_for_another(dry_run):
+    missing = UnreachableError("hendrycks_math: the dataset cannot be loaded from the hub")
+    assert dry_run(**HERE, broken=missing)[1] == str(missing)
+    printed, error = dry_run(config=EXAMPLE, gpu=80, broken=missing)
+    assert error is None
+    assert f"· Not checked on this machine: {missing}" in printed
+    assert "no column" in dry_run(config=EXAMPLE, gpu=80, broken="the dataset has no column problem")[1]
 
 
 def test_a_plan_that_fits_the_assumed_gpus_is_printed_in_full(dry_run):

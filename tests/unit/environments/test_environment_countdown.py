@@ -10,7 +10,7 @@ from tests.unit.environments.fake_hub import serve_rows
 from telescope.environments.base import Sample, sample_uid
 from telescope.environments.countdown.environment import CountdownEnvironment
 from telescope.environments.countdown.puzzles import PuzzleSettings, generate_puzzles, is_held_out, parse
-from telescope.errors import UserError
+from telescope.errors import UnreachableError, UserError
 
 SMALL = {"dataset": "generated", "max_numbers": 3, "max_number": 9, "operations": "+-", "max_target": 27}
 
@@ -193,5 +193,5 @@ def test_generated_puzzles_replace_only_the_default_dataset(monkeypatch, caplog)
     assert len(CountdownEnvironment(num_samples=3)) == 3
     assert "is not available (ConnectionError: no network)" in caplog.text
     for kwargs in ({"dataset": "hub"}, {"dataset_name": "someone/puzzles"}, {"dataset_split": "test"}):
-        with pytest.raises(ConnectionError):
+        with pytest.raises(UnreachableError, match=r"no network.*or set dataset: generated"):
             len(CountdownEnvironment(**kwargs))

@@ -161,13 +161,3 @@ def test_an_answer_of_zero_is_an_answer(monkeypatch):
 def test_an_instruction_may_follow_the_problem():
     environment = get_environment("hendrycks_math", instruction_prompt="Before.", instruction_prompt_post="\nAfter.")
     assert environment.build_messages("Q")[0]["content"] == "Before.\n\nQ\n\nAfter."
-
-
-def test_without_the_hub_the_shipped_problems_replace_it(monkeypatch, caplog):
-    serve_rows(monkeypatch, ConnectionError("no network"))
-    assert len(get_environment("hendrycks_math")) >= 40
-    assert "is not available (ConnectionError: no network)" in caplog.text
-    chosen = ({"dataset": "hub"}, {"dataset_split": "test"}, {"dataset_name": "someone/exams"})
-    for kwargs in chosen:
-        with pytest.raises(ConnectionError):
-            get_environment("hendrycks_math", **kwargs).get_sample(0)

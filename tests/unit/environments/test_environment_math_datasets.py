@@ -2,12 +2,14 @@ r"""`dapo_math` and `deepscaler`: their rows, their form of an answer, and the r
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from tests.unit.environments.fake_hub import serve_rows
 
 from telescope.environments.math_problems import INSTRUCTION_PROMPT
 from telescope.environments.registry import get_environment
-from telescope.errors import UserError
+from telescope.errors import UnreachableError, UserError
 
 DAPO, DEEPSCALER = "BytedTsinghua-SIA/DAPO-Math-17k", "agentica-org/DeepScaleR-Preview-Dataset"
 
@@ -53,20 +55,63 @@ def test_a_dataset_without_its_columns_is_refused(monkeypatch, name, missing):
         get_environment(name, dataset_name="a/b").get_sample(0)
 
 
-@pytest.mark.parametrize("name", ["dapo_math", "deepscaler"])
-def test_the_shipped_problems_replace_only_the_default_dataset(monkeypatch, caplog, name):
+@pytest.mark.parametrize("name", ["dapo_math", "deepscaler", "hendrycks_math"])
+def test_an_unreachable_hub_is_an_error_and_the_shipped_problems_are_asked_for(monkeypatch, name):
     serve_rows(monkeypatch, ConnectionError("no network"))
-    environment = get_environment(name, num_samples=5, verify_timeout_seconds=60.0)
+    for kwargs in ({}, {"dataset": "auto"}, {"dataset": "hub"}, {"dataset_name": "someone/exams"}):
+        with pytest.raises(UnreachableError, match=rf"{name}: .*no network.*hf download.*or set dataset: own"):
+            get_environment(name, **kwargs).get_sample(0)
+    environment = get_environment(name, dataset="own", num_samples=5, verify_timeout_seconds=60.0)
     assert len(environment) == 5
-    assert f"{name}: dataset is 'auto'" in caplog.text
-    assert "5 shipped problems replace it" in caplog.text
     for sample in environment._loaded():
         assert environment.compute_reward(f"\\boxed{{{sample.answer}}}", sample).total_reward == 1.0
-    for kwargs in ({"dataset": "hub"}, {"dataset_name": "someone/exams"}, {"dataset_split": "test"}):
-        with pytest.raises(ConnectionError):
-            get_environment(name, **kwargs).get_sample(0)
-    with pytest.raises(UserError, match=f"{name}: dataset is 'none'; use auto, hub or own"):
+    with pytest.raises(UserError, match=f"{name}: dataset is 'none'; use hub or own"):
         get_environment(name, dataset="none").get_sample(0)
+
+
+def test_a_missing_split_is_an_error_that_lists_those_of_the_hub(monkeypatch):
+    serve_rows(monkeypatch, ValueError("Unknown split \"tran\". Should be one of ['train', 'test']."))
+    with pytest.raises(UserError, match=r"dapo_math: .*split 'tran'.*\['train', 'test'\]"):
+        get_environment("dapo_math", dataset_split="tran").get_sample(0)
+
+
+SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 - 1?"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"), [([SYSTEM, USER], [SYSTEM, USER]), ([USER], "1 - 1?"), ("1 - 1?", "1 - 1?")]
+)
+@pytest.mark.parametrize(
+    ("truth", "answer"),
+    [("0", "0"), (0, "0"), (False, "false"), (0.0, "0"), ("#### 0", "0"), (["0"], "0"), ('["0"]', "0")],
+)
+def test_rows_of_ones_own_keep_their_whole_prompt_and_an_answer_of_zero(monkeypatch, prompt, expected, truth, answer):
+    serve_rows(monkeypatch, lambda *_: [{"prompt": prompt, "reward_model": {"ground_truth": truth}}])
+    environment = get_environment("dapo_math", dataset_name="someone/rows", verify_timeout_seconds=60.0)
+    (sample,) = environment._loaded()
+    assert (sample.prompt, sample.answer) == (expected, answer)
+    assert environment.build_messages(sample.prompt)[-1] == USER
+    assert environment.compute_reward(f"Answer: {answer}", sample).total_reward == 1.0
+    assert environment.check_gold(sample).problem is None
+
+
+def test_a_hundred_rows_with_one_system_message_are_a_hundred_items(tmp_path):
+    rows = [
+        {"prompt": [SYSTEM, {"role": "user", "content": f"{n} - 1?"}], "reward_model": {"ground_truth": n - 1}}
+        for n in range(100)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    environment = get_environment("dapo_math", dataset_name=str(tmp_path / "rows.jsonl"))
+    assert [sample.answer for sample in environment._loaded()] == [str(n - 1) for n in range(100)]
+
+
+def test_any_of_several_answers_is_right(monkeypatch):
+    serve_rows(monkeypatch, lambda *_: [{"problem": [USER], "answer": ["0", r"\text{nothing}"]}])
+    environment = get_environment("deepscaler", dataset_name="a/b", verify_timeout_seconds=60.0)
+    (sample,) = environment._loaded()
+    assert sample.prompt == [USER]
+    rewards = [environment.compute_reward(rf"\boxed{{{text}}}", sample).total_reward for text in ("0", "nothing", "1")]
+    assert rewards == [1.0, 1.0, 0.0]
 
 
 def test_a_seed_shuffles(dapo):

@@ -9,7 +9,7 @@ from tests.unit.environments.fake_hub import serve_rows
 
 from telescope.environments.math_problems import INSTRUCTION_PROMPT
 from telescope.environments.registry import get_environment
-from telescope.errors import UserError
+from telescope.errors import UnreachableError, UserError
 from telescope.evals import get_eval, list_evals
 from telescope.evals.gpqa_diamond.eval import ANSWER_COLUMNS, INSTRUCTION_PROMPT_PRE, extract_choice
 
@@ -92,7 +92,7 @@ def test_the_instruction_follows_the_problem_and_may_be_replaced():
 @pytest.mark.parametrize("name", [*MATH_EVALS, "gpqa_diamond"])
 def test_a_benchmark_is_not_replaced_by_own_items_without_being_asked(monkeypatch, name):
     serve_rows(monkeypatch, ConnectionError("no network"))
-    with pytest.raises(ConnectionError):
+    with pytest.raises(UnreachableError, match=f"{name}: .*no network.*set dataset: own"):
         get_eval(name).get_sample(0)
     with pytest.raises(UserError, match=f"{name}: dataset is 'auto'; use hub or own"):
         get_eval(name, dataset="auto").get_sample(0)

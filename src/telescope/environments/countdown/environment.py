@@ -118,7 +118,8 @@ class CountdownEnvironment(SingleTurnEnvironment):
                 # Generated puzzles replace the default dataset, and no dataset that the user selected.
                 if dataset == "hub" or dataset_name != HUB_DATASET or dataset_split != "train":
                     raise
-                missing = f"dataset is 'auto', and {dataset_name} is not available ({type(error).__name__}: {error})"
+                reason = error.__cause__ or error
+                missing = f"dataset is 'auto', and {dataset_name} is not available ({type(reason).__name__}: {reason})"
                 try:
                     puzzles = self._generate(num_samples, portion, settings, seed)
                 except UserError as problem:
@@ -144,7 +145,8 @@ class CountdownEnvironment(SingleTurnEnvironment):
     def _load_hub(
         self, num_samples: int, portion: str, dataset_name: str, subset: str | None, split: str
     ) -> list[Sample]:
-        table = hub_table("countdown", dataset_name, subset, split, [("nums",), ("target",)])
+        otherwise = "or set dataset: generated"
+        table = hub_table("countdown", dataset_name, subset, split, [("nums",), ("target",)], otherwise)
         pairs: Iterable[tuple[list[int], int]] = zip(
             table["nums"].to_pylist(), table["target"].to_pylist(), strict=True
         )

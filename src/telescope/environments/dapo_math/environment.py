@@ -7,12 +7,13 @@ the last line, so the environment adds none. The reward is that of `hendrycks_ma
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any, ClassVar
 
 from telescope.environments.base import Sample
-from telescope.environments.hub import hub_table
-from telescope.environments.math_problems import MathEnvironment, own_problems, samples_of
+from telescope.environments.hub import hub_rows
+from telescope.environments.math_problems import MathEnvironment, make_sample, own_problems, read_golds, samples_of
 from telescope.environments.parsers import extract_boxed_answer
 
 REQUIRED_PACKAGES = ["math-verify"]
@@ -49,17 +50,18 @@ class DapoMathEnvironment(MathEnvironment):
 
     def hub_samples(self, name: str, subset: str | None, split: str) -> list[Sample]:
         """Returns every problem once: the hub's dataset repeats each a hundred times."""
-        import pyarrow.compute as pc
-
-        table = hub_table(self.name, name, subset, split, [("prompt",), ("reward_model",)])
-        answers: dict[str, str] = {}
-        # By column: 1.8 million rows as dictionaries would take a quarter of a minute in each process.
-        for batch in table.select(["prompt", "reward_model"]).to_batches():
-            prompts = pc.struct_field(pc.list_element(batch["prompt"], 0), "content")
-            truths = pc.struct_field(batch["reward_model"], "ground_truth")
-            for prompt, truth in zip(prompts.to_pylist(), truths.to_pylist(), strict=True):
-                answers.setdefault(prompt, truth)
-        return [Sample(prompt, answer=str(answer)) for prompt, answer in answers.items() if prompt and answer]
+        samples: dict[str, Sample | None] = {}
+        columns = [("prompt",), ("reward_model",)]
+        for row in hub_rows(self.name, name, [subset], split, columns, only=True):
+            messages, truth = row["prompt"], row["reward_model"]
+            if isinstance(truth, dict):
+                truth = truth.get("ground_truth")
+            if isinstance(messages, list) and len(messages) == 1 and messages[0].get("role") == "user":
+                messages = messages[0].get("content")
+            key = messages if isinstance(messages, str) else json.dumps(messages, default=str)
+            if key not in samples:
+                samples[key] = make_sample(messages, read_golds(truth), {})
+        return [sample for sample in samples.values() if sample is not None]
 
     def own_samples(self) -> list[Sample]:
         """Returns the shipped problems whose answer is a whole number."""

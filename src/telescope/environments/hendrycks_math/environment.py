@@ -37,7 +37,7 @@ class HendrycksMathEnvironment(MathEnvironment):
     def load_dataset(
         self,
         num_samples: int = -1,
-        dataset: str = "auto",
+        dataset: str = "hub",
         dataset_name: str | None = None,
         dataset_subset: str | None = None,
         dataset_split: str = "train",
@@ -57,13 +57,11 @@ class HendrycksMathEnvironment(MathEnvironment):
             found = samples_of(rows)
             return found if levels is None else [sample for sample in found if sample.metadata["level"] in levels]
 
-        return self.hub_or_own(
+        return self.select_samples(
             num_samples,
             seed,
             dataset,
-            name,
             hub=lambda: of_levels(hub_rows(self.name, name, subsets, dataset_split, COLUMNS)),
             own=lambda: of_levels(own_problems(dataset_subset)),
-            own_replaces_hub=name == HUB_DATASET and dataset_split == "train",
             selection=f"dataset_subset {dataset_subset!r} and levels {levels!r}",
         )

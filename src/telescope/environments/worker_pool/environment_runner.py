@@ -25,6 +25,7 @@ from telescope.environments.base import (
     with_thinking_prefix,
     wrapped_environment,
 )
+from telescope.environments.golds import report_golds
 from telescope.environments.parsers import answer_text, opens_reasoning
 from telescope.environments.rendering import Renderer, why_not_extendable
 from telescope.environments.serialization import as_json, serialize_messages, serialize_score
@@ -106,10 +107,11 @@ class EnvironmentRunner:
         for resources in self.resources:
             await resources.close()
 
-    def describe(self, position: int) -> EnvironmentInfo:
+    def describe(self, position: int, *, checks_golds: bool = False) -> EnvironmentInfo:
         """Loads the dataset, renders the first prompt, and describes the environment.
 
-        Raises `UserError` when the dataset is empty or its first prompt cannot be rendered.
+        Raises `UserError` when the dataset is empty, its first prompt cannot be rendered, or, with `checks_golds`, most
+        of its answers cannot be equaled.
         """
         spec, environment = self.specs[position], self.environments[position]
         with self._loading(spec, "dataset", "loading the dataset of"):
@@ -120,6 +122,11 @@ class EnvironmentRunner:
                 f"The dataset of environment {spec.name!r} is empty (kwargs: {spec.kwargs or 'none'}). Check its "
                 "dataset, split and num_samples."
             )
+        if checks_golds:
+            with self._loading(spec, "dataset", "checking the answers of"):
+                report = report_golds(spec.name, environment)
+            if report is not None and (owner := wrapped_environment(environment)) is not None:
+                owner.notice(report)
         if self.renderer is not None:
             try:
                 self.prepare(position, 0)

@@ -15,7 +15,7 @@ from typing import Any
 from telescope.environments.worker_pool.launcher import Launcher
 from telescope.environments.worker_pool.messages import EnvironmentInfo, EnvironmentSpec, load_header
 from telescope.environments.worker_pool.worker_handle import STACK_SECONDS, WorkerProcess
-from telescope.errors import UserError
+from telescope.errors import UnreachableError, UserError
 
 SERVER_SECONDS = 120.0
 """Time for a bare interpreter to start on a busy machine."""
@@ -38,7 +38,7 @@ def try_environments(
     long. Call it from the main thread (see `Launcher`).
 
     Raises `UserError` with the environment and the fault: an error with its line, an exit of the process, a hang with
-    its stack, an empty dataset.
+    its stack, an empty dataset, answers that no completion can equal.
     """
     return asyncio.run(_Trial(specs, environments_path, making_seconds, say).run())
 
@@ -96,7 +96,7 @@ class _Trial:
         elif "ready" in header:
             self._decide([EnvironmentInfo(**fields) for fields in header["ready"]])
         else:
-            self._decide(header["failed"])
+            self._decide(header["failed"], UserError if header.get("reachable", True) else UnreachableError)
 
     def _on_ended(self) -> None:
         self._decide(f"{self._doing} ended the process, which {self._process.how_it_ended()}{self._last_output()}")
@@ -115,11 +115,11 @@ class _Trial:
         tail = self._process.log_tail()
         return f". Its last output:\n{tail}" if tail else ""
 
-    def _decide(self, outcome: list[EnvironmentInfo] | str) -> None:
-        """Sets the descriptions, or what is wrong. Ignores later outcomes."""
+    def _decide(self, outcome: list[EnvironmentInfo] | str, kind: type[UserError] = UserError) -> None:
+        """Sets the descriptions, or what is wrong, as an error of that kind. Ignores later outcomes."""
         if self._verdict.done():
             return
         if isinstance(outcome, list):
             self._verdict.set_result(outcome)
         else:
-            self._verdict.set_exception(UserError(outcome[:1].upper() + outcome[1:]))
+            self._verdict.set_exception(kind(outcome[:1].upper() + outcome[1:]))

@@ -34,7 +34,7 @@ from telescope.environments.serialization import MalformedResultError
 from telescope.environments.user_code import Steps, error_text, original_error, settle, user_code_line
 from telescope.environments.worker_pool.environment_runner import EnvironmentRunner
 from telescope.environments.worker_pool.messages import EnvironmentSpec, Slot
-from telescope.errors import InfrastructureError, UserError
+from telescope.errors import InfrastructureError, UnreachableError, UserError
 from telescope.utils.frames import FrameReader, pack_frame
 
 RECHECK_SECONDS = 0.002
@@ -208,11 +208,13 @@ class Worker:
             self.runner = EnvironmentRunner(
                 specs, self.renderer, header["environments_path"], on_stage=self._report_stage
             )
-            infos = [asdict(self.runner.describe(position)) for position in range(len(specs))]
-            if not header["trial"]:
+            trial = header["trial"]
+            infos = [asdict(self.runner.describe(position, checks_golds=trial)) for position in range(len(specs))]
+            if not trial:
                 self.runner.prepare_own_resources()
         except UserError as error:
-            self.send({"failed": str(error), "user_error": True})
+            reachable = not isinstance(error, UnreachableError)
+            self.send({"failed": str(error), "user_error": True, "reachable": reachable})
             return False
         except BaseException as error:
             _print(error)

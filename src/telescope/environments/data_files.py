@@ -1,0 +1,98 @@
+"""Reads rows of local datasets: JSON, JSON lines, Parquet, CSV, and folders of them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from telescope.errors import UserError
+
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
+
+
+def is_local(name: str) -> bool:
+    """Returns whether `name` means a file or folder of this machine, and not a dataset of the hub."""
+    path = Path(name).expanduser()
+    return path.exists() or path.suffix in SUFFIXES or name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def read_local(owner: str, name: str, split: str | None) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a file, or of the files of a split in a folder.
+
+    A single file is the split `train`, unless it is a JSON object with a list of rows per split. Raises `UserError`,
+    with the files or splits that exist, for a missing one, and with the line for a broken one.
+    """
+    path = Path(name).expanduser()
+    if not path.exists():
+        folder = next(parent for parent in path.absolute().parents if parent.is_dir())
+        raise UserError(f"{owner}: there is no file {name!r}. {_listed(folder)} Give the path of one of them.")
+    if path.is_dir():
+        wanted = split or "train"
+        files = [file for file in _data_files(path) if file.stem.split("-")[0] == wanted or file.parent.name == wanted]
+        if not files:
+            raise UserError(f"{owner}: the folder {name!r} has no data file of the split {wanted!r}. {_listed(path)}")
+        for file in files:
+            yield from _rows(owner, file, None)
+        return
+    yield from _rows(owner, path, split)
+
+
+def _data_files(folder: Path) -> list[Path]:
+    return sorted(file for file in (*folder.glob("*.*"), *folder.glob("*/*.*")) if file.suffix in SUFFIXES)
+
+
+def _listed(folder: Path) -> str:
+    """Returns a sentence with the data files of a folder."""
+    names = [str(file.relative_to(folder)) for file in _data_files(folder)]
+    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+    return f"Data files in {folder}: {', '.join(names[:20]) or 'none'}{more}."
+
+
+def _rows(owner: str, file: Path, split: str | None) -> Iterator[dict[str, Any]]:
+    rows: Iterable[Any]
+    try:
+        if file.suffix == ".parquet":
+            import pyarrow.parquet as pq
+
+            rows = (row for batch in pq.ParquetFile(file).iter_batches() for row in batch.to_pylist())
+        elif file.suffix in (".csv", ".tsv"):
+            text = file.read_text(encoding="utf-8-sig")
+            rows = csv.DictReader(text.splitlines(keepends=True), delimiter="," if file.suffix == ".csv" else "\t")
+        elif file.suffix == ".json":
+            rows = json.loads(file.read_text(encoding="utf-8-sig"))
+            if isinstance(rows, dict) and split in rows:
+                rows, split = rows[split], None
+            if not isinstance(rows, list):
+                keys = (
+                    f" It has the keys {', '.join(map(repr, rows))}; set split to one."
+                    if isinstance(rows, dict)
+                    else ""
+                )
+                raise UserError(f"{owner}: {file} is not a list of rows.{keys}")
+        elif file.suffix in SUFFIXES:
+            rows = _json_lines(file)
+        else:
+            raise UserError(f"{owner}: {file} is of no known format. Use a file that ends in {', '.join(SUFFIXES)}.")
+        if split not in (None, "train"):
+            raise UserError(
+                f"{owner}: {file} is one file, without the split {split!r}. Leave split out, or name a folder."
+            )
+        for number, row in enumerate(rows):
+            if not isinstance(row, dict):
+                raise UserError(f"{owner}: row {number} of {file} is {str(row)[:60]!r}, not an object with columns.")
+            yield row
+    except (OSError, ValueError, csv.Error) as error:  # pyarrow's and json's errors are ValueErrors
+        raise UserError(f"{owner}: {file} cannot be read: {error}") from error
+
+
+def _json_lines(file: Path) -> Iterator[Any]:
+    with file.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"line {number} is not JSON ({error}): {line.strip()[:60]!r}") from None

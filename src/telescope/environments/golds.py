@@ -1,0 +1,59 @@
+"""Checks before a run that the answers of a dataset can be equaled by a completion."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from telescope.environments.base import wrapped_environment
+from telescope.errors import UserError
+
+MAX_CHECKED = 200
+"""Items that are checked, across the dataset. A comparison takes about a millisecond."""
+MAX_SECONDS = 20.0
+"""Time for one dataset, should its answers be expensive to read."""
+
+
+def report_golds(name: str, dataset: Any) -> str | None:
+    """Returns a sentence on the golds that no completion can equal. None if there are none, or no golds at all.
+
+    `dataset` is an environment or an eval. Raises `UserError` if most golds are of this kind.
+    """
+    environment = wrapped_environment(dataset)
+    if environment is None or not _is_own(type(environment), "compute_reward"):
+        return None
+    if dataset is not environment and not _takes_metrics(type(dataset)):
+        return None
+    count, deadline = len(dataset), time.monotonic() + MAX_SECONDS
+    checked, failures = 0, []
+    for index in sorted({round(i * (count - 1) / (MAX_CHECKED - 1)) for i in range(MAX_CHECKED)}):
+        check = environment.check_gold(sample := dataset.get_sample(index))
+        if check is None:
+            return None
+        checked += 1
+        if check.problem:
+            failures.append(f"item {index}, {str(sample.answer)[:80]!r} ({check.problem})")
+        if time.monotonic() > deadline:
+            break
+    if not failures:
+        return None
+    found = (
+        f"{name}: no completion can equal the answer of {len(failures)} of the {checked} items that were checked, such "
+        f"as {'; '.join(failures[:3])}"
+    )
+    if 2 * len(failures) > checked:
+        raise UserError(f"{found}. Give final answers (such as 5, \\frac{{1}}{{2}} or Yes), or choose another reward.")
+    return f"{found}. These items never get the reward."
+
+
+def _is_own(cls: type, method: str) -> bool:
+    """Returns whether `check_gold` is defined where `method` is, or below, so that it describes that reward."""
+    order = [next(i for i, owner in enumerate(cls.__mro__) if name in vars(owner)) for name in ("check_gold", method)]
+    return order[0] <= order[1]
+
+
+def _takes_metrics(cls: type) -> bool:
+    """Returns whether an eval takes its metrics from its environment."""
+    from telescope.evals.base import Eval
+
+    return getattr(cls, "compute_eval_metrics", None) is Eval.compute_eval_metrics
