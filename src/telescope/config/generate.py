@@ -36,7 +36,8 @@ def default_yaml() -> str:
     for section in SECTIONS:
         lines += [f"# --- {section.TITLE} ---", ""]
         for field in describe_section(section):
-            lines += _comment(_described(field))
+            text = textwrap.wrap(_described(field), COMMENT_WIDTH - 2, break_on_hyphens=False)
+            lines += [f"# {line}" for line in text]
             lines += [f"{field.name}: {yaml_text(field.default)}", ""]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -102,10 +103,6 @@ def _described(field: FieldDescription) -> str:
     choices = f" One of {field.type}." if field.type.startswith('"') else ""
     span = f" Range: {field.range}." if field.range and "Range:" not in field.text else ""
     return f"{field.text}{choices}{span}"
-
-
-def _comment(text: str) -> list[str]:
-    return [f"# {line}" for line in textwrap.wrap(text, COMMENT_WIDTH - 2, break_on_hyphens=False)]
 
 
 def _table(fields: list[FieldDescription]) -> str:

@@ -34,7 +34,7 @@ def local_resources() -> ClusterResources:
         name=platform.node() or "localhost",
         cpus=float(len(os.sched_getaffinity(0))),
         gpus=len(gpus),
-        memory_bytes=_memory_bytes(),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         gpu_memory_bytes=min(gpus, default=None),
     )
     return ClusterResources((node,))
@@ -82,10 +82,6 @@ def ray_cluster_is_configured(ray_address: str) -> bool:
     except (OSError, ValueError):
         return False
     return True
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 IN_USE = "in use"

@@ -11,7 +11,7 @@ import base64
 import gzip
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -220,14 +220,11 @@ def _examples(store: RunStore, steps: Sequence[int], left_out: list[str]) -> dic
 
 def _few_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns some groups: of kept ones from the highest reward to the lowest, and one that was discarded."""
-    trained = sorted((group for group in groups if group["status"] == "kept"), key=lambda group: -_number(group))
+    kept = [group for group in groups if group["status"] == "kept"]
+    trained = sorted(kept, key=lambda group: -(group["reward_mean"] or 0.0))
     others = [group for group in groups if group["status"] != "kept"][:1]
     few = [*(trained[place] for place in _evenly(len(trained), GROUPS - len(others))), *others]
     return [{**group, "samples": group["samples"][:SAMPLES]} for group in few]
-
-
-def _number(group: Mapping[str, Any]) -> float:
-    return group["reward_mean"] or 0.0
 
 
 def _without_tokens(row: Row) -> Row:
@@ -278,10 +275,7 @@ def _pages(static: Path) -> tuple[str, dict[str, str], str]:
             left += [found[3] for found in _IMPORT.finditer(text) if found[3] in there]
             modules[_SCHEME + name] = _PRELOAD.sub("[]", _IMPORT.sub(rf"\1\2{_SCHEME}\3\4", text))
     fonts = {path.name: base64.b64encode(path.read_bytes()).decode() for path in assets.glob("*.woff2")}
-    style = "\n".join(path.read_text() for path in sorted(assets.glob("*.css"), key=_first_the_entry))
+    entry_first = sorted(assets.glob("*.css"), key=lambda path: (not path.name.startswith("index-"), path.name))
+    style = "\n".join(path.read_text() for path in entry_first)
     style = _FONT.sub(lambda found: f"url(data:font/woff2;base64,{fonts.get(found[1], '')})", style)
     return _SCHEME + entry[1], modules, style
-
-
-def _first_the_entry(path: Path) -> tuple[bool, str]:
-    return (not path.name.startswith("index-"), path.name)

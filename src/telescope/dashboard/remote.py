@@ -269,7 +269,9 @@ class RunCopy:
                 return
             num_missing = len(sizes) - len(there)
             if num_missing == 0:
-                self._remove_others(sizes)
+                for name in self._versions.keys() - sizes.keys():  # the record of the run lacks it
+                    (self._files.run_dir / name).unlink(missing_ok=True)
+                    del self._versions[name]
                 self._is_complete = True
         finally:
             shutil.rmtree(staging, ignore_errors=True)
@@ -306,12 +308,6 @@ class RunCopy:
                 self._versions[name] = wanted[name].version
                 if self.state.phase == "syncing":
                     self.state = replace(self.state, done_bytes=self.state.done_bytes + wanted[name].size)
-
-    def _remove_others(self, current: dict[str, int]) -> None:
-        """Removes files that the record of the run lacks."""
-        for name in self._versions.keys() - current.keys():
-            (self._files.run_dir / name).unlink(missing_ok=True)
-            del self._versions[name]
 
     def _read_kept(self) -> dict[str, Any]:
         empty: dict[str, Any] = {"versions": {}, "remote": {}, "is_complete": False}

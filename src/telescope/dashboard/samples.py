@@ -244,7 +244,8 @@ def _facet(name: str, every: Sequence[Any], counted: Mapping[Any, int]) -> list[
             inside = sum(count for value, count in counted.items() if value is not None and low <= value <= high)
             ranges.append({"value": f"{low:g} to {high:g}", "count": inside})
         return ranges
-    return [{"value": _shown(value), "count": counted.get(value, 0)} for value in every]
+    shown = [f"{value:g}" if isinstance(value, float) else str(value) for value in every]
+    return [{"value": text, "count": counted.get(value, 0)} for text, value in zip(shown, every, strict=True)]
 
 
 def _edges(low: float, high: float) -> list[float]:
@@ -256,10 +257,6 @@ def _edges(low: float, high: float) -> list[float]:
     first = math.floor(low / width)
     edges = (width * number for number in range(first, math.ceil(high / width) + 1))
     return [max(-sys.float_info.max, min(edge, sys.float_info.max)) for edge in edges]
-
-
-def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _number(text: str) -> float:

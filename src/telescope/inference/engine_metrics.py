@@ -53,10 +53,7 @@ def parse(text: str, now: float, *, with_buckets: bool = True) -> list[Reading]:
         for sample in family.samples:
             if sample.name.endswith("_created"):
                 continue
-            labels = tuple(sorted(label for label in sample.labels.items() if not _is_constant(label)))
+            constant = {"model_name": sample.labels.get("model_name"), "engine": "0"}
+            labels = tuple(sorted(sample.labels.items() - constant.items()))
             readings.append(Reading(now, sample.name, float(sample.value), labels))
     return readings
-
-
-def _is_constant(label: tuple[str, str]) -> bool:
-    return label[0] == "model_name" or label == ("engine", "0")

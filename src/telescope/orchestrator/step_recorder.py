@@ -130,10 +130,14 @@ class StepRecorder:
         """Computes the metrics of a step, and resets the counts."""
         # The clock may have been set back in between.
         seconds = max(ended_at - trained.started_at, 1e-6)
+        # With the discarded groups: the mean of the trained ones alone excludes every prompt that is always or never
+        # solved.
+        rewards = np.concatenate([*(group.rewards_n for group in trained.groups), *self._discarded_rewards])
+        self._discarded_rewards = []
         metrics = {
             **batch_metrics(trained.groups, trained.advantages.tolist(), version=trained.step),
             **self._discards.take(len(trained.groups)),
-            "reward/all_groups/mean": self._take_reward_mean(trained.groups),
+            "reward/all_groups/mean": float(rewards.mean()),
             **trained.packing,
             **trained.result.metrics,
             **trained.sync_metrics,
@@ -200,15 +204,6 @@ class StepRecorder:
         self._status.step = trained.step + 1
         self._status.version = trained.step + 1
         self._status.progressed()
-
-    def _take_reward_mean(self, trained: list[Group]) -> float:
-        """Returns the mean reward since the last step, discarded groups included.
-
-        The mean of the trained groups alone excludes every prompt that is always or never solved.
-        """
-        rewards = np.concatenate([*(group.rewards_n for group in trained), *self._discarded_rewards])
-        self._discarded_rewards = []
-        return float(rewards.mean())
 
     async def _write_trained_groups(self, trained: TrainedStep) -> None:
         position = 0

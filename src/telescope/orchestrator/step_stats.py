@@ -52,7 +52,8 @@ def step_stats_rows(
         rows = []
         for name, pairs in by_metric.items():
             values, of_group = (np.asarray(column) for column in zip(*pairs, strict=True))
-            stats = distribution(values, of_group if _has_gini(name) else None)
+            has_gini = name not in WITHOUT_GINI and not name.startswith("discarded/")
+            stats = distribution(values, of_group if has_gini else None)
             if stats:
                 rows.append({"step": step, "environment": environment, "metric": name, **stats})
         yield rows
@@ -125,10 +126,6 @@ def discarded_numbers(sample: Trajectory) -> Numbers:
         "discarded/completion_tokens": sample.num_completion_tokens,
         "discarded/total_tokens": sample.num_tokens,
     }
-
-
-def _has_gini(name: str) -> bool:
-    return name not in WITHOUT_GINI and not name.startswith("discarded/")
 
 
 def _numbers(sample: Trajectory, advantage: float, version: int) -> Numbers:

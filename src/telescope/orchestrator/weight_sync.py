@@ -158,7 +158,8 @@ class WeightSync:
         Raises WeightMismatch when the verification of this sync fails.
         """
         async with self._trainer.queue:
-            probe = self._probe_is_due()
+            every = self._config.weight_probe_every
+            probe = self._num_syncs == 0 or (every > 0 and self._num_syncs % every == 0)
             report = await self._send(self._trainer.version, self._engines_up(), fingerprints=probe)
             self._num_syncs += 1
             if probe and report.updated_servers:
@@ -357,10 +358,6 @@ class WeightSync:
                 self._on_failure(server, error)
 
     # Verification
-
-    def _probe_is_due(self) -> bool:
-        every = self._config.weight_probe_every
-        return self._num_syncs == 0 or (every > 0 and self._num_syncs % every == 0)
 
     async def _probe(self, report: SyncReport, *, initial: str | None = None) -> None:
         """Raises WeightMismatch unless servers have the sent weights, or with `initial` the trainer's."""

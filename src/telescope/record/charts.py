@@ -30,7 +30,8 @@ def line_chart(series: Mapping[str, Sequence[Point]], *, title: str, x_label: st
     xs = [point.x for point in points]
     ys = [value for point in points for value in (point.y, point.low, point.high) if value is not None]
     x_of = _scale(min(xs), max(xs), LEFT, WIDTH - RIGHT)
-    y_low, y_high = _padded(min(ys), max(ys))
+    margin = (max(ys) - min(ys)) * 0.05 or abs(max(ys)) * 0.1 or 1.0
+    y_low, y_high = min(ys) - margin, max(ys) + margin
     y_of = _scale(y_low, y_high, HEIGHT - BOTTOM, TOP)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
@@ -44,7 +45,9 @@ def line_chart(series: Mapping[str, Sequence[Point]], *, title: str, x_label: st
         y = y_of(value)
         parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#e5e7eb"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')
-    for x in _ticks(xs):
+    known = sorted(set(xs))
+    every = -(-len(known) // 8)
+    for x in [*known[:-1:every], known[-1]]:  # eight at most
         parts.append(f'<text x="{x_of(x):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{x:g}</text>')
     for number, (name, line) in enumerate(series.items()):
         color = COLORS[number % len(COLORS)]
@@ -64,15 +67,3 @@ def line_chart(series: Mapping[str, Sequence[Point]], *, title: str, x_label: st
 def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
     span = high - low
     return lambda value: (start + end) / 2 if span == 0 else start + (value - low) / span * (end - start)
-
-
-def _padded(low: float, high: float) -> tuple[float, float]:
-    margin = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
-    return low - margin, high + margin
-
-
-def _ticks(xs: Sequence[float]) -> list[float]:
-    """Returns up to eight x values, including the first and the last."""
-    known = sorted(set(xs))
-    every = -(-len(known) // 8)
-    return [*known[:-1:every], known[-1]]

@@ -68,7 +68,7 @@ class CodeSnapshot:
         """Writes the snapshot of the checkout around `start` and of `folders`. Raises `OSError`."""
         path.parent.mkdir(exist_ok=True)  # without its parents: a removed run directory is not created again
         temporary = temporary_name(path)
-        root = _checkout(start)
+        root = Path(found) if (found := _line(start, "rev-parse", "--show-toplevel")) else None
         try:
             with tarfile.open(temporary, "w:gz", compresslevel=6) as archive:
                 if root is not None:
@@ -146,11 +146,6 @@ def keep_code(run_dir: Path, attempt: int, *, max_mb: float, exclude: Sequence[s
             logger.warning("The code of this run is not kept in %s: %s", path, error)
 
     threading.Thread(target=write, name="telescope-code", daemon=True).start()
-
-
-def _checkout(start: Path) -> Path | None:
-    found = _line(start, "rev-parse", "--show-toplevel")
-    return Path(found) if found else None
 
 
 def _tracked_files(root: Path) -> Iterator[str]:

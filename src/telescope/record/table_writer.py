@@ -92,7 +92,10 @@ class TableWriter:
         """Appends `rows` to the tail. Returns the bytes written."""
         data, problems = rows_to_table(self._table, rows)
         for column, problem in problems.items():
-            self._report_once(column, f"has values that do not fit and are recorded as null, the first: {problem}")
+            if column not in self._reported:
+                self._reported.add(column)
+                name, what = self._table.name, "has values that do not fit and are recorded as null, the first"
+                logger.warning("record: %s.%s %s: %s", name, column, what, problem)
         content = b"".join(batch.serialize() for batch in data.to_batches())
         if self._tail is not None:
             self._extend(self._tail, content)
@@ -145,11 +148,6 @@ class TableWriter:
             # The rows are appended again, to another tail, and hide what this one has of them.
             self._tail = None
             raise
-
-    def _report_once(self, what: str, message: str) -> None:
-        if what not in self._reported:
-            self._reported.add(what)
-            logger.warning("record: %s.%s %s", self._table.name, what, message)
 
 
 def set_aside_foreign_files(table: Table, directory: Path) -> None:

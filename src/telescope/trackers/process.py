@@ -34,7 +34,9 @@ Message = dict[str, Any]
 def main() -> int:
     """Reads messages until stdin closes. Returns the exit status."""
     messages = (json.loads(line) for line in sys.stdin.buffer)
-    report = _reporter(_private_stdout())
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # prints, and those of child processes, go to stderr
+    report = _reporter(out)
     first = next(messages, None)
     if first is None:
         return 0
@@ -145,13 +147,6 @@ def recorded_steps(run: TrackedRun, before: int) -> list[Message]:
         for row in rows
         if row["step"] < before
     ]
-
-
-def _private_stdout() -> TextIO:
-    """Returns a stream to the real stdout. Afterwards print and child processes write to stderr."""
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return out
 
 
 def _reporter(out: TextIO) -> Report:

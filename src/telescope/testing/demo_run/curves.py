@@ -72,7 +72,8 @@ class Curves:
         while len(self._starts) <= step:
             done = len(self._waits)
             self._waits.append(self._wait(done))
-            self._starts.append(self._starts[done] + self._waits[done] + self._active(done))
+            active = 1.9 + 0.25 * float(self.draw(done).random()) + 1.2 * self.looping(done)
+            self._starts.append(self._starts[done] + self._waits[done] + active)
         return self._starts[step]
 
     def wait(self, step: int) -> float:
@@ -91,9 +92,6 @@ class Curves:
         if self.story.slow_from is not None:
             base += 2.6 / (1 + math.exp(-(step - self.story.slow_from) / 6))
         return base * (0.6 + 0.4 * noise) + (1.5 if self.is_down(2, step) else 0.0)
-
-    def _active(self, step: int) -> float:
-        return 1.9 + 0.25 * float(self.draw(step).random()) + 1.2 * self.looping(step)
 
     def training_metrics(self, step: int, num_tokens: int, age_mean: float) -> dict[str, float]:
         """Returns what the trainer measures besides times."""

@@ -221,7 +221,10 @@ def _score(problem: Problem, answer: Answer) -> RewardRecord:
 
 def _place(groups: Sequence[Group], server: int, begin: float, end: float, made: Step) -> None:
     """Gives the samples of one server their lanes and times. The times are between `begin` and `end`."""
-    lengths = [[_weight(sample) for sample in group.samples] for group in groups]
+    # A sample takes the time of its tokens, and an overhead for each turn.
+    lengths = [
+        [each.num_completion_tokens + 12.0 * len(each.turns) + 8.0 for each in group.samples] for group in groups
+    ]
     totals = [sum(column) for column in zip(*lengths, strict=True)] or [1.0]
     # Lanes with fewer tokens are somewhat slower, so that all end soon before the batch is complete.
     seconds = [0.96 * (end - begin) / (0.35 * max(totals) + 0.65 * total) for total in totals]
@@ -236,11 +239,6 @@ def _place(groups: Sequence[Group], server: int, begin: float, end: float, made:
             at[lane] = sample.finished_at + 0.002
         group.finished_at = max(sample.finished_at for sample in group.samples)
         group.start_version = min(sample.version_range[0] for sample in group.samples)
-
-
-def _weight(sample: Trajectory) -> float:
-    """Returns the relative duration of a sample: its tokens, and the overhead of each turn."""
-    return sample.num_completion_tokens + 12.0 * len(sample.turns) + 8.0
 
 
 def _set_times(sample: Trajectory, start: float, seconds: float, made: Step) -> None:

@@ -213,7 +213,8 @@ class RunWriter:
             "packing/imbalance": 1.0 + 0.05 * draw.random(),
         }  # fmt: skip
         position = SamplerPosition(next_draw=(made.number + 1) * self.simulation.ids_per_step)
-        advantages = np.concatenate([_advantages(group) for group in made.kept])
+        rewards = [group.training_rewards_n for group in made.kept]
+        advantages = np.concatenate([(each - each.mean()) / (each.std(ddof=1) + 1e-6) for each in rewards])
         return TrainedStep(
             made.number, made.kept, advantages, packing, made.result, made.sync_metrics, made.start, made.waited,
             position,
@@ -337,9 +338,3 @@ def config_of(run_dir: Path, story: Story, num_steps: int, num_groups: int, seed
             "use_wandb": False,
         }
     )  # fmt: skip
-
-
-def _advantages(group: Group) -> np.ndarray:
-    """Returns GRPO's advantages of a group."""
-    rewards_n = group.training_rewards_n
-    return (rewards_n - rewards_n.mean()) / (rewards_n.std(ddof=1) + 1e-6)
