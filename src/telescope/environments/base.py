@@ -352,6 +352,8 @@ class MultiTurnEnvironment(Environment):
 
     max_turns: int = 10
     system_prompt: str | None = None
+    template_tools: list[dict[str, Any]] | None = None
+    """Schemas of tools that the chat template shows to the model, once it has a prompt (`ToolEnvironment`)."""
     checks_done_first: ClassVar[bool] = False
     continues_after_truncation: bool = False
 

@@ -31,6 +31,7 @@ from typing import Any
 
 from telescope.environments.base import ChatMessage, assistant_message, with_thinking_prefix
 from telescope.environments.parsers import opens_reasoning
+from telescope.environments.tool_template import with_channels_as_fields
 from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.errors import UserError
 
@@ -79,15 +80,19 @@ class Renderer:
             raise TypeError(f"format_prompt returned {type(text).__name__}, not a string")
         return text
 
-    def chat_text(self, messages: Sequence[ChatMessage]) -> str:
-        """Renders a conversation up to the start of the model's next answer."""
+    def chat_text(self, messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None = None) -> str:
+        """Renders a conversation, with the schemas of tools, up to the start of the model's next answer."""
         if not self.tokenizer.chat_template:
             raise UserError(
                 f"The tokenizer of {self.spec.tokenizer_path!r} has no chat template. Set chat_template in the "
                 "configuration, or use a chat model."
             )
         text: str = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True, enable_thinking=self.spec.enable_thinking
+            with_channels_as_fields(messages, str(self.tokenizer.chat_template)),
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=self.spec.enable_thinking,
+            **({"tools": tools} if tools else {}),
         )
         return text
 
@@ -148,8 +153,16 @@ class Dialogue:
     With `thinking_prefix` every prompt ends with an opening `<think>`; `opening` is that part of the answer.
     """
 
-    def __init__(self, renderer: Renderer, *, interleaved: bool = True, thinking_prefix: bool = False) -> None:
+    def __init__(
+        self,
+        renderer: Renderer,
+        *,
+        interleaved: bool = True,
+        thinking_prefix: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> None:
         self._renderer = renderer
+        self._tools = tools
         self._interleaved = interleaved
         self._thinking_prefix = thinking_prefix
         self.opening = ""
@@ -169,7 +182,7 @@ class Dialogue:
     def begin(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Starts the conversation. Returns the token ids of the first prompt."""
         self._messages = list(messages)
-        text = self._renderer.chat_text(self._messages)
+        text = self._text(self._messages)
         self._shown = with_thinking_prefix(text) if self._thinking_prefix else text
         self.opening = self._shown[len(text) :]
         self._last_answer = None
@@ -213,6 +226,9 @@ class Dialogue:
         self._shown, self._last_answer = written, (answer, behind)
         return Extension(token_ids, divergence=divergence)
 
+    def _text(self, messages: Sequence[ChatMessage]) -> str:
+        return self._renderer.chat_text(messages, **({"tools": self._tools} if self._tools else {}))
+
     def _restart(self, divergence: Divergence | None) -> Extension:
         return Extension(self.begin(self._messages), restarts=True, divergence=divergence)
 
@@ -220,7 +236,7 @@ class Dialogue:
         """Returns the template's text before and after the answer at `position`."""
         messages = list(self._messages)
         messages[position] = {**messages[position], "content": self.opening + PLACEHOLDER}
-        before, _, behind = (self._renderer.chat_text(messages) + self.opening).rpartition(PLACEHOLDER)
+        before, _, behind = (self._text(messages) + self.opening).rpartition(PLACEHOLDER)
         return before, behind
 
 
@@ -240,16 +256,19 @@ def _same_but_for_edges(now: str, shown: str, last_answer: tuple[str, str] | Non
     return middle.startswith(head) and middle.removeprefix(head).strip() == answer.strip()
 
 
-def why_not_extendable(renderer: Renderer, *, reply_role: str = "user") -> str | None:
+def why_not_extendable(
+    renderer: Renderer, *, reply_role: str = "user", tools: list[dict[str, Any]] | None = None, call: str = "One."
+) -> str | None:
     """Returns why the chat template's conversations cannot be extended token by token. None if they can.
 
-    Tries a conversation in which the model reasons in `<think>` tags before it answers, and `reply_role` replies.
+    Tries a conversation in which the model reasons in `<think>` tags before it answers or writes a `call` of one
+    of the `tools`, and `reply_role` replies.
     Raises the template's error when it rejects such messages.
     """
-    dialogue = Dialogue(renderer)
+    dialogue = Dialogue(renderer, tools=tools)
     messages: list[ChatMessage] = [{"role": "user", "content": "Choose a number."}]
     dialogue.begin(messages)
-    for answer, reply in (("<think>\nOne.\n</think>\n\nOne.", "Another."), ("Two.", "And another.")):
+    for answer, reply in ((f"<think>\nOne.\n</think>\n\n{call}", "Another."), (call, "And another.")):
         messages = [*messages, {"role": "assistant", "content": answer}, {"role": reply_role, "content": reply}]
         extension = dialogue.extend(answer, [], messages, ended=False)
         if extension.divergence is Divergence.PROMPT_START:

@@ -32,6 +32,7 @@ from telescope.environments.tool_calls import (
     parse_xml_tool_calls,
 )
 from telescope.environments.tool_schema import ArgumentError, Tool, func_to_tool_schema
+from telescope.environments.tool_template import ToolTemplate, tool_template
 from telescope.environments.user_code import DeadlinePassed, deadline, within
 from telescope.errors import InfrastructureError, UserError
 
@@ -55,20 +56,23 @@ class ToolEnvironment(MultiTurnEnvironment):
     """A conversation with tools. Subclasses define `load_dataset` and `compute_reward(state)`.
 
     `tools` are plain or async functions, with annotations and docstrings; a parameter annotated with `RolloutState`
-    receives the state. With `include_tool_schemas_in_prompt` the system message ends with the schemas and the form of
-    a call. `error_formatter` turns a tool's exception into the text that the model reads.
+    receives the state. With `include_tool_schemas_in_prompt` the model is told of them: through the chat template if it
+    takes tools (`tool_template`), or else by the end of the system message. `error_formatter` turns a tool's exception
+    into the text that the model reads.
 
     `tool_map` maps names to functions, `tool_schemas` has OpenAI schemas. `state.custom` has `tool_calls` (dictionaries
     with name, arguments and raw text), `tool_results` (with name, result, success and error), `tool_success_count`,
     `tool_error_count` and `tools_by_name` (number of calls of each tool).
 
-    Class attributes: `tool_timeout_seconds` bounds one call; `tool_role` is the role of the responses ("user": one
-    message for all results of a turn; "tool": one message per result, in the tool role of the chat template);
-    `max_result_characters` cuts long results.
+    Class attributes: `tool_timeout_seconds` bounds one call; `max_result_characters` cuts long results; `tool_role` is
+    the role of the responses ("user": one message for all results of a turn; "tool": one message per result, in the
+    tool role of the chat template; None: "tool" where the tools go through the template); `tools_in_template` False
+    keeps them in the system message. None keeps them there for a class with its own prompt, syntax or parser.
     """
 
     tool_timeout_seconds: float = 30.0
-    tool_role: ClassVar[Literal["tool", "user"]] = "user"
+    tool_role: ClassVar[Literal["tool", "user"] | None] = None
+    tools_in_template: ClassVar[bool | None] = None
     max_result_characters: int = 16_000
 
     def __init__(
@@ -100,6 +104,12 @@ class ToolEnvironment(MultiTurnEnvironment):
             name: tool.schema["function"]["parameters"]["properties"] for name, tool in self._tools.items()
         }
 
+        self._template: ToolTemplate | None = None
+        """The chat template, if the tools go through it."""
+        self._tools_section = self._build_tools_prompt_section() if include_tool_schemas_in_prompt and tools else ""
+        if self._tools_section:
+            self.system_prompt = f"{system_prompt}\n\n{self._tools_section}" if system_prompt else self._tools_section
+
     # The conversation
 
     def create_initial_state(self, sample: Sample) -> RolloutState:
@@ -109,12 +119,36 @@ class ToolEnvironment(MultiTurnEnvironment):
 
     def get_initial_prompt(self, sample: Sample, tokenizer: Any = None) -> list[ChatMessage]:
         messages = super().get_initial_prompt(sample, tokenizer)
-        if not (self.include_tool_schemas_in_prompt and self.tools):
+        if not self._tools_section:
             return messages
-        if messages and messages[0].get("role") == "system":
-            first = f"{messages[0]['content']}\n\n{self._build_tools_prompt_section()}"
-            return [{**messages[0], "content": first}, *messages[1:]]
-        return [{"role": "system", "content": self._build_tools_prompt_section()}, *messages]
+        asks_for_section = self.tool_call_format != "xml" or self._overrides(
+            "get_initial_prompt", "_build_tools_prompt_section", "parse_tool_calls"
+        )
+        in_template = not asks_for_section if self.tools_in_template is None else self.tools_in_template
+        self._template = tool_template(tokenizer) if in_template else None
+        self.template_tools = self.tool_schemas if self._template else None
+        system = (
+            messages.pop(0) if messages and messages[0].get("role") == "system" else {"role": "system", "content": ""}
+        )
+        text = str(system["content"]).removesuffix(self._tools_section).rstrip()
+        if self._template is None:
+            text = f"{text}\n\n{self._tools_section}" if text else self._tools_section
+        return [{**system, "content": text}, *messages] if text else messages
+
+    def _overrides(self, *names: str) -> bool:
+        return any(getattr(type(self), name) is not getattr(ToolEnvironment, name) for name in names)
+
+    @property
+    def form_of_a_call(self) -> str:
+        """The form of a call that the model is told."""
+        return self._template.form if self._template else FORM_SHOWN[self.tool_call_format]
+
+    @property
+    def reply_role(self) -> str:
+        """The role of the messages with results."""
+        in_template = self._template is not None and self._template.takes_results
+        keeps = in_template and not self._overrides("env_response", "format_multiple_tool_results")
+        return self.tool_role or ("tool" if keeps else "user")
 
     def _build_tools_prompt_section(self) -> str:
         """The part of the system message that describes the tools. May be overridden."""
@@ -150,7 +184,7 @@ class ToolEnvironment(MultiTurnEnvironment):
 
     def parse_tool_calls(self, completion: str) -> list[ToolCall]:
         """The calls in an answer; unreadable ones with their `error`."""
-        return parse_calls(completion, self.tool_call_format, self._parameters)
+        return parse_calls(completion, self.tool_call_format, self._parameters, self.form_of_a_call)
 
     def is_final_answer(self, completion: str, state: RolloutState) -> bool:
         """Returns whether the answer ends the rollout. By default it does when it has no call, readable or not."""
@@ -185,7 +219,7 @@ class ToolEnvironment(MultiTurnEnvironment):
         text = result.result if result.success else f"Error: {result.result}"
         if len(text) > self.max_result_characters:
             text = f"{text[: self.max_result_characters]}... ({len(text)} characters in all)"
-        return f"[{result.tool_name}] {text}" if self.tool_role == "user" and result.tool_name else text
+        return f"[{result.tool_name}] {text}" if self.reply_role == "user" and result.tool_name else text
 
     def format_multiple_tool_results(self, results: Sequence[ToolResult]) -> str:
         """The text of several results, in lines `Tool 1: ...`."""
@@ -291,7 +325,7 @@ class ToolEnvironment(MultiTurnEnvironment):
             state.tool_records.append(call.record(result, self.format_tool_result(result)))
             if name:
                 custom["tools_by_name"][name] = custom["tools_by_name"].get(name, 0) + 1
-        if self.tool_role == "tool":
+        if self.reply_role == "tool":
             named = [{"name": result.tool_name} if result.tool_name else {} for result in results]
             texts = [self.format_tool_result(result) for result in results]
             return _Response(

@@ -32,7 +32,7 @@ async def test_a_tool_is_called_and_answers_as_the_user(make_pool, encode):
     ]
     await pool.begin("r", "unit_tools", 0)
     reply = await pool.respond("r", encode("to_feet(meters=2, digits=1)"))
-    assert reply.messages == [{"role": "user", "content": "[to_feet] 6.6 (imperial)"}]
+    assert reply.messages == [{"role": "user", "content": "[to_feet] 6.6 (imperial)", "turn_type": "tool_result"}]
     last = await pool.respond("r", encode("<answer>6.6</answer>"))
     assert (last.end_reason, last.reward.total_reward) == ("final_answer", 1.0)
     assert last.reward.sample_metrics["to_feet_calls"] == 1.0

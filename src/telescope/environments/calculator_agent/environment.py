@@ -58,6 +58,7 @@ class CalculatorAgentEnvironment(ToolEnvironment):
     }
 
     tool_role = "tool"
+    tools_in_template = True
 
     def __init__(
         self,

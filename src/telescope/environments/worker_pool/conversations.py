@@ -108,8 +108,13 @@ class Conversations:
         state = yield from settled(self.multi_turn_environment(environment).create_initial_state(sample))
         if not isinstance(state, RolloutState):
             raise MalformedResultError(f"create_initial_state returned {type(state).__name__}, not a RolloutState")
-        thinking_prefix = self.multi_turn_environment(environment).add_thinking_prefix
-        dialogue = Dialogue(self._renderer, interleaved=interleaved, thinking_prefix=thinking_prefix)
+        found = self.multi_turn_environment(environment)
+        dialogue = Dialogue(
+            self._renderer,
+            interleaved=interleaved,
+            thinking_prefix=found.add_thinking_prefix,
+            tools=found.template_tools,
+        )
         ids = dialogue.begin(prompt)
         self._open[rollout] = _Conversation(environment, state, dialogue, prompt, ids)
         return ids

@@ -157,9 +157,11 @@ class EnvironmentRunner:
         """See `rendering.why_not_extendable`. Raises `UserError` when the template rejects a reply."""
         if self.renderer is None or not environment.is_multi_turn:
             return None
-        role = getattr(self.conversations.multi_turn_environment(environment), "tool_role", "user")
+        found: Any = self.conversations.multi_turn_environment(environment)
+        role = getattr(found, "reply_role", None) or getattr(found, "tool_role", "user")
+        call = {"call": found.form_of_a_call} if found.template_tools else {}
         try:
-            return why_not_extendable(self.renderer, reply_role=role)
+            return why_not_extendable(self.renderer, reply_role=role, tools=found.template_tools, **call)
         except Exception as error:
             raise UserError(
                 f"The environment {spec.name!r} replies with the role {role!r}, which the chat template of "
@@ -211,8 +213,9 @@ class EnvironmentRunner:
         sample: Sample = environment.get_sample(index)
         if environment.is_multi_turn:
             messages = self._first_messages(environment, sample)
-            text = self.renderer.chat_text(messages)
-            if self.conversations.multi_turn_environment(environment).add_thinking_prefix:
+            found = self.conversations.multi_turn_environment(environment)
+            text = self.renderer.chat_text(messages, found.template_tools)
+            if found.add_thinking_prefix:
                 text = with_thinking_prefix(text)
             ids = self.renderer.encode(text, from_template=True)
         else:

@@ -1,0 +1,95 @@
+"""Shows tools to a model as its chat template does, in the form that it was trained on.
+
+A template takes tools if it writes their schemas into the prompt, and if `tool_calls` reads the call that it writes.
+Both are tried with one tool. Of other templates, the environment's system message shows the tools.
+"""
+
+from __future__ import annotations
+
+import os.path
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from telescope.environments.base import ChatMessage, assistant_message
+from telescope.environments.tool_calls import parse_calls
+
+_SENTINEL = "0telescope0"
+_PARAMETERS = {"PARAMETER": {"type": "string", "description": "a text"}}
+_FUNCTION = {
+    "name": "NAME",
+    "description": _SENTINEL,
+    "parameters": {"type": "object", "properties": _PARAMETERS, "required": ["PARAMETER"]},
+}
+_CALL = {"name": "NAME", "arguments": {"PARAMETER": "VALUE"}}
+_ANALYSIS = re.compile(r"<\|channel\|>analysis<\|message\|>(.*?)(?:<\|end\|>|\Z)", re.DOTALL)
+_FINAL = "<|channel|>final<|message|>"
+
+
+@dataclass(slots=True, frozen=True)
+class ToolTemplate:
+    """What a chat template does with tools: the `form` of a call, and whether it has a role for results."""
+
+    form: str
+    takes_results: bool
+
+
+def tool_template(tokenizer: Any) -> ToolTemplate | None:
+    """Returns what the tokenizer's chat template does with tools. None if tools do not go through it."""
+    return _tried(tokenizer, str(tokenizer.chat_template)) if getattr(tokenizer, "chat_template", None) else None
+
+
+@lru_cache(maxsize=4)
+def _tried(tokenizer: Any, template: str) -> ToolTemplate | None:
+    def render(*messages: ChatMessage, prompts: bool = True) -> str:
+        text: str = tokenizer.apply_chat_template(
+            with_channels_as_fields(messages, template),
+            tools=[{"type": "function", "function": _FUNCTION}],
+            tokenize=False,
+            add_generation_prompt=prompts,
+        )
+        return text
+
+    question = {"role": "user", "content": "0"}
+    called = [{"id": "call00000", "type": "function", "function": _CALL}]
+    try:
+        prompt = render(question)
+        whole = render(question, {"role": "assistant", "content": "", "tool_calls": called}, prompts=False)
+        written = whole[len(os.path.commonprefix([prompt, whole])) :]  # noqa: RUF071  # of texts, not of paths
+        calls = parse_calls(written, "xml", {"NAME": _PARAMETERS})
+    except Exception:  # a template is a program, and may refuse anything
+        return None
+    if _SENTINEL not in prompt or [(call.name, call.arguments) for call in calls] != [tuple(_CALL.values())]:
+        return None
+    form = calls[0].raw_text
+    try:
+        result = {"role": "tool", "name": "NAME", "content": _SENTINEL * 2}
+        takes_results = _SENTINEL * 2 in render(question, assistant_message(form), result)
+    except Exception:
+        takes_results = False
+    return ToolTemplate(form, takes_results)
+
+
+def with_channels_as_fields(messages: Sequence[ChatMessage], template: str) -> list[ChatMessage]:
+    """The conversation as the chat template of gpt-oss takes it; of other templates, unchanged.
+
+    That template refuses answers as the model writes them, and wants reasoning and calls in fields of their own.
+    """
+    if "<|channel|>" not in template:
+        return list(messages)
+    converted = []
+    for message, following in zip(messages, [*messages[1:], {}], strict=True):
+        text = message.get("content")
+        if message.get("role") == "assistant" and isinstance(text, str) and "tool_calls" not in message:
+            message = {"role": "assistant", "thinking": "".join(_ANALYSIS.findall(text))}
+            if following.get("role") == "tool":  # an unreadable call has a reply too
+                call = next(iter(parse_calls(text, "xml")), None)
+                name = (call and call.name) or following.get("name", "unknown")
+                arguments = call.arguments if call and call.error is None else {}
+                message["tool_calls"] = [{"type": "function", "function": {"name": name, "arguments": arguments}}]
+            else:
+                message["content"] = _ANALYSIS.sub("", text).rpartition(_FINAL)[2]
+        converted.append(message)
+    return converted
