@@ -19,7 +19,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -122,14 +121,9 @@ class EvalResult:
 
     @property
     def failures(self) -> str:
-        """How many samples failed, to be shown beside the accuracy. Empty if none."""
-        return describe_failures(self.num_failed, self.num_items, self.num_completions)
-
-
-def describe_failures(num_failed: int, num_items: int, num_completions: int) -> str:
-    """Returns ` (46 failed)`, or ` (46 of 256 samples failed)` where items have several samples. Empty for none."""
-    of_samples = f" of {num_items * num_completions} samples" if num_completions > 1 else ""
-    return f" ({num_failed}{of_samples} failed)" if num_failed else ""
+        """What stands beside the accuracy: ` (46 failed)`, or ` (46 samples failed)` of items with several, or ``."""
+        samples = " samples" if self.num_completions > 1 else ""
+        return f" ({self.num_failed}{samples} failed)" if self.num_failed else ""
 
 
 async def plan_eval(
@@ -206,35 +200,32 @@ async def run_eval(
         on_sample(item, trajectory)
         return trajectory
 
-    finished = finished or {}
+    scores = dict(finished or {})
     every = [(item, completion) for item in plan.items for completion in range(plan.num_completions)]
-    missing = [(item, completion) for item, completion in every if (item.index, completion) not in finished]
+    missing = [(item, completion) for item, completion in every if (item.index, completion) not in scores]
     tasks = [asyncio.ensure_future(one(item, completion)) for item, completion in missing]
     try:
         trajectories = await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
-    found = {
-        (item.index, completion): scores_of(trajectory)
-        for (item, completion), trajectory in zip(missing, trajectories, strict=True)
-    }
+    for (item, completion), trajectory in zip(missing, trajectories, strict=True):
+        scores[item.index, completion] = scores_of(trajectory) or {}
     samples: dict[str, list[Mapping[str, float]]] = defaultdict(list)
     """Metrics by the identity of the item: equal items are one."""
     for item, completion in every:
-        key = item.index, completion
-        samples[item.prompt.sample_uid].append(finished.get(key) or found.get(key) or {})
-    if not any(metrics for completions in samples.values() for metrics in completions):
+        samples[item.prompt.sample_uid].append(scores[item.index, completion])
+    if not any(scores.values()):
         first = next((t.failure_message for t in trajectories), "the eval has no items")
         raise EnvironmentFailure(
             f"eval {plan.name!r}: none of its {len(trajectories)} samples could be scored; first: {first}"
         )
-    scores = count_failed_as_wrong(list(samples.values()), plan.pass_k)
-    metrics = metrics_over_items(scores, plan.pass_k)
+    counted = count_failed_as_wrong(list(samples.values()), plan.pass_k)
+    metrics = metrics_over_items(counted, plan.pass_k)
     metric = accuracy_metric(metrics)
     by_item = {
         uid: float(np.mean([score[metric] for score in completions]))
-        for uid, completions in zip(samples, scores, strict=True)
+        for uid, completions in zip(samples, counted, strict=True)
         if metric in metrics
     }
     finite = bool(by_item) and bool(np.isfinite(list(by_item.values())).all())
@@ -242,11 +233,7 @@ async def run_eval(
         name=plan.name,
         version=version,
         num_items=len(plan.items),
-        num_scored=sum(
-            metric in each if metric in metrics else bool(each)
-            for completions in samples.values()
-            for each in completions
-        ),
+        num_scored=sum(metric in each if metric in metrics else bool(each) for each in scores.values()),
         temperature=plan.sampling.temperature,
         metrics=metrics,
         seconds=time.monotonic() - started,
@@ -300,9 +287,7 @@ class SamplesFile:
     def __enter__(self) -> SamplesFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()
 
     def finished(self, plan: PlannedEval) -> Scores:

@@ -70,7 +70,7 @@ class RecordFollower:
 
     def _send_histograms(self, closing: bool) -> None:
         for step, values in self._histograms.take(self._new_rows("step_stats").to_pylist(), last=closing):
-            self._send({"kind": "histograms", "step": step, "values": values})
+            self._send({"kind": "histograms", "step": step, "histograms": values})
 
     def _send_gauges(self) -> None:
         rows = self._new_rows("gauges")

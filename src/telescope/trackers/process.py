@@ -22,7 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TextIO
 
-from telescope.trackers.base import MAX_WAITING, TITLES, Report, TrackedRun, Tracker, start_tracker
+from telescope.trackers.base import MAX_WAITING, TITLES, Report, TrackedRun, start_tracker
 from telescope.trackers.follower import RecordFollower
 
 FINISH_SECONDS = 300.0
@@ -102,7 +102,9 @@ class TrackerThread(threading.Thread):
                 last_step = message["step"]  # the trainer may restart from an earlier step
             if message["kind"] == "histograms" and message["step"] <= tracker.last_step:
                 continue
-            self._attempt(partial(_handle, tracker, message))
+            kind, values = message["kind"], {key: value for key, value in message.items() if key != "kind"}
+            if (method := getattr(tracker, "upload" if kind == "files" else f"log_{kind}", None)) is not None:
+                self._attempt(partial(method, **values))
         if tracker is not None:
             self._attempt(tracker.finish)
 
@@ -120,21 +122,6 @@ class TrackerThread(threading.Thread):
             self._report(
                 "WARNING", f"{TITLES[self._tracker_name]} {problem}. The run continues; see logs/trackers.log."
             )
-
-
-def _handle(tracker: Tracker, message: Message) -> None:
-    match message["kind"]:
-        case "step":
-            tracker.log_step(message["step"], message["metrics"])
-        case "histograms":
-            tracker.log_histograms(message["step"], message["values"])
-        case "gauges":
-            tracker.log_gauges(message["time"], message["values"])
-        case "summary":
-            tracker.log_summary(message["values"])
-        case "files":
-            if hasattr(tracker, "upload"):
-                tracker.upload(message["names"], message["sizes"])
 
 
 def recorded_steps(run: TrackedRun, before: int) -> list[Message]:
