@@ -88,8 +88,8 @@ def _convert(gguf: Path, folder: Path, packages: Path) -> None:
 def _convert_here(gguf: Path, folder: Path) -> None:
     import torch
     import transformers
+    from tokenizers import decoders, pre_tokenizers
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # Releases without this class always dequantize.
     kind = getattr(transformers, "GgufConfig", None)
     how = {} if kind is None else {"quantization_config": kind(dequantize=True)}
@@ -97,6 +97,21 @@ def _convert_here(gguf: Path, folder: Path) -> None:
         gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **how
     )
     model.save_pretrained(folder)
+    read = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # Vocabulary and merges are right in every release. transformers 5.17 takes the begin token for the end token and
+    # decodes like SentencePiece; no release knows that SmolLM2 separates digits.
+    backend = read.backend_tokenizer
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    backend.decoder = decoders.ByteLevel()
+    backend.normalizer = None
+    ids = {name: getattr(model.config, f"{name}_id") for name in ("bos_token", "eos_token", "pad_token")}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        unk_token=read.unk_token,
+        **{name: read.convert_ids_to_tokens(number) for name, number in ids.items()},
+    )
+    tokenizer.chat_template = read.chat_template
     tokenizer.save_pretrained(folder)
     for file in folder.iterdir():
         file.chmod(0o644)  # weights are written for their owner alone
