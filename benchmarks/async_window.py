@@ -25,7 +25,7 @@ from forced_lengths import Lengths
 from measure import require_gpus
 from rich.console import Console
 from rich.table import Table
-from whole_run import Case, WholeRun, add_case_arguments
+from whole_run import Case, WholeRun, add_case_arguments, fields_of
 
 LENGTHS = Lengths(500, 3100)
 CASES = ("2:8", "4:8", "3:8", "6:8", "4:-1", "3:-1", "2:-1")
@@ -52,7 +52,7 @@ def main() -> int:
         ahead, bound = (int(number) for number in name.split(":"))
         given = {"number_of_steps": FIELDS["number_of_steps"]} if arguments.quick else FIELDS
         window = {"max_async_rollout": ahead, "max_off_policy_steps": bound}
-        one = replace(case, fields={**case.fields, **given, **window})
+        one = replace(case, fields={**case.fields, **given, **fields_of(arguments.set), **window})
         with one.prepared(f"ahead-{ahead}-bound-{bound}") as run:
             with run:
                 measure(run, arguments)

