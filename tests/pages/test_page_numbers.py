@@ -65,7 +65,7 @@ def test_runs_show_their_steps_and_rewards(visitor: Visit, runs: Path):
     for summary, row in zip(summaries, shown, strict=True):
         assert row["run"].split()[0] == summary.name
         assert numbers(row["steps"]) == [summary.steps, summary.num_steps]
-        first, last = numbers(row["reward trained on"])
+        first, last = numbers(row["reward"])
         assert (first, last) == pytest.approx((summary.reward_first, summary.reward_last), abs=0.006)
 
 

@@ -98,8 +98,13 @@ function useSamples(row: EvalRow | undefined): EvalSample[] | undefined {
   return useResource<EvalSample[]>(row ? runPath(run, "evals", row.attempt, row.eval_id, "samples") : null, {}, row?.status === "finished" ? "" : version).data;
 }
 
-const short = (row: EvalRow): string => [`${count(row.num_items)} items${row.num_completions > 1 ? ` × ${row.num_completions}` : ""}`, row.held_out && "held out"].filter(Boolean).join(", ");
-const words = (row: EvalRow): string => `${count(row.num_items)} ${row.held_out ? "held-out " : ""}items${row.num_completions > 1 ? `, ${row.num_completions} answers each` : ""}`;
+const short = (row: EvalRow): string => [`${count(row.num_items)} items${row.num_completions > 1 ? ` × ${row.num_completions}` : ""}`, row.held_out && "held out", failed(row)].filter(Boolean).join(", ");
+const words = (row: EvalRow): string => `${count(row.num_items)} ${row.held_out ? "held-out " : ""}items${row.num_completions > 1 ? `, ${row.num_completions} answers each` : ""}${failed(row) && `, ${failed(row)} and count as wrong`}`;
+/** How many answers have no score, which the accuracy counts as wrong. Empty if none, or where an old record does not say. */
+const failed = (row: EvalRow): string => {
+  const missing = row.num_items * row.num_completions - row.num_scored;
+  return row.num_scored > 0 && missing > 0 ? `${count(missing)} failed` : "";
+};
 
 function EvalLine({ name, rows, range, on }: { name: string; rows: EvalRow[]; range: Range | null; on: boolean }) {
   const curve = curveOf(rows.filter((row) => isInRange(row, range)));

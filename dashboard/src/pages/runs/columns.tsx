@@ -97,7 +97,7 @@ const OWN: Column[] = [
   },
   quantity("duration", "took", (run) => run.duration, duration),
   { ...quantity("steps", "steps", (run) => run.steps, (value) => number(value)), show: (run) => <Steps run={run} /> },
-  { ...quantity("reward", "reward trained on", (run) => run.reward_last, (value) => number(value, 3)), show: (run) => <Reward run={run} />, hint: "mean of the samples trained on, first 10 steps → last 10; groups discarded for equal rewards are not in it" },
+  { ...quantity("reward", "reward", (run) => run.reward_last, (value) => number(value, 3)), show: (run) => <Reward run={run} />, hint: "mean of all scored samples, first 10 steps → last 10; runs of earlier versions have that of the samples trained on" },
   quantity("heldout", "held out", (run) => run.heldout_after ?? run.heldout_before, (value) => percent(value)),
   quantity("gain", "gain, points", gain, (value) => signed(100 * value, 1)),
   text("algorithm", "algorithm", (run) => run.algorithm ?? ""),
