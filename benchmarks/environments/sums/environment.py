@@ -8,9 +8,23 @@ from typing import Any
 
 from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment
 
-NUM_HELD_OUT = 1000
-EXAMPLE = [{"role": "user", "content": "What is 12 + 5?"}, {"role": "assistant", "content": "12 + 5 = 17"}]
-"""Shows the form. Without it, one answer in a hundred has it."""
+HELD_OUT_SHARE = 0.2
+EXAMPLES = [(12, 5), (34, 28)]
+"""They show the form. Without them, one answer in a hundred has it."""
+
+
+def question(a: int, b: int) -> str:
+    return f"What is {a} + {b}?"
+
+
+CONVERSATION = [
+    message
+    for a, b in EXAMPLES
+    for message in (
+        {"role": "user", "content": question(a, b)},
+        {"role": "assistant", "content": f"{a} + {b} = {a + b}"},
+    )
+]
 
 
 class SumsEnvironment(SingleTurnEnvironment):
@@ -19,14 +33,17 @@ class SumsEnvironment(SingleTurnEnvironment):
     reward_min, reward_max = 0.0, 1.0
 
     def load_dataset(
-        self, num_samples: int = -1, portion: str = "train", max_number: int = 99, **_: Any
+        self, num_samples: int = -1, portion: str = "train", max_number: int = 50, **_: Any
     ) -> list[Sample]:
-        """Returns all pairs of numbers from 1 to `max_number` but 1,000 in an order of chance, or (`heldout`) these."""
-        pairs = [(a, b) for a in range(1, max_number + 1) for b in range(1, max_number + 1)]
+        """Returns pairs of numbers from 1 to `max_number`; a pair and its reverse are both held out, or neither."""
+        pairs = [(a, b) for a in range(1, max_number + 1) for b in range(1, a + 1)]
         random.Random(0).shuffle(pairs)
-        pairs = pairs[:NUM_HELD_OUT] if portion == "heldout" else pairs[NUM_HELD_OUT:]
+        num_held_out = int(HELD_OUT_SHARE * len(pairs))
+        pairs = pairs[:num_held_out] if portion == "heldout" else pairs[num_held_out:]
         samples = [
-            Sample([*EXAMPLE, {"role": "user", "content": f"What is {a} + {b}?"}], answer=str(a + b)) for a, b in pairs
+            Sample([*CONVERSATION, {"role": "user", "content": question(x, y)}], answer=str(x + y))
+            for a, b in pairs
+            for x, y in dict.fromkeys([(a, b), (b, a)])
         ]
         return samples if num_samples < 0 else samples[:num_samples]
 
