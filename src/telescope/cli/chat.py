@@ -116,12 +116,12 @@ def serving(config: TelescopeConfig, target: EvalTarget) -> Iterator[tuple[str, 
         _say(f"reading {target.path}")
     with tempfile.TemporaryDirectory(prefix="telescope-chat-") as scratch:
         folder = target.model_folder(Path(scratch), config.engine_dtype)
-        with _server(config, folder, Path(scratch)) as served:
+        with _started(config, folder, Path(scratch)) as served:
             yield served
 
 
 @contextmanager
-def _server(config: TelescopeConfig, folder: Path, directory: Path) -> Iterator[tuple[str, str]]:
+def _started(config: TelescopeConfig, folder: Path, directory: Path) -> Iterator[tuple[str, str]]:
     from telescope.inference.process import FIRST_STAGE, start_stage
     from telescope.inference.server import InferenceServer, SupervisionLimits
 

@@ -182,16 +182,9 @@ async def run_eval(
         while sample_id in taken:
             sample_id += "-again"
         task = RolloutTask(
-            sample_id=sample_id,
-            group_id=group_id,
-            sample_index=completion,
-            environment=plan.name,
-            environment_key=plan.environment_key,
-            item_index=item.index,
-            prompt_token_ids=item.prompt.token_ids,
-            seed_of_turn=lambda turn: seed_of(item.index, completion, turn),
-            is_multi_turn=plan.is_multi_turn,
-        )
+            sample_id, group_id, completion, plan.name, plan.environment_key, item.index, item.prompt.token_ids,
+            seed_of_turn=lambda turn: seed_of(item.index, completion, turn), is_multi_turn=plan.is_multi_turn,
+        )  # fmt: skip
         trajectory = await Rollout(
             task, slots=slots, engine_of=engine_of, environments=environments, settings=settings,
             on_engine_failure=on_engine_failure,
@@ -228,21 +221,13 @@ async def run_eval(
         for uid, completions in zip(samples, counted, strict=True)
         if metric in metrics
     }
-    finite = bool(by_item) and bool(np.isfinite(list(by_item.values())).all())
     return EvalResult(
-        name=plan.name,
-        version=version,
-        num_items=len(plan.items),
+        plan.name, version, len(plan.items),
         num_scored=sum(metric in each if metric in metrics else bool(each) for each in scores.values()),
-        temperature=plan.sampling.temperature,
-        metrics=metrics,
-        seconds=time.monotonic() - started,
-        held_out=plan.held_out,
-        number=plan.number,
-        num_completions=plan.num_completions,
-        by_item=by_item,
-        estimate=estimate_mean(list(by_item.values())) if finite else None,
-    )
+        temperature=plan.sampling.temperature, metrics=metrics, seconds=time.monotonic() - started,
+        held_out=plan.held_out, number=plan.number, num_completions=plan.num_completions,
+        by_item=by_item, estimate=estimate_mean(list(by_item.values())) if by_item else None,
+    )  # fmt: skip
 
 
 def scores_of(sample: Trajectory) -> dict[str, float] | None:

@@ -121,8 +121,11 @@ def finite(values: Values) -> list[float]:
     return [max(-LARGEST, min(value, LARGEST)) for value in values if value is not None and math.isfinite(value)]
 
 
-def ends_of(values: Sequence[float]) -> tuple[float, float]:
-    """Returns means over the first and last 10 steps, or halves."""
+def ends_of(values: Values) -> tuple[float, float] | tuple[None, None]:
+    """Returns means of the finite values over the first and last 10 steps, or halves. None without any."""
+    values = finite(values)
+    if not values:
+        return None, None
     window = max(1, min(WINDOW, len(values) // 2))
     return statistics.fmean(values[:window]), statistics.fmean(values[-window:])
 

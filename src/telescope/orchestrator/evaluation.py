@@ -217,7 +217,7 @@ class Evaluation:
             self._report(plan, version, started_at, "failed", f"{type(error).__name__}: {error}", used)
             return None
         baseline = self._baseline(result)
-        if baseline is not None and _comparable(result, baseline):
+        if baseline is not None and not result.by_item.keys().isdisjoint(baseline.by_item):
             result = dataclasses.replace(result, gain=estimate_difference(result.by_item, baseline.by_item))
         self.results.append(result)
         self._record(plan, result, started_at, used)
@@ -339,12 +339,6 @@ def eval_point(result: EvalResult, label: str) -> EvalPoint:
     """Returns a result as the rules of `health` read it."""
     low, high = (result.estimate.low, result.estimate.high) if result.estimate else (None, None)
     return EvalPoint(label, result.version - 1, result.accuracy, low, high)
-
-
-def _comparable(result: EvalResult, baseline: EvalResult) -> bool:
-    """Returns whether a paired difference is defined. Both accuracies are finite, and both have scored an item."""
-    finite = result.estimate is not None and baseline.estimate is not None
-    return finite and not result.by_item.keys().isdisjoint(baseline.by_item)
 
 
 def finished_at(run_dir: Path, version: int) -> frozenset[int]:

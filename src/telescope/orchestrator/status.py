@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from telescope.health.rules import EvalPoint, Finding, Level, ends_of, finite
+from telescope.health.rules import EvalPoint, Finding, Level, ends_of
 from telescope.health.watch import Watch
 from telescope.record.alerts import REPORTED
 from telescope.utils.text import plain, pluralize, single_line
@@ -281,8 +281,8 @@ def summarize(
     of_headline = [r for r in evals if headline is not None and (r.number, r.name) == (headline.number, headline.name)]
     before = next((r for r in of_headline if r.version == 0), None)
     after = next((r for r in reversed(of_headline) if r.version > 0), None)
-    first, last = _ends([step.reward_mean for step in status.history])
-    trained_first, trained_last = _ends([step.reward_trained for step in status.history])
+    first, last = ends_of([step.reward_mean for step in status.history])
+    trained_first, trained_last = ends_of([step.reward_trained for step in status.history])
     return RunSummary(
         status=outcome,
         run_name=config.wandb_run_name,
@@ -317,8 +317,3 @@ def summarize(
         ],
         eval_problems=list(eval_problems),
     )  # fmt: skip
-
-
-def _ends(rewards: Sequence[float]) -> tuple[float | None, float | None]:
-    finite_rewards = finite(rewards)
-    return ends_of(finite_rewards) if finite_rewards else (None, None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -82,19 +82,6 @@ def batch_metrics(groups: Sequence[Group], advantages: Iterable[float], version:
     return metrics
 
 
-@dataclass(frozen=True, slots=True)
-class SampleLengths:
-    """Lengths of a sample in tokens."""
-
-    prompt: int
-    completion: int
-    total: int
-
-    @classmethod
-    def of(cls, sample: Trajectory) -> SampleLengths:
-        return cls(sample.num_prompt_tokens, sample.num_completion_tokens, sample.num_tokens)
-
-
 class DiscardCounts:
     """Counts of untrained groups, samples and tokens since the last step.
 
@@ -109,8 +96,8 @@ class DiscardCounts:
 
     def __init__(self) -> None:
         self._groups: Counter[str] = Counter()
-        self._lengths: dict[str, list[SampleLengths]] = defaultdict(list)
-        self._rewards: dict[str, list[float]] = defaultdict(list)
+        self._samples: dict[str, list[tuple[int, int, int, float]]] = defaultdict(list)
+        """By reason, of each sample its tokens (prompt, completion, total) and its reward."""
         self._masked: dict[str, list[int]] = defaultdict(list)
         self._cancelled: list[int] = []
         self._retried: list[int] = []
@@ -124,13 +111,13 @@ class DiscardCounts:
 
         Only its usable samples count here; masked and cancelled ones are counted as such.
         """
-        scored = [sample for sample in samples if sample.is_usable]
-        lengths = [SampleLengths.of(sample) for sample in scored]
+        numbers = [
+            (s.num_prompt_tokens, s.num_completion_tokens, s.num_tokens, s.total_reward) for s in samples if s.is_usable
+        ]
         kinds = [f"{reason}_{kind}"] if kind else []
         for key in (ALL_REASONS, reason, *kinds):
             self._groups[key] += 1
-            self._lengths[key].extend(lengths)
-            self._rewards[key].extend(sample.total_reward for sample in scored)
+            self._samples[key].extend(numbers)
 
     def masked(self, sample: Trajectory) -> None:
         """Counts one masked sample by its kind of failure or its filter."""
@@ -164,14 +151,13 @@ class DiscardCounts:
         total = num_kept_groups + self._groups[ALL_REASONS]
         for reason in sorted({*ALWAYS_COUNTED, *self._groups}):
             section = f"discarded/{reason}"
-            rewards = self._rewards[reason]
+            columns: list[Sequence[Any]] = list(zip(*self._samples[reason], strict=True)) or [()] * 4
+            prompt, completion, whole, rewards = columns
             metrics[f"{section}/groups"] = float(self._groups[reason])
             metrics[f"{section}/pct"] = 100.0 * self._groups[reason] / total if total else 0.0
-            lengths = self._lengths[reason]
-            metrics.update(_counted(section, [one.completion for one in lengths]))
-            for name in ("prompt", "total"):
-                moments = _moments(getattr(one, name) for one in lengths)
-                metrics.update({f"{section}/{name}_tokens_{key}": value for key, value in moments.items()})
+            metrics.update(_counted(section, completion))
+            for name, lengths in (("prompt", prompt), ("total", whole)):
+                metrics.update({f"{section}/{name}_tokens_{key}": value for key, value in _moments(lengths).items()})
             if rewards:
                 metrics[f"{section}/reward_mean"] = float(np.mean(rewards))
         for kind, masked in sorted(self._masked.items()):
@@ -185,7 +171,7 @@ class DiscardCounts:
         for section, counted in by_section.items():
             metrics.update(_counted(section, counted))
             counted.clear()
-        for counts in (self._groups, self._lengths, self._rewards, self._masked):
+        for counts in (self._groups, self._samples, self._masked):
             counts.clear()
         self._num_unseen = self._num_requeued_groups = 0
         return metrics

@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from telescope.errors import UserError
-from telescope.health.rules import ends_of, finite
+from telescope.health.rules import ends_of
 from telescope.record.convert import conform, rows_to_table
 from telescope.record.files import RunFiles, read_json
 from telescope.record.rollout_tables import SAMPLES
@@ -198,8 +198,7 @@ class Run:
         """Summarizes the run. Reads `run.json`, `summary.json`, and two columns of `steps` unless they are given."""
         info = self.info
         steps = (self.table("steps", columns=["step", "reward_mean"]) if steps is None else steps).sort_by("step")
-        rewards = finite(steps["reward_mean"].to_pylist())
-        first, last = ends_of(rewards) if rewards else (None, None)
+        first, last = ends_of(steps["reward_mean"].to_pylist())
         status = status_now(self.files.run_dir, info)
         result = self.result
         started_at = info.started_at if info else None
