@@ -11,6 +11,7 @@ where there are runs, and prints its help elsewhere. `take_own` separates a comm
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import signal
@@ -42,6 +43,7 @@ OWN_ARGUMENTS = {
 }
 """Commands with a flag for every field of the schema, and their help. They parse their own arguments."""
 PIPE_WIDTH = 140
+LONGEST_ERROR = 200  # characters of an error that quotes a path
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -68,6 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of the output (`head`, a pager) has exited.
         sys.stderr.close()
         return 0
+    except (OSError, RuntimeError) as error:
+        # Any path may be too long, or in the home directory of nobody.
+        if getattr(error, "errno", None) != errno.ENAMETOOLONG and "home directory" not in str(error):
+            raise
+        print(f"telescope: an argument is no usable path: {str(error)[:LONGEST_ERROR]}", file=sys.stderr)
+        return EXIT_BAD_INPUT
     except SystemExit as exit_request:  # raised by argparse after it has printed its message
         return exit_request.code if isinstance(exit_request.code, int) else EXIT_BAD_INPUT
 

@@ -209,9 +209,8 @@ def try_environments_of(config: TelescopeConfig, keys: EnvironmentKeys) -> list[
         making_seconds=config.environment_timeout_seconds,
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
-    sizes = {spec.identity: info.num_samples for spec, info in zip(keys.specs, infos, strict=True)}
-    check_eval_items(config, keys, sizes)
-    return notices_of(infos)
+    found = check_eval_items(config, keys, {spec.identity: info for spec, info in zip(keys.specs, infos, strict=True)})
+    return [*notices_of(infos), *found]
 
 
 def print_summary(

@@ -11,12 +11,13 @@ that refuse mutation and otherwise behave as before; `thaw` returns a mutable co
 from __future__ import annotations
 
 import math
+import os
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
@@ -98,8 +99,27 @@ Tokens = Annotated[int, Field(ge=1, le=2**24)]
 """Length of a text, or size of a buffer, in tokens."""
 Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 WholeSeconds = Annotated[int, Field(ge=1, le=MAX_SECONDS)]
-Text = Annotated[str, Field(min_length=1, pattern=r"\S")]
+LONGEST_NAME, LONGEST_PATH = 255, 4096  # bytes that Linux allows for a file's name, and for a path
+
+
+def _without_nul(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("it must not contain the character NUL")
+    return text
+
+
+def _possible_path(text: str) -> str:
+    if text.startswith("~") and os.path.expanduser(text) == text:
+        raise ValueError(f"there is no user {text.partition('/')[0][1:]!r} on this machine; name another folder")
+    if len(os.fsencode(text)) > LONGEST_PATH or any(len(os.fsencode(p)) > LONGEST_NAME for p in text.split("/")):
+        raise ValueError(f"a path has at most {LONGEST_PATH} bytes, and each name in it {LONGEST_NAME}")
+    return text
+
+
+Text = Annotated[str, Field(min_length=1, pattern=r"\S"), AfterValidator(_without_nul)]
 """Text that is not blank."""
+PathText = Annotated[Text, AfterValidator(_possible_path)]
+"""A path, whether it exists or not; `~` is the home directory."""
 
 
 class Section(BaseModel):

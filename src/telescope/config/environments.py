@@ -14,12 +14,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, field_validator, model_validator
 
 from telescope.config.base import Section, Steps, Text, Tokens
-from telescope.environments.worker_pool.messages import EnvironmentSpec
+from telescope.environments.worker_pool.messages import EnvironmentInfo, EnvironmentSpec
 from telescope.errors import ConfigError
 from telescope.evals.base import eval_spec
+from telescope.utils.text import did_you_mean, is_misspelled
 
 if TYPE_CHECKING:
     from telescope.config import TelescopeConfig
+
+
+LARGEST_K = 4096
+"""Largest k of pass@k; more samples of each item are a typing error."""
 
 
 class EnvironmentEntry(Section):
@@ -88,8 +93,11 @@ class EvalEntry(Section):
             metrics, ks = spec["metrics"], spec["k"]
             if not isinstance(metrics, list) or not metrics or not all(isinstance(m, str) and m for m in metrics):
                 raise ValueError(f"{key}.metrics must be a list of metric names, such as [correct]")
-            if not isinstance(ks, list) or not ks or not all(type(k) is int and k >= 1 for k in ks):
-                raise ValueError(f"{key}.k must be a list of whole numbers of at least 1, such as [1, 8]")
+            if not isinstance(ks, list) or not ks or not all(type(k) is int and 1 <= k <= LARGEST_K for k in ks):
+                raise ValueError(
+                    f"{key}.k must be a list of whole numbers from 1 to {LARGEST_K}, such as [1, 8]: every item is "
+                    "sampled as often as the largest"
+                )
         return value
 
     @model_validator(mode="after")
@@ -152,15 +160,25 @@ def num_eval_items(entry: EvalEntry, available: int) -> int:
     return available if entry.num_samples == -1 else entry.num_samples
 
 
-def check_eval_items(config: TelescopeConfig, keys: EnvironmentKeys, sizes: Mapping[str, int]) -> None:
-    """Checks the evals against the sizes of the datasets, by their keys.
+def check_eval_items(config: TelescopeConfig, keys: EnvironmentKeys, infos: Mapping[str, EnvironmentInfo]) -> list[str]:
+    """Checks the evals against the loaded environments, by their keys. Returns remarks.
 
-    Raises ConfigError for an eval with too few items, or one that leaves none of an environment's to train on.
+    Raises ConfigError for an eval with too few items, one that leaves none of an environment's to train on, or one
+    whose `pass_k` misspells a metric.
     """
+    found = []
     for entry, key in zip(config.evals, keys.evals, strict=True):
-        num_items = num_eval_items(entry, sizes[key])
-        if entry.separate_eval_samples and key in keys.training and num_items >= sizes[key]:
+        declared, size = {"reward", *infos[key].metrics_ranges}, infos[key].num_samples
+        unknown = {name for spec in entry.pass_k.values() for name in spec["metrics"] if name not in declared}
+        for name in sorted(unknown):
+            problem = f"evals: pass_k of {entry.name!r} names the metric {name!r}, which it does not declare"
+            if is_misspelled(name, declared):
+                raise ConfigError(f"{problem}.{did_you_mean(name, declared)}")
+            found.append(f"{problem} (declared are {', '.join(sorted(declared))}): without it, the eval fails.")
+        num_items = num_eval_items(entry, size)
+        if entry.separate_eval_samples and key in keys.training and num_items >= size:
             raise ConfigError(
-                f"evals: num_samples of {entry.name!r} holds out all {sizes[key]} items of the environment from "
+                f"evals: num_samples of {entry.name!r} holds out all {size} items of the environment from "
                 "training. Lower it, set separate_eval_samples: false, or use a larger dataset."
             )
+    return found

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from telescope.config.base import Count, Section, Steps, Text
+from telescope.config.base import Count, PathText, Section, Steps, Text
 from telescope.config.environments import EvalEntry
 from telescope.config.loader import build_config, parse_overrides
 from telescope.config.messages import describe_errors, unknown_field
@@ -31,7 +31,7 @@ from telescope.errors import ConfigError
 class CheckpointEntry(Section):
     """One checkpoint or model to evaluate."""
 
-    path: Text
+    path: PathText
     """A checkpoint, a model folder, or a name on the Hugging Face hub."""
     step: Steps | None = None
     """Its training step. Null: the number in the name of its folder."""
@@ -42,7 +42,7 @@ class EvalCommand(Section):
 
     evals: list[EvalEntry] = Field(default_factory=list)
     """What to measure. Empty: the evals of the run."""
-    checkpoint_dir: Text | None = None
+    checkpoint_dir: PathText | None = None
     """A run directory, or a folder with step_N folders."""
     checkpoints: list[CheckpointEntry] = Field(default_factory=list)
     """Checkpoints and models, one by one."""

@@ -202,6 +202,7 @@ MEGATRON_RULES: tuple[Rule, ...] = (
             and c.megatron_main_grads_dtype != ("float32" if c.megatron_grad_reduce_in_fp32 else "bfloat16")
         ),
         lambda c: "Change megatron_main_grads_dtype or megatron_grad_reduce_in_fp32",
+        lambda c: "float32" if c.megatron_grad_reduce_in_fp32 else "bfloat16",
     ),
 )
 

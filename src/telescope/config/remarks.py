@@ -16,6 +16,10 @@ GSPO_BOUND_THAT_BINDS = 0.01
 """A sequence ratio is the exponential of a mean over hundreds of tokens: it does not leave 1 by a hundredth."""
 
 
+GPU_FIELDS = frozenset({"gpu_memory_utilization", "weight_broadcast_cpu_staging", "weight_broadcast_pin_memory"})
+"""Fields without effect on the CPU, which a user may expect to have one there."""
+
+
 def remarks(config: TelescopeConfig) -> list[str]:
     """Returns remarks that depend on the configuration alone."""
     found = []
@@ -70,8 +74,10 @@ def remarks_on_place(
 ) -> list[str]:
     """Returns remarks that depend on the placement and the model. None: not known."""
     found = []
+    why = 'device is "cpu"' if config.device == "cpu" else "no GPU was found, so that everything runs on CPU cores"
+    if device == "cpu" and (idle := sorted(GPU_FIELDS & config.user_set)):
+        found.append(f"{' and '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect, because {why}.")
     if config.share_gpus and device == "cpu":
-        why = 'device is "cpu"' if config.device == "cpu" else "no GPU was found, so that everything runs on CPU cores"
         found.append(f"share_gpus is true and has no effect, because {why}. Set share_gpus to false, or use GPUs.")
     num_layers = shape.num_layers if shape is not None else None
     if shape is not None and shape.num_experts and not config.router_replay and device == "cuda":

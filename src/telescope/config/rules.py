@@ -143,6 +143,7 @@ RULES: tuple[Rule, ...] = (
         "must not be above max_model_len, which holds the prompt and the answer",
         lambda c: c.max_tokens > c.max_model_len,
         lambda c: f"Lower max_tokens to at most {c.max_model_len}, or raise max_model_len",
+        lambda c: c.max_model_len,
     ),
     Rule(
         ("evals", "max_model_len"),
@@ -390,6 +391,7 @@ RULES: tuple[Rule, ...] = (
         "must lie outside the ports of the inference servers",
         lambda c: c.enable_vllm_tracing and 0 <= c.otlp_receiver_port - c.inference_base_port < c.num_inference_servers,
         lambda c: "Change otlp_receiver_port or inference_base_port",
+        lambda c: c.inference_base_port - 1,
     ),
     Rule(
         ("eval_num_servers", "inference_num_workers"),

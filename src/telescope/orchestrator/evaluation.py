@@ -352,8 +352,7 @@ async def plan_evals(
     config: TelescopeConfig, keys: EnvironmentKeys, environments: EnvironmentPool, settings: RolloutSettings
 ) -> list[PlannedEval]:
     """Plans every eval of the config, in order. Raises as `check_eval_items` and `plan_eval` do."""
-    sizes = {key: (await environments.describe(key)).num_samples for key in keys.evals}
-    check_eval_items(config, keys, sizes)
+    check_eval_items(config, keys, {key: await environments.describe(key) for key in keys.evals})
     return [
         await plan_eval(entry, key, environments, settings.sampling, number)
         for number, (entry, key) in enumerate(zip(config.evals, keys.evals, strict=True))

@@ -224,7 +224,11 @@ def test_a_wrong_entry_of_environments_is_named(entry, words):
         ("{name: a, separate_eval_samples: true}", "set num_samples"),
         ("{name: a, pass_k: {at: {metrics: [c], k: [1]}}}", "at_k"),
         ("{name: a, pass_k: {at_k: {metrics: [c]}}}", "exactly `metrics` and `k`"),
-        ("{name: a, pass_k: {at_k: {metrics: [c], k: [0]}}}", "at least 1"),
+        ("{name: a, pass_k: {at_k: {metrics: [c], k: [0]}}}", "from 1 to 4096"),
+        (
+            "{name: a, pass_k: {pow_k: {metrics: [c], k: [8, 1000000]}}}",
+            "every item is sampled as often as the largest",
+        ),
         ("{name: a, pass_k: {pow_k: {metrics: [], k: [1]}}}", "metric names"),
         ("{name: a, temperature: -1}", "at least 0"),
     ],

@@ -13,9 +13,10 @@ from types import SimpleNamespace
 import pytest
 from tests.model_folder import write_model_folder
 
+from telescope.cli.main import main
 from telescope.cli.train import check_before_start
 from telescope.config import LoadedConfig, TelescopeConfig, preflight
-from telescope.config.loader import choose_run_dir
+from telescope.config.loader import build_config, choose_run_dir
 from telescope.config.model_files import ModelReport, check_rendering, inspect_model
 from telescope.config.model_shape import ModelShape, known_shape
 from telescope.config.plan import assumed_cluster
@@ -164,10 +165,43 @@ def test_the_run_directory_is_named_after_the_run_and_the_time(tmp_path, monkeyp
     assert choose_run_dir(config(run_dir="~/x"), now) == Path.home() / "x"
 
 
-def test_a_run_directory_that_cannot_be_a_path_is_refused(tmp_path):
-    for run_dir in ("~nobody-of-this-name/run", str(tmp_path / ("a" * 300))):
-        with pytest.raises(ConfigError, match="run_dir is"):
-            choose_run_dir(config(run_dir=run_dir))
+@pytest.mark.parametrize("field", ["run_dir", "checkpoint_dir", "model", "environments_path"])
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("~nobody-of-this-name/run", "there is no user 'nobody-of-this-name'"),
+        ("/tmp/" + "a" * 300, "each name in it 255"),
+        ("é" * 130, "each name in it 255"),
+        ("a/" * 2500, "a path has at most 4096 bytes"),
+        ("a\0b", "must not contain the character NUL"),
+    ],
+)
+def test_what_cannot_be_a_path_is_refused(field, path, words):
+    with pytest.raises(ConfigError, match=rf"{field}(\[0\])? is .*{words}"):
+        build_config({"environments": [{"name": "countdown"}], field: [path] if field == "environments_path" else path})
+
+
+@pytest.mark.parametrize("path", ["a" * 5000, "~nobody-of-this-name/x", "x/" * 2500])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train", "--resume"],
+        ["train", "--config"],
+        ["query", "select 1", "--run"],
+        ["query", "select 1", "--root"],
+        ["runs", "--root"],
+        ["convert"],
+        ["eval"],
+        ["compact"],
+        ["ui"],
+        ["verify", "--config"],
+    ],
+)
+def test_an_argument_that_cannot_be_a_path_is_bad_input(command, path, capsys):
+    assert main([*command, path]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("telescope: ")
+    assert len(err) < 1000
 
 
 def test_what_trains_must_be_installed(monkeypatch):

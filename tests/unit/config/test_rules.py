@@ -75,7 +75,6 @@ BROKEN: list[tuple[str, dict[str, object]]] = [
     ("megatron_exp_avg_dtype", {**MEGATRON, "megatron_exp_avg_dtype": "bfloat16"}),
     ("megatron_main_params_dtype", {**MEGATRON, PRECISION_AWARE: True, "megatron_main_params_dtype": "fp8"}),
     ("megatron_main_grads_dtype", {**MEGATRON, PRECISION_AWARE: True, "megatron_main_grads_dtype": "bfloat16"}),
-    ("megatron_main_grads_dtype", {**MEGATRON, PRECISION_AWARE: True, "megatron_grad_reduce_in_fp32": False}),
     ("megatron_expert_parallel_size", {**MEGATRON, "megatron_expert_parallel_size": 8}),
     ("megatron_global_batch_size", {**MEGATRON, "megatron_global_batch_size": 7}),
     ("mixed_precision_dtype", {**MEGATRON, "mixed_precision_dtype": "float16"}),
@@ -128,6 +127,13 @@ BROKEN: list[tuple[str, dict[str, object]]] = [
 
 # What breaks a rule although the user did not set its field, and the value that the field is adjusted to.
 ADJUSTED: list[tuple[str, object, dict[str, object]]] = [
+    ("max_tokens", 1000, {"max_model_len": 1000}),
+    ("otlp_receiver_port", 4316, {"inference_base_port": 4317}),
+    (
+        "megatron_main_grads_dtype",
+        "bfloat16",
+        {**MEGATRON, PRECISION_AWARE: True, "megatron_grad_reduce_in_fp32": False},
+    ),
     ("inference_num_workers", 4, {"inference_tensor_parallel_size": 4}),
     ("free_lane_after_generation", False, {"enable_individual_sample_lanes": False}),
     ("max_concurrent_prompts_per_server", 16, {"group_size": 65536}),

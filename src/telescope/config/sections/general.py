@@ -6,7 +6,17 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from telescope.config.base import MAX_STEPS, Dtype, PlacementStrategy, Seconds, Section, Text, WholeSeconds, Workers
+from telescope.config.base import (
+    MAX_STEPS,
+    Dtype,
+    PathText,
+    PlacementStrategy,
+    Seconds,
+    Section,
+    Text,
+    WholeSeconds,
+    Workers,
+)
 from telescope.config.environments import EnvironmentEntry
 
 
@@ -22,7 +32,7 @@ class GeneralSection(Section):
     save_final_model: bool = True
     """Write the trained weights as a Hugging Face folder, `model/` in the run directory, when training ends or is
     stopped by Ctrl-C."""
-    run_dir: Text | None = None
+    run_dir: PathText | None = None
     """Directory of the run: tables, logs, checkpoints, summary. Null: `runs/<wandb_run_name>-<UTC time>` under the
     current directory, or the value of `TELESCOPE_RUN_DIR`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -35,7 +45,7 @@ class GeneralSection(Section):
 class ModelSection(Section):
     TITLE: ClassVar[str] = "Model"
 
-    model: Text = "Qwen/Qwen2.5-3B"
+    model: PathText = "Qwen/Qwen2.5-3B"
     """HuggingFace model identifier or local path. A path must contain `config.json`, weights and a tokenizer."""
     model_dtype: Dtype = "float32"
     """Model weight precision: the dtype of the trainer's own weights, gradients and optimizer state. Choose float32
@@ -53,7 +63,7 @@ class EnvironmentSection(Section):
 
     environments: list[EnvironmentEntry] = Field(default_factory=list)
     """Environments to train on, each with a sampling weight and its own settings."""
-    environments_path: list[Text] = Field(default_factory=list)
+    environments_path: list[PathText] = Field(default_factory=list)
     """Further folders that hold environments: `<folder>/<name>/environment.py`. Searched before the installed ones."""
     environment_workers: Workers | None = None
     """Processes that run rewards, tools and turns. Null: the number of cores, at most 4. Raise it when rewards are

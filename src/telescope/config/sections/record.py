@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from telescope.config.base import MAX_STEPS, Count, Seconds, Section, Steps, Text, WholeSeconds
+from telescope.config.base import MAX_STEPS, Count, PathText, Seconds, Section, Steps, Text, WholeSeconds
 from telescope.config.environments import EvalEntry
 
 CODE_EXCLUDE_PATTERNS = (
@@ -32,7 +32,7 @@ class CheckpointSection(Section):
     checkpoint_on_exit_timeout_s: Seconds = 600.0
     """Longest time from a stop signal (Ctrl-C, SIGTERM, SIGHUP), or from the error that ends a run, until the last
     checkpoint is complete, in seconds. It is skipped if it takes longer. No limit when a run ends normally."""
-    checkpoint_dir: Text | None = None
+    checkpoint_dir: PathText | None = None
     """Custom checkpoint path. Default: RUN_DIR/checkpoints, or the value of `TELESCOPE_CHECKPOINT_DIR`."""
     checkpoint_keep_last: Steps | None = None
     """Keep only the N most recent checkpoints. null keeps all."""
