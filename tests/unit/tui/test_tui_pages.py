@@ -74,12 +74,13 @@ async def test_a_kept_plot_stays_beside_the_next_one(generated: Path, open_view:
 async def test_a_filter_of_samples_finds_them_and_the_cursor_shows_their_conversation(
     generated: Path, open_view: Open
 ) -> None:
-    where = "step between 2 and 9 and environment = 'calculator_agent' and status = 'kept'"
+    # A right answer has called the tool.
+    where = "step between 2 and 9 and environment = 'calculator_agent' and status = 'kept' and reward >= 1"
     ((expected,),) = Run(generated).sql(f"select count(*) from samples where {where}").rows
     assert expected > 0
     async with open_view(generated) as view:
         await view.press("3", "slash")
-        await view.write("step=2..9 environment=calculator_agent status=kept")
+        await view.write("step=2..9 environment=calculator_agent status=kept reward=1..")
         assert view.text("#found").startswith(f"{expected} samples")
         assert view.app.query_one(DataTable).row_count == expected
         shown = view.text("#sample")
