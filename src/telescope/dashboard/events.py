@@ -7,12 +7,13 @@ number of rows of each table, so that a page that reconnects gets what it missed
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
-from urllib.parse import quote, unquote
 
+import msgspec
 import pydantic_core
 
 from telescope.dashboard.remote import CopyState, RunCopy
@@ -112,24 +113,16 @@ Sizes = dict[str, int]
 
 
 def format_id(sizes: Mapping[str, Sizes]) -> str:
-    """Returns the id of an event: `first:steps=12,samples=1536;second:steps=3`."""
-    runs = (
-        f"{quote(run_id, safe='')}:{','.join(f'{name}={rows}' for name, rows in sorted(tables.items()))}"
-        for run_id, tables in sorted(sizes.items())
-    )
-    return ";".join(runs)
+    """Returns the id of an event, in ASCII: `{"first": {"steps": 12, "samples": 1536}, "second": {"steps": 3}}`."""
+    return json.dumps(sizes)
 
 
 def parse_id(text: str | None) -> dict[str, Sizes]:
     """Reads what `format_id` wrote. Anything else is ignored."""
-    found: dict[str, Sizes] = {}
-    for part in (text or "").split(";"):
-        run_id, colon, tables = part.partition(":")
-        pairs = (pair.partition("=") for pair in tables.split(","))
-        if colon:
-            known = {name: int(rows) for name, _, rows in pairs if name in (*TABLES, IN_FLIGHT) and rows.isdecimal()}
-            found[unquote(run_id)] = known
-    return found
+    try:
+        return msgspec.json.decode(text or "{}", type=dict[str, Sizes])
+    except msgspec.DecodeError:
+        return {}
 
 
 def _event(name: str, data: dict[str, Any], event_id: str) -> bytes:

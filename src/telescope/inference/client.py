@@ -210,15 +210,13 @@ class EngineClient:
             # The server does not see the folder, or vLLM cannot load the adapter.
             raise InfrastructureError(str(error)) from error
 
-    async def call_worker(
-        self, method: str, args: list[str] | None = None, *, within: float | None = None
-    ) -> list[Any]:
+    async def call_worker(self, method: str, args: list[str] | None = None) -> list[Any]:
         """Runs a method of the worker extension on every worker. One result per worker.
 
         vLLM passes dicts and lists through and turns every other result into a string.
         """
         body = {"method": method, "args": args or []}
-        answer = await self._control("POST", wire.COLLECTIVE_RPC_ROUTE, body, within=within or self._update_timeout)
+        answer = await self._control("POST", wire.COLLECTIVE_RPC_ROUTE, body, within=self._update_timeout)
         return list(msgspec.json.decode(answer)["results"]) if answer else []
 
     async def _check_workers(self) -> None:

@@ -169,15 +169,12 @@ def all_rows(
     name: str,
     place: int,
     files: list[tuple[Run, Path]],
-    cursor: int = 0,
 ) -> str:
-    """Returns a query for all rows from row `cursor` on.
-
-    Loads the newest rows.
+    """Returns a query for all rows, of which it loads the newest.
 
     Adds the other files that it reads to `files`. `place` tells runs of one connection apart.
     """
-    found = run.table_files(name, cursor)
+    found = run.table_files(name)
     tails = [file.rows for file in found if file.rows is not None]
     blocks = [file for file in found if file.rows is None]
     files += [(run, block.path) for block in blocks]

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from telescope.record.gauges import Reading, ReadingBatch, Sampler
 
 logger = logging.getLogger(__name__)
@@ -34,11 +36,7 @@ class MachineSampler:
     """
 
     def __init__(self, interval: float) -> None:
-        self._samplers = []
-        try:
-            self._samplers.append(Sampler("machine", interval, host_reader()))
-        except ImportError as error:
-            logger.warning("The gauges of this machine are not recorded: %s", error)
+        self._samplers = [Sampler("machine", interval, host_reader())]
         try:
             self._samplers.append(Sampler("gpus", interval, GpuReader()))
         except NoGpusError as error:
@@ -62,9 +60,7 @@ class MachineSampler:
 
 
 def host_reader() -> Callable[[], list[Reading]]:
-    """Returns a function that reads this machine's gauges. Raises `ImportError` without psutil."""
-    import psutil
-
+    """Returns a function that reads this machine's gauges."""
     psutil.cpu_percent()  # the first call has no earlier reading to compare with
     shared = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
 

@@ -154,10 +154,10 @@ def ordered(metrics: dict[str, Any]) -> list[str]:
     return [*first, *sorted(name for name in metrics if name not in first)]
 
 
-def smooth(values: Sequence[float | None], keep: float | None = None) -> list[float | None]:
-    """Returns the exponential moving average, corrected for its start. `keep` grows with the number of values."""
+def smooth(values: Sequence[float | None]) -> list[float | None]:
+    """Returns the exponential moving average, corrected for its start. Of more values, more is kept."""
     known = sum(value is not None for value in values)
-    keep = min(MOST_KEEP, 1 - 0.4 * min(1.0, 100 / max(1, known))) if keep is None else keep
+    keep = min(MOST_KEEP, 1 - 0.4 * min(1.0, 100 / max(1, known)))
     mean = weight = 0.0
     out: list[float | None] = []
     for value in values:

@@ -263,9 +263,9 @@ async def test_a_run_that_has_ended_is_looked_at_less_often(root: Path, monkeypa
     assert (looks.count("live"), looks.count("ended")) == (6, 2)
 
 
-def test_ids_of_events_ignore_what_is_no_table():
-    assert parse_id("a:steps=3,passwd=1,samples=x;b") == {"a": {"steps": 3}}
-    sizes = {"a~b": {"steps": 3, "logs": 9}, "c": {}}
+def test_ids_of_events_that_no_event_had_are_ignored():
+    assert [parse_id(text) for text in (None, "", "a:steps=3", "[]", '{"a": {"steps": "x"}}')] == [{}] * 5
+    sizes = {"ä~b": {"steps": 3, "logs": 9}, "c": {}}
     assert parse_id(format_id(sizes)) == sizes
 
 
