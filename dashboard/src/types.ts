@@ -290,6 +290,7 @@ export interface Info {
   turn: Value;
   key: string;
   value: string | null;
+  type: string | null;
 }
 
 /** A log line. `row` is its place in the table, the cursor of `since` and `before`. */
@@ -585,6 +586,7 @@ export interface Turn {
   sample_id: string;
   turn: number;
   role: string;
+  turn_type: string | null;
   text: string;
   num_tokens: Value;
   started_at: Value;

@@ -32,16 +32,24 @@ if TYPE_CHECKING:
         verify_exact_match,
         verify_math_answer,
     )
-    from telescope.environments.registry import get_environment, list_environments
+    from telescope.environments.registry import check_environments, get_environment, list_environments
     from telescope.environments.rewards import Rubric
-    from telescope.environments.tool_env import ToolCall, ToolEnvironment, ToolResult, func_to_tool_schema
+    from telescope.environments.tool_env import (
+        ToolCall,
+        ToolEnvironment,
+        ToolResult,
+        func_to_tool_schema,
+        parse_function_call_syntax,
+        parse_xml_tool_calls,
+    )
 
 __all__ = [
     "BaseEnvironment", "ChatMessage", "Environment", "EvalMetricsResult", "Messages", "MultiTurnEnvironment",
     "RewardResult", "RolloutState", "Rubric", "Sample", "SingleTurnEnvironment", "ToolCall", "ToolEnvironment",
-    "ToolResult", "TrajectoryStep", "extract_answer_tags", "extract_boxed_answer", "extract_code_block",
-    "extract_xml_tag", "func_to_tool_schema", "get_environment", "list_environments", "strip_think_tags",
-    "verify_exact_match", "verify_math_answer",
+    "ToolResult", "TrajectoryStep", "check_environments", "extract_answer_tags", "extract_boxed_answer",
+    "extract_code_block", "extract_xml_tag", "func_to_tool_schema", "get_environment", "list_environments",
+    "parse_function_call_syntax", "parse_xml_tool_calls", "strip_think_tags", "verify_exact_match",
+    "verify_math_answer",
 ]  # fmt: skip
 
 

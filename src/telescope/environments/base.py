@@ -359,8 +359,6 @@ class MultiTurnEnvironment(Environment):
 
     def __init__(self, max_turns: int = 10, system_prompt: str | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if max_turns < 1:
-            raise UserError(f"{type(self).__name__}: max_turns is {max_turns}; use 1 or more.")
         self.max_turns = max_turns
         self.system_prompt = system_prompt
 
@@ -386,8 +384,11 @@ class MultiTurnEnvironment(Environment):
         """
 
     def is_done(self, state: RolloutState) -> tuple[bool, str | None]:
-        """Returns whether the rollout ends here, and the reason, which is recorded. Called after `env_response`."""
-        if state.num_turns >= self.max_turns:
+        """Returns whether the rollout ends here, and the reason, which is recorded. Called after `env_response`.
+
+        By default it ends after `max_turns` answers; if that is 0 or less, only the context bounds it.
+        """
+        if 0 < self.max_turns <= state.num_turns:
             return True, MAX_TURNS_REACHED
         return False, None
 

@@ -20,7 +20,7 @@ import inspect
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -165,6 +165,7 @@ class Discovery:
         try:
             if source.folder is not None:
                 _install_package(source.folder)
+                _install_alias(f"{self.package}.{source.folder.name}", sys.modules[_synthetic_package(source.folder)])
             return importlib.import_module(source.module)
         except UserError:
             raise
@@ -292,6 +293,14 @@ def _install_package(folder: Path) -> None:
     sys.modules[name] = package
 
 
+def _install_alias(name: str, package: ModuleType) -> None:
+    """Lets a folder import itself as a shipped one does, `telescope.environments.<folder>.helper`."""
+    if name not in sys.modules and importlib.util.find_spec(name) is None:
+        sys.modules[name] = package
+        parent, _, folder = name.rpartition(".")
+        setattr(sys.modules[parent], folder, package)
+
+
 ENVIRONMENTS = Discovery(
     kind="environment",
     package="telescope.environments",
@@ -314,6 +323,11 @@ def check_environment(name: str, environments_path: Sequence[str | Path] = ()) -
     install command).
     """
     return ENVIRONMENTS.check(name, environments_path)
+
+
+def check_environments(names: Iterable[str], environments_path: Sequence[str | Path] = ()) -> list[Source]:
+    """Calls `check_environment` for each name."""
+    return [check_environment(name, environments_path) for name in names]
 
 
 def missing_packages(name: str, environments_path: Sequence[str | Path] = ()) -> Packages:

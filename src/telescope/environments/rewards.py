@@ -55,15 +55,13 @@ class Rubric:
     ) -> Rubric:
         """Adds a function, plain or async, to the total. Returns the rubric.
 
-        Without `weight` it is a metric. `name` defaults to the name of the function. `golden_answer` is recorded under
-        that name: `"answer"` stands for the answer of the sample, a key of its metadata for that value, anything else
-        for itself.
+        Without `weight` it is a metric. `name` defaults to the name of the function; of two of one name both count, and
+        the last value is recorded. `golden_answer` is recorded under that name: an attribute of the sample (`"answer"`)
+        or a key of its metadata stands for that value, anything else for itself.
         """
         name = str(name or getattr(func, "__name__", type(func).__name__))
-        if any(term.name == name for term in self._terms):
-            raise UserError(f"The rubric has two functions named {name!r}. Give one of them another name.")
-        if range_min is not None and range_max is not None and range_min >= range_max:
-            raise UserError(f"The rubric's {name!r} has range_min {range_min}, which is not below {range_max}.")
+        if range_min is not None and range_max is not None and range_min > range_max:
+            raise UserError(f"The rubric's {name!r} has range_min {range_min}, which is above range_max {range_max}.")
         chart = {key: value for key, value in (("min", range_min), ("max", range_max)) if value is not None}
         if invert:
             chart["invert"] = True
@@ -110,11 +108,7 @@ class Rubric:
         if sample is None and state is not None:
             sample = state.sample
         arguments = {"completion": completion, "sample": sample, "state": state, "eos_token": eos_token}
-        returned = [_call(term.function, arguments) for term in self._terms]
-        waiting = [position for position, value in enumerate(returned) if inspect.isawaitable(value)]
-        awaited = await asyncio.gather(*(returned[position] for position in waiting))
-        for position, value in zip(waiting, awaited, strict=True):
-            returned[position] = value
+        returned = await asyncio.gather(*[maybe_await(_call(term.function, arguments)) for term in self._terms])
 
         total = 0.0
         metrics: dict[str, float] = {}
@@ -125,9 +119,8 @@ class Rubric:
             if isinstance(value, tuple) and len(value) == 2:
                 value, answer = value
                 golden[term.name] = None if answer is None else str(answer)
-            metrics[term.name] = _number(value, term.name)
-            if term.weight is not None:
-                total += term.weight * metrics[term.name]
+            metrics[term.name] = number = _number(value, term.name)
+            total += (term.weight or 0.0) * number
         return RewardResult(
             total_reward=total,
             sample_metrics=metrics | (extra_sample_metrics or {}),
@@ -135,6 +128,11 @@ class Rubric:
             info_turns=list(extra_info_turns or []),
             sample_tags=dict(extra_sample_tags or {}),
         )
+
+
+async def maybe_await(value: Any) -> Any:
+    """Returns the value, awaited if it is awaitable."""
+    return await value if inspect.isawaitable(value) else value
 
 
 def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -153,8 +151,6 @@ def _number(value: Any, name: str) -> float:
 
 def _golden(sample: Sample | None, source: Any) -> str | None:
     """The golden answer that `golden_answer` names."""
-    if source == "answer":
-        return None if sample is None else str(sample.answer)
-    if sample is not None and isinstance(source, str) and source in sample.metadata:
-        source = sample.metadata[source]
+    if sample is not None and isinstance(source, str):
+        source = vars(sample).get(source, sample.metadata.get(source, source))
     return None if source is None else str(source)

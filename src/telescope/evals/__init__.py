@@ -6,4 +6,7 @@ The orchestrator decides when.
 
 from telescope.evals.base import Eval, check_eval, eval_spec, get_eval, list_evals
 
-__all__ = ["Eval", "check_eval", "eval_spec", "get_eval", "list_evals"]
+resolve = get_eval
+"""The published name of `get_eval`."""
+
+__all__ = ["Eval", "check_eval", "eval_spec", "get_eval", "list_evals", "resolve"]

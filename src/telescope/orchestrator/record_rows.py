@@ -144,7 +144,7 @@ def turn_rows(sample: Trajectory) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for index, turn in enumerate(sample.turns):
         asked_at = sample.turns[index - 1].ended_at if index else turn.started_at
-        for number, (role, text) in enumerate(turn.replies):
+        for number, (role, text, *turn_type) in enumerate(turn.replies):
             # Messages of one reply are tokenized together.
             added = turn.added_token_ids if number == 0 else []
             rows.append(
@@ -152,6 +152,7 @@ def turn_rows(sample: Trajectory) -> list[dict[str, Any]]:
                     "sample_id": sample.sample_id,
                     "turn": len(rows),
                     "role": role,
+                    "turn_type": (turn_type[0] or None) if turn_type else None,
                     "text": text,
                     "num_tokens": len(added),
                     "started_at": asked_at,
@@ -165,6 +166,7 @@ def turn_rows(sample: Trajectory) -> list[dict[str, Any]]:
                 "sample_id": sample.sample_id,
                 "turn": len(rows),
                 "role": "assistant",
+                "turn_type": None,
                 "text": turn.text,
                 "num_tokens": len(turn.generation.token_ids_N),
                 "started_at": turn.started_at,
@@ -187,10 +189,16 @@ def info_rows(sample: Trajectory) -> list[dict[str, Any]]:
     rows = []
     for number, note in enumerate(sample.reward.info_turns if sample.reward is not None else ()):
         values = dict(note) if isinstance(note, dict) else {"": note}
-        turn = values.pop("turn") if isinstance(values.get("turn"), int) else number
+        where = "turn_order" if "info_key" in values else "turn"
+        turn = values.pop(where) if isinstance(values.get(where), int) else number
+        kind = None
+        if "info_key" in values:
+            kind = values.get("info_type") and str(values["info_type"])
+            values = {str(values["info_key"]): values.get("info_value")}
         for key, value in values.items():
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            rows.append({"sample_id": sample.sample_id, "number": number, "turn": turn, "key": key, "value": text})
+            row = {"sample_id": sample.sample_id, "number": number, "turn": turn, "key": key, "value": text}
+            rows.append({**row, "type": kind})
     return rows
 
 

@@ -117,6 +117,9 @@ TURNS = Table(
         Column("sample_id", TEXT, "Its sample."),
         Column("turn", INTEGER, "Place in the conversation, from 0."),
         Column("role", TEXT, "`system`, `user`, `assistant`, `tool` or `environment`."),
+        Column(
+            "turn_type", TEXT, "For a reply: what the environment calls the message (`tool_result`, ...); may be null."
+        ),
         Column("text", TEXT, "The text, decoded."),
         Column("num_tokens", INTEGER, "Its length in tokens. Of a reply with several messages, the first has all."),
         Column("started_at", TIME, "When its request was sent, or the environment was called."),
@@ -158,6 +161,7 @@ INFO = Table(
         Column("turn", INTEGER, "Answer of the model that it belongs to: its `turn`, or else its place in the list."),
         Column("key", TEXT, "Key of the note: `guess`, `feedback`, ..."),
         Column("value", TEXT, "Its text; JSON if the value is no text."),
+        Column("type", TEXT, "The note's `info_type`; null without one."),
     ),
     key=("attempt", "sample_id", "number", "key"),
     keep=Keep.DETAIL,

@@ -239,7 +239,9 @@ class Rollout:
                     slot=lease.slot,
                 )
                 if reply is not None:
-                    turn.replies = [(str(m.get("role", "")), str(m.get("content", ""))) for m in reply.messages]
+                    turn.replies = [
+                        tuple(str(m.get(key) or "") for key in ("role", "content", "turn_type")) for m in reply.messages
+                    ]
                     turn.divergence = reply.divergence
                 trajectory.turns.append(turn)
                 if trajectory.cancelled:

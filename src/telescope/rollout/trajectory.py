@@ -29,8 +29,8 @@ class Turn:
     It has the ids added since the last answer, and the ids that were sampled.
 
     With `restarts` the former are the whole prompt. `replies` are the environment's messages before this answer,
-    (role, text) each; `divergence` names how the join before this turn differs from the chat template
-    (`environments.rendering`). Times are wall-clock.
+    (role, text, turn_type) each, the last optional; `divergence` names how the join before this turn differs from the
+    chat template (`environments.rendering`). Times are wall-clock.
     """
 
     added_token_ids: list[int]
@@ -39,7 +39,7 @@ class Turn:
     started_at: float = 0.0
     ended_at: float = 0.0
     restarts: bool = False
-    replies: list[tuple[str, str]] = field(default_factory=list)
+    replies: list[tuple[str, ...]] = field(default_factory=list)
     divergence: str | None = None
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     """Calls in this answer, as `ToolCall.record` has them."""

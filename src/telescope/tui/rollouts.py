@@ -263,7 +263,8 @@ def draw_sample(sample: dict[str, Any]) -> RenderableType:
         role, text = turn["role"] or "", without_end(turn["text"] or "")
         if not answers and (role, text.strip()) in prompt:
             continue
-        parts += [Text(), Text(single_line(role), ROLES.get(role, "bold")), safe(text)]
+        shown = f"{role} ({kind})" if (kind := turn["turn_type"]) else role
+        parts += [Text(), Text(single_line(shown), ROLES.get(role, "bold")), safe(text)]
         if role == "assistant":
             parts += [_call(call) for call in calls.get(answers, [])]
             answers += 1

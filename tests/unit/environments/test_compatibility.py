@@ -39,7 +39,8 @@ PUBLISHED_NAMES = re.findall(
     "Environment BaseEnvironment SingleTurnEnvironment MultiTurnEnvironment ToolEnvironment Sample RewardResult "
     "EvalMetricsResult RolloutState TrajectoryStep ChatMessage Messages Rubric ToolCall ToolResult func_to_tool_schema "
     "get_environment list_environments strip_think_tags extract_boxed_answer extract_answer_tags extract_code_block "
-    "extract_xml_tag verify_exact_match verify_math_answer",
+    "extract_xml_tag verify_exact_match verify_math_answer check_environments parse_xml_tool_calls "
+    "parse_function_call_syntax",
 )
 
 
@@ -53,6 +54,38 @@ def test_the_package_exports_nothing_else():
     assert sorted(telescope.environments.__all__) == sorted(PUBLISHED_NAMES)
     with pytest.raises(AttributeError, match="no attribute 'Enviroment'"):
         telescope.environments.Enviroment  # noqa: B018
+
+
+def test_further_published_names_are_there():
+    from telescope import evals
+    from telescope.environments import check_environments
+    from telescope.environments.rewards import maybe_await
+    from telescope.evals import registry
+    from telescope.trainer.backends.fsdp import FSDPBackend
+    from telescope.utils.tlog import get_logger
+
+    assert FSDPBackend.__name__ == "FSDPBackend" and maybe_await(1).send is not None
+    assert (evals.resolve, registry.get_eval, registry.list_evals) == (get_eval, get_eval, evals.list_evals)
+    assert get_logger("my_game").name == "telescope.my_game" and get_logger("telescope.x").name == "telescope.x"
+    assert [found.name for found in check_environments(["wordle", "countdown"])] == ["wordle", "countdown"]
+    with pytest.raises(UserError, match="Did you mean 'wordle'"):
+        check_environments(["wordl"])
+
+
+def test_a_folder_imports_itself_as_a_shipped_one_does(tmp_path):
+    (folder := tmp_path / "self_importing").mkdir()
+    (folder / "helper.py").write_text("WORDS = ['a', 'b']")
+    (folder / "environment.py").write_text(
+        "import telescope.environments.self_importing.helper\n"
+        "from telescope.environments import RewardResult, Sample, SingleTurnEnvironment\n"
+        "from telescope.environments.self_importing.helper import WORDS\n"
+        "class Own(SingleTurnEnvironment):\n"
+        "    def load_dataset(self, num_samples=-1):\n"
+        "        return [Sample(w) for w in telescope.environments.self_importing.helper.WORDS]\n"
+        "    def compute_reward(self, completion, sample, eos_token=''):\n"
+        "        return RewardResult(float(completion in WORDS))\n"
+    )
+    assert len(get_environment("self_importing", environments_path=[tmp_path])) == 2
 
 
 def test_importing_the_package_imports_none_of_its_modules():
@@ -123,6 +156,12 @@ def test_an_empty_response_does_not_end_a_rollout():
 def test_the_default_is_done_ends_at_max_turns_with_the_published_reason():
     state, _ = play(Recorded(max_turns=2), Sample("Go.", "right"), "a", "b", "c")
     assert (state.num_turns, state.stop_reason) == (2, "max_turns_reached")
+
+
+@pytest.mark.parametrize("max_turns", [0, -1])
+def test_without_max_turns_the_folder_decides_the_end(max_turns):
+    state, _ = play(Recorded(max_turns=max_turns), Sample("Go.", "right"), *["wrong"] * 30, "right", "late")
+    assert (state.num_turns, state.stop_reason) == (31, "won")
 
 
 def test_a_class_attribute_saves_the_last_response():

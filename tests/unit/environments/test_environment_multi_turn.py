@@ -71,8 +71,6 @@ def test_states_of_two_rollouts_are_separate():
     assert RolloutState(Sample(""), "x").custom is not RolloutState(Sample(""), "x").custom
 
 
-def test_misspelled_arguments_and_zero_turns_are_refused():
+def test_misspelled_arguments_are_refused():
     with pytest.raises(UserError, match="Did you mean 'max_turns'"):
         make_environment(Guess, "guess", {"max_turn": 3})
-    with pytest.raises(UserError, match="max_turns is 0; use 1 or more"):
-        Guess(max_turns=0)

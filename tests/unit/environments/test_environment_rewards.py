@@ -112,12 +112,21 @@ def test_ranges_are_declared_as_an_environment_has_them():
     }  # fmt: skip
 
 
+async def test_two_functions_of_one_name_both_count_and_a_range_may_be_one_number():
+    rubric = Rubric().add_reward(lambda: 1.0, name="x", range_min=1, range_max=1).add_reward(lambda: 2.0, 0.5, name="x")
+    result = await score(rubric)
+    assert (result.total_reward, result.sample_metrics) == (2.0, {"x": 2.0})
+    assert rubric.metrics_ranges["x"] == {"min": 1, "max": 1}
+
+
+async def test_a_golden_answer_without_a_sample_is_a_literal():
+    result = await Rubric().add_reward(lambda: 1.0, name="x", golden_answer="answer").score(completion="a")
+    assert result.golden_answers == {"x": "answer"}
+
+
 async def test_invalid_rubrics_are_refused_by_name():
     rubric = Rubric()
-    rubric.add_reward(correct)
-    with pytest.raises(UserError, match="two functions named 'correct'"):
-        rubric.add_metric(correct)
-    with pytest.raises(UserError, match="range_min 1, which is not below 0"):
+    with pytest.raises(UserError, match="range_min 1, which is above range_max 0"):
         rubric.add_metric(length, range_min=1, range_max=0)
     rubric.add_metric(lambda: "high", name="word")
     with pytest.raises(TypeError, match="'word' returned 'high', not a number"):

@@ -68,6 +68,23 @@ def rows_of_everything() -> dict[str, list[dict[str, Any]]]:
     }
 
 
+def test_a_note_in_the_published_form_is_one_row() -> None:
+    made = sample(1, 1.0)
+    assert made.reward is not None
+    note = {"turn_order": 0, "info_key": "stderr", "info_value": "boom", "info_type": "error"}
+    made.reward.info_turns[:] = [{"turn": 3, "guess": "a"}, note, {**note, "info_value": {"code": 1}, "turn_order": 2}]
+    rows = [[row.get(key) for key in ("turn", "key", "value", "type")] for row in record_rows.info_rows(made)]
+    assert rows == [
+        [3, "guess", "a", None], [0, "stderr", "boom", "error"], [2, "stderr", '{"code": 1}', "error"],
+    ]  # fmt: skip
+
+
+def test_a_reply_keeps_what_the_environment_calls_it() -> None:
+    made = sample(1, 1.0)
+    made.turns[0].replies = [("user", "3", "tool_result"), ("user", "4", ""), ("user", "5")]
+    assert [row.get("turn_type") for row in record_rows.turn_rows(made)[:3]] == ["tool_result", None, None]
+
+
 @pytest.mark.parametrize("table", sorted(rows_of_everything()))
 def test_every_key_of_a_row_is_a_column_of_its_table(table: str) -> None:
     for row in rows_of_everything()[table]:

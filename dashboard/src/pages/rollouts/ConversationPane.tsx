@@ -221,7 +221,7 @@ function Notes({ message: { notes }, search }: { message: Message; search: strin
     <dl className="gold notes" aria-label="Notes of the environment">
       {notes.map((note) => (
         <Fragment key={`${note.number}/${note.key}`}>
-          <dt><Plain text={note.key || "note"} /></dt>
+          <dt title={note.type ?? undefined}><Plain text={note.key || "note"} /></dt>
           <dd><Clipped text={note.value ?? ""} limit={2000}>{(shown) => <Plain text={shown} search={search} />}</Clipped></dd>
         </Fragment>
       ))}

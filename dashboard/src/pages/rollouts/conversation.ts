@@ -9,7 +9,7 @@ export interface Message {
   text: string;
   /** Index of its row in `turns`; undefined for the prompt. */
   turn?: number;
-  /** Name of the called tool. */
+  /** Name of the called tool, or what the environment calls its message. */
   name?: string;
   /** The record of a tool call: its result, error and time. */
   call?: ToolCall;
@@ -148,6 +148,7 @@ export interface RecordedTurn {
   turn: number;
   role: string;
   text: string;
+  turn_type?: string | null;
 }
 
 interface Recorded {
@@ -170,7 +171,7 @@ export function conversation({ prompt_text, completion_text, turns, tool_calls, 
   const said: Message[] = [];
   let answers = 0;
   let open: Message[] = []; // calls whose result the model has not been given
-  for (const { turn, role, text } of turns) {
+  for (const { turn, role, text, turn_type } of turns) {
     if (role === "assistant") {
       const answer = answers++;
       const messages = withRecords(splitAnswer(text), tool_calls.filter((call) => call.turn === answer)).map((message): Message => ({ ...message, turn }));
@@ -184,7 +185,7 @@ export function conversation({ prompt_text, completion_text, turns, tool_calls, 
     const answered = answeredBy(shown, open);
     for (const message of answered) message.replied = turn;
     open = open.filter((message) => !answered.includes(message));
-    if (answered.length === 0) said.push({ role: roleOf(role), text: shown, turn });
+    if (answered.length === 0) said.push({ role: roleOf(role), text: shown, turn, ...(turn_type ? { name: turn_type } : {}) });
   }
   return noted([...prompt, ...said], info.filter((note) => note.turn === null || note.turn < 0 || note.turn >= answers));
 }
