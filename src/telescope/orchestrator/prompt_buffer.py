@@ -127,10 +127,9 @@ class PromptBuffer:
             logger.warning("prompt %d (%s, item %d) cannot be rendered: %s", sampled.n, name, sampled.index, error)
             self._budget.prompt_failed(name, sampled.index, str(error))
             return None
-        if prompt.sample_uid in self._held_out_uids:
-            self._budget.prompt_rendered(name)
-            return None
         self._budget.prompt_rendered(name)
+        if prompt.sample_uid in self._held_out_uids:
+            return None
         if len(prompt.token_ids) >= self._max_context:
             logger.info(
                 "prompt %d (%s, item %d) has %d tokens and is left out: %s allows %d",
@@ -151,7 +150,7 @@ async def measure_prompts(
     news = []
     for entry, key in zip(config.environments, keys, strict=True):
         size = (await source.describe(key)).num_samples
-        items = range(0, size, -(-size // NUM_MEASURED))
+        items = range(0, size, max(-(-size // NUM_MEASURED), 1))
         found = await asyncio.gather(*(_length(source, key, item) for item in items))
         lengths = [length for length in found if length is not None]
         num_long = sum(length >= max_context for length in lengths)
