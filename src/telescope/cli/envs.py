@@ -126,6 +126,7 @@ def run_describe(arguments: argparse.Namespace) -> int:
 def run_try(arguments: argparse.Namespace) -> int:
     """Rolls out items and prints their messages. Returns the exit status."""
     environment = get_environment(arguments.name, environments_path=arguments.path, **_keywords(arguments.set))
+    len(environment)  # loads the dataset: its errors come before a server is started
     with ExitStack() as stack:
         return _try(arguments, environment, _answerer(arguments, stack))
 
