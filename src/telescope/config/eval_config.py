@@ -62,6 +62,7 @@ SHARED_FIELDS = frozenset(
         *("max_tokens", "interleaved_rollouts", "enable_prompt_prefetch", "model_dtype", "mixed_precision_dtype"),
         *("trust_remote_code", "seed", "device", "debug", "watchdog_seconds", "environments_path", "seq_len"),
         *("environment_workers", "environment_timeout_seconds", "eager_prepare_resources", "request_timeout_seconds"),
+        *("stop_token_ids", "stop", "allow_special_tokens_in_content"),
         *("weight_broadcast_bucket_mb", "weight_sync_timeout_seconds", "free_lane_after_generation"),
     }
     - {"share_gpus"}
@@ -73,7 +74,7 @@ INHERITED_FIELDS = SHARED_FIELDS | {"environments", "overlong_samples"}
 
 MEASURED = (
     "temperature", "top_p", "max_tokens", "max_model_len", "seq_len", "seed", "enable_thinking", "chat_template",
-    "interleaved_rollouts", "overlong_samples",
+    "interleaved_rollouts", "overlong_samples", "stop_token_ids", "stop", "allow_special_tokens_in_content",
 )  # fmt: skip
 """Fields that change results: other values are another measurement."""
 

@@ -449,12 +449,13 @@ def with_thinking_prefix(text: str) -> str:
 
 
 def _with_system_prompt(prompt: str | Sequence[ChatMessage], system_prompt: str | None) -> list[ChatMessage]:
-    """Returns the prompt as messages, with the system prompt first if missing."""
-    if isinstance(prompt, str):
-        messages: list[ChatMessage] = [{"role": "user", "content": prompt}]
-    else:
-        messages = [dict(message) for message in prompt]
-    if system_prompt and not (messages and messages[0].get("role") == "system"):
+    """Returns the prompt as messages, with the system prompt first if missing. Raises `MalformedResultError`."""
+    from telescope.environments.serialization import serialize_messages  # which needs the classes above
+
+    messages: list[ChatMessage] = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, str):
+        messages = serialize_messages(prompt, "load_dataset", "a text or a list of messages as a prompt")
+    if system_prompt and not (messages and messages[0]["role"] == "system"):
         messages.insert(0, {"role": "system", "content": system_prompt})
     return messages
 

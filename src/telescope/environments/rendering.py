@@ -2,7 +2,9 @@
 
 Used inside worker processes. Owns the rules about special tokens: text from a chat template already contains its own,
 raw text gets the tokenizer's, and no prompt begins with two beginning-of-sequence tokens or ends with an
-end-of-sequence token that the tokenizer added.
+end-of-sequence token that the tokenizer added. Names of special tokens in the content of a message are text, not
+tokens: a page that a tool returns cannot begin a turn. For this a `BREAK` is put into each name before the template is
+rendered, and the pieces around it are tokenized one by one. `allow_special_tokens_in_content` leaves them out.
 
 `Dialogue` owns the joins between turns. The sampled ids of an answer are kept as they are. The template renders the
 conversation up to the next prompt, and the text behind the answer is tokenized separately and appended: the end of the
@@ -22,15 +24,22 @@ Each turn checks that the conversation so far is a prefix of what the template r
 
 from __future__ import annotations
 
+import copy
 import inspect
+import json
+import re
 from array import array
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from telescope.environments.base import ChatMessage, assistant_message, with_thinking_prefix
 from telescope.environments.parsers import opens_reasoning
+from telescope.environments.serialization import serialize_messages
+from telescope.environments.stops import ANSWER, find_stops
 from telescope.environments.tool_template import with_channels_as_fields
 from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.errors import UserError
@@ -39,26 +48,69 @@ CONTINUATION_ANCHOR = "0"
 """Prefix for tokenizing a continuation: a character that merges with nothing that a template writes next."""
 
 
+BREAK = "\ufdd0"
+"""Separates the first character of a special token's name from the others: a code point that no text may contain."""
+
+
+class TokenOutsideVocabularyError(ValueError):
+    """A prompt has a token for which the model has no embedding."""
+
+
 class Renderer:
-    """A tokenizer and the options of its chat template. The only place of this package that imports transformers."""
+    """A tokenizer and the options of its chat template. The only place of this package that imports transformers.
 
-    def __init__(self, spec: RendererSpec) -> None:
-        from transformers import AutoTokenizer
+    `tokenizer` replaces the one of `spec.tokenizer_path`, and then no file is read.
+    """
 
+    def __init__(self, spec: RendererSpec, tokenizer: Any = None) -> None:
         self.spec = spec
-        try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(
-                spec.tokenizer_path, trust_remote_code=spec.trust_remote_code
-            )
-        except (OSError, ValueError) as error:
-            raise UserError(f"The tokenizer of {spec.tokenizer_path!r} cannot be loaded: {error}") from error
+        files: dict[str, Mapping[str, Any]] = {}
+        if tokenizer is None:
+            tokenizer, files = _load(spec)
+        self.tokenizer: Any = tokenizer
         if spec.chat_template is not None:
             self.tokenizer.chat_template = spec.chat_template
-        self._special_ids = frozenset(self.tokenizer.all_special_ids)
+        self.vocab_size: int | None = files.get("config.json", {}).get("vocab_size")
+        """Embeddings of the model. None if unknown."""
+        added = tokenizer.added_tokens_decoder
+        self._added = {token_id: str(token) for token_id, token in added.items()}
+        special = {token_id for token_id, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+        # Some tokenizers, such as DeepSeek's, do not flag all tokens that structure a conversation.
+        shaped = {token_id for token_id, name in self._added.items() if re.fullmatch(r"<[|\uff5c].+[|\uff5c]>", name)}
+        self._control_ids = special | shaped
+        self._names = _pattern_of(map(self.name_of, self._control_ids))
+        self._names_in_answers = _pattern_of(map(self.name_of, special))
+        """An answer that is rendered again keeps tool calls in tokens that are not flagged as special."""
+        self.stops = find_stops(self, files)
+        self._end_ids = self._control_ids | set(self.stops.token_ids)
 
     @property
     def eos_token(self) -> str:
-        return self.tokenizer.eos_token or ""
+        """The token that ends an answer: that of the chat template, else that of the tokenizer."""
+        ends = self.stops.token_ids
+        return self.tokenizer.decode([ends[0]]) if ends else ""
+
+    def has_embedding(self, token_id: int) -> bool:
+        """Returns whether the model has the token. True if its vocabulary is not known."""
+        return self.vocab_size is None or token_id < self.vocab_size
+
+    def name_of(self, token_id: int) -> str:
+        """Returns the text of a token."""
+        return self._added.get(token_id) or str(self.tokenizer.decode([token_id]))
+
+    def control_ids(self, text: str) -> list[int]:
+        """Returns ids of the control tokens in a text, in order."""
+        return [token_id for token_id in self._encode_text(text) if token_id in self._control_ids]
+
+    def neutral(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+        """Returns messages with a `BREAK` in the names of special tokens, unless the configuration allows them."""
+        if self.spec.allow_special_tokens_in_content:
+            return list(messages)
+        return [
+            {key: value if key == "role" else _with_breaks(value, names) for key, value in message.items()}
+            for message in messages
+            for names in [self._names_in_answers if message.get("role") == "assistant" else self._names]
+        ]
 
     def prompt_text(self, environment: Any, prompt: Any) -> str:
         """Returns the text of a prompt, from the environment's `format_prompt`."""
@@ -75,22 +127,41 @@ class Renderer:
             options["chat_template_kwargs"] = {"enable_thinking": self.spec.enable_thinking}
         elif "enable_thinking" in parameters:
             options["enable_thinking"] = self.spec.enable_thinking
-        text = function(prompt, self.tokenizer, **options)
+        tokenizer = self.tokenizer
+        if environment.uses_chat_template:
+            tokenizer = copy.copy(tokenizer)
+            tokenizer.apply_chat_template = self._apply_chat_template
+        text = function(prompt, tokenizer, **options)
         if not isinstance(text, str):
             raise TypeError(f"format_prompt returned {type(text).__name__}, not a string")
         return text
 
+    def _apply_chat_template(self, conversation: Any, *arguments: Any, tokenize: bool = True, **options: Any) -> Any:
+        """Replaces the tokenizer's method in `format_prompt`. Puts breaks into what is rendered as text."""
+        if not tokenize:
+            conversation = self.neutral(serialize_messages(conversation, "build_messages"))
+        return self.tokenizer.apply_chat_template(conversation, *arguments, tokenize=tokenize, **options)
+
     def chat_text(self, messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None = None) -> str:
-        """Renders a conversation, with the schemas of tools, up to the start of the model's next answer."""
+        """Renders a conversation, with the schemas of tools, up to the start of the model's next answer.
+
+        The text has breaks (`BREAK`).
+        """
         if not self.tokenizer.chat_template:
             raise UserError(
                 f"The tokenizer of {self.spec.tokenizer_path!r} has no chat template. Set chat_template in the "
                 "configuration, or use a chat model."
             )
+        return self.render(messages, tools, add_generation_prompt=True)
+
+    def render(
+        self, messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None = None, *, add_generation_prompt: bool
+    ) -> str:
+        """Renders a conversation, with breaks (`BREAK`)."""
         text: str = self.tokenizer.apply_chat_template(
-            with_channels_as_fields(messages, str(self.tokenizer.chat_template)),
+            self.neutral(with_channels_as_fields(messages, str(self.tokenizer.chat_template))),
             tokenize=False,
-            add_generation_prompt=True,
+            add_generation_prompt=add_generation_prompt,
             enable_thinking=self.spec.enable_thinking,
             **({"tools": tools} if tools else {}),
         )
@@ -101,32 +172,89 @@ class Renderer:
 
         They contain no special tokens, and not the space that some tokenizers add before a text.
         """
-        anchor, anchored = (self._encode_text(start) for start in (CONTINUATION_ANCHOR, CONTINUATION_ANCHOR + text))
-        return anchored[len(anchor) :] if anchored[: len(anchor)] == anchor else self._encode_text(text)
+        return self._with_embeddings([token_id for piece in text.split(BREAK) for token_id in self._continued(piece)])
 
-    def _encode_text(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+    def _continued(self, piece: str) -> list[int]:
+        anchor, anchored = (self._encode_text(start) for start in (CONTINUATION_ANCHOR, CONTINUATION_ANCHOR + piece))
+        return anchored[len(anchor) :] if anchored[: len(anchor)] == anchor else self._encode_text(piece)
+
+    def _encode_text(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+    def _with_embeddings(self, ids: list[int]) -> list[int]:
+        """Returns the ids if the model has all of them."""
+        missing = next((token_id for token_id in ids if not self.has_embedding(token_id)), None)
+        if missing is not None:
+            raise TokenOutsideVocabularyError(
+                f"the prompt has the token {self.name_of(missing)!r} (id {missing}), for which the model "
+                f"has no embedding (vocab_size {self.vocab_size})"
+            )
+        return ids
 
     def encode(self, text: str, *, from_template: bool) -> list[int]:
-        """Returns token ids of a prompt."""
+        """Returns token ids of a prompt. Raises `TokenOutsideVocabularyError`."""
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         written = from_template or (self.tokenizer.bos_token and text.startswith(self.tokenizer.bos_token))
-        ids = list(self.tokenizer(text, add_special_tokens=not written)["input_ids"])
-        if not written and eos is not None and ids and ids[-1] == eos and not text.endswith(self.eos_token):
+        first, *rest = text.split(BREAK)
+        ids = self._encode_text(first, add_special_tokens=not written)
+        if not written and eos is not None and ids and ids[-1] == eos and not text.endswith(self.tokenizer.eos_token):
             ids.pop()  # some tokenizers end every text with EOS; a prompt must not end
         while bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos:
             ids.pop(0)
-        return ids
+        return self._with_embeddings([*ids, *(token_id for piece in rest for token_id in self._continued(piece))])
 
     def decode(self, token_ids: Sequence[int], *, cut_end_token: bool) -> str:
-        """Returns the text of a completion. `cut_end_token` removes a special token at its end."""
-        if token_ids and cut_end_token and token_ids[-1] in self._special_ids:
-            token_ids = token_ids[:-1]
-        return self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        """Returns the text of a completion. `cut_end_token` removes the end of an answer that the model ended."""
+        texts = self.stops.texts if cut_end_token else ()
+        if cut_end_token and token_ids and token_ids[-1] in self._end_ids:
+            token_ids, texts = token_ids[:-1], ()
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text[: min((text.index(end) for end in texts if end in text), default=len(text))]
 
 
-PLACEHOLDER = "0telescope0answer0"
-"""Stands for the last answer while the template is rendered: text that no template trims, splits or parses."""
+def _load(spec: RendererSpec) -> tuple[Any, dict[str, Mapping[str, Any]]]:
+    """Loads a tokenizer, and the model's files that name its end tokens and the size of its vocabulary."""
+    from transformers import AutoTokenizer
+    from transformers.utils import cached_file
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(spec.tokenizer_path, trust_remote_code=spec.trust_remote_code)
+        files: dict[str, Mapping[str, Any]] = {}
+        for name in ("generation_config.json", "config.json"):
+            path = cached_file(
+                spec.tokenizer_path,
+                name,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+            )
+            values = json.loads(Path(path).read_text()) if path else {}
+            files[name] = values | (values.get("text_config") or {})
+    except (OSError, ValueError) as error:
+        raise UserError(f"The tokenizer of {spec.tokenizer_path!r} cannot be loaded: {error}") from error
+    return tokenizer, files
+
+
+def _pattern_of(names: Iterable[str]) -> re.Pattern[str]:
+    """Returns a pattern of the first character of each name, of overlapping ones too."""
+    rests: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(names):
+        if len(name) > 1:
+            rests[name[0]].append(re.escape(name[1:]))
+    starts = [f"{re.escape(start)}(?={'|'.join(ends)})" for start, ends in rests.items()]
+    return re.compile("|".join(starts) or "(?!)")
+
+
+def _with_breaks(value: Any, names: re.Pattern[str]) -> Any:
+    if isinstance(value, str):
+        return names.sub(rf"\g<0>{BREAK}", value)
+    if isinstance(value, dict):
+        return {key: _with_breaks(each, names) for key, each in value.items()}
+    return [_with_breaks(each, names) for each in value] if isinstance(value, list) else value
+
+
+def without_breaks(text: str) -> str:
+    """Returns a rendered text as the model reads it."""
+    return text.replace(BREAK, "")
 
 
 class Divergence(StrEnum):
@@ -183,10 +311,11 @@ class Dialogue:
         """Starts the conversation. Returns the token ids of the first prompt."""
         self._messages = list(messages)
         text = self._text(self._messages)
-        self._shown = with_thinking_prefix(text) if self._thinking_prefix else text
-        self.opening = self._shown[len(text) :]
+        prompt = with_thinking_prefix(text) if self._thinking_prefix else text
+        self.opening = prompt[len(text) :]
+        self._shown = without_breaks(prompt)
         self._last_answer = None
-        ids = self._renderer.encode(self._shown, from_template=True)
+        ids = self._renderer.encode(prompt, from_template=True)
         self._ids = array("i", ids)
         return ids
 
@@ -206,24 +335,28 @@ class Dialogue:
             return self._restart(None)
         if self._messages[: position + 1] != spoken:
             return self._restart(Divergence.HISTORY)
-        before, behind = self._around_answer(position)
+        rendered, behind = self._around_answer(position)
+        before = without_breaks(rendered)
         if before != self._shown and not _same_but_for_edges(before, self._shown, self._last_answer):
             is_start = self._shown.startswith(before.rstrip())
             return self._restart(Divergence.PROMPT_START if is_start else Divergence.HISTORY)
         divergence: Divergence | None = None
         token_ids = self._renderer.encode_continuation(behind)
         if ended and answer_token_ids:
+            end = self._renderer.decode(answer_token_ids, cut_end_token=False)[len(answer) :]
             if token_ids[:1] == [answer_token_ids[-1]]:
                 token_ids = token_ids[1:]
+            elif end and behind.startswith(end):  # a text ended the answer
+                token_ids = self._renderer.encode_continuation(behind[len(end) :])
             else:
                 divergence = Divergence.END_TOKEN
         self._ids.extend(answer_token_ids)
         self._ids.extend(token_ids)
-        written = before + answer + behind
+        written = rendered + answer + behind
         # Texts that differ in spaces may have equal tokens: some tokenizers merge a space into the first token.
         if before != self._shown and self._renderer.encode(written, from_template=True) != self._ids.tolist():
             divergence = divergence or Divergence.WHITESPACE
-        self._shown, self._last_answer = written, (answer, behind)
+        self._shown, self._last_answer = without_breaks(written), (answer, without_breaks(behind))
         return Extension(token_ids, divergence=divergence)
 
     def _text(self, messages: Sequence[ChatMessage]) -> str:
@@ -235,8 +368,8 @@ class Dialogue:
     def _around_answer(self, position: int) -> tuple[str, str]:
         """Returns the template's text before and after the answer at `position`."""
         messages = list(self._messages)
-        messages[position] = {**messages[position], "content": self.opening + PLACEHOLDER}
-        before, _, behind = (self._text(messages) + self.opening).rpartition(PLACEHOLDER)
+        messages[position] = {**messages[position], "content": self.opening + ANSWER}
+        before, _, behind = (self._text(messages) + self.opening).rpartition(ANSWER)
         return before, behind
 
 
@@ -254,6 +387,25 @@ def _same_but_for_edges(now: str, shown: str, last_answer: tuple[str, str] | Non
     head = shown.removesuffix(behind).removesuffix(answer).rstrip()
     middle = now.removesuffix(behind)
     return middle.startswith(head) and middle.removeprefix(head).strip() == answer.strip()
+
+
+def lost_message(
+    renderer: Renderer, messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None = None
+) -> str | None:
+    """Returns which message never reaches the model. None if all do. Raises errors of the template.
+
+    With `tools`, answers are not tried: a template may write a call in another form.
+    """
+    marks = {
+        i: f"0telescope{i}message0"
+        for i, message in enumerate(messages)
+        if message.get("content") and not (tools and message["role"] == "assistant")
+    }
+    text = renderer.chat_text([{**m, "content": marks.get(i, m.get("content"))} for i, m in enumerate(messages)], tools)
+    for i, mark in marks.items():
+        if mark not in text:
+            return f"the message of {messages[i]['role']!r} (message {i + 1} of {len(messages)})"
+    return None
 
 
 def why_not_extendable(

@@ -113,16 +113,16 @@ def _shown(value: Any) -> str:
     return f"{type(value).__name__} {text[:80]}{'...' if len(text) > 80 else ''}"
 
 
-def serialize_messages(messages: Any, method: str) -> list[ChatMessage]:
+def serialize_messages(messages: Any, method: str, expected: str = "a list of messages") -> list[ChatMessage]:
     """Checks messages that `method` returned.
 
-    They must be a list of dicts, each with a `role` and text content.
+    They must be a list of dicts, each with a `role` and text content; `expected` describes what it should return.
 
     A `content` list of text parts becomes one text, as in model servers. Other content is refused, because a chat
     template would silently write `None` or the address of an object into the prompt.
     """
     if not isinstance(messages, list | tuple):
-        raise MalformedResultError(f"{method} returned {_shown(messages)}, not a list of messages")
+        raise MalformedResultError(f"{method} returned {_shown(messages)}, not {expected}")
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise MalformedResultError(f"{method} returned the message {_shown(message)}, not a dict with a role")
@@ -139,9 +139,11 @@ def _with_text(message: ChatMessage, method: str) -> ChatMessage:
         return {**message, "content": str(content)}
     if isinstance(content, list | tuple) and content and all(_is_text_part(part) for part in content):
         return {**message, "content": "\n".join(part if isinstance(part, str) else part["text"] for part in content)}
+    if isinstance(content, list | tuple):
+        content = next((part for part in content if not _is_text_part(part)), content)
     raise MalformedResultError(
-        f"{method} returned a message of {message['role']!r} whose content is {_shown(content)}, not a text; convert "
-        "it, for example with json.dumps"
+        f"{method} returned a message of {message['role']!r} whose content is {_shown(content)}, not a text; "
+        "convert it, for example with json.dumps"
     )
 
 

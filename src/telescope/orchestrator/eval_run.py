@@ -262,7 +262,7 @@ class _EvalRun:
         status.phase = "loading evals"
         keys = keys_of_evals(config)
         environments = await self._interrupt.run_until_first(start_environments(config, keys, directory, status, stack))
-        settings = RolloutSettings.from_config(config)
+        settings = RolloutSettings.from_config(config, environments.stops)
         session = f"standalone-{job.digest}"
         plans = [
             replace(await plan_eval(entry, key, environments, settings.sampling, number), session=session)

@@ -106,7 +106,7 @@ async def start_components(
     status.phase = "loading environments"
     keys = environment_keys(config)
     environments = await start_environments(config, keys, directory, status, stack)
-    settings = RolloutSettings.from_config(config)
+    settings = RolloutSettings.from_config(config, environments.stops)
     evals = await plan_evals(config, keys, environments, settings)
     data = describe_data(keys.training, [await environments.describe(key) for key in keys.training], evals)
     check_data(data)
@@ -179,18 +179,26 @@ def make_server_pool(
     )
 
 
+def renderer_spec(config: TelescopeConfig) -> RendererSpec:
+    """Returns the tokenizer of a run and the options of its chat template."""
+    return RendererSpec(
+        tokenizer_path=config.model,
+        chat_template=config.chat_template,
+        enable_thinking=config.enable_thinking,
+        trust_remote_code=config.trust_remote_code,
+        stop_token_ids=config.stop_token_ids,
+        stop=config.stop,
+        allow_special_tokens_in_content=config.allow_special_tokens_in_content,
+    )
+
+
 async def start_environments(
     config: TelescopeConfig, keys: EnvironmentKeys, directory: RunDirectory, status: RunStatus, stack: AsyncExitStack
 ) -> EnvironmentPool:
     """Loads the environments. Their notices go to the log, and to `status` unless it has them."""
     environments = EnvironmentPool(
         keys.specs,
-        renderer=RendererSpec(
-            tokenizer_path=config.model,
-            chat_template=config.chat_template,
-            enable_thinking=config.enable_thinking,
-            trust_remote_code=config.trust_remote_code,
-        ),
+        renderer=renderer_spec(config),
         num_workers=config.environment_workers or min(4, len(os.sched_getaffinity(0))),
         timeout_seconds=config.environment_timeout_seconds,
         environments_path=list(config.environments_path),
@@ -200,6 +208,8 @@ async def start_environments(
     )
     stack.push_async_callback(environments.close)
     await environments.start()
+    ends = environments.stops.description or "only its length: set stop_token_ids or stop"
+    status.report(f"What ends an answer: {ends}", "environment", log=logger)
     check_reward_ranges(config, [await environments.describe(key) for key in keys.training])
     infos = [await environments.describe(key) for key in (*keys.training, *keys.evals)]
     for notice in notices_of(infos):

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from telescope.config import TelescopeConfig
+from telescope.environments.stops import NO_STOPS, Stops
 from telescope.environments.worker_pool.messages import PROMPT_TOO_LONG, ROLLOUT_ERROR, Advance
 from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.rollout.trajectory import Trajectory, Turn
@@ -42,6 +43,7 @@ class SamplingSettings:
     top_p: float | None
     max_tokens: int
     max_context: int
+    stops: Stops = NO_STOPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class RolloutSettings:
     """Later turns extend the token ids of earlier ones (`interleaved_rollouts`); else each renders its prompt again."""
 
     @classmethod
-    def from_config(cls, config: TelescopeConfig) -> RolloutSettings:
+    def from_config(cls, config: TelescopeConfig, stops: Stops = NO_STOPS) -> RolloutSettings:
         """Returns the settings that all rollouts of a run share."""
         return cls(
             sampling=SamplingSettings(
@@ -71,6 +73,7 @@ class RolloutSettings:
                 max_context=config.max_model_len
                 if config.overlong_samples == "truncate"
                 else min(config.max_model_len, config.seq_len),
+                stops=stops,
             ),
             free_lane_after_generation=config.free_lane_after_generation,
             # A slot may be in use for a whole generation, and a server may have to restart first.
@@ -338,6 +341,8 @@ class Rollout:
                     max_tokens=min(sampling.max_tokens, num_free_tokens),
                     temperature=sampling.temperature,
                     top_p=sampling.top_p,
+                    stop_token_ids=sampling.stops.token_ids,
+                    stop=sampling.stops.texts,
                     seed=task.seed_of_turn(turn_index),
                     priority=turn_index if settings.priority_by_turn else 0,
                     routes_start=routes_start,

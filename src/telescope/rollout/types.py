@@ -5,6 +5,7 @@ Fakes implement them in tests and benchmarks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +22,10 @@ class GenerateRequest:
     temperature: float
     top_p: float | None = None
     seed: int | None = None
+    stop_token_ids: Sequence[int] = ()
+    """Token ids that end the answer, besides those that the engine reads from the model's files."""
+    stop: Sequence[str] = ()
+    """Texts that end the answer. Its ids include them."""
     priority: int = 0
     """Lower values are served first (vLLM's order)."""
     ignore_eos: bool = False

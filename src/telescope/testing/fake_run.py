@@ -194,7 +194,7 @@ async def fake_run(
             servers.open(index)
         recorder = stack.enter_context(Recorder(run_dir, flush_seconds=flush_seconds))
         step_log = StepLog()
-        settings = RolloutSettings.from_config(config)
+        settings = RolloutSettings.from_config(config, environments.stops)
         evaluation = Evaluation(
             await plan_evals(config, keys, environments, settings), config, environments, servers, settings, recorder,
             lambda step, metrics: None, status, lambda coroutine, name: asyncio.create_task(coroutine, name=name),

@@ -86,11 +86,7 @@ def renderer(family: str, *, enable_thinking: bool = False) -> Renderer:
     raw.train_from_iterator(TEXTS * 3 + ["user assistant model tool system \n\n \n"], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token=bos or None, eos_token=eos)
     tokenizer.chat_template = template
-    made = Renderer.__new__(Renderer)  # without loading a tokenizer from a folder
-    made.spec = RendererSpec(family, enable_thinking=enable_thinking)
-    made.tokenizer = tokenizer
-    made._special_ids = frozenset(tokenizer.all_special_ids)
-    return made
+    return Renderer(RendererSpec(family, enable_thinking=enable_thinking), tokenizer)
 
 
 def user(text: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ class FakeTokenizer:
 
     bos_token, eos_token, bos_token_id, eos_token_id = "<s>", "</s>", BOS, EOS
     all_special_ids = (BOS, EOS)
+    added_tokens_decoder = {}  # noqa: RUF012
     chat_template = "a template"
 
     def __init__(self, adds=""):
@@ -35,6 +36,9 @@ class FakeTokenizer:
             ids = [BOS] * ("b" in self.adds) + ids + [EOS] * ("e" in self.adds)
         return {"input_ids": ids}
 
+    def decode(self, ids, **_):
+        return "".join({BOS: "<s>", EOS: "</s>"}.get(number, chr(number % 1000)) for number in ids)
+
     def apply_chat_template(self, messages, *, tokenize, add_generation_prompt, enable_thinking=False):
         text = "<s>" + "".join(f"[{m['role']}]{m['content']}" for m in messages) + "[assistant]"
         return text + ("<think>\n" if enable_thinking else "")
@@ -49,11 +53,7 @@ class Question(SingleTurnEnvironment):
 
 
 def renderer(tokenizer, **options):
-    made = Renderer.__new__(Renderer)  # without loading a tokenizer through transformers
-    made.spec = RendererSpec("the/model", **options)
-    made.tokenizer = tokenizer
-    made._special_ids = frozenset(tokenizer.all_special_ids)
-    return made
+    return Renderer(RendererSpec("the/model", **options), tokenizer)
 
 
 @pytest.mark.parametrize("adds", ["", "b", "e", "be"])

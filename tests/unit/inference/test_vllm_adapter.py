@@ -86,9 +86,12 @@ def test_request_carries_what_reproducibility_needs() -> None:
 
 
 def test_the_end_token_ends_an_answer_unless_a_length_is_asked_for() -> None:
-    requests = [GenerateRequest("r1", [1], 7, 1.0, **more) for more in ({}, {"ignore_eos": True})]  # type: ignore[arg-type]
+    asked = GenerateRequest("r1", [1], 7, 1.0, ignore_eos=True, stop_token_ids=[9], stop=["x"])
+    requests = [GenerateRequest("r1", [1], 7, 1.0), asked]
     sampling = [json.loads(wire.encode_generate(request))["sampling_params"] for request in requests]
     assert [options.get("ignore_eos") for options in sampling] == [None, True]
+    assert [options.get("stop_token_ids") for options in sampling] == [None, [9]]
+    assert [(options.get("stop"), options["detokenize"]) for options in sampling] == [(None, False), (["x"], True)]
 
 
 def test_routes_are_asked_for_from_the_first_token_without_them() -> None:

@@ -22,6 +22,7 @@ from tests.unit.rollout.fakes import (
 from tests.unit.rollout.fakes import settings as sample_settings
 
 from telescope.config import TelescopeConfig
+from telescope.environments.stops import Stops
 from telescope.environments.worker_pool.messages import Advance
 from telescope.errors import DeadlineExceeded, EnvironmentFailure, InfrastructureError, RolloutLost
 from telescope.orchestrator.request_slots import RequestSlotPool
@@ -457,7 +458,8 @@ def test_settings_of_a_run_come_from_its_config() -> None:
             "max_model_len": 99, "vllm_scheduling_policy": "priority", "free_lane_after_generation": False,
         }
     )  # fmt: skip
-    built = RolloutSettings.from_config(config)
+    built = RolloutSettings.from_config(config, Stops([7], ["end"]))
+    assert (built.sampling.stops.token_ids, built.sampling.stops.texts) == ([7], ["end"])
     assert (built.sampling.temperature, built.sampling.max_tokens, built.sampling.max_context) == (0.7, 12, 99)
     assert built.priority_by_turn
     assert not built.free_lane_after_generation

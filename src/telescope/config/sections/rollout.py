@@ -123,6 +123,15 @@ class SamplingSection(Section):
     max_tokens: Tokens = 3700
     """Maximum generation tokens per completion (per turn in multi-turn environments). At most
     `max_model_len`, which holds the prompt too."""
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    """Token ids that end an answer, besides the end tokens that tokenizer, generation_config.json and config.json name.
+    Null: those that the chat template writes behind an answer, such as `<|im_end|>`. The end token is trained and is no
+    part of the text that is scored."""
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    """Texts that end an answer, such as "\\nUser:". Its tokens are trained, and the text is not scored."""
+    allow_special_tokens_in_content: bool = False
+    """Whether the name of a special token in the content of a message, such as `<|im_end|>` in a tool's result, becomes
+    that token. By default it stays text, so that content cannot begin or end a turn."""
     interleaved_rollouts: bool = True
     """Exact token reuse across turns — avoids re-tokenization mismatches in multi-turn environments. Off: the
     conversation is rendered anew each turn and each turn is its own training sample."""

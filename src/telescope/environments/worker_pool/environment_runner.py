@@ -13,6 +13,7 @@ import hashlib
 import importlib
 import traceback
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from telescope.environments.base import (
@@ -27,7 +28,7 @@ from telescope.environments.base import (
 )
 from telescope.environments.golds import report_golds
 from telescope.environments.parsers import answer_text, opens_reasoning
-from telescope.environments.rendering import Renderer, why_not_extendable
+from telescope.environments.rendering import Renderer, lost_message, why_not_extendable, without_breaks
 from telescope.environments.serialization import as_json, serialize_messages, serialize_score
 from telescope.environments.user_code import Steps, describe_error, settled
 from telescope.environments.worker_pool.conversations import Conversations
@@ -40,6 +41,9 @@ from telescope.environments.worker_pool.messages import (
     unpack_ids,
 )
 from telescope.errors import UserError
+
+MAX_TRIED_ITEMS = 64
+"""Items whose messages are tried with the chat template before a run."""
 
 
 class EnvironmentRunner:
@@ -136,6 +140,7 @@ class EnvironmentRunner:
                 raise UserError(
                     f"The first prompt of environment {spec.name!r} cannot be rendered: {describe_error(error)}"
                 ) from error
+            self._check_template(self.renderer, spec, environment)
         self.not_extendable[position] = self._why_not_extendable(spec, environment)
         return EnvironmentInfo(
             name=str(environment.name),
@@ -151,6 +156,7 @@ class EnvironmentRunner:
             shares_resources=self.resources[position].overridden and self.resources[position].per_host,
             ends_rollouts=_ends_rollouts(environment),
             notices=notices_of(environment),
+            stops={} if self.renderer is None else asdict(self.renderer.stops),
         )
 
     def _why_not_extendable(self, spec: EnvironmentSpec, environment: Any) -> str | None:
@@ -158,7 +164,7 @@ class EnvironmentRunner:
         if self.renderer is None or not environment.is_multi_turn:
             return None
         found: Any = self.conversations.multi_turn_environment(environment)
-        role = getattr(found, "reply_role", None) or getattr(found, "tool_role", "user")
+        role = self._reply_role(environment)
         call = {"call": found.form_of_a_call} if found.template_tools else {}
         try:
             return why_not_extendable(self.renderer, reply_role=role, tools=found.template_tools, **call)
@@ -168,6 +174,39 @@ class EnvironmentRunner:
                 f"{self.renderer.spec.tokenizer_path!r} rejects: {error}. Set chat_template, or the environment's "
                 "tool_role."
             ) from error
+
+    def _reply_role(self, environment: Any) -> str:
+        found: Any = self.conversations.multi_turn_environment(environment)
+        return getattr(found, "reply_role", None) or getattr(found, "tool_role", "user")
+
+    def _check_template(self, renderer: Renderer, spec: EnvironmentSpec, environment: Any) -> None:
+        """Raises `UserError` for a message that the environment sends and the template leaves out.
+
+        Tries each order of roles among the prompts of some items, followed by two turns if there are several.
+        """
+        if not (environment.is_multi_turn or (environment.uses_chat_template and _renders_messages(environment))):
+            return
+        tools = None
+        tried: set[tuple[str, ...]] = set()
+        for index in digest_positions(len(environment))[:: max(1, len(environment) // MAX_TRIED_ITEMS)]:
+            lost: str | None = None
+            with contextlib.suppress(Exception):  # of a prompt, which is left out when its turn comes
+                messages = self._first_messages(environment, environment.get_sample(index))
+                if environment.is_multi_turn:
+                    found: Any = self.conversations.multi_turn_environment(environment)
+                    tools = found.template_tools  # known once there is a prompt
+                    answer = {"role": "assistant", "content": found.form_of_a_call if tools else "One."}
+                    reply = {"role": self._reply_role(environment), "name": "tool", "content": "Again."}
+                    messages = [*messages, answer, reply, answer, reply]
+                roles = tuple(message["role"] for message in messages)
+                lost = None if roles in tried else lost_message(renderer, messages, tools)
+                tried.add(roles)
+            if lost is not None:
+                raise UserError(
+                    f"The chat template of {renderer.spec.tokenizer_path!r} leaves out {lost}, which the environment "
+                    f"{spec.name!r} sends: the model would never read it. Set chat_template, or change what it sends "
+                    "(system_prompt, tool_role)."
+                )
 
     def identities(self, position: int, start: int, stop: int) -> list[str]:
         """Returns the `sample_uid` of the items from `start` up to `stop`."""
@@ -221,8 +260,8 @@ class EnvironmentRunner:
         else:
             text = self._prompt_text(position, index)
             ids = self.renderer.encode(text, from_template=environment.uses_chat_template)
-            messages = as_json(environment.build_messages(sample.prompt), "messages")
-        return {"text": text, "messages": messages, "sample_uid": sample_uid(sample)}, ids
+            messages = self._first_messages(environment, sample)
+        return {"text": without_breaks(text), "messages": messages, "sample_uid": sample_uid(sample)}, ids
 
     def _prompt_text(self, position: int, index: int) -> str:
         assert self.renderer is not None
@@ -232,6 +271,8 @@ class EnvironmentRunner:
         return text
 
     def _first_messages(self, environment: Any, sample: Sample) -> list[ChatMessage]:
+        if not environment.is_multi_turn:
+            return as_json(environment.build_messages(sample.prompt), "messages")
         assert self.renderer is not None
         prompt = self.conversations.multi_turn_environment(environment).get_initial_prompt(
             sample, self.renderer.tokenizer
@@ -255,6 +296,11 @@ class EnvironmentRunner:
         result = method(text, environment.get_sample(index), eos_token=environment.eos_token)
         score = serialize_score((yield from settled(result)), for_eval)
         return {"text": text, "score": score}, b""
+
+
+def _renders_messages(environment: Any) -> bool:
+    """Returns whether the prompt of a single turn is its messages, as `format_prompt` of Telescope renders them."""
+    return type(environment).format_prompt.__module__.startswith("telescope.")
 
 
 def _ends_rollouts(environment: Any) -> bool:

@@ -56,13 +56,17 @@ class EnvironmentSpec:
 class RendererSpec:
     """The tokenizer and the options of its chat template.
 
-    `chat_template` replaces the tokenizer's own. `tokenizer_path` is a folder or a hub id.
+    `chat_template` replaces the tokenizer's own. `tokenizer_path` is a folder or a hub id. The others are fields of the
+    configuration.
     """
 
     tokenizer_path: str
     chat_template: str | None = None
     enable_thinking: bool = False
     trust_remote_code: bool = False
+    stop_token_ids: list[int] | None = None
+    stop: list[str] = field(default_factory=list)
+    allow_special_tokens_in_content: bool = False
 
 
 DIGEST_ITEMS = 32_768
@@ -100,6 +104,8 @@ class EnvironmentInfo:
     """It overrides `end_rollout`, which must be called for open rollouts before a process exits."""
     notices: list[str] = field(default_factory=list)
     """Messages for the user of a run (`Environment.notice`)."""
+    stops: dict[str, Any] = field(default_factory=dict)
+    """What ends an answer: the fields of `stops.Stops`, equal for all environments."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from telescope.environments.stops import Stops
 from telescope.environments.worker_pool.launcher import Launcher
 from telescope.environments.worker_pool.messages import (
     Advance,
@@ -118,6 +119,12 @@ class EnvironmentPool:
         """Returns the environment's description."""
         assert self._workers.infos is not None, "the pool is not started"
         return self._workers.infos[self._position(env_key)]
+
+    @property
+    def stops(self) -> Stops:
+        """What ends an answer."""
+        assert self._workers.infos is not None, "the pool is not started"
+        return Stops(**self._workers.infos[0].stops)
 
     async def identities(self, env_key: str, start: int = 0, stop: int | None = None) -> list[str]:
         """Returns the `sample_uid` of dataset items from `start` up to `stop`."""

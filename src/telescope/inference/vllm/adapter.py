@@ -88,6 +88,10 @@ def encode_generate(request: GenerateRequest, *, with_priority: bool = True) -> 
         sampling["top_p"] = request.top_p
     if request.seed is not None:
         sampling["seed"] = request.seed
+    if request.stop_token_ids:
+        sampling["stop_token_ids"] = request.stop_token_ids
+    if request.stop:
+        sampling |= {"stop": request.stop, "detokenize": True}  # vLLM finds it in the text
     if request.ignore_eos:
         sampling["ignore_eos"] = True
     if request.routes_start:

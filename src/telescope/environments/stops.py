@@ -1,0 +1,103 @@
+"""Finds what ends an answer: token ids, or a text for a chat template without special tokens.
+
+The template is asked first, because `eos_token` of a tokenizer may be another token: the base models of Qwen 2.5 end a
+document with `<|endoftext|>`, while their template ends a turn with `<|im_end|>`. An answer is rendered, and the first
+special token behind it ends an answer, as does the last one behind a tool call. Where a template writes nothing behind
+the last answer (GLM), it is what follows one in the history. Text before that token, or without one, ends an answer
+too: a tokenizer may lack the tokens of a template. The end tokens that the model's files name are added.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from telescope.errors import UserError
+
+if TYPE_CHECKING:
+    from telescope.environments.rendering import Renderer
+
+ANSWER = "0telescope0answer0"
+"""Stands for an answer while the template is rendered: text that no template trims, splits or parses."""
+REPLY = "0telescope0reply0"
+"""Stands for the message after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stops:
+    """What ends an answer. `description` names each end and its source."""
+
+    token_ids: Sequence[int] = ()
+    texts: Sequence[str] = ()
+    description: str = ""
+
+
+NO_STOPS = Stops()
+
+
+def find_stops(renderer: Renderer, files: Mapping[str, Mapping[str, Any]]) -> Stops:
+    """Returns the stops of the template, of the configuration and of the model's `files`, in this order."""
+    spec, tokenizer = renderer.spec, renderer.tokenizer
+    sources: dict[int | str, dict[str, None]] = {}
+
+    def add(ends: Iterable[int | str], source: str) -> None:
+        for end in ends:
+            sources.setdefault(end, {})[source] = None
+
+    if spec.stop_token_ids is None and tokenizer.chat_template:
+        add(_ends_of_template(renderer), "chat template")
+    for token_id in spec.stop_token_ids or ():
+        if not renderer.has_embedding(token_id):
+            raise UserError(f"stop_token_ids has {token_id}, but the model has {renderer.vocab_size} tokens.")
+    add(spec.stop_token_ids or (), "stop_token_ids")
+    add(spec.stop, "stop")
+    if tokenizer.eos_token_id is not None:
+        add([tokenizer.eos_token_id], "tokenizer")
+    for name, values in files.items():
+        ends = values.get("eos_token_id")
+        add(ends if isinstance(ends, list) else [] if ends is None else [ends], name)
+    sources = {end: found for end, found in sources.items() if isinstance(end, str) or renderer.has_embedding(end)}
+    shown = [
+        f"{json.dumps(end, ensure_ascii=False) if isinstance(end, str) else f'{renderer.name_of(end)}, id {end},'} "
+        f"from {' and '.join(found)}"
+        for end, found in sources.items()
+    ]
+    return Stops(
+        [end for end in sources if isinstance(end, int)],
+        [end for end in sources if isinstance(end, str)],
+        "; ".join(shown),
+    )
+
+
+def _ends_of_template(renderer: Renderer) -> list[int | str]:
+    question, answer = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": ANSWER}
+    function = {"name": "look_up", "arguments": {"word": ANSWER}}
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "call00000", "type": "function", "function": function}],
+    }
+    result = {"role": "tool", "name": "look_up", "tool_call_id": "call00000", "content": REPLY}
+    last = _behind(renderer, [question, answer])
+    following = _behind(renderer, [question, answer, {"role": "user", "content": REPLY}]).partition(REPLY)[0]
+    ends: list[int | str] = []
+    ends += renderer.control_ids(last)[:1] or renderer.control_ids(following)[:1]
+    text = last if last.strip() else following
+    if text := text.partition(renderer.name_of(ends[0]))[0].rstrip() if ends else text.rstrip():
+        ends.insert(0, text)
+    ends += (
+        renderer.control_ids(_behind(renderer, [question, call]))[-1:]
+        or renderer.control_ids(_behind(renderer, [question, call, result]).partition(REPLY)[0])[:1]
+    )
+    return ends
+
+
+def _behind(renderer: Renderer, messages: list[dict[str, Any]]) -> str:
+    """Returns what a template writes behind the answer. Nothing if it rejects the messages, which others report."""
+    try:
+        text: str = renderer.render(messages, add_generation_prompt=False)
+    except Exception:  # a template may raise whatever Python raises
+        return ""
+    return text.rpartition(ANSWER)[2] if ANSWER in text else ""
