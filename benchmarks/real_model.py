@@ -42,9 +42,9 @@ GPU: dict[str, Any] = {
     "compile_blocks": False,
     "prompts_batch_size_for_trainer": 32,
     "number_of_steps": 100,
-    "learning_rate": 5e-6,
+    "learning_rate": 1e-5,
 }
-CPU: dict[str, Any] = {"prompts_batch_size_for_trainer": 4, "number_of_steps": 20, "learning_rate": 1e-5}
+CPU: dict[str, Any] = {"prompts_batch_size_for_trainer": 4, "number_of_steps": 20, "learning_rate": 2e-5}
 Z = 1.959964
 """97.5 % quantile of the standard normal distribution."""
 STUDENT_T = (math.nan, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31)
