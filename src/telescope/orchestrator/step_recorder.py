@@ -185,21 +185,14 @@ class StepRecorder:
             },
         )
         self._step_log.log_step(trained.step, metrics)
-        self._status.history.append(
-            StepSummary(
-                step=trained.step,
-                reward_mean=metrics["reward/all_groups/mean"],
-                reward_trained=metrics["reward/total/mean"],
-                seconds=seconds,
-                staleness_mean=metrics.get("staleness/steps/mean", 0.0),
-                tokens_per_second=metrics["performance/trained_tokens_per_second"],
-                kl_inference=metrics.get("kl_divergence_inference", 0.0),
-                grad_norm=metrics.get("grad_norm", 0.0),
-                entropy=metrics.get("entropy", 0.0),
-                waited_share=trained.waited / seconds,
-                phase=self._status.phase,
-            )
-        )
+        summary = StepSummary(
+            trained.step, metrics["reward/all_groups/mean"], metrics["reward/total/mean"], seconds,
+            staleness_mean=metrics.get("staleness/steps/mean", 0.0),
+            tokens_per_second=metrics["performance/trained_tokens_per_second"],
+            kl_inference=metrics.get("kl_divergence_inference", 0.0), grad_norm=metrics.get("grad_norm", 0.0),
+            entropy=metrics.get("entropy", 0.0), waited_share=trained.waited / seconds, phase=self._status.phase,
+        )  # fmt: skip
+        self._status.history.append(summary)
         self._status.trained(trained.step, metrics, seconds)
         self._status.step = trained.step + 1
         self._status.version = trained.step + 1

@@ -154,22 +154,15 @@ class TrackerSink:
     def _this_run(self, config: TelescopeConfig) -> TrackedRun:
         info = read_run_json(self._files.run_dir)
         values = json.loads(config.to_json())["values"]
+        of_record: dict[str, Any] = {}
+        if info is not None:
+            of_record = {"run_id": info.run_id, "attempt": info.attempt, "started_at": info.started_at}
+            of_record |= {"last_step": self._last_step(), "resume": "allow", "has_record": True}
         return TrackedRun(
-            directory=self._directory,
-            project=config.wandb_project,
-            name=config.wandb_run_name,
-            run_id=info.run_id if info else None,
-            tags=list(config.wandb_tags),
-            config=values,
-            attempt=info.attempt if info else 1,
-            started_at=info.started_at if info else 0.0,
-            last_step=self._last_step() if info else None,
-            resume="allow" if info else None,
-            wandb_mode=self.mode,
-            has_record=info is not None,
-            uploads=config.upload_kinds,
-            upload_seconds=config.event_upload_interval_seconds,
-        )
+            self._directory, config.wandb_project, config.wandb_run_name, tags=list(config.wandb_tags), config=values,
+            wandb_mode=self.mode, uploads=config.upload_kinds, upload_seconds=config.event_upload_interval_seconds,
+            **of_record,
+        )  # fmt: skip
 
     @property
     def _directory(self) -> str:
