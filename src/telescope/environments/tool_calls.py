@@ -193,9 +193,7 @@ class _Scan:
     def __init__(self, text: str, tools: Mapping[str, Parameters] | None) -> None:
         self.text = text
         self.tools = tools
-        self.num_left = 0
-        """Calls beyond the limits, which are not read."""
-        self._num_failed = self._num_unclosed = 0
+        self.num_left = self._num_failed = self._num_unclosed = 0  # left: calls beyond the limits
         self._start_answer()
         position = kept = 0
         while token := _TOKEN.search(text, position):
@@ -204,9 +202,12 @@ class _Scan:
             if kind == "closes":  # reasoning that the prompt opened
                 self._start_answer()
                 kept = position
-                continue
-            end = self._end_of_reasoning(token) if kind == "opens" else self._read(kind, token)
-            if end is not None:
+            elif kind == "opens":
+                end_tag = REASONING_TAGS[token[0]]
+                self.rest += text[kept : token.start()]
+                end = text.find(end_tag, position)
+                kept = position = len(text) if end == -1 else end + len(end_tag)
+            elif (end := self._read(kind, token)) is not None:
                 self.rest += text[kept : token.start()]
                 kept = position = end
         self.rest += text[kept:]
@@ -219,11 +220,6 @@ class _Scan:
         self.announced = False
         self.rest = ""
 
-    def _end_of_reasoning(self, token: re.Match[str]) -> int:
-        closing = REASONING_TAGS[token[0]]
-        end = self.text.find(closing, token.end())
-        return len(self.text) if end == -1 else end + len(closing)
-
     def _read(self, kind: str, token: re.Match[str]) -> int | None:
         """Reads the call that the token begins. Returns where it ends; None if the token is ordinary text."""
         start, inside = token.span()
@@ -235,13 +231,8 @@ class _Scan:
         if num_tried >= MAX_CALLS or self._num_unclosed >= MAX_UNCLOSED:
             self.num_left += known and kind != "json" and (kind != "python" or self.tools is not None)
             return None
-        if kind == "tagged":
-            call, end = self._tagged(start, inside)
-            self.marked.append(call)
-            return end
-        if kind == "named":
-            name = next(found[1] for opening in _NAMED_OPENINGS if (found := re.fullmatch(opening, token[0])))
-            call, end = self._named(name, start, inside, token[0].startswith(_FUNCTION_OPEN))
+        if kind in ("tagged", "named"):
+            call, end = self._tagged(start, inside) if kind == "tagged" else self._named(token[0], start, inside)
             self.marked.append(call)
             return end
         if kind == "json":
@@ -283,13 +274,13 @@ class _Scan:
         lacks = "" if stop > limit else f" The closing {_XML_CLOSE} is missing."
         return ToolCall("", None, raw, f"The tool call is not valid JSON: {problem}.{lacks}"), end
 
-    def _named(self, name: str, start: int, inside: int, is_function: bool) -> tuple[ToolCall, int]:
+    def _named(self, opening: str, start: int, inside: int) -> tuple[ToolCall, int]:
         """The call behind one of `_NAMED_OPENINGS`."""
         text = self.text
+        is_function = opening.startswith(_FUNCTION_OPEN)
+        name = next(found[1] for pattern in _NAMED_OPENINGS if (found := re.fullmatch(pattern, opening)))
         if not name:
-            return ToolCall(
-                "", None, text[start:inside], f"A tool call must name its function: {_FUNCTION_MARKUP}."
-            ), inside
+            return ToolCall("", None, opening, f"A tool call must name its function: {_FUNCTION_MARKUP}."), inside
         body = _after_space(text, inside)
         value: Any = {}
         problem, end = None, body

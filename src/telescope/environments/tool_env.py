@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import time
@@ -207,7 +208,7 @@ class ToolEnvironment(MultiTurnEnvironment):
             with deadline(self.tool_timeout_seconds):
                 result = tool.function(*bound.args, **bound.kwargs)
         except (Exception, SystemExit) as error:
-            return self._failed(tool, error)
+            return self._failure(tool.name, error)
         if isinstance(result, ToolResult):
             return result
         if inspect.isawaitable(result):
@@ -245,10 +246,8 @@ class ToolEnvironment(MultiTurnEnvironment):
         started_at = time.perf_counter()
         try:
             result = self.execute_tool(call)
-        except InfrastructureError:
-            raise
         except (Exception, SystemExit) as error:  # raised by an override
-            result = self._error_result(call.name, error)
+            result = self._failure(call.name, error)
         if isinstance(result, ToolResult):
             result.seconds = time.perf_counter() - started_at
         return result
@@ -270,10 +269,8 @@ class ToolEnvironment(MultiTurnEnvironment):
         started_at = time.perf_counter()
         try:
             result = await pending
-        except InfrastructureError:
-            raise
         except (Exception, SystemExit) as error:
-            result = self._error_result(call.name, error)
+            result = self._failure(call.name, error)
         if not isinstance(pending, ToolResult):
             result.seconds = time.perf_counter() - started_at
         return result
@@ -281,42 +278,31 @@ class ToolEnvironment(MultiTurnEnvironment):
     async def _wait_for(self, tool: Tool, result: Awaitable[Any]) -> ToolResult:
         try:
             value = await within(self.tool_timeout_seconds, result)
-            return value if isinstance(value, ToolResult) else ToolResult(tool.name, as_text(value), value=value)
         except (Exception, SystemExit) as error:
-            return self._failed(tool, error)
+            return self._failure(tool.name, error)
+        return value if isinstance(value, ToolResult) else ToolResult(tool.name, as_text(value), value=value)
 
-    def _failed(self, tool: Tool, error: BaseException) -> ToolResult:
+    def _failure(self, name: str, error: BaseException) -> ToolResult:
+        """The result of a call that raised. An `InfrastructureError` is not the model's fault and is raised again."""
         if isinstance(error, InfrastructureError):
             raise error
-        return self._error_result(tool.name, error)
-
-    def _error_result(self, name: str, error: BaseException) -> ToolResult:
+        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         if isinstance(error, DeadlinePassed):
             text = f"{name or 'the call'} did not end within {error.seconds:g} seconds."
         elif isinstance(error, SystemExit):
             text = f"{name} tried to end the process."
-        else:
-            text = self._formatted(error)
+        elif self.error_formatter is not None and isinstance(error, Exception):
+            with contextlib.suppress(Exception):  # a formatter that fails must not fail the rollout
+                text = str(self.error_formatter(error))
         return ToolResult(name, text, success=False, error=type(error).__name__)
-
-    def _formatted(self, error: BaseException) -> str:
-        plain = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        if self.error_formatter is None or not isinstance(error, Exception):
-            return plain
-        try:
-            return str(self.error_formatter(error))
-        except Exception:
-            return plain  # a formatter that fails must not fail the rollout
 
     def _respond(self, calls: list[ToolCall], results: Sequence[ToolResult], state: RolloutState) -> list[ChatMessage]:
         custom = _counts(state)
         for call, result in zip(calls, results, strict=True):
             result.tool_name = name = result.tool_name or call.name[:100]
             if not isinstance(result.result, str):  # of an override
-                result.value, result.result = (
-                    result.result,
-                    as_text(result.error if result.result is None else result.result),
-                )
+                result.value = result.result
+                result.result = as_text(result.error if result.result is None else result.result)
             custom["tool_calls"].append({"name": call.name, "arguments": call.arguments, "raw": call.raw_text})
             custom["tool_results"].append(
                 {"name": name, "result": result.result, "success": bool(result.success), "error": result.error}
@@ -327,11 +313,9 @@ class ToolEnvironment(MultiTurnEnvironment):
                 custom["tools_by_name"][name] = custom["tools_by_name"].get(name, 0) + 1
         if self.reply_role == "tool":
             named = [{"name": result.tool_name} if result.tool_name else {} for result in results]
-            texts = [self.format_tool_result(result) for result in results]
-            return _Response(
-                {"role": "tool", "content": text, **name, "turn_type": TOOL_RESULT}
-                for text, name in zip(texts, named, strict=True)
-            )
+            texts = map(self.format_tool_result, results)
+            common = {"role": "tool", "turn_type": TOOL_RESULT}
+            return _Response({**common, "content": text, **name} for text, name in zip(texts, named, strict=True))
         if not results:
             return _Response()
         text = self.format_tool_result(results[0]) if len(results) == 1 else self.format_multiple_tool_results(results)
