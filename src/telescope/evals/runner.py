@@ -262,7 +262,7 @@ class SamplesFile:
                     break
                 end += len(line)
                 row = json.loads(line)
-                if all(row.get("sample_id") in ids for ids in recorded):
+                if "sample_id" not in row or all(row["sample_id"] in ids for ids in recorded):  # not in old files
                     key = row["item"], row["completion"]
                     self._finished[row["model"], row["eval"]][key] = row["uid"], row["scores"]
         path.parent.mkdir(parents=True, exist_ok=True)

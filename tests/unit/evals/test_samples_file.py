@@ -72,3 +72,11 @@ def test_a_sample_that_the_record_lacks_is_sampled_again_under_another_id(path):
         file.model = "a"
         assert file.finished(plan("x", "y")) == {(0, 0): {"correct": 1.0}}
         assert file.taken == {"a-0-0", "a-1-2", "b-0-0"}, "an id in one of the tables is not given twice"
+
+
+def test_a_file_of_an_earlier_version_keeps_its_samples(path):
+    rows = [{key: value for key, value in json.loads(line).items() if key != "sample_id"} for line in path.open()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with SamplesFile(path, [frozenset()]) as file:
+        file.model = "a"
+        assert len(file.finished(plan("x", "y"))) == 2
