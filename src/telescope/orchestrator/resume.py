@@ -48,6 +48,12 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.tx
 MOST = 8
 """Differences that are listed."""
 
+SCHEDULE = {
+    "base": "learning_rate", "schedule": "lr_scheduler", "warmup_steps": "warmup_steps",
+    "total_steps": "number_of_steps", "min_ratio": "min_lr_ratio",
+}  # fmt: skip
+"""Arguments of `learning_rate`, and their fields."""
+
 FORCE = "resume_force: true overrides this (docs/checkpoints.md names what no longer holds)"
 
 
@@ -165,14 +171,7 @@ def _change_of_rate(step: int, before: Mapping[str, Any], now: Mapping[str, Any]
     from telescope.trainer.step import learning_rate  # imports torch
 
     def rate(values: Mapping[str, Any], step: int) -> float:
-        return learning_rate(
-            step,
-            base=values["learning_rate"],
-            schedule=values["lr_scheduler"],
-            warmup_steps=values["warmup_steps"],
-            total_steps=values["number_of_steps"],
-            min_ratio=values["min_lr_ratio"],
-        )
+        return learning_rate(step, **{argument: values[field] for argument, field in SCHEDULE.items()})
 
     planned, rate_now = rate(before, step), rate(now, step)
     if math.isclose(planned, rate_now, rel_tol=1e-6):

@@ -15,8 +15,8 @@ class InferenceSection(Section):
     TITLE: ClassVar[str] = "Inference Server"
 
     inference_host: Text = "0.0.0.0"
-    """Host address for inference servers. As long as you do not set it, a run on a single node binds to the
-    loopback address only."""
+    """Host address for inference servers. Unless you set another one, or this one by a flag, a run on a single node
+    binds to the loopback address only."""
     inference_base_port: Port = 8100
     """Base port for inference servers. Server i listens on this plus i. Change it when the port is in use."""
     inference_dtype: Dtype | None = None
