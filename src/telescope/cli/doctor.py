@@ -77,7 +77,8 @@ def run_checks(*, hub: bool = True) -> list[Check]:
     with ThreadPoolExecutor(2) as pool:  # the two slow checks run beside the others
         torch_answer = pool.submit(ask_torch)
         hub_answer = pool.submit(check_hub) if hub else None
-        gpus = list_gpus()
+        found = visible_gpus("name", "memory.total", "driver_version")
+        gpus = [f"{name} ({memory} MiB, driver {driver})" for name, memory, driver in found]
         checks = [
             check_telescope(),
             check_python(),
@@ -184,12 +185,6 @@ def check_gpus(gpus: list[str]) -> Check:
         return Check("GPU", "ok", kinds)
     fix = "none is needed for `make demo`; models of more than a few million parameters want one"
     return Check("GPU", "note", "no NVIDIA GPU", fix)
-
-
-def list_gpus() -> list[str]:
-    """Returns name, memory and driver of each visible GPU."""
-    rows = visible_gpus("name", "memory.total", "driver_version")
-    return [f"{name} ({memory} MiB, driver {driver})" for name, memory, driver in rows]
 
 
 # --- packages -------------------------------------------------------------------------------------------------------
@@ -314,12 +309,9 @@ def check_ray_cluster() -> Check:
     address = str(default_of("ray_address"))
     if ray_cluster_is_configured(address):
         return Check("Ray cluster", "ok", f"a run joins the one at {os.environ.get('RAY_ADDRESS') or address}")
-    return Check("Ray cluster", "ok", f"none running: a run starts its own on this machine ({describe_node()})")
-
-
-def describe_node() -> str:
     node = local_resources().nodes[0]
-    return f"{node.cpus:.0f} CPUs, {node.gpus:.0f} GPUs"
+    size = f"{node.cpus:.0f} CPUs, {node.gpus:.0f} GPUs"
+    return Check("Ray cluster", "ok", f"none running: a run starts its own on this machine ({size})")
 
 
 def check_port() -> Check:

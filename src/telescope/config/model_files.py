@@ -68,7 +68,8 @@ def inspect_model(config: TelescopeConfig, *, ask_hub: bool = True) -> ModelRepo
     template, no weights, or a context that the model or the number of its heads does not allow. With `ask_hub` false
     the hub is not contacted.
     """
-    check_chat_template(config)
+    if config.chat_template is not None:
+        _compile_template(config.chat_template, "chat_template", "Correct the template, or leave chat_template null")
     try:
         return _inspect(config, find_files(config, ask_hub=ask_hub))
     except HubUnreachableError as error:
@@ -207,12 +208,6 @@ def _check_tensors(
             f"model is {config.model!r}, but its weight files in {files.where} {problem}. Download or save the model "
             "again, or correct config.json"
         )
-
-
-def check_chat_template(config: TelescopeConfig) -> None:
-    """Raises `ConfigError` when `chat_template` is set and is not a Jinja2 template."""
-    if config.chat_template is not None:
-        _compile_template(config.chat_template, "chat_template", "Correct the template, or leave chat_template null")
 
 
 def _check_tokenizer(config: TelescopeConfig, files: ModelFiles, model_config: Mapping[str, Any]) -> None:

@@ -130,7 +130,9 @@ class Run:
             needed |= set(definition.key)
         data, _ = self._read(name, 0, [column for column in definition.column_names if column in needed])
         if definition.latest_wins:
-            data = _latest(data, definition.key)
+            keys = [tuple(row.values()) for row in data.select(list(definition.key)).to_pylist()]
+            newest = {key: place for place, key in enumerate(keys)}
+            data = data.take(pa.array(sorted(newest.values()), pa.int64()))
         if cut and definition.by_step:
             data = data.filter(pc.invert(superseded(data, cut)))
         elif cut and definition.of_sample:
@@ -457,11 +459,6 @@ def _signature(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return state.st_mtime_ns + state.st_ctime_ns, state.st_size
-
-
-def _latest(data: pa.Table, key: Sequence[str]) -> pa.Table:
-    newest = {tuple(row[name] for name in key): place for place, row in enumerate(data.select(list(key)).to_pylist())}
-    return data.take(pa.array(sorted(newest.values()), pa.int64()))
 
 
 def _sample_key(data: pa.Table) -> pa.ChunkedArray:

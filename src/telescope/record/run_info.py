@@ -150,12 +150,13 @@ def attempt_row(config_hash: str, notes: Sequence[str] = ()) -> dict[str, Any]:
     """Returns the row of this attempt, without `topology` and `first_step`: a later row of the attempt replaces it."""
     process = ProcessIdentity.current()
     commit, dirty = git_state(Path.cwd())
+    versions = {package: version for package in PACKAGES if (version := installed_version(package)) is not None}
     return {
         "started_at": time.time(),
         "config_hash": config_hash,
         "git_commit": commit,
         "git_dirty": dirty,
-        "versions": package_versions(),
+        "versions": {"python": platform.python_version(), **versions},
         "topology": {},
         "notes": list(notes),
         "host": process.host,
@@ -187,9 +188,3 @@ def end_run(
 def _run_row(info: RunInfo) -> dict[str, Any]:
     names = ("run_id", "name", "started_at", "config_hash", "project", "tags", "status", "ended_at", "error")
     return {name: getattr(info, name) for name in names}
-
-
-def package_versions() -> dict[str, str]:
-    """Returns the versions of Python and of the installed `PACKAGES`."""
-    installed = {package: version for package in PACKAGES if (version := installed_version(package)) is not None}
-    return {"python": platform.python_version(), **installed}
