@@ -24,7 +24,9 @@ REASONING_TAGS = {
 }
 """What begins and what ends the reasoning of released models."""
 
-_TAG = re.compile(r"(<think>|\[THINK\]|<\|START_THINKING\|>)|</think>|\[/THINK\]|<\|END_THINKING\|>")
+_TAG = re.compile(
+    r"(<think>|\[THINK\]|<\|START_THINKING\|>|<\|channel>thought)|</think>|\[/THINK\]|<\|END_THINKING\|>|<channel\|>"
+)
 _BOX = re.compile(r"\\(?:boxed|fbox)(?:[ \t\n]{0,8}\{|[ \t]{1,8}([0-9]{1,20})(?![0-9A-Za-z.,]))")
 _STATED = re.compile(r"(?i:answer)[ \t*_]{0,8}(?:\bis\b|:)[ \t*_:]{0,8}(.*)")
 """What follows the last "answer:" or "answer is" of a text, up to the end of the line."""
@@ -75,8 +77,11 @@ def answer_text(text: str, *, reasoning_is_open: bool = False) -> str:
     for opening, closing in REASONING_TAGS.items():
         if begins.startswith(opening):
             return text if closing in text else UnfinishedReasoning(text)
-    closed = any(closing in text for closing in REASONING_TAGS.values())
-    return UnfinishedReasoning(text) if reasoning_is_open and not closed else text
+    return UnfinishedReasoning(text) if reasoning_is_open and not _closes_reasoning(text) else text
+
+
+def _closes_reasoning(text: str) -> bool:
+    return any(tag[1] is None for tag in _TAG.finditer(text))
 
 
 def strip_think_tags(text: str) -> str:
@@ -88,7 +93,7 @@ def strip_think_tags(text: str) -> str:
     """
     if isinstance(text, UnfinishedReasoning):
         return ""
-    if not any(tag[1] is None for tag in _TAG.finditer(text)):
+    if not _closes_reasoning(text):
         return text
     kept: list[str] = []
     position, inside = 0, False

@@ -58,7 +58,7 @@ _MARKERS = r"<\|python_tag\|>|\[TOOL_CALLS\]|<\|tool_call_start\|>|<\|tool_call\
 """Tokens that announce calls, which follow as JSON objects or in Python."""
 _TOKEN = re.compile(
     rf"(?P<opens>{'|'.join(map(re.escape, REASONING_TAGS))})"
-    r"|(?P<closes></think>|\[/THINK\]|<\|END_THINKING\|>)"
+    r"|(?P<closes></think>|\[/THINK\]|<\|END_THINKING\|>|<channel\|>)"
     rf"|(?P<tagged>{_XML_OPEN}(?!\s*{_FUNCTION_OPEN}))"
     rf"|(?P<named>{'|'.join(_NAMED_OPENINGS)})"
     rf"|(?P<marker>{_MARKERS})"

@@ -10,7 +10,8 @@ from tests.unit.environments.turns import play
 from telescope.environments import RewardResult, Sample, ToolEnvironment
 from telescope.environments.local_rollout import Answer, roll_out_item
 from telescope.environments.tool_calls import MAX_CALLS
-from telescope.environments.tool_env import parse_function_call_syntax, parse_xml_tool_calls
+from telescope.environments.tool_env import ToolCall, parse_function_call_syntax, parse_xml_tool_calls
+from telescope.environments.tool_schema import Tool
 
 SAMPLE = Sample("What is 1 + 2?", "3")
 
@@ -22,6 +23,10 @@ def add(a: int, b: int = 1) -> int:
 
 def fail():
     raise ValueError("no luck")
+
+
+def both(a: int, b: int = 1):
+    return {"a": [a], "b": None}
 
 
 class Sums(ToolEnvironment):
@@ -127,6 +132,44 @@ def test_the_state_counts_calls_and_keeps_results():
     ]
     assert (state.custom["tool_success_count"], state.custom["tool_error_count"]) == (2, 1)
     assert state.custom["tools_by_name"] == {"add": 2, "fail": 1}
+
+
+@pytest.mark.parametrize(
+    ("answer", "success", "result", "error"),
+    [
+        (CALL, True, "3", None),
+        (CALL.replace("add", "both"), True, "{'a': [1], 'b': None}", None),
+        (FAILURE, False, "ValueError: no luck", "ValueError"),
+        (CALL.replace("add", "sub"), False, "there is no tool 'sub'.", "unknown_tool"),
+        (CALL.replace('"a"', '"c"'), False, "add: a is missing", "argument_error"),
+        ("<tool_call>add", False, "The tool call is not valid JSON", "unreadable_call"),
+    ],
+)
+def test_the_result_of_a_tool_is_text_and_its_error_a_kind(answer, success, result, error):
+    seen = []
+
+    class Slicing(Sums):
+        def format_tool_result(self, result):
+            seen.append((result.success, result.result, result.error))
+            return result.result[:100] if "no" in result.result or result.success else result.result.upper()
+
+    environment = Slicing()
+    environment._tools["both"] = Tool(both)
+    respond(environment, answer)
+    assert seen[0] == (success, seen[0][1], error) and seen[0][1].startswith(result)
+
+
+def test_the_object_that_a_tool_returned_is_kept_beside_the_text():
+    result = Sums().execute_tool(ToolCall("add", {"a": 1}))
+    assert (result.result, result.value) == ("2", 2)
+
+
+def test_unknown_tools_are_counted():
+    environment = Sums()
+    _, state = respond(environment, CALL + CALL.replace("add", "sub"))
+    assert state.custom["tools_by_name"] == {"add": 1, "sub": 1}
+    metrics = environment.get_tool_metrics(state)
+    assert (metrics["unique_tools_used"], metrics["sub_calls"], metrics["fail_calls"]) == (2, 1, 0)
 
 
 def test_tool_metrics_count_in_integers():
