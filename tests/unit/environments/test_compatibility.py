@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import sys
@@ -64,7 +65,7 @@ def test_further_published_names_are_there():
     from telescope.trainer.backends.fsdp import FSDPBackend
     from telescope.utils.tlog import get_logger
 
-    assert FSDPBackend.__name__ == "FSDPBackend" and maybe_await(1).send is not None
+    assert FSDPBackend.__name__ == "FSDPBackend" and asyncio.run(maybe_await(1)) == 1
     assert (evals.resolve, registry.get_eval, registry.list_evals) == (get_eval, get_eval, evals.list_evals)
     assert get_logger("my_game").name == "telescope.my_game" and get_logger("telescope.x").name == "telescope.x"
     assert [found.name for found in check_environments(["wordle", "countdown"])] == ["wordle", "countdown"]
@@ -356,6 +357,14 @@ def test_unknown_attributes_of_an_eval_are_those_of_its_environment():
         evaluation.topping  # noqa: B018
     with pytest.raises(UserError, match="Did you mean 'instruction_prompt'"):
         get_eval("long_sentences", environments_path=[OUTSIDE], instruction_promt="I")
+
+
+@pytest.mark.parametrize("name", ["math500", "aime_2024", "aime_2025", "gpqa_diamond"])
+def test_a_question_of_a_benchmark_goes_through_the_chat_template(name):
+    evaluation = get_eval(name, system_prompt="S")
+    texts = [evaluation.format_prompt("q", Template(), chat_template_kwargs={"enable_thinking": on}) for on in (1, 0)]
+    assert texts[0].startswith("[system]S[user]") and "q" in texts[0].partition("[user]")[2]
+    assert texts[0].endswith("[assistant]") and texts[1].endswith("[-]")
 
 
 # Folders from outside
