@@ -13,6 +13,7 @@ from typing import Any
 from telescope.cli.live_view import progress
 from telescope.errors import UserError
 from telescope.orchestrator import conversion
+from telescope.orchestrator.checkpoints import read_meta
 from telescope.utils.text import pluralize
 
 GB = 10**9
@@ -105,7 +106,7 @@ def choose_jobs(arguments: argparse.Namespace) -> list[tuple[Path, Path]]:
     if arguments.checkpoint_dir is not None:
         if output is None or root is not None:
             raise UserError("--checkpoint-dir needs --output-dir, the folder of the model")
-        conversion.read_meta(arguments.checkpoint_dir)
+        read_meta(arguments.checkpoint_dir)
         return [(arguments.checkpoint_dir, output)]
     if arguments.checkpoint_root is not None:
         if root is None or output is not None:

@@ -72,6 +72,7 @@ def print_dry_run(
             from telescope.orchestrator.resume import find_checkpoint
 
             found[1] = find_checkpoint(config, choose_run_dir(config))
+            found[1].verify()
 
     unknown = preflight.find_problems(config, preflight.checks_of_environments())
     problems = [*unknown, *preflight.find_problems(config, [check_rendering, inspect, find_resumed])]

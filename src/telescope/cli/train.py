@@ -67,6 +67,13 @@ def run(argv: Sequence[str]) -> int:
         loaded = load_config(arguments.config, arguments.overrides)
     if arguments.gpu_memory_gib is None:
         loaded = fit_to_machine(loaded)
+    if loaded.config.resume_from_checkpoint:
+        from telescope.orchestrator.resume import finished_steps
+
+        run_dir = choose_run_dir(loaded.config)
+        if (steps := finished_steps(loaded.config, run_dir)) is not None:
+            print(f"{run_dir} has finished {steps} steps: nothing is left to do. Raise number_of_steps to train on")
+            return 0
     if arguments.dry_run:
         from telescope.cli.dry_run import print_dry_run
 

@@ -258,16 +258,20 @@ class TrainerGroup:
         what = f"copying the checkpoint after step {step}"
         await self._all(what, SETUP_TIMEOUT_SECONDS, "trainer.save_checkpoint", step, directory)
 
-    async def finish_checkpoint(self) -> None:
-        """Waits for the last checkpoint's files to be complete, and here. Not collective, no lock. Raises `OSError`."""
-        command = "trainer.backend.finish_checkpoint"
-        await self._all("writing a checkpoint", CHECKPOINT_TIMEOUT_SECONDS, command, group="checkpoint")
+    async def finish_checkpoint(self) -> dict[str, str]:
+        """Waits for the last checkpoint's files to be complete, and here. Not collective, no lock. Raises `OSError`.
+
+        Returns the digests of the ranks' files.
+        """
+        command = "trainer.finish_checkpoint"
+        digests = await self._all("writing a checkpoint", CHECKPOINT_TIMEOUT_SECONDS, command, group="checkpoint")
         directory = self._saving
         if missing := await asyncio.to_thread(_missing_files, directory, self.config.train_backend):
             raise OSError(
                 f"{directory} is incomplete on {socket.gethostname()}: {'; '.join(missing)}. All nodes must "
                 "share the file system of the checkpoints: set checkpoint_dir to a folder of one"
             )
+        return {name: digest for of_rank in digests for name, digest in of_rank.items()}
 
     async def load_checkpoint(self, step: int, directory: Path) -> None:
         """Loads a checkpoint as version `step`; the engines need a sync afterwards. The caller has locked `queue`."""

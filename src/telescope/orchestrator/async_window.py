@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from telescope.orchestrator.groups import Group
 
@@ -50,6 +50,17 @@ class AsyncWindow:
     def synced(self) -> None:
         """Counts a training step whose weights are synced."""
         self.version += 1
+
+
+class LedgerState(TypedDict):
+    """What `Ledger.state_dict` returns."""
+
+    open: list[int]
+    num_opened: int
+    num_trained: int
+    dropped: dict[str, int]
+    num_requeued: int
+    requeues: list[tuple[int, int]]
 
 
 @dataclass

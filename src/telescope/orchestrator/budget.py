@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import Any
 
 from telescope.errors import RunError
 from telescope.utils.text import plain, single_line
@@ -69,14 +68,14 @@ class ErrorBudget:
         """Counts an item without a usable prompt."""
         self._failed("prompts", environment, item, message)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the outcomes in the windows, as JSON values."""
+    def state_dict(self) -> dict[str, list[tuple[int, str] | None]]:
+        """Returns the outcomes in the windows: None, or item and message of a failure."""
         return {
-            f"{what}/{environment}": [None if o is None else [o.item, o.message] for o in outcomes]
+            f"{what}/{environment}": [None if o is None else (o.item, o.message) for o in outcomes]
             for (what, environment), outcomes in self._outcomes.items()
         }
 
-    def load_state_dict(self, values: dict[str, Any]) -> None:
+    def load_state_dict(self, values: dict[str, list[tuple[int, str] | None]]) -> None:
         """Inverse of `state_dict`."""
         for name, outcomes in values.items():
             what, _, environment = name.partition("/")

@@ -1,14 +1,14 @@
 """Checkpoints of a run: when, where, and which are kept.
 
     checkpoints/step_N/         after N finished training steps
-        meta.json               step, model, ranks, versions and config; written last
+        meta.json               step, model, ranks, versions, config and the digest of every file; written last
         orchestrator_state.json the state of the loops (`run_state`)
         hf_meta/                config, tokenizer and chat template of the model, in HuggingFace format
         *.distcp, .metadata     weights and optimizer state (`trainer.backends.fsdp.checkpoint`)
 
 Training pauses while the ranks copy their state to host memory; a task then waits for the files. Invariants: one
 checkpoint is written at a time. `step_N` is complete or absent: it is written under another name and renamed. A failed
-write costs that checkpoint only.
+write costs that checkpoint only. Ranks compute the digests of their shards after writing them, while training goes on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
+
+import msgspec
 
 import telescope
 from telescope.config import TelescopeConfig
@@ -33,7 +35,9 @@ from telescope.errors import UserError
 from telescope.orchestrator.run_state import RunState
 from telescope.orchestrator.status import RunStatus
 from telescope.record.files import read_json, replace_json
-from telescope.utils.text import pluralize
+from telescope.utils.digests import damage, digests_of, files_below
+from telescope.utils.text import pluralize, single_line
+from telescope.weights.model_folder import base_weights
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +56,75 @@ SLOW_SECONDS = 5.0
 LAYOUT_VERSION = 1
 """Version of the files of a checkpoint. Raise it when an older Telescope could not read them."""
 
-STEP_NAME = re.compile(r"step_(\d+)")
-"""Name of the folder of a complete checkpoint."""
+STEP_NAME = re.compile(r"step_(0|[1-9][0-9]*)")
+"""Name of the folder of a complete checkpoint. `step_0060` is not one: no step has that folder."""
+
+
+class _SavedEnvironment(msgspec.Struct):
+    name: str
+    weight: float
+    kwargs: dict[str, Any]
+
+
+class SavedConfig(msgspec.Struct):
+    """The fields of a checkpoint's config that are read without the schema of this version."""
+
+    environments: list[_SavedEnvironment] = []
+    evals: list[dict[str, Any]] = []
+    model: Annotated[str, msgspec.Meta(min_length=1)] = "model"
+    model_dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
+    lora_rank: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    lora_alpha: float = 1.0
+    lora_dropout: float = 0.0
+    lora_target_modules: str | list[str] = "all-linear"
+
+
+class _Base(msgspec.Struct):
+    model: str
+    weights: str
+
+
+class _Meta(msgspec.Struct):
+    """Schema of `meta.json`. Earlier versions wrote neither `files` nor `base` nor `run`."""
+
+    layout: int
+    step: Annotated[int, msgspec.Meta(ge=0)]
+    time: float
+    model: str
+    train_backend: str
+    ranks: int
+    training_state: bool
+    config: SavedConfig
+    config_hash: str | None = None
+    telescope: str | None = None
+    run: str | None = None
+    files: dict[str, str] = {}
+    base: _Base | None = None
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """Returns `meta.json` of a checkpoint.
+
+    Raises `UserError` for a folder that is not a complete checkpoint, or one that this version cannot read.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder. Give the step_N folder of a checkpoint")
+    if not (folder / META).exists():
+        steps = CheckpointFolder(folder).steps()
+        hint = f"Give one of its folders, such as step_{steps[-1]}" if steps else "Give a step_N folder that has one"
+        raise UserError(f"{folder} is not a complete checkpoint: it has no {META}. {hint}")
+    try:
+        meta = read_json(folder / META)
+        if isinstance(meta, dict) and meta.get("layout", LAYOUT_VERSION) != LAYOUT_VERSION:
+            raise UserError(
+                f"{folder} has layout {show(meta['layout'])}, and this version of Telescope reads layout "
+                f"{LAYOUT_VERSION}. Use the version of Telescope that wrote it"
+            )
+        msgspec.convert(meta, _Meta)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{folder / META} cannot be read: {single_line(str(error))}. Use another step") from error
+    assert isinstance(meta, dict)
+    return meta
 
 
 @dataclass(frozen=True)
@@ -66,6 +137,15 @@ class Checkpoint:
     state: RunState
     notes: tuple[str, ...] = ()
     """Messages for the user of the run that continues from it (`resume`)."""
+
+    def verify(self) -> None:
+        """Reads all files. Raises `UserError` if one is not what was written."""
+        if found := damage(self.path, self.meta.get("files", {})):
+            earlier = [step for step in CheckpointFolder(self.path.parent).steps() if step < self.step]
+            older = f", as step_{earlier[-1]} with resume_from_checkpoint: {earlier[-1]}" if earlier else ""
+            raise UserError(
+                f"{self.path} is damaged: {'; '.join(found)}. Copy it again, or resume from an older checkpoint{older}"
+            )
 
 
 class CheckpointFolder:
@@ -149,19 +229,20 @@ class CheckpointFolder:
                 f"resume_from_checkpoint is {step}, but {path} {problem}. There is "
                 f"{', '.join(f'step_{known}' for known in steps)}"
             )
+        meta = read_meta(path)
         try:
-            meta, state = read_json(path / META), read_json(path / STATE)
-            layout = meta["layout"]
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise UserError(f"{path} cannot be read: {error!r}. Resume from another step") from error
-        if layout != LAYOUT_VERSION:
-            raise UserError(
-                f"{path} has layout {layout}, and this version of Telescope reads layout {LAYOUT_VERSION}. Resume with "
-                "the version of Telescope that wrote it"
-            )
-        if state is None:
+            values = read_json(path / STATE)
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(f"{path / STATE} cannot be read: {single_line(str(error))}. Use another step") from error
+        if values is None:
             raise UserError(f"{path} is incomplete: it has no {STATE}. Resume from another step")
-        return Checkpoint(path, step, meta, RunState.load_state_dict(state))
+        state = RunState.load_state_dict(values)
+        if not meta["step"] == state.step == step:
+            raise UserError(
+                f"{path} is after step {meta['step']} in its {META} and {state.step} in its {STATE}: it was renamed or "
+                "edited. Restore it, or resume from another step"
+            )
+        return Checkpoint(path, step, meta, state)
 
 
 def steps_to_remove(steps: Iterable[int], keep_last: int | None, keep_every: int | None) -> list[int]:
@@ -184,7 +265,7 @@ class CheckpointTrainer(Protocol):
 
     async def save_checkpoint(self, step: int, directory: Path) -> None: ...
 
-    async def finish_checkpoint(self) -> None: ...
+    async def finish_checkpoint(self) -> dict[str, str]: ...
 
 
 class Checkpointer:
@@ -202,6 +283,7 @@ class Checkpointer:
         flush_record: Callable[[], object] = lambda: None,
         write: Callable[[str, dict[str, Any]], None] = lambda table, row: None,
         seconds_left: Callable[[], float | None] = lambda: None,
+        run_id: str | None = None,
     ) -> None:
         """`last_step` is the step of the checkpoint from which the run continues.
 
@@ -217,6 +299,7 @@ class Checkpointer:
         self._flush_record = flush_record
         self._write_row = write
         self._seconds_left = seconds_left
+        self._run_id = run_id
         self._writing: asyncio.Task[None] | None = None
         self._last_step = last_step
         """Step of the newest complete checkpoint."""
@@ -300,8 +383,8 @@ class Checkpointer:
         self, step: int, partial: Path, values: dict[str, Any], paused_at: float, started_at: float
     ) -> None:
         try:
-            await self._trainer.finish_checkpoint()
-            await asyncio.to_thread(self._complete, step, partial, values)
+            digests = await self._trainer.finish_checkpoint()
+            await asyncio.to_thread(self._complete, step, partial, values, digests)
         except OSError as error:
             cause = with_free_space(error, partial)
             await asyncio.to_thread(shutil.rmtree, partial, True)
@@ -322,7 +405,8 @@ class Checkpointer:
         if removed:
             logger.info("Removed %s (checkpoint_keep_last)", pluralize(len(removed), "checkpoint"))
 
-    def _complete(self, step: int, partial: Path, values: dict[str, Any]) -> None:
+    def _complete(self, step: int, partial: Path, values: dict[str, Any], digests: dict[str, str]) -> None:
+        """Adds what the driver writes. `digests` are those that the ranks computed."""
         replace_json(partial / STATE, values, indent=None)
         (partial / HF_META).mkdir()
         for name, content in self._model_files.items():
@@ -343,6 +427,9 @@ class Checkpointer:
                 "config_hash": config.hash,
                 "config": config.values,
                 "telescope": telescope.__version__,
+                "run": self._run_id,
+                "base": base_weights(config.model) if config.lora_rank else None,
+                "files": digests | digests_of(partial, set(files_below(partial)) - digests.keys()),
             },
         )
 

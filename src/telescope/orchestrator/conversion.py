@@ -3,7 +3,7 @@
 A checkpoint is read and written tensor by tensor (`trainer.backends.fsdp.checkpoint`, `trainer.hf_folder`), so memory
 does not grow with the model. Only `read_checkpoint` depends on the backend that wrote it.
 
-Invariant: a model folder names its checkpoint (`MARKER`), so that a complete one is skipped and another one is not
+Invariant: a model folder names its checkpoint (`ModelOrigin`), so that a complete one is skipped and another one is not
 overwritten.
 """
 
@@ -13,21 +13,21 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from telescope.errors import RunError, UserError
-from telescope.orchestrator.checkpoints import HF_META, META, CheckpointFolder
-from telescope.record.files import RunFiles, read_json
+from telescope.orchestrator.checkpoints import HF_META, META, CheckpointFolder, SavedConfig, read_meta
+from telescope.record.files import RunFiles
 from telescope.record.reader import is_run
+from telescope.utils.digests import damage
+from telescope.weights.model_folder import ModelOrigin, ModelSource, check_base, is_whole, model_folder, read_origin
 
 if TYPE_CHECKING:
     import torch
 
     from telescope.weights.plan import TensorMeta
-
-MARKER = ".telescope"
-"""File (JSON) that names the checkpoint and the dtype of a model folder."""
 
 CONVERTED = "hf"
 """Folder of converted checkpoints in a run directory."""
@@ -91,34 +91,17 @@ def config_of_run(run_dir: Path) -> dict[str, Any]:
     return read_yaml_file(file)[0] if file.is_file() else {}
 
 
-def read_meta(checkpoint: Path) -> dict[str, Any]:
-    """Returns `meta.json` of a checkpoint. Raises `UserError` for a folder that is not a complete checkpoint."""
-    if not checkpoint.is_dir():
-        raise UserError(f"{checkpoint} is not a folder. Give the step_N folder of a checkpoint")
-    try:
-        meta = read_json(checkpoint / META)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{checkpoint / META} cannot be read: {error}. Use another step") from error
-    if meta is None:
-        steps = CheckpointFolder(checkpoint).steps()
-        hint = f"Give one of its folders, such as step_{steps[-1]}" if steps else "Give a step_N folder that has one"
-        raise UserError(f"{checkpoint} is not a complete checkpoint: it has no {META}. {hint}")
-    assert isinstance(meta, dict)
-    return meta
-
-
 def is_converted(checkpoint: Path, target: Path, dtype: str | None = None) -> bool:
-    """Returns whether `target` is the complete model of this checkpoint.
+    """Returns whether `target` is the complete model of this checkpoint. False if it is damaged.
 
     Raises `UserError` if it is anything else but an empty or missing folder.
     """
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return False
-    wanted = _marker(read_meta(checkpoint), dtype)
-    found = read_json(target / MARKER) if target.is_dir() else None
-    if found == wanted:
-        return True
-    differs = "" if not isinstance(found, dict) else f" ({_differences(found, wanted)})"
+    wanted, found = origin_of(read_meta(checkpoint), dtype), read_origin(target)
+    if found is not None and (found.checkpoint, found.dtype) == (wanted.checkpoint, wanted.dtype):
+        return is_whole(target, found)
+    differs = "" if found is None else f" ({_differences(found, wanted)})"
     raise UserError(f"{target} exists and is not this checkpoint{differs}. Remove it, or choose another folder")
 
 
@@ -139,14 +122,14 @@ def convert(
 
     from telescope.trainer.hf_folder import CONFIG, MAX_SHARD_BYTES, size_of, with_dtype, write_model_folder
 
-    meta = read_meta(checkpoint)
+    meta = _read_undamaged(checkpoint)
     files = model_files(checkpoint, meta)
     max_shard_bytes = max_shard_bytes or MAX_SHARD_BYTES
     weights = read_checkpoint(checkpoint, meta, files[CONFIG], read_bytes=max_shard_bytes // 2)
     metas = [m if dtype is None else replace(m, dtype=dtype) for m in weights.metas]
     stored = {m.dtype for m in metas}
     files = with_dtype(files, dtype or max(stored, key=lambda name: sum(m.numel for m in metas if m.dtype == name)))
-    files[MARKER] = json.dumps(_marker(meta, dtype), indent=1).encode()
+    origin = origin_of(meta, dtype)
     total, done = sum(map(size_of, metas)), 0
 
     def written(num_bytes: int) -> None:
@@ -157,9 +140,19 @@ def convert(
     cast = None if dtype is None else getattr(torch, dtype)
     tensors = ((name, tensor if cast is None else tensor.to(cast)) for name, tensor in weights.read())
     try:
-        write_model_folder(target, metas, tensors, files, max_shard_bytes=max_shard_bytes, on_bytes=written)
+        write_model_folder(
+            target, metas, tensors, files, max_shard_bytes=max_shard_bytes, on_bytes=written, origin=origin
+        )
     except OSError as error:
         raise RunError(f"{error}. Free space, or choose another folder") from error
+
+
+def _read_undamaged(checkpoint: Path) -> dict[str, Any]:
+    """Returns `read_meta` of a checkpoint. Raises `RunError` if a file is not what was written."""
+    meta = read_meta(checkpoint)
+    if found := damage(checkpoint, meta.get("files", {})):
+        raise RunError(f"{checkpoint} is damaged: {'; '.join(found)}. Copy it again, or use another step")
+    return meta
 
 
 def read_checkpoint(checkpoint: Path, meta: dict[str, Any], config: bytes, *, read_bytes: int) -> ModelWeights:
@@ -184,8 +177,8 @@ def read_checkpoint(checkpoint: Path, meta: dict[str, Any], config: bytes, *, re
         from telescope.trainer.backends.megatron import saved as megatron
 
         return ModelWeights(*megatron.saved_weights(checkpoint, json.loads(config)))
-    if adapter_settings(meta) is not None:
-        return _merged_weights(checkpoint, meta)
+    if (settings := adapter_settings(meta)) is not None:
+        return _merged_weights(checkpoint, meta, settings)
     is_tied = _is_tied(config)
     saved = [m for m in saved_weights(checkpoint) if not (is_tied and m.name == f"{PREFIX}lm_head.weight")]
     metas = [
@@ -201,10 +194,21 @@ def read_checkpoint(checkpoint: Path, meta: dict[str, Any], config: bytes, *, re
     return ModelWeights(metas, read)
 
 
-def adapter_settings(meta: dict[str, Any]) -> dict[str, Any] | None:
+def adapter_settings(meta: dict[str, Any]) -> SavedConfig | None:
     """Returns the config of the run if the checkpoint has adapters. None if it has all weights."""
-    config = meta.get("config") or {}
-    return config if config.get("lora_rank") else None
+    config = msgspec.convert(meta["config"], SavedConfig)
+    return config if config.lora_rank else None
+
+
+def _base_of(checkpoint: Path, meta: dict[str, Any]) -> Path:
+    """Returns the folder of the model that the run began with. It need not exist.
+
+    A relative path is looked for in the working directory and in the folders above the checkpoint.
+    """
+    typed = meta["model"]
+    known = (meta.get("base") or meta)["model"]
+    places = [Path(known), Path(typed).expanduser(), *(parent / typed for parent in checkpoint.absolute().parents)]
+    return next((place for place in places if (place / "config.json").is_file()), None) or model_folder(known)
 
 
 def _read_adapter(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -215,22 +219,22 @@ def _read_adapter(checkpoint: Path) -> dict[str, torch.Tensor]:
     return {name.removeprefix(PREFIX): tensor for name, tensor in read_weights(checkpoint, saved_weights(checkpoint))}
 
 
-def _merged_weights(checkpoint: Path, meta: dict[str, Any]) -> ModelWeights:
+def _merged_weights(checkpoint: Path, meta: dict[str, Any], config: SavedConfig) -> ModelWeights:
     """Returns the first model's weights plus the checkpoint's adapters, in `model_dtype`."""
     import torch
 
     from telescope.trainer.lora import A, B, is_adapter, merged
-    from telescope.weights.model_folder import folder_metas, folder_reader, model_folder
+    from telescope.weights.model_folder import folder_metas, folder_reader
 
-    config = meta["config"]
-    dtype = config["model_dtype"]
+    dtype = config.model_dtype
     try:
-        base = model_folder(config["model"])
+        base = _base_of(checkpoint, meta)
+        check_base(base, meta.get("base"), checkpoint)
         metas = [replace(m, dtype=dtype) for m in folder_metas(base)]
         read_base = folder_reader(base)
     except (OSError, UserError) as error:
         raise UserError(
-            f"{checkpoint} has adapters for the model {config['model']!r}, whose weights cannot be read: {error}. "
+            f"{checkpoint} has adapters for the model {config.model!r}, whose weights cannot be read: {error}. "
             "Restore it, or convert with --adapter, which needs no model"
         ) from error
     adapter = _read_adapter(checkpoint)
@@ -238,7 +242,7 @@ def _merged_weights(checkpoint: Path, meta: dict[str, Any]) -> ModelWeights:
     if missing := sorted(adapted - {m.name.removesuffix(".weight") for m in metas}):
         raise UserError(f"{base} has no weights of {missing[0]}, for which {checkpoint} has an adapter")
     assert all(is_adapter(name) for name in adapter)
-    scaling = config["lora_alpha"] / config["lora_rank"]
+    scaling = config.lora_alpha / (config.lora_rank or 1)
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
         for m in metas:
@@ -255,14 +259,14 @@ def convert_adapter(checkpoint: Path, target: Path) -> None:
     """Writes the adapter of a checkpoint to `target` in peft's format. Raises `UserError` if it has none."""
     from telescope.trainer.lora import adapter_tensors, config_of_adapter, write_adapter
 
-    meta = read_meta(checkpoint)
+    meta = _read_undamaged(checkpoint)
     config = adapter_settings(meta)
     if config is None:
         raise UserError(f"{checkpoint} has no adapter, since its run trained all weights. Convert it without --adapter")
     tensors = dict(adapter_tensors(_read_adapter(checkpoint).items()))
-    files = {MARKER: json.dumps(_marker(meta, ADAPTER), indent=1).encode()}
+    settings = msgspec.structs.replace(config, model=(meta.get("base") or meta)["model"])
     try:
-        write_adapter(target, tensors, config_of_adapter(tensors, SimpleNamespace(**config)), files)
+        write_adapter(target, tensors, config_of_adapter(tensors, settings), origin_of(meta, ADAPTER))
     except OSError as error:
         raise RunError(f"{error}. Free space, or choose another folder") from error
 
@@ -274,7 +278,7 @@ def model_files(checkpoint: Path, meta: dict[str, Any]) -> dict[str, bytes]:
     """
     from telescope.config.model_source import META_SUFFIXES
 
-    for folder in (checkpoint / HF_META, Path(meta.get("model", "")).expanduser()):
+    for folder in (checkpoint / HF_META, _base_of(checkpoint, meta)):
         if (folder / "config.json").is_file():
             names = (path for path in folder.iterdir() if path.suffix in META_SUFFIXES)
             return {path.name: path.read_bytes() for path in names if not path.name.endswith(".index.json")}
@@ -303,13 +307,12 @@ def identity_of(meta: dict[str, Any]) -> dict[str, Any]:
     return {name: meta.get(name) for name in ("step", "time", "model", "config_hash")}
 
 
-def _marker(meta: dict[str, Any], dtype: str | None) -> dict[str, Any]:
-    return {"checkpoint": identity_of(meta), "dtype": dtype or "as saved"}
+def origin_of(meta: dict[str, Any], dtype: str | None = None) -> ModelOrigin:
+    """Returns the origin of a model made of the checkpoint with this `meta.json`."""
+    return ModelOrigin(ModelSource(**identity_of(meta)), dtype or "as saved", meta.get("run"))
 
 
-def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> str:
-    """Returns the values in which two markers differ, as text."""
-    have, want = ({**side.get("checkpoint", {}), "dtype": side.get("dtype")} for side in (found, wanted))
-    return ", ".join(
-        f"{name} {have.get(name)} instead of {want[name]}" for name in want if have.get(name) != want[name]
-    )
+def _differences(found: ModelOrigin, wanted: ModelOrigin) -> str:
+    """Returns the values in which two origins differ, as text."""
+    have, want = ({**msgspec.structs.asdict(side.checkpoint), "dtype": side.dtype} for side in (found, wanted))
+    return ", ".join(f"{name} {have[name]} instead of {want[name]}" for name in want if have[name] != want[name])

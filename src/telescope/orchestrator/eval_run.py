@@ -291,13 +291,13 @@ class _EvalRun:
     async def _load(self, target: EvalTarget, version: int, weights: FolderWeights, servers: ServerPool) -> None:
         """Loads a model into the servers. Removes the previous one, except the first."""
         previous, folder = weights.folder, await self._folder_of(target)
-        self._status.phase = f"loading {target.label}"
+        self._status.phase = f"loading {target.description}"
         await weights.use(folder, version, servers.up)
         if previous.parent == self._scratch and str(previous) != weights.config.model:
             shutil.rmtree(previous)  # a server that restarts begins with the first
 
     async def _folder_of(self, target: EvalTarget) -> Path:
-        self._status.phase = f"preparing {target.label}"
+        self._status.phase = f"preparing {target.description}"
         return await asyncio.to_thread(target.model_folder, self._scratch, self._job.config.engine_dtype)
 
     async def _start_servers(

@@ -13,23 +13,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from telescope.config.eval_config import EvalCommand
 from telescope.config.model_source import is_local_path
 from telescope.errors import UserError
-from telescope.orchestrator.checkpoints import HF_META, META, STEP_NAME
+from telescope.orchestrator.checkpoints import HF_META, META, STEP_NAME, read_meta
 from telescope.orchestrator.conversion import (
     CONVERTED,
-    MARKER,
     checkpoints_of_run,
     config_of_run,
     convert,
     identity_of,
     is_converted,
-    read_meta,
 )
 from telescope.record.files import read_json
 from telescope.record.reader import is_run
-from telescope.weights.model_folder import weight_files
+from telescope.weights.model_folder import read_origin, weight_files
 
 CONFIG = "config.json"
 DOWNLOADED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
@@ -57,6 +57,12 @@ class EvalTarget:
         """Returns the run directory that contains it, or None."""
         return next((parent for parent in self.path.resolve().parents[:2] if is_run(parent)), None)
 
+    @property
+    def description(self) -> str:
+        """Returns the label, and where the weights of a model folder are from."""
+        origin = None if self.is_native else read_origin(self.path)
+        return self.label if origin is None else f"{self.label} ({origin})"
+
     def run_config(self) -> dict[str, Any] | None:
         """Returns the config of its run, or None."""
         if self.is_native and isinstance(config := read_meta(self.path).get("config"), dict):
@@ -67,8 +73,8 @@ class EvalTarget:
         """Returns a digest of the weights' origin. A converted checkpoint has that of the original."""
         if self.is_native:
             origin: Any = identity_of(read_meta(self.path))
-        elif isinstance(marker := read_json(self.path / MARKER), dict):
-            origin = marker["checkpoint"]
+        elif (made_of := read_origin(self.path)) is not None:
+            origin = msgspec.structs.asdict(made_of.checkpoint)
         else:
             stats = [(file.name, file.stat()) for file in weight_files(self.path)]
             origin = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
@@ -156,7 +162,10 @@ def _is_model(path: Path) -> bool:
 def _target(path: Path) -> EvalTarget:
     match = STEP_NAME.fullmatch(path.resolve().name)
     is_native = (path / META).is_file()
+    origin = None if is_native else read_origin(path)
     step = int(read_meta(path)["step"]) if is_native else int(match[1]) if match else None
+    if origin is not None:
+        step = origin.checkpoint.step
     return EvalTarget(path.name if match else str(path), path, step, is_native)
 
 

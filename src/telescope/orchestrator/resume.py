@@ -30,6 +30,8 @@ from telescope.orchestrator.async_window import Ledger
 from telescope.orchestrator.checkpoints import HF_META, Checkpoint, CheckpointFolder
 from telescope.orchestrator.prompt_sampler import SamplerPosition
 from telescope.orchestrator.run_state import RunState
+from telescope.record.reader import Run, is_run
+from telescope.weights.model_folder import check_base, model_folder
 
 FIXED_FIELDS = ("model_dtype", "train_backend", "seed", "lora_rank", "lora_alpha", "lora_target_modules")
 """Fields that a resumed run cannot change, besides the environments and the model of a run with adapters."""
@@ -65,7 +67,7 @@ def find_checkpoint(config: TelescopeConfig, run_dir: Path) -> Checkpoint | None
     if not config.resume_from_checkpoint:
         return None
     checkpoint = CheckpointFolder.for_run(config, run_dir).load(config.resume_from_checkpoint)
-    if checkpoint.step >= config.number_of_steps:
+    if checkpoint.step > config.number_of_steps:
         raise UserError(
             f"number_of_steps is {config.number_of_steps}, and {checkpoint.path} is after step {checkpoint.step}: "
             "nothing is left to train. Raise number_of_steps, or resume from an earlier step"
@@ -90,7 +92,18 @@ def find_checkpoint(config: TelescopeConfig, run_dir: Path) -> Checkpoint | None
         notes.append(note)
     if not checkpoint.meta["training_state"]:
         notes.append(f"{checkpoint.path.name} holds weights only: the optimizer starts without state")
+    if checkpoint.step == config.number_of_steps:
+        notes.append(f"{checkpoint.path.name} is after the last step: only the end of the run is left")
     return replace(checkpoint, state=state, notes=tuple(notes))
+
+
+def finished_steps(config: TelescopeConfig, run_dir: Path) -> int | None:
+    """Returns the steps of a run that has ended as configured, so that nothing is left to do. None otherwise."""
+    asked = config.resume_from_checkpoint is True and is_run(run_dir)
+    result = Run(run_dir).result if asked else {}
+    steps = result.get("steps")
+    is_finished = result.get("status") == "finished" and isinstance(steps, int) and steps >= config.number_of_steps
+    return steps if is_finished else None
 
 
 def changed_fields(
@@ -205,7 +218,9 @@ def _check_files(checkpoint: Checkpoint) -> None:
 
 
 def _check_model(config: TelescopeConfig, checkpoint: Checkpoint) -> None:
-    """Compares sizes and tokenizer of model and checkpoint, where both are known."""
+    """Compares sizes, tokenizer and the base of adapters, where those of model and checkpoint are known."""
+    if base := checkpoint.meta.get("base"):
+        check_base(model_folder(config.model), base, checkpoint.path)
     saved, now = checkpoint.path / HF_META, inspect_model(config, ask_hub=False).shape
     try:
         before = ModelShape.from_config(json.loads((saved / "config.json").read_bytes()))

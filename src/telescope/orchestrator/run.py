@@ -39,6 +39,7 @@ from telescope.record.gauges import Sampler
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 from telescope.record.system_metrics import DISK_FREE, DISK_TOTAL, MachineSampler, read_disk
+from telescope.weights.model_folder import ModelOrigin, ModelSource, write_origin
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,8 @@ class _TrainingRun:
         self._view = view
         path = choose_run_dir(config)
         self._resumed = find_checkpoint(config, path)
+        if self._resumed is not None:
+            self._resumed.verify()
         self._directory = RunDirectory.create(config, notes, path=path, is_resumed=self._resumed is not None)
         self._checkpoints = CheckpointFolder.for_run(config, self._directory.path)
         self._status = RunStatus(config.wandb_run_name, config.number_of_steps)
@@ -209,10 +212,14 @@ class _TrainingRun:
 
     async def _save_model(self, components: RunComponents) -> Path:
         """Writes the trained model; returns its folder."""
+        source = ModelSource(self._status.version, time.time(), self._config.model, self._config.hash)
+        origin = ModelOrigin(source, run=self._directory.run_id)
 
         async def save(folder: Path) -> None:
             async with components.trainer.queue:
                 await components.trainer.save_hf(folder)
+            if await asyncio.to_thread(folder.is_dir):  # on this node too
+                await asyncio.to_thread(write_origin, folder, origin)
 
         folder = RunFiles(self._directory.path).model
         return await save_where_possible(save, folder, self._status)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,9 +27,11 @@ from telescope.record.alerts import Alerts
 from telescope.record.files import RunFiles, replace_file, replace_json
 from telescope.record.log_files import LogFiles
 from telescope.record.logging import setup_logging
+from telescope.record.reader import Run
 from telescope.record.recorder import FileSizes, Recorder
 from telescope.record.run_info import RunInfo, attempt_row, begin_run, end_run, next_attempt, write_run_json
 from telescope.trackers.sink import TrackerSink
+from telescope.weights.model_folder import read_origin
 
 FLUSH_SECONDS = 5.0
 """Time for the record to write its last rows before the summary; closing allows more."""
@@ -106,6 +109,11 @@ class RunDirectory:
                 stack.close()
                 self.step_log.close()  # last, so that it copies the complete record
 
+    @property
+    def run_id(self) -> str | None:
+        """Returns the id of the run in `run.json`, while the record is open."""
+        return self._info.run_id if self._info is not None else None
+
     def started(self, topology: dict[str, str], first_step: int) -> None:
         """Records that all components run and the checkpoint, if any, is loaded.
 
@@ -115,8 +123,9 @@ class RunDirectory:
             self.step_log.fill_in(first_step)
             try:
                 _write_config(self.path, self._config)
+                _retire_results(self.path, first_step)
             except OSError as error:
-                logger.error("config.yaml of the last attempt cannot be replaced: %s", error)
+                logger.error("files of the last attempt cannot be replaced: %s", error)
         self._has_started = True
         started = {"topology": topology, "first_step": first_step, "model_config": self._model_config()}
         self.recorder.write("attempts", {**self._attempt, **started})
@@ -216,6 +225,23 @@ def _make_folder(path: Path, *, must_be_new: bool) -> Path:
                 raise
             number += 1
             chosen = path.with_name(f"{path.name}-{number}")
+
+
+def _retire_results(path: Path, first_step: int) -> None:
+    """Removes the summary of the last attempt, and the model that the checkpoint after `first_step` has too.
+
+    A model after another step is renamed. Raises `OSError`.
+    """
+    files = RunFiles(path)
+    origin = read_origin(files.model)
+    step = origin.checkpoint.step if origin else Run(path).result.get("steps", "unknown")
+    files.summary.unlink(missing_ok=True)
+    if files.model.is_dir():
+        earlier = files.model.with_name(f"model-step_{step}")
+        shutil.rmtree(earlier, ignore_errors=True)
+        files.model.rename(earlier)
+        if step == first_step:
+            shutil.rmtree(earlier)
 
 
 def _write_config(path: Path, config: TelescopeConfig) -> None:

@@ -25,9 +25,10 @@ import numpy as np
 
 from telescope.errors import UserError
 from telescope.evals.runner import EvalResult
-from telescope.orchestrator.async_window import Ledger, Staleness
+from telescope.orchestrator.async_window import Ledger, LedgerState, Staleness
 from telescope.orchestrator.groups import Group
 from telescope.orchestrator.prompt_sampler import SamplerPosition
+from telescope.utils.text import single_line
 
 STATE_VERSION = 1
 """Version of this format. Raise it when a field changes its meaning."""
@@ -41,7 +42,7 @@ class RunState:
     sampler: SamplerPosition = field(default_factory=SamplerPosition)
     ledger: dict[str, Any] = field(default_factory=dict)
     """See `Ledger.state_dict`."""
-    errors: dict[str, Any] = field(default_factory=dict)
+    errors: dict[str, list[tuple[int, str] | None]] = field(default_factory=dict)
     """See `ErrorBudget.state_dict`."""
     num_openings: int = 0
     """Groups opened so far; their numbers bind them to servers."""
@@ -60,7 +61,7 @@ class RunState:
     @classmethod
     def load_state_dict(cls, values: dict[str, Any]) -> RunState:
         """Inverse of `state_dict`. Raises `UserError` for another version or values that are not a state."""
-        version = values.get("version")
+        version = values.get("version") if isinstance(values, dict) else None
         if version != STATE_VERSION:
             raise UserError(
                 f"The checkpoint's state has version {version}, and this version of Telescope reads version "
@@ -68,9 +69,13 @@ class RunState:
             )
         rest = {name: value for name, value in values.items() if name != "version"}
         try:
-            return msgspec.convert(rest, cls, dec_hook=_decode, str_keys=True)
-        except msgspec.ValidationError as error:
-            raise UserError(f"The checkpoint's state cannot be read: {error}") from None
+            state = msgspec.convert(rest, cls, dec_hook=_decode, str_keys=True)
+            if state.ledger:
+                msgspec.convert(state.ledger, LedgerState)
+        except (ValueError, TypeError, KeyError) as error:  # of `_decode` too
+            reason = single_line(f"{type(error).__name__}: {error}")
+            raise UserError(f"The checkpoint's state cannot be read: {reason}. Use another step") from None
+        return state
 
 
 def after_restart(checkpoint: RunState, lost: RunState, staleness: Staleness, *, synchronous: bool) -> RunState:

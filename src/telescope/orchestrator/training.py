@@ -62,7 +62,7 @@ class Training:
             checkpointer = Checkpointer(
                 config, self.checkpoints, components.trainer, status,
                 last_step=start.step, model_files=read_meta_files(config), flush_record=self.directory.flush_record,
-                write=self.directory.recorder.write, seconds_left=self._seconds_left,
+                write=self.directory.recorder.write, seconds_left=self._seconds_left, run_id=self.directory.run_id,
             )  # fmt: skip
             orchestrator = await make_orchestrator(
                 config, components, self.evaluation, self.directory, status, start=start,
@@ -239,6 +239,8 @@ class TrainerRestarts:
             await parts.trainer.replace()
             await checkpointer.ranks_replaced()
             checkpoint = self._folder.load(True) if self._folder.steps() else None
+            if checkpoint is not None:
+                await asyncio.to_thread(checkpoint.verify)
             await set_up_trainer(self._directory, parts.trainer, self._status, loopback=parts.loopback)
             if checkpoint is not None:
                 await parts.trainer.load_checkpoint(checkpoint.step, checkpoint.path)

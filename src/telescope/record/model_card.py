@@ -15,6 +15,7 @@ from telescope import __version__
 from telescope.errors import RunError, UserError
 from telescope.record.charts import Point, line_chart
 from telescope.record.reader import Run, is_run
+from telescope.weights.model_folder import ModelOrigin, read_origin
 
 CARD = "README.md"
 CHART = "reward.svg"
@@ -56,10 +57,12 @@ def write_card(folder: Path, name: str, checkpoint: Path) -> None:
     if rewards:
         chart = line_chart({"reward": rewards}, title="Mean training reward", x_label="training step")
         (folder / CHART).write_text(chart)
-    (folder / CARD).write_text(model_card(name, meta, run, rewards))
+    (folder / CARD).write_text(model_card(name, meta, run, rewards, read_origin(folder)))
 
 
-def model_card(name: str, meta: Mapping[str, Any], run: Run | None, rewards: list[Point]) -> str:
+def model_card(
+    name: str, meta: Mapping[str, Any], run: Run | None, rewards: list[Point], origin: ModelOrigin | None = None
+) -> str:
     """Returns the card (Markdown): use, data, configuration, rewards and evals, as far as the record has them."""
     config: Mapping[str, Any] = meta.get("config") or {}
     base = str(meta["model"])
@@ -70,7 +73,7 @@ def model_card(name: str, meta: Mapping[str, Any], run: Run | None, rewards: lis
     parts = ["\n".join([*head, "---"]), f"# {name.rpartition('/')[2]}"]
     parts.append(
         f"`{base}` after {meta['step']} steps of reinforcement learning ({config.get('algorithm', 'unknown')}) with "
-        f"Telescope {meta.get('telescope', '')}."
+        f"Telescope {meta.get('telescope', '')}." + (f" Origin: {origin}." if origin else "")
     )
     parts.append(
         "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"

@@ -8,16 +8,20 @@ Invariant: a model folder is complete or absent. It is written under another nam
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from telescope.errors import UserError
+from telescope.weights.model_folder import ModelOrigin, write_origin
 from telescope.weights.plan import TensorMeta
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -32,7 +36,8 @@ DTYPE_CODES = {
 HEADER_ALIGNMENT = 8
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
-PARTIAL = ".partial-"
+PARTIAL = ".unfinished-"
+"""Name prefix of an incomplete folder."""
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -45,30 +50,64 @@ def write_model_folder(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
+    origin: ModelOrigin | None = None,
 ) -> None:
     """Writes a model to `folder`, replacing it.
 
-    `tensors` come in the order and with the dtypes of `metas`; `files` are written beside them. `on_bytes` is called
-    with the size of each written tensor. Raises `OSError` with the size of the model, before the first byte if the disk
-    has too little space.
+    `tensors` come in the order and with the dtypes of `metas`; `files` are written beside them, and `origin` as
+    `write_origin` does. `on_bytes` is called with the size of each written tensor. Raises `OSError` with the size of
+    the model, before the first byte if the disk has too little space.
     """
-    partial = folder.with_name(f"{PARTIAL}{folder.name}")
     num_bytes = sum(map(size_of, metas))
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        free = shutil.disk_usage(partial).free
-        if free < num_bytes:
-            raise OSError(f"the disk has {free / 2**30:.3g} GiB free")
-        _write_weights(partial, plan_shards(metas, max_shard_bytes), iter(tensors), num_bytes, on_bytes)
-        for name, content in files.items():
-            (partial / name).write_bytes(content)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        with new_folder(folder, origin) as partial:
+            free = shutil.disk_usage(partial).free
+            if free < num_bytes:
+                raise OSError(f"the disk has {free / 2**30:.3g} GiB free")
+            _write_weights(partial, plan_shards(metas, max_shard_bytes), iter(tensors), num_bytes, on_bytes)
+            for name, content in files.items():
+                (partial / name).write_bytes(content)
     except OSError as error:
         raise OSError(f"{folder} needs {num_bytes / 2**30:.3g} GiB: {error}") from error
+
+
+@contextmanager
+def new_folder(folder: Path, origin: ModelOrigin | None = None) -> Iterator[Path]:
+    """Yields an empty folder that replaces `folder`, or what it links to, when the block ends without an error.
+
+    First removes what killed processes have left beside it. Raises `OSError`.
+    """
+    folder = folder.resolve()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for left in folder.parent.glob(f"{PARTIAL}*"):
+        with suppress(OSError), _lock(left):  # it is being written, or belongs to another user
+            shutil.rmtree(left)
+    partial = folder.with_name(f"{PARTIAL}{folder.name}")
+    partial.mkdir()
+    with _lock(partial):
+        try:
+            yield partial
+            if origin is not None:
+                write_origin(partial, origin)
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Locks a folder against other processes. Raises `OSError` if one has locked it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno == errno.EWOULDBLOCK:
+                raise  # other errors are those of file systems without locks
+        yield
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        os.close(descriptor)
 
 
 def size_of(meta: TensorMeta) -> int:

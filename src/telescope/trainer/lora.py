@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,8 @@ from torch.nn import functional as F
 
 from telescope.config.lora import ALL_LINEAR, choose_layers
 from telescope.errors import UserError
+from telescope.trainer.hf_folder import new_folder
+from telescope.weights.model_folder import ModelOrigin, absolute_model
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 FILE_PREFIX = "base_model.model."
@@ -119,7 +119,7 @@ def config_of_adapter(names: Iterable[str], config: Any) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": config.model,
+        "base_model_name_or_path": absolute_model(config.model),
         "r": config.lora_rank,
         "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
         "lora_dropout": config.lora_dropout,
@@ -141,25 +141,14 @@ def adapter_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple
 
 
 def write_adapter(
-    directory: Path,
-    tensors: Mapping[str, torch.Tensor],
-    config: dict[str, Any],
-    files: Mapping[str, bytes] | None = None,
+    directory: Path, tensors: Mapping[str, torch.Tensor], config: dict[str, Any], origin: ModelOrigin | None = None
 ) -> int:
-    """Writes an adapter with further `files`. Returns the bytes of the weights.
+    """Writes an adapter, with its `origin` as `write_origin` does. Returns the bytes of the weights.
 
     The folder appears when it is complete, and replaces one of the same name. Raises `OSError`.
     """
-    unfinished = directory.with_name(f"{directory.name}.writing")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    # `save_file` creates files with mode 0600, which servers of other users cannot read.
-    (unfinished / WEIGHTS_FILE).write_bytes(save(dict(tensors), metadata={"format": "pt"}))
-    (unfinished / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for name, content in (files or {}).items():
-        (unfinished / name).write_bytes(content)
-    size = (unfinished / WEIGHTS_FILE).stat().st_size
-    if directory.exists():
-        shutil.rmtree(directory)
-    os.replace(unfinished, directory)
+    with new_folder(directory, origin) as unfinished:
+        # `save_file` creates files with mode 0600, which servers of other users cannot read.
+        size = (unfinished / WEIGHTS_FILE).write_bytes(save(dict(tensors), metadata={"format": "pt"}))
+        (unfinished / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return size

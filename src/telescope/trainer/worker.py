@@ -26,6 +26,7 @@ from telescope.errors import ConfigError
 from telescope.trainer.backends import TrainingBackend, find_backend
 from telescope.trainer.batch import COLLECTIVE_TIMEOUT, Layout, Span, StepInput, StepResult
 from telescope.trainer.metrics import reduce_max
+from telescope.utils.digests import digests_of
 from telescope.utils.process import freeze_heap, unfreeze_heap
 
 
@@ -218,6 +219,7 @@ class Trainer:
     def save_checkpoint(self, step: int, directory: Path) -> None:
         """Copies this rank's state, which is then written to `directory`. Raises `OSError`. Collective."""
         started = time.time()
+        self._saving = directory
         try:
             self.backend.save_checkpoint(step, directory)
         finally:
@@ -225,6 +227,11 @@ class Trainer:
             self._checkpoint_seconds += ended - started
             self._spans_between.append(Span("checkpoint", started, ended, self.rank))
             self._idle_since = ended
+
+    def finish_checkpoint(self) -> dict[str, str]:
+        """Waits until this rank's files are written. Returns their digests. Called while the rank trains on."""
+        self.backend.finish_checkpoint()
+        return digests_of(self._saving, (path.name for path in self._saving.glob(f"__{self.rank}_*.distcp")))
 
     def shutdown(self) -> None:
         """Closes the backend and leaves the process group. Idempotent."""

@@ -1,22 +1,85 @@
-"""Reads model folders with safetensors files: lists, and single tensors.
+"""Reads model folders with safetensors files: lists, single tensors, and where the weights are from.
 
 The driver lists them from the headers, without torch; the workers of an engine read them.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from telescope.config.model_contents import safetensors_tensors
 from telescope.config.model_source import is_local_path
 from telescope.errors import UserError
+from telescope.utils.digests import damage, digests_of
 from telescope.weights.plan import TensorMeta
 
 if TYPE_CHECKING:
     import torch
+
+
+MARKER = ".telescope"
+"""File (JSON) of a model folder that names its run, step and dtype, and the digests of its weights."""
+
+
+class ModelSource(msgspec.Struct):
+    """What distinguishes a checkpoint from all others."""
+
+    step: int
+    time: float | None = None
+    model: str | None = None
+    config_hash: str | None = None
+
+
+class ModelOrigin(msgspec.Struct):
+    """The content of `MARKER`."""
+
+    checkpoint: ModelSource
+    dtype: str = "as saved"
+    run: str | None = None
+    weights: dict[str, str] = {}
+    """Digest of each weight file and of their index."""
+    files: list[str] = []
+    """Names of the other files, which a user may edit."""
+
+    def __str__(self) -> str:
+        digest = "".join(sorted(self.weights.values()))
+        digest = hashlib.sha256(digest.encode()).hexdigest()[:12] if digest else "unknown"
+        return f"step {self.checkpoint.step} of run {self.run or 'unknown'}, weights {digest}"
+
+
+def read_origin(folder: Path) -> ModelOrigin | None:
+    """Returns where the weights of a model folder are from. None if it does not say."""
+    try:
+        return msgspec.json.decode((folder / MARKER).read_bytes(), type=ModelOrigin)
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def write_origin(folder: Path, origin: ModelOrigin) -> None:
+    """Writes `MARKER` with the digests of the weights in `folder`. Raises `OSError`."""
+    names = {path.name for path in folder.iterdir()} - {MARKER}
+    weights = {name for name in names if name.endswith((".safetensors", ".index.json"))}
+    origin = msgspec.structs.replace(origin, weights=digests_of(folder, weights), files=sorted(names - weights))
+    (folder / MARKER).write_bytes(msgspec.json.format(msgspec.json.encode(origin), indent=1))
+
+
+def is_whole(folder: Path, origin: ModelOrigin) -> bool:
+    """Returns whether a model folder still has the weights that were written, and its other files."""
+    try:
+        for content, name in (((folder / name).read_bytes(), name) for name in origin.files):
+            if not content or (name.endswith(".json") and not json.loads(content)):
+                return False
+    except (OSError, ValueError):
+        return False
+    return bool(origin.weights) and not damage(folder, origin.weights)
 
 
 def model_folder(model: str) -> Path:
@@ -26,6 +89,52 @@ def model_folder(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors"]))
+
+
+def absolute_model(model: str) -> str:
+    """Returns a hub identifier as it is, and a path so that it holds in any working directory."""
+    return str(Path(model).expanduser().absolute()) if is_local_path(model) else model
+
+
+def base_weights(model: str) -> dict[str, str] | None:
+    """Returns what identifies the base of adapters: `absolute_model` and `weights_digest`. None if it is unreadable."""
+    try:
+        return {"model": absolute_model(model), "weights": weights_digest(model_folder(model))}
+    except (OSError, ValueError, UserError):
+        return None
+
+
+def weights_digest(folder: Path) -> str:
+    """Returns a digest of names, dtypes, shapes and values of a model's weights, whatever file each of them is in.
+
+    Computed once for files that do not change. Raises `UserError` and `OSError`.
+    """
+    return _weights_digest(folder, tuple((path.name, path.stat().st_mtime_ns) for path in weight_files(folder)))
+
+
+@functools.lru_cache
+def _weights_digest(folder: Path, _files: tuple[tuple[str, int], ...]) -> str:
+    import torch
+
+    read = folder_reader(folder)
+
+    def describe(meta: TensorMeta) -> str:
+        tensor = read(meta.name)
+        values = hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        return f"{meta.name} {tensor.dtype} {tuple(tensor.shape)} {values.hexdigest()}"
+
+    with ThreadPoolExecutor() as pool:  # hashlib releases the lock of the interpreter
+        lines = sorted(pool.map(describe, folder_metas(folder)))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def check_base(folder: Path, base: dict[str, str] | None, checkpoint: Path) -> None:
+    """Raises `UserError` if `folder` has other weights than the base of a checkpoint's adapters (`base_weights`)."""
+    if base and (found := weights_digest(folder)) != base["weights"]:
+        raise UserError(
+            f"{checkpoint} has adapters for other weights than those in {folder}: the digest was "
+            f"{base['weights'][:12]} and is {found[:12]}. Restore the model that the run began with"
+        )
 
 
 def folder_metas(folder: Path) -> list[TensorMeta]:

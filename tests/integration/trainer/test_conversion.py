@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,9 +26,11 @@ from telescope.cli.main import main
 from telescope.errors import RunError, UserError
 from telescope.orchestrator.checkpoints import META
 from telescope.orchestrator.conversion import convert, is_converted
+from telescope.trainer.hf_folder import new_folder
 from telescope.trainer.model import checkpoint_tensors
 from telescope.trainer.packing import pack_step
 from telescope.trainer.worker import Trainer
+from telescope.weights.model_folder import MARKER, read_origin
 
 TEXT = [1, 5, 9, 2, 60, 33, 7, 7]
 SHARD_BYTES = 4_000
@@ -60,7 +63,7 @@ def trained(request, models, tmp_path_factory) -> tuple[Path, str, dict[str, Any
     root = tmp_path_factory.mktemp(request.param)
     model = models.get(request.param) or build_model(root / "model", family="qwen3", tied=False)
     found = run_here((train_and_save, make_config(model, model_dtype="float32"), (root / "step_2",)))
-    write_meta(root / "step_2", model)
+    write_meta(root / "step_2", model, run="r1")
     return root / "step_2", model, found
 
 
@@ -104,6 +107,10 @@ def test_a_checkpoint_that_lacks_a_file_is_damaged_and_leaves_nothing(trained, t
     for path in checkpoint.iterdir():
         if path.suffix != ".distcp":
             (copy / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(RunError, match=r"step_2 is damaged: __0_0.distcp does not exist"):
+        convert(copy, tmp_path / "m")
+    meta = json.loads((copy / META).read_text())
+    (copy / META).write_text(json.dumps(meta | {"files": {}}))  # as earlier versions wrote it
     with pytest.raises(RunError, match=r"step_2 is damaged: .*Use another step"):
         convert(copy, tmp_path / "m")
     (copy / ".metadata").write_bytes(b"no pickle")
@@ -125,6 +132,59 @@ def test_a_folder_with_other_content_is_not_overwritten(trained, tmp_path):
     (tmp_path / "thesis.tex").write_text("...")
     with pytest.raises(UserError, match="exists and is not this checkpoint"):
         is_converted(checkpoint, tmp_path)
+
+
+DAMAGES = {
+    "a deleted file of weights": lambda weights: weights[1].unlink(),
+    "a truncated file of weights": lambda weights: os.truncate(weights[0], 900),
+    "one bit": lambda weights: weights[-1].write_bytes(weights[-1].read_bytes()[:-1] + b"\0"),
+    "no index": lambda weights: weights[0].with_name("model.safetensors.index.json").unlink(),
+    "no config": lambda weights: weights[0].with_name("config.json").unlink(),
+    "a truncated config": lambda weights: weights[0].with_name("config.json").write_text('{"model_type": '),
+    "an earlier version's": lambda weights: (
+        weights[0]
+        .with_name(MARKER)
+        .write_text(
+            json.dumps(
+                {name: json.loads(weights[0].with_name(MARKER).read_text())[name] for name in ("checkpoint", "dtype")}
+            )
+        )
+    ),
+}
+
+
+def test_a_damaged_model_is_not_complete_and_is_converted_again(trained, tmp_path):
+    checkpoint, _, _ = trained
+    target = tmp_path / "m"
+    command = ["convert", "--checkpoint-dir", str(checkpoint), "--output-dir", str(target)]
+    command += ["--max-shard-size", f"{SHARD_BYTES}B"]
+    for what, damage in DAMAGES.items():
+        assert main(command) == 0
+        assert is_converted(checkpoint, target)
+        assert str(read_origin(target)).startswith("step 2 of run r1, weights ")
+        with (target / "config.json").open("a") as config:
+            config.write("\n")
+        assert is_converted(checkpoint, target), "a user may edit it"
+        damage(sorted(target.glob("model-*.safetensors")))
+        assert not is_converted(checkpoint, target), what
+
+
+def test_a_linked_folder_stays_a_link_and_what_killed_conversions_left_is_removed(trained, tmp_path):
+    checkpoint, _, _ = trained
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "m").symlink_to(tmp_path / "disk" / "m")
+    left, busy = (tmp_path / "disk" / f".unfinished-{name}" for name in ("step_1", "step_3"))
+    left.mkdir()
+    (left / "model.safetensors").touch()
+    with new_folder(tmp_path / "disk" / "step_3"):
+        for _ in range(2):
+            convert(checkpoint, tmp_path / "m")
+            assert is_converted(checkpoint, tmp_path / "m")
+        assert busy.is_dir(), "another process writes it"
+        with pytest.raises(RunError, match="File exists"):
+            convert(checkpoint, tmp_path / "disk" / "step_3")
+    assert (tmp_path / "m").is_symlink()
+    assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["m", "step_3"]
 
 
 CONVERT = """

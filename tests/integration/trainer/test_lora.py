@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.integration.trainer.lora_cases import (
     CASES,
     FIELDS,
@@ -41,6 +42,7 @@ from telescope.trainer.model import PREFIX
 from telescope.trainer.step import _single_row
 from telescope.trainer.timeline import Timeline
 from telescope.trainer.worker import Trainer
+from telescope.weights.model_folder import base_weights
 
 LENGTHS = [5, 31, 12, 7, 2, 28, 19, 3, 16, 9, 24, 11]
 
@@ -211,9 +213,42 @@ def test_a_checkpoint_converts_to_the_merged_model_and_to_the_adapter(
     assert is_converted(checkpoint, tmp_path / "adapter", ADAPTER)
     with pytest.raises(UserError, match="is not this checkpoint"):
         is_converted(checkpoint, tmp_path / "adapter")
-    write_meta(checkpoint, source, config={**FIELDS, **settings, "model": str(tmp_path / "gone")})
+    shutil.copytree(source, checkpoint / "hf_meta", ignore=shutil.ignore_patterns("*.safetensors"))
+    gone = str(tmp_path / "gone")
+    write_meta(checkpoint, gone, config={**FIELDS, **settings, "model": gone})
     with pytest.raises(UserError, match="convert with --adapter"):
         convert(checkpoint, tmp_path / "again")
+
+
+def test_an_adapter_converts_in_any_folder_and_over_the_weights_of_its_run_only(
+    results: dict[Any, Any], source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(source, tmp_path / "models" / "base")
+    shutil.copytree(results[2]["folder"] / "checkpoint", checkpoint := tmp_path / "runs" / "first" / "step_2")
+    settings = {**FIELDS, "model": "models/base", "model_dtype": "float64", "lora_target_modules": "all-linear"}
+    monkeypatch.chdir(tmp_path)
+    base = base_weights("models/base")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for number, known in enumerate((None, base)):  # of an earlier version, and of this one
+        write_meta(checkpoint, "models/base", config=settings, base=known)
+        convert(checkpoint, tmp_path / f"merged {number}")
+    convert_adapter(checkpoint, tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "models" / "base")
+    file = tmp_path / "models" / "base" / "model.safetensors"
+    weights = load_file(file)
+    parts = dict(list(weights.items())[:3]), dict(list(weights.items())[3:])
+    for name, part in zip(("a.safetensors", "b.safetensors"), parts, strict=True):
+        save_file(part, file.with_name(name))
+    file.unlink()
+    convert(checkpoint, tmp_path / "merged of two files")
+    weights["model.norm.weight"][0] += 1e-3
+    file.with_name("a.safetensors").unlink()
+    save_file(weights, file.with_name("b.safetensors"))
+    with pytest.raises(UserError, match=r"has adapters for other weights than those in .*models/base: the digest was"):
+        convert(checkpoint, tmp_path / "wrong")
+    assert not (tmp_path / "wrong").exists()
 
 
 @pytest.mark.parametrize(("targets", "message"), [

@@ -42,6 +42,7 @@ from telescope.trainer.metrics import StepMetrics
 from telescope.trainer.packing import pack_step
 from telescope.trainer.timeline import Timeline
 from telescope.trainer.worker import Trainer
+from telescope.utils.digests import digests_of, files_below
 
 VOCAB = 61
 RANKS_DEADLINE_SECONDS = 180
@@ -203,7 +204,9 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 def write_meta(checkpoint: Path, model: str, **changes: Any) -> None:
     """Completes a checkpoint of a backend, as `orchestrator.checkpoints` does."""
-    meta = {"step": 2, "time": 1.5, "model": model, "train_backend": "fsdp", "config_hash": "abc"}
+    meta = {"layout": 1, "step": 2, "time": 1.5, "model": model, "train_backend": "fsdp", "config_hash": "abc"}
+    files = digests_of(checkpoint, set(files_below(checkpoint)) - {META})
+    meta |= {"ranks": 1, "training_state": True, "config": {}, "files": files}
     (checkpoint / META).write_text(json.dumps(meta | changes))
 
 

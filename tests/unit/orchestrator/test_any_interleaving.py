@@ -120,8 +120,9 @@ class DelayedRanks:
         assert self.queue.locked()
         await self.delay()
 
-    async def finish_checkpoint(self) -> None:
+    async def finish_checkpoint(self) -> dict[str, str]:
         await self.delay()
+        return {}
 
     async def bring_servers_up(self) -> None:
         """Takes the queue now and then, as a server that comes back does."""

@@ -51,10 +51,11 @@ class FileTrainer:
         (directory / "shard").write_text(str(step))
         self.saved.append(step)
 
-    async def finish_checkpoint(self) -> None:
+    async def finish_checkpoint(self) -> dict[str, str]:
         await self.may_finish.wait()
         if self.error is not None:
             raise self.error
+        return {}
 
 
 class Saving:

@@ -16,9 +16,9 @@ from telescope.cli.main import main
 from telescope.config import EvalEntry
 from telescope.config.eval_config import EvalCommand
 from telescope.errors import UserError
-from telescope.orchestrator.conversion import MARKER
 from telescope.orchestrator.eval_run import choose_evals, eval_numbers, has_steps
 from telescope.orchestrator.eval_targets import find_targets
+from telescope.weights.model_folder import MARKER
 
 
 @pytest.fixture
@@ -31,6 +31,7 @@ def run(tmp_path) -> Path:
         write_model_folder(checkpoint / "hf_meta")
         if step != 4:
             meta = {"step": step, "time": 1.0, "model": "m", "config": {"temperature": 0.5}, "config_hash": "abc"}
+            meta |= {"layout": 1, "train_backend": "fsdp", "ranks": 1, "training_state": True}
             (checkpoint / "meta.json").write_text(json.dumps(meta))
     (folder / "run.json").write_text("{}")
     (folder / "config.yaml").write_text(yaml.safe_dump({"temperature": 0.5, "checkpoint_dir": None}))

@@ -27,6 +27,7 @@ from telescope.orchestrator.resume import changed_fields, check_data, describe_d
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.run_state import RunState
 from telescope.record.files import read_json, replace_json
+from telescope.utils.digests import digests_of, files_below
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -64,7 +65,10 @@ class Resuming:
         for name, content in read_meta_files(config).items():
             (partial / HF_META / name).write_bytes(content)
         meta = {"layout": 1, "train_backend": "fsdp", "training_state": True, "config": config.values, "ranks": 1}
-        self.path = self.folder.complete(partial, 2, {**meta, "time": 0.0})
+        files = digests_of(partial, files_below(partial))
+        self.path = self.folder.complete(
+            partial, 2, {**meta, "step": 2, "model": config.model, "time": 0.0, "files": files}
+        )
 
     def config(self, **changes: Any) -> TelescopeConfig:
         return config_of(**{**self.settings, "run_dir": str(self.run_dir), "resume_from_checkpoint": True, **changes})
@@ -133,7 +137,7 @@ def test_a_resume_that_changes_the_learning_rate_says_both_rates(
             r"environments\[0\].weight was 1 and is 2",
         ),
         ({"environments": [{"name": "arithmetic", "kwargs": {"a": 1}}]}, r"\[0\].kwargs.a was not set and is 1"),
-        ({"number_of_steps": 2}, r"number_of_steps is 2, and .*step_2 is after step 2"),
+        ({"number_of_steps": 1}, r"number_of_steps is 1, and .*step_2 is after step 2"),
         ({"resume_from_checkpoint": 7}, r"step_7 does not exist. There is step_2"),
     ],
 )

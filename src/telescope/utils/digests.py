@@ -1,0 +1,35 @@
+"""Digests of files (SHA-256, as `sha256sum` prints them), by which damage and exchanged files are recognized."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+
+def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Returns the digest of each file in `folder`, read in parallel. Raises `OSError`."""
+    chosen = sorted(names)
+    with ThreadPoolExecutor() as pool:  # hashlib releases the lock of the interpreter
+        return dict(zip(chosen, pool.map(lambda name: _digest(folder / name), chosen), strict=True))
+
+
+def files_below(folder: Path) -> list[str]:
+    """Returns the paths of all files in a folder and its folders, relative to it."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def damage(folder: Path, digests: Mapping[str, str]) -> list[str]:
+    """Compares files with the digests of when they were written. Returns what is missing, changed or unreadable."""
+    found = [f"{name} does not exist" for name in sorted(digests) if not (folder / name).is_file()]
+    try:
+        now = digests_of(folder, (name for name in digests if (folder / name).is_file()))
+    except OSError as error:
+        return [*found, f"a file cannot be read ({error})"]
+    return found + [f"{name} has changed since it was written" for name in now if now[name] != digests[name]]
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
