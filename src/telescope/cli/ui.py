@@ -75,6 +75,11 @@ def add_parser(subparsers: Any) -> None:
         help="accept this name of the machine, as behind a proxy",
     )
     parser.add_argument(
+        "--token",
+        action=argparse.BooleanOptionalAction,
+        help="ask for the secret in the printed address (default: where other users or machines reach the dashboard)",
+    )
+    parser.add_argument(
         "--export",
         nargs=2,
         type=Path,
@@ -113,11 +118,16 @@ def serve(arguments: argparse.Namespace, folders: list[Path], remotes: Sequence[
     import uvicorn
 
     from telescope.dashboard.app import create_app
-    from telescope.dashboard.safety import is_loopback, new_token
+    from telescope.dashboard.safety import is_loopback, is_shared, new_token
 
+    if arguments.token is False and not is_loopback(arguments.host):
+        raise UserError(f"--no-token is for this machine alone, and --host is {arguments.host}. Omit one of them.")
     listener, is_in_use = listen(arguments.host, arguments.port)
     port = listener.getsockname()[1]
-    token = None if is_loopback(arguments.host) else new_token()
+    token = new_token() if arguments.token or not is_loopback(arguments.host) else None
+    if arguments.token is None and token is None and is_shared():
+        token = new_token()
+        print("Others can log in to this machine, so the address has a secret. --no-token omits it.", file=sys.stderr)
     app = create_app(folders, remotes=remotes, token=token, hosts=(arguments.host, *arguments.allow_host))
     if is_in_use:
         print(f"Port {arguments.port} is in use; using {port} instead. --port chooses another.", file=sys.stderr)

@@ -15,7 +15,7 @@ from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
 from starlette.middleware.gzip import GZipMiddleware
 
 from telescope import __version__
-from telescope.dashboard.api import code, refuse_unknown_parameters, runs, samples, timeline, user
+from telescope.dashboard.api import check_parameters, code, runs, samples, timeline, user
 from telescope.dashboard.code import Snapshots
 from telescope.dashboard.documents import ConflictError, Documents, user_folder
 from telescope.dashboard.registry import Registry
@@ -70,7 +70,7 @@ def create_app(
     app.state.snapshots = Snapshots()
     app.state.static = static
     for subject in (runs, code, samples, timeline, user):
-        app.include_router(subject.router, dependencies=[Depends(refuse_unknown_parameters)])
+        app.include_router(subject.router, dependencies=[Depends(check_parameters)])
     _add_pages(app, static)
     app.add_middleware(GZipMiddleware, minimum_size=COMPRESSED_BYTES, compresslevel=1)
     app.add_middleware(Safety, token=token, hosts=tuple(hosts))

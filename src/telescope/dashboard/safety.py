@@ -2,16 +2,19 @@
 
 Owns the refusals. Invariants: only PUT changes something, and only documents of the user; a page of another site can
 neither read an answer nor send a request (Host and Origin are checked, which also ends DNS rebinding); beyond loopback
-every request needs the token of this start, as a cookie that the printed address sets.
+and on a machine of several users, every request needs the token of this start, a cookie that the printed address sets.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import os
+import pwd
 import secrets
 import socket
 from collections.abc import Iterable
 from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -32,6 +35,9 @@ HEADERS = {
 WRITABLE = "/api/user/"
 """Addresses below it take PUT."""
 
+FIRST_PERSON, NOBODY = 1000, 65534
+"""User ids on Linux: those of services are below the first."""
+
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -43,6 +49,14 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def is_shared() -> bool:
+    """Returns whether the machine has accounts of other people, or sessions of people without a local account."""
+    shells = {entry.pw_uid: entry.pw_shell for entry in pwd.getpwall()}
+    people = {uid for uid, shell in shells.items() if not shell.endswith(("/nologin", "/false"))}
+    sessions = {int(path.name) for path in Path("/run/user").glob("[0-9]*") if path.name.isdigit()}
+    return any(uid >= FIRST_PERSON and uid not in (NOBODY, os.getuid()) for uid in people | sessions)
 
 
 def new_token() -> str:

@@ -83,7 +83,10 @@ class DashboardProcess:
 
     def start(self) -> None:
         """Starts the server, on the port that it had before. Returns when it answers."""
-        command = [sys.executable, "-m", "telescope.cli.main", "ui", "--port", str(self.port), *self._arguments]
+        command = [sys.executable, "-m", "telescope.cli.main", "ui", "--port", str(self.port)]
+        if "--host" not in self._arguments:
+            command.append("--no-token")  # of other users of a test machine
+        command += self._arguments
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         self.address = _read_address(self._process).partition("#")[0]  # over a single run, its page follows
         self.port = int(self.address.split("?")[0].rstrip("/").rpartition(":")[2])

@@ -21,6 +21,12 @@ from telescope.dashboard.store import RunStore
 LARGEST = 2**63 - 1
 """Largest integer of a column."""
 
+MOST_PARAMETERS = 200
+"""Parameters of a request. Each range and tag becomes a condition, and DuckDB plans hundreds of them for minutes."""
+
+MOST_VALUES = 1000
+"""Values in a list of a parameter, for the same reason."""
+
 Integer = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
 Row = Annotated[int, Query(ge=0, le=LARGEST)]
 OptionalRow = Annotated[int | None, Query(ge=0, le=LARGEST)]
@@ -42,8 +48,16 @@ Store = Annotated[RunStore, Depends(_store)]
 """The run that the address names. An unknown one is answered with 404."""
 
 
-def refuse_unknown_parameters(request: Request) -> None:
-    """Raises `HTTPException` for a parameter that the address does not have: ignored, a filter would select all."""
+def check_parameters(request: Request) -> None:
+    """Raises `HTTPException` for a parameter that the address does not have: ignored, a filter would select all.
+
+    Also for too many of them.
+    """
+    given = request.query_params.multi_items()
+    longest = max((value.count(",") + 1 for _, value in given), default=0)
+    for count, limit, what in ((len(given), MOST_PARAMETERS, "parameters"), (longest, MOST_VALUES, "values in a list")):
+        if count > limit:
+            raise HTTPException(400, f"The request has {count:,} {what}. At most {limit:,} are possible.")
     dependant = get_flat_dependant(request.scope["route"].dependant)
     known = [parameter.alias for parameter in dependant.query_params]
     for name in request.query_params:
