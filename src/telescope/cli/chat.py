@@ -11,7 +11,6 @@ import argparse
 import secrets
 import socket
 import sys
-import tempfile
 import threading
 import time
 import unicodedata
@@ -20,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from telescope.cluster.reaper import Reaper
 from telescope.config.machine import LOOPBACK
 from telescope.errors import ConfigError, InfrastructureError, RunError, UserError
 
@@ -112,11 +112,10 @@ def build_config(target: EvalTarget, fields: Sequence[str] = ()) -> TelescopeCon
 @contextmanager
 def serving(config: TelescopeConfig, target: EvalTarget) -> Iterator[tuple[str, str]]:
     """Serves a model while the context is open. Yields URL and key. Raises `RunError` if vLLM does not start."""
-    if target.is_native:
-        _say(f"reading {target.path}")
-    with tempfile.TemporaryDirectory(prefix="telescope-chat-") as scratch:
-        folder = target.model_folder(Path(scratch), config.engine_dtype)
-        with _started(config, folder, Path(scratch)) as served:
+    _say(f"reading {target.path}" if target.is_native else f"model: {target.description}")
+    with Reaper() as reaper:
+        folder = target.model_folder(reaper.directory, config.engine_dtype)
+        with _started(config, folder, reaper.directory) as served:
             yield served
 
 

@@ -29,6 +29,9 @@ from types import TracebackType
 MARK_VARIABLE = "TELESCOPE_RUN_MARK"
 """In the environment of every process of a run; its value is the run's temporary directory."""
 
+ALSO_REMOVED = "also-removed-"
+"""Name prefix of links in the temporary directory to other folders that are removed with it."""
+
 SCAN_SECONDS = 0.5
 KILL_SECONDS = 20.0
 """The reaper gives up on a process that the kernel has not ended after this time."""
@@ -233,6 +236,8 @@ def main(directory: str, started: float) -> None:
         tree.kill()
         time.sleep(0.05)
     tree.remove_shared_memory()
+    for link in Path(directory).glob(f"{ALSO_REMOVED}*"):
+        shutil.rmtree(link.resolve(), ignore_errors=True)
     shutil.rmtree(directory, ignore_errors=True)
 
 

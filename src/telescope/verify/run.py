@@ -8,7 +8,6 @@ the directory with the logs is removed unless a check fails.
 from __future__ import annotations
 
 import asyncio
-import shutil
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -16,8 +15,9 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from telescope.cluster.reaper import Reaper
+from telescope.cluster.reaper import ALSO_REMOVED, Reaper
 from telescope.config import TelescopeConfig
+from telescope.errors import UserError
 from telescope.orchestrator.run import View
 from telescope.orchestrator.run_components import RunComponents, start_components
 from telescope.orchestrator.run_directory import RunDirectory
@@ -57,10 +57,21 @@ async def _verify(
     status = RunStatus("verify", 0)
     interrupt = Interrupt(status)
     started_at = time.monotonic()
-    keep = True
+    keep = False
+
+    def keep_logs(kind: type[BaseException] | None, *_: object) -> None:
+        """Keeps the logs if they can explain a failure. Otherwise the reaper removes them, also after a kill."""
+        nonlocal keep
+        keep = not interrupt.requested and (not report.ok if kind is None else not issubclass(kind, UserError))
+        if keep:
+            link.unlink()
+
     try:
         async with AsyncExitStack() as stack:
             reaper = stack.enter_context(Reaper())
+            link = reaper.directory / f"{ALSO_REMOVED}run"
+            link.symlink_to(folder)
+            stack.push(keep_logs)
             directory = RunDirectory.create(config, [])
             stack.enter_context(directory.open_record(console=view is None))
             if view is not None:
@@ -84,13 +95,8 @@ async def _verify(
                 checks = run_checks(components, status, keep_check)
                 await interrupt.run_until_first(supervisor.run_until(checks))
                 status.phase = "shutting down"
-        keep = not report.ok
     finally:
         report.seconds = time.monotonic() - started_at
-        if interrupt.requested:
-            keep = False
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
     return report, folder if keep else None
 
 
