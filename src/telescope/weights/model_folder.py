@@ -120,7 +120,7 @@ def _weights_digest(folder: Path, _files: tuple[tuple[str, int], ...]) -> str:
 
     def describe(meta: TensorMeta) -> str:
         tensor = read(meta.name)
-        values = hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        values = hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return f"{meta.name} {tensor.dtype} {tuple(tensor.shape)} {values.hexdigest()}"
 
     with ThreadPoolExecutor() as pool:  # hashlib releases the lock of the interpreter
