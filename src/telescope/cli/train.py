@@ -152,7 +152,12 @@ def _train(loaded: LoadedConfig) -> int:
             traceback.print_exc()
         raise
     checkpoints = CheckpointFolder.for_run(loaded.config, Path(summary.run_dir))
-    print_summary(summary, make_console(), can_continue=bool(checkpoints.steps()), has_evals=bool(loaded.config.evals))
+    print_summary(
+        summary,
+        make_console(),
+        last_checkpoint=max(checkpoints.steps(), default=0),
+        has_evals=bool(loaded.config.evals),
+    )
     return 0 if summary.status == "finished" else EXIT_STOPPED
 
 
@@ -220,14 +225,15 @@ def try_environments_of(config: TelescopeConfig, keys: EnvironmentKeys) -> list[
     return [*notices_of(infos), *found]
 
 
-def print_summary(
-    summary: RunSummary, console: Console, *, can_continue: bool = False, has_evals: bool = False
-) -> None:
+def print_summary(summary: RunSummary, console: Console, *, last_checkpoint: int = 0, has_evals: bool = False) -> None:
     """Prints the closing lines of a run: results, folders, and next commands.
 
-    `can_continue`: the run has checkpoints, which can also be measured if it `has_evals`.
+    `last_checkpoint` is the step of the newest checkpoint, 0 without one; it can be measured if the run `has_evals`.
     """
     from telescope.record.files import RunFiles
+    from telescope.weights.model_folder import read_origin
+
+    can_continue = last_checkpoint > 0
 
     run_dir = _short(summary.run_dir)
     console.print()
@@ -265,7 +271,13 @@ def print_summary(
     where = run_dir if is_there else f"{run_dir} was removed during the run; its record is lost"
     console.print(f"  run directory      {where}", highlight=False, soft_wrap=True)
     if summary.model_dir is not None:
-        console.print(f"  trained model      {_short(summary.model_dir)}", highlight=False, soft_wrap=True)
+        origin = read_origin(Path(summary.model_dir))
+        model = f"{_short(summary.model_dir)}{f' ({origin})' if origin else ''}"
+        console.print(f"  trained model      {model}", highlight=False, soft_wrap=True, markup=False)
+    if 0 < last_checkpoint < summary.steps:
+        repeated = pluralize(summary.steps - last_checkpoint, "step")
+        newest = f"the newest is after step {last_checkpoint}: a resume begins there and repeats {repeated}"
+        console.print(f"  checkpoints        {newest}", highlight=False, soft_wrap=True)
     if not is_there:
         sys.stdout.flush()
         return

@@ -38,6 +38,9 @@ WRITABLE = "/api/user/"
 FIRST_PERSON, NOBODY = 1000, 65534
 """User ids on Linux: those of services are below the first."""
 
+SESSIONS = Path("/run/user")
+"""Has a folder for each user who is logged in."""
+
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -55,7 +58,7 @@ def is_shared() -> bool:
     """Returns whether the machine has accounts of other people, or sessions of people without a local account."""
     shells = {entry.pw_uid: entry.pw_shell for entry in pwd.getpwall()}
     people = {uid for uid, shell in shells.items() if not shell.endswith(("/nologin", "/false"))}
-    sessions = {int(path.name) for path in Path("/run/user").glob("[0-9]*") if path.name.isdigit()}
+    sessions = {int(path.name) for path in SESSIONS.glob("[0-9]*") if path.name.isdigit()}
     return any(uid >= FIRST_PERSON and uid not in (NOBODY, os.getuid()) for uid in people | sessions)
 
 

@@ -231,7 +231,7 @@ class RunSummary:
         """One line for the user, without the error of a failure."""
         steps = pluralize(self.steps, "step")
         if self.status == "finished":
-            continued = f", the last {self.steps_of_attempt}" if self.is_continued else ""
+            continued = f", the last {self.steps_of_attempt}" if self.is_continued and self.steps_of_attempt else ""
             return f"finished {steps}{continued} in {self.seconds:.0f} s"
         if self.status == "stopped":
             return f"stopped after {steps}, as requested"

@@ -216,13 +216,16 @@ def test_the_closing_lines_show_results_and_next_commands(tmp_path):
 )
 def test_the_closing_lines_show_how_to_continue_a_run_with_checkpoints(tmp_path, status, command):
     (tmp_path / "run.json").write_text("{}")
-    text = closing_lines(Summary(run_dir=str(tmp_path), status=status, steps=7), can_continue=True)
+    text = closing_lines(Summary(run_dir=str(tmp_path), status=status, steps=7), last_checkpoint=7)
     assert text.strip().splitlines()[-1].endswith(command.format(tmp_path))
+    assert "the newest is" not in text
+    text = closing_lines(Summary(run_dir=str(tmp_path), status=status, steps=7), last_checkpoint=5)
+    assert "the newest is after step 5: a resume begins there and repeats 2 steps" in text
 
 
 def test_the_closing_lines_show_how_to_measure_checkpoints_if_there_are_evals(tmp_path):
     (tmp_path / "run.json").write_text("{}")
-    text = closing_lines(Summary(run_dir=str(tmp_path)), can_continue=True, has_evals=True)
+    text = closing_lines(Summary(run_dir=str(tmp_path)), last_checkpoint=100, has_evals=True)
     assert f"telescope eval {tmp_path}\n" in text
     assert f"telescope chat {tmp_path}\n" in text
     assert f"query --run {tmp_path} " in text

@@ -1,8 +1,14 @@
 """Who may read the dashboard, and that no path leads out of it."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
+import uvicorn
 from fastapi.testclient import TestClient
 
+from telescope.cli.main import main
+from telescope.dashboard import safety
 from telescope.dashboard.app import _file, create_app
 
 TOKEN = "secret-of-this-start"
@@ -103,3 +109,34 @@ def test_opening_the_printed_address_never_leads_to_another_host(root, static):
     client = TestClient(create_app([root], token=TOKEN, static=static), base_url="http://localhost")
     answer = client.get(f"http://localhost//evil.example/?token={TOKEN}", follow_redirects=False)
     assert answer.headers["location"].startswith("/evil.example")
+
+
+@pytest.mark.parametrize(
+    ("users", "shared"),
+    [
+        ([(0, "/bin/bash"), (33, "/bin/sh"), (1000, "/bin/zsh")], False),
+        ([(1000, "/bin/zsh"), (1001, "/usr/sbin/nologin"), (65534, "/bin/sh")], False),
+        ([(1000, "/bin/zsh"), (1001, "/bin/bash")], True),
+        ([(1000, "/bin/zsh"), (1_200_345, "/bin/bash")], True),
+    ],
+)
+def test_a_machine_with_accounts_of_other_people_is_shared(monkeypatch, users, shared):
+    entries = [SimpleNamespace(pw_uid=uid, pw_shell=shell) for uid, shell in users]
+    monkeypatch.setattr(safety.pwd, "getpwall", lambda: entries)
+    monkeypatch.setattr(safety.os, "getuid", lambda: 1000)
+    monkeypatch.setattr(safety, "SESSIONS", Path("/nowhere"))
+    assert safety.is_shared() == shared
+
+
+@pytest.mark.parametrize(
+    ("shared", "flags", "has_token"),
+    [
+        (False, [], False), (True, [], True), (True, ["--no-token"], False), (False, ["--token"], True),
+        (False, ["--host", "0.0.0.0"], True), (False, ["--host", "0.0.0.0", "--no-token"], None),
+    ],
+)  # fmt: skip
+def test_the_address_has_a_secret_where_others_reach_it(monkeypatch, tmp_path, capsys, shared, flags, has_token):
+    monkeypatch.setattr(safety, "is_shared", lambda: shared)
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server, sockets: None)
+    assert main(["ui", "--port", "0", *flags, str(tmp_path)]) == (2 if has_token is None else 0)
+    assert ("?token=" in capsys.readouterr().out) == bool(has_token)

@@ -23,7 +23,7 @@ from telescope.errors import UserError
 from telescope.orchestrator.async_window import Ledger
 from telescope.orchestrator.checkpoints import HF_META, META, STATE, Checkpoint, CheckpointFolder
 from telescope.orchestrator.prompt_sampler import SamplerPosition
-from telescope.orchestrator.resume import changed_fields, check_data, describe_data, find_checkpoint
+from telescope.orchestrator.resume import changed_fields, check_data, describe_data, find_checkpoint, finished_steps
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.run_state import RunState
 from telescope.record.files import read_json, replace_json
@@ -292,3 +292,31 @@ def test_the_command_refuses_a_bad_resume_with_exit_code_2(
     assert message in capsys.readouterr().err
     assert (resuming.run_dir / "config.yaml").read_text() == saved
     assert sorted(path.name for path in resuming.run_dir.iterdir()) == ["checkpoints", "config.yaml"]
+
+
+def test_a_run_that_was_killed_after_its_last_step_is_continued_to_its_end(resuming: Resuming) -> None:
+    (note,) = resuming.find(number_of_steps=2).notes[1:]
+    assert note == "step_2 is after the last step: only the end of the run is left"
+
+
+@pytest.mark.parametrize(
+    ("summary", "flags", "finished"),
+    [
+        ({"status": "finished", "steps": 2}, ["--number_of_steps=2"], True),
+        ({"status": "finished", "steps": 2}, ["--number_of_steps=3"], False),
+        ({"status": "finished", "steps": 2}, ["--number_of_steps=2", "--resume_from_checkpoint=2"], False),
+        ({"status": "stopped", "steps": 2}, ["--number_of_steps=2"], False),
+        ({"status": "finished", "steps": None}, ["--number_of_steps=2"], False),
+        ([], ["--number_of_steps=2"], False),
+    ],
+)
+def test_a_finished_run_is_left_alone_with_exit_code_0(
+    resuming: Resuming, summary: Any, flags: list[str], finished: bool
+) -> None:
+    replace_json(resuming.run_dir / "run.json", {})
+    replace_json(resuming.run_dir / "summary.json", summary)
+    (resuming.run_dir / "config.yaml").write_text(json.dumps(resuming.config().values | {"run_dir": None}))
+    config = load_resumed_config(resuming.run_dir, flags).config
+    assert (finished_steps(config, resuming.run_dir) is not None) == finished
+    if finished:
+        assert main(["train", "--resume", str(resuming.run_dir), *flags]) == 0

@@ -17,8 +17,10 @@ from telescope.errors import RunError, UserError
 from telescope.orchestrator import run as run_module
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus, summarize
+from telescope.record.files import RunFiles
 from telescope.record.reader import Run
 from telescope.record.recorder import FileSizes
+from telescope.weights.model_folder import ModelOrigin, ModelSource, write_origin
 
 
 def news_until(directory: RunDirectory, wanted: Callable[[str], bool]) -> list[str]:
@@ -169,3 +171,24 @@ def test_the_fields_of_the_record_set_its_interval_and_its_files(tmp_path: Path)
             assert time.monotonic() < deadline, "a row is on disk after an interval, and a file of one rollout ends"
             time.sleep(0.01)
         assert recorder.sizes == FileSizes(tail_seconds=7, block_seconds=8, block_rollouts=1)
+
+
+@pytest.mark.parametrize(("step", "left"), [(3, []), (5, ["model-step_5"]), (None, ["model-step_5"])])
+def test_results_of_a_stopped_run_do_not_stand_beside_the_resumed_one(
+    tmp_path: Path, step: int | None, left: list[str]
+) -> None:
+    config = config_of(run_dir=str(tmp_path / "run"), use_wandb=False)
+    directory = RunDirectory.create(config, [])
+    with directory.open_record(console=False):
+        directory.started({}, 0)
+    files = RunFiles(directory.path)
+    files.model.mkdir()
+    files.summary.write_text('{"status": "stopped", "steps": 5}')
+    if step is not None:
+        write_origin(files.model, ModelOrigin(ModelSource(step), run="r"))
+    resumed = RunDirectory.create(config, [], is_resumed=True)
+    with resumed.open_record(console=False):
+        assert files.model.is_dir() and files.summary.is_file(), "the checkpoint may not load"
+        resumed.started({}, 3)
+    assert not files.summary.exists()
+    assert [path.name for path in directory.path.glob("model*")] == left
