@@ -84,7 +84,10 @@ def print_dry_run(
             f"GPUs of {gpu_memory_gib:g} GiB are assumed (--gpu-memory-gib): the plan is for a machine with "
             f"{assumed.gpus} of them, and the placement shown is on assumed nodes."
         )
-    here = _problems_of_this_machine(config, elsewhere=elsewhere is not None)
+    of_machine = [
+        check for check in preflight.checks_of_machine() if not elsewhere or check != preflight.check_placement
+    ]
+    here = preflight.find_problems(config, of_machine)
     notices: list[str] = []
 
     def try_components(config: TelescopeConfig) -> None:
@@ -104,8 +107,8 @@ def print_dry_run(
         # Print the plan even if the hub cannot be reached and the sizes come from elsewhere.
         refused, remarked = ([*excluded, *fit], [*here, *files]) if report.shape is not None else (files, here)
     else:
-        of_machine = [*here, *files, *fit]
-        refused, remarked = (excluded, of_machine) if elsewhere else ([*excluded, *of_machine], [])
+        everything = [*here, *files, *fit]
+        refused, remarked = (excluded, everything) if elsewhere else ([*excluded, *everything], [])
     refused = [*refused, *trials]
 
     _print_config(loaded, console, all_fields=all_fields)
@@ -164,7 +167,8 @@ def _print_config(loaded: LoadedConfig, console: Console, *, all_fields: bool) -
                 text = f"{text[: LONGEST_VALUE - 3]}..."
             mark = Text("* " if chosen else "  ", style="green")
             style = "green" if chosen else ""
-            source = _source(loaded, name) or ("adjusted" if name in changed else "")
+            # Without the path of the file.
+            source = loaded.sources.get(name, "").rpartition(", ")[2] or ("adjusted" if name in changed else "")
             table.add_row(mark + Text(name, style=style), Text(text, style=style), Text(source))
     console.print(table)
     rest = (
@@ -180,11 +184,6 @@ def _print_config(loaded: LoadedConfig, console: Console, *, all_fields: bool) -
         f"{in_flight} in flight; {pluralize(config.number_of_steps, 'step')}",
         highlight=False,
     )
-
-
-def _source(loaded: LoadedConfig, name: str) -> str:
-    """Returns the source of a value, without the path of the file."""
-    return loaded.sources.get(name, "").rpartition(", ")[2]
 
 
 def _print_resumed(checkpoint: Checkpoint, console: Console) -> None:
@@ -364,13 +363,6 @@ def _device_memory(placement: Placement, resources: ClusterResources) -> int | N
     if placement.device == "cuda":
         return min((node.gpu_memory_bytes or 0 for node in placement.nodes), default=0) or None
     return min((node.memory_bytes or 0 for node in resources.nodes), default=0) or None
-
-
-def _problems_of_this_machine(config: TelescopeConfig, *, elsewhere: bool) -> list[str]:
-    checks = list(preflight.checks_of_machine())
-    if elsewhere:
-        checks.remove(preflight.check_placement)
-    return preflight.find_problems(config, checks)
 
 
 def _gib(size: int) -> str:

@@ -165,7 +165,7 @@ def test_the_run_directory_is_named_after_the_run_and_the_time(tmp_path, monkeyp
     assert choose_run_dir(config(run_dir="~/x"), now) == Path.home() / "x"
 
 
-@pytest.mark.parametrize("field", ["run_dir", "checkpoint_dir", "model", "environments_path"])
+@pytest.mark.parametrize("field", ["run_dir", "checkpoint_dir", "environments_path"])
 @pytest.mark.parametrize(
     ("path", "words"),
     [

@@ -45,7 +45,7 @@ class GeneralSection(Section):
 class ModelSection(Section):
     TITLE: ClassVar[str] = "Model"
 
-    model: PathText = "Qwen/Qwen2.5-3B"
+    model: Text = "Qwen/Qwen2.5-3B"
     """HuggingFace model identifier or local path. A path must contain `config.json`, weights and a tokenizer."""
     model_dtype: Dtype = "float32"
     """Model weight precision: the dtype of the trainer's own weights, gradients and optimizer state. Choose float32
