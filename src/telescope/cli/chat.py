@@ -17,7 +17,7 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from telescope.cluster.reaper import Reaper
 from telescope.config.machine import LOOPBACK
@@ -69,11 +69,13 @@ def run(argv: Sequence[str]) -> int:
     target = find_target(arguments.path, arguments.step)
     _check_sampling(arguments)
     config = build_config(target, fields)
+    stops = find_stops(config, target)
     with serving(config, target) as (url, key):
         settings = ChatSettings(
             config.temperature if arguments.temperature is None else arguments.temperature,
             (config.top_p or 1.0) if arguments.top_p is None else arguments.top_p,
             arguments.max_tokens,
+            stops,
         )
         conversation = Conversation(connect(url, key), config.model, settings, arguments.system)
         if arguments.prompt is not None:
@@ -107,6 +109,15 @@ def build_config(target: EvalTarget, fields: Sequence[str] = ()) -> TelescopeCon
 
     request = load_eval_request(None, list(fields))
     return build_eval_config(request, target.run_config(), [], target.model_files_folder())
+
+
+def find_stops(config: TelescopeConfig, target: EvalTarget) -> dict[str, Any]:
+    """Returns what ends an answer in training, as parameters of vLLM's chat API."""
+    from telescope.environments.rendering import Renderer
+    from telescope.environments.worker_pool.messages import RendererSpec
+
+    stops = Renderer(RendererSpec.from_config(config, target.model_files_folder())).stops
+    return {"stop_token_ids": list(stops.token_ids)} | ({"stop": list(stops.texts)} if stops.texts else {})
 
 
 @contextmanager

@@ -254,11 +254,13 @@ def _answerer(arguments: argparse.Namespace, stack: ExitStack) -> Answerer:
         limit = arguments.max_tokens or 1024
         return ChatServer(arguments.url, model=arguments.model, max_tokens=limit, temperature=arguments.temperature)
     if arguments.model:
-        from telescope.cli.chat import build_config, find_target, serving
+        from telescope.cli.chat import build_config, find_stops, find_target, serving
 
         target = find_target(arguments.model)
-        url, key = stack.enter_context(serving(build_config(target), target))
-        return ChatServer(url, key=key, max_tokens=arguments.max_tokens, temperature=arguments.temperature)
+        config = build_config(target)
+        stops = find_stops(config, target)
+        url, key = stack.enter_context(serving(config, target))
+        return ChatServer(url, key=key, max_tokens=arguments.max_tokens, temperature=arguments.temperature, stops=stops)
     if arguments.answer:
         return _Script(arguments.answer)
     if not sys.stdin.isatty():

@@ -30,7 +30,7 @@ EXIT_INTERRUPTED = 130
 TINY_CONFIG = Path(__file__).parents[1] / "verify" / "tiny.yaml"
 
 HELP_TEXT = """\
-usage: telescope verify [--config FILE] [--json FILE] [--FIELD VALUE ...]
+usage: telescope verify [--config FILE] [--json FILE] [--template] [--FIELD VALUE ...]
 
 Starts engine and trainer as a run would, and checks on this machine:
   - engine and trainer compute the same logprobs at the run's temperature, and the effect of top_p;
@@ -41,6 +41,8 @@ Starts engine and trainer as a run would, and checks on this machine:
 options:
   --config FILE   the configuration of a run (default: the tiny model on the CPU, built if missing)
   --json FILE     also write the results to this file
+  --template      only print a conversation of each environment as the model reads it: the trained tokens, what ends an
+                  answer, where a new sample begins, and which message is lost. Needs no GPU
   --FIELD VALUE   any field of the configuration, as for `telescope train`; a smaller max_tokens is faster
 
 Training results are discarded. Exit code: 0 all checks pass, 1 one fails, 2 bad input."""
@@ -50,6 +52,7 @@ OPTIONS = {
     **HELP,
     "--config": Option("the path of a YAML file"),
     "--json": Option("the path of a file to write"),
+    "--template": Option(None),
 }
 
 
@@ -64,6 +67,11 @@ def run(argv: Sequence[str]) -> int:
     if target is not None and not target.parent.is_dir():
         raise UserError(f"--json: {target.parent} is not a folder; create it or name another file")
     loaded = _load(config_file, overrides)
+    if "--template" in own:
+        from telescope.cli.verify_template import print_template
+
+        print_template(loaded.config, make_console())
+        return 0
     # A verification writes neither, so their disks need no space.
     loaded = replace(loaded, config=loaded.config.replace(checkpoint_every=0, save_final_model=False))
 

@@ -161,7 +161,8 @@ API_KEY_VARIABLE = "OPENAI_API_KEY"
 class ChatServer:
     """A server at `url` (with or without `/v1`). `model` defaults to the first that it serves.
 
-    `key` defaults to that of the environment. `max_tokens` None leaves the limit to the server.
+    `key` defaults to that of the environment. `max_tokens` None leaves the limit to the server. `stops` are parameters
+    of a request that say what ends an answer.
     """
 
     def __init__(
@@ -172,13 +173,15 @@ class ChatServer:
         key: str | None = None,
         max_tokens: int | None = 1024,
         temperature: float = 1.0,
+        stops: Mapping[str, Any] | None = None,
         timeout_seconds: float = 300.0,
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise UserError(f"--url is {url!r}; write it with http:// or https://.")
         self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
         self._key = key or os.environ.get(API_KEY_VARIABLE)
-        self._options = {"temperature": temperature} | ({} if max_tokens is None else {"max_tokens": max_tokens})
+        self._options = {"temperature": temperature, **(stops or {})}
+        self._options |= {} if max_tokens is None else {"max_tokens": max_tokens}
         self._timeout_seconds = timeout_seconds
         self.model = model or self._first_model()
 

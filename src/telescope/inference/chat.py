@@ -25,6 +25,8 @@ class ChatSettings:
     temperature: float
     top_p: float
     max_tokens: int | None = None
+    stops: dict[str, Any] = field(default_factory=dict)
+    """Parameters of a request that say what ends an answer."""
 
 
 @dataclass
@@ -79,6 +81,7 @@ class Conversation:
             top_p=settings.top_p,
             max_completion_tokens=settings.max_tokens or openai.omit,
             stream=True,
+            extra_body=settings.stops,
         )
         assert isinstance(stream, openai.Stream)
         return stream

@@ -179,26 +179,13 @@ def make_server_pool(
     )
 
 
-def renderer_spec(config: TelescopeConfig) -> RendererSpec:
-    """Returns the tokenizer of a run and the options of its chat template."""
-    return RendererSpec(
-        tokenizer_path=config.model,
-        chat_template=config.chat_template,
-        enable_thinking=config.enable_thinking,
-        trust_remote_code=config.trust_remote_code,
-        stop_token_ids=config.stop_token_ids,
-        stop=config.stop,
-        allow_special_tokens_in_content=config.allow_special_tokens_in_content,
-    )
-
-
 async def start_environments(
     config: TelescopeConfig, keys: EnvironmentKeys, directory: RunDirectory, status: RunStatus, stack: AsyncExitStack
 ) -> EnvironmentPool:
     """Loads the environments. Their notices go to the log, and to `status` unless it has them."""
     environments = EnvironmentPool(
         keys.specs,
-        renderer=renderer_spec(config),
+        renderer=RendererSpec.from_config(config),
         num_workers=config.environment_workers or min(4, len(os.sched_getaffinity(0))),
         timeout_seconds=config.environment_timeout_seconds,
         environments_path=list(config.environments_path),

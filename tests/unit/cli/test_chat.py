@@ -51,7 +51,9 @@ def conversation():
     server = HTTPServer(("127.0.0.1", 0), FakeServer)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     client = connect(f"http://127.0.0.1:{server.server_port}", "secret")
-    yield Conversation(client, "model", ChatSettings(temperature=0.5, top_p=1.0), system="Be short.")
+    yield Conversation(
+        client, "model", ChatSettings(temperature=0.5, top_p=1.0, stops={"stop_token_ids": [7]}), system="Be short."
+    )
     server.shutdown()
     server.server_close()
 
@@ -62,7 +64,7 @@ def test_an_answer_is_streamed_and_the_next_question_carries_the_history(convers
     request = FakeServer.requests[-1]
     assert [message["role"] for message in request["messages"]] == ["system", "user", "assistant", "user"]
     assert request["messages"][2]["content"] == "one two three "
-    assert request["temperature"] == 0.5
+    assert request["temperature"] == 0.5 and request["stop_token_ids"] == [7]
     assert "max_completion_tokens" not in request
     assert conversation.finish_reason == "length"
 

@@ -128,6 +128,7 @@ def test_a_model_is_served_meanwhile_and_answers_with_what_its_context_leaves(ca
     monkeypatch.setattr(chat, "find_target", lambda model: model)
     monkeypatch.setattr(chat, "build_config", lambda target: SimpleNamespace(model=target))
     monkeypatch.setattr(chat, "serving", serving)
+    monkeypatch.setattr(chat, "find_stops", lambda config, target: {"stop_token_ids": [7]})
     code, out, _ = run(
         capsys, "try", "hendrycks_math", "--set", "dataset=own", "--model", "models/tiny", "--items", "2"
     )
@@ -135,6 +136,7 @@ def test_a_model_is_served_meanwhile_and_answers_with_what_its_context_leaves(ca
     assert served == [("models/tiny", "models/tiny"), "ended"]
     _, body, key = chat_server.requests[-1]
     assert key == "Bearer its key" and body["model"] == "the-model" and "max_tokens" not in body
+    assert body["stop_token_ids"] == [7]
     code, _, err = run(capsys, "try", "wordle", "--model", "models/tiny", "--answer", "1")
     assert code == 2 and "--model and --answer cannot be combined" in err
 

@@ -164,7 +164,7 @@ class EnvironmentRunner:
         if self.renderer is None or not environment.is_multi_turn:
             return None
         found: Any = self.conversations.multi_turn_environment(environment)
-        role = self._reply_role(environment)
+        role = self.reply_role(environment)
         call = {"call": found.form_of_a_call} if found.template_tools else {}
         try:
             return why_not_extendable(self.renderer, reply_role=role, tools=found.template_tools, **call)
@@ -175,7 +175,8 @@ class EnvironmentRunner:
                 "tool_role."
             ) from error
 
-    def _reply_role(self, environment: Any) -> str:
+    def reply_role(self, environment: Any) -> str:
+        """Returns the role of the replies of an environment of several turns."""
         found: Any = self.conversations.multi_turn_environment(environment)
         return getattr(found, "reply_role", None) or getattr(found, "tool_role", "user")
 
@@ -196,7 +197,7 @@ class EnvironmentRunner:
                     found: Any = self.conversations.multi_turn_environment(environment)
                     tools = found.template_tools  # known once there is a prompt
                     answer = {"role": "assistant", "content": found.form_of_a_call if tools else "One."}
-                    reply = {"role": self._reply_role(environment), "name": "tool", "content": "Again."}
+                    reply = {"role": self.reply_role(environment), "name": "tool", "content": "Again."}
                     messages = [*messages, answer, reply, answer, reply]
                 roles = tuple(message["role"] for message in messages)
                 lost = None if roles in tried else lost_message(renderer, messages, tools)

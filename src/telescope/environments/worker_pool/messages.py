@@ -14,14 +14,17 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from telescope.environments.base import ChatMessage
 from telescope.environments.user_code import default_memory_limit
+
+if TYPE_CHECKING:
+    from telescope.config import TelescopeConfig
 
 CONTEXT_EXHAUSTED = "context_exhausted"
 """`Advance.end_reason` of a rollout that was scored because its context had no space for another turn."""
@@ -67,6 +70,12 @@ class RendererSpec:
     stop_token_ids: list[int] | None = None
     stop: list[str] = field(default_factory=list)
     allow_special_tokens_in_content: bool = False
+
+    @classmethod
+    def from_config(cls, config: TelescopeConfig, folder: Path | None = None) -> RendererSpec:
+        """Returns the tokenizer of a run, or of a model's `folder`, and the options of its chat template."""
+        options = {field.name: getattr(config, field.name) for field in fields(cls) if field.name != "tokenizer_path"}
+        return cls(str(folder or config.model), **options)
 
 
 DIGEST_ITEMS = 32_768

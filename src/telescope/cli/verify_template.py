@@ -1,0 +1,84 @@
+"""`telescope verify --template`: what the model reads and what is trained, without an engine.
+
+Loads the environments and the tokenizer in this process, and lets a made-up model answer the first item of each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from telescope.config import TelescopeConfig
+from telescope.config.environments import environment_keys
+from telescope.environments.rendering import Dialogue, Renderer
+from telescope.environments.worker_pool.environment_runner import EnvironmentRunner
+from telescope.environments.worker_pool.messages import RendererSpec
+from telescope.errors import UserError
+
+TRAINED, UNTRAINED = "bold green", "dim"
+ANSWERS = ("<think>\nThe first thought.\n</think>\n\nThe first answer.", "The last answer.")
+REPLY = "The reply of the environment."
+
+
+def print_template(config: TelescopeConfig, console: Console) -> None:
+    """Prints a conversation of each environment, with the trained tokens marked.
+
+    Raises `UserError` when an environment cannot be loaded, or the chat template leaves out one of its messages.
+    """
+    renderer = Renderer(RendererSpec.from_config(config))
+    console.print(Text(f"What ends an answer: {renderer.stops.description or 'only its length'}"))
+    console.print(Text("Trained tokens are marked [[ ]].\n"))
+    keys = environment_keys(config)
+    training = [spec for spec in keys.specs if spec.key in keys.training]
+    runner = EnvironmentRunner(training, renderer, list(config.environments_path))
+    for position, spec in enumerate(training):
+        console.rule(Text(spec.identity), align="left")
+        lost: UserError | None = None
+        try:
+            runner.describe(position)
+        except UserError as error:
+            lost = error
+        with contextlib.suppress(Exception if lost else ()):
+            _print_conversation(runner, position, config, console)
+        if lost is not None:
+            raise lost
+
+
+def _print_conversation(runner: EnvironmentRunner, position: int, config: TelescopeConfig, console: Console) -> None:
+    renderer, environment = runner.renderer, runner.environments[position]
+    assert renderer is not None
+    fields, ids = runner.prepare(position, 0)
+    ends = [*renderer.stops.token_ids[:1]]
+
+    def show(token_ids: list[int], style: str) -> None:
+        text = renderer.decode(token_ids, cut_end_token=False)
+        console.print(Text(f"[[{text}]]" if style == TRAINED else text, style=style), end="", soft_wrap=True)
+
+    show(ids, UNTRAINED)
+    if not environment.is_multi_turn:
+        show([*renderer.encode_continuation(ANSWERS[0]), *ends], TRAINED)
+        console.print("\n")
+        return
+    found: Any = runner.conversations.multi_turn_environment(environment)
+    dialogue = Dialogue(
+        renderer,
+        interleaved=config.interleaved_rollouts and not runner.not_extendable.get(position),
+        thinking_prefix=found.add_thinking_prefix,
+        tools=found.template_tools,
+    )
+    messages = fields["messages"]
+    dialogue.begin(messages)
+    for answer in ANSWERS:
+        sampled = [*renderer.encode_continuation(answer), *ends]
+        show(sampled, TRAINED)
+        reply = {"role": runner.reply_role(environment), "name": "tool", "content": REPLY}
+        messages = [*messages, {"role": "assistant", "content": dialogue.opening + answer}, reply]
+        extension = dialogue.extend(answer, sampled, messages, ended=bool(ends))
+        if extension.restarts:
+            why = extension.divergence or runner.not_extendable.get(position) or "interleaved_rollouts: false"
+            console.print(Text(f"\n--- fork ({why}): the next prompt is rendered again and begins another sample"))
+        show(extension.token_ids, UNTRAINED)
+    console.print("\n")
