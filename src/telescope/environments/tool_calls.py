@@ -205,8 +205,8 @@ class _Scan:
             elif kind == "opens":
                 end_tag = REASONING_TAGS[token[0]]
                 self.rest += text[kept : token.start()]
-                end = text.find(end_tag, position)
-                kept = position = len(text) if end == -1 else end + len(end_tag)
+                closed = text.find(end_tag, position)
+                kept = position = len(text) if closed == -1 else closed + len(end_tag)
             elif (end := self._read(kind, token)) is not None:
                 self.rest += text[kept : token.start()]
                 kept = position = end

@@ -61,11 +61,13 @@ class Tool:
         by_name, rest = self._by_name(_decoded(arguments))
         if self._rest is not None and rest:
             by_name[self._rest] = rest
-        checked = self._checked(by_name)
-        if checked is None:  # perhaps the model wrote a list or an object as a string of JSON
-            checked = self._checked(self._loosened(by_name))
-        if checked is None:
-            raise ArgumentError(self._explain(by_name))
+        try:
+            checked = self._model.model_validate(by_name)
+        except (ValidationError, RecursionError) as problem:
+            try:  # perhaps the model wrote a list or an object as a string of JSON
+                checked = self._model.model_validate(self._loosened(by_name))
+            except (ValidationError, RecursionError):
+                raise ArgumentError(self._explain(problem)) from None
         named = dict(checked.__pydantic_extra__ or {})
         for field_name, name in self._fields.items():
             if field_name in checked.model_fields_set:
@@ -104,28 +106,18 @@ class Tool:
         optional = {p.name for p in self.parameters if p.default is not p.empty}
         return {name: _from_text(value) for name, value in by_name.items() if value is not None or name not in optional}
 
-    def _checked(self, by_name: dict[str, Any]) -> BaseModel | None:
-        try:
-            return self._model.model_validate(by_name)
-        except (ValidationError, RecursionError):
-            return None
-
-    def _explain(self, by_name: dict[str, Any]) -> str:
+    def _explain(self, error: ValidationError | RecursionError) -> str:
         """Describes what is wrong with the arguments, for the model."""
-        try:
-            self._model.model_validate(by_name)
-        except RecursionError:
+        if isinstance(error, RecursionError):
             return f"the arguments of {self.name} are nested too deeply."
-        except ValidationError as error:
-            problems = []
-            for problem in error.errors(include_url=False, include_context=False, include_input=False):
-                where = ".".join(str(part) for part in problem["loc"])
-                what = {"missing": "is missing", "extra_forbidden": "is not a parameter"}.get(problem["type"])
-                problems.append(f"{where} {what}" if what else f"{where}: {problem['msg']}")
-            more = f"; and {len(problems) - MAX_ERRORS_SHOWN} more" if len(problems) > MAX_ERRORS_SHOWN else ""
-            takes = ", ".join(p.name for p in self.parameters) or "no arguments"
-            return f"{self.name}: {'; '.join(problems[:MAX_ERRORS_SHOWN])}{more}. It takes: {takes}."
-        raise AssertionError("explained arguments that fit")
+        problems = []
+        for problem in error.errors(include_url=False, include_context=False, include_input=False):
+            where = ".".join(str(part) for part in problem["loc"])
+            what = {"missing": "is missing", "extra_forbidden": "is not a parameter"}.get(problem["type"])
+            problems.append(f"{where} {what}" if what else f"{where}: {problem['msg']}")
+        more = f"; and {len(problems) - MAX_ERRORS_SHOWN} more" if len(problems) > MAX_ERRORS_SHOWN else ""
+        takes = ", ".join(p.name for p in self.parameters) or "no arguments"
+        return f"{self.name}: {'; '.join(problems[:MAX_ERRORS_SHOWN])}{more}. It takes: {takes}."
 
     def _build_model(self, described: dict[str, str]) -> type[BaseModel]:
         """Names fields p0, p1, ... with the parameters' names as aliases: `_x` cannot be a field name."""
