@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from telescope.trainer.model import checkpoint_tensors
 from telescope.trainer.packing import pack_step
 from telescope.trainer.self_check import GradientComparison, compare_gradients
 from telescope.trainer.worker import Trainer
+from telescope.utils.digests import damage
 
 LENGTHS = [5, 31, 12, 7, 2, 28, 19, 3, 16, 9, 24, 11]
 STEPS = (0, 2, 3)
@@ -170,7 +172,9 @@ def steps_job(trainer: Trainer, folder: Path | None = None) -> dict[str, Any]:
     for step in STEPS:
         if step == STEPS[-1] and folder is not None:
             trainer.save_checkpoint(2, folder)
-            trainer.backend.finish_checkpoint()
+            digests = trainer.finish_checkpoint()
+            assert digests or trainer.rank, "of the files of this rank"
+            assert not damage(folder, digests)
         metrics.append(trainer.train_step(packed(trainer, step)).metrics)
         weights(trainer)  # as for the servers
         gradient_bytes.append(bytes_of_gradients(trainer))
@@ -352,6 +356,10 @@ def test_the_state_of_another_optimizer_is_refused_with_the_field(results):
 def test_convert_reads_a_checkpoint_without_megatron(results, families, tmp_path, case):
     write_meta(results.folders[case], families[RESUMED[case][0]], train_backend="megatron")
     convert(results.folders[case], tmp_path / "hf")
+    flipped = shutil.copytree(results.folders[case], tmp_path / "step_2") / "__0_0.distcp"
+    flipped.write_bytes(bytes([*flipped.read_bytes()[:-1], flipped.read_bytes()[-1] ^ 1]))
+    with pytest.raises(RunError, match=r"step_2 is damaged: __0_0.distcp has changed since it was written"):
+        convert(flipped.parent, tmp_path / "damaged")
     found, wanted = load_file(tmp_path / "hf" / "model.safetensors"), results.resumed[case][0]["loaded"]
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())

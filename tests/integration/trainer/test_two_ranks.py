@@ -31,6 +31,7 @@ from telescope.trainer.metrics import StepMetrics
 from telescope.trainer.packing import pack_step
 from telescope.trainer.timeline import Timeline
 from telescope.trainer.worker import Trainer
+from telescope.utils.digests import digests_of
 
 BATCHES = {
     "even": [5, 31, 12, 7, 2, 28, 19, 3, 16, 9, 24, 11],
@@ -66,8 +67,8 @@ def whole_job(trainer: Trainer, folder: Path) -> dict[str, Any]:
         found[f"dummies_{name}"] = sum(not row.sample_ids for mb in mine.minibatches for row in mb.micro_batches)
     results = [trainer.train_step(_packed(trainer, BATCHES["even"], step=step)) for step in range(2)]
     if trainer.world_size == 2:
-        trainer.backend.save_checkpoint(2, folder / "checkpoint")
-        trainer.backend.finish_checkpoint()
+        trainer.save_checkpoint(2, folder / "checkpoint")
+        found["digests"] = trainer.finish_checkpoint()
     found["save_error"] = _save_without_space(trainer, folder / "hf")
     trainer.backend.save_hf(folder / "hf")
     found["weights_2"] = weights(trainer)
@@ -242,6 +243,12 @@ def test_sequence_logprobs_agree_between_ranks(both):
 def test_a_checkpoint_of_two_ranks_continues_identically_on_one(both):
     """Optimizer state and the step's learning rate included."""
     assert relative_error(both.resumed, both.two[0]["weights_3"]) < 1e-10
+
+
+def test_each_rank_computes_the_digests_of_its_files(both):
+    digests = [rank["digests"] for rank in both.two]
+    assert [list(of_rank) for of_rank in digests] == [["__0_0.distcp"], ["__1_0.distcp"]]
+    assert digests_of(both.folder / "checkpoint", ["__0_0.distcp", "__1_0.distcp"]) == digests[0] | digests[1]
 
 
 def test_a_rank_without_memory_or_writer_costs_one_checkpoint_at_most(runs):

@@ -130,7 +130,7 @@ def test_the_mark_is_in_the_environment_during_the_run_only(monkeypatch) -> None
 FILES = """
 import multiprocessing, os, subprocess, sys, tempfile, time
 from pathlib import Path
-from telescope.cluster.reaper import Reaper
+from telescope.cluster.reaper import ALSO_REMOVED, Reaper
 
 CHILD = '''
 import multiprocessing, sys, time
@@ -143,6 +143,8 @@ time.sleep(600)
 theirs = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True)
 with Reaper() as reaper:
     Path(tempfile.mkdtemp(), "socket").touch()
+    Path(f"{reaper.directory}-logs").mkdir()
+    (reaper.directory / f"{ALSO_REMOVED}logs").symlink_to(f"{reaper.directory}-logs")
     ours = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True)
     print(reaper.directory, *theirs.stdout.readline().split(), *ours.stdout.readline().split(), flush=True)
     time.sleep(2)  # the reaper looks for new files
@@ -167,6 +169,7 @@ def test_a_killed_run_leaves_no_temporary_file_and_no_shared_memory() -> None:
     while (Path(directory).exists() or any(file.exists() for file in ours)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path(directory).exists()
+    assert not Path(f"{directory}-logs").exists()
     assert not [file for file in ours if file.exists()]
     assert all(file.exists() for file in theirs), "files of another process"
     os.kill(neighbor, signal.SIGTERM)
