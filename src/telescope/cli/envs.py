@@ -46,6 +46,7 @@ from telescope.errors import UserError
 from telescope.utils.text import pluralize
 
 KINDS = ("single", "multi", "tools")
+NUM_GOLDS = 10  # items that are listed if there is no source of answers
 TEMPLATES = Path(telescope.environments.__path__[0], "templates")
 
 _PLAIN = (str, int, float, bool, list, tuple, dict)
@@ -78,7 +79,7 @@ def add_parser(subparsers: Any) -> None:
     for command in (listing, trying):
         command.add_argument("--json", action="store_true", help="print JSON")
     trying.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="keyword argument (YAML value)")
-    trying.add_argument("--item", type=int, default=0, help="first item (default: 0)")
+    trying.add_argument("--item", type=int, help="first item (default: 0; without answers, ten with golds are listed)")
     trying.add_argument("--items", type=int, default=1, help="number of items (default: 1)")
     trying.add_argument("--answer", action="append", help="next answer of the model; repeatable")
     trying.add_argument("--url", help="model server, such as http://localhost:8000")
@@ -127,6 +128,10 @@ def run_try(arguments: argparse.Namespace) -> int:
     """Rolls out items and prints their messages. Returns the exit status."""
     environment = get_environment(arguments.name, environments_path=arguments.path, **_keywords(arguments.set))
     len(environment)  # loads the dataset: its errors come before a server is started
+    has_no_answers = not (arguments.url or arguments.model or arguments.answer)
+    if has_no_answers and arguments.item is None and (golds := _golds(environment, max(arguments.items, NUM_GOLDS))):
+        Console(highlight=False).print(golds)
+        return 0
     with ExitStack() as stack:
         return _try(arguments, environment, _answerer(arguments, stack))
 
@@ -135,7 +140,8 @@ def _try(arguments: argparse.Namespace, environment: Environment, answerer: Answ
     console = Console(stderr=arguments.json, highlight=False)
     rewards: list[float] = []
     records: list[dict[str, Any]] = []
-    for item in range(arguments.item, arguments.item + arguments.items):
+    first = arguments.item or 0
+    for item in range(first, first + arguments.items):
         console.print(Text(f"{arguments.name}, item {item} of {len(environment)}", style="bold underline"))
         try:
             rollout = roll_out_item(environment, item, answerer, lambda message: _print_message(console, message))
@@ -159,6 +165,19 @@ def _try(arguments: argparse.Namespace, environment: Environment, answerer: Answ
     elif len(rewards) > 1:
         console.print(f"mean reward of {len(rewards)}: {sum(rewards) / len(rewards):.4g}")
     return 0
+
+
+def _golds(environment: Environment, count: int) -> Table | None:
+    """Returns the first items with their golds as the reward reads them. None for an environment without golds."""
+    table = Table("item", "prompt", "gold", "read as", "problem", title=f"{environment.name}, {len(environment)} items")
+    for item in range(min(count, len(environment))):
+        check = environment.check_gold(sample := environment.get_sample(item))
+        if check is None:
+            return None
+        prompt = sample.prompt if isinstance(sample.prompt, str) else sample.prompt[-1].get("content")
+        cells = (item, prompt, sample.answer, check.parsed, check.problem or "")
+        table.add_row(*(Text(" ".join(str(cell).split())[:200]) for cell in cells))
+    return table
 
 
 def run_new(arguments: argparse.Namespace) -> int:

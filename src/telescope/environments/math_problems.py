@@ -50,7 +50,8 @@ class MathEnvironment(SingleTurnEnvironment):
     """
 
     hub_dataset: ClassVar[str]
-    reward_min, reward_max = 0.0, 1.0
+    reward_min: float | None = 0.0
+    reward_max: float | None = 1.0
     metrics_ranges: ClassVar[dict[str, dict[str, float]]] = {
         "correct": {"min": 0.0, "max": 1.0},
         "boxed": {"min": 0.0, "max": 1.0},

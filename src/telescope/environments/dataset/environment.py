@@ -1,0 +1,186 @@
+r"""Trains on rows of one's own: a file, a folder or a dataset of the hub, without code.
+
+Rows of verl, GSM8K, MATH and TRL are recognized; others name their columns. The reward compares the answer of a
+completion with that of its row, or is a function with the signature of TRL's reward functions.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Awaitable, Sequence
+from typing import Any, ClassVar
+
+from telescope.environments.arguments import known_arguments, refuse_unknown
+from telescope.environments.base import ChatMessage, Environment, GoldCheck, RewardResult, Sample
+from telescope.environments.dataset.functions import call_function, load_function, refuse_missing_columns
+from telescope.environments.dataset.rows import choose_columns, list_columns, value_of
+from telescope.environments.hub import hub_rows
+from telescope.environments.math_problems import INSTRUCTION_PROMPT, MathEnvironment, golds_of, make_sample, read_golds
+from telescope.environments.parsers import (
+    extract_answer_tags,
+    extract_stated_answer,
+    strip_think_tags,
+    verify_exact_match,
+)
+from telescope.errors import UserError
+
+REQUIRED_PACKAGES: list[str] = []
+OPTIONAL_PACKAGES = ["datasets", "math-verify"]
+
+TAGS_PROMPT = "Think step by step, and put your final answer between <answer> and </answer>."
+_INSTRUCTIONS = {"math": INSTRUCTION_PROMPT, "exact": TAGS_PROMPT}
+_ASKS_FOR_A_FORM = re.compile(r"boxed|fbox|####|<answer>|answer\W{0,4}:", re.IGNORECASE)
+_UNSET: Any = object()
+
+
+class DatasetEnvironment(MathEnvironment):
+    """Rows of a file, a folder or the hub, with a reward by name.
+
+    `path` is a file (JSON, JSON lines, Parquet, CSV), a folder of them, or a dataset of the hub, with its `subset` and
+    `split`. `prompt` and `answer` name columns, if they are not recognized; a dot leads into a column
+    (`reward_model.ground_truth`). `reward` is `math` (equal by math-verify), `exact` (the same text), `regex` (the last
+    match of `pattern`, or its first group, is the same text; without answers, it matches), or `package.module:function`
+    or `file.py:function` with TRL's signature; of a list, the sum counts. `instruction_prompt` precedes the user's
+    message; by default it asks for the form of the answer unless the first prompt does.
+    """
+
+    metrics_ranges: ClassVar[dict[str, dict[str, float]]] = {
+        "correct": {"min": 0.0, "max": 1.0},
+        "format": {"min": 0.0, "max": 1.0},
+    }
+    answered_metric = "format"
+
+    def __init__(
+        self,
+        reward: str | list[str] = "math",
+        pattern: str | None = None,
+        instruction_prompt: str | None = _UNSET,
+        **kwargs: Any,
+    ) -> None:
+        refuse_unknown(kwargs, known_arguments(type(self), Environment), "The environment 'dataset'")
+        rewards = [reward] if isinstance(reward, str) else list(reward)
+        named = [name for name in rewards if ":" not in name]
+        if len(named) > 1 or not rewards or set(named) - {"math", "exact", "regex"}:
+            raise UserError(
+                f"dataset: reward is {reward!r}; use math, exact or regex, package.module:function, or a list with at "
+                "most one of the first three."
+            )
+        if (pattern is None) == ("regex" in named):
+            raise UserError(f"dataset: reward is {reward!r} and pattern is {pattern!r}; reward: regex needs a pattern.")
+        self.compares = named[0] if named else None
+        try:
+            self.pattern = None if pattern is None else re.compile(pattern)
+        except re.error as error:
+            raise UserError(f"dataset: pattern {pattern!r} is not a regular expression: {error}.") from error
+        self.functions = {name.rpartition(":")[2]: load_function(name) for name in rewards if ":" in name}
+        self._instruction_is_default = instruction_prompt is _UNSET
+        if self._instruction_is_default:
+            instruction_prompt = _INSTRUCTIONS.get(self.compares or "")
+        super().__init__(instruction_prompt=instruction_prompt, **kwargs)
+        if self.functions:
+            self.reward_min = self.reward_max = None
+
+    def load_dataset(  # type: ignore[override]  # takes no others, so that misspelled ones are refused
+        self,
+        num_samples: int = -1,
+        path: str | None = None,
+        subset: str | None = None,
+        split: str | None = None,
+        prompt: str | None = None,
+        answer: str | None = None,
+        seed: int | None = None,
+    ) -> list[Sample]:
+        """Returns the rows as samples, whose metadata has all their columns. Raises `UserError` if there is none."""
+        if not path:
+            raise UserError("dataset: set path in its kwargs to a file, a folder or a dataset of the hub.")
+        rows = list(hub_rows("dataset", path, [subset], split or "train", (), otherwise=""))
+        columns = list_columns(rows)
+        form, prompt, answer = choose_columns(path, rows, columns, prompt, answer, needs_answer=self._needs_answer)
+        for name, function in self.functions.items():
+            refuse_missing_columns(name, function, path, columns)
+        samples = []
+        for row in rows:
+            golds = read_golds(value_of(row, answer)) if answer else []
+            sample = make_sample(value_of(row, prompt), golds if golds or self._needs_answer else [""], row)
+            if sample is not None:
+                samples.append(sample)
+        if self._instruction_is_default and samples and _ASKS_FOR_A_FORM.search(str(samples[0].prompt)):
+            self.instruction_prompt = None
+        rewards = " + ".join([*([self.compares] if self.compares else []), *self.functions])
+        columns_used = f"prompt in {prompt!r}, answer in {answer!r}, reward {rewards}"
+        left_out = f". {len(rows) - len(samples):,} rows without a prompt or an answer are left out"
+        self.notice(
+            f"dataset: {path} has {form}: {len(samples):,} items, {columns_used}"
+            f"{left_out if len(samples) < len(rows) else ''}."
+        )
+        return self.select_samples(
+            num_samples, seed, "own", hub=list, own=lambda: samples, selection=f"a prompt and an answer in {path}"
+        )
+
+    @property
+    def _needs_answer(self) -> bool:
+        return self.compares in ("math", "exact")
+
+    def build_messages(self, question: str | Sequence[ChatMessage]) -> list[ChatMessage]:
+        messages = super().build_messages(question)
+        if not isinstance(question, str) and self.instruction_prompt:
+            last = next((message for message in reversed(messages) if message.get("role") == "user"), None)
+            if last is not None and isinstance(last["content"], str):
+                last["content"] = f"{self.instruction_prompt}\n\n{last['content']}"
+        return messages
+
+    def extract_answer(self, text: str) -> str:
+        if self.pattern is not None:
+            matches = list(self.pattern.finditer(text))
+            return (matches[-1][1 if self.pattern.groups else 0] or "").strip() if matches else ""
+        return (extract_answer_tags(text) if self.compares == "exact" else "") or extract_stated_answer(text)
+
+    def is_correct(self, answer: str, sample: Sample) -> bool:
+        if self.compares == "math":
+            return super().is_correct(answer, sample)
+        golds = golds_of(sample)
+        return any(_is_same(answer, gold) for gold in golds) or (self.compares == "regex" and not golds)
+
+    def check_gold(self, sample: Sample) -> GoldCheck | None:
+        if self.compares == "math":
+            return super().check_gold(sample)
+        if self.compares != "exact":
+            return GoldCheck(sample.answer)
+        written = self.extract_answer(f"<answer>{sample.answer}</answer>")
+        return GoldCheck(written, None if self.is_correct(written, sample) else "an extracted answer differs from it")
+
+    def compute_reward(  # type: ignore[override]  # awaitable with async functions
+        self, completion: str, sample: Sample, eos_token: str = ""
+    ) -> RewardResult | Awaitable[RewardResult]:
+        text = completion.removesuffix(eos_token) if eos_token else completion
+        result = RewardResult(0.0)
+        if self.compares:
+            result = super().compute_reward(completion, sample, eos_token)
+            # Without a form, all of a completion is its answer.
+            if self.compares == "exact" and not result.sample_metrics["format"]:
+                correct = float(self.is_correct(strip_think_tags(text), sample))
+                result.total_reward = result.sample_metrics["correct"] = correct
+        if isinstance(source := sample.metadata.get("data_source"), str):
+            result.sample_tags["data_source"] = source
+        values = {name: call_function(name, function, text, sample) for name, function in self.functions.items()}
+        if any(inspect.isawaitable(value) for value in values.values()):
+            return _add_later(result, values)
+        return _add(result, values)
+
+
+def _is_same(answer: str, gold: str) -> bool:
+    """Compares texts without regard to spaces, and words of logic without regard to case."""
+    if gold.casefold() in ("true", "false", "yes", "no"):
+        answer, gold = answer.casefold(), gold.casefold()
+    return verify_exact_match(answer, gold)
+
+
+def _add(result: RewardResult, values: dict[str, Any]) -> RewardResult:
+    result.sample_metrics |= values
+    result.total_reward += sum(values.values())
+    return result
+
+
+async def _add_later(result: RewardResult, values: dict[str, Any]) -> RewardResult:
+    return _add(result, {name: await value if inspect.isawaitable(value) else value for name, value in values.items()})

@@ -1,0 +1,96 @@
+"""Calls reward functions with the signature of TRL: `f(prompts, completions, **columns) -> list[float]`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from telescope.environments.base import ENV_NAME_KEY, Sample, assistant_message
+from telescope.environments.math_problems import ANSWERS_KEY
+from telescope.environments.user_code import describe_error
+from telescope.errors import UserError
+
+GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""Arguments besides the columns. The last four are what TRL adds; here they are empty."""
+HIDDEN = (ENV_NAME_KEY, ANSWERS_KEY, "prompt", "completion")
+"""Keys of the metadata that are not given; TRL gives the last two as prompts and completions."""
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """Imports `package.module:function` or `file.py:function`. Raises `UserError` if there is none."""
+    place, _, attribute = name.rpartition(":")
+    try:
+        if place.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(place).stem, Path(place).expanduser())
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+    except Exception as error:
+        raise UserError(
+            f"dataset: the reward {name!r} cannot be imported: {describe_error(error)}. Write package.module:function "
+            "of an installed package, or path/to/file.py:function."
+        ) from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise UserError(f"dataset: {place} has no function {attribute!r}. It has: {', '.join(known) or 'none'}.")
+    return function
+
+
+def refuse_missing_columns(name: str, function: Callable[..., Any], path: str, columns: list[str]) -> None:
+    """Raises `UserError` if the function needs an argument that is no column."""
+    for parameter in inspect.signature(function).parameters.values():
+        needed = parameter.default is parameter.empty and parameter.kind not in (
+            parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL,
+        )  # fmt: skip
+        if needed and parameter.name not in (*GIVEN, *columns):
+            raise UserError(
+                f"dataset: the reward {name} needs {parameter.name!r}, which is no column of {path}. It has: "
+                f"{', '.join(columns)}."
+            )
+
+
+def call_function(name: str, function: Callable[..., Any], text: str, sample: Sample) -> Any:
+    """Returns the reward of one completion, or an awaitable of it.
+
+    The completion is a list of messages if the prompt is, as in TRL. None means that the function does not apply: 0.
+    """
+    completion = text if isinstance(sample.prompt, str) else [assistant_message(text)]
+    arguments: dict[str, Any] = {key: [value] for key, value in sample.metadata.items() if key not in HIDDEN}
+    arguments |= {"completion_ids": [[]], "trainer_state": None, "log_extra": _ignore, "log_metric": _ignore}
+    arguments |= {"prompts": [sample.prompt], "completions": [completion]}
+    parameters = inspect.signature(function).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        arguments = {key: arguments[key] for key in (parameter.name for parameter in parameters) if key in arguments}
+    returned = function(**arguments)
+    return _number_later(name, returned) if inspect.isawaitable(returned) else _number(name, returned)
+
+
+async def _number_later(name: str, returned: Any) -> float:
+    return _number(name, await returned)
+
+
+def _number(name: str, returned: Any) -> float:
+    value = returned[0] if isinstance(returned, list | tuple) and len(returned) == 1 else returned
+    if value is None:
+        return 0.0
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(value, str) or not math.isfinite(number):
+        raise TypeError(
+            f"the reward {name} returned {str(returned)[:80]!r} for one completion, not a list of one number"
+        )
+    return number
+
+
+def _ignore(*_: Any) -> None:
+    """Stands for a function with which TRL's rewards log."""

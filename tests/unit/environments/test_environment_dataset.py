@@ -1,0 +1,285 @@
+"""The environment `dataset`: rows of every known form and file, every reward, and mistakes in its arguments."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tests import released
+from tests.unit.environments.fake_hub import serve_rows
+
+from telescope.cli.main import main
+from telescope.environments.arguments import known_arguments
+from telescope.environments.base import Environment
+from telescope.environments.local_rollout import Answer, roll_out_item
+from telescope.environments.math_problems import INSTRUCTION_PROMPT
+from telescope.environments.registry import environment_class, get_environment
+from telescope.errors import UserError
+
+SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 - 1?"}
+GSM8K = {"question": "How many clips?", "answer": "48/2 = <<48/2=24>>24 in May.\n#### 1,072"}
+VERL = {
+    "data_source": "exam", "prompt": [SYSTEM, USER], "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": 0}, "extra_info": {"index": 7},
+}  # fmt: skip
+TRL = {"prompt": [USER], "ground_truth": "0", "hint": "none"}
+MATH = {"problem": "Half?", "solution": r"So the answer is \boxed{\frac{1}{2}}.", "level": "Level 3"}
+FORMS = [
+    (GSM8K, "rows of GSM8K", "How many clips?", "1,072", "1072"), (VERL, "rows of verl", [SYSTEM, USER], "0", "0"),
+    (TRL, "rows of TRL", [USER], "0", "0"), (MATH, "questions with answers", "Half?", r"\frac{1}{2}", "0.5"),
+    ({"prompt": "1?", "answer": False}, "rows of TRL", "1?", "false", "False"),
+    ({"question": "1?", "answer": ["2", "4/2"]}, "questions with answers", "1?", "2", "2.0"),
+    ({"query": "1?", "target": 2.0, "n": None}, "questions with answers", "1?", "2", "2"),
+]  # fmt: skip
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        texts = [json.dumps(row) for row in rows]
+        path.write_text("\n".join(texts) if path.suffix == ".jsonl" else f"[{','.join(texts)}]")
+    return str(path)
+
+
+def made(path: str, **kwargs: Any) -> Any:
+    return get_environment("dataset", path=path, verify_timeout_seconds=60.0, **kwargs)
+
+
+def reward_of(environment: Any, completion: str, item: int = 0) -> dict[str, Any]:
+    score = roll_out_item(environment, item, lambda _: Answer(completion)).score
+    return {"reward": score["total_reward"], **score["sample_metrics"]}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+@pytest.mark.parametrize(("row", "form", "prompt", "answer", "right"), FORMS)
+def test_rows_of_other_trainers_are_recognized(tmp_path, caplog, suffix, row, form, prompt, answer, right):
+    environment = made(write(tmp_path / f"rows{suffix}", [row, row]))
+    sample = environment.get_sample(1)
+    assert (len(environment), sample.prompt, sample.answer) == (2, prompt, answer)
+    assert row.items() <= sample.metadata.items(), "all of a row"
+    assert (
+        f"rows{suffix} has {form}: 2 items, prompt in '{next(iter(row)) if row is not VERL else 'prompt'}'"
+        in caplog.text
+    )
+    assert environment.check_gold(sample).problem is None
+    assert reward_of(environment, rf"<think>\boxed{{9}}</think>It is \boxed{{{right}}}.") == {
+        "reward": 1.0, "correct": 1.0, "format": 1.0,
+    }  # fmt: skip
+    assert reward_of(environment, r"\boxed{17}") == {"reward": 0.0, "correct": 0.0, "format": 1.0}
+    assert reward_of(environment, "I do not know.") == {"reward": 0.0, "correct": 0.0, "format": 0.0}
+
+
+def test_a_csv_file_keeps_texts_and_a_dataset_of_the_hub_its_split(tmp_path, monkeypatch):
+    assert made(write(tmp_path / "rows.csv", [GSM8K])).get_sample(0).answer == "1,072"
+    hub = serve_rows(monkeypatch, lambda *_: [GSM8K])
+    assert made("openai/gsm8k", subset="main", split="test").get_sample(0).answer == "1,072"
+    assert hub.requested == [("openai/gsm8k", "main", "test")]
+
+
+def test_a_folder_has_a_file_for_each_split(tmp_path):
+    for split, count in (("train", 3), ("test", 2)):
+        write(tmp_path / f"{split}.parquet", [VERL] * count)
+    assert [len(made(str(tmp_path), **kwargs)) for kwargs in ({}, {"split": "test"})] == [3, 2]
+    with pytest.raises(UserError, match=r"no data file of the split 'dev'\. Data files in .*: test.parquet, train"):
+        len(made(str(tmp_path), split="dev"))
+
+
+def test_rows_are_shuffled_by_a_seed_cut_to_a_number_and_left_out_without_an_answer(tmp_path, caplog):
+    rows = [{"question": f"{n}?", "answer": n} for n in range(50)] + [{"question": "?", "answer": None}]
+    path = write(tmp_path / "rows.jsonl", rows)
+    first, again = (made(path, seed=1, num_samples=20)._loaded() for _ in range(2))
+    assert first == again
+    assert len({sample.answer for sample in first}) == 20
+    assert made(path).get_sample(0).answer == "0"
+    assert "50 items" in caplog.text
+    assert "1 rows without a prompt or an answer are left out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("row", "kwargs", "messages"),
+    [
+        (GSM8K, {}, [f"{INSTRUCTION_PROMPT}\n\nHow many clips?"]),
+        (VERL, {}, ["Be brief.", f"{INSTRUCTION_PROMPT}\n\n1 - 1?"]),
+        (VERL, {"instruction_prompt": None}, ["Be brief.", "1 - 1?"]),
+        (VERL, {"instruction_prompt": "Think."}, ["Be brief.", "Think.\n\n1 - 1?"]),
+        (TRL, {"system_prompt": "S", "reward": "regex", "pattern": "[0-9]+"}, ["S", "1 - 1?"]),
+        ({"prompt": "1? Answer after ####.", "answer": "1"}, {}, ["1? Answer after ####."]),
+        ({"prompt": "1?", "answer": "1"}, {"reward": "exact"}, ["<answer>", "1?"]),
+    ],
+)
+def test_the_form_of_the_answer_is_asked_for_unless_the_prompt_does(tmp_path, row, kwargs, messages):
+    environment = made(write(tmp_path / "rows.json", [row]), **kwargs)
+    contents = [message["content"] for message in environment.build_messages(environment.get_sample(0).prompt)]
+    if messages[0] == "<answer>":
+        assert all(part in contents[0] for part in messages)
+    else:
+        assert contents == messages
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        ("<answer> Blue\n sky </answer>", (1.0, 1.0)), ("Blue sky", (1.0, 0.0)), (r"\boxed{Blue sky}", (1.0, 1.0)),
+        ("#### Blue sky", (1.0, 1.0)), ("<answer>blue sky</answer>", (0.0, 1.0)), ("", (0.0, 0.0)),
+    ],
+)  # fmt: skip
+def test_exact_compares_texts(tmp_path, completion, expected):
+    environment = made(write(tmp_path / "rows.json", [{"prompt": "?", "answer": "Blue sky"}]), reward="exact")
+    reward = reward_of(environment, completion)
+    assert (reward["reward"], reward["format"]) == expected
+    assert reward["correct"] == reward["reward"]
+
+
+def test_a_pattern_finds_the_answer_or_is_the_reward(tmp_path):
+    rows = [{"prompt": "?", "answer": "7", "note": "x"}]
+    path = write(tmp_path / "rows.json", rows)
+    environment = made(path, reward="regex", pattern=r"Result: (\w+)")
+    assert [reward_of(environment, f"Result: 1, Result: {n}")["reward"] for n in (7, 8)] == [1.0, 0.0]
+    matches = made(write(tmp_path / "prompts.json", [{"prompt": "?"}]), reward="regex", pattern=r"^[a-z]+$")
+    assert [reward_of(matches, text)["reward"] for text in ("abc", "ABC")] == [1.0, 0.0]
+
+
+FUNCTIONS = """
+def length(completions, **kwargs):
+    assert kwargs["hint"] == ["none"] and "prompt" not in kwargs, kwargs
+    return [float(len(c[0]["content"] if isinstance(c, list) else c)) for c in completions]
+
+async def right(prompts, completions, ground_truth):
+    assert isinstance(prompts[0], list) == isinstance(completions[0], list)
+    return [float(truth in str(completion)) for truth, completion in zip(ground_truth, completions)]
+
+def absent(completions, missing_column):
+    return [0.0]
+
+def silent(completions):
+    return [None]
+
+def wrong(completions):
+    return ["good"]
+"""
+
+
+@pytest.fixture
+def functions(tmp_path) -> str:
+    (tmp_path / "my_rewards.py").write_text(FUNCTIONS)
+    return str(tmp_path / "my_rewards.py")
+
+
+@pytest.mark.parametrize("prompt", ["1 - 1?", [USER]])
+def test_functions_with_the_signature_of_trl_are_rewards(tmp_path, monkeypatch, functions, prompt):
+    path = write(tmp_path / "rows.jsonl", [TRL | {"prompt": prompt}])
+    both = made(path, reward=[f"{functions}:length", "math", f"{functions}:right"])
+    assert reward_of(both, r"\boxed{0}") == {"reward": 11.0, "correct": 1.0, "format": 1.0, "length": 9.0, "right": 1.0}
+    monkeypatch.syspath_prepend(tmp_path)
+    assert reward_of(made(path, reward="my_rewards:length"), "abc") == {"reward": 3.0, "length": 3.0}
+    assert reward_of(made(path, reward="my_rewards:silent"), "abc") == {"reward": 0.0, "silent": 0.0}
+    with pytest.raises(TypeError, match=r"the reward wrong returned .*good.* not a list of one number"):
+        reward_of(made(path, reward="my_rewards:wrong"), "abc")
+    with pytest.raises(UserError, match=r"reward absent needs 'missing_column', .* It has: prompt, ground_truth, hint"):
+        len(made(path, reward=f"{functions}:absent"))
+    with pytest.raises(UserError, match=r"has no function 'lenght'\. It has: length, right"):
+        made(path, reward=f"{functions}:lenght")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"path": "trian.jsonl"}, r"no file 'trian.jsonl'\. Data files in .*: train.jsonl\. Give"),
+        ({"path": "train.jsonl", "split": "test"}, "is one file, without the split 'test'"),
+        ({"path": "train.jsonl", "answer": "anser"}, r"no column 'anser' \(answer\)\. Did you mean 'answer'\? It has"),
+        ({"path": "train.jsonl", "prompt": "text"}, r"no column 'text' \(prompt\)\. It has: question, answer"),
+        ({"path": "train.jsonl", "reward": "maths"}, "use math, exact or regex, package.module:function"),
+        ({"path": "train.jsonl", "reward": ["math", "exact"]}, "at most one of the first three"),
+        ({"path": "train.jsonl", "reward": "regex"}, "reward: regex needs a pattern"),
+        ({"path": "train.jsonl", "reward": "regex", "pattern": "("}, "is not a regular expression: missing"),
+        ({"path": "train.jsonl", "reward": "no_such_module:f"}, "'no_such_module:f' cannot be imported: Module"),
+        ({"path": "train.jsonl", "dataset_name": "x"}, "no keyword argument 'dataset_name'. It takes: .*path"),
+        ({}, "set path in its kwargs"), ({"path": "notes.txt"}, "no known format. Use a file that ends in .jsonl"),
+        ({"path": "other.jsonl"}, r"no prompt \(prompt, .*\)\. It has: a, b\. Set prompt to a column"),
+        ({"path": "other.jsonl", "prompt": "a"}, r"no answer .* It has: a, b\. Set answer to a column, or reward"),
+        ({"path": "broken.jsonl"}, r"broken.jsonl cannot be read: line 2 is not JSON"),
+        ({"path": "list.jsonl"}, r"row 0 of list.jsonl is '\[1\]', not an object"),
+        ({"path": "splits.json"}, r"not a list of rows\. It has the keys 'test', 'dev'; set split to one"),
+        ({"path": "broken.parquet"}, "broken.parquet cannot be read"), ({"path": "empty.jsonl"}, "It has: no rows"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_that_lists_what_is_there(tmp_path, monkeypatch, kwargs, message):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write(folder / "train.jsonl", [GSM8K])
+    monkeypatch.chdir(folder)
+    texts = {
+        "notes.txt": "1", "other.jsonl": '{"a": "1", "b": 2}', "broken.jsonl": '{"a": 1}\n{"a": ', "list.jsonl": "[1]",
+        "splits.json": '{"test": [], "dev": []}', "broken.parquet": "1", "empty.jsonl": "",
+    }  # fmt: skip
+    if (name := kwargs.get("path")) in texts:
+        (folder / name).write_text(texts[name])
+    with pytest.raises(UserError, match=message) as raised:
+        len(get_environment("dataset", **kwargs))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_name_in_dataset_name_lists_the_files_of_the_folder(tmp_path, monkeypatch):
+    write(tmp_path / "train.jsonl", [MATH])
+    monkeypatch.chdir(tmp_path)
+    assert get_environment("hendrycks_math", dataset_name="train.jsonl").get_sample(0).answer == r"\frac{1}{2}"
+    with pytest.raises(UserError, match=r"_math: there is no file 'tran.jsonl'\. Data files in .*: train.jsonl"):
+        len(get_environment("hendrycks_math", dataset_name="tran.jsonl"))
+
+
+def test_envs_try_lists_rows_with_their_golds(tmp_path, capsys):
+    path = write(tmp_path / "rows.jsonl", [GSM8K, {"question": "?", "answer": "}"}] + [GSM8K] * 20)
+    assert main(["envs", "try", "dataset", "--set", f"path={path}"]) == 0
+    printed = capsys.readouterr().out
+    assert "dataset, 22 items" in printed
+    assert [line.split("│")[1].strip() for line in printed.splitlines() if "1072" in line] == [
+        "0",
+        *map(str, range(2, 10)),
+    ]
+    assert "math-verify" in printed
+
+
+TASKS = {
+    "math": (
+        "chain_sum",
+        "gcd",
+        "simple_equations",
+        "fraction_simplification",
+        "simple_integration",
+        "decimal_arithmetic",
+    ),
+    "exact": ("caesar_cipher", "spell_backward", "binary_matrix", "n_queens", "tower_of_hanoi", "knights_knaves"),
+}
+
+
+def test_procedural_tasks_are_answered_by_their_own_golds(tmp_path):
+    files = released.reasoning_gym_rows(tmp_path, [task for tasks in TASKS.values() for task in tasks], 12)
+    for reward, tasks in TASKS.items():
+        for task in tasks:
+            environment = made(str(files[task]), reward=reward)
+            assert len(environment) == 12
+            for item in range(12):
+                sample = environment.get_sample(item)
+                assert environment.check_gold(sample).problem is None, (task, sample.answer)
+                answer = f"\\boxed{{{sample.answer}}}" if reward == "math" else f"<answer>{sample.answer}</answer>"
+                assert reward_of(environment, answer, item)["reward"] == 1.0, (task, sample.answer)
+                assert reward_of(environment, "<answer>nothing</answer>", item)["reward"] == 0.0
+
+
+def test_the_page_names_every_argument():
+    table = (Path(__file__).parents[3] / "docs" / "data.md").read_text().split("| argument |")[1].split("\n\n")[0]
+    named = {name for line in table.splitlines()[2:] for name in re.findall("`(.*?)`", line.split("|")[1])}
+    inherited = {"eos_token", "add_thinking_prefix", "verify_timeout_seconds"}
+    assert named == known_arguments(environment_class("dataset"), Environment) - inherited
