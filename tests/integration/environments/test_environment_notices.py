@@ -112,7 +112,8 @@ def test_a_run_reports_a_notice_once_and_records_it(tmp_path: Path, tokenizer_pa
     with directory.open_record(console=False):
         asyncio.run(start())
     assert [re.findall("([0-9]+) generated", notice) for notice in notices] == [["12"], ["5"]]
-    assert list(status.messages) == notices
+    ends = "What ends an answer: <|im_end|>, id 258, from chat template and tokenizer"
+    assert list(status.messages) == [notices[0], ends, *notices[1:]]
     record = Run(tmp_path / "run")
     assert record.table("attempts").to_pylist()[0]["notes"] == notices
     warnings = [row for row in record.table("logs").to_pylist() if row["message"] in notices]
