@@ -178,7 +178,7 @@ class EnvironmentRunner:
     def reply_role(self, environment: Any) -> str:
         """Returns the role of the replies of an environment of several turns."""
         found: Any = self.conversations.multi_turn_environment(environment)
-        return getattr(found, "reply_role", None) or getattr(found, "tool_role", "user")
+        return str(getattr(found, "reply_role", None) or getattr(found, "tool_role", None) or "user")
 
     def _check_template(self, renderer: Renderer, spec: EnvironmentSpec, environment: Any) -> None:
         """Raises `UserError` for a message that the environment sends and the template leaves out.
