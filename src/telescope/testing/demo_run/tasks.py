@@ -30,7 +30,7 @@ class Part:
 
     text: str
     calls: list[dict[str, Any]] = field(default_factory=list)
-    replies: list[tuple[str, str]] = field(default_factory=list)
+    replies: list[tuple[str, ...]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -256,7 +256,7 @@ def calculator_agent(chosen: random.Random, index: int) -> Problem:
     steps, result = sums.steps, sums.answer
 
     def parts(rng: random.Random, num_calls: int, *, broken: bool) -> Iterator[Part]:
-        replies: list[tuple[str, str]] = []
+        replies: list[tuple[str, ...]] = []
         for place, (expression, value) in enumerate(steps[:num_calls]):
             name, error, said = "calculate", None, str(value)
             if broken and place == 0:
