@@ -196,15 +196,18 @@ def try_components(config: TelescopeConfig, *, here: bool = True) -> list[str]:
     from telescope.config import preflight
     from telescope.config.environments import environment_keys
 
+    if not here:
+        return try_environments_of(config, environment_keys(config))  # its error keeps its kind
+    from telescope.inference.vllm.support import check_chat_parsers
+    from telescope.trainer.trial import try_backend, try_model
+
     notices: list[str] = []
     checks: list[preflight.Check] = [
-        lambda config: notices.extend(try_environments_of(config, environment_keys(config)))
+        lambda config: notices.extend(try_environments_of(config, environment_keys(config))),
+        try_backend,
+        try_model,
+        check_chat_parsers,
     ]
-    if here:
-        from telescope.inference.vllm.support import check_chat_parsers
-        from telescope.trainer.trial import try_backend, try_model
-
-        checks += [try_backend, try_model, check_chat_parsers]
     if problems := preflight.find_problems(config, checks):
         raise ConfigError("\n".join(problems))
     return notices

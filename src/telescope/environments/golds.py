@@ -20,9 +20,10 @@ def report_golds(name: str, dataset: Any) -> str | None:
     `dataset` is an environment or an eval. Raises `UserError` if most golds are of this kind.
     """
     environment = wrapped_environment(dataset)
-    if environment is None or not _is_own(type(environment), "compute_reward"):
+    # A class that replaces the reward, or an eval with its own metrics, may read other answers.
+    if environment is None or not issubclass(_owner(environment, "check_gold"), _owner(environment, "compute_reward")):
         return None
-    if dataset is not environment and not _takes_metrics(type(dataset)):
+    if dataset is not environment and _owner(dataset, "compute_eval_metrics").__module__ != "telescope.evals.base":
         return None
     count, deadline = len(dataset), time.monotonic() + MAX_SECONDS
     checked, failures = 0, []
@@ -46,14 +47,6 @@ def report_golds(name: str, dataset: Any) -> str | None:
     return f"{found}. These items never get the reward."
 
 
-def _is_own(cls: type, method: str) -> bool:
-    """Returns whether `check_gold` is defined where `method` is, or below, so that it describes that reward."""
-    order = [next(i for i, owner in enumerate(cls.__mro__) if name in vars(owner)) for name in ("check_gold", method)]
-    return order[0] <= order[1]
-
-
-def _takes_metrics(cls: type) -> bool:
-    """Returns whether an eval takes its metrics from its environment."""
-    from telescope.evals.base import Eval
-
-    return getattr(cls, "compute_eval_metrics", None) is Eval.compute_eval_metrics
+def _owner(instance: Any, method: str) -> type:
+    """Returns the class that defines a method of the instance."""
+    return next((owner for owner in type(instance).__mro__ if method in vars(owner)), object)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from telescope.cli.train import try_components
 from telescope.config import load_config
 from telescope.config.environments import environment_keys
 from telescope.environments.worker_pool.messages import EnvironmentSpec
@@ -120,3 +121,9 @@ def test_a_run_reports_a_notice_once_and_records_it(tmp_path: Path, tokenizer_pa
     assert [(row["message"], row["level"], row["component"]) for row in warnings] == [
         (notice, "WARNING", "driver") for notice in notices
     ]
+
+
+def test_a_trial_for_another_machine_keeps_the_kind_of_its_error(tokenizer_path: str) -> None:
+    flags = [f"--model={tokenizer_path}", "--environments=[{name: hendrycks_math}]", "--use_wandb=false"]
+    with pytest.raises(UnreachableError, match="or set dataset: own"):
+        try_components(load_config(None, flags, {}).config, here=False)

@@ -1,0 +1,74 @@
+"""Golds are judged by the class whose reward is used, and by none that does not know it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from telescope.environments.base import GoldCheck, RewardResult, Sample, SingleTurnEnvironment
+from telescope.environments.golds import MAX_CHECKED, report_golds
+from telescope.environments.hendrycks_math.environment import HendrycksMathEnvironment
+from telescope.errors import UserError
+from telescope.evals.base import Eval
+
+SENTENCE = "She sold half as many clips in May."
+
+
+class Choice(SingleTurnEnvironment):
+    """Letters, of which `bad` of 1,000 are none."""
+
+    bad = 0
+
+    def load_dataset(self, num_samples: int = -1, **_: Any) -> list[Sample]:
+        return [Sample("?", answer="?" if n < self.bad else "A") for n in range(1000)]
+
+    def compute_reward(self, completion: str, sample: Sample, eos_token: str = "") -> RewardResult:
+        return RewardResult(float(completion == sample.answer))
+
+    def check_gold(self, sample: Sample) -> GoldCheck | None:
+        return GoldCheck(sample.answer, None if sample.answer in "ABCD" else "it is no letter")
+
+
+class Silent(Choice):
+    def check_gold(self, sample: Sample) -> GoldCheck | None:
+        return None
+
+
+class Letters(HendrycksMathEnvironment):
+    """Replaces the reward of its base, whose golds are other texts."""
+
+    def load_dataset(self, num_samples: int = -1, **_: Any) -> list[Sample]:
+        return [Sample("?", answer=SENTENCE)]
+
+    def compute_reward(self, completion: str, sample: Sample, eos_token: str = "") -> RewardResult:
+        return RewardResult(0.0)
+
+
+class OwnMetrics(Eval):
+    def compute_eval_metrics(self, completion: str, sample: Sample, eos_token: str = "") -> Any:
+        raise AssertionError
+
+
+def wrapped(cls: type[Eval], environment: Any) -> Eval:
+    evaluation = cls()
+    evaluation.env = environment
+    return evaluation
+
+
+def test_the_share_of_bad_golds_decides_between_silence_a_report_and_a_refusal():
+    assert report_golds("choice", Choice()) is None
+    report = report_golds("choice", Choice(bad=100))
+    assert report is not None
+    assert report.startswith(f"choice: no completion can equal the answer of 20 of the {MAX_CHECKED} items")
+    assert "such as item 0, '?' (it is no letter); item 5, " in report
+    for dataset in (Choice(bad=700), wrapped(Eval, Choice(bad=700))):
+        with pytest.raises(UserError, match=rf"choice: .* of 140 of the {MAX_CHECKED} items .*Give final answers"):
+            report_golds("choice", dataset)
+
+
+@pytest.mark.parametrize(
+    "dataset", [Silent(bad=1000), Letters(), wrapped(OwnMetrics, Choice(bad=1000)), wrapped(OwnMetrics, None)]
+)
+def test_an_environment_without_a_notion_of_its_golds_is_silent(dataset):
+    assert report_golds("name", dataset) is None
