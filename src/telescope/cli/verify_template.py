@@ -5,7 +5,6 @@ Loads the environments and the tokenizer in this process, and lets a made-up mod
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 from rich.console import Console
@@ -41,10 +40,11 @@ def print_template(config: TelescopeConfig, console: Console) -> None:
             runner.describe(position)
         except UserError as error:
             lost = error
-        with contextlib.suppress(Exception if lost else ()):
+        try:
             _print_conversation(runner, position, config, console)
-        if lost is not None:
-            raise lost
+        finally:
+            if lost is not None:
+                raise lost  # it explains why a conversation cannot be printed
 
 
 def _print_conversation(runner: EnvironmentRunner, position: int, config: TelescopeConfig, console: Console) -> None:

@@ -82,16 +82,14 @@ def _ends_of_template(renderer: Renderer) -> list[int | str]:
     result = {"role": "tool", "name": "look_up", "tool_call_id": "call00000", "content": REPLY}
     last = _behind(renderer, [question, answer])
     following = _behind(renderer, [question, answer, {"role": "user", "content": REPLY}]).partition(REPLY)[0]
-    ends: list[int | str] = []
-    ends += renderer.control_ids(last)[:1] or renderer.control_ids(following)[:1]
+    end = renderer.control_ids(last)[:1] or renderer.control_ids(following)[:1]
     text = last if last.strip() else following
-    if text := text.partition(renderer.name_of(ends[0]))[0].rstrip() if ends else text.rstrip():
-        ends.insert(0, text)
-    ends += (
+    text = (text.partition(renderer.name_of(end[0]))[0] if end else text).rstrip()
+    end_of_call = (
         renderer.control_ids(_behind(renderer, [question, call]))[-1:]
         or renderer.control_ids(_behind(renderer, [question, call, result]).partition(REPLY)[0])[:1]
     )
-    return ends
+    return [*([text] if text else []), *end, *end_of_call]
 
 
 def _behind(renderer: Renderer, messages: list[dict[str, Any]]) -> str:

@@ -126,16 +126,17 @@ def changed_fields(
     fixed = {name: changed.pop(name) for name in names if name in changed}
     if "environments" in changed:
         then, now = changed["environments"]
-        names = tuple([entry["name"] for entry in entries] for entries in (then, now))
-        of_entries = {
+        names_then, names_now = ([entry["name"] for entry in entries] for entries in (then, now))
+        of_entries: dict[str, tuple[Any, Any]] = {
             f"environments[{index}].{part}": (pair[0][part], pair[1][part])
             for index, pair in enumerate(zip(then, now, strict=False))
             for part in FIXED_OF_ENVIRONMENTS
             if pair[0][part] != pair[1][part]
         }
-        fixed_entries = of_entries if names[0] == names[1] else {"environments (name)": names}
-        if fixed_entries:
-            fixed |= fixed_entries
+        if names_then != names_now:
+            of_entries = {"environments (name)": (names_then, names_now)}
+        if of_entries:
+            fixed |= of_entries
             del changed["environments"]
     return fixed, changed
 

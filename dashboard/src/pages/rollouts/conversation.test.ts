@@ -5,7 +5,7 @@ const CHATML = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n5 7 9
 
 const sample = (more: Partial<Parameters<typeof conversation>[0]>) => ({ prompt_text: null, completion_text: null, turns: [], tool_calls: [], info: [], ...more });
 const call = (turn: number, number: number, result: string | null, error: string | null = null) => ({ attempt: 1, sample_id: "1-0", turn, call: number, name: "add", arguments: '{"a": 1}', result, error, seconds: 0.5 });
-const note = (turn: number, key: string) => ({ attempt: 1, sample_id: "1-0", number: turn, turn, key, value: "x" });
+const note = (turn: number, key: string) => ({ attempt: 1, sample_id: "1-0", number: turn, turn, key, value: "x", type: null });
 const CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>';
 
 test("a ChatML prompt is split into messages without its template", () => {
