@@ -37,6 +37,7 @@ import grpc
 import psutil
 import ray
 from ray._private import ray_constants, services
+from ray._private import worker as ray_worker
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # compiled
 
 from telescope.cluster.reaper import MARK_VARIABLE
@@ -133,6 +134,7 @@ def connect(
         # processes that Ray starts; this one read it when it imported Ray.
         os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
         ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
+    _log_advice()
     common: dict[str, Any] = {
         "_skip_env_hook": config.ray_disable_runtime_env_hook,  # the one that RAY_RUNTIME_ENV_HOOK names
         "namespace": config.ray_namespace,
@@ -201,6 +203,23 @@ def _start_here(arguments: dict[str, Any], stopped: threading.Event) -> None:
             if is_last_attempt or stopped.is_set() or STARTED_TOO_SLOWLY not in str(error):
                 raise
             logger.warning("Ray did not start within its 30 s; trying once more")
+
+
+def _log_advice() -> None:
+    """Sends what Ray's daemons tell the driver, such as causes of a lost actor, to the log and not to the terminal.
+
+    The run reports lost processes itself, with signal, log and the command that continues.
+    """
+    show = ray_worker.print_to_stdstream
+
+    def log(data: dict[str, Any], ignore_prefix: bool) -> None:
+        if data["pid"] == "raylet":
+            logger.info("Ray: %s", "\n".join(data["lines"]))
+        else:
+            show(data, ignore_prefix)
+
+    if show.__module__ != __name__:
+        ray_worker.print_to_stdstream = log
 
 
 def _use_private_token(temporary: Path) -> bool:

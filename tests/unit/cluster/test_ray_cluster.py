@@ -354,3 +354,18 @@ async def test_a_killed_ray_daemon_is_named_with_its_signal_and_log(
     )
     disconnect(cluster_of(started_here=True), config_of())
     assert fake_ray.num_shutdowns == 0, "Ray would wait for its daemon"
+
+
+def test_advice_of_rays_daemons_goes_to_the_log_and_lines_of_actors_to_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shown: list[dict[str, Any]] = []
+    monkeypatch.setattr(ray_cluster.ray_worker, "print_to_stdstream", lambda data, ignore_prefix: shown.append(data))
+    for _ in range(2):
+        ray_cluster._log_advice()
+    with caplog.at_level("INFO"):
+        for pid in ("raylet", 7):
+            data = {"lines": ["A worker died"], "pid": pid, "is_err": False}
+            ray_cluster.ray_worker.print_to_stdstream(data, ignore_prefix=False)
+    assert [data["pid"] for data in shown] == [7]
+    assert caplog.messages == ["Ray: A worker died"]

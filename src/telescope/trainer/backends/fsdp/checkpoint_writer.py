@@ -77,23 +77,22 @@ class CheckpointWriter:
         self._process.join(STOP_SECONDS)
 
 
-def _serve(pipe: Connection, store: tuple[str, int], generation: int, rank: int, world_size: int) -> None:
+def _serve(pipe: Connection, address: tuple[str, int], generation: int, rank: int, world_size: int) -> None:
     """Runs the writing process until the rank closes the pipe, or exits."""
     ignore_sigterm()
     threading.Thread(target=_exit_with_the_rank, daemon=True).start()
     logging.disable(logging.INFO)  # torch would log every request to the terminal
-    host, port = store
-    dist.init_process_group(
-        "gloo",
-        store=dist.PrefixStore(f"checkpoint writers {generation}/", dist.TCPStore(host, port, timeout=GROUP_TIMEOUT)),
-        rank=rank,
-        world_size=world_size,
-        timeout=GROUP_TIMEOUT,
-    )
+    host, port = address
+    name = f"checkpoint writers {generation}/"
+    try:
+        store = dist.PrefixStore(name, dist.TCPStore(host, port, timeout=GROUP_TIMEOUT))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
+    except RuntimeError:  # a rank has exited, which the driver reports
+        return
     while True:
         try:
             state, directory = pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):  # the rank has exited, perhaps before its tensors were received
             return
         try:
             dcp.save(state, storage_writer=dcp.FileSystemWriter(directory))
