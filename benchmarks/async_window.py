@@ -91,6 +91,7 @@ def numbers_of(run: WholeRun, warm_up: int) -> dict[str, Any]:
     """Returns the numbers of the steps after the warm-up."""
     steps = run.steps()
     results = results_of(run, warm_up, len(steps) - warm_up)
+    del results["step_times"]  # with every metric of every step
     ages = [step["metrics"]["staleness/token_age_mean"] for step in steps[warm_up:]]
     oldest = [step["metrics"]["staleness/token_age_max"] for step in steps[warm_up:]]
     discarded = thrown_away(run, steps, first_step=steps[warm_up]["step"])

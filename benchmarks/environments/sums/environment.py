@@ -9,22 +9,8 @@ from typing import Any
 from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment
 
 HELD_OUT_SHARE = 0.2
-EXAMPLES = [(12, 5), (34, 28)]
-"""They show the form. Without them, one answer in a hundred has it."""
-
-
-def question(a: int, b: int) -> str:
-    return f"What is {a} + {b}?"
-
-
-CONVERSATION = [
-    message
-    for a, b in EXAMPLES
-    for message in (
-        {"role": "user", "content": question(a, b)},
-        {"role": "assistant", "content": f"{a} + {b} = {a + b}"},
-    )
-]
+EXAMPLE = [{"role": "user", "content": "What is 12 + 5?"}, {"role": "assistant", "content": "12 + 5 = 17"}]
+"""Shows the form. Without it, one answer in a hundred has it."""
 
 
 class SumsEnvironment(SingleTurnEnvironment):
@@ -33,7 +19,7 @@ class SumsEnvironment(SingleTurnEnvironment):
     reward_min, reward_max = 0.0, 1.0
 
     def load_dataset(
-        self, num_samples: int = -1, portion: str = "train", max_number: int = 50, **_: Any
+        self, num_samples: int = -1, portion: str = "train", max_number: int = 99, **_: Any
     ) -> list[Sample]:
         """Returns pairs of numbers from 1 to `max_number`; a pair and its reverse are both held out, or neither."""
         pairs = [(a, b) for a in range(1, max_number + 1) for b in range(1, a + 1)]
@@ -41,7 +27,7 @@ class SumsEnvironment(SingleTurnEnvironment):
         num_held_out = int(HELD_OUT_SHARE * len(pairs))
         pairs = pairs[:num_held_out] if portion == "heldout" else pairs[num_held_out:]
         samples = [
-            Sample([*CONVERSATION, {"role": "user", "content": question(x, y)}], answer=str(x + y))
+            Sample([*EXAMPLE, {"role": "user", "content": f"What is {x} + {y}?"}], answer=str(x + y))
             for a, b in pairs
             for x, y in dict.fromkeys([(a, b), (b, a)])
         ]

@@ -15,7 +15,7 @@ DEMO = BENCHMARKS.parent / "configs" / "examples" / "demo_countdown.yaml"
 EXAMPLE = DEMO.with_name("example_countdown.yaml")
 
 
-def sums(portion: str, max_number: int = 50) -> Any:
+def sums(portion: str, max_number: int = 99) -> Any:
     return get_environment(
         "sums", environments_path=[BENCHMARKS / "environments"], portion=portion, max_number=max_number
     )
@@ -25,7 +25,7 @@ def questions(environment: Any) -> set[str]:
     return {environment.get_sample(index).prompt[-1]["content"] for index in range(len(environment))}
 
 
-@pytest.mark.parametrize("max_number", [10, 50])
+@pytest.mark.parametrize("max_number", [10, 99])
 def test_no_sum_is_trained_and_held_out_nor_is_its_reverse(max_number: int) -> None:
     trained, held_out = questions(sums("train", max_number)), questions(sums("heldout", max_number))
     reversed_ = {f"What is {b.rstrip('?')} + {a}?" for a, b in (q[8:].split(" + ") for q in held_out)}
@@ -50,7 +50,7 @@ def test_the_fields_make_a_configuration(quick: bool) -> None:
     import whole_run
 
     windows = {**whole_run.FIELDS, **(whole_run.QUICK_FIELDS if quick else async_window.FIELDS)}
-    for config, fields in ((DEMO, real_model.fields(quick=quick, max_number=50)), (EXAMPLE, windows)):
+    for config, fields in ((DEMO, real_model.fields(quick=quick)), (EXAMPLE, windows)):
         load_config(config, [f"--{name}={json.dumps(value)}" for name, value in fields.items()])
 
 
