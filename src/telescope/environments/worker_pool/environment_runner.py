@@ -189,7 +189,8 @@ class EnvironmentRunner:
             return
         tools = None
         tried: set[tuple[str, ...]] = set()
-        for index in digest_positions(len(environment))[:: max(1, len(environment) // MAX_TRIED_ITEMS)]:
+        positions = digest_positions(len(environment))
+        for index in positions[:: max(1, len(positions) // MAX_TRIED_ITEMS)]:
             lost: str | None = None
             with contextlib.suppress(Exception):  # of a prompt, which is left out when its turn comes
                 messages = self._first_messages(environment, environment.get_sample(index))

@@ -78,8 +78,8 @@ class RendererSpec:
         return cls(str(folder or config.model), **options)
 
 
-DIGEST_ITEMS = 32_768
-"""Items of a dataset that are compared between processes and runs. Reading them takes a second or less."""
+DIGEST_ITEMS = 512
+"""Items of a dataset that are compared between processes and runs. Every worker reads them before its first call."""
 FINGERPRINT_DIGITS = 4
 
 
