@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -59,8 +60,8 @@ def _rows(owner: str, file: Path, split: str | None) -> Iterator[dict[str, Any]]
 
             rows = (row for batch in pq.ParquetFile(file).iter_batches() for row in batch.to_pylist())
         elif file.suffix in (".csv", ".tsv"):
-            text = file.read_text(encoding="utf-8-sig")
-            rows = csv.DictReader(text.splitlines(keepends=True), delimiter="," if file.suffix == ".csv" else "\t")
+            lines = io.StringIO(file.read_bytes().decode("utf-8-sig"), newline="")
+            rows = csv.DictReader(lines, delimiter="," if file.suffix == ".csv" else "\t")
         elif file.suffix == ".json":
             rows = json.loads(file.read_text(encoding="utf-8-sig"))
             if isinstance(rows, dict) and split in rows:
@@ -83,6 +84,11 @@ def _rows(owner: str, file: Path, split: str | None) -> Iterator[dict[str, Any]]
         for number, row in enumerate(rows):
             if not isinstance(row, dict):
                 raise UserError(f"{owner}: row {number} of {file} is {str(row)[:60]!r}, not an object with columns.")
+            if None in row:
+                raise UserError(
+                    f"{owner}: row {number} of {file} has more fields than the header, the last {row[None][-1]!r}. "
+                    "Quote fields that contain the delimiter."
+                )
             yield row
     except (OSError, ValueError, csv.Error) as error:  # pyarrow's and json's errors are ValueErrors
         raise UserError(f"{owner}: {file} cannot be read: {error}") from error

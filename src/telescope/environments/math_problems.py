@@ -206,6 +206,8 @@ def read_golds(value: Any) -> list[str]:
     """
     if isinstance(value, list | tuple):
         return [gold for item in value for gold in read_golds(item)]
+    if isinstance(value, dict):
+        raise UserError(f"The answer {value!r} has fields. Name one, as in answer: column.{next(iter(value), 'field')}")
     if isinstance(value, bool):
         return [str(value).lower()]
     if isinstance(value, float) and value.is_integer():

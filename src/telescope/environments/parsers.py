@@ -15,18 +15,18 @@ from typing import Any
 from telescope.environments.math_notation import normalize_answer
 from telescope.environments.math_verifier import check_equal
 
+END_OF_MESSAGE = "<|end|>"
+"""Ends reasoning only where its own tag began it: other models end every message with it."""
 REASONING_TAGS = {
     "<think>": "</think>",
     "[THINK]": "[/THINK]",
     "<|START_THINKING|>": "<|END_THINKING|>",
     "<|channel>thought": "<channel|>",
-    "<|channel|>analysis<|message|>": "<|end|>",
+    "<|channel|>analysis<|message|>": END_OF_MESSAGE,
 }
 """What begins and what ends the reasoning of released models."""
 
-_TAG = re.compile(
-    r"(<think>|\[THINK\]|<\|START_THINKING\|>|<\|channel>thought)|</think>|\[/THINK\]|<\|END_THINKING\|>|<channel\|>"
-)
+_TAG = re.compile(rf"({'|'.join(map(re.escape, REASONING_TAGS))})|{'|'.join(map(re.escape, REASONING_TAGS.values()))}")
 _BOX = re.compile(r"\\(?:boxed|fbox)(?:[ \t\n]{0,8}\{|[ \t]{1,8}([0-9]{1,20})(?![0-9A-Za-z.,]))")
 _STATED = re.compile(r"(?i:answer)[ \t*_]{0,8}(?:\bis\b|:)[ \t*_:]{0,8}(.*)")
 """What follows the last "answer:" or "answer is" of a text, up to the end of the line."""
@@ -81,7 +81,7 @@ def answer_text(text: str, *, reasoning_is_open: bool = False) -> str:
 
 
 def _closes_reasoning(text: str) -> bool:
-    return any(tag[1] is None for tag in _TAG.finditer(text))
+    return any(tag[1] is None and tag[0] != END_OF_MESSAGE for tag in _TAG.finditer(text))
 
 
 def strip_think_tags(text: str) -> str:
@@ -93,15 +93,16 @@ def strip_think_tags(text: str) -> str:
     """
     if isinstance(text, UnfinishedReasoning):
         return ""
-    if not _closes_reasoning(text):
+    if not any(tag[1] is None for tag in _TAG.finditer(text)):
         return text
     kept: list[str] = []
     position, inside = 0, False
     for tag in _TAG.finditer(text):
         if tag[1] is None:
-            if not inside:
+            if not inside and tag[0] != END_OF_MESSAGE:
                 kept.clear()
-            position, inside = tag.end(), False
+            if inside or tag[0] != END_OF_MESSAGE:
+                position, inside = tag.end(), False
         elif not inside:
             kept.append(text[position : tag.start()])
             inside = True
@@ -181,12 +182,13 @@ def extract_code_block(text: str, language: str = "python") -> str:
 def extract_stated_answer(text: str) -> str:
     r"""Returns the final answer of a text in a common form, or `""`.
 
-    The last box, else what follows the last `####`, else `<answer>` tags, else the last "Answer:" or "answer is".
+    The last box, else what follows `####` in the last line, else `<answer>` tags, else the last "Answer:" or "answer
+    is".
     """
     if answer := extract_boxed_answer(text):
         return answer
-    _, marker, answer = text.rpartition("####")
-    answer = answer.strip().split("\n")[0] if marker else extract_answer_tags(text)
+    _, marker, answer = text.rstrip().rpartition("\n")[2].rpartition("####")  # elsewhere it begins a heading
+    answer = answer.strip() if marker else extract_answer_tags(text)
     if not answer and (stated := _STATED.findall(text)):
         answer = extract_boxed_answer(stated[-1]) or stated[-1].strip(" \t*_").removesuffix(".")
     return answer.strip()

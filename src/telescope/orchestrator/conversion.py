@@ -278,10 +278,12 @@ def model_files(checkpoint: Path, meta: dict[str, Any]) -> dict[str, bytes]:
     """
     from telescope.config.model_source import META_SUFFIXES
 
-    for folder in (checkpoint / HF_META, _base_of(checkpoint, meta)):
-        if (folder / "config.json").is_file():
-            names = (path for path in folder.iterdir() if path.suffix in META_SUFFIXES)
-            return {path.name: path.read_bytes() for path in names if not path.name.endswith(".index.json")}
+    folder = checkpoint / HF_META
+    if not (folder / "config.json").is_file():
+        folder = _base_of(checkpoint, meta)
+    if (folder / "config.json").is_file():
+        names = (path for path in folder.iterdir() if path.suffix in META_SUFFIXES)
+        return {path.name: path.read_bytes() for path in names if not path.name.endswith(".index.json")}
     raise UserError(
         f"{checkpoint / HF_META} has no config.json, and the model {meta.get('model')!r} of the run is not a folder "
         f"here. Copy the model's config and tokenizer files to {checkpoint / HF_META}"

@@ -75,7 +75,9 @@ def is_whole(folder: Path, origin: ModelOrigin) -> bool:
     """Returns whether a model folder still has the weights that were written, and its other files."""
     try:
         for content, name in (((folder / name).read_bytes(), name) for name in origin.files):
-            if not content or (name.endswith(".json") and not json.loads(content)):
+            if name.endswith(".json"):
+                json.loads(content)
+            elif not content:
                 return False
     except (OSError, ValueError):
         return False
@@ -83,12 +85,18 @@ def is_whole(folder: Path, origin: ModelOrigin) -> bool:
 
 
 def model_folder(model: str) -> Path:
-    """Returns the folder of a model on this machine. Downloads it from the hub if it is an identifier."""
+    """Returns the folder of a model on this machine. Downloads it from the hub if it is an identifier.
+
+    Raises `UserError` if the hub does not have it or cannot be reached.
+    """
     if is_local_path(model):
         return Path(model).expanduser()
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors"]))
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors"]))
+    except (OSError, ValueError) as error:
+        raise UserError(f"The model {model!r} cannot be loaded from the hub: {error}") from error
 
 
 def absolute_model(model: str) -> str:

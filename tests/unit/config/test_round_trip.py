@@ -27,6 +27,7 @@ LIKE_OTHER_TYPES = [
     "...", "\t", "? a",
 ]  # fmt: skip
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(LIKE_OTHER_TYPES)
+WORD = TEXT.filter(lambda text: bool(text.strip()) and "\0" not in text)
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
@@ -35,9 +36,7 @@ PLAIN = st.recursive(
 KWARGS = st.dictionaries(TEXT, PLAIN, max_size=3)
 POSITIVE = st.floats(min_value=1e-12, max_value=1e6, exclude_min=True)
 ENVIRONMENTS = st.lists(
-    st.fixed_dictionaries(
-        {"name": st.text(min_size=1, max_size=8).filter(str.strip), "weight": POSITIVE, "kwargs": KWARGS}
-    ),
+    st.fixed_dictionaries({"name": WORD, "weight": POSITIVE, "kwargs": KWARGS}),
     min_size=1,
     max_size=3,
     unique_by=lambda entry: entry["name"],
@@ -53,8 +52,8 @@ FIELDS = {
     "mixed_precision_dtype": st.none() | st.sampled_from(["float32", "float16", "bfloat16"]),
     "checkpoint_every": st.just(False) | st.integers(0, 1000),
     "resume_from_checkpoint": st.booleans() | st.integers(1, 1000),
-    "chat_template": st.none() | TEXT.filter(str.strip),
-    "wandb_tags": st.lists(TEXT, max_size=3),
+    "chat_template": st.none() | WORD,
+    "wandb_tags": st.lists(WORD, max_size=3),
     "ray_runtime_env": st.none() | KWARGS,
     "max_off_policy_steps": st.integers(-1, 100),
     "inference_tensor_parallel_size": st.sampled_from([1, 2, 4]),

@@ -83,6 +83,8 @@ def test_rows_of_other_trainers_are_recognized(tmp_path, caplog, suffix, row, fo
 
 def test_a_csv_file_keeps_texts_and_a_dataset_of_the_hub_its_split(tmp_path, monkeypatch):
     assert made(write(tmp_path / "rows.csv", [GSM8K])).get_sample(0).answer == "1,072"
+    (tmp_path / "lines.csv").write_text('question,answer\n"a\u2028b\nc",4\n')
+    assert made(str(tmp_path / "lines.csv")).get_sample(0).prompt == "a\u2028b\nc"
     hub = serve_rows(monkeypatch, lambda *_: [GSM8K])
     assert made("openai/gsm8k", subset="main", split="test").get_sample(0).answer == "1,072"
     assert hub.requested == [("openai/gsm8k", "main", "test")]
@@ -212,6 +214,10 @@ def test_functions_with_the_signature_of_trl_are_rewards(tmp_path, monkeypatch, 
         ({"path": "broken.jsonl"}, r"broken.jsonl cannot be read: line 2 is not JSON"),
         ({"path": "list.jsonl"}, r"row 0 of list.jsonl is '\[1\]', not an object"),
         ({"path": "splits.json"}, r"not a list of rows\. It has the keys 'test', 'dev'; set split to one"),
+        ({"path": "more.csv"}, r"row 0 of more.csv has more fields than the header, the last '1001'"),
+        ({"path": "fields.jsonl"}, r"The answer \{'value': 5\} has fields. Name one, as in answer: column.value"),
+        ({"path": "train.jsonl", "reward": ["json:dumps", "pickle:dumps"]}, "two metrics named 'dumps'"),
+        ({"path": "train.jsonl", "reward": ["math", "builtins:format"]}, "two metrics named 'format'"),
         ({"path": "broken.parquet"}, "broken.parquet cannot be read"), ({"path": "empty.jsonl"}, "It has: no rows"),
     ],
 )  # fmt: skip
@@ -223,6 +229,8 @@ def test_a_mistake_is_one_line_that_lists_what_is_there(tmp_path, monkeypatch, k
     texts = {
         "notes.txt": "1", "other.jsonl": '{"a": "1", "b": 2}', "broken.jsonl": '{"a": 1}\n{"a": ', "list.jsonl": "[1]",
         "splits.json": '{"test": [], "dev": []}', "broken.parquet": "1", "empty.jsonl": "",
+        "more.csv": "question,answer\nWhat is 1,000+1?,1001\n",
+        "fields.jsonl": '{"question": "?", "answer": {"value": 5}}',
     }  # fmt: skip
     if (name := kwargs.get("path")) in texts:
         (folder / name).write_text(texts[name])

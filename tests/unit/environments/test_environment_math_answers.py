@@ -204,7 +204,7 @@ def test_any_text_is_compared_without_an_error(text):
     ("text", "answer"),
     [
         ("48/2 = <<48/2=24>>24 clips.\n#### 72", "72"), ("#### 1,000\n", "1,000"), (r"\boxed{5}", "5"),
-        ("Answer: 5", "5"),
+        ("Answer: 5", "5"), ("#### Step 2\nAnswer: 5", "5"), ("#### Final answer\nThe answer is 5.", "5"),
         (r"So the answer is \boxed{5}.", "5"), ("So the answer is 5.", "5"), ("The final answer is: $5$.", "$5$"),
         ("<answer> 5 </answer>", "5"), ("5", ""), ("An answer", ""), (r"x. **Answer:** \boxed{\frac12}", r"\frac12"),
     ],

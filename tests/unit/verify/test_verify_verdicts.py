@@ -130,8 +130,7 @@ def verdict(*oks: bool) -> Report:
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Runs the command with a verification that returns a given report or raises a given exception."""
-    from telescope.cli import verify
-    from telescope.config import preflight
+    from telescope.cli import train, verify
 
     model = write_model_folder(tmp_path / "model")
 
@@ -144,7 +143,8 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             return outcome, None if outcome.ok else tmp_path
 
         monkeypatch.setattr("telescope.verify.run.run_verification", run_verification)
-        monkeypatch.setattr(preflight, "check", lambda config: None)
+        monkeypatch.setattr(train, "fit_to_machine", lambda loaded: loaded)
+        monkeypatch.setattr(train, "check_before_start", lambda loaded: [])
         return verify.run([f"--model={model}", *arguments])
 
     return run

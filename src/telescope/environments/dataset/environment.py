@@ -73,7 +73,11 @@ class DatasetEnvironment(MathEnvironment):
             self.pattern = None if pattern is None else re.compile(pattern)
         except re.error as error:
             raise UserError(f"dataset: pattern {pattern!r} is not a regular expression: {error}.") from error
-        self.functions = {name.rpartition(":")[2]: load_function(name) for name in rewards if ":" in name}
+        places = [name for name in rewards if ":" in name]
+        names = [place.rpartition(":")[2] for place in places]
+        if twice := [name for name in names if names.count(name) > 1 or name in self.metrics_ranges]:
+            raise UserError(f"dataset: reward has two metrics named {twice[0]!r}. Rename a function.")
+        self.functions = {name: load_function(place) for name, place in zip(names, places, strict=True)}
         self._instruction_is_default = instruction_prompt is _UNSET
         if self._instruction_is_default:
             instruction_prompt = _INSTRUCTIONS.get(self.compares or "")

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ def load_function(name: str) -> Callable[..., Any]:
             spec = importlib.util.spec_from_file_location(Path(place).stem, Path(place).expanduser())
             assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
+            sys.modules.setdefault(spec.name, module)  # dataclasses look their module up
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(place)
