@@ -53,8 +53,10 @@ test: setup  ## before every change lands: lint, types and all tests but the slo
 	@echo "== types";       $(MAKE) --no-print-directory run-types
 	@echo "== dashboard";    $(MAKE) --no-print-directory run-dashboard
 	@echo "== pages in a browser"; $(MAKE) --no-print-directory run-pages
-	@echo "== unit, reference, integration"
-	@$(PYTEST) -m "not e2e and not slow" $(OVERSUBSCRIBED) tests/integration tests/reference tests/unit
+	@echo "== integration"
+	@$(PYTEST) -m "not e2e and not slow" $(OVERSUBSCRIBED) tests/integration
+	@echo "== unit, reference"
+	@$(PYTEST) -m "not e2e and not slow" $(OVERSUBSCRIBED) tests/reference tests/unit
 	@echo "== e2e: Ray, vLLM and the trainer, for real"
 	@$(PYTEST) -m "e2e and not slow $(WITHOUT_BROWSER)" $(PARALLEL) $(E2E)
 

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -39,7 +40,7 @@ from telescope.orchestrator.conversion import ADAPTER, convert, convert_adapter,
 from telescope.trainer.backends.fsdp.checkpoint import saved_weights
 from telescope.trainer.lora import FILE_PREFIX, find_targets, is_adapter
 from telescope.trainer.model import PREFIX
-from telescope.trainer.step import _single_row
+from telescope.trainer.packing import lay_out, untrained_sample
 from telescope.trainer.timeline import Timeline
 from telescope.trainer.worker import Trainer
 from telescope.weights.model_folder import base_weights
@@ -64,7 +65,7 @@ def peft_job(trainer: Trainer, case: str, folder: Path) -> dict[str, Any]:
         shard = distribute_tensor(stored[name], parameter.device_mesh, parameter.placements, src_data_rank=None)
         parameter.data.to_local().copy_(shard.to_local())
     found: dict[str, Any] = {"logprobs": torch.tensor(backend.sequence_logprobs(TOKENS), dtype=torch.float64)}
-    row = _single_row(TOKENS)
+    row = lay_out([untrained_sample("probe", np.array(TOKENS))])
     # Every rank has the row, and gradients are summed over the ranks.
     backend.forward_backward(
         [row], lambda index, logp_N, entropy_N: logp_N.sum() / trainer.world_size, Timeline(backend.device, 0)

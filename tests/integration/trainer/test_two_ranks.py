@@ -312,7 +312,7 @@ def test_timing_metrics_have_the_documented_names_and_spans_lie_on_one_clock(bot
         ]
         assert metrics[f"timing_{operation}_total"] == pytest.approx(max(of_ranks))
         assert metrics[f"timing_{operation}_rank_mean"] == pytest.approx(sum(of_ranks) / 2)
-    parts = ("timing_step_active", "timing_waiting_for_data", "timing_weight_sync_trainer_total")
+    parts = ("timing_step_active", "timing_waiting_for_data", "timing_weight_sync_trainer_total", "timing_checkpoint")
     assert metrics["timing_weight_sync_trainer_total"] > 0
     assert metrics["timing_step_total"] <= sum(metrics[part] for part in parts) + 1e-9
     (step,) = (span for span in spans if span.name == "step")
