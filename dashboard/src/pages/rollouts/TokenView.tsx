@@ -76,11 +76,11 @@ export function TokenView({ tokens, view, flows = false, at, onPoint }: TokensPr
     return () => cell?.classList.remove("cur");
   });
   const step = (event: React.KeyboardEvent) => {
-    const by = { ArrowLeft: -1, ArrowRight: 1, Home: -tokens.length, End: tokens.length }[event.key];
-    if (by === undefined) return;
+    const to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: tokens.length - 1 }[event.key];
+    if (to === undefined) return;
     event.preventDefault();
     event.nativeEvent.stopPropagation();
-    onPoint(at < 0 ? 0 : Math.min(Math.max(at + by, 0), tokens.length - 1));
+    onPoint(Math.min(Math.max(to, 0), tokens.length - 1));
   };
   const point = (event: React.SyntheticEvent) => {
     const index = indexOf(event.target);
