@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 0
     except (OSError, RuntimeError) as error:
-        # Any path may be too long, or in the home directory of nobody.
+        # Any path may be too long, or begin with `~` and a user that does not exist.
         if getattr(error, "errno", None) != errno.ENAMETOOLONG and "home directory" not in str(error):
             raise
         print(f"telescope: an argument is no usable path: {str(error)[:LONGEST_ERROR]}", file=sys.stderr)

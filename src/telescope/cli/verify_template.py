@@ -42,9 +42,11 @@ def print_template(config: TelescopeConfig, console: Console) -> None:
             lost = error
         try:
             _print_conversation(runner, position, config, console)
-        finally:
-            if lost is not None:
-                raise lost  # it explains why a conversation cannot be printed
+        except Exception:
+            if lost is None:
+                raise
+        if lost is not None:
+            raise lost  # it also explains why a conversation cannot be printed
 
 
 def _print_conversation(runner: EnvironmentRunner, position: int, config: TelescopeConfig, console: Console) -> None:

@@ -1,6 +1,6 @@
 """Reads tool calls from completions, in the forms of released models.
 
-The environment's form decides what the model is told; every form is read:
+The system message shows the environment's form to the model; calls in every form are read:
 
 - `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>` (Hermes, Qwen), the object alone, with `parameters`
   (Llama 3.1), and `<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>` (GLM)

@@ -57,7 +57,7 @@ class ToolEnvironment(MultiTurnEnvironment):
     """A conversation with tools. Subclasses define `load_dataset` and `compute_reward(state)`.
 
     `tools` are plain or async functions, with annotations and docstrings; a parameter annotated with `RolloutState`
-    receives the state. With `include_tool_schemas_in_prompt` the model is told of them: through the chat template if it
+    receives the state. With `include_tool_schemas_in_prompt` the prompt lists them: through the chat template if it
     takes tools (`tool_template`), or else by the end of the system message. `error_formatter` turns a tool's exception
     into the text that the model reads.
 
@@ -141,7 +141,7 @@ class ToolEnvironment(MultiTurnEnvironment):
 
     @property
     def form_of_a_call(self) -> str:
-        """The form of a call that the model is told."""
+        """Returns the form of a call that the prompt shows to the model."""
         return self._template.form if self._template else FORM_SHOWN[self.tool_call_format]
 
     @property
