@@ -17,14 +17,8 @@ Columns = Sequence[Sequence[str]]
 OWN = "or set dataset: own for the few that ship with Telescope"
 
 
-def hub_table(
-    owner: str, name: str, subset: str | None, split: str, columns: Columns, otherwise: str = OWN
-) -> pa.Table:
-    """Returns one split of a dataset. `owner` is the environment or eval that errors name, `otherwise` another fix.
-
-    Raises `UserError` if the dataset, a column or the package datasets is missing, and `UnreachableError` without the
-    hub.
-    """
+def _hub_table(owner: str, name: str, subset: str | None, split: str, otherwise: str) -> pa.Table:
+    """Returns one split of a dataset. Raises `UserError` if it is missing, and `UnreachableError` without the hub."""
     try:
         import datasets
     except ImportError as error:
@@ -32,7 +26,7 @@ def hub_table(
             f"{owner}: a dataset of the hub needs the package datasets. Install it with: pip install datasets"
         ) from error
     try:
-        table: pa.Table = datasets.load_dataset(name, subset, split=split).with_format("arrow")[:]
+        return datasets.load_dataset(name, subset, split=split).with_format("arrow")[:]
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         asked = f"{owner}: the dataset {name!r} (subset {subset!r}, split {split!r})"
@@ -42,8 +36,6 @@ def hub_table(
             f"{asked} cannot be loaded from the hub ({type(error).__name__}: {reason}). Connect this machine, or "
             f"download it beforehand (`hf download --repo-type dataset {name}`){f', {otherwise}' if otherwise else ''}."
         ) from error
-    _require(owner, name, split, columns, table.column_names)
-    return table
 
 
 def _require(owner: str, name: str, split: str | None, columns: Columns, found: Sequence[str]) -> None:
@@ -67,16 +59,21 @@ def hub_rows(
 ) -> Iterator[dict[str, Any]]:
     """Yields the rows of all `subsets`, one after the other, or those of the local file or folder `name`.
 
-    With `only` they have no columns besides `columns`. Raises as `hub_table` and `read_local` do.
+    `owner` is the environment or eval that errors name, `otherwise` another fix. With `only` rows of the hub have no
+    columns besides `columns`. Raises `UserError` if the dataset, a column or the package datasets is missing, and
+    `UnreachableError` without the hub.
     """
     if is_local(name):
+        if any(subsets):
+            raise UserError(f"{owner}: {name!r} is a file or folder, which has no subset {subsets[0]!r}. Leave it out.")
         for number, row in enumerate(read_local(owner, name, split)):
             if number == 0:
                 _require(owner, name, split, columns, list(row))
             yield row
         return
     for subset in subsets:
-        table = hub_table(owner, name, subset, split, columns, otherwise)
+        table = _hub_table(owner, name, subset, split, otherwise)
+        _require(owner, name, split, columns, table.column_names)
         if only:
             table = table.select([column for names in columns for column in names])
         for batch in table.to_batches():

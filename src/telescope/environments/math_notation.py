@@ -94,10 +94,11 @@ def to_latex(text: str) -> str:
             if (
                 len(text) > len(opening) + len(closing)
                 and text == opening + inside + closing
-                and _is_one(inside, closing)
+                and has_paired_braces(inside)
+                and (closing == "}" or closing not in inside.replace("\\$", ""))
             ):
                 text = inside
-        if (command := _COMMAND.fullmatch(text)) and _is_one(command[1]):
+        if (command := _COMMAND.fullmatch(text)) and has_paired_braces(command[1]):
             text = command[1]
         if text == before:
             text = _CURRENCY.sub(r"\1", text)
@@ -140,11 +141,11 @@ def _in_latex(run: re.Match[str]) -> str:
     return f"{'_' if unicodedata.decomposition(run[0][0]).startswith('<sub>') else '^'}{{{plain}}}"
 
 
-def _is_one(inside: str, closing: str = "}") -> bool:
-    """Returns whether a text between an opening and a closing sign has paired braces and no such sign itself."""
+def has_paired_braces(text: str) -> bool:
+    """Returns whether every brace of the text that is not escaped has its partner."""
     depth = 0
-    for brace in re.findall(r"(?<!\\)[{}]", inside):
-        depth += 1 if brace == "{" else -1
+    for token in re.findall(r"\\.|[{}]", text, re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(token, 0)
         if depth < 0:
             return False
-    return depth == 0 and (closing == "}" or closing not in inside.replace("\\$", ""))
+    return depth == 0

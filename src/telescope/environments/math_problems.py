@@ -9,13 +9,13 @@ import contextlib
 import json
 import random
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from telescope.environments.base import ChatMessage, GoldCheck, RewardResult, Sample, SingleTurnEnvironment
 from telescope.environments.hendrycks_math.worked_out import is_worked_out
-from telescope.environments.hub import hub_rows
+from telescope.environments.hub import hub_rows, uses_own_items
 from telescope.environments.math_verifier import read_expression
 from telescope.environments.parsers import (
     extract_boxed_answer,
@@ -50,6 +50,8 @@ class MathEnvironment(SingleTurnEnvironment):
     """
 
     hub_dataset: ClassVar[str]
+    hub_subsets: ClassVar[tuple[str | None, ...]] = (None,)
+    """Subsets of `hub_dataset` that are read without `dataset_subset`."""
     reward_min: float | None = 0.0
     reward_max: float | None = 1.0
     metrics_ranges: ClassVar[dict[str, dict[str, float]]] = {
@@ -84,43 +86,26 @@ class MathEnvironment(SingleTurnEnvironment):
         **_: Any,
     ) -> list[Sample]:
         """Returns the problems as samples. Raises `UserError` if there is none."""
-        name = dataset_name or self.hub_dataset
-        return self.select_samples(
-            num_samples,
-            seed,
-            dataset,
-            hub=lambda: self.hub_samples(name, dataset_subset, dataset_split),
-            own=self.own_samples,
-            selection=f"an answer in {name}",
-        )
+        name = "dataset: own" if dataset == "own" else dataset_name or self.hub_dataset
+        if dataset != "auto" and uses_own_items(self.name, dataset):  # auto is the older name of hub
+            samples = self.own_samples(dataset_subset)
+        else:
+            subsets = self.hub_subsets if dataset_subset is None and name == self.hub_dataset else (dataset_subset,)
+            samples = self.hub_samples(name, subsets, dataset_split)
+        return self.select_samples(samples, num_samples, seed, f"{name} (dataset_subset {dataset_subset!r})")
 
-    def hub_samples(self, name: str, subset: str | None, split: str) -> list[Sample]:
+    def hub_samples(self, name: str, subsets: Sequence[str | None], split: str) -> list[Sample]:
         """Returns the problems of a dataset of the hub."""
-        return samples_of(hub_rows(self.name, name, [subset], split, COLUMNS))
+        return samples_of(hub_rows(self.name, name, subsets, split, COLUMNS))
 
-    def own_samples(self) -> list[Sample]:
+    def own_samples(self, subset: str | None) -> list[Sample]:
         """Returns the problems that ship with Telescope."""
-        return samples_of(own_problems())
+        return samples_of(own_problems(subset))
 
-    def select_samples(
-        self,
-        num_samples: int,
-        seed: int | None,
-        dataset: str,
-        *,
-        hub: Callable[[], list[Sample]],
-        own: Callable[[], list[Sample]],
-        selection: str,
-    ) -> list[Sample]:
-        """Returns the first `num_samples` of `hub` or `own`, as `dataset` selects. A `seed` shuffles them before.
-
-        Raises `UserError` with `selection` as the reason if there is no sample.
-        """
-        if dataset not in ("auto", "hub", "own"):  # auto is the older name of hub
-            raise UserError(f"{self.name}: dataset is {dataset!r}; use hub or own.")
-        samples = own() if dataset == "own" else hub()
+    def select_samples(self, samples: list[Sample], num_samples: int, seed: int | None, source: str) -> list[Sample]:
+        """Returns the first `num_samples`. A `seed` shuffles them before. Raises `UserError` if there is no sample."""
         if not samples:
-            raise UserError(f"{self.name}: there is no problem with {selection}.")
+            raise UserError(f"{self.name}: there is no problem with an answer in {source}.")
         if seed is not None:
             random.Random(f"hendrycks_math {seed}").shuffle(samples)
         return samples if num_samples < 0 else samples[:num_samples]
@@ -145,10 +130,16 @@ class MathEnvironment(SingleTurnEnvironment):
 
     def check_gold(self, sample: Sample) -> GoldCheck | None:
         """Says how math-verify reads the sample's answer. Of several, one that it reads is enough."""
-        checks = [_check_gold(gold, self.verify_timeout_seconds) for gold in golds_of(sample)]
-        return next(
-            (check for check in checks if not check.problem), checks[0] if checks else GoldCheck("", "it is empty")
-        )
+        checks = []
+        for gold in golds_of(sample):
+            words = _WORD.findall(gold)
+            if len(words) > MAX_WORDS:
+                checks.append(GoldCheck("", "it is a sentence, not a final answer"))
+                continue
+            parsed = read_expression(gold, self.verify_timeout_seconds)
+            checks.append(GoldCheck(parsed or gold, None if parsed or words else "math-verify cannot read it"))
+        checks.append(GoldCheck("", "it is empty"))
+        return next((check for check in checks if not check.problem), checks[0])
 
     def compute_reward(self, completion: str, sample: Sample, eos_token: str = "") -> RewardResult:
         text = completion.removesuffix(eos_token) if eos_token else completion
@@ -217,11 +208,3 @@ def read_golds(value: Any) -> list[str]:
         with contextlib.suppress(ValueError):
             return read_golds(json.loads(text))
     return [extract_stated_answer(text) or text] if text else []
-
-
-def _check_gold(gold: str, timeout_seconds: float) -> GoldCheck:
-    words = _WORD.findall(gold)
-    if len(words) > MAX_WORDS:
-        return GoldCheck("", "it is a sentence, not a final answer")
-    parsed = read_expression(gold, timeout_seconds)
-    return GoldCheck(parsed or gold, None if parsed or words else "math-verify cannot read it")

@@ -22,7 +22,7 @@ import threading
 import time
 from typing import IO, Any
 
-from telescope.environments.math_notation import MAX_CHARACTERS, normalize_answer
+from telescope.environments.math_notation import MAX_CHARACTERS, has_paired_braces, normalize_answer
 from telescope.errors import InfrastructureError, UserError
 from telescope.utils.packages import is_installed
 
@@ -58,22 +58,8 @@ _IN_BASE = re.compile(r"-?[0-9A-Z]+_\{?([0-9]{1,2})\}?")
 
 def _is_one_expression(text: str) -> bool:
     """Returns whether the text can be a single answer. It is short, has paired braces, and has no second formula."""
-    if not text or len(text) > MAX_CHARACTERS or "\\boxed" in text or "$" in text.replace("\\$", ""):
-        return False
-    depth = 0
-    escaped = False
-    for character in text:
-        if escaped:
-            escaped = False
-        elif character == "\\":
-            escaped = True
-        elif character == "{":
-            depth += 1
-        elif character == "}":
-            depth -= 1
-            if depth < 0:
-                return False
-    return depth == 0
+    has_another = "\\boxed" in text or "$" in text.replace("\\$", "")
+    return 0 < len(text) <= MAX_CHARACTERS and not has_another and has_paired_braces(text)
 
 
 class _Checker:

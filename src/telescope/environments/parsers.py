@@ -31,6 +31,8 @@ _BOX = re.compile(r"\\(?:boxed|fbox)(?:[ \t\n]{0,8}\{|[ \t]{1,8}([0-9]{1,20})(?!
 _STATED = re.compile(r"(?i:answer)[ \t*_]{0,8}(?:\bis\b|:)[ \t*_:]{0,8}(.*)")
 """What follows the last "answer:" or "answer is" of a text, up to the end of the line."""
 _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s{0,8}\{([^{}]{0,200})\}")
+_CAPITALS = re.compile(r"\\(?:Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Upsilon|Phi|Psi|Omega)(?![A-Za-z])")
+"""Greek letters: the case of other letters does not matter, and math-verify ignores all of it."""
 
 
 class UnfinishedReasoning(str):
@@ -45,14 +47,13 @@ class UnfinishedReasoning(str):
         return self
 
 
-def _keep_unfinished(result: Any) -> Any:
-    if isinstance(result, list | tuple):
-        return type(result)(map(_keep_unfinished, result))
-    return UnfinishedReasoning(result) if isinstance(result, str) else result
-
-
 def _kept_by(method: Callable[..., Any]) -> Callable[..., Any]:
-    return wraps(method)(lambda *args, **kwargs: _keep_unfinished(method(*args, **kwargs)))
+    def keep(result: Any) -> Any:
+        if isinstance(result, list | tuple):
+            return type(result)(map(keep, result))
+        return UnfinishedReasoning(result) if isinstance(result, str) else result
+
+    return wraps(method)(lambda *args, **kwargs: keep(method(*args, **kwargs)))
 
 
 _STRING_METHODS = (
@@ -63,25 +64,22 @@ for _name in _STRING_METHODS.split():
     setattr(UnfinishedReasoning, _name, _kept_by(getattr(str, _name)))
 
 
-def opens_reasoning(prompt: str) -> bool:
-    """Returns whether the prompt's end opens the reasoning that the model continues, as some chat templates do."""
-    return prompt.rstrip().endswith(tuple(REASONING_TAGS))
+def opening_tag(prompt: str) -> str:
+    """Returns the tag at the prompt's end that opens the reasoning that the model continues. `""` without one."""
+    return next((tag for tag in REASONING_TAGS if prompt.rstrip().endswith(tag)), "")
 
 
-def answer_text(text: str, *, reasoning_is_open: bool = False) -> str:
+def answer_text(text: str, opened: str = "") -> str:
     """The text of an answer for scoring. It is an `UnfinishedReasoning` if the answer ends before its reasoning does.
 
-    `reasoning_is_open`: the prompt ended with the opening tag (`opens_reasoning`).
+    `opened` is the tag with which the prompt ended (`opening_tag`).
     """
     begins = text.lstrip()
     for opening, closing in REASONING_TAGS.items():
         if begins.startswith(opening):
             return text if closing in text else UnfinishedReasoning(text)
-    return UnfinishedReasoning(text) if reasoning_is_open and not _closes_reasoning(text) else text
-
-
-def _closes_reasoning(text: str) -> bool:
-    return any(tag[1] is None and tag[0] != END_OF_MESSAGE for tag in _TAG.finditer(text))
+    closes = any(tag[1] is None and tag[0] != END_OF_MESSAGE for tag in _TAG.finditer(text))
+    return UnfinishedReasoning(text) if opened and not closes else text
 
 
 def strip_think_tags(text: str) -> str:
@@ -209,5 +207,7 @@ def verify_math_answer(predicted: str, ground_truth: str, timeout_seconds: float
     if not predicted:
         return False
     ground_truth = extract_stated_answer(ground_truth) or ground_truth
-    texts = (_TEXT_COMMAND.sub(r"\1", normalize_answer(text)).casefold() for text in (predicted, ground_truth))
-    return verify_exact_match(*texts) or check_equal(predicted, ground_truth, timeout_seconds)
+    texts = [_TEXT_COMMAND.sub(r"\1", normalize_answer(text)) for text in (predicted, ground_truth)]
+    if set(_CAPITALS.findall(texts[0])) != set(_CAPITALS.findall(texts[1])):
+        return False
+    return verify_exact_match(*map(str.casefold, texts)) or check_equal(predicted, ground_truth, timeout_seconds)

@@ -37,10 +37,11 @@ from pathlib import Path
 from typing import Any
 
 from telescope.environments.base import ChatMessage, assistant_message, with_thinking_prefix
-from telescope.environments.parsers import opens_reasoning
+from telescope.environments.parsers import opening_tag
 from telescope.environments.serialization import serialize_messages
 from telescope.environments.stops import ANSWER, find_stops
 from telescope.environments.tool_template import with_channels_as_fields
+from telescope.environments.user_code import call_with_declared
 from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.errors import UserError
 
@@ -119,19 +120,13 @@ class Renderer:
                 f"The tokenizer of {self.spec.tokenizer_path!r} has no chat template. Set chat_template in the "
                 "configuration, or use a chat model."
             )
-        function = environment.format_prompt
-        parameters = inspect.signature(function).parameters
-        takes_rest = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        options: dict[str, Any] = {}
-        if takes_rest or "chat_template_kwargs" in parameters:
-            options["chat_template_kwargs"] = {"enable_thinking": self.spec.enable_thinking}
-        elif "enable_thinking" in parameters:
-            options["enable_thinking"] = self.spec.enable_thinking
-        tokenizer = self.tokenizer
+        tokenizer, options = self.tokenizer, {"enable_thinking": self.spec.enable_thinking}
         if environment.uses_chat_template:
             tokenizer = copy.copy(tokenizer)
             tokenizer.apply_chat_template = self._apply_chat_template
-        text = function(prompt, tokenizer, **options)
+        if "enable_thinking" not in inspect.signature(environment.format_prompt).parameters:
+            options = {"chat_template_kwargs": options}
+        text = call_with_declared(environment.format_prompt, prompt, tokenizer, **options)
         if not isinstance(text, str):
             raise TypeError(f"format_prompt returned {type(text).__name__}, not a string")
         return text
@@ -303,9 +298,9 @@ class Dialogue:
         """The answer before the prompt's end, and the text that followed it."""
 
     @property
-    def reasoning_is_open(self) -> bool:
-        """Returns whether the model's last prompt ended with a tag that opens reasoning."""
-        return opens_reasoning(self._shown)
+    def opened(self) -> str:
+        """The tag that opens reasoning at the end of the model's last prompt, if there is one."""
+        return opening_tag(self._shown)
 
     def begin(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Starts the conversation. Returns the token ids of the first prompt."""

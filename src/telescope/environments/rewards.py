@@ -11,12 +11,12 @@ a number, or a number and the golden answer to record. A rubric has no state: it
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from telescope.environments.base import RewardResult, RolloutState, Sample
+from telescope.environments.user_code import call_with_declared, maybe_await
 from telescope.errors import UserError
 
 
@@ -68,20 +68,9 @@ class Rubric:
         self._terms.append(_Term(func, name, None if weight is None else float(weight), golden_answer, chart))
         return self
 
-    def add_metric(
-        self,
-        func: Callable[..., Any],
-        *,
-        name: str | None = None,
-        golden_answer: Any = None,
-        range_min: float | None = None,
-        range_max: float | None = None,
-        invert: bool = False,
-    ) -> Rubric:
-        """Adds a function that is recorded without counting in the reward. Returns the rubric."""
-        return self.add_reward(
-            func, None, name=name, golden_answer=golden_answer, range_min=range_min, range_max=range_max, invert=invert
-        )
+    def add_metric(self, func: Callable[..., Any], **options: Any) -> Rubric:
+        """Adds a function that is recorded without counting in the reward; with the options of `add_reward`."""
+        return self.add_reward(func, None, **options)
 
     @property
     def metrics_ranges(self) -> dict[str, dict[str, float]]:
@@ -108,7 +97,8 @@ class Rubric:
         if sample is None and state is not None:
             sample = state.sample
         arguments = {"completion": completion, "sample": sample, "state": state, "eos_token": eos_token}
-        returned = await asyncio.gather(*[maybe_await(_call(term.function, arguments)) for term in self._terms])
+        values = [call_with_declared(term.function, **arguments) for term in self._terms]
+        returned = await asyncio.gather(*map(maybe_await, values))
 
         total = 0.0
         metrics: dict[str, float] = {}
@@ -128,19 +118,6 @@ class Rubric:
             info_turns=list(extra_info_turns or []),
             sample_tags=dict(extra_sample_tags or {}),
         )
-
-
-async def maybe_await(value: Any) -> Any:
-    """Returns the value, awaited if it is awaitable."""
-    return await value if inspect.isawaitable(value) else value
-
-
-def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Calls the function with the arguments that it declares."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return function(**arguments)
-    return function(**{p.name: arguments[p.name] for p in parameters if p.name in arguments})
 
 
 def _number(value: Any, name: str) -> float:

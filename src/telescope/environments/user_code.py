@@ -23,7 +23,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Generator, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -33,16 +33,23 @@ Steps = Generator[Awaitable[Any], Any, tuple[dict[str, Any], bytes]]
 """Returns the fields and the blob of the answer."""
 
 
+def call_with_declared(function: Callable[..., Any], *positional: Any, **available: Any) -> Any:
+    """Calls a function with those of the `available` arguments that it declares; all of them if it has `**kwargs`."""
+    declared = inspect.signature(function).parameters.values()
+    if not any(p.kind is p.VAR_KEYWORD for p in declared):
+        available = {p.name: available[p.name] for p in declared if p.name in available}
+    before_slash = [available.pop(p.name) for p in declared if p.kind is p.POSITIONAL_ONLY and p.name in available]
+    return function(*positional, *before_slash, **available)
+
+
+async def maybe_await(value: Any) -> Any:
+    """Returns the value, awaited if it is awaitable."""
+    return await value if inspect.isawaitable(value) else value
+
+
 def settled(value: Any) -> Generator[Awaitable[Any], Any, Any]:
     """Waits for a value that may be awaitable. Use it as `result = yield from settled(f())`."""
-    if inspect.isawaitable(value):
-        return (yield value)
-    return value
-
-
-async def settle(result: Awaitable[Any]) -> Any:
-    """Wraps any awaitable in a coroutine, for a task."""
-    return await result
+    return (yield value) if inspect.isawaitable(value) else value
 
 
 T = TypeVar("T")
@@ -141,14 +148,12 @@ def user_code_line(error: BaseException, folder: Path | None = None) -> str | No
     if not frames:
         return None
     in_folder = [f for f in frames if folder is not None and Path(f.filename).is_relative_to(folder)]
-    of_a_person = [f for f in frames if not f.filename.startswith(_LIBRARIES) and not _is_ours(f.filename)]
+    # Shipped environments are in subfolders of this package.
+    of_a_person = [
+        f for f in frames if not f.filename.startswith(_LIBRARIES) and str(Path(f.filename).parent) != _OWN_FOLDER
+    ]
     chosen = (in_folder or of_a_person or frames)[-1]
     return f"{chosen.filename}:{chosen.lineno}"
-
-
-def _is_ours(filename: str) -> bool:
-    """Returns whether a file is a module of this package. Built-in environments are in subfolders."""
-    return str(Path(filename).parent) == _OWN_FOLDER
 
 
 def error_text(error: BaseException) -> str:
@@ -181,25 +186,16 @@ def describe_error(error: BaseException, folder: Path | None = None) -> str:
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
-SMALLEST_LIMIT_BYTES = 2 * 2**30
 
+def default_memory_limit() -> int:
+    """Returns what a worker may allocate, in bytes, besides what it has loaded.
 
-def machine_memory_bytes() -> int:
-    """Returns the machine's or, if lower, the container's memory in bytes."""
+    It is a quarter of the memory of the machine or, if lower, the container, and at least 2 GiB: a reward that never
+    stops allocating fails before the engine or the trainer does.
+    """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for file in _CGROUP_LIMITS:
-        path = Path(file)
+    for path in map(Path, _CGROUP_LIMITS):
         text = path.read_text().strip() if path.exists() else "max"
         if text.isdigit():
             memory = min(memory, int(text))
-    return memory
-
-
-def default_memory_limit() -> int:
-    """Returns what a worker may allocate: a quarter of the machine's memory.
-
-    What it has loaded does not count.
-
-    A reward that never stops allocating then fails before the engine or the trainer does.
-    """
-    return max(machine_memory_bytes() // 4, SMALLEST_LIMIT_BYTES)
+    return max(memory // 4, 2 * 2**30)

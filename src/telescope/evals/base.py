@@ -13,7 +13,6 @@ looked up among the environments.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,6 +29,7 @@ from telescope.environments.base import (
     SingleTurnEnvironment,
 )
 from telescope.environments.registry import ENVIRONMENTS, Discovery, Source, environment_class, make_environment
+from telescope.environments.user_code import call_with_declared
 from telescope.environments.worker_pool.messages import EnvironmentSpec
 from telescope.errors import UserError
 
@@ -118,11 +118,8 @@ class Eval(Dataset):
 
     def format_prompt(self, question: str | list[ChatMessage], tokenizer: Any, **options: Any) -> str:
         """Returns the text before the completion, formatted by the environment if any."""
-        function = self._format().format_prompt
-        parameters = inspect.signature(function).parameters
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            options = {name: value for name, value in options.items() if name in parameters}
-        return function(question, tokenizer, **options)
+        text: str = call_with_declared(self._format().format_prompt, question, tokenizer, **options)
+        return text
 
     async def prepare_resources(self) -> None:
         """Awaited once per process before the first completion is scored."""

@@ -106,7 +106,7 @@ def test_rows_are_shuffled_by_a_seed_cut_to_a_number_and_left_out_without_an_ans
     assert len({sample.answer for sample in first}) == 20
     assert made(path).get_sample(0).answer == "0"
     assert "50 items" in caplog.text
-    assert "1 rows without a prompt or an answer are left out" in caplog.text
+    assert "Left out without a prompt or an answer: 1 row." in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -168,6 +168,9 @@ def absent(completions, missing_column):
 def silent(completions):
     return [None]
 
+def by_place(completions, hint="", /, *, ground_truth):
+    return [float(completions[0] is not None and (hint, ground_truth) == (["none"], ["0"]))]
+
 def wrong(completions):
     return ["good"]
 """
@@ -187,6 +190,7 @@ def test_functions_with_the_signature_of_trl_are_rewards(tmp_path, monkeypatch, 
     monkeypatch.syspath_prepend(tmp_path)
     assert reward_of(made(path, reward="my_rewards:length"), "abc") == {"reward": 3.0, "length": 3.0}
     assert reward_of(made(path, reward="my_rewards:silent"), "abc") == {"reward": 0.0, "silent": 0.0}
+    assert reward_of(made(path, reward="my_rewards:by_place"), "abc") == {"reward": 1.0, "by_place": 1.0}
     with pytest.raises(TypeError, match=r"the reward wrong returned .*good.* not a list of one number"):
         reward_of(made(path, reward="my_rewards:wrong"), "abc")
     with pytest.raises(UserError, match=r"reward absent needs 'missing_column', .* It has: prompt, ground_truth, hint"):
@@ -200,6 +204,7 @@ def test_functions_with_the_signature_of_trl_are_rewards(tmp_path, monkeypatch, 
     [
         ({"path": "trian.jsonl"}, r"no file 'trian.jsonl'\. Data files in .*: train.jsonl\. Give"),
         ({"path": "train.jsonl", "split": "test"}, "is one file, without the split 'test'"),
+        ({"path": "train.jsonl", "subset": "hard"}, "a file or folder, which has no subset 'hard'. Leave it out"),
         ({"path": "train.jsonl", "answer": "anser"}, r"no column 'anser' \(answer\)\. Did you mean 'answer'\? It has"),
         ({"path": "train.jsonl", "prompt": "text"}, r"no column 'text' \(prompt\)\. It has: question, answer"),
         ({"path": "train.jsonl", "reward": "maths"}, "use math, exact or regex, package.module:function"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from tests import released
 from tests.unit.environments.turns import finish, play
@@ -18,7 +20,7 @@ from telescope.environments import (
     get_environment,
     strip_think_tags,
 )
-from telescope.environments.parsers import answer_text, opens_reasoning
+from telescope.environments.parsers import answer_text, opening_tag
 from telescope.environments.rendering import Renderer
 from telescope.environments.worker_pool.environment_runner import EnvironmentRunner
 from telescope.environments.worker_pool.messages import EnvironmentSpec, RendererSpec, pack_floats, pack_ids
@@ -48,6 +50,7 @@ class Boxed(SingleTurnEnvironment):
             extract_boxed_answer(strip_think_tags(text)),
             extract_code_block(text.replace("\r", ""), "text"),
             extract_xml_tag(text.split("####")[-1], "result"),
+            *re.findall(r"It is (\w+)", re.sub(r"<think>.*?(</think>|$)", "", completion, flags=re.DOTALL)),
         ]
         return RewardResult(float(sample.answer in found))
 
@@ -101,7 +104,7 @@ def reward(renderer, template, answer, *, factory="make_boxed", stop_reason="len
     return fields["score"]["total_reward"]
 
 
-ANSWERS = [r"\boxed{42}", "<answer>42</answer>", "\n```text\n42\n```\n", "so #### <result>42</result>"]
+ANSWERS = [r"\boxed{42}", "<answer>42</answer>", "\n```text\n42\n```\n", "so #### <result>42</result>", "It is 42"]
 
 
 @pytest.mark.parametrize("stop_reason", ["length", "stop"])
@@ -133,7 +136,7 @@ def test_a_tool_call_inside_reasoning_is_not_executed(renderer, template):
 @pytest.mark.parametrize("opened", [True, False])
 def test_shipped_environments_find_nothing_in_unfinished_reasoning(opened):
     def cut_off(text):
-        return answer_text(text if opened else f"<think>{text}", reasoning_is_open=opened)
+        return answer_text(text if opened else f"<think>{text}", "<think>" if opened else "")
 
     sums = get_environment("hendrycks_math", dataset="own", num_samples=3)
     puzzles = get_environment("countdown", dataset="generated", num_samples=3)
@@ -159,11 +162,11 @@ def test_shipped_environments_find_nothing_in_unfinished_reasoning(opened):
     ],
 )  # fmt: skip
 def test_only_a_tag_at_the_end_of_a_prompt_opens_reasoning(prompt, opens):
-    assert opens_reasoning(prompt) is opens
+    assert bool(opening_tag(prompt)) is opens
 
 
 def test_text_made_of_unfinished_reasoning_is_unfinished_too():
-    text = answer_text("a \\boxed{1}\nb", reasoning_is_open=True)
+    text = answer_text("a \\boxed{1}\nb", "<think>")
     pieces = [text.strip(), text[1:], text + "x", text.split("a")[-1], text.partition("b")[0], str(text), text.lower()]
     for piece in (*pieces, text.splitlines()[0], text.removeprefix("a"), text.replace("b", "c")):
         assert (extract_boxed_answer(piece), strip_think_tags(piece)) == ("", "")

@@ -123,7 +123,7 @@ def test_calls_in_reasoning_do_not_count_and_later_ones_do(form, configured):
     assert read(f"<think>{call}", configured) == []
     assert read(f"<think>{call}</think>It is done.", configured) == []
     if "<|end|>" not in call:  # which would end the reasoning
-        assert read(answer_text(call, reasoning_is_open=True), configured) == []
+        assert read(answer_text(call, "<think>"), configured) == []
     for reasoning in (f"<think>{call}</think>\n\n", f"{call} hm </think>\n\n", "I use <tool_call> tags.</think>"):
         (found,) = read(reasoning + other, configured)
         assert (found.arguments, found.error) == ({"text": "b"}, None)

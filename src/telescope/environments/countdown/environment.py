@@ -21,7 +21,7 @@ from telescope.environments.countdown.puzzles import (
     in_portion,
     parse,
 )
-from telescope.environments.hub import hub_table
+from telescope.environments.hub import hub_rows
 from telescope.environments.parsers import answer_text, extract_answer_tags, strip_think_tags
 from telescope.errors import UserError
 
@@ -145,13 +145,11 @@ class CountdownEnvironment(SingleTurnEnvironment):
     def _load_hub(
         self, num_samples: int, portion: str, dataset_name: str, subset: str | None, split: str
     ) -> list[Sample]:
-        otherwise = "or set dataset: generated"
-        table = hub_table("countdown", dataset_name, subset, split, [("nums",), ("target",)], otherwise)
-        pairs: Iterable[tuple[list[int], int]] = zip(
-            table["nums"].to_pylist(), table["target"].to_pylist(), strict=True
-        )
-        admitted = ((numbers, target) for numbers, target in pairs if in_portion(numbers, target, portion))
-        return [self._sample(tuple(n), t) for n, t in islice(admitted, None if num_samples < 0 else num_samples)]
+        columns, otherwise = [("nums",), ("target",)], "or set dataset: generated"
+        rows = hub_rows("countdown", dataset_name, [subset], split, columns, only=True, otherwise=otherwise)
+        admitted = (row for row in rows if in_portion(row["nums"], row["target"], portion))
+        chosen = islice(admitted, None if num_samples < 0 else num_samples)
+        return [self._sample(tuple(row["nums"]), row["target"]) for row in chosen]
 
     def _sample(self, numbers: tuple[int, ...], target: int) -> Sample:
         return Sample(
@@ -170,7 +168,10 @@ class CountdownEnvironment(SingleTurnEnvironment):
         text = completion.removesuffix(eos_token) if eos_token else completion
         text = strip_think_tags(answer_text(text)).strip()
         answer = extract_answer_tags(text)
-        expression = _parsed(answer)
+        try:
+            expression = parse(answer)
+        except ExpressionError:
+            expression = None  # the model's mistake, not a failure
         one_answer_at_the_end = text.endswith("</answer>") and text.count("<answer>") == text.count("</answer>") == 1
         well_formed = expression is not None and one_answer_at_the_end
         numbers = sample.metadata["numbers"]
@@ -189,13 +190,6 @@ class CountdownEnvironment(SingleTurnEnvironment):
             return expression.value() == target
         except ZeroDivisionError:
             return False  # the model's mistake, not a failure
-
-
-def _parsed(answer: str) -> Expression | None:
-    try:
-        return parse(answer)
-    except ExpressionError:
-        return None  # the model's mistake, not a failure
 
 
 def _one_of(field: str, value: str, choices: tuple[str, ...]) -> None:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from telescope.environments.base import Sample
 from telescope.environments.hub import hub_rows
-from telescope.environments.math_problems import MathEnvironment, make_sample, own_problems, read_golds, samples_of
+from telescope.environments.math_problems import MathEnvironment, make_sample, read_golds
 from telescope.environments.parsers import extract_boxed_answer
 
 REQUIRED_PACKAGES = ["math-verify"]
 OPTIONAL_PACKAGES = ["datasets"]
 
-HUB_DATASET = "BytedTsinghua-SIA/DAPO-Math-17k"
 OWN_INSTRUCTION = 'Think step by step. Then write the result in a last line of its own, as "Answer: " and the number.'
 """Follows the shipped problems, which lack the instruction of the hub's prompts."""
 
@@ -32,7 +32,7 @@ class DapoMathEnvironment(MathEnvironment):
     The answer is the last line `Answer: ...`; without one, the last `\boxed{...}`.
     """
 
-    hub_dataset: ClassVar[str] = HUB_DATASET
+    hub_dataset: ClassVar[str] = "BytedTsinghua-SIA/DAPO-Math-17k"
     metrics_ranges: ClassVar[dict[str, dict[str, float]]] = {
         "correct": {"min": 0.0, "max": 1.0},
         "answered": {"min": 0.0, "max": 1.0},
@@ -48,11 +48,10 @@ class DapoMathEnvironment(MathEnvironment):
             return extract_boxed_answer(text)
         return extract_boxed_answer(lines[-1]) or lines[-1].strip(" \t*_").removesuffix(".")
 
-    def hub_samples(self, name: str, subset: str | None, split: str) -> list[Sample]:
+    def hub_samples(self, name: str, subsets: Sequence[str | None], split: str) -> list[Sample]:
         """Returns every problem once: the hub's dataset repeats each a hundred times."""
         samples: dict[str, Sample | None] = {}
-        columns = [("prompt",), ("reward_model",)]
-        for row in hub_rows(self.name, name, [subset], split, columns, only=True):
+        for row in hub_rows(self.name, name, subsets, split, [("prompt",), ("reward_model",)], only=True):
             messages, truth = row["prompt"], row["reward_model"]
             if isinstance(truth, dict):
                 truth = truth.get("ground_truth")
@@ -63,10 +62,10 @@ class DapoMathEnvironment(MathEnvironment):
                 samples[key] = make_sample(messages, read_golds(truth), {})
         return [sample for sample in samples.values() if sample is not None]
 
-    def own_samples(self) -> list[Sample]:
+    def own_samples(self, subset: str | None) -> list[Sample]:
         """Returns the shipped problems whose answer is a whole number."""
         return [
             Sample(f"{sample.prompt}\n\n{OWN_INSTRUCTION}", answer=sample.answer)
-            for sample in samples_of(own_problems())
+            for sample in super().own_samples(subset)
             if re.fullmatch(r"-?[0-9]+", sample.answer)
         ]

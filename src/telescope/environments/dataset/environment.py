@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from telescope.environments.arguments import known_arguments, refuse_unknown
 from telescope.environments.base import ChatMessage, Environment, GoldCheck, RewardResult, Sample
-from telescope.environments.dataset.functions import call_function, load_function, refuse_missing_columns
+from telescope.environments.dataset.functions import call_function, load_function, read_reward, refuse_missing_columns
 from telescope.environments.dataset.rows import choose_columns, list_columns, value_of
 from telescope.environments.hub import hub_rows
 from telescope.environments.math_problems import INSTRUCTION_PROMPT, MathEnvironment, golds_of, make_sample, read_golds
@@ -23,7 +23,9 @@ from telescope.environments.parsers import (
     strip_think_tags,
     verify_exact_match,
 )
+from telescope.environments.user_code import maybe_await
 from telescope.errors import UserError
+from telescope.utils.text import pluralize
 
 REQUIRED_PACKAGES: list[str] = []
 OPTIONAL_PACKAGES = ["datasets", "math-verify"]
@@ -112,15 +114,13 @@ class DatasetEnvironment(MathEnvironment):
         if self._instruction_is_default and samples and _ASKS_FOR_A_FORM.search(str(samples[0].prompt)):
             self.instruction_prompt = None
         rewards = " + ".join([*([self.compares] if self.compares else []), *self.functions])
-        columns_used = f"prompt in {prompt!r}, answer in {answer!r}, reward {rewards}"
-        left_out = f". {len(rows) - len(samples):,} rows without a prompt or an answer are left out"
+        columns_used = f"prompt in {prompt!r}, answer in {answer!r}, reward {rewards}."
+        left_out = f" Left out without a prompt or an answer: {pluralize(len(rows) - len(samples), 'row')}."
         self.notice(
-            f"dataset: {path} has {form}: {len(samples):,} items, {columns_used}"
-            f"{left_out if len(samples) < len(rows) else ''}."
+            f"dataset: {path} has {form}: {pluralize(len(samples), 'item')}, {columns_used}"
+            f"{left_out if len(samples) < len(rows) else ''}"
         )
-        return self.select_samples(
-            num_samples, seed, "own", hub=list, own=lambda: samples, selection=f"a prompt and an answer in {path}"
-        )
+        return self.select_samples(samples, num_samples, seed, path)
 
     @property
     def _needs_answer(self) -> bool:
@@ -167,10 +167,14 @@ class DatasetEnvironment(MathEnvironment):
                 result.total_reward = result.sample_metrics["correct"] = correct
         if isinstance(source := sample.metadata.get("data_source"), str):
             result.sample_tags["data_source"] = source
-        values = {name: call_function(name, function, text, sample) for name, function in self.functions.items()}
-        if any(inspect.isawaitable(value) for value in values.values()):
-            return _add_later(result, values)
-        return _add(result, values)
+        returned = {name: call_function(function, text, sample) for name, function in self.functions.items()}
+        if not any(map(inspect.isawaitable, returned.values())):
+            return _add(result, returned)
+
+        async def add_later() -> RewardResult:
+            return _add(result, {name: await maybe_await(value) for name, value in returned.items()})
+
+        return add_later()
 
 
 def _is_same(answer: str, gold: str) -> bool:
@@ -180,11 +184,8 @@ def _is_same(answer: str, gold: str) -> bool:
     return verify_exact_match(answer, gold)
 
 
-def _add(result: RewardResult, values: dict[str, Any]) -> RewardResult:
+def _add(result: RewardResult, returned: dict[str, Any]) -> RewardResult:
+    values = {name: read_reward(name, value) for name, value in returned.items()}
     result.sample_metrics |= values
     result.total_reward += sum(values.values())
     return result
-
-
-async def _add_later(result: RewardResult, values: dict[str, Any]) -> RewardResult:
-    return _add(result, {name: await value if inspect.isawaitable(value) else value for name, value in values.items()})

@@ -13,7 +13,7 @@ from typing import Any
 
 from telescope.environments.base import ENV_NAME_KEY, Sample, assistant_message
 from telescope.environments.math_problems import ANSWERS_KEY
-from telescope.environments.user_code import describe_error
+from telescope.environments.user_code import call_with_declared, describe_error
 from telescope.errors import UserError
 
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -59,32 +59,23 @@ def refuse_missing_columns(name: str, function: Callable[..., Any], path: str, c
             )
 
 
-def call_function(name: str, function: Callable[..., Any], text: str, sample: Sample) -> Any:
-    """Returns the reward of one completion, or an awaitable of it.
+def call_function(function: Callable[..., Any], text: str, sample: Sample) -> Any:
+    """Returns what the function says of one completion, or an awaitable of it, for `read_reward`.
 
-    The completion is a list of messages if the prompt is, as in TRL. None means that the function does not apply: 0.
+    The completion is a list of messages if the prompt is, as in TRL.
     """
     completion = text if isinstance(sample.prompt, str) else [assistant_message(text)]
     arguments: dict[str, Any] = {key: [value] for key, value in sample.metadata.items() if key not in HIDDEN}
     arguments |= {"completion_ids": [[]], "trainer_state": None, "log_extra": _ignore, "log_metric": _ignore}
     arguments |= {"prompts": [sample.prompt], "completions": [completion]}
-    parameters = inspect.signature(function).parameters.values()
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        arguments = {key: arguments[key] for key in (parameter.name for parameter in parameters) if key in arguments}
-    returned = function(**arguments)
-    return _number_later(name, returned) if inspect.isawaitable(returned) else _number(name, returned)
+    return call_with_declared(function, **arguments)
 
 
-async def _number_later(name: str, returned: Any) -> float:
-    return _number(name, await returned)
-
-
-def _number(name: str, returned: Any) -> float:
+def read_reward(name: str, returned: Any) -> float:
+    """Returns a function's reward of one completion. None means that the function does not apply: 0."""
     value = returned[0] if isinstance(returned, list | tuple) and len(returned) == 1 else returned
-    if value is None:
-        return 0.0
     try:
-        number = float(value)
+        number = 0.0 if value is None else float(value)
     except (TypeError, ValueError):
         number = math.nan
     if isinstance(value, str) or not math.isfinite(number):

@@ -173,7 +173,7 @@ class Conversations:
         text = self._renderer.decode(ids, cut_end_token=cut)
         truncated = header["stop_reason"] != "stop"
         dialogue = record.dialogue
-        answer = answer_text(dialogue.opening + text, reasoning_is_open=dialogue.reasoning_is_open)
+        answer = answer_text(dialogue.opening + text, dialogue.opened)
         completion = [assistant_message(answer)]
         logprobs = unpack_floats(blob[4 * num_ids :])
         state.trajectory.append(TrajectoryStep(record.prompt, completion, record.prompt_ids, ids, logprobs, truncated))

@@ -27,7 +27,7 @@ from telescope.environments.base import (
     wrapped_environment,
 )
 from telescope.environments.golds import report_golds
-from telescope.environments.parsers import answer_text, opens_reasoning
+from telescope.environments.parsers import UnfinishedReasoning, answer_text, opening_tag
 from telescope.environments.rendering import Renderer, lost_message, why_not_extendable, without_breaks
 from telescope.environments.serialization import as_json, serialize_messages, serialize_score
 from telescope.environments.user_code import Steps, describe_error, settled
@@ -69,8 +69,8 @@ class EnvironmentRunner:
         self.resources = [Resources(environment) for environment in self.environments]
         self.conversations = Conversations(renderer)
         self.not_extendable: dict[int, str | None] = {}
-        self._opens_reasoning: dict[tuple[int, int], bool] = {}
-        """Whether the prompt of an item ends with a tag that opens reasoning, for single-turn environments."""
+        self._opened: dict[tuple[int, int], str] = {}
+        """The tag that opens reasoning at the end of an item's prompt, or `""`, for single-turn environments."""
 
     @contextlib.contextmanager
     def _loading(self, spec: EnvironmentSpec, stage: str, doing: str) -> Iterator[None]:
@@ -269,7 +269,7 @@ class EnvironmentRunner:
         assert self.renderer is not None
         environment = self.environments[position]
         text = self.renderer.prompt_text(environment, environment.get_sample(index).prompt)
-        self._opens_reasoning[position, index] = opens_reasoning(text)
+        self._opened[position, index] = opening_tag(text)
         return text
 
     def _first_messages(self, environment: Any, sample: Sample) -> list[ChatMessage]:
@@ -291,11 +291,14 @@ class EnvironmentRunner:
         assert self.renderer is not None, "a pool without a renderer decodes no completions"
         cut = header["stop_reason"] == "stop" and not environment.keeps_eos_token
         text = self.renderer.decode(token_ids, cut_end_token=cut)
-        if (position, index) not in self._opens_reasoning:  # another process has prepared the prompt
+        if (position, index) not in self._opened:  # another process has prepared the prompt
             self._prompt_text(position, index)
-        text = answer_text(text, reasoning_is_open=self._opens_reasoning[position, index])
+        opened = self._opened[position, index]
+        completion = answer_text(text, opened)
+        if isinstance(completion, UnfinishedReasoning):
+            completion = UnfinishedReasoning(opened + text)  # code of the environment can see that it is reasoning
         method = environment.compute_eval_metrics if for_eval else environment.compute_reward
-        result = method(text, environment.get_sample(index), eos_token=environment.eos_token)
+        result = method(completion, environment.get_sample(index), eos_token=environment.eos_token)
         score = serialize_score((yield from settled(result)), for_eval)
         return {"text": text, "score": score}, b""
 

@@ -31,7 +31,7 @@ from typing import Any
 
 from telescope.environments.rendering import Renderer
 from telescope.environments.serialization import MalformedResultError
-from telescope.environments.user_code import Steps, error_text, original_error, settle, user_code_line
+from telescope.environments.user_code import Steps, error_text, maybe_await, original_error, user_code_line
 from telescope.environments.worker_pool.environment_runner import EnvironmentRunner
 from telescope.environments.worker_pool.messages import EnvironmentSpec, Slot
 from telescope.errors import InfrastructureError, UnreachableError, UserError
@@ -264,7 +264,7 @@ class Worker:
 
     def _park(self, request_id: int, steps: Steps, waits_for: Awaitable[Any]) -> None:
         """Lets this request wait in the event loop while other requests run."""
-        task = self.loop.create_task(settle(waits_for))
+        task = self.loop.create_task(maybe_await(waits_for))
         self.tasks[request_id] = task
         task.add_done_callback(lambda done: self._settled(request_id, steps, done))
         if request_id not in self.parked:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from telescope.environments.base import EvalMetricsResult, Sample
+from telescope.environments.data_files import is_local
 from telescope.environments.hub import hub_rows, uses_own_items
 from telescope.environments.parsers import extract_boxed_answer, strip_think_tags
 from telescope.evals.base import Eval
@@ -65,7 +66,8 @@ class GpqaDiamond(Eval):
         if uses_own_items(self.name, dataset):
             rows = json.loads(_OWN_ITEMS.read_text(encoding="utf-8"))
         else:
-            rows = list(hub_rows(self.name, dataset_name, [dataset_subset], dataset_split, COLUMNS))
+            subset = None if is_local(dataset_name) else dataset_subset
+            rows = list(hub_rows(self.name, dataset_name, [subset], dataset_split, COLUMNS))
         samples = [_sample(row, shuffle_seed, instruction_prompt_pre) for row in rows]
         return samples if num_samples < 0 else samples[:num_samples]
 
