@@ -44,7 +44,7 @@ GPU: dict[str, Any] = {
     "number_of_steps": 40,
     "learning_rate": 5e-6,
 }
-CPU: dict[str, Any] = {"prompts_batch_size_for_trainer": 8, "number_of_steps": 20, "learning_rate": 1e-5}
+CPU: dict[str, Any] = {"prompts_batch_size_for_trainer": 8, "number_of_steps": 12, "learning_rate": 1e-5}
 Z = 1.959964
 """97.5 % quantile of the standard normal distribution."""
 STUDENT_T = (math.nan, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31)

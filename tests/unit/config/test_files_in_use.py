@@ -127,10 +127,11 @@ def test_metrics_of_pass_k_are_those_that_the_environment_declares(tmp_path, met
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"max_async_rollout": 4}, "discards 10 % of the tokens. Set max_off_policy_steps to about 16, or to -1"),
+        ({"max_async_rollout": 4}, "which discards none. Set max_off_policy_steps to about 12, or to -1"),
         ({"max_off_policy_steps": 20}, "generation runs no further ahead"),
         ({"max_async_rollout": 4, "max_off_policy_steps": 16}, None),
         ({"max_async_rollout": 4, "max_off_policy_steps": -1}, None),
+        ({"max_async_rollout": 3}, None),
         ({"max_async_rollout": 1}, None),
         ({}, None),
     ],
