@@ -209,12 +209,6 @@ class TrainerActor:
         weights = self.trainer.named_weights(getattr(torch, update.dtype))
         return self.sender.send(weights, update, engines, fingerprints=fingerprints, corrupt=corrupt)
 
-    def sync_adapter(self, directory: Path, dtype: str) -> Any:
-        """Writes the adapter for the servers; see `Trainer.sync_adapter`."""
-        import torch
-
-        return self.trainer.sync_adapter(directory, getattr(torch, dtype))
-
     def self_check(self, function: str, *inputs: Any) -> Any:
         """Calls a function of `trainer.self_check` with the backend."""
         from telescope.trainer import self_check

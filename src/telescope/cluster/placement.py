@@ -141,10 +141,7 @@ def _nodes_of(group: PlacementGroup) -> list[str]:
 
 
 def _bundle(cpus: float, gpus: int) -> dict[str, float]:
-    bundle: dict[str, float] = {"CPU": cpus}
-    if gpus:
-        bundle["GPU"] = gpus
-    return bundle
+    return {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}
 
 
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -183,11 +180,9 @@ def own_host(*, loopback: bool) -> str:
 
 
 def use_interface_of(address: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Makes NCCL and gloo use the interface with `address`.
+    """Makes NCCL and gloo use the interface with `address`. Child processes use it too. Call it before either is used.
 
-    Child processes use it too.
-
-    Call it before either is used. Keeps variables that the user or the node has set.
+    Keeps variables that the user or the node has set.
     """
     interface = interface_of(address, interface_networks())
     if interface is not None:
@@ -209,17 +204,11 @@ def interface_of(address: str, networks: Iterable[tuple[str, str]]) -> str | Non
 
 
 def interface_networks() -> list[tuple[str, str]]:
-    """Returns this machine's interfaces: ("lo", "127.0.0.1/255.0.0.0")."""
+    """Returns this machine's interfaces: ("lo", "127.0.0.1/8")."""
     return [
-        (name, f"{entry.address.partition('%')[0]}/{_prefix(entry.netmask)}")
+        # `ipaddress` does not read the masks of IPv6 as the kernel writes them ("ffff:ffff::").
+        (name, f"{entry.address.partition('%')[0]}/{int(ipaddress.ip_address(entry.netmask)).bit_count()}")
         for name, entries in psutil.net_if_addrs().items()
         for entry in entries
         if entry.family.name in ("AF_INET", "AF_INET6") and entry.netmask
     ]
-
-
-def _prefix(netmask: str) -> str:
-    """A mask in the form that `ipaddress` reads. The kernel writes IPv6 masks out ("ffff:ffff::")."""
-    if ":" not in netmask:
-        return netmask
-    return str(int(ipaddress.IPv6Address(netmask)).bit_count())

@@ -151,10 +151,8 @@ def connect(
         except (ConnectionError, ValueError, RuntimeError) as error:
             if not mode_was_set:
                 forget_authentication()
-            may_start = (
-                config.ray_address == "auto" and config.ray_auto_start_local and isinstance(error, ConnectionError)
-            )
-            if not may_start:
+            may_start = config.ray_address == "auto" and config.ray_auto_start_local
+            if not may_start or not isinstance(error, ConnectionError):
                 raise UserError(
                     f"ray_address: {config.ray_address!r} cannot be reached ({error}). Start Ray there with `ray start "
                     "--head`, or set ray_address: auto and ray_auto_start_local: true to start one on this machine."
@@ -244,27 +242,23 @@ def daemon_failure() -> str | None:
     for name in DAEMONS if node is not None else ():
         for daemon in node.all_processes.get(name, []):
             code = daemon.process.poll()
-            if code is not None:
-                ended = f"Ray's {name} (process {daemon.process.pid}) {describe_exit(code)}"
-                lines = _last_lines(Path(node.get_logs_dir_path()), name)
-                return f"{ended}. Its log ends:\n{lines}" if lines else f"{ended}. Its log is empty"
+            if code is None:
+                continue
+            ended = f"Ray's {name} (process {daemon.process.pid}) {describe_exit(code)}"
+            log = Path(node.get_logs_dir_path(), name)
+            lines = [line for line in log_tail(log.with_suffix(".err"), 4000).splitlines() if line.strip()]
+            if not lines:
+                output = log_tail(log.with_suffix(".out"), 64_000).splitlines()
+                lines = [line for line in output if DAEMON_MESSAGE.match(line) and not DAEMON_STATE.search(line)]
+            end = "\n".join(lines[-DAEMON_LOG_LINES:])
+            return f"{ended}. Its log ends:\n{end}" if end else f"{ended}. Its log is empty"
     return None
-
-
-def _last_lines(logs: Path, daemon: str) -> str:
-    """Returns the errors at a daemon's log's end, else its messages. Dumps of its state are left out."""
-    lines = [line for line in log_tail(logs / f"{daemon}.err", 4000).splitlines() if line.strip()]
-    if not lines:
-        output = log_tail(logs / f"{daemon}.out", 64_000).splitlines()
-        lines = [line for line in output if DAEMON_MESSAGE.match(line) and not DAEMON_STATE.search(line)]
-    return "\n".join(lines[-DAEMON_LOG_LINES:])
 
 
 async def watch_daemons(poll_seconds: float = 1.0) -> None:
     """Raises RunError when a Ray daemon that this process started exits. Calls to Ray would wait for minutes."""
     while True:
-        failure = daemon_failure()
-        if failure is not None:
+        if failure := daemon_failure():
             raise RunError(failure)
         await asyncio.sleep(poll_seconds)
 
@@ -359,14 +353,8 @@ def _end(processes: Sequence[psutil.Process], signal: Callable[[psutil.Process],
 def _cluster(*, started_here: bool) -> Cluster:
     """Returns the connected cluster with its nodes' total resources."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    resources = tuple(
-        NodeResources(
-            name=node["NodeManagerAddress"],
-            cpus=float(node["Resources"].get("CPU", 0)),
-            gpus=int(node["Resources"].get("GPU", 0)),
-        )
-        for node in nodes
-    )
+    total = [(node["NodeManagerAddress"], node["Resources"]) for node in nodes]
+    resources = tuple(NodeResources(name, float(r.get("CPU", 0)), int(r.get("GPU", 0))) for name, r in total)
     here = ray.get_runtime_context().get_node_id()
     return Cluster(started_here, ClusterResources(resources), names_of_nodes(nodes), here)
 
@@ -396,7 +384,16 @@ def settle_authentication(ray_address: str) -> None:
     if MODE_VARIABLE in os.environ or (open_to_all := admits(address)) is None:
         return
     if not open_to_all:
-        _check_token(ray_address, address)
+        loader = AuthenticationTokenLoader.instance()
+        loader.reset_cache()
+        has_token = loader.has_token(ignore_auth_mode=True)
+        if not has_token or admits(address, loader.get_raw_token(ignore_auth_mode=True)) is False:
+            raise UserError(
+                f"ray_address: the cluster at {ray_address!r} ({address}) asks for a token, and "
+                + ("rejects the one found here" if has_token else "none was found here")
+                + ". Copy ~/.ray/auth_token from the machine of its head node, or set RAY_AUTH_TOKEN or "
+                "RAY_AUTH_TOKEN_PATH"
+            )
     os.environ[MODE_VARIABLE] = "disabled" if open_to_all else "token"
     Config.initialize("")  # Ray reads the environment once
 
@@ -427,17 +424,3 @@ def check_port_open(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_SECONDS).close()
     except OSError as error:
         raise ConnectionError(f"nothing answers at {address}: {error}") from error
-
-
-def _check_token(ray_address: str, address: str) -> None:
-    loader = AuthenticationTokenLoader.instance()
-    loader.reset_cache()
-    has_token = loader.has_token(ignore_auth_mode=True)
-    if has_token and admits(address, loader.get_raw_token(ignore_auth_mode=True)) is not False:
-        return
-    raise UserError(
-        f"ray_address: the cluster at {ray_address!r} ({address}) asks for a token, and "
-        + ("rejects the one found here" if has_token else "none was found here")
-        + ". Copy ~/.ray/auth_token from the machine of its head node, or set RAY_AUTH_TOKEN or "
-        "RAY_AUTH_TOKEN_PATH"
-    )

@@ -12,6 +12,7 @@ the kernel reuses ids. Ray ends the processes on other machines.
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import math
 import os
@@ -24,7 +25,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
 
 MARK_VARIABLE = "TELESCOPE_RUN_MARK"
 """In the environment of every process of a run; its value is the run's temporary directory."""
@@ -60,7 +60,6 @@ class Reaper:
 
     def __init__(self) -> None:
         self._before: dict[str, str | None] = {}
-        self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Reaper:
         base = temporary_base()
@@ -79,9 +78,7 @@ class Reaper:
         tempfile.tempdir = None  # read TMPDIR again
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Kills what is left, removes the files, and waits for both."""
         for name, value in self._before.items():
             if value is None:
@@ -89,7 +86,6 @@ class Reaper:
             else:
                 os.environ[name] = value
         tempfile.tempdir = None
-        assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=CLOSE_SECONDS)
@@ -98,12 +94,16 @@ class Reaper:
 def temporary_variables(directory: str) -> dict[str, str]:
     """Returns the variables that send temporary files to `directory`."""
     usual = os.environ.get("TMPDIR") or "/tmp"
+    try:
+        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    except (KeyError, OSError):  # a container whose user has no name
+        user = f"uid_{os.getuid()}"
     return {
         "TMPDIR": directory,
         # Ray finds a running cluster by a file in its usual directory.
         "RAY_TMPDIR": os.environ.get("RAY_TMPDIR") or usual,
-        # Compiled kernels are kept for the next run.
-        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or inductor_cache(usual),
+        # torch.compile's own choice for the usual directory: compiled kernels are kept for the next run.
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{usual}/torchinductor_{user}",
     }
 
 
@@ -117,15 +117,6 @@ def temporary_base() -> str:
     return "/tmp"
 
 
-def inductor_cache(folder: str) -> str:
-    """Returns torch.compile's cache directory for temporary files in `folder`."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container whose user has no name
-        user = f"uid_{os.getuid()}"
-    return os.path.join(folder, "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
-
-
 class _ProcessTree:
     """The known processes of a run and their files in /dev/shm. `members` has their start times by pid."""
 
@@ -137,7 +128,7 @@ class _ProcessTree:
         self.members: dict[int, str] = {}
         self._scans = dict.fromkeys(_shared_files(changed_before=started), SCANS_FOR_OWNER)
         """How often each file was scanned; those from before the run's start belong to others."""
-        self._shared: set[tuple[str, int]] = set()
+        self.shared: set[tuple[str, int]] = set()
 
     def scan(self) -> None:
         """Adds new processes and files, and forgets processes that have ended."""
@@ -155,24 +146,21 @@ class _ProcessTree:
                     found = True
         self._scanned |= self._present & present
         self._present = present
-        self._scan_shared_memory()
 
-    def _scan_shared_memory(self) -> None:
         files = _shared_files()
         self._scans = {file: count for file, count in self._scans.items() if file in files}
-        unknown = {file for file in files - self._shared if self._scans.get(file, 0) < SCANS_FOR_OWNER}
+        unknown = {file for file in files - self.shared if self._scans.get(file, 0) < SCANS_FOR_OWNER}
         if not unknown:
             return
-        mapped = {inode for pid in self.members for inode in _mapped_inodes(pid)}
+        mapped: set[int] = set()
+        for pid in self.members:
+            with contextlib.suppress(OSError):  # it has ended
+                lines = Path(f"/proc/{pid}/maps").read_bytes().splitlines()
+                mapped |= {int(line.split()[4]) for line in lines if b" /dev/shm/" in line}
         for file in unknown:
             self._scans[file] = self._scans.get(file, 0) + 1
             if file[1] in mapped:
-                self._shared.add(file)
-
-    def remove_shared_memory(self) -> None:
-        """Removes files in /dev/shm that the run's processes left behind."""
-        for name, _ in self._shared & _shared_files():
-            (SHARED_MEMORY / name).unlink(missing_ok=True)
+                self.shared.add(file)
 
     def _carries_mark(self, pid: int) -> bool:
         try:
@@ -184,10 +172,8 @@ class _ProcessTree:
     def kill(self) -> None:
         for pid, start in self.members.items():
             if _state(pid)[2] == start:
-                try:
+                with contextlib.suppress(OSError):  # it has just ended
                     os.kill(pid, signal.SIGKILL)
-                except OSError:
-                    continue  # it has just ended
 
 
 def _shared_files(changed_before: float = math.inf) -> set[tuple[str, int]]:
@@ -197,15 +183,6 @@ def _shared_files(changed_before: float = math.inf) -> set[tuple[str, int]]:
         found = [(entry.name, entry.inode(), entry.stat(follow_symlinks=False)) for entry in files]
         return {(name, inode) for name, inode, s in found if s.st_uid == os.getuid() and s.st_ctime < changed_before}
     except OSError:  # one was removed meanwhile: the next scan finds the others
-        return set()
-
-
-def _mapped_inodes(pid: int) -> set[int]:
-    """Inodes of the files in /dev/shm that a process has mapped."""
-    try:
-        with open(f"/proc/{pid}/maps", "rb") as maps:
-            return {int(line.split()[4]) for line in maps if b" /dev/shm/" in line}
-    except OSError:  # it has ended
         return set()
 
 
@@ -235,7 +212,8 @@ def main(directory: str, started: float) -> None:
         empty_scans = 0 if tree.members else empty_scans + 1
         tree.kill()
         time.sleep(0.05)
-    tree.remove_shared_memory()
+    for name, _ in tree.shared & _shared_files():  # left behind by killed processes
+        (SHARED_MEMORY / name).unlink(missing_ok=True)
     for link in Path(directory).glob(f"{ALSO_REMOVED}*"):
         shutil.rmtree(link.resolve(), ignore_errors=True)
     shutil.rmtree(directory, ignore_errors=True)

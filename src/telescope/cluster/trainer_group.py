@@ -266,7 +266,13 @@ class TrainerGroup:
         command = "trainer.finish_checkpoint"
         digests = await self._all("writing a checkpoint", CHECKPOINT_TIMEOUT_SECONDS, command, group="checkpoint")
         directory = self._saving
-        if missing := await asyncio.to_thread(_missing_files, directory, self.config.train_backend):
+
+        def missing_files() -> list[str]:
+            from telescope.trainer.backends.fsdp import checkpoint  # imports for a second: not in the event loop
+
+            return checkpoint.missing_files(directory, self.config.train_backend)
+
+        if missing := await asyncio.to_thread(missing_files):
             raise OSError(
                 f"{directory} is incomplete on {socket.gethostname()}: {'; '.join(missing)}. All nodes must "
                 "share the file system of the checkpoints: set checkpoint_dir to a folder of one"
@@ -288,7 +294,7 @@ class TrainerGroup:
     async def sync_adapter(self, directory: Path, dtype: str) -> int:
         """Writes the adapters as a folder that servers load. Returns the bytes of their weights."""
         what = f"writing the adapter of version {self.version}"
-        sizes: list[int] = await self._all(what, self._sync_timeout + 60, "sync_adapter", directory, dtype)
+        sizes: list[int] = await self._all(what, self._sync_timeout + 60, "trainer.sync_adapter", directory, dtype)
         return sizes[0]
 
     async def take_readings(self, rank: int) -> ReadingBatch:
@@ -305,7 +311,7 @@ class TrainerGroup:
         if self._is_warming_up:
             return  # they do not answer before they have compiled, and have no communicator to a server yet
         results = await asyncio.gather(
-            *(asyncio.wait_for(_as_future(rank.stop.remote()), STOP_TIMEOUT_SECONDS) for rank in self._ranks),
+            *(asyncio.wait_for(rank.stop.remote(), STOP_TIMEOUT_SECONDS) for rank in self._ranks),
             return_exceptions=True,
         )
         for rank, result in enumerate(results):
@@ -361,18 +367,13 @@ class TrainerGroup:
                 errors = [error for task in tasks if task.done() and (error := task.exception())]
                 cause = next((error for error in errors if isinstance(error, RunError | UserError)), errors[0])
                 if COLLECTIVE_ERRORS.search(repr(cause)) and not all(task.done() for task in tasks):
-                    await self._wait_for_loss()
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(self._has_loss.wait(), NODE_LOSS_SECONDS)
                 raise self._loss or cause
             return [task.result() for task in tasks]
         finally:
             for task in tasks:
                 task.cancel()
-
-    async def _wait_for_loss(self) -> None:
-        """Waits until a running call finds its rank lost. At most `NODE_LOSS_SECONDS`."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(NODE_LOSS_SECONDS):
-                await self._has_loss.wait()
 
     def _exit_report(self, rank: int, what: str, reason: str) -> str:
         """Describes how a rank's process exited, with the end of its log. `reason` is Ray's."""
@@ -383,12 +384,6 @@ class TrainerGroup:
         return f"{ended} ends:\n{log}" if log else f"{ended} is empty"
 
 
-def _missing_files(directory: Path, train_backend: str) -> list[str]:
-    from telescope.trainer.backends.fsdp.checkpoint import missing_files  # imports for a second: not in the event loop
-
-    return missing_files(directory, train_backend)
-
-
 def describe_rank_exit(log: str) -> str:
     """The end of a rank's process in words. Ray does not report its exit code; crashes are in the log."""
     if crashes := re.findall(r"Fatal Python error: (.+)", log):
@@ -396,7 +391,3 @@ def describe_rank_exit(log: str) -> str:
             if crashes[-1].replace("-", " ") == signal.strsignal(number):
                 return f"was killed by {number.name}"
     return "was killed by SIGKILL (often sent by the kernel when memory runs out)"
-
-
-async def _as_future(reference: Any) -> Any:
-    return await reference

@@ -202,11 +202,11 @@ class Trainer:
         yield from self.backend.named_weights(dtype)
         self._count_sync(started)
 
-    def sync_adapter(self, directory: Path, dtype: torch.dtype) -> int:
+    def sync_adapter(self, directory: Path, dtype: str) -> int:
         """Writes the adapters; see `TrainingBackend.save_adapter`. Its time counts as weight sync. Collective."""
         started = time.time()
         try:
-            return self.backend.save_adapter(directory, dtype)
+            return self.backend.save_adapter(directory, getattr(torch, dtype))
         finally:
             self._count_sync(started)
 
