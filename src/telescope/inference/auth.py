@@ -26,9 +26,7 @@ REFUSAL = b'{"error":{"message":"this inference server requires the secret of it
 
 
 class RunSecretMiddleware:
-    """ASGI middleware that requires the run's secret.
-
-    It answers 401, or closes the websocket.
+    """ASGI middleware that requires the run's secret. It answers 401, or closes the websocket.
 
     Raises `RuntimeError` at construction when the environment has no secret.
     """

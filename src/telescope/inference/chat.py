@@ -42,12 +42,11 @@ class Conversation:
     """Why the last answer ended: `stop`, or `length` where `max_tokens` or the context did."""
 
     def ask(self, text: str) -> Iterator[str]:
-        """Yields the answer piece by piece, thinking included.
+        """Yields the answer piece by piece, thinking included. Adds question and answer to the history when it ends.
 
-        Adds question and answer to the history when it ends. If the caller stops early, the server aborts the request
-        and the history keeps what was received. Raises `UserError`, with the history unchanged, for a request that the
-        server refuses (a conversation longer than the context), and `InfrastructureError` if the server does not
-        answer.
+        If the caller stops early, the server aborts the request and the history keeps what was received. Raises
+        `UserError`, with the history unchanged, for a request that the server refuses (a conversation longer than the
+        context), and `InfrastructureError` if the server does not answer.
         """
         question = {"role": "user", "content": text}
         system = [{"role": "system", "content": self.system}] if self.system else []

@@ -117,15 +117,11 @@ class EngineClient:
         finally:
             self._in_flight.pop(request_id, None)
             self._aborted.discard(request_id)
-        parsed = self._parse(answer)
-        return Generation(
-            token_ids_N=parsed.token_ids_N,
-            logprobs_N=parsed.logprobs_N,
-            finish_reason=parsed.finish_reason,
-            version_spans=parsed.version_spans,
-            server_index=self.server_index,
-            routes_MXK=parsed.routes_MXK,
-        )
+        if answer.headers.get("content-type") == wire.PACKED_TYPE:
+            labelled = wire.unpack_answer(answer.body)
+        else:
+            labelled = wire.read_generate(answer.body, spans_header=answer.headers.get(wire.VERSION_SPANS_HEADER))
+        return wire.resolve_versions(labelled, initial_version=self.initial_version, server_index=self.server_index)
 
     async def abort(self, request_ids: list[str]) -> None:
         """Aborts these requests in the engine. Unknown ids, and an empty list, are not an error."""
@@ -145,9 +141,7 @@ class EngineClient:
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         """Returns logprobs of tokens 1..L-1 of a text (L - 1 values).
 
-        They are under the current weights, at temperature 1.
-
-        All NaN when the weights give no finite numbers.
+        They are under the current weights, at temperature 1. All NaN when the weights give no finite numbers.
         """
         body = wire.encode_prompt_logprobs(token_ids, f"probe-{time.monotonic_ns()}")
         try:
@@ -256,13 +250,6 @@ class EngineClient:
     @property
     def _name(self) -> str:
         return f"inference server {self.server_index} ({self.base_url})"
-
-    def _parse(self, answer: Answer) -> wire.ParsedAnswer:
-        if answer.headers.get("content-type") == wire.PACKED_TYPE:
-            labelled = wire.unpack_answer(answer.body)
-        else:
-            labelled = wire.read_generate(answer.body, spans_header=answer.headers.get(wire.VERSION_SPANS_HEADER))
-        return wire.resolve_versions(labelled, initial_version=self.initial_version)
 
     async def _control(
         self, method: str, route: str, body: dict[str, Any] | bytes | None = None, *, within: float | None = None

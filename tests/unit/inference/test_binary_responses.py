@@ -60,7 +60,7 @@ async def test_recorded_answers_arrive_as_they_were(version: str, name: str, cut
     status, headers, packed = await through_middleware(parts, spans=spans)
     assert (status, headers[b"content-type"]) == (200, wire.PACKED_TYPE.encode())
     assert headers[b"content-length"] == str(len(packed)).encode()
-    expected = wire.parse_generate(body, spans_header=spans, initial_version=6)
+    expected = wire.resolve_versions(wire.read_generate(body, spans_header=spans), initial_version=6)
     got = wire.resolve_versions(wire.unpack_answer(packed), initial_version=6)
     assert got.token_ids_N.tolist() == expected.token_ids_N.tolist()
     assert got.logprobs_N.tobytes() == expected.logprobs_N.tobytes()

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telescope.inference.vllm import adapter as wire
+from telescope.rollout.types import Generation
 from telescope.testing.fake_app import AnswerWriter
 from telescope.testing.fake_engine import FakeEngine, FakeEngineSettings, FakeRequest
 
@@ -25,12 +26,12 @@ async def sample(engine: FakeEngine, name: str, *, seed: int | None = 1, max_tok
 @given(seed=st.integers(0, 2**31), length=st.integers(1, 200), cut=st.integers(1, 220))
 @settings(max_examples=25, deadline=None)
 def test_answers_are_of_vllms_form_and_follow_from_the_seed(version: str, seed: int, length: int, cut: int) -> None:
-    async def answer() -> wire.ParsedAnswer:
+    async def answer() -> Generation:
         options = FakeEngineSettings(mean_tokens=length, vllm_version=version)
         engine = FakeEngine(options)
         request = await sample(engine, "r", seed=seed, max_tokens=cut)
         body = AnswerWriter(options).write(request, request.done.result())
-        return wire.parse_generate(body, spans_header="default:0")
+        return wire.resolve_versions(wire.read_generate(body, spans_header="default:0"))
 
     first, second = asyncio.run(answer()), asyncio.run(answer())
     assert first.token_ids_N.tolist() == second.token_ids_N.tolist()
@@ -58,7 +59,7 @@ async def test_log_normal_lengths_have_the_stated_mean() -> None:
 async def test_scripted_answers_are_sampled_as_given() -> None:
     engine = FakeEngine(FakeEngineSettings(), answer=lambda request: [*request.prompt, 0])
     request = await sample(engine, "r")
-    parsed = wire.parse_generate(AnswerWriter(engine.settings).write(request, "stop"))
+    parsed = wire.resolve_versions(wire.read_generate(AnswerWriter(engine.settings).write(request, "stop")))
     assert parsed.token_ids_N.tolist() == [1, 2, 3, 0]
     assert parsed.finish_reason == "stop"
 

@@ -162,7 +162,7 @@ async def test_aborting_a_waiting_request_answers_it_without_admitting_it() -> N
     await caller.post(wire.ABORT_ROUTE, json.loads(wire.encode_abort(["gone"])))
     status, _, body = await waiting
     assert status == 200
-    assert wire.parse_generate(json.dumps(body).encode()).finish_reason == "abort"
+    assert wire.read_generate(json.dumps(body).encode()).finish_reason == "abort"
     await caller.post(wire.RESUME_ROUTE)
     await settle()
     assert caller.engine.salts == []

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from telescope.errors import InfrastructureError, UserError
 from telescope.inference.vllm import adapter as wire
 from telescope.inference.vllm import support
-from telescope.rollout.types import GenerateRequest
+from telescope.rollout.types import GenerateRequest, Generation
 
 ANSWERS = Path(__file__).parent / "answers"
 VERSIONS = ("0.26", "0.32")
@@ -27,11 +27,15 @@ def recorded(version: str, name: str) -> tuple[bytes, str | None, dict[str, Any]
     return json.dumps(answer["body"]).encode(), answer["spans_header"], answer["body"]
 
 
+def parse_generate(body: bytes, spans_header: str | None = None, initial_version: int = 0) -> Generation:
+    return wire.resolve_versions(wire.read_generate(body, spans_header=spans_header), initial_version=initial_version)
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", ["stop", "length", "abort"])
 def test_recorded_answers_of_both_versions_are_read(version: str, name: str) -> None:
     body, header, decoded = recorded(version, name)
-    parsed = wire.parse_generate(body, spans_header=header, initial_version=6)
+    parsed = parse_generate(body, spans_header=header, initial_version=6)
     choice = decoded["choices"][0]
     assert parsed.finish_reason == name
     assert parsed.token_ids_N.tolist() == choice["token_ids"]
@@ -52,7 +56,7 @@ def test_recorded_logprob_entries_belong_to_their_tokens(version: str) -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_an_answer_across_a_weight_update_has_two_versions(version: str) -> None:
     body, header, decoded = recorded(version, "two_versions")
-    parsed = wire.parse_generate(body, spans_header=header, initial_version=6)
+    parsed = parse_generate(body, spans_header=header, initial_version=6)
     num_tokens = len(decoded["choices"][0]["token_ids"])
     (first, start, middle), (second, same, end) = parsed.version_spans
     assert second == first + 1
@@ -135,14 +139,14 @@ def answer(num_tokens: int, spans: list[tuple[str, int, int]] | None, **choice: 
 )
 def test_malformed_answers_are_failures_of_the_engine(body: bytes, complaint: str) -> None:
     with pytest.raises(InfrastructureError, match=complaint):
-        wire.parse_generate(body)
+        parse_generate(body)
 
 
 @given(st.lists(st.integers(0, 50), max_size=6), st.integers(0, 60))
 def test_spans_from_the_header_cover_all_tokens_once(cuts: list[int], num_tokens: int) -> None:
     starts = [0, *sorted(cuts)]
     header = wire.format_spans_header([(str(version), start) for version, start in enumerate(starts)])
-    parsed = wire.parse_generate(answer(num_tokens, None), spans_header=header)
+    parsed = parse_generate(answer(num_tokens, None), spans_header=header)
     covered = [t for _, start, end in parsed.version_spans for t in range(start, end)]
     assert covered == list(range(num_tokens))
     for version, start, end in parsed.version_spans:
@@ -153,7 +157,7 @@ def test_spans_from_the_header_cover_all_tokens_once(cuts: list[int], num_tokens
 
 
 def test_label_of_the_first_weights_is_the_initial_version() -> None:
-    assert wire.parse_generate(answer(2, [("default", 0, 2)]), initial_version=40).version_spans == [(40, 0, 2)]
+    assert parse_generate(answer(2, [("default", 0, 2)]), initial_version=40).version_spans == [(40, 0, 2)]
 
 
 @pytest.mark.parametrize(("version", "parsed"), [("0.26.0", (0, 26)), ("0.32.0+cpu", (0, 32)), ("0.29.1rc2", (0, 29))])

@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 
 from telescope.errors import InfrastructureError
-from telescope.rollout.types import GenerateRequest
+from telescope.rollout.types import GenerateRequest, Generation
 from telescope.utils.frames import pack_frame, split_frame
 
 GENERATE_ROUTE = "/inference/v1/generate"
@@ -148,22 +148,15 @@ class _Choice(msgspec.Struct):
     routed_experts: str | None = None
 
 
-class _PromptLogprob(msgspec.Struct, gc=False):
-    logprob: float
-
-
 class _GenerateAnswer(msgspec.Struct):
     choices: list[_Choice]
 
 
 class _PromptAnswer(msgspec.Struct):
-    prompt_logprobs: list[dict[str, _PromptLogprob] | None] | None = None
+    prompt_logprobs: list[dict[str, _LogprobEntry] | None] | None = None
 
 
 _generate_decoder = msgspec.json.Decoder(_GenerateAnswer)
-_prompt_decoder = msgspec.json.Decoder(_PromptAnswer)
-
-_logprob_of = operator.attrgetter("logprob")
 
 ROUTE_DTYPES = (np.dtype(np.uint8), np.dtype(np.uint16))
 """Of expert numbers: uint16 for more than 256 experts."""
@@ -172,20 +165,8 @@ FINISH_REASONS = ("stop", "length", "abort")
 
 
 @dataclass(slots=True)
-class ParsedAnswer:
-    """N sampled tokens with their logprobs and policy versions."""
-
-    token_ids_N: np.ndarray
-    logprobs_N: np.ndarray
-    finish_reason: str
-    version_spans: list[tuple[int, int, int]]
-    routes_MXK: np.ndarray | None = None
-    """As in `Generation`; None if the server returns none."""
-
-
-@dataclass(slots=True)
 class LabelledAnswer:
-    """The same with the server's weight labels. They are (label, first token) pairs, or None where it reports none."""
+    """A `Generation` with weight labels: (label, first token) pairs, or None where the server reports none."""
 
     token_ids_N: np.ndarray
     logprobs_N: np.ndarray
@@ -210,7 +191,7 @@ def read_generate(body: bytes | memoryview, *, spans_header: str | None = None) 
     entries = (choice.logprobs.content if choice.logprobs is not None else None) or []
     if len(entries) != num_tokens:
         raise InfrastructureError(f"the engine sent {len(entries)} logprobs for {num_tokens} tokens")
-    logprobs_N = np.fromiter(map(_logprob_of, entries), dtype=np.float32, count=num_tokens)
+    logprobs_N = np.fromiter(map(operator.attrgetter("logprob"), entries), dtype=np.float32, count=num_tokens)
     if choice.finish_reason not in FINISH_REASONS:
         raise InfrastructureError(f"the engine ended a request with {choice.finish_reason!r}")
     starts = None
@@ -233,7 +214,7 @@ def _decode_routes(text: str) -> np.ndarray:
     return routes
 
 
-def resolve_versions(answer: LabelledAnswer, *, initial_version: int = 0) -> ParsedAnswer:
+def resolve_versions(answer: LabelledAnswer, *, initial_version: int = 0, server_index: int = 0) -> Generation:
     """Converts labels to policy versions. `initial_version` is that of the weights at the server's start.
 
     Raises `InfrastructureError` when a token's weights are unknown.
@@ -242,14 +223,9 @@ def resolve_versions(answer: LabelledAnswer, *, initial_version: int = 0) -> Par
     if answer.label_starts is None and num_tokens:
         raise InfrastructureError("the engine does not report which weights sampled the tokens")
     spans = _close_spans(answer.label_starts or [], num_tokens, initial_version=initial_version)
-    return ParsedAnswer(answer.token_ids_N, answer.logprobs_N, answer.finish_reason, spans, answer.routes_MXK)
-
-
-def parse_generate(
-    body: bytes | memoryview, *, spans_header: str | None = None, initial_version: int = 0
-) -> ParsedAnswer:
-    """Combines `read_generate` and `resolve_versions`."""
-    return resolve_versions(read_generate(body, spans_header=spans_header), initial_version=initial_version)
+    return Generation(
+        answer.token_ids_N, answer.logprobs_N, answer.finish_reason, spans, server_index, answer.routes_MXK
+    )
 
 
 # --- answers as arrays ----------------------------------------------------------------------------------------------
@@ -319,16 +295,6 @@ def parse_spans_header(value: str) -> list[tuple[str, int]]:
         raise InfrastructureError(f"unreadable {VERSION_SPANS_HEADER} header {value!r}") from error
 
 
-def version_of_label(label: str, *, initial_version: int = 0) -> int:
-    """Returns the policy version of a weight label. Raises `InfrastructureError` for other labels."""
-    if label == INITIAL_LABEL:
-        return initial_version
-    try:
-        return int(label)
-    except ValueError as error:
-        raise InfrastructureError(f"the engine reports weight version {label!r}, not a policy version") from error
-
-
 def _close_spans(starts: list[tuple[str, int]], num_tokens: int, *, initial_version: int) -> list[tuple[int, int, int]]:
     """Returns (version, start, end) spans that cover `num_tokens`. None is empty, and equal neighbors are joined."""
     spans: list[tuple[int, int, int]] = []
@@ -337,7 +303,10 @@ def _close_spans(starts: list[tuple[str, int]], num_tokens: int, *, initial_vers
         end = min(following, num_tokens)
         if end <= start:
             continue
-        version = version_of_label(label, initial_version=initial_version)
+        try:
+            version = initial_version if label == INITIAL_LABEL else int(label)
+        except ValueError as error:
+            raise InfrastructureError(f"the engine reports weight version {label!r}, not a policy version") from error
         if spans and spans[-1][0] == version:
             spans[-1] = (version, spans[-1][1], end)
         else:
@@ -352,19 +321,17 @@ def _close_spans(starts: list[tuple[str, int]], num_tokens: int, *, initial_vers
 def parse_prompt_logprobs(body: bytes, token_ids: list[int]) -> list[float]:
     """Parses logprobs of tokens 1..L-1 (L - 1 values). Raises `InfrastructureError`."""
     try:
-        entries = _prompt_decoder.decode(body).prompt_logprobs
+        entries = msgspec.json.decode(body, type=_PromptAnswer).prompt_logprobs
     except msgspec.DecodeError as error:
         raise InfrastructureError(f"the engine's answer has no prompt logprobs: {error}") from error
     if entries is None or len(entries) != len(token_ids):
         found = "none" if entries is None else len(entries)
         raise InfrastructureError(f"asked for prompt logprobs of {len(token_ids)} tokens, the answer has {found}")
-    values: list[float] = []
-    for position in range(1, len(token_ids)):
-        entry = (entries[position] or {}).get(str(token_ids[position]))
-        if entry is None:
-            raise InfrastructureError(f"no logprob of prompt token {position} in the engine's answer")
-        values.append(entry.logprob)
-    return values
+    try:
+        pairs = zip(entries[1:], token_ids[1:], strict=True)
+        return [(logprobs or {})[str(token_id)].logprob for logprobs, token_id in pairs]
+    except KeyError as error:
+        raise InfrastructureError(f"no logprob of the prompt's token {error} in the engine's answer") from None
 
 
 def error_message(body: bytes) -> str:

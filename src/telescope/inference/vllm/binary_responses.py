@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,15 +27,13 @@ from telescope.inference.vllm import adapter as wire
 SPANS_HEADER = wire.VERSION_SPANS_HEADER.encode()
 
 
+@dataclass(slots=True)
 class Arrays:
     """Ids and logprobs of one answer, once the engine has produced them. Both [N]; and its routes, if there are any."""
 
-    __slots__ = ("logprobs_N", "routes_MXK", "token_ids_N")
-
-    def __init__(self) -> None:
-        self.token_ids_N: np.ndarray | None = None
-        self.logprobs_N: np.ndarray | None = None
-        self.routes_MXK: np.ndarray | None = None
+    token_ids_N: np.ndarray | None = None
+    logprobs_N: np.ndarray | None = None
+    routes_MXK: np.ndarray | None = None
 
     def take_from(self, output: Any) -> None:
         """Takes the arrays of a `RequestOutput` if it is complete."""
@@ -82,7 +80,9 @@ class BinaryResponseMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != wire.GENERATE_ROUTE or not _asks_for_arrays(scope):
+        accepted = [value for name, value in scope.get("headers", ()) if name == b"accept"]
+        asks_for_arrays = any(wire.PACKED_TYPE.encode() in value for value in accepted)
+        if scope["type"] != "http" or scope["path"] != wire.GENERATE_ROUTE or not asks_for_arrays:
             await self._app(scope, receive, send)
             return
         serving = getattr(getattr(scope.get("app"), "state", None), "serving_tokens", None)
@@ -133,7 +133,3 @@ class _Packer:
             headers[b"content-length"] = str(len(body)).encode()
         await self._send({**start, "headers": list(headers.items())})
         await self._send({"type": "http.response.body", "body": body})
-
-
-def _asks_for_arrays(scope: Scope) -> bool:
-    return any(name == b"accept" and wire.PACKED_TYPE.encode() in value for name, value in scope["headers"])

@@ -143,16 +143,11 @@ class EngineHangMiddleware:
         now = self._now()
         if self._heartbeat is None or self._heartbeat.done():
             self._heartbeat = asyncio.ensure_future(engine.is_paused())
-            self._heartbeat.add_done_callback(_retrieve_exception)
+            # Marks an exception as seen; vLLM's own health route reports it.
+            self._heartbeat.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
             self._sent_in_call = self._num_calls > 0
             self._silent = 0.0
         else:
             self._silent += min(now - self._polled_at, LONGEST_POLL_SECONDS)
         self._polled_at = now
         return self._silent
-
-
-def _retrieve_exception(heartbeat: asyncio.Future[Any]) -> None:
-    """Marks the exception as seen; vLLM's own health route reports it."""
-    if not heartbeat.cancelled():
-        heartbeat.exception()

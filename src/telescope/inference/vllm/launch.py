@@ -186,9 +186,7 @@ def launch_command(
 
 
 def _batch_arguments(config: TelescopeConfig, *, on_cpu: bool) -> list[str]:
-    """Returns the batch size flags.
-
-    All request slots of a server fit, so that none waits inside the engine.
+    """Returns the batch size flags. All request slots of a server fit, so that none waits inside the engine.
 
     On the CPU a prompt is always prefilled whole: after part of a prompt, vLLM rewinds the random numbers of a seeded
     request (`Generator.set_offset`), which only GPU generators support, and the engine fails.
@@ -345,9 +343,8 @@ def memory_arguments(
 ) -> list[str]:
     """Returns the memory flags of a server on a GPU.
 
-    `staging_bytes` of `gpu_memory_bytes` stay free for its staging buffer.
-
-    `kv_cache_bytes` is set for a restart beside a trainer: the size of the earlier KV cache. None: vLLM measures.
+    `staging_bytes` of `gpu_memory_bytes` stay free for its staging buffer. `kv_cache_bytes` is set for a restart beside
+    a trainer: the size of the earlier KV cache. None: vLLM measures.
     """
     # vLLM sizes its KV cache from the free memory under this bound; the staging buffer is allocated later.
     reserved = staging_bytes

@@ -46,17 +46,21 @@ class _Buffered:
         routes = getattr(output, "routed_experts", None)
         self.routes = [] if routes is None else [routes]
 
-    def add(self, output: Any) -> None:
+    def add(self, output: Any) -> _Buffered:
         self.output.new_token_ids.extend(output.new_token_ids)
         if output.new_logprobs is not None:
             self.logprobs.append(output.new_logprobs)
         if (routes := getattr(output, "routed_experts", None)) is not None:
             self.routes.append(routes)
+        return self
 
     def move_into(self, output: Any) -> Any:
         """Moves everything that is buffered into `output` and returns it."""
         output.new_token_ids = self.output.new_token_ids
-        output.new_logprobs = _joined(self.logprobs)
+        output.new_logprobs = parts[0] if (parts := self.logprobs) else None
+        if len(parts) > 1:
+            arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in LOGPROB_ARRAYS}
+            output.new_logprobs = parts[0]._replace(**arrays)
         if self.routes:
             output.routed_experts = self.routes[0] if len(self.routes) == 1 else np.concatenate(self.routes)
         return output
@@ -100,7 +104,9 @@ class OutputBatcher:
         """Adds buffered outputs to a step's messages, before its own."""
         for message in messages.values():
             message.outputs = [
-                output if (buffered := self._buffered.pop(output.request_id, None)) is None else _with(buffered, output)
+                self._buffered.pop(output.request_id).add(output).move_into(output)
+                if output.request_id in self._buffered
+                else output
                 for output in message.outputs
             ]
         for buffered in self._buffered.values():
@@ -129,16 +135,3 @@ def _other_fields(kind: Any) -> tuple[Callable[[Any], tuple[Any, ...]], tuple[An
     fields = zip(kind.__struct_fields__[-len(defaults) :], defaults, strict=True)
     others = {name: default for name, default in fields if name not in TOKEN_FIELDS}
     return attrgetter(*others), tuple(others.values())
-
-
-def _with(buffered: _Buffered, output: Any) -> Any:
-    buffered.add(output)
-    return buffered.move_into(output)
-
-
-def _joined(parts: list[Any]) -> Any | None:
-    """Concatenates vLLM's logprobs of several steps."""
-    if len(parts) < 2:
-        return parts[0] if parts else None
-    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in LOGPROB_ARRAYS}
-    return parts[0]._replace(**arrays)

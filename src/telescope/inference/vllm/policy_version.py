@@ -23,7 +23,6 @@ import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -164,8 +163,11 @@ class PolicyVersionMiddleware:
             del self._waiting[key]
             woken.cancel()
             left.cancel()
-        if request.aborted:
-            await _answer_aborted(request_id or "", send)
+        if request.aborted:  # before its first token: answered as vLLM does
+            empty = {"token_ids": [], "logprobs": {"content": []}, "weight_versions": []}
+            choices = [{"index": 0, "finish_reason": "abort", **empty}]
+            body = {"request_id": wire.engine_request_id(request_id or ""), "choices": choices}
+            await answer_json(200, msgspec.json.encode(body), send)
             return False
         return not (left.done() and not left.cancelled())
 
@@ -206,9 +208,12 @@ class PolicyVersionMiddleware:
             self._label = label
             self._stale = False
             if self._note_spans:
-                counts = token_counts(scope["app"])
+                # Inside the pause, when all outputs of the engine have arrived: it completes after the last of them.
+                states = scope["app"].state.engine_client.output_processor.request_states.values()
+                running = {s.external_req_id: s.detokenizer for s in states if s.detokenizer is not None}
                 for request_id, spans in self._spans.items():
-                    spans.append((label, counts.get(request_id, 0)))
+                    sampled = running[request_id].num_output_tokens() if request_id in running else 0
+                    spans.append((label, sampled))
 
         await self._forward(scope, replay(raw, receive), send, before_answer=moved)
 
@@ -235,15 +240,6 @@ class PolicyVersionMiddleware:
 
         await self._app(scope, receive, watching_send)
         return status
-
-
-def token_counts(app: Any) -> dict[str, int]:
-    """Returns tokens sampled so far by the id of each running request.
-
-    Read inside a pause, when all outputs of the engine have arrived: the pause completes after the last of them.
-    """
-    states = app.state.engine_client.output_processor.request_states.values()
-    return {s.external_req_id: s.detokenizer.num_output_tokens() for s in states if s.detokenizer is not None}
 
 
 async def read_body(receive: Receive) -> bytes:
@@ -290,10 +286,3 @@ async def wait_for_disconnect(receive: Receive) -> None:
     """Returns when the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         continue
-
-
-async def _answer_aborted(request_id: str, send: Send) -> None:
-    """Answers a request aborted before its first token, as vLLM does."""
-    choice = {"index": 0, "token_ids": [], "logprobs": {"content": []}, "finish_reason": "abort", "weight_versions": []}
-    body = msgspec.json.encode({"request_id": wire.engine_request_id(request_id), "choices": [choice]})
-    await answer_json(200, body, send)

@@ -217,12 +217,21 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         if update_info.background:
-            self._finish_background(update_info)
+            # Waits until the staging buffer has this update.
+            if self.receiving is None or self.receiving.update.version != update_info.version:
+                raise TransferError(f"weight transfer: version {update_info.version} has not begun")
+            try:
+                self.received = self.receiving.finish()
+            except Exception:
+                self._drop_background("its transfer failed")
+                raise
             return
         self.fingerprints_of_folder = {}
         self.reference = None
         if update_info.verify or update_info.folder:
-            self.reference = quantized_reference(self.model, update_info.metas, _quantize_blocks)
+            # As vLLM's online quantization does.
+            quantize = functools.partial(per_block_cast_to_fp8, block_size=[128, 128], use_ue8m0=False)
+            self.reference = quantized_reference(self.model, update_info.metas, quantize)
         if update_info.folder:
             self._load_folder(update_info)
             return
@@ -252,7 +261,13 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         if self.has_adapter:
             return
         if self.receiving is not None:
-            self._swap()
+            assert self.staging is not None
+            started = time.monotonic()
+            self.staging.swap()
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize()
+            self.swap_seconds = time.monotonic() - started
+            self.update, self.receiving = self.receiving.update, None
             return
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(self.model, self.model_config)
@@ -277,34 +292,12 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
             return self._wish.partition(": ")[2] or "weight_transfer is in_place"
         if self.parallel_config.world_size > 1:
             return "collectives of a tensor-parallel engine must not run during a transfer"
-        changed = changed_layers(self.model)
-        return (
-            f"{changed[0]} does not compute with its weights in the form in which they are loaded"
-            if changed
-            else why_in_place(self.model)
-        )
-
-    def _finish_background(self, update_info: UpdateInfo) -> None:
-        """Waits until the staging buffer has this update. Raises the error of its transfer."""
-        receiving = self.receiving
-        if receiving is None or receiving.update.version != update_info.version:
-            raise TransferError(f"weight transfer: version {update_info.version} has not begun")
-        try:
-            self.received = receiving.finish()
-        except Exception:
-            self._drop_background("its transfer failed")
-            raise
-
-    def _swap(self) -> None:
-        """Copies the staging buffer over the model's weights."""
-        assert self.staging is not None
-        assert self.receiving is not None
-        started = time.monotonic()
-        self.staging.swap()
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
-        self.swap_seconds = time.monotonic() - started
-        self.update, self.receiving = self.receiving.update, None
+        for place, layer in self.model.named_modules():
+            loaded, _ = get_layerwise_info(layer).restore_metadata
+            current = dict(layer.named_parameters(recurse=False))
+            if any(name not in current or _form(current[name]) != _form(tensor) for name, tensor in loaded.items()):
+                return f"{place} does not compute with its weights in the form in which they are loaded"
+        return why_in_place(self.model)
 
     def _drop_background(self, reason: str) -> None:
         if self.receiving is not None:
@@ -324,30 +317,29 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
 class WeightsWorkerExtension:
     """Methods that vLLM adds to its worker class, called over `/collective_rpc`."""
 
+    weight_transfer_engine: TelescopeWeightTransferEngine
+
     def telescope_transfer_mode(self) -> dict[str, Any]:
         """Returns whether this worker receives in the `background`, else the `reason`.
 
-        It allocates its staging buffer now.
-
-        Called after a sender has connected, so no update is in progress: an open vLLM session of an earlier update is
-        over. A worker closes it when its own part fails; a worker that received everything does not.
+        It allocates its staging buffer now. Called after a sender has connected, so no update is in progress: an open
+        vLLM session of an earlier update is over. A worker closes it when its own part fails; a worker that received
+        everything does not.
         """
         self._weight_update_active = False
-        engine: TelescopeWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
+        engine = self.weight_transfer_engine
         reason = engine.make_staging()
         size = engine.staging.num_bytes if engine.staging is not None else 0
         return {"background": reason is None, "reason": reason, "staging_bytes": size}
 
     def telescope_failure(self) -> dict[str, Any]:
         """Returns this worker's error since the last call under `failure`."""
-        engine: TelescopeWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
-        failure, engine.failure = engine.failure, None
+        failure, self.weight_transfer_engine.failure = self.weight_transfer_engine.failure, None
         return {"failure": failure}
 
     def telescope_begin_background(self, update: str) -> dict[str, Any]:
         """Starts to receive an `UpdateInfo` (JSON) while the engine works. Returns at once."""
-        engine: TelescopeWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
-        engine.begin_background(UpdateInfo(**json.loads(update)))
+        self.weight_transfer_engine.begin_background(UpdateInfo(**json.loads(update)))
         # An unfinished vLLM session of an earlier update would refuse the next.
         self._weight_update_active = False
         return {"started": True}
@@ -360,7 +352,7 @@ class WeightsWorkerExtension:
         `read`, the fingerprints of a model folder's tensors if the update came from one.
         """
         start = time.monotonic()
-        engine: TelescopeWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
+        engine = self.weight_transfer_engine
         update = engine.update if initial is None else UpdateInfo(**json.loads(initial))
         if update is None:
             return {"version": None, "tensors": {}, "shapes": {}, "unaccounted": [], "moved": []}
@@ -376,7 +368,7 @@ class WeightsWorkerExtension:
 
     def telescope_sync_timings(self) -> dict[str, float]:
         """Returns `seconds`, `wait_seconds`, `load_seconds` and `swap_seconds` of this worker's last transfer."""
-        engine: TelescopeWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
+        engine = self.weight_transfer_engine
         report = engine.received
         if report is None:
             return {}
@@ -408,17 +400,6 @@ def _plain_logits(layer: Any, hidden: torch.Tensor, output: Any, *rest: Any) -> 
 def storage_addresses(model: nn.Module) -> dict[str, int]:
     """Returns the address of each non-empty parameter. Packed layers on the CPU keep an empty one."""
     return {name: p.data_ptr() for name, p in model.named_parameters() if p.numel() > 0}
-
-
-def changed_layers(model: nn.Module) -> list[str]:
-    """Returns layers whose parameters changed their form after loading."""
-    changed = []
-    for place, layer in model.named_modules():
-        loaded, _ = get_layerwise_info(layer).restore_metadata
-        current = dict(layer.named_parameters(recurse=False))
-        if any(name not in current or _form(current[name]) != _form(tensor) for name, tensor in loaded.items()):
-            changed.append(place)
-    return changed
 
 
 def _form(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
@@ -454,12 +435,6 @@ def restore_kernels(removed: list[tuple[Any, Any]]) -> None:
         if method.moe_kernel is None:
             method.moe_kernel = kernel
     removed.clear()
-
-
-def _quantize_blocks(weight_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantizes a matrix as vLLM's online quantization does."""
-    values, scales = per_block_cast_to_fp8(weight_RC, block_size=[128, 128], use_ue8m0=False)
-    return values, scales
 
 
 def reprocess_tied_layers(model: nn.Module) -> None:
