@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -43,13 +44,13 @@ def backend_for(device: torch.device, *, cpu_staging: bool) -> Backend:
     return "nccl" if device.type == "cuda" and not cpu_staging else "gloo"
 
 
+@dataclass(eq=False, slots=True)
 class Broadcast:
     """A broadcast in flight. The sender must not write its tensor until `wait` returns."""
 
-    def __init__(self, communicator: Communicator, tensor: torch.Tensor, work: Any) -> None:
-        self.communicator = communicator
-        self.tensor = tensor
-        self.work = work
+    communicator: Communicator
+    tensor: torch.Tensor
+    work: Any
 
     def wait(self, deadline: float) -> None:
         """Waits until the tensor is sent (sender) or complete (receiver).
@@ -62,6 +63,9 @@ class Broadcast:
 class Communicator:
     """Made by `connect`. One thread issues broadcasts, in the same order on all ranks; any thread may `abort`."""
 
+    failure: str | None = None
+    """Why this communicator cannot be used any more; None while it can."""
+
     def __init__(
         self, *, rank: int, world_size: int, backend: Backend, channel: ControlChannel, group: Any, store: Any
     ) -> None:
@@ -71,7 +75,6 @@ class Communicator:
         self._channel = channel
         self._group = group
         self._store = store
-        self._failure: str | None = None
         self._lock = threading.Lock()
         self._in_flight: list[Broadcast] = []
         self._cleanup: threading.Thread | None = None
@@ -125,11 +128,6 @@ class Communicator:
             raise
         return cls(rank=rank, world_size=world_size, backend=backend, channel=channel, group=group, store=store)
 
-    @property
-    def failure(self) -> str | None:
-        """Why this communicator cannot be used any more; None while it can."""
-        return self._failure
-
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Broadcast:
         """Starts sending `tensor` from rank `src` to all ranks. Returns at once; the tensor is contiguous."""
         with self._lock:
@@ -165,9 +163,9 @@ class Communicator:
     def abort(self, reason: str) -> None:
         """Aborts everything in flight and ends this communicator. Thread-safe, idempotent, returns at once."""
         with self._lock:
-            if self._failure is not None:
+            if self.failure is not None:
                 return
-            self._failure = reason
+            self.failure = reason
             group, in_flight = self._group, self._in_flight
             self._group, self._in_flight = None, []
         self._channel.close(reason)
@@ -184,10 +182,10 @@ class Communicator:
             # A process that exits during NCCL's abort is killed by a signal.
             self._cleanup.join(_NCCL_ABORT_SECONDS)
         with self._lock:
-            if self._failure is not None:
+            if self.failure is not None:
                 return
             assert not self._in_flight, "closing a communicator with a broadcast in flight"
-            self._failure = "closed"
+            self.failure = "closed"
             group, self._group = self._group, None
         self._channel.close()
         if self.backend == "nccl":
@@ -215,7 +213,7 @@ class Communicator:
     def _explain(self, error: RuntimeError) -> str:
         """Returns why the transport failed, from the control channel if it knows."""
         patience = time.monotonic() + _EXPLANATION_SECONDS
-        while (reason := self._failure or self._channel.loss) is None and time.monotonic() < patience:
+        while (reason := self.failure or self._channel.loss) is None and time.monotonic() < patience:
             time.sleep(_POLL_LAST_SECONDS)
         return reason or f"the {self.backend} connection broke: {error}"
 
@@ -238,8 +236,8 @@ class Communicator:
             raise
 
     def _check(self) -> None:
-        if self._failure is not None:
-            raise TransferError(f"weight transfer: {self._failure}")
+        if self.failure is not None:
+            raise TransferError(f"weight transfer: {self.failure}")
 
 
 def _broadcast_options(src: int) -> Any:
@@ -266,26 +264,22 @@ def _build_group(
         torch.cuda.set_device(device)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _NCCL_WATCHDOG
-        group = _nccl_group(store, rank, world_size, options)
+        # Errors are to be raised. By default an aborted collective ends the process.
+        name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+        before = os.environ.get(name)
+        os.environ[name] = "0"
+        try:
+            group = dist.ProcessGroupNCCL(store, rank, world_size, options)
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
         token = torch.full((1,), float(rank == 0), device=device)
     group.broadcast([token], _broadcast_options(0)).wait()
     if token.item() != 1.0:
         raise TransferError(f"weight transfer: the first {backend} broadcast arrived wrong")
     return group
-
-
-def _nccl_group(store: Any, rank: int, world_size: int, options: Any) -> Any:
-    """Builds a `ProcessGroupNCCL` that raises errors. By default an aborted collective ends the process."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
-        return dist.ProcessGroupNCCL(store, rank, world_size, options)
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def _within(

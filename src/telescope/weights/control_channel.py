@@ -139,12 +139,13 @@ class ControlChannel:
     closes is a loss too: no transfer is possible any more.
     """
 
+    loss: str | None = None
+
     def __init__(self, peers: dict[int, socket.socket]) -> None:
         self._peers = peers
         self._messages: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
-        self._loss: str | None = None
         self._closed_because: str | None = None
-        self._on_loss: list[Callable[[str], None]] = []
+        self._on_loss: Callable[[str], None] | None = None
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._wake_read, self._wake_write = socket.socketpair()
@@ -156,22 +157,17 @@ class ControlChannel:
         self._thread.start()
 
     @property
-    def loss(self) -> str | None:
-        return self._loss
-
-    @property
     def local_address(self) -> str:
         """This host's address in the connection to the peer."""
         connection = next(iter(self._peers.values()))
         return str(connection.getsockname()[0])
 
     def on_loss(self, callback: Callable[[str], None]) -> None:
-        """Registers `callback(reason)`, called once after a loss by the reading thread, or at once if already lost."""
+        """Sets `callback(reason)`, called once after a loss by the reading thread, or at once if already lost."""
         with self._lock:
-            if self._loss is None:
-                self._on_loss.append(callback)
-                return
-        callback(self._loss)
+            self._on_loss, lost = callback, self.loss
+        if lost is not None:
+            callback(lost)
 
     def send(self, message: Message) -> None:
         """Sends to every peer. An unreachable peer sets `loss`; nothing is raised."""
@@ -193,7 +189,7 @@ class ControlChannel:
             try:
                 return self._messages.get(timeout=min(0.05, _left(deadline)))
             except queue.Empty:
-                ended = self._loss or self._closed_because
+                ended = self.loss or self._closed_because
                 if ended is not None and self._messages.empty():
                     raise TransferError(f"weight transfer: {what}: {ended}") from None
                 if time.monotonic() >= deadline:
@@ -241,11 +237,10 @@ class ControlChannel:
 
     def _lose(self, reason: str) -> None:
         with self._lock:
-            if self._loss is not None or self._closing.is_set():
+            if self.loss is not None or self._closing.is_set():
                 return
-            self._loss = reason
-            callbacks, self._on_loss = self._on_loss, []
-        for callback in callbacks:
+            self.loss, callback = reason, self._on_loss
+        if callback is not None:
             callback(reason)
 
 

@@ -45,12 +45,6 @@ def quantized_matrices(module: nn.Module) -> list[str]:
     return [name for name in ("weight", "w13_weight", "w2_weight") if name in module._parameters]
 
 
-def quantized_fingerprint(weight_RC: torch.Tensor, quantize: Quantize) -> tuple[int, int]:
-    """Returns the fingerprints of a matrix's quantized values and of its scales."""
-    values, scales = quantize(weight_RC)
-    return partial_fingerprint(values), partial_fingerprint(scales)
-
-
 @dataclass(slots=True)
 class _Matrix:
     """A matrix that is quantized by itself: a layer's or an expert's."""
@@ -60,6 +54,7 @@ class _Matrix:
     waiting: set[str]
     values_RC: torch.Tensor | None = None
     fingerprint: tuple[int, int] | None = None
+    """Of its quantized values and of its scales."""
 
 
 @dataclass(slots=True)
@@ -112,7 +107,8 @@ class QuantizedReference:
             matrix.values_RC[start : start + len(part)] = part
             matrix.waiting.discard(name)
             if not matrix.waiting:
-                matrix.fingerprint = quantized_fingerprint(matrix.values_RC, self._quantize)
+                values, scales = self._quantize(matrix.values_RC)
+                matrix.fingerprint = partial_fingerprint(values), partial_fingerprint(scales)
                 matrix.values_RC = None
 
     def shares(

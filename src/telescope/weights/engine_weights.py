@@ -59,14 +59,14 @@ def engine_weights(
             problem = why_unreadable(module) if is_experts(module) else None
             unaccounted.append(f"{place}.{attribute}" + (f" ({problem})" if problem else ""))
             continue
-        if attribute in quantized:
-            if reference is None:
-                unaccounted.append(f"{place}.{attribute} (no update was observed since it was quantized)")
-                continue
-            for name, found in reference.shares(module, place, attribute, slices):
-                shares[name].append(asdict(found))
+        if attribute not in quantized:
+            read = _read(module, place, attribute, parameter, slices, dtype, model)
+        elif reference is not None:
+            read = reference.shares(module, place, attribute, slices)
+        else:
+            unaccounted.append(f"{place}.{attribute} (no update was observed since it was quantized)")
             continue
-        for name, found in _read(module, place, attribute, parameter, slices, dtype, model):
+        for name, found in read:
             shares[name].append(asdict(found))
     return {"tensors": shares, "unaccounted": unaccounted}
 
@@ -107,11 +107,6 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Para
             yield place, module, attribute, parameter, tied.get(name, name)
 
 
-def _packing(model: nn.Module) -> Mapping[str, list[str]]:
-    """Maps fused module names to their trainer's modules, in order."""
-    return {**USUAL_PACKING, **(getattr(model, "packed_modules_mapping", None) or {})}
-
-
 def _kinds(module: nn.Module) -> set[str]:
     return {kind.__name__ for kind in type(module).__mro__}
 
@@ -127,7 +122,8 @@ def _locations(
     """Returns the trainer tensors in any parameter, and their locations."""
     if is_experts(module):
         return expert_slices(module, place, attribute, shapes)
-    return _slices(module, place, attribute, shapes, canonical, _packing(model))
+    packing = {**USUAL_PACKING, **(getattr(model, "packed_modules_mapping", None) or {})}
+    return _slices(module, place, attribute, shapes, canonical, packing)
 
 
 def _slices(

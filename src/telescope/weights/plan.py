@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -168,19 +168,14 @@ def plan_buckets(update: UpdateInfo) -> list[Bucket]:
     item = ITEM_BYTES[update.dtype]
     step = ALIGNMENT_BYTES // item
     limit = update.bucket_bytes // item if update.mode == "flattened_bucket" else 0
-    return list(_fill(update.metas, limit, step))
-
-
-def _fill(metas: list[TensorMeta], limit: int, step: int) -> Iterator[Bucket]:
-    """Fills buckets greedily in order. Offsets are multiples of `step` elements, buckets end before `limit`."""
+    buckets: list[Bucket] = []
     entries: list[BucketEntry] = []
     used = 0
-    for meta in metas:
+    for meta in update.metas:
         offset = -(-used // step) * step
         if entries and offset + meta.numel > limit:
-            yield Bucket(tuple(entries), used)
+            buckets.append(Bucket(tuple(entries), used))
             entries, offset = [], 0
         entries.append(BucketEntry(meta.name, meta.shape, offset, meta.numel))
         used = offset + meta.numel
-    if entries:
-        yield Bucket(tuple(entries), used)
+    return [*buckets, Bucket(tuple(entries), used)] if entries else buckets

@@ -103,23 +103,20 @@ def compare(
     engine_logprobs: Sequence[float] | None = None,
     dtype: str = "float32",
 ) -> ProbeReport:
-    """Compares one engine with the sent tensors.
+    """Compares one engine with the sent tensors. `sent` is `SendReport.fingerprints` of all ranks.
 
-    `sent` is `SendReport.fingerprints` of all ranks. `loaded` is the result of `telescope_fingerprints`, one mapping
-    per worker, or None for an engine with an adapter. Logprobs are of the same tokens in the same order; both or none.
-    `dtype` is the engine's, or its quantization.
+    `loaded` is the result of `telescope_fingerprints`, one mapping per worker, or None for an engine with an adapter.
+    Logprobs are of the same tokens in the same order; both or none. `dtype` is the engine's, or its quantization.
     """
     logprobs = None
     if trainer_logprobs is not None and engine_logprobs is not None:
         logprobs = compare_logprobs(trainer_logprobs, engine_logprobs, dtype)
     if loaded is None:
         return ProbeReport(0, logprobs=logprobs, has_adapter=True)
-    mismatched: dict[str, str] = {}
-    if not loaded:
-        mismatched = dict.fromkeys(sent, "no worker answered")
-    for name in [*sent, *sorted(_reported(loaded) - set(sent))]:
-        reason = _mismatch(name, sent.get(name), loaded) if loaded else None
-        if reason is not None:
+    mismatched = {} if loaded else dict.fromkeys(sent, "no worker answered")
+    reported = {name for worker in loaded for name in worker.get("tensors", {})}
+    for name in [*sent, *sorted(reported - set(sent))] if loaded else ():
+        if reason := _mismatch(name, sent.get(name), loaded):
             mismatched[name] = reason
     return ProbeReport(
         num_tensors=len(sent),
@@ -142,10 +139,6 @@ def compare_logprobs(trainer: Sequence[float], engine: Sequence[float], dtype: s
     mean = sum(differences) / len(differences)
     maximum = max(differences) if mean == mean else mean
     return LogprobComparison(len(differences), maximum, mean, TOLERANCES[dtype])
-
-
-def _reported(loaded: Sequence[Mapping[str, Any]]) -> set[str]:
-    return {name for worker in loaded for name in worker.get("tensors", {})}
 
 
 def _mismatch(name: str, sent: str | None, loaded: Sequence[Mapping[str, Any]]) -> str | None:

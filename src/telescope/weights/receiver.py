@@ -185,25 +185,20 @@ class OverlappedReceive:
 
     def _run(self) -> None:
         try:
-            with torch.no_grad():
-                if self._device.type == "cuda":
-                    torch.cuda.set_device(self._device)  # of this thread
-                    with torch.cuda.stream(torch.cuda.Stream(self._device)):
-                        self._report = self._receive()
-                else:
-                    self._report = self._receive()
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # of this thread
+            stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+            with torch.no_grad(), torch.cuda.stream(stream):
+                self._report = receive(
+                    self._communicator,
+                    self.update,
+                    lambda tensors: self._staging.load((n, t) for n, t in tensors if n not in self._skip),
+                    device=self._device,
+                    pin_memory=self._pin_memory,
+                    buffers=self._buffers,
+                )
         except Exception as error:  # raised by `finish`
             self._error = error
-
-    def _receive(self) -> ReceiveReport:
-        return receive(
-            self._communicator,
-            self.update,
-            lambda tensors: self._staging.load((n, t) for n, t in tensors if n not in self._skip),
-            device=self._device,
-            pin_memory=self._pin_memory,
-            buffers=self._buffers,
-        )
 
 
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
@@ -215,10 +210,8 @@ MAX_REASONS = 3
 def why_in_place(model: nn.Module) -> str | None:
     """Returns why this model cannot have staging buffers, if so."""
     reasons = list(_reasons(model))
-    if not reasons:
-        return None
     more = f" and {len(reasons) - MAX_REASONS} more" if len(reasons) > MAX_REASONS else ""
-    return "; ".join(reasons[:MAX_REASONS]) + more
+    return "; ".join(reasons[:MAX_REASONS]) + more or None
 
 
 def _reasons(model: nn.Module) -> Iterator[str]:
@@ -236,13 +229,11 @@ def _reasons(model: nn.Module) -> Iterator[str]:
             continue
         if method is not None and type(method).__name__ not in PLAIN_METHODS:
             yield f"{place} is quantized ({type(method).__name__})"
-        elif any(p.numel() == 0 for p in parameters) or _is_packed(module):
+        # On the CPU `cpu_linear` captures a packed weight (not without oneDNN).
+        elif any(p.numel() == 0 for p in parameters) or getattr(
+            getattr(module, "cpu_linear", None), "__closure__", None
+        ):
             yield f"{place} computes with a packed copy of its weight"
-
-
-def _is_packed(module: nn.Module) -> bool:
-    """Returns whether a CPU layer has a packed weight. `cpu_linear` captures it (not without oneDNN)."""
-    return bool(getattr(getattr(module, "cpu_linear", None), "__closure__", None))
 
 
 class StagingBuffers:

@@ -12,8 +12,9 @@ bucket i is sent. A buffer is written again only after all its broadcasts have e
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -123,21 +124,17 @@ class WeightSender:
 
     def abort(self, engine: int, reason: str) -> None:
         """Aborts the transfer or the connection to one engine; others continue. Any thread may call it."""
-        waiting = self._rendezvous.get(engine)
-        if waiting is not None:
+        if waiting := self._rendezvous.get(engine):
             waiting[0].abort(reason)
-        communicator = self._communicators.get(engine)
-        if communicator is not None:
+        if communicator := self._communicators.get(engine):
             communicator.abort(reason)
 
     def disconnect(self, engine: int, reason: str = "disconnected") -> None:
         """Removes an engine. Its workers see the end of the control channel."""
-        waiting = self._rendezvous.pop(engine, None)
-        if waiting is not None:
+        if waiting := self._rendezvous.pop(engine, None):
             waiting[0].abort(reason)
             waiting[0].close()
-        communicator = self._communicators.pop(engine, None)
-        if communicator is not None:
+        if communicator := self._communicators.pop(engine, None):
             communicator.abort(reason)
 
     def close(self) -> None:
@@ -199,30 +196,36 @@ class _Send:
     def run(self) -> SendReport:
         buckets = plan_buckets(self.update)
         with self.timeline.span("weight_broadcast_agree"):
-            self._agree()
+            self._on_each(lambda engine, communicator: communicator.agree(self.update.digest, self.deadline))
         for index, bucket in enumerate(buckets):
             slot = index % _NUM_BUFFERS
             with self.timeline.span("weight_broadcast_wait"):
                 self._wait(slot)
             with self.timeline.span("weight_broadcast_gather"):
                 filled = self._fill(bucket, slot, buckets)
-            self._broadcast(filled, slot)
+            if filled is not None:
+                for engine, communicator in list(self.live.items()):
+                    try:
+                        self.in_flight[slot].append((engine, communicator.broadcast(filled)))
+                    except TransferError as error:
+                        self._lose(engine, error)
         for name, _ in self.named_weights:
             raise ValueError(f"the trainer yielded {name}, which is not in the plan of the sync")
         with self.timeline.span("weight_broadcast_wait"):
             for slot in range(_NUM_BUFFERS):
                 self._wait(slot)
         with self.timeline.span("weight_broadcast_conclude"):
-            self._conclude()
+            self._on_each(self._conclude)
         self.report.spans = self.timeline.finish()
         self.report.seconds = time.monotonic() - self.start
         return self.report
 
-    def _agree(self) -> None:
+    def _on_each(self, wait_for: Callable[[int, Communicator], Any]) -> None:
+        """Waits for every engine that has not failed, and counts the time."""
         waiting = time.monotonic()
         for engine, communicator in list(self.live.items()):
             try:
-                communicator.agree(self.update.digest, self.deadline)
+                wait_for(engine, communicator)
             except (TransferError, DeadlineExceeded) as error:
                 self._lose(engine, error)
         self.report.wait_seconds += time.monotonic() - waiting
@@ -260,15 +263,6 @@ class _Send:
             torch.cuda.current_stream(self.weights_device).synchronize()  # may differ from the current device
         return flat
 
-    def _broadcast(self, flat: torch.Tensor | None, slot: int) -> None:
-        if flat is None:
-            return
-        for engine, communicator in list(self.live.items()):
-            try:
-                self.in_flight[slot].append((engine, communicator.broadcast(flat)))
-            except TransferError as error:
-                self._lose(engine, error)
-
     def _wait(self, slot: int) -> None:
         waiting = time.monotonic()
         for engine, broadcast in self.in_flight[slot]:
@@ -283,15 +277,9 @@ class _Send:
         self.in_flight[slot] = []
         self.report.wait_seconds += time.monotonic() - waiting
 
-    def _conclude(self) -> None:
-        waiting = time.monotonic()
-        for engine, communicator in list(self.live.items()):
-            try:
-                communicator.conclude(self.deadline)
-                self.report.engine_seconds[engine] = time.monotonic() - self.start
-            except (TransferError, DeadlineExceeded) as error:
-                self._lose(engine, error)
-        self.report.wait_seconds += time.monotonic() - waiting
+    def _conclude(self, engine: int, communicator: Communicator) -> None:
+        communicator.conclude(self.deadline)
+        self.report.engine_seconds[engine] = time.monotonic() - self.start
 
     def _lose(self, engine: int, error: Exception) -> None:
         communicator = self.live.pop(engine)
