@@ -98,7 +98,7 @@ def _run(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _run_and_recompute(layer: nn.Module, *args: Any, keep_attention: bool, **kwargs: Any) -> Any:
     options: dict[str, Any] = {"use_reentrant": False}
     if keep_attention:
-        options["context_fn"] = _keep_attention
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _choose)
     # Forward passes draw no random numbers, so none must be replayed.
     return checkpoint(type(layer).forward, layer, *args, preserve_rng_state=False, **options, **kwargs)
 
@@ -108,7 +108,3 @@ def _choose(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPol
         ATTENTION_OPERATORS
     )
     return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _keep_attention() -> Any:
-    return create_selective_checkpoint_contexts(_choose)

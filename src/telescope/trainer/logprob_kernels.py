@@ -299,10 +299,9 @@ def gradient(
     temperature: float,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Returns the gradient of a block's B logits, [C, B].
+    """Returns the gradient of a block's B logits, [C, B]. `target_C` counts from the first of them.
 
-    `target_C` counts from the first of them. Rows follow each other, with a gap where B is no multiple of
-    `STRIDE_MULTIPLE`.
+    Rows follow each other, with a gap where B is no multiple of `STRIDE_MULTIPLE`.
     """
     tiles = tiles or GRADIENT
     num_rows, width = hidden_CD.shape

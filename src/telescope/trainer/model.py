@@ -119,7 +119,13 @@ def load_causal_lm(
         config.output_router_logits = False  # only needed for a loss that balances experts
     architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if isinstance(architecture, type):
-        refuse_other_classes(model, architecture, config)
+        named = list(config.architectures or ())
+        if architecture.__name__ not in named:  # such as an encoder
+            raise UserError(
+                f"model: {model!r} has architectures {named} in config.json instead of {architecture.__name__}, so "
+                "that vLLM does not load it as a language model. Choose a model that generates text, or correct "
+                "config.json"
+            )
         refuse_unpackable(model, architecture, config)
     elif not hasattr(config, "auto_map"):  # no code that comes with the model
         raise UserError(f"model: {model!r} is of type {config.model_type}, which is no causal language model")
@@ -137,16 +143,6 @@ def load_causal_lm(
         return causal_lm
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, **options)
-
-
-def refuse_other_classes(model: str, architecture: type, config: Any) -> None:
-    """Raises `UserError` when config.json names another class, such as an encoder."""
-    named = list(config.architectures or ())
-    if architecture.__name__ not in named:
-        raise UserError(
-            f"model: {model!r} has architectures {named} in config.json instead of {architecture.__name__}, so that "
-            "vLLM does not load it as a language model. Choose a model that generates text, or correct config.json"
-        )
 
 
 def refuse_incomplete(model: str, loaded: Mapping[str, Any]) -> None:

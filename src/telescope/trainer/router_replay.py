@@ -144,17 +144,13 @@ def replay_in_megatron(stage: nn.Module, replay: RouterReplay, own_tokens: Calla
             continue
         found = True
         router.router_replay = choice = MegatronChoice(replay)
-        hook = functools.partial(_take_routes, choice, own_tokens)
-        layer.register_forward_pre_hook(hook, with_kwargs=True)
+
+        def take_routes(layer: Any, args: Any, kwargs: dict[str, Any], choice: MegatronChoice = choice) -> None:
+            routes_TXK = kwargs["packed_seq_params"].data.routes_TXK
+            choice.recorded_TK = (
+                None if routes_TXK is None else routes_TXK[own_tokens(len(routes_TXK)), layer.layer_number - 1]
+            )
+
+        layer.register_forward_pre_hook(take_routes, with_kwargs=True)
     if not found:
         raise UserError("router_replay is true, but the model has no experts: set it to false")
-
-
-def _take_routes(
-    choice: MegatronChoice, own_tokens: Callable[[int], slice], layer: Any, args: Any, kwargs: dict[str, Any]
-) -> None:
-    routes_TXK = kwargs["packed_seq_params"].data.routes_TXK
-    if routes_TXK is None:
-        choice.recorded_TK = None
-        return
-    choice.recorded_TK = routes_TXK[own_tokens(len(routes_TXK)), layer.layer_number - 1]

@@ -110,11 +110,8 @@ def whole_row(own_Kn: torch.Tensor, own: slice, num_tokens: int, context: Contex
 
 def pad_row(micro_batch: MicroBatch, num_parts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns a row that divides into parts (token ids, position ids, bounds). The padding is a segment."""
-    token_ids_T, position_ids_T, cu_seqlens = (
-        micro_batch.token_ids_T,
-        micro_batch.position_ids_T,
-        micro_batch.cu_seqlens,
-    )
+    token_ids_T, position_ids_T = micro_batch.token_ids_T, micro_batch.position_ids_T
+    cu_seqlens = micro_batch.cu_seqlens
     size = len(token_ids_T)
     added = -(-max(size, SHORTEST_ROW * num_parts) // num_parts) * num_parts - size
     if not added:

@@ -90,7 +90,12 @@ class Timeline:
         if self._on_gpu:
             self._marks[-1].end.event.synchronize()  # type: ignore[union-attr]
         times = [(self._seconds(mark.start), self._seconds(mark.end)) for mark in self._marks]
-        offset = self._offset(times) + self._wall
+        offset = self._wall
+        if self._on_gpu:  # of the device's clock to `time.perf_counter()`
+            differences = [self._first.host]
+            for mark, (start, end) in zip(self._marks, times, strict=True):
+                differences += (mark.start.host - start, mark.end.host - end)
+            offset += max(differences)
         spans = [
             Span(mark.name, start + offset, end + offset, self._rank, mark.micro_batch)
             for mark, (start, end) in zip(self._marks, times, strict=True)
@@ -104,15 +109,6 @@ class Timeline:
         assert self._first.event is not None
         return self._first.event.elapsed_time(moment.event) / 1000
 
-    def _offset(self, times: list[tuple[float, float]]) -> float:
-        """Returns the device clock's offset to `time.perf_counter()`. 0 on the CPU."""
-        if not self._on_gpu:
-            return 0.0
-        found = [self._first.host]
-        for mark, (start, end) in zip(self._marks, times, strict=True):
-            found += (mark.start.host - start, mark.end.host - end)
-        return max(found)
-
 
 def timing_metrics(spans: list[Span], num_micro_batches: int) -> dict[str, float]:
     """Computes `timing_<operation>_total` and `timing_<operation>_microbatch_mean` of one rank, in seconds."""
@@ -122,14 +118,18 @@ def timing_metrics(spans: list[Span], num_micro_batches: int) -> dict[str, float
             totals[span.name] += span.end - span.start
     metrics = {f"timing_{operation}_total": seconds for operation, seconds in totals.items()}
     for operation in OPERATIONS:
-        mean = totals[operation] / num_micro_batches if num_micro_batches else 0.0
-        metrics[f"timing_{operation}_microbatch_mean"] = mean
+        metrics[f"timing_{operation}_microbatch_mean"] = totals[operation] / max(num_micro_batches, 1)
     return metrics
 
 
 def memory_reader(device: torch.device) -> Callable[[], list[Reading]]:
     """Returns a function that reads the memory in use: torch's on a GPU, else the process's."""
-    return (lambda: _of_allocator(device)) if device.type == "cuda" else _of_process()
+    if device.type == "cuda":
+        return lambda: _of_allocator(device)
+    import psutil
+
+    process = psutil.Process()
+    return lambda: [Reading(time.time(), "process_memory_bytes", float(process.memory_info().rss))]
 
 
 def _of_allocator(device: torch.device) -> list[Reading]:
@@ -147,10 +147,3 @@ def _of_allocator(device: torch.device) -> list[Reading]:
         "torch_memory_ooms": stats["num_ooms"],
     }
     return [Reading(now, name, float(value)) for name, value in values.items()]
-
-
-def _of_process() -> Callable[[], list[Reading]]:
-    import psutil
-
-    process = psutil.Process()
-    return lambda: [Reading(time.time(), "process_memory_bytes", float(process.memory_info().rss))]

@@ -149,13 +149,6 @@ def find_backend(name: str) -> type[TrainingBackend]:
     module_name, colon, class_name = name.partition(":")
     if not colon:
         raise ConfigError(f"train_backend: {name!r} is unknown: use 'fsdp', 'megatron' or 'package.module:Class'")
-    found = _imported(name, module_name, class_name)
-    if not (isinstance(found, type) and issubclass(found, TrainingBackend)):
-        raise ConfigError(f"train_backend: {name!r} is not a subclass of telescope.trainer.backends.TrainingBackend")
-    return _completed(found) if inspect.isabstract(found) else found
-
-
-def _imported(name: str, module_name: str, class_name: str) -> object:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -171,12 +164,12 @@ def _imported(name: str, module_name: str, class_name: str) -> object:
             f"train_backend: {name!r} cannot be imported: {module.__file__} has no {class_name}."
             f"{did_you_mean(class_name, vars(module))}"
         )
-    return getattr(module, class_name)
+    found = getattr(module, class_name)
+    if not (isinstance(found, type) and issubclass(found, TrainingBackend)):
+        raise ConfigError(f"train_backend: {name!r} is not a subclass of telescope.trainer.backends.TrainingBackend")
+    if inspect.isabstract(found):
+        from telescope.trainer.backends.fsdp.backend import FSDPBackend
 
-
-def _completed(partial: type[TrainingBackend]) -> type[TrainingBackend]:
-    from telescope.trainer.backends.fsdp.backend import FSDPBackend
-
-    completed = type(partial.__name__, (partial, FSDPBackend), {"__doc__": partial.__doc__})
-    assert issubclass(completed, TrainingBackend)
-    return completed
+        found = type(found.__name__, (found, FSDPBackend), {"__doc__": found.__doc__})
+        assert issubclass(found, TrainingBackend)
+    return found

@@ -28,11 +28,7 @@ from telescope.config.memory import reshards_after_forward
 from telescope.config.model_shape import uneven_heads
 from telescope.errors import UserError
 from telescope.trainer.attention import choose_kernel
-from telescope.trainer.backends.fsdp.checkpoint import (
-    BackgroundSaver,
-    load_training_state,
-    training_state,
-)
+from telescope.trainer.backends.fsdp.checkpoint import BackgroundSaver, load_training_state, training_state
 from telescope.trainer.backends.fsdp.sharding import (
     TimedReduceScatter,
     build_sharded_policy,
@@ -126,17 +122,14 @@ class FSDPBackend(RLBackend):
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: RowLoss, timeline: Timeline) -> None:
         with self._dropout():
-            self._forward_backward(micro_batches, loss, timeline)
-
-    def _forward_backward(self, micro_batches: Sequence[MicroBatch], loss: RowLoss, timeline: Timeline) -> None:
-        for index, micro_batch in enumerate(micro_batches):
-            # Weights do not change until the update.
-            stay_gathered(self.policy, self._keeps_gathered and index + 1 < len(micro_batches))
-            with self.replay.counting() if self.replay is not None else nullcontext():
-                logp_N, entropy_N = self._forward(micro_batch, self.config.temperature, timeline, index)
-            total = loss(index, logp_N, entropy_N)
-            with timeline.span("backward", index), self.reduction.during(timeline, index):
-                total.backward()
+            for index, micro_batch in enumerate(micro_batches):
+                # Weights do not change until the update.
+                stay_gathered(self.policy, self._keeps_gathered and index + 1 < len(micro_batches))
+                with self.replay.counting() if self.replay is not None else nullcontext():
+                    logp_N, entropy_N = self._forward(micro_batch, self.config.temperature, timeline, index)
+                total = loss(index, logp_N, entropy_N)
+                with timeline.span("backward", index), self.reduction.during(timeline, index):
+                    total.backward()
 
     @contextmanager
     def _dropout(self) -> Iterator[None]:

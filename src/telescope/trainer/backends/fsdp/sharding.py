@@ -64,12 +64,8 @@ def build_sharded_policy(config: Any, mesh: DeviceMesh, device: torch.device) ->
         compiled=compiles_blocks(config, policy, device),
     )
     is_tied = policy.is_tied
-    shard(
-        policy,
-        mesh,
-        compute_dtype(config),
-        reshard=reshards_after_forward(config.fsdp_reshard_after_forward, device.type),
-    )
+    reshard = reshards_after_forward(config.fsdp_reshard_after_forward, device.type)
+    shard(policy, mesh, compute_dtype(config), reshard=reshard)
     set_prefetch(policy, config.fsdp_prefetch_layers)
     policy.to_empty(device=device)
     if is_tied:
@@ -165,19 +161,9 @@ def merged_tensors(
         a_RI = gathered_A[name.removesuffix(".weight")]
         local = merged(local_tensor(tensor), a_RI, local_tensor(layer.lora_B.weight), layer.scaling, dtype)
         if isinstance(tensor, DTensor):
-            yield (
-                name,
-                DTensor.from_local(
-                    local,
-                    tensor.device_mesh,
-                    tensor.placements,
-                    run_check=False,
-                    shape=tensor.shape,
-                    stride=tensor.stride(),
-                ),
-            )
-        else:
-            yield name, local
+            options: dict[str, Any] = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
+            local = DTensor.from_local(local, tensor.device_mesh, tensor.placements, **options)
+        yield name, local
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -201,7 +187,10 @@ def gather_full_tensors(
     group: list[tuple[str, DTensor]] = []
     size = 0
     for name, tensor in named:
-        rows = cut_by_rows(tensor)
+        # Divided by rows, as FSDP2 does it.
+        rows = tensor if isinstance(tensor, DTensor) and tuple(tensor.placements) == (Shard(0),) else None
+        if rows is not None and rows.device_mesh.size() == 1:
+            rows = None
         wanted = tensor.dtype if dtype is None else dtype
         num_bytes = tensor.numel() * wanted.itemsize
         fits = size + num_bytes <= group_bytes and (dtype is not None or not group or group[0][1].dtype == wanted)
@@ -215,13 +204,6 @@ def gather_full_tensors(
             size += num_bytes
     if group:
         yield from _gather(group, dtype)
-
-
-def cut_by_rows(tensor: torch.Tensor) -> DTensor | None:
-    """Returns the tensor if it is divided by rows, as FSDP2 does. None otherwise."""
-    if not isinstance(tensor, DTensor) or tuple(tensor.placements) != (Shard(0),):
-        return None
-    return tensor if tensor.device_mesh.size() > 1 else None
 
 
 def _gather(group: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -253,11 +235,9 @@ def all_gather(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGr
     gather(received, sent, group=group)
 
 
-def units(policy: PolicyModel) -> Iterator[FSDPModule]:
-    """Yields the modules that are gathered together, the root included."""
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            yield module
+def units(policy: nn.Module) -> list[FSDPModule]:
+    """Returns the modules that are gathered together, the root included."""
+    return [module for module in policy.modules() if isinstance(module, FSDPModule)]
 
 
 def set_prefetch(policy: PolicyModel, num_layers: int) -> None:
@@ -303,9 +283,8 @@ class TimedReduceScatter(DefaultReduceScatter):
 
     def measure(self, policy: nn.Module) -> None:
         """Sets this as the reduce-scatter of the model's units."""
-        for module in policy.modules():
-            if isinstance(module, FSDPModule):
-                module.set_custom_reduce_scatter(self)
+        for unit in units(policy):
+            unit.set_custom_reduce_scatter(self)
 
     @contextmanager
     def during(self, timeline: Timeline, micro_batch: int) -> Iterator[None]:

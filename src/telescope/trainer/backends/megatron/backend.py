@@ -111,7 +111,8 @@ class MegatronBackend(RLBackend):
 
     @property
     def num_parameters(self) -> int:
-        return sum(math.prod(shape) for name, shape in self.shapes.items() if not self._is_tied_output(name))
+        tied = "lm_head.weight" if self._hf_config.tie_word_embeddings else None
+        return sum(math.prod(shape) for name, shape in self.shapes.items() if name != tied)
 
     def _tokens_of_router(self, num_tokens: int) -> slice:
         """Returns which of this rank's tokens its routers see. With sequence parallelism they see a part."""
@@ -119,9 +120,6 @@ class MegatronBackend(RLBackend):
             return slice(None)
         size = num_tokens // self.parallel.tp.size()
         return slice(size * self.parallel.tp.rank(), size * (self.parallel.tp.rank() + 1))
-
-    def _is_tied_output(self, name: str) -> bool:
-        return name == "lm_head.weight" and self._hf_config.tie_word_embeddings
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: RowLoss, timeline: Timeline) -> None:
         def finish(index: int, row: MicroBatch, own: slice, out_2N: torch.Tensor) -> Any:

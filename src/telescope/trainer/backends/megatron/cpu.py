@@ -46,42 +46,23 @@ class _OnCPU(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Event:
-    """An event of a device that has finished everything."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def record(self, *_: Any) -> None: ...
-
-    def wait(self, *_: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-
-class _Stream:
-    """A stream of a device that finishes each call before it returns."""
+class _Idle:
+    """A stream, or an event, of a device that finishes each call before it returns."""
 
     cuda_stream = 0
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def wait_stream(self, *_: Any) -> None: ...
+    def ended(self, *_: Any) -> _Idle:
+        return self
 
-    def wait_event(self, *_: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def record_event(self, *_: Any) -> _Event:
-        return _Event()
+    record = wait = synchronize = query = wait_stream = wait_event = record_event = ended
 
 
 @functools.cache
 def place_on_cpu() -> None:
     """Replaces CUDA by the CPU in this process. Call it before the first import of `megatron.core`. Idempotent."""
-    stream = _Stream()
+    stream = _Idle()
     # A function for each name: torch.compile refuses one function that has two names.
     replaced: dict[str, Any] = {
         "current_device": lambda: CPU,
@@ -90,8 +71,8 @@ def place_on_cpu() -> None:
         "current_stream": lambda *_, **__: stream,
         "default_stream": lambda *_, **__: stream,
         "stream": lambda *_, **__: contextlib.nullcontext(),
-        "Stream": _Stream,
-        "Event": _Event,
+        "Stream": _Idle,
+        "Event": _Idle,
         # Nothing in the model draws random numbers: there is no dropout, and the weights are loaded.
         "get_rng_state": lambda *_, **__: torch.get_rng_state(),
         "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
@@ -107,8 +88,7 @@ def place_on_cpu() -> None:
     # The sizes of the exchange between experts become numbers only if they are on a GPU.
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    token_dispatcher.maybe_move_tensor_to_cpu = moe_utils.maybe_move_tensor_to_cpu = _as_host_numbers
+    def as_host_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-
-def _as_host_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    token_dispatcher.maybe_move_tensor_to_cpu = moe_utils.maybe_move_tensor_to_cpu = as_host_numbers

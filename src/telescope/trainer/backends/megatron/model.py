@@ -14,8 +14,8 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -49,18 +49,9 @@ class Row:
     """Of the rotary angles of this rank's tokens, [T, 1, 1, D], in the model's dtype; `sin` likewise."""
     sin: torch.Tensor
     # What Megatron reads of its own class. This format means: one sequence, which it neither squeezes nor cuts.
-    qkv_format: str = field(default="sbhd", init=False)
-    cp_group: Any = field(default=None, init=False)
-    local_cp_size: int | None = field(default=None, init=False)
-    padding_mask: Any = field(default=None, init=False)
-    max_seqlen_q: Any = field(default=None, init=False)
-    max_seqlen_kv: Any = field(default=None, init=False)
-    cu_seqlens_q: Any = field(default=None, init=False)
-    cu_seqlens_kv: Any = field(default=None, init=False)
-    cu_seqlens_q_padded: Any = field(default=None, init=False)
-    cu_seqlens_kv_padded: Any = field(default=None, init=False)
-    total_tokens: Any = field(default=None, init=False)
-    seq_idx: Any = field(default=None, init=False)
+    qkv_format: ClassVar = "sbhd"
+    cp_group = local_cp_size = padding_mask = max_seqlen_q = max_seqlen_kv = total_tokens = seq_idx = None
+    cu_seqlens_q = cu_seqlens_kv = cu_seqlens_q_padded = cu_seqlens_kv_padded = None
 
     @classmethod
     def of(cls, data: ModelInput, temperature: float, inv_freq: torch.Tensor, dtype: torch.dtype) -> Row:
