@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+ANNOUNCED_BYTES = 4 * 10**9
+"""Less is read within seconds."""
 
 
 def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
@@ -21,8 +25,15 @@ def files_below(folder: Path) -> list[str]:
 
 
 def damage(folder: Path, digests: Mapping[str, str]) -> list[str]:
-    """Compares files with the digests of when they were written. Returns what is missing, changed or unreadable."""
+    """Compares files with the digests of when they were written. Returns what is missing, changed or unreadable.
+
+    Says so on the terminal if it takes more than a few seconds.
+    """
     found = [f"{name} does not exist" for name in sorted(digests) if not (folder / name).is_file()]
+    num_bytes = sum((folder / name).stat().st_size for name in digests if (folder / name).is_file())
+    if num_bytes >= ANNOUNCED_BYTES:
+        words = f"comparing {num_bytes / 1e9:.3g} GB with the digests of when they were written"
+        print(f"{folder}: {words}", file=sys.stderr, flush=True)
     try:
         now = digests_of(folder, (name for name in digests if (folder / name).is_file()))
     except OSError as error:
