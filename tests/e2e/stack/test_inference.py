@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 import torch
 from tests.e2e.stack.conftest import Stack
+from transformers import AutoTokenizer
 
+from telescope.environments.rendering import Renderer
+from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.errors import UserError
 from telescope.inference.chat import ChatSettings, Conversation, connect
 from telescope.inference.client import EngineClient, EngineRequestError
@@ -144,6 +147,35 @@ async def test_an_answer_depends_on_its_seed_and_not_on_other_requests(stack: St
         answers.append({seed: (await task).token_ids_N.tolist() for seed, task in tasks.items()})
     assert answers[0] == answers[1]
     assert len({str(answer) for answer in answers[0].values()}) > 1
+
+
+@pytest.mark.parametrize("source", ["chat template", "stop_token_ids", "stop"])
+async def test_an_answer_stops_where_the_template_or_the_config_ends_a_turn(
+    stack: Stack, tiny_model: Path, source: str
+) -> None:
+    client, tokenizer = client_of(stack), AutoTokenizer.from_pretrained(tiny_model)
+    requests = [request(f"free-{source}-{seed}", seed, temperature=2.0) for seed in range(8)]
+    answers = [generation.token_ids_N.tolist() for generation in [await client.generate(r) for r in requests]]
+    seed = max(range(8), key=lambda seed: len(answers[seed]))
+    free = answers[seed]
+    end = next(i for i in free[3:-1] if re.fullmatch("[0-9A-Za-z]+", tokenizer.decode([i])))
+    name = tokenizer.decode([end])
+    options = {"chat template": {"chat_template": "{% for m in messages %}{{ m.content }}" + name + "{% endfor %}"}}
+    options |= {"stop_token_ids": {"stop_token_ids": [end]}, "stop": {"stop": [name]}}
+    if source == "chat template":
+        tokenizer.add_special_tokens({"additional_special_tokens": [name]})
+    stops = Renderer(RendererSpec(str(tiny_model), **options[source]), tokenizer).stops
+    assert (stops.texts if source == "stop" else stops.token_ids)[0] == (name if source == "stop" else end)
+    assert end != tokenizer.eos_token_id
+
+    stopped = await client.generate(
+        request("stopped", seed, temperature=2.0, stop_token_ids=stops.token_ids, stop=stops.texts)
+    )
+    texts = [tokenizer.decode(free[: n + 1]) for n in range(len(free))]
+    length = 1 + (next(n for n, text in enumerate(texts) if name in text) if source == "stop" else free.index(end))
+    assert stopped.token_ids_N.tolist() == free[:length]
+    assert stopped.finish_reason == "stop"
+    assert len(stopped.logprobs_N) == length < len(free)
 
 
 async def test_an_aborted_request_stops_in_the_engine(stack: Stack) -> None:
