@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from telescope.trainer.self_check import GradientComparison
+    from telescope.weights.model_folder import ModelOrigin
     from telescope.weights.sender import SendReport
 
 logger = logging.getLogger(__name__)
@@ -287,9 +288,9 @@ class TrainerGroup:
         self.is_settled = True
         self._num_restarts += 1
 
-    async def save_hf(self, directory: Path) -> None:
+    async def save_hf(self, directory: Path, origin: ModelOrigin) -> None:
         """Writes the current weights as a Hugging Face model folder."""
-        await self._all("saving", SETUP_TIMEOUT_SECONDS, "trainer.backend.save_hf", directory)
+        await self._all("saving", SETUP_TIMEOUT_SECONDS, "trainer.save_hf", directory, origin)
 
     async def sync_adapter(self, directory: Path, dtype: str) -> int:
         """Writes the adapters as a folder that servers load. Returns the bytes of their weights."""

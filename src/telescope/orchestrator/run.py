@@ -39,7 +39,7 @@ from telescope.record.gauges import Sampler
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 from telescope.record.system_metrics import DISK_FREE, DISK_TOTAL, MachineSampler, read_disk
-from telescope.weights.model_folder import ModelOrigin, ModelSource, write_origin
+from telescope.weights.model_folder import ModelOrigin, ModelSource
 
 logger = logging.getLogger(__name__)
 
@@ -217,9 +217,7 @@ class _TrainingRun:
 
         async def save(folder: Path) -> None:
             async with components.trainer.queue:
-                await components.trainer.save_hf(folder)
-            if await asyncio.to_thread(folder.is_dir):  # on this node too
-                await asyncio.to_thread(write_origin, folder, origin)
+                await components.trainer.save_hf(folder, origin)
 
         folder = RunFiles(self._directory.path).model
         return await save_where_possible(save, folder, self._status)

@@ -223,7 +223,7 @@ class RLBackend(TrainingBackend):
             loaded = self.hf_config.to_json_string().encode()  # for a model folder that is gone
             try:
                 files = with_dtype({CONFIG: loaded, **read_meta_files(self.config)}, dtype)
-                write_model_folder(directory, metas, weights, files)
+                write_model_folder(directory, metas, weights, files, origin=self.origin)
             except OSError as caught:
                 error = caught  # raised below: the other ranks gather the rest
         for _ in weights:

@@ -28,6 +28,7 @@ from telescope.trainer.batch import COLLECTIVE_TIMEOUT, Layout, Span, StepInput,
 from telescope.trainer.metrics import reduce_max
 from telescope.utils.digests import digests_of
 from telescope.utils.process import freeze_heap, unfreeze_heap
+from telescope.weights.model_folder import MARKER, ModelOrigin, write_origin
 
 
 @dataclass(slots=True, frozen=True)
@@ -209,6 +210,13 @@ class Trainer:
             return self.backend.save_adapter(directory, getattr(torch, dtype))
         finally:
             self._count_sync(started)
+
+    def save_hf(self, directory: Path, origin: ModelOrigin) -> None:
+        """Writes the model and its `origin`; see `TrainingBackend.save_hf`. Collective."""
+        self.backend.origin = origin
+        self.backend.save_hf(directory)
+        if self.rank == 0 and not (directory / MARKER).exists():  # a user's backend with a `save_hf` of its own
+            write_origin(directory, origin)
 
     def _count_sync(self, started: float) -> None:
         ended = time.time()

@@ -32,6 +32,9 @@ from telescope.trainer.packing import pack_step
 from telescope.trainer.timeline import Timeline
 from telescope.trainer.worker import Trainer
 from telescope.utils.digests import digests_of
+from telescope.weights.model_folder import ModelOrigin, ModelSource, is_whole, read_origin
+
+ORIGIN = ModelOrigin(ModelSource(2), run="first")
 
 BATCHES = {
     "even": [5, 31, 12, 7, 2, 28, 19, 3, 16, 9, 24, 11],
@@ -70,7 +73,7 @@ def whole_job(trainer: Trainer, folder: Path) -> dict[str, Any]:
         trainer.save_checkpoint(2, folder / "checkpoint")
         found["digests"] = trainer.finish_checkpoint()
     found["save_error"] = _save_without_space(trainer, folder / "hf")
-    trainer.backend.save_hf(folder / "hf")
+    trainer.save_hf(folder / "hf", ORIGIN)
     found["weights_2"] = weights(trainer)
     results.append(trainer.train_step(_packed(trainer, BATCHES["even"], step=2)))
     found["weights_3"] = weights(trainer)
@@ -113,7 +116,7 @@ def _save_without_space(trainer: Trainer, folder: Path) -> str | None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        trainer.backend.save_hf(folder)
+        trainer.save_hf(folder, ORIGIN)
     except OSError as error:
         return str(error)
     finally:
@@ -257,9 +260,13 @@ def test_a_rank_without_memory_or_writer_costs_one_checkpoint_at_most(runs):
     assert second == [None, "no shared memory", None, None]
 
 
-def test_the_saved_hugging_face_checkpoint_has_the_trained_weights(both):
+def test_the_saved_hugging_face_checkpoint_has_the_trained_weights_and_their_origin(both):
     stored = load_file(both.folder / "hf" / "model.safetensors")
     assert relative_error(stored, both.two[0]["weights_2"]) == 0.0
+    origin = read_origin(both.folder / "hf")
+    assert origin is not None
+    assert (origin.run, origin.checkpoint.step) == ("first", 2)
+    assert is_whole(both.folder / "hf", origin)
 
 
 def test_a_checkpoint_of_two_ranks_is_converted_to_what_the_trainer_saves(both, tmp_path):

@@ -21,6 +21,7 @@ import torch
 from telescope.errors import ConfigError
 from telescope.trainer.batch import Layout, SampleTokens, Span
 from telescope.utils.text import did_you_mean
+from telescope.weights.model_folder import ModelOrigin
 from telescope.weights.plan import TensorMeta
 
 __all__ = ["TensorMeta", "TrainingBackend", "find_backend"]
@@ -33,6 +34,8 @@ class TrainingBackend(ABC):
     """Set by `init`: whether `warm_up` must compile something. Equal on all ranks."""
     store_address: tuple[str, int] = ("", 0)
     """Host and port of the `TCPStore` through which the ranks found each other. Set before `init`."""
+    origin: ModelOrigin | None = None
+    """Run and step of the weights, which `save_hf` writes beside them. Set before it."""
 
     def __init__(self, config: Any, rank: int, world_size: int, device: torch.device) -> None:
         self.config = config
