@@ -158,10 +158,10 @@ def _age_and_waste(config: TelescopeConfig) -> list[str]:
     usual_ahead, usual_bound = fields["max_async_rollout"].default, fields["max_off_policy_steps"].default
     if ahead > usual_ahead and ahead <= bound <= 2 * ahead:
         return [
-            f"max_async_rollout is {ahead}, and max_off_policy_steps is only {bound}: long answers grow older than that "
-            "and are discarded. Measured on two H100 with log-normal lengths: 4 with a bound of 8 discards 10 % of the "
-            "tokens and makes fewer steps per hour than 3, which discards none. Set max_off_policy_steps to about "
-            f"{3 * ahead}, or to -1."
+            f"max_async_rollout is {ahead}, and max_off_policy_steps is only {bound}: long answers grow older than "
+            "that and are discarded. Measured on two H100 with log-normal lengths: 4 with a bound of 8 discards 10 % "
+            "of the tokens and makes fewer steps per hour than 3, which discards none. Set max_off_policy_steps to "
+            f"about {3 * ahead}, or to -1."
         ]
     if bound > usual_bound and ahead <= usual_ahead:
         return [
