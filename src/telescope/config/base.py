@@ -11,13 +11,14 @@ that refuse mutation and otherwise behave as before; `thaw` returns a mutable co
 from __future__ import annotations
 
 import math
-import os
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from telescope.utils.text import path_problem
 
 if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
@@ -90,16 +91,12 @@ PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 MAX_STEPS = 10_000_000
 MAX_SECONDS = 366 * 24 * 3600  # a year
 MAX_WORKERS = 1024
-Workers = Annotated[int, Field(ge=1, le=MAX_WORKERS)]
-"""Processes, GPUs or threads of one kind."""
-Count = Annotated[int, Field(ge=1, le=65_536)]
-"""Number of prompts, answers or requests."""
+Workers = Annotated[int, Field(ge=1, le=MAX_WORKERS)]  # processes, GPUs or threads of one kind
+Count = Annotated[int, Field(ge=1, le=65_536)]  # number of prompts, answers or requests
 Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
-Tokens = Annotated[int, Field(ge=1, le=2**24)]
-"""Length of a text, or size of a buffer, in tokens."""
+Tokens = Annotated[int, Field(ge=1, le=2**24)]  # length of a text, or size of a buffer, in tokens
 Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 WholeSeconds = Annotated[int, Field(ge=1, le=MAX_SECONDS)]
-LONGEST_NAME, LONGEST_PATH = 255, 4096  # bytes that Linux allows for a file's name, and for a path
 
 
 def _without_nul(text: str) -> str:
@@ -109,15 +106,12 @@ def _without_nul(text: str) -> str:
 
 
 def _possible_path(text: str) -> str:
-    if text.startswith("~") and os.path.expanduser(text) == text:
-        raise ValueError(f"there is no user {text.partition('/')[0][1:]!r} on this machine; name another folder")
-    if len(os.fsencode(text)) > LONGEST_PATH or any(len(os.fsencode(p)) > LONGEST_NAME for p in text.split("/")):
-        raise ValueError(f"a path has at most {LONGEST_PATH} bytes, and each name in it {LONGEST_NAME}")
+    if problem := path_problem(text):
+        raise ValueError(problem)
     return text
 
 
-Text = Annotated[str, Field(min_length=1, pattern=r"\S"), AfterValidator(_without_nul)]
-"""Text that is not blank."""
+Text = Annotated[str, Field(min_length=1, pattern=r"\S"), AfterValidator(_without_nul)]  # text that is not blank
 PathText = Annotated[Text, AfterValidator(_possible_path)]
 """A path, whether it exists or not; `~` is the home directory."""
 

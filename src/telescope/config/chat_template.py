@@ -25,6 +25,11 @@ CONVERSATIONS = (
 )
 """What a template is tried with: one that accepts either is accepted."""
 
+NO_TEMPLATE = (
+    "has no chat template, as is usual for base models. Set chat_template to a Jinja2 template, or choose an instruct "
+    "model"
+)
+
 
 class _GenerationBlock(jinja2.ext.Extension):
     """The `{% generation %}` block, which marks the model's text. Only its body counts here."""
@@ -52,10 +57,7 @@ def _raise_exception(message: str) -> None:
 
 
 def render_problem(template: str, variables: Mapping[str, Any]) -> str | None:
-    """Returns why a valid template renders no prompt, as a predicate. None if it does.
-
-    `variables` are those that the tokenizer and the configuration add, such as `eos_token`.
-    """
+    """Returns why a valid template renders no prompt with these variables, as a predicate. None if it does."""
     request = json.dumps({"template": template, "variables": variables})
     try:
         done = subprocess.run(

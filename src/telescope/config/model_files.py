@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from telescope.config.chat_template import compile_template, render_problem
+from telescope.config.chat_template import NO_TEMPLATE, compile_template, render_problem
 from telescope.config.megatron import check_architecture, check_division
 from telescope.config.messages import show
 from telescope.config.model_contents import (
@@ -97,8 +97,12 @@ def check_rendering(config: TelescopeConfig) -> None:
     template = config.chat_template
     if template is None and files is not None:
         template = files.chat_template()
-    if template is None or not _compiles(template):
-        return  # reported with the model's files
+    if template is None:
+        return  # reported with the model's files, as is the next
+    try:
+        compile_template(template)
+    except jinja2.TemplateSyntaxError:
+        return
     tokenizer_config = None if files is None else files.read_object("tokenizer_config.json")
     variables: dict[str, Any] = {name: token_text((tokenizer_config or {}).get(name)) or "" for name in SPECIAL_TOKENS}
     problem = render_problem(template, variables | {"enable_thinking": config.enable_thinking})
@@ -156,7 +160,14 @@ def _inspect(config: TelescopeConfig, files: ModelFiles) -> ModelReport:
         rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
         scaled = isinstance(rope, dict) and rope.get("rope_type", rope.get("type", "default")) != "default"
         _check_against_shape(config, shape, scaled=scaled)
-    _check_tensors(config, files, data, shapes)
+    expected = expected_tensors(data)
+    if expected is not None and shapes is not None:  # a missing tensor would stay random
+        problem = tensor_problem(expected, shapes, tied=bool(data.get("tie_word_embeddings")))
+        if problem is not None:
+            raise ConfigError(
+                f"model is {config.model!r}, but its weight files in {files.where} {problem}. Download or save the "
+                "model again, or correct config.json"
+            )
     return ModelReport(files.where, shape)
 
 
@@ -195,21 +206,6 @@ def _check_quantization(config: TelescopeConfig, data: Mapping[str, Any]) -> Non
             )
 
 
-def _check_tensors(
-    config: TelescopeConfig, files: ModelFiles, data: Mapping[str, Any], present: Mapping[str, tuple[int, ...]] | None
-) -> None:
-    """Checks that the weight files have exactly config.json's tensors. A missing one would stay random."""
-    expected = expected_tensors(data)
-    if expected is None or present is None:
-        return
-    problem = tensor_problem(expected, present, tied=bool(data.get("tie_word_embeddings")))
-    if problem is not None:
-        raise ConfigError(
-            f"model is {config.model!r}, but its weight files in {files.where} {problem}. Download or save the model "
-            "again, or correct config.json"
-        )
-
-
 def _check_tokenizer(config: TelescopeConfig, files: ModelFiles, model_config: Mapping[str, Any]) -> None:
     if not files.names & set(TOKENIZER_FILES):
         raise ConfigError(
@@ -222,9 +218,7 @@ def _check_tokenizer(config: TelescopeConfig, files: ModelFiles, model_config: M
         return
     if template is None:
         raise ConfigError(
-            f"model is {config.model!r}, whose tokenizer has no chat template ({files.where} holds no "
-            "chat_template.jinja, and tokenizer_config.json none either), as is usual for base models. Set "
-            "chat_template to a Jinja2 template, or choose an instruct model"
+            f"model is {config.model!r}, and {files.where} (chat_template.jinja, tokenizer_config.json) {NO_TEMPLATE}"
         )
     _compile_template(template, f"the chat template of {config.model}", "Set chat_template to one that can be read")
 
@@ -351,14 +345,6 @@ def _check_against_shape(config: TelescopeConfig, shape: ModelShape, *, scaled: 
             f"weight_transfer is background, but {config.model} has experts, which take their weights in place. Set "
             "weight_transfer to auto"
         )
-
-
-def _compiles(template: str) -> bool:
-    try:
-        compile_template(template)
-    except jinja2.TemplateSyntaxError:
-        return False
-    return True
 
 
 def _compile_template(template: str, what: str, fix: str) -> None:

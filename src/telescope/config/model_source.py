@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from telescope.config.messages import show
 from telescope.errors import ConfigError
+from telescope.utils.text import user_path
 
 if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
@@ -68,18 +69,12 @@ class HubUnreachableError(Exception):
 
 
 def is_local_path(model: str) -> bool:
-    """Returns whether `model` is a path, not a hub identifier. An identifier is `name` or `owner/name`.
-
-    No account of the hub is called `models`, which is the address of a page there.
-    """
+    """Returns whether `model` is a path, not `name` or `owner/name` on the hub, where no owner is called `models`."""
     return model.startswith(("/", ".", "~", "models/")) or model.count("/") > 1 or os.path.lexists(model)
 
 
 def find_files(config: TelescopeConfig, *, ask_hub: bool) -> ModelFiles:
-    """Returns the files of `config.model`.
-
-    Raises `ConfigError` if there is no such folder or repository, `HubUnreachableError` if that cannot be known.
-    """
+    """Returns the files of `config.model`. Raises `ConfigError` if there are none, `HubUnreachableError` if unknown."""
     return _local_files(config) if is_local_path(config.model) else _hub_files(config.model, ask_hub)
 
 
@@ -110,15 +105,8 @@ def read_meta_files(config: TelescopeConfig) -> dict[str, bytes]:
 
 def _local_files(config: TelescopeConfig) -> ModelFiles:
     model = config.model
-    try:
-        folder = Path(model).expanduser()
-        is_folder = folder.is_dir()
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"model is {show(model)}, which is no usable path ({getattr(error, 'strerror', None) or error}). "
-            "Give a folder in HuggingFace format, or a hub identifier such as Qwen/Qwen2.5-3B"
-        ) from None
-    if not is_folder:
+    folder = user_path(model)
+    if not folder.is_dir():
         problem = "is a file" if folder.exists() else "does not exist"
         if folder.is_symlink() and not folder.exists():
             problem = f"is a link to {os.readlink(folder)}, which does not exist"

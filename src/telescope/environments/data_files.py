@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from telescope.errors import UserError
+from telescope.utils.text import user_path
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
 
 
 def is_local(name: str) -> bool:
     """Returns whether `name` means a file or folder of this machine, and not a dataset of the hub."""
-    path = Path(name).expanduser()
+    path = user_path(name)
     return path.exists() or path.suffix in SUFFIXES or name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
@@ -26,7 +27,7 @@ def read_local(owner: str, name: str, split: str | None) -> Iterator[dict[str, A
     A single file is the split `train`, unless it is a JSON object with a list of rows per split. Raises `UserError`,
     with the files or splits that exist, for a missing one, and with the line for a broken one.
     """
-    path = Path(name).expanduser()
+    path = user_path(name)
     if not path.exists():
         folder = next(parent for parent in path.absolute().parents if parent.is_dir())
         raise UserError(f"{owner}: there is no file {name!r}. {_listed(folder)} Give the path of one of them.")

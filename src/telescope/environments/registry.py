@@ -30,7 +30,7 @@ from telescope.environments.arguments import instantiate, known_arguments, refus
 from telescope.environments.base import Environment, MultiTurnEnvironment, SingleTurnEnvironment
 from telescope.environments.user_code import describe_error
 from telescope.errors import UserError
-from telescope.utils.text import did_you_mean
+from telescope.utils.text import did_you_mean, user_path
 
 NOT_YET_SHIPPED = ("i3_code",)
 """Names of environments and evals that later versions will ship."""
@@ -150,7 +150,7 @@ class Discovery:
         for point in importlib.metadata.entry_points(group=self.group):
             sources[point.name] = Source(point.name, point.module, point.attr or None, None)
         for named in reversed(folders):
-            root = Path(named).expanduser().resolve()
+            root = user_path(named).resolve()
             if not root.is_dir():
                 raise UserError(f"{self.path_field} names {str(named)!r}, which is not a folder.")
             for folder in self._marked_folders(root):

@@ -36,6 +36,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from telescope.config.chat_template import NO_TEMPLATE
 from telescope.environments.base import ChatMessage, assistant_message, with_thinking_prefix
 from telescope.environments.parsers import opening_tag
 from telescope.environments.serialization import serialize_messages
@@ -115,11 +116,8 @@ class Renderer:
 
     def prompt_text(self, environment: Any, prompt: Any) -> str:
         """Returns the text of a prompt, from the environment's `format_prompt`."""
-        if environment.uses_chat_template and not self.tokenizer.chat_template:
-            raise UserError(
-                f"The tokenizer of {self.spec.tokenizer_path!r} has no chat template. Set chat_template in the "
-                "configuration, or use a chat model."
-            )
+        if environment.uses_chat_template:
+            self._require_template()
         tokenizer, options = self.tokenizer, {"enable_thinking": self.spec.enable_thinking}
         if environment.uses_chat_template:
             tokenizer = copy.copy(tokenizer)
@@ -142,12 +140,12 @@ class Renderer:
 
         The text has breaks (`BREAK`).
         """
-        if not self.tokenizer.chat_template:
-            raise UserError(
-                f"The tokenizer of {self.spec.tokenizer_path!r} has no chat template. Set chat_template in the "
-                "configuration, or use a chat model."
-            )
+        self._require_template()
         return self.render(messages, tools, add_generation_prompt=True)
+
+    def _require_template(self) -> None:
+        if not self.tokenizer.chat_template:
+            raise UserError(f"The tokenizer of {self.spec.tokenizer_path!r} {NO_TEMPLATE}")
 
     def render(
         self, messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None = None, *, add_generation_prompt: bool

@@ -1,13 +1,16 @@
-"""Formats text and counts, and suggests names for mistyped ones."""
+"""Formats text and counts, suggests names for mistyped ones, and checks the text of paths."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from difflib import SequenceMatcher
+from pathlib import Path
 
-LONGEST = 300
-"""Characters of a line; an address, a port and a fix fit."""
+from telescope.errors import UserError
+
+LONGEST = 300  # characters of a line; an address, a port and a fix fit
 
 # A title sequence without an end extends to the end of its line.
 _ESCAPE = re.compile(
@@ -27,6 +30,27 @@ def single_line(text: str | None) -> str:
     """Returns the first visible line, without control characters, at most `LONGEST` long."""
     line = next((line.strip() for line in plain(text or "").split("\n") if line.strip()), "")
     return line if len(line) <= LONGEST else line[: LONGEST - 1].rstrip() + "…"
+
+
+LONGEST_NAME, LONGEST_PATH = 255, 4096  # bytes that Linux allows for a file's name, and for a path
+
+
+def path_problem(text: str) -> str | None:
+    """Returns why no path can have this text, and the fix. None if one can."""
+    if "\0" in text:
+        return "it must not contain the character NUL"
+    if text.startswith("~") and os.path.expanduser(text) == text:
+        return f"there is no user {text.partition('/')[0][1:]!r} on this machine; name another folder"
+    if len(os.fsencode(text)) > LONGEST_PATH or any(len(os.fsencode(p)) > LONGEST_NAME for p in text.split("/")):
+        return f"a path has at most {LONGEST_PATH} bytes, and each name in it {LONGEST_NAME}"
+    return None
+
+
+def user_path(path: str | Path) -> Path:
+    """Returns the path that a user typed; `~` is the home directory. Raises `UserError` if there can be none."""
+    if problem := path_problem(str(path)):
+        raise UserError(f"{str(path)[:80]!r} is not a path: {problem}")
+    return Path(path).expanduser()
 
 
 def pluralize(number: int, noun: str) -> str:
