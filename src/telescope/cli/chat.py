@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from telescope.cli.main import OwnParser
 from telescope.cluster.reaper import Reaper
 from telescope.config.machine import LOOPBACK
 from telescope.errors import ConfigError, InfrastructureError, RunError, UserError
@@ -42,22 +43,20 @@ inference are flags too, as for `telescope eval`: --inference_tensor_parallel_si
 COMMANDS = "/reset begins a new conversation, /exit ends (so does Ctrl-D). Ctrl-C stops an answer."
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> OwnParser:
     """Returns the parser of the command's own options; others are config fields."""
-    parser = argparse.ArgumentParser(
+    parser = OwnParser(
         prog="telescope chat",
         description="Serve a checkpoint, a model folder or a hub model with vLLM on this machine, and talk to it.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("path", help="run directory, checkpoint (step_N), model folder, or name on the hub")
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint of a run (default: the newest)")
     parser.add_argument("--prompt", metavar="TEXT", help="ask this, print the answer, and exit")
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
     parser.add_argument("--temperature", type=float, metavar="T", help="default: that of the run, else 1")
-    parser.add_argument("--top-p", "--top_p", type=float, metavar="P", help="default: that of the run, else 1")
-    parser.add_argument("--max-tokens", "--max_tokens", type=int, metavar="N", help="longest answer")
+    parser.add_argument("--top-p", type=float, metavar="P", help="default: that of the run, else 1")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer")
     return parser
 
 
@@ -65,7 +64,7 @@ def run(argv: Sequence[str]) -> int:
     """Runs the command. Returns the exit code; raises `UserError` for bad input, before anything is started."""
     from telescope.inference.chat import ChatSettings, Conversation, connect
 
-    arguments, fields = build_parser().parse_known_args(argv)
+    arguments, fields = build_parser().take(argv)
     target = find_target(arguments.path, arguments.step)
     _check_sampling(arguments)
     config = build_config(target, fields)
@@ -192,10 +191,7 @@ def _talk(conversation: Conversation) -> None:
 
 
 def _answer(conversation: Conversation, question: str) -> None:
-    """Prints an answer as it comes. Ctrl-C stops it; the conversation keeps what was received.
-
-    Raises `RunError` if the server no longer answers.
-    """
+    """Prints an answer as it comes, until Ctrl-C. Raises `RunError` if the server no longer answers."""
     pieces = conversation.ask(question)
     try:
         for piece in pieces:

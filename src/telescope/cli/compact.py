@@ -5,18 +5,15 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from telescope.cli.main import EXIT_FAILED
 from telescope.cli.query import choose_runs
 from telescope.cli.runs import add_root, warn_of_unreadable
 from telescope.errors import RunError
 from telescope.record.compact import compact, file_sizes
 from telescope.utils.text import plain
 
-EXIT_INCOMPLETE = 1
-"""Exit code when damaged files remain."""
-
 
 def add_parser(subparsers: Any) -> None:
-    """Registers the subcommand on `telescope`'s parser."""
     parser = subparsers.add_parser(
         "compact",
         help="merge the files of ended runs",
@@ -44,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "again."
             ) from error
         print(plain(f"{each.label}: {_size(before)} -> {_size(file_sizes(each))}"))
-    return EXIT_INCOMPLETE if warn_of_unreadable(runs, "the record") else 0
+    return EXIT_FAILED if warn_of_unreadable(runs, "the record") else 0
 
 
 def _size(sizes: list[int]) -> str:

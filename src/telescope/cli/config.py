@@ -1,7 +1,4 @@
-"""`telescope config`: explains fields, prints the resolved configuration and the defaults.
-
-Also prints the help of `telescope train`, which lists fields by section.
-"""
+"""`telescope config`: explains fields, prints resolved and default values; and the help of `telescope train`."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -24,11 +20,10 @@ from telescope.config.generate import FieldDescription, default_yaml, describe_a
 from telescope.config.rules import RULES
 from telescope.config.schema import SECTIONS
 from telescope.errors import UserError
-from telescope.utils.text import did_you_mean
+from telescope.utils.text import did_you_mean, user_path
 
 
 def add_parser(subparsers: Any) -> None:
-    """Registers the subcommand."""
     parser = subparsers.add_parser(
         "config",
         help="explain configuration fields, show what a file resolves to",
@@ -47,12 +42,12 @@ def add_parser(subparsers: Any) -> None:
     explain.set_defaults(func=_explain)
 
     show = actions.add_parser("show", help="the whole configuration that a file resolves to, as YAML")
-    show.add_argument("config", type=Path, help="YAML file of the run")
+    show.add_argument("config", type=user_path, help="YAML file of the run")
     show.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field; repeatable")
     show.set_defaults(func=_show)
 
     defaults = actions.add_parser("defaults", help="every field with its default and description, as YAML")
-    defaults.set_defaults(func=_defaults)
+    defaults.set_defaults(func=lambda _: print(default_yaml(), end=""))
 
 
 def _explain(arguments: argparse.Namespace) -> int:
@@ -69,11 +64,6 @@ def _show(arguments: argparse.Namespace) -> int:
     for note in loaded.notes:
         print(note, file=sys.stderr)
     print(resolved_yaml(loaded.config), end="")
-    return 0
-
-
-def _defaults(_: argparse.Namespace) -> int:
-    print(default_yaml(), end="")
     return 0
 
 
@@ -114,11 +104,7 @@ def print_train_help(console: Console, *, all_fields: bool = False) -> None:
     console.print("  telescope train --config configs/examples/demo_countdown.yaml --number_of_steps 50 --seed 1\n")
     if all_fields:
         print_sections(console, SECTIONS)
-        console.print(
-            "`telescope config explain FIELD` describes one in full.",
-            style="dim",
-            width=WIDEST,
-        )
+        console.print("`telescope config explain FIELD` describes one in full.", style="dim", width=WIDEST)
         return
     console.print(Text("Most used fields", style="bold cyan"))
     grid = _grid()
@@ -144,7 +130,9 @@ def print_sections(console: Console, sections: Sequence[type[Section]]) -> None:
 
 def _add_field(grid: Table, field: FieldDescription) -> None:
     name = Text(f"--{field.name}")
-    value = Text(field.type if field.required or field.default in (None, [], {}) else _short_default(field))
+    default = field.default_text
+    short = default if len(default) <= 24 else f"{default[:21]}..."
+    value = Text(field.type if field.required or field.default in (None, [], {}) else short)
     grid.add_row(name, value, Text(field.summary))
 
 
@@ -162,7 +150,12 @@ def explain(console: Console, name: str) -> None:
             return
     entries, dot, key = wanted.partition(".")
     if dot and entries in ENTRIES:
-        _explain_key(console, entries, key)
+        keys = {field.name: field for field in describe_section(ENTRIES[entries], f"{entries}.")}
+        if key not in keys:
+            hint, known = did_you_mean(key, keys), ", ".join(keys)
+            raise UserError(f"An entry of {entries} has no key '{key}'.{hint} The keys are {known}")
+        place = f"a key of each entry of {entries}"
+        _print_field(console, replace(keys[key], name=f"{entries}[].{key}", section=place))
         return
     if dot and entries in {field.name for field in describe_all()}:
         raise UserError(f"{entries} has no keys in the schema; `telescope config explain {entries}` explains it")
@@ -174,15 +167,6 @@ def explain(console: Console, name: str) -> None:
     known += [f"{entries}.{key}" for entries, kind in ENTRIES.items() for key in kind.model_fields]
     hint = did_you_mean(wanted, known)
     raise UserError(f"There is no field or section '{name}'.{hint} `telescope config explain` lists all fields")
-
-
-def _explain_key(console: Console, entries: str, key: str) -> None:
-    keys = {field.name: field for field in describe_section(ENTRIES[entries], f"{entries}.")}
-    if key not in keys:
-        raise UserError(
-            f"An entry of {entries} has no key '{key}'.{did_you_mean(key, keys)} The keys are {', '.join(keys)}"
-        )
-    _print_field(console, replace(keys[key], name=f"{entries}[].{key}", section=f"a key of each entry of {entries}"))
 
 
 def _print_field(console: Console, field: FieldDescription) -> None:
@@ -204,11 +188,6 @@ def _print_field(console: Console, field: FieldDescription) -> None:
         for part in describe_section(ENTRIES[field.name], f"{field.name}."):
             entries.add_row(Text(part.name), Text(part.default_text), Text(part.text))
         console.print(entries)
-
-
-def _short_default(field: FieldDescription) -> str:
-    text = field.default_text
-    return text if len(text) <= 24 else f"{text[:21]}..."
 
 
 def _grid() -> Table:

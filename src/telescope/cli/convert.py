@@ -1,7 +1,4 @@
-"""`telescope convert`: checkpoints of a run to Hugging Face model folders.
-
-Arguments and printing only; `orchestrator.conversion` converts and `record.model_card` describes the model.
-"""
+"""`telescope convert`: checkpoints of a run to Hugging Face model folders. `orchestrator.conversion` converts."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from telescope.cli.live_view import progress
 from telescope.errors import UserError
 from telescope.orchestrator import conversion
 from telescope.orchestrator.checkpoints import read_meta
-from telescope.utils.text import pluralize
+from telescope.utils.text import pluralize, user_path
 
 GB = 10**9
 EPILOG = """examples:
@@ -29,7 +26,6 @@ The result loads in transformers, in vLLM, and as `model` of another run. Models
 
 
 def add_parser(subparsers: Any) -> None:
-    """Registers the subcommand on `telescope`'s parser."""
     parser = subparsers.add_parser(
         "convert",
         help="turn checkpoints into Hugging Face models",
@@ -38,12 +34,14 @@ def add_parser(subparsers: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", nargs="?", type=Path, metavar="RUN_DIR", help="run directory")
+    parser.add_argument("run", nargs="?", type=user_path, metavar="RUN_DIR", help="run directory")
     parser.add_argument("--step", metavar="N|all", help="checkpoint of RUN_DIR (default: the newest)")
-    parser.add_argument("--checkpoint-dir", type=Path, metavar="D", help="one checkpoint: its step_N folder")
-    parser.add_argument("--output-dir", type=Path, metavar="O", help="folder of one model")
-    parser.add_argument("--checkpoint-root", type=Path, metavar="R", help="folder with step_N folders, for all of them")
-    parser.add_argument("--output-root", type=Path, metavar="O", help="folder for step_N folders of models")
+    parser.add_argument("--checkpoint-dir", type=user_path, metavar="D", help="one checkpoint: its step_N folder")
+    parser.add_argument("--output-dir", type=user_path, metavar="O", help="folder of one model")
+    parser.add_argument(
+        "--checkpoint-root", type=user_path, metavar="R", help="folder with step_N folders, for all of them"
+    )
+    parser.add_argument("--output-root", type=user_path, metavar="O", help="folder for step_N folders of models")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a weight file (default: 5GB)")
     parser.add_argument("--dtype", choices=conversion.DTYPES, help="cast the weights (default: as they were saved)")
     parser.add_argument("--adapter", action="store_true", help="of a LoRA run: write the adapter alone, as peft does")

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,13 +34,7 @@ from rich.table import Table
 from rich.text import Text
 
 import telescope
-from telescope.config.machine import (
-    LOOPBACK,
-    listen_problem,
-    local_resources,
-    ray_cluster_is_configured,
-    visible_gpus,
-)
+from telescope.config.machine import LOOPBACK, listen_problem, local_resources, ray_cluster_is_configured, visible_gpus
 from telescope.config.megatron import NEEDS_TRANSFORMER_ENGINE, TRANSFORMER_ENGINE, TRANSFORMER_ENGINE_FIX
 from telescope.config.preflight import SHARED_MEMORY, VLLM_QUEUE_BYTES, plugin_problem
 from telescope.config.schema import TelescopeConfig
@@ -80,15 +74,9 @@ def run_checks(*, hub: bool = True) -> list[Check]:
         found = visible_gpus("name", "memory.total", "driver_version")
         gpus = [f"{name} ({memory} MiB, driver {driver})" for name, memory, driver in found]
         checks = [
-            check_telescope(),
-            check_python(),
-            check_system(),
-            check_processors(),
-            check_memory(),
+            *check_machine(gpus),
             check_shared_memory(has_gpus=bool(gpus)),
             check_open_files(),
-            check_compiler(),
-            check_gpus(gpus),
             check_torch(torch_answer.result(), gpus),
             check_package("transformers"),
             check_package("ray"),
@@ -114,40 +102,41 @@ def can_train(checks: list[Check]) -> bool:
 # --- this program and this machine ----------------------------------------------------------------------------------
 
 
-def check_telescope() -> Check:
-    return Check("telescope", "ok", f"{telescope.__version__} in {Path(telescope.__file__).parent}")
-
-
-def check_python() -> Check:
+def check_machine(gpus: list[str]) -> Iterator[Check]:
+    """Checks Python, the system, its processors, memory, compiler and GPUs."""
+    yield Check("telescope", "ok", f"{telescope.__version__} in {Path(telescope.__file__).parent}")
     found = f"{platform.python_version()} ({sys.executable})"
     if (3, 11) <= sys.version_info[:2] <= (3, 13):
-        return Check("Python", "ok", found)
-    return Check("Python", "bad", found, "use CPython 3.11, 3.12 or 3.13: Ray and vLLM have builds for those")
-
-
-def check_system() -> Check:
+        yield Check("Python", "ok", found)
+    else:
+        yield Check("Python", "bad", found, "use CPython 3.11, 3.12 or 3.13: Ray and vLLM have builds for those")
     found = f"{platform.system()} {platform.release()} {platform.machine()}"
     if platform.system() != "Linux":
-        return Check("system", "bad", found, "train on Linux; reading runs works everywhere")
-    if platform.machine() != "x86_64":
-        return Check("system", "note", found, "untested: the pinned packages were tried on x86_64")
-    return Check("system", "ok", found)
-
-
-def check_processors() -> Check:
-    cores = len(os.sched_getaffinity(0))
-    if cores < 2:
-        return Check("processor", "note", "1 core", "two or more, or the engine and the trainer take turns")
-    return Check("processor", "ok", f"{cores} cores")
-
-
-def check_memory() -> Check:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        yield Check("system", "bad", found, "train on Linux; reading runs works everywhere")
+    elif platform.machine() != "x86_64":
+        yield Check("system", "note", found, "untested: the pinned packages were tried on x86_64")
+    else:
+        yield Check("system", "ok", found)
+    if (cores := len(os.sched_getaffinity(0))) < 2:
+        yield Check("processor", "note", "1 core", "two or more, or the engine and the trainer take turns")
+    else:
+        yield Check("processor", "ok", f"{cores} cores")
+    total, free = (os.sysconf("SC_PAGE_SIZE") * os.sysconf(f"SC_{name}PHYS_PAGES") for name in ("", "AV"))
     found = f"{total / GIB:.1f} GiB, {free / GIB:.1f} GiB of it unused"
     if total < ENOUGH_MEMORY_BYTES:
-        return Check("memory", "note", found, f"{ENOUGH_MEMORY_BYTES // GIB} GiB for the demo on CPU")
-    return Check("memory", "ok", found)
+        yield Check("memory", "note", found, f"{ENOUGH_MEMORY_BYTES // GIB} GiB for the demo on CPU")
+    else:
+        yield Check("memory", "ok", found)
+    names = filter(None, (os.environ.get("CC"), "gcc", "cc", "clang"))
+    if compiler := next(filter(None, map(shutil.which, names)), None):
+        yield Check("C compiler", "ok", compiler)
+    else:
+        yield Check("C compiler", "note", "none", "install gcc: vLLM on GPU and torch.compile build kernels with it")
+    if gpus:
+        yield Check("GPU", "ok", ", ".join(f"{gpus.count(kind)} x {kind}" for kind in dict.fromkeys(gpus)))
+    else:
+        fix = "none is needed for `make demo`; models of more than a few million parameters want one"
+        yield Check("GPU", "note", "no NVIDIA GPU", fix)
 
 
 def check_shared_memory(path: Path = SHARED_MEMORY, *, has_gpus: bool = False) -> Check:
@@ -170,21 +159,6 @@ def check_open_files() -> Check:
     ceiling = "" if hard == resource.RLIM_INFINITY else f" (the system allows {hard})"
     fix = f"ulimit -n {ENOUGH_OPEN_FILES}{ceiling}, for thousands of samples at once"
     return Check("open files", "note", f"limit {soft}", fix)
-
-
-def check_compiler() -> Check:
-    for name in (os.environ.get("CC"), "gcc", "cc", "clang"):
-        if name and (path := shutil.which(name)):
-            return Check("C compiler", "ok", path)
-    return Check("C compiler", "note", "none", "install gcc: vLLM on GPU and torch.compile build kernels with it")
-
-
-def check_gpus(gpus: list[str]) -> Check:
-    if gpus:
-        kinds = ", ".join(f"{gpus.count(kind)} x {kind}" for kind in dict.fromkeys(gpus))
-        return Check("GPU", "ok", kinds)
-    fix = "none is needed for `make demo`; models of more than a few million parameters want one"
-    return Check("GPU", "note", "no NVIDIA GPU", fix)
 
 
 # --- packages -------------------------------------------------------------------------------------------------------
@@ -363,7 +337,6 @@ _MARKS: dict[Status, tuple[str, str]] = {
 
 
 def add_parser(subparsers: Any) -> None:
-    """Registers the subcommand on `telescope`'s parser."""
     parser = subparsers.add_parser(
         "doctor",
         help="check this machine and its packages, with fixes",

@@ -69,10 +69,11 @@ def print_dry_run(
 
     def find_resumed(config: TelescopeConfig) -> None:
         if config.resume_from_checkpoint:
+            from telescope.orchestrator.checkpoints import refuse_damage
             from telescope.orchestrator.resume import find_checkpoint
 
             found[1] = find_checkpoint(config, choose_run_dir(config))
-            found[1].verify()
+            refuse_damage(found[1].path, found[1].meta)
 
     unknown = preflight.find_problems(config, preflight.checks_of_environments())
     problems = [*unknown, *preflight.find_problems(config, [check_rendering, inspect, find_resumed])]

@@ -1,8 +1,4 @@
-"""`telescope envs`: lists, describes, tries or creates environments.
-
-See `environments.registry` and `environments.local_rollout`. Templates of new environments are in
-`environments/templates/`.
-"""
+"""`telescope envs`: lists, describes, tries or creates environments (from `environments/templates/`)."""
 
 from __future__ import annotations
 
@@ -43,7 +39,7 @@ from telescope.environments.registry import (
 from telescope.environments.serialization import MalformedResultError
 from telescope.environments.tool_env import ToolEnvironment
 from telescope.errors import UserError
-from telescope.utils.text import pluralize
+from telescope.utils.text import pluralize, user_path
 
 KINDS = ("single", "multi", "tools")
 NUM_GOLDS = 10  # items that are listed if there is no source of answers
@@ -54,7 +50,6 @@ _STYLES = {"system": "dim", "user": "cyan", "tool": "magenta", "assistant": "bol
 
 
 def add_parser(subparsers: Any) -> None:
-    """Registers the subcommand on `telescope`'s parser."""
     parser = subparsers.add_parser(
         "envs",
         help="list, describe, try or create environments",
@@ -87,7 +82,7 @@ def add_parser(subparsers: Any) -> None:
     trying.add_argument("--max-tokens", type=int, help="tokens of one answer (default: 1024; with --model, what fits)")
     trying.add_argument("--temperature", type=float, default=1.0, help="default: 1.0")
     making.add_argument("--kind", choices=KINDS, default="single", help="single turn, several turns, or tools")
-    making.add_argument("--folder", type=Path, default=Path("environments"), help="default: environments")
+    making.add_argument("--folder", type=user_path, default=Path("environments"), help="default: environments")
     listing.set_defaults(func=run_list)
     describing.set_defaults(func=run_describe)
     trying.set_defaults(func=run_try)
@@ -197,10 +192,7 @@ def run_new(arguments: argparse.Namespace) -> int:
 
 
 def write_new(name: str, folder: Path, kind: str) -> list[Path]:
-    """Writes `folder/name/environment.py` and a passing test of its reward. Returns the files.
-
-    Raises `UserError` for a name that is not a valid identifier, or when the folder exists.
-    """
+    """Writes `folder/name/environment.py` and a test of its reward. Raises `UserError` for a bad or used name."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise UserError(f"{name!r} cannot be the name of an environment: use small letters, digits and underscores.")
     target = folder / name

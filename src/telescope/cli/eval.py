@@ -1,11 +1,8 @@
-"""`telescope eval`: measures saved checkpoints and models.
-
-Arguments and printing only; `orchestrator.eval_run` measures. Exit code 0 if all evals finished, 1 if one failed, 2 for
-bad input, 130 after Ctrl-C.
-"""
+"""`telescope eval`: measures saved checkpoints and models. Exit code 1 if an eval failed."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -17,94 +14,95 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from telescope.cli.main import HELP, Option, make_console, take_own
+from telescope.cli.main import EXIT_FAILED, EXIT_INTERRUPTED, OwnParser, file_to_write, make_console
 from telescope.errors import InfrastructureError, RunError, UserError
+from telescope.utils.text import user_path
 
 if TYPE_CHECKING:
     from telescope.evals.runner import EvalResult
     from telescope.orchestrator.eval_run import EvalJob, EvalOutcome
 
-EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
-
-HELP_TEXT = """\
-usage: telescope eval [MODEL ...] [--eval NAME ...] [--config FILE] [options] [--FIELD VALUE ...]
-
+DESCRIPTION = """\
 Measures models on evals or environments. A MODEL is a run directory (all its checkpoints), a step_N folder, a folder of
 them, a model in Hugging Face format, or a name on the hub. Checkpoints need not be converted.
 
   telescope eval runs/first                                 the run's own evals at every checkpoint
   telescope eval runs/first --step 50,100 --eval math500    two checkpoints on another eval
   telescope eval --model Qwen/Qwen3-0.6B --eval math500 --num-samples 100
-  telescope eval --config configs/evals/eval.yaml           see the comments in that file
+  telescope eval --config configs/evals/eval.yaml           see the comments in that file"""
 
-options:
-  --model MODEL        as MODEL; repeatable
-  --step N,M|all       only these checkpoints of runs and folders
-  --eval NAME          eval or environment to measure, with the run's settings for it if it has some; repeatable
-  --num-samples N      items of each eval, the first ones (-1: all)
-  --config FILE        YAML file with evals, checkpoints and fields
-  --checkpoint-dir D   as MODEL
-  --output DIR         folder for samples, logs and the plot (default: RUN_DIR/evals/<settings>, or evals/<model>-...)
-  --json FILE          also write the results to this file
-  --plot FILE          write the plot here (SVG; default: accuracy.svg in the output folder)
-  --wandb-run-path P   also log to this W&B run: entity/project/run_id
-  --max-concurrent-samples-per-server N   samples that a server generates at once (default: 256)
-  --FIELD VALUE        fields of `telescope train` that concern sampling, servers and environments, such as
-                       --temperature 0.6 --max_tokens 2048 --max_model_len 4096 --inference_num_workers 4
+EPILOG = """\
+  --FIELD VALUE         fields of `telescope train` that concern sampling, servers and environments, such as
+                        --temperature 0.6 --max_tokens 2048 --max_model_len 4096 --inference_num_workers 4
 
 Sampling settings and prompts of a run's checkpoints are the run's own, unless they are set here. All models share one
 pool of servers, which is started once. Results are in the run's record: telescope query "select * from evals".
 Ctrl-C leaves nothing behind; the same command continues with the samples that are not done yet."""
 
-OPTIONS = {
-    **HELP,
-    "--model": Option("a folder or a name on the hub", repeats=True),
-    "--step": Option("numbers of checkpoints, as in --step 50,100, or all"),
-    "--eval": Option("the name of an eval or environment", repeats=True),
-    "--num-samples": Option("a number of items"),
-    "--config": Option("the path of a YAML file", ("-c",)),
-    "--checkpoint-dir": Option("a folder of checkpoints"),
-    "--output": Option("a folder"),
-    "--json": Option("the path of a file to write"),
-    "--plot": Option("the path of a file to write"),
-    "--wandb-run-path": Option("entity/project/run_id"),
-    "--max-concurrent-samples-per-server": Option("a number of samples"),
-}
-FIELDS = ("--checkpoint-dir", "--wandb-run-path", "--max-concurrent-samples-per-server")
+RESULT_VALUES = (
+    "name", "number", "accuracy", "metric", "num_items", "num_completions", "num_scored", "num_failed", "temperature",
+    "metrics",
+)  # fmt: skip
+FIELDS = ("checkpoint_dir", "wandb_run_path", "max_concurrent_samples_per_server")
 """Options that are fields of the file too."""
+
+
+def build_parser() -> OwnParser:
+    """Returns the parser of the command's own options."""
+    parser = OwnParser(
+        prog="telescope eval",
+        usage="telescope eval [MODEL ...] [--eval NAME ...] [--config FILE] [options] [--FIELD VALUE ...]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+    )
+    parser.add_argument("--model", action="append", default=[], help="as MODEL; repeatable")
+    parser.add_argument("--step", type=_steps, metavar="N,M|all", help="only these checkpoints of runs and folders")
+    parser.add_argument(
+        "--eval", action="append", default=[], metavar="NAME",
+        help="eval or environment to measure, with the run's settings for it if it has some; repeatable",
+    )  # fmt: skip
+    parser.add_argument("--num-samples", type=int, metavar="N", help="items of each eval, the first ones (-1: all)")
+    parser.add_argument("--config", "-c", type=user_path, metavar="FILE", help="file of evals, checkpoints and fields")
+    parser.add_argument("--checkpoint-dir", metavar="D", help="as MODEL")
+    parser.add_argument(
+        "--output", type=user_path, metavar="DIR",
+        help="folder for samples, logs and the plot (default: RUN_DIR/evals/<settings>, or evals/<model>-...)",
+    )  # fmt: skip
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="also write the results to this file")
+    parser.add_argument(
+        "--plot", type=file_to_write, metavar="FILE", help="write the plot here (SVG; default: in the output folder)"
+    )
+    parser.add_argument("--wandb-run-path", metavar="P", help="also log to this W&B run: entity/project/run_id")
+    parser.add_argument(
+        "--max-concurrent-samples-per-server", type=int, metavar="N", help="samples of a server at once (default: 256)"
+    )
+    return parser
 
 
 def run(argv: Sequence[str]) -> int:
     """Runs the command. Returns the exit code; raises `UserError` for bad input, before anything is started."""
-    own, rest = take_own(argv, OPTIONS)
-    if "--help" in own:
-        print(HELP_TEXT)
-        return 0
+    own, rest = build_parser().take(argv)
     leading = list(takewhile(lambda argument: not argument.startswith("-"), rest))
-    models, overrides = [*leading, *own.get("--model", [])], rest[len(leading) :]
 
     from telescope.config.eval_config import load_eval_request
     from telescope.orchestrator.eval_run import prepare
 
-    config = Path(own["--config"][0]).expanduser() if "--config" in own else None
-    command = {flag[2:].replace("-", "_"): _read(own[flag][0]) for flag in FIELDS if flag in own}
-    request = load_eval_request(config, overrides, command)
-    targets = {flag: _file(flag, own[flag][0]) for flag in ("--json", "--plot") if flag in own}
+    command = {name: value for name in FIELDS if (value := getattr(own, name)) is not None}
+    request = load_eval_request(own.config, rest[len(leading) :], command)
     run_path = _run_path(request.command.wandb_run_path)
     job = prepare(
         request,
-        models,
-        steps=_steps(own["--step"][0]) if "--step" in own else None,
-        names=own.get("--eval", []),
-        num_samples=_number(own["--num-samples"][0]) if "--num-samples" in own else None,
-        output=Path(own["--output"][0]).expanduser() if "--output" in own else None,
+        [*leading, *own.model],
+        steps=own.step or None,
+        names=own.eval,
+        num_samples=own.num_samples,
+        output=own.output,
     )
     outcome = _measure(job, run_path)
-    plot = targets.get("--plot", job.output / "accuracy.svg")
+    plot = own.plot or job.output / "accuracy.svg"
     _write_plot(outcome, plot)
     text = json.dumps(as_json(outcome), indent=1) + "\n"
-    for file in (job.output / "results.json", targets.get("--json")):
+    for file in (job.output / "results.json", own.json):
         if file is not None:
             file.write_text(text)
     print_outcome(outcome, plot)
@@ -146,18 +144,9 @@ def as_json(outcome: EvalOutcome) -> dict[str, Any]:
             "version": result.version,
             "evals": [
                 {
-                    "name": each.name,
-                    "number": each.number,
-                    "accuracy": each.accuracy,
-                    "metric": each.metric,
-                    "interval": None if each.estimate is None else [each.estimate.low, each.estimate.high],
-                    "gain": None if each.gain is None else [each.gain.mean, each.gain.low, each.gain.high],
-                    "num_items": each.num_items,
-                    "num_completions": each.num_completions,
-                    "num_scored": each.num_scored,
-                    "num_failed": each.num_failed,
-                    "temperature": each.temperature,
-                    "metrics": each.metrics,
+                    **{name: getattr(each, name) for name in RESULT_VALUES},
+                    "interval": each.estimate and [each.estimate.low, each.estimate.high],
+                    "gain": each.gain and [each.gain.mean, each.gain.low, each.gain.high],
                 }
                 for each in result.results
             ],
@@ -212,29 +201,11 @@ def _write_plot(outcome: EvalOutcome, path: Path) -> None:
         path.write_text(line_chart(series, title="Accuracy, with 95 % intervals", x_label="training step"))
 
 
-def _file(flag: str, text: str) -> Path:
-    path = Path(text).expanduser()
-    if not path.absolute().parent.is_dir():
-        raise UserError(f"{flag}: {path.parent} is not a folder; create it or name another file")
-    return path
-
-
-def _read(text: str) -> Any:
-    return int(text) if text.lstrip("-").isdigit() else text
-
-
-def _number(text: str) -> int:
-    if not text.lstrip("-").isdigit():
-        raise UserError(f"--num-samples is {text!r}. Give a number of items, or -1 for all")
-    return int(text)
-
-
-def _steps(text: str) -> list[int] | None:
-    if text == "all":
-        return None
-    numbers = text.replace(" ", "").split(",")
+def _steps(text: str) -> list[int]:
+    """Reads numbers of checkpoints; empty for all."""
+    numbers = [] if text == "all" else text.replace(" ", "").split(",")
     if not all(number.isdigit() for number in numbers):
-        raise UserError(f"--step is {text!r}. Give numbers of checkpoints, as in --step 50,100, or all")
+        raise argparse.ArgumentTypeError(f"{text!r} is neither numbers of checkpoints, as in 50,100, nor all")
     return [int(number) for number in numbers]
 
 

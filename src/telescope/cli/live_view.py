@@ -29,8 +29,7 @@ from telescope.utils.text import plain, single_line
 REFRESH_PER_SECOND = 4
 LAST_STEPS = 6
 SPARKS = "▁▂▃▄▅▆▇█"
-FRAME_COLUMNS = 6
-"""Width of the frame and its padding."""
+FRAME_COLUMNS = 6  # width of the frame and its padding
 COLUMN_GAP = 2
 HINT = " · Ctrl-C ends it cleanly"
 MIN_BAR_COLUMNS = 8
@@ -39,11 +38,7 @@ ALWAYS_SHOWN = ("step", "reward", "tokens/s", "staleness", "seconds")
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Returns `values` as at most `width` blocks, scaled to their range.
-
-    A block is the mean of its share. Means leave out values that are not finite. A share without finite values is
-    blank.
-    """
+    """Returns means of the finite values as at most `width` blocks, scaled to their range. Blank without any."""
     if not values or width <= 0:
         return ""
     num_cells = min(width, len(values))
@@ -75,10 +70,7 @@ def clock(seconds: float | None) -> str:
 
 
 def render(status: RunStatus, width: int = 100, watch: str = "") -> RenderableType:
-    """Returns one frame, `width` columns wide. Narrow frames leave out the less important numbers.
-
-    `watch` is the command that opens the run.
-    """
+    """Returns one frame, with the more important numbers if it is narrow. `watch` is the command that opens the run."""
     inside = width - FRAME_COLUMNS
     return Panel(
         Group(
@@ -211,10 +203,7 @@ def step_line(summary: StepSummary, num_steps: int) -> str:
 
 
 class LiveView:
-    """Shows a run until `stop`. Redraws on a terminal; prints a line per phase, message and step elsewhere.
-
-    `watch` gives the command that opens the run in a directory.
-    """
+    """Shows a run until `stop`: redraws a terminal, or prints lines. `watch` returns the command for a folder."""
 
     def __init__(self, console: Console | None = None, watch: Callable[[str], str] = lambda run_dir: "") -> None:
         self._console = console or Console(stderr=True)
@@ -298,18 +287,12 @@ class PhaseView(LiveView):
                 self.say(f"[{time.time() - status.started_at:.0f} s] {shown}")
 
 
-LINE_SECONDS = 5.0
-"""Between two lines where there is no terminal."""
+LINE_SECONDS = 5.0  # between two lines where there is no terminal
 
 
 @contextmanager
 def progress(name: str, unit: str = "", per_unit: float = 1) -> Iterator[Callable[..., None]]:
-    """Yields a function that shows amount, total and a note.
-
-    It draws a bar on a terminal, and otherwise prints a line every few seconds.
-
-    Both numbers are divided by `per_unit` before they are shown with `unit`.
-    """
+    """Yields a function that shows amount and total, over `per_unit`, and a note: as a bar, or as lines in a pipe."""
     if not sys.stderr.isatty():
         yield _lines(name, unit, per_unit)
         return

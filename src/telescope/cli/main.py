@@ -6,26 +6,26 @@ Exit codes: 0 done; 1 failure, with a message or a traceback; 2 bad input, with 
 started; 130 stopped by Ctrl-C; 143 or 129 by SIGTERM or SIGHUP. Each subcommand is a module of this package with
 `add_parser(subparsers)`, which sets `func`, and `imports`: modules to import before it; those of `OWN_ARGUMENTS` have
 `run(argv)` instead. The only argument of the command itself is `--version`. Without a command, it opens the dashboard
-where there are runs, and prints its help elsewhere. `take_own` separates a command's own options from flags of fields.
+where there are runs, and prints its help elsewhere. `OwnParser` separates a command's own options from flags of fields.
 """
 
 from __future__ import annotations
 
+import argparse
 import errno
 import importlib
 import os
 import signal
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 # Nothing that takes long to import: Ctrl-C ends the command quietly only after these imports.
 from telescope import __version__
 from telescope.errors import ConfigError, RunError, UserError
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
+    from pathlib import Path
     from types import FrameType
 
     from rich.console import Console
@@ -70,11 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of the output (`head`, a pager) has exited.
         sys.stderr.close()
         return 0
-    except (OSError, RuntimeError) as error:
-        # Any path may be too long, or begin with `~` and a user that does not exist.
-        if getattr(error, "errno", None) != errno.ENAMETOOLONG and "home directory" not in str(error):
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:  # of an argument that may be the path of a run, or its name
             raise
-        print(f"telescope: an argument is no usable path: {str(error)[:LONGEST_ERROR]}", file=sys.stderr)
+        print(f"telescope: {str(error)[:LONGEST_ERROR]}. Give the path of a file that exists", file=sys.stderr)
         return EXIT_BAD_INPUT
     except SystemExit as exit_request:  # raised by argparse after it has printed its message
         return exit_request.code if isinstance(exit_request.code, int) else EXIT_BAD_INPUT
@@ -102,8 +101,6 @@ def _interrupt_by_exception() -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser with all subcommands."""
-    import argparse
-
     parser = argparse.ArgumentParser(
         prog="telescope",
         description="Trains language models with reinforcement learning. Reads what runs have recorded.",
@@ -132,9 +129,9 @@ def _dispatch(arguments: list[str]) -> int:
         hint = did_you_mean(arguments[0], names)
         raise UserError(f"There is no command '{arguments[0]}'.{hint} The commands are {', '.join(names)}")
     parser = build_parser()
-    from telescope.cli.runs import DEFAULT_ROOT
+    from telescope.cli.runs import folders_of_runs
 
-    if not arguments and DEFAULT_ROOT.is_dir():
+    if not arguments and any(folder.is_dir() for folder in folders_of_runs(None)):
         arguments = ["ui"]
     parsed = parser.parse_args(arguments)
     if not hasattr(parsed, "func"):
@@ -146,50 +143,51 @@ def _dispatch(arguments: list[str]) -> int:
     return int(parsed.func(parsed) or 0)
 
 
-@dataclass(frozen=True)
-class Option:
-    """An argument of a command itself. `value` describes its value, as in "the path of a file"; None for a switch."""
+class _StoreOnce(argparse.Action):
+    """Stores a value, and refuses a second one."""
 
-    value: str | None
-    aliases: tuple[str, ...] = ()
-    repeats: bool = False
-    once: str = "Give one"
-    """What to do if it is given twice."""
-
-
-HELP = {"--help": Option(None, ("-h",), repeats=True)}
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        if (before := getattr(namespace, self.dest)) is not None:
+            raise ConfigError(f"{self.option_strings[0]} is given twice: {before} and {values}. Give it once")
+        setattr(namespace, self.dest, values)
 
 
-def take_own(argv: Sequence[str], options: Mapping[str, Option]) -> tuple[dict[str, list[str]], list[str]]:
-    """Returns the values of `options` by their names, and the remaining arguments.
+class OwnParser(argparse.ArgumentParser):
+    """Parses a command's own options; what it leaves are flags of fields. Raises `ConfigError`."""
 
-    `--some-flag VALUE`, `--some_flag VALUE` and `--some-flag=VALUE` are the same. A switch has the value "". Raises
-    `ConfigError` for a missing value, and for one that is given twice.
-    """
-    names = {alias: name for name, option in options.items() for alias in (name, *option.aliases)}
-    own: dict[str, list[str]] = {}
-    rest: list[str] = []
-    waiting = list(argv)
-    while waiting:
-        argument = waiting.pop(0)
-        flag, equals, value = argument.partition("=")
-        name = names.get(flag.replace("_", "-"))
-        if name is None or (equals and options[name].value is None):
-            rest.append(argument)
-            continue
-        option = options[name]
-        if option.value is not None and not equals:
-            if not waiting or waiting[0].startswith("--"):
-                raise ConfigError(f"{name} needs {option.value}")
-            value = waiting.pop(0)
-        if name in own and option.value is not None and not option.repeats:
-            raise ConfigError(f"{name} is given twice: {own[name][0]} and {value}. {option.once}")
-        own.setdefault(name, []).append(value)
-    return own, rest
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.register("action", None, _StoreOnce)
+
+    def take(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Returns the values of the options, and the remaining arguments. `--some_flag` is `--some-flag`."""
+        own = [name for action in self._actions for name in action.option_strings]
+        spelled = []
+        for argument in argv:
+            flag, equals, value = argument.partition("=")
+            dashed = flag.replace("_", "-")
+            spelled.append(f"{dashed}{equals}{value}" if dashed in own else argument)
+        return self.parse_known_args(spelled)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message.removeprefix('argument ')}. `{self.prog} --help` explains it")
+
+
+def file_to_write(text: str) -> Path:
+    """Returns the path of a file in a folder that exists."""
+    from telescope.utils.text import user_path
+
+    path = user_path(text)
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{path.parent} is not a folder; create it or name another file")
+    return path
 
 
 def make_console() -> Console:
     """Returns a console of standard output, which is `PIPE_WIDTH` wide in a pipe or a file."""
+
     from rich.console import Console
 
     console = Console()

@@ -14,21 +14,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from telescope.cli.main import EXIT_FAILED
 from telescope.cli.runs import add_root, folders_of_runs, runs_in, warn_of_unreadable, wide_console
 from telescope.errors import UserError
 from telescope.record.query import Database, Result, describe_tables
 from telescope.record.reader import Run, is_run
 from telescope.utils.text import did_you_mean, plain, pluralize
 
-EXIT_INCOMPLETE = 1
-"""Exit code when rows are missing because files are damaged."""
-
-LATEST = "latest"
-"""Value of `--run` for the run that started last."""
+LATEST = "latest"  # value of `--run` for the run that started last
 
 
 def add_parser(subparsers: Any) -> None:
-    """Registers the subcommand on `telescope`'s parser."""
     parser = subparsers.add_parser(
         "query",
         help="query runs with SQL",
@@ -59,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         where = ", ".join(map(str, folders_of_runs(arguments.root)))
         print(plain(f"telescope: {pluralize(len(runs), 'run')} in {where}"), file=sys.stderr)
     print_result(result, arguments.format, sys.stdout)
-    return EXIT_INCOMPLETE if warn_of_unreadable(runs, "the answer") else 0
+    return EXIT_FAILED if warn_of_unreadable(runs, "the answer") else 0
 
 
 def choose_runs(wanted: list[str], root: Path | None) -> list[Run]:

@@ -17,22 +17,16 @@ from rich.table import Table
 from rich.text import Text
 
 from telescope.record.reader import Run, RunSummary, find_runs, newest_first
-from telescope.utils.text import plain
+from telescope.utils.text import plain, user_path
 
-DEFAULT_ROOT = Path("runs")
-"""Folder of the runs, unless `run_dir` is set."""
-
-RUN_DIR_VARIABLE = "TELESCOPE_RUN_DIR"
-"""Environment variable that fills in `run_dir`."""
-
-_NO_LIMIT = 100_000
-"""Terminal columns that no table needs."""
+DEFAULT_ROOT = Path("runs")  # folder of the runs, unless `run_dir` is set
+RUN_DIR_VARIABLE = "TELESCOPE_RUN_DIR"  # environment variable that fills in `run_dir`
+_NO_LIMIT = 100_000  # terminal columns that no table needs
 
 _STATUS_STYLES = {"live": "bold green", "finished": "", "stopped": "yellow", "failed": "red", "dead": "red"}
 
 
 def add_parser(subparsers: Any) -> None:
-    """Registers the subcommand on `telescope`'s parser."""
     parser = subparsers.add_parser(
         "runs",
         help="list runs",
@@ -46,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
 
 def add_root(parser: argparse.ArgumentParser) -> None:
     """Adds `--root` to the parser of a command that looks for runs."""
-    parser.add_argument("--root", type=Path, help=f"folder of the runs (default: runs, and {RUN_DIR_VARIABLE} if set)")
+    parser.add_argument("--root", type=user_path, help=f"folder of the runs (default: runs and ${RUN_DIR_VARIABLE})")
 
 
 def folders_of_runs(root: Path | None) -> list[Path]:
@@ -54,7 +48,7 @@ def folders_of_runs(root: Path | None) -> list[Path]:
     if root is not None:
         return [root]
     configured = os.environ.get(RUN_DIR_VARIABLE)
-    return [DEFAULT_ROOT, *([Path(configured).expanduser()] if configured else [])]
+    return [DEFAULT_ROOT, *([user_path(configured)] if configured else [])]
 
 
 def runs_in(root: Path | None) -> list[Run]:

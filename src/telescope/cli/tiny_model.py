@@ -1,7 +1,4 @@
-"""`telescope tiny-model`: builds or finds the tiny model, prints its folder.
-
-Arguments and printing only; the model is made in `telescope.tiny_model`.
-"""
+"""`telescope tiny-model`: builds or finds the tiny model, prints its folder. `telescope.tiny_model` makes it."""
 
 from __future__ import annotations
 
@@ -10,13 +7,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from telescope.cli.live_view import progress
 from telescope.errors import UserError
 from telescope.tiny_model.cache import ModelRecipe, TinyModelSettings, ensure_model, write_tiny_model
 from telescope.tiny_model.released import RELEASED
+from telescope.utils.text import user_path
 
 if TYPE_CHECKING:
     from telescope.tiny_model.warm_start import WarmStartProgress
@@ -43,7 +40,6 @@ _HELP = {
 
 
 def add_parser(subparsers: Any) -> None:
-    """Registers the subcommand on `telescope`'s parser."""
     parser = subparsers.add_parser(
         "tiny-model",
         usage="telescope tiny-model [--output DIR] [--from MODEL] [options]",
@@ -59,10 +55,10 @@ def add_parser(subparsers: Any) -> None:
         + "; ".join(f"{name} is {model.description}" for name, model in RELEASED.items()),
     )
     parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="folder of the model (default: one in the cache, by settings)"
+        "--output", type=user_path, metavar="DIR", help="folder of the model (default: one in the cache, by settings)"
     )
     parser.add_argument(
-        "--cache-dir", type=Path, metavar="DIR", help="cache to use (default: $XDG_CACHE_HOME/telescope)"
+        "--cache-dir", type=user_path, metavar="DIR", help="cache to use (default: $XDG_CACHE_HOME/telescope)"
     )
     parser.add_argument(
         "--tied",

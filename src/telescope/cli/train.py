@@ -1,28 +1,26 @@
-"""`telescope train`: resolves the configuration, runs the preflight checks, and trains.
-
-Arguments and printing only. Every field of the schema is a flag, so the arguments are parsed here and not by argparse.
-"""
+"""`telescope train`: resolves the configuration, runs the preflight checks, and trains."""
 
 from __future__ import annotations
 
+import argparse
 import math
 import shlex
 import shutil
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 
-from telescope.cli.main import HELP, Option, make_console, take_own
+from telescope.cli.main import OwnParser, make_console
 from telescope.config import LoadedConfig, TelescopeConfig, load_config
 from telescope.config.loader import choose_run_dir, load_resumed_config
 from telescope.errors import ConfigError, RunError, UserError
-from telescope.utils.text import pluralize
+from telescope.utils.text import pluralize, user_path
 
 if TYPE_CHECKING:
     from telescope.config.environments import EnvironmentKeys
@@ -32,39 +30,23 @@ LARGEST_GPU_GIB = 100_000  # far above any GPU, to catch a value in bytes
 EXIT_STOPPED = 130  # the code of a command stopped by Ctrl-C
 
 
-@dataclass(frozen=True)
-class TrainArguments:
-    """The arguments of `telescope train`. `overrides`: the flags of fields, not parsed."""
-
-    config: Path | None
-    dry_run: bool
-    help: Literal["short", "all"] | None
-    overrides: list[str]
-    gpu_memory_gib: float | None = None
-    """GPU memory for which a dry run checks the plan; None: that of this machine."""
-    resume: Path | None = None
-    """The run to continue."""
-    all_fields: bool = False
-    """Whether a dry run shows fields that are defaults, too."""
-
-
 def run(argv: Sequence[str]) -> int:
     """Runs the command. Returns the exit code; raises `UserError` for bad input, before anything is started."""
-    arguments = parse_arguments(argv)
+    arguments, overrides = parse_arguments(argv)
     if arguments.help:
         from telescope.cli.config import print_train_help
 
         print_train_help(make_console(), all_fields=arguments.help == "all")
         return 0
-    if arguments.config is None and arguments.resume is None and not arguments.overrides:
+    if arguments.config is None and arguments.resume is None and not overrides:
         raise UserError(
             "train needs a configuration: telescope train --config configs/examples/demo_countdown.yaml. "
             "`telescope train --help` lists its arguments"
         )
     if arguments.resume is not None:
-        loaded = load_resumed_config(arguments.resume, arguments.overrides, path=arguments.config)
+        loaded = load_resumed_config(arguments.resume, overrides, path=arguments.config)
     else:
-        loaded = load_config(arguments.config, arguments.overrides)
+        loaded = load_config(arguments.config, overrides)
     if arguments.gpu_memory_gib is None:
         loaded = fit_to_machine(loaded)
     if loaded.config.resume_from_checkpoint:
@@ -82,7 +64,7 @@ def run(argv: Sequence[str]) -> int:
             make_console(),
             lambda here: try_components(loaded.config, here=here),
             gpu_memory_gib=arguments.gpu_memory_gib,
-            all_fields=arguments.all_fields,
+            all_fields=arguments.all,
         )
         return 0
     return _train(loaded)
@@ -96,36 +78,29 @@ def fit_to_machine(loaded: LoadedConfig) -> LoadedConfig:
     return replace(loaded, config=config, notes=[*loaded.notes, *notes])
 
 
-OPTIONS = {
-    **HELP,
-    "--help-all": Option(None),
-    "--dry-run": Option(None),
-    "--all": Option(None),
-    "--config": Option("the path of a YAML file", ("-c",), once="Give one file; flags override it"),
-    "--resume": Option("the folder of a run, as in --resume runs/first", once="Give one folder"),
-    "--gpu-memory-gib": Option("the GiB of one GPU, as in --gpu-memory-gib 80", once="Give one number"),
-}
-
-
-def parse_arguments(argv: Sequence[str]) -> TrainArguments:
+def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Separates the command's own arguments from the flags of fields."""
-    own, overrides = take_own(argv, OPTIONS)
-    config, resume = (Path(own[name][0]).expanduser() if name in own else None for name in ("--config", "--resume"))
-    dry_run = "--dry-run" in own
-    wants_help: Literal["short", "all"] | None = "all" if "--help-all" in own else "short" if "--help" in own else None
-    gpu_memory_gib = _read_gib(own["--gpu-memory-gib"][0]) if "--gpu-memory-gib" in own else None
-    if gpu_memory_gib is not None and not dry_run and not wants_help:
+    parser = OwnParser(prog="telescope train", add_help=False)
+    parser.add_argument("--help", "-h", dest="help", action="store_const", const="short")
+    parser.add_argument("--help-all", dest="help", action="store_const", const="all")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--config", "-c", type=user_path)
+    parser.add_argument("--resume", type=user_path)
+    parser.add_argument("--gpu-memory-gib", type=_read_gib)
+    own, overrides = parser.take(argv)
+    if own.gpu_memory_gib is not None and not own.dry_run and not own.help:
         raise ConfigError(
-            f"--gpu-memory-gib {gpu_memory_gib:g} is for a dry run with assumed GPUs; a run uses those of this "
+            f"--gpu-memory-gib {own.gpu_memory_gib:g} is for a dry run with assumed GPUs; a run uses those of this "
             "machine. Add --dry-run, or omit --gpu-memory-gib"
         )
-    if "--all" in own and not dry_run and not wants_help:
+    if own.all and not own.dry_run and not own.help:
         raise ConfigError("--all lists every field of a dry run. Add --dry-run, or omit --all")
-    return TrainArguments(config, dry_run, wants_help, overrides, gpu_memory_gib, resume, "--all" in own)
+    return own, overrides
 
 
 def _read_gib(value: str) -> float:
-    """The value of --gpu-memory-gib. Raises ConfigError unless it is a number of GiB."""
+    """Reads the GiB of one GPU."""
     try:
         number = float(value)
     except ValueError:
@@ -229,10 +204,7 @@ def try_environments_of(config: TelescopeConfig, keys: EnvironmentKeys) -> list[
 
 
 def print_summary(summary: RunSummary, console: Console, *, last_checkpoint: int = 0, has_evals: bool = False) -> None:
-    """Prints the closing lines of a run: results, folders, and next commands.
-
-    `last_checkpoint` is the step of the newest checkpoint, 0 without one; it can be measured if the run `has_evals`.
-    """
+    """Prints the closing lines of a run. `last_checkpoint`: the newest step, 0 without one."""
     from telescope.record.files import RunFiles
     from telescope.weights.model_folder import read_origin
 

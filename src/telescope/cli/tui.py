@@ -12,7 +12,6 @@ from telescope.errors import UserError
 
 
 def add_parser(subparsers: Any) -> None:
-    """Registers the subcommand on `telescope`'s parser."""
     parser = subparsers.add_parser(
         "tui",
         help="watch a run in the terminal",

@@ -16,25 +16,23 @@ from telescope.cli.runs import DEFAULT_ROOT, add_root, folders_of_runs
 from telescope.errors import UserError
 from telescope.record.files import replace_file
 from telescope.record.reader import Run
+from telescope.utils.text import user_path
 
 if TYPE_CHECKING:
     from telescope.dashboard.remote import WandbRuns
 
 DEFAULT_PORT = 8005
-NUM_PORTS = 100
-"""Ports that are tried, from the wanted one on."""
+NUM_PORTS = 100  # ports that are tried, from the wanted one on
 
 LAST_PORT = 65_535
 
 PROJECT = re.compile(r"^(?:https?://[^/]+/(?:wandb/)?)?([\w.-]+)/([\w.-]+)(?:/(?:runs|table|workspace).*)?/?$")
 """A W&B project, or its address in a browser."""
 
-CLOSE_SECONDS = 1
-"""How long requests that run may end after Ctrl-C. Open pages reconnect by themselves."""
+CLOSE_SECONDS = 1  # How long requests that run may end after Ctrl-C. Open pages reconnect by themselves.
 
 
 def add_parser(subparsers: Any) -> None:
-    """Registers the subcommand on `telescope`'s parser."""
     parser = subparsers.add_parser(
         "ui",
         help="open the dashboard",
@@ -82,7 +80,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--export",
         nargs=2,
-        type=Path,
+        type=user_path,
         metavar=("RUN_DIR", "FILE.html"),
         help="write a run as one HTML file that opens without a server, and end",
     )
@@ -168,14 +166,11 @@ def export(run_dir: Path, file: Path) -> int:
 
 
 def choose_places(places: list[str], root: Path | None) -> tuple[list[Path], list[tuple[str, str]]]:
-    """Returns the folders to show, and the W&B projects.
-
-    What is a folder here is that folder; `ENTITY/PROJECT` is a project otherwise. Raises `UserError` for anything else.
-    """
+    """Returns the folders to show, and W&B projects: what is no folder here. Raises `UserError` for anything else."""
     folders, projects = [], []
     default = [str(folder) for folder in folders_of_runs(None) if folder.is_dir()] or [str(DEFAULT_ROOT)]
     for place in [*places, *([str(root)] if root is not None else [])] or default:
-        folder, project = Path(place).expanduser(), PROJECT.match(place)
+        folder, project = user_path(place), PROJECT.match(place)
         if folder.is_dir():
             folders.append(folder)
         elif project is not None and place in places:

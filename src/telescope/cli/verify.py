@@ -18,56 +18,46 @@ from rich.table import Table
 from rich.text import Text
 
 from telescope.cli.live_view import PhaseView
-from telescope.cli.main import HELP, Option, make_console, take_own
+from telescope.cli.main import EXIT_FAILED, EXIT_INTERRUPTED, OwnParser, file_to_write, make_console
 from telescope.config import LoadedConfig, TelescopeConfig, load_config
-from telescope.errors import InfrastructureError, RunError, UserError
+from telescope.errors import InfrastructureError, RunError
+from telescope.utils.text import user_path
 
 if TYPE_CHECKING:
     from telescope.verify.report import Check, Report
 
-EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
 TINY_CONFIG = Path(__file__).parents[1] / "verify" / "tiny.yaml"
 
-HELP_TEXT = """\
-usage: telescope verify [--config FILE] [--json FILE] [--template] [--FIELD VALUE ...]
-
+DESCRIPTION = """\
 Starts engine and trainer as a run would, and checks on this machine:
   - engine and trainer compute the same logprobs at the run's temperature, and the effect of top_p;
   - packed samples do not attend to each other, and the gradient does not depend on packing;
   - the first training step is on-policy;
-  - weights arrive in the engine bit for bit, and one wrong bit is detected.
+  - weights arrive in the engine bit for bit, and one wrong bit is detected."""
 
-options:
-  --config FILE   the configuration of a run (default: the tiny model on the CPU, built if missing)
-  --json FILE     also write the results to this file
-  --template      only print a conversation of each environment as the model reads it: the trained tokens, what ends an
-                  answer, where a new sample begins, and which message is lost. Needs no GPU
+EPILOG = """\
   --FIELD VALUE   any field of the configuration, as for `telescope train`; a smaller max_tokens is faster
 
 Training results are discarded. Exit code: 0 all checks pass, 1 one fails, 2 bad input."""
 
 
-OPTIONS = {
-    **HELP,
-    "--config": Option("the path of a YAML file"),
-    "--json": Option("the path of a file to write"),
-    "--template": Option(None),
-}
-
-
 def run(argv: Sequence[str]) -> int:
     """Runs the command. Returns the exit code; raises `UserError` for bad input, before anything is started."""
-    own, overrides = take_own(argv, OPTIONS)
-    if "--help" in own:
-        print(HELP_TEXT)
-        return 0
-    config_file, json_file = (own.get(name, [None])[0] for name in ("--config", "--json"))
-    target = None if json_file is None else Path(json_file).expanduser()
-    if target is not None and not target.parent.is_dir():
-        raise UserError(f"--json: {target.parent} is not a folder; create it or name another file")
-    loaded = _load(config_file, overrides)
-    if "--template" in own:
+    usage = "telescope verify [--config FILE] [--json FILE] [--template] [--FIELD VALUE ...]"
+    parser = OwnParser(prog="telescope verify", usage=usage, description=DESCRIPTION, epilog=EPILOG)
+    parser.add_argument(
+        "--config", "-c", type=user_path, metavar="FILE",
+        help="the configuration of a run (default: the tiny model on the CPU, built if missing)",
+    )  # fmt: skip
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="also write the results to this file")
+    parser.add_argument(
+        "--template", action="store_true",
+        help="only print a conversation of each environment as the model reads it: the trained tokens, what ends an "
+        "answer, where a new sample begins, and which message is lost. Needs no GPU",
+    )  # fmt: skip
+    own, overrides = parser.take(argv)
+    loaded = _load(own.config, overrides)
+    if own.template:
         from telescope.cli.verify_template import print_template
 
         print_template(loaded.config, make_console())
@@ -78,12 +68,12 @@ def run(argv: Sequence[str]) -> int:
     from telescope.cli.train import check_before_start, fit_to_machine
 
     loaded = fit_to_machine(loaded)
-    return _verify(loaded.config, check_before_start(loaded), target)
+    return _verify(loaded.config, check_before_start(loaded), own.json)
 
 
-def _load(config_file: str | None, overrides: list[str]) -> LoadedConfig:
+def _load(config_file: Path | None, overrides: list[str]) -> LoadedConfig:
     if config_file is not None:
-        return load_config(Path(config_file).expanduser(), overrides)
+        return load_config(config_file, overrides)
     if not any(argument.partition("=")[0] == "--model" for argument in overrides):
         from telescope.cli.tiny_model import warm_start_progress
         from telescope.tiny_model.cache import ensure_tiny_model

@@ -1,7 +1,4 @@
-"""`telescope verify --template`: what the model reads and what is trained, without an engine.
-
-Loads the environments and the tokenizer in this process, and lets a made-up model answer the first item of each.
-"""
+"""`telescope verify --template`: what the model reads and what is trained, without an engine."""
 
 from __future__ import annotations
 
@@ -23,10 +20,7 @@ REPLY = "The reply of the environment."
 
 
 def print_template(config: TelescopeConfig, console: Console) -> None:
-    """Prints a conversation of each environment, with the trained tokens marked.
-
-    Raises `UserError` when an environment cannot be loaded, or the chat template leaves out one of its messages.
-    """
+    """Prints a conversation of each environment with its trained tokens. Raises `UserError` if it loses a message."""
     renderer = Renderer(RendererSpec.from_config(config))
     console.print(Text(f"What ends an answer: {renderer.stops.description or 'only its length'}"))
     console.print(Text("Trained tokens are marked [[ ]].\n"))

@@ -69,7 +69,7 @@ def test_the_json_has_numbers_and_intervals(outcome):
 
 def test_steps_and_wandb_runs_are_read_or_refused():
     assert _steps("50, 100") == [50, 100]
-    assert _steps("all") is None
+    assert _steps("all") == []
     assert _run_path("me/project/runs/abc") == _run_path("me/project/abc") == "me/project/abc"
     with pytest.raises(UserError, match="entity/project/run_id"):
         _run_path("abc")

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from telescope.cli import main as cli
 from telescope.cli import ui
-from telescope.cli.train import TrainArguments, parse_arguments, print_summary
+from telescope.cli.train import parse_arguments, print_summary
 from telescope.config import TelescopeConfig
 from telescope.errors import ConfigError, RunError, UserError
 
@@ -90,12 +90,11 @@ def test_version_is_printed(capsys):
 
 
 def test_arguments_of_train_are_separated_from_fields():
-    assert parse_arguments(["--config", "a.yaml", "--seed", "1", "--dry-run", "--debug"]) == TrainArguments(
-        Path("a.yaml"), True, None, ["--seed", "1", "--debug"]
-    )
-    assert parse_arguments(["-c", "a.yaml", "-h"]) == TrainArguments(Path("a.yaml"), False, "short", [])
-    assert parse_arguments(["--help-all", "-h"]).help == "all"
-    assert parse_arguments(["--seed=1", "--config=a=b.yaml"]).config == Path("a=b.yaml")
+    own, fields = parse_arguments(["--config", "a.yaml", "--seed", "1", "--dry-run", "--debug"])
+    assert (own.config, own.dry_run, own.help, fields) == (Path("a.yaml"), True, None, ["--seed", "1", "--debug"])
+    assert parse_arguments(["-c", "a.yaml", "-h"])[0].help == "short"
+    assert parse_arguments(["-h", "--help-all"])[0].help == "all"
+    assert parse_arguments(["--seed=1", "--config=a=b.yaml"])[0].config == Path("a=b.yaml")
 
 
 @pytest.mark.parametrize("arguments", [["--config"], ["--config", "--seed"], ["--config", "a", "--config", "b"]])
@@ -108,9 +107,9 @@ def test_a_config_flag_that_cannot_be_meant_is_refused(arguments):
     "flags", [["--gpu-memory-gib", "79.6"], ["--gpu-memory-gib=79.6"], ["--gpu_memory_gib", "79.6"]]
 )
 def test_a_dry_run_accepts_the_memory_of_a_gpu(flags):
-    assert parse_arguments(["--dry-run", *flags]).gpu_memory_gib == 79.6
-    assert parse_arguments([*flags, "--dry-run"]).overrides == []
-    assert parse_arguments(["--dry-run"]).gpu_memory_gib is None
+    assert parse_arguments(["--dry-run", *flags])[0].gpu_memory_gib == 79.6
+    assert parse_arguments([*flags, "--dry-run"])[1] == []
+    assert parse_arguments(["--dry-run"])[0].gpu_memory_gib is None
 
 
 @pytest.mark.parametrize("value", ["0", "-80", "nan", "inf", "1e300", "85899345920", "80GiB", "many", ""])
@@ -123,12 +122,12 @@ def test_a_memory_that_no_gpu_has_is_refused(capsys, value):
 
 @pytest.mark.parametrize("arguments", [["--gpu-memory-gib"], ["--gpu-memory-gib", "--seed=1"]])
 def test_a_memory_without_a_number_is_refused(arguments):
-    with pytest.raises(ConfigError, match="needs the GiB"):
+    with pytest.raises(ConfigError, match="--gpu-memory-gib: expected one argument"):
         parse_arguments(["--dry-run", *arguments])
 
 
 def test_two_memories_are_refused():
-    with pytest.raises(ConfigError, match="given twice: 80 and 141"):
+    with pytest.raises(ConfigError, match=r"given twice: 80\.0 and 141.0"):
         parse_arguments(["--dry-run", "--gpu-memory-gib", "80", "--gpu-memory-gib", "141"])
 
 
@@ -298,3 +297,30 @@ def test_a_key_that_does_not_exist_names_the_nearest(capsys, name, words):
     code, _, err = run(capsys, "config", "explain", name)
     assert code == 2
     assert words in err
+
+
+@pytest.mark.parametrize("variable", [False, True])
+def test_the_command_alone_opens_the_dashboard_where_runs_are(capsys, tmp_path, monkeypatch, variable):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ("elsewhere" if variable else "runs")).mkdir()
+    if variable:
+        monkeypatch.setenv("TELESCOPE_RUN_DIR", str(tmp_path / "elsewhere"))
+    opened = []
+    monkeypatch.setattr(ui, "serve", lambda arguments, folders, remotes: opened.append(folders) or 0)
+    assert cli.main([]) == 0
+    assert opened == [[tmp_path / "elsewhere" if variable else Path("runs")]]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["ui", "{}"], ["runs", "--root", "{}"], ["convert", "{}"], ["envs", "list", "--path", "{}"]),
+        *(["train", "--config", "{}"], ["train", "--resume", "{}"], ["eval", "{}"], ["tiny-model", "--output", "{}"]),
+        *(["verify", "--config", "{}"], ["config", "show", "{}"], ["query", "select 1", "--root", "{}"]),
+    ],
+)
+@pytest.mark.parametrize("path", ["~nobody-of-that-name/x", "x" * 300, "x/" * 3000])
+def test_a_path_that_cannot_exist_is_refused_in_one_line_by_every_command(capsys, arguments, path):
+    code, out, err = run(capsys, *(argument.format(path) for argument in arguments))
+    assert (code, out) == (2, "")
+    assert "is not a path: " in err and err.count("\n") == 1 and len(err) < 300

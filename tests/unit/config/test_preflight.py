@@ -20,7 +20,7 @@ from telescope.config.loader import build_config, choose_run_dir
 from telescope.config.model_files import ModelReport, check_rendering, inspect_model
 from telescope.config.model_shape import ModelShape, known_shape
 from telescope.config.plan import assumed_cluster
-from telescope.config.remarks import remarks_on_place
+from telescope.config.remarks import GPU_FIELDS, remarks_on_place
 from telescope.errors import ConfigError
 from telescope.inference.vllm import support
 
@@ -182,22 +182,8 @@ def test_what_cannot_be_a_path_is_refused(field, path, words):
 
 
 @pytest.mark.parametrize("path", ["a" * 5000, "~nobody-of-this-name/x", "x/" * 2500])
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["train", "--resume"],
-        ["train", "--config"],
-        ["query", "select 1", "--run"],
-        ["query", "select 1", "--root"],
-        ["runs", "--root"],
-        ["convert"],
-        ["eval"],
-        ["compact"],
-        ["ui"],
-        ["verify", "--config"],
-    ],
-)
-def test_an_argument_that_cannot_be_a_path_is_bad_input(command, path, capsys):
+@pytest.mark.parametrize("command", [["query", "select 1", "--run"], ["compact"]])
+def test_an_argument_that_is_neither_a_path_nor_a_name_is_bad_input(command, path, capsys):
     assert main([*command, path]) == 2
     err = capsys.readouterr().err
     assert err.startswith("telescope: ")
@@ -401,3 +387,19 @@ def test_experts_one_after_another_are_named():
     engine = {"megatron_use_transformer_engine": True}
     assert remarks_on_place(config(**found, **engine), "cuda", shape) == []
     assert remarks_on_place(config(**found), "cpu", shape) == []
+
+
+ON_GPUS = {
+    "gpu_memory_utilization": 0.5, "weight_broadcast_cpu_staging": True, "weight_broadcast_pin_memory": True,
+    "share_gpus": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("device", "why"), [("cpu", 'device is "cpu"'), ("auto", "no GPU was found")])
+@pytest.mark.parametrize("field", ON_GPUS)
+def test_a_field_of_gpus_that_was_set_is_named_where_everything_runs_on_the_cpu(field, device, why):
+    assert ON_GPUS.keys() == GPU_FIELDS | {"share_gpus"}
+    chosen = config(device=device, inference_num_workers=1, trainer_num_workers=1, **{field: ON_GPUS[field]})
+    (remark,) = remarks_on_place(chosen, "cpu", None)
+    assert field in remark and f"no effect, because {why}" in remark
+    assert remarks_on_place(chosen, "cuda", None) == remarks_on_place(config(device=device), "cpu", None) == []

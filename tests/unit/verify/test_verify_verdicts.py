@@ -172,7 +172,7 @@ def test_an_interrupt_is_130_and_a_broken_engine_is_explained(command: Any) -> N
 
 
 def test_bad_arguments_name_the_fix(command: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--json needs the path"):
+    with pytest.raises(ConfigError, match="--json: expected one argument"):
         command(verdict(True), "--json")
     with pytest.raises(UserError, match="is not a folder"):
         command(verdict(True), f"--json={tmp_path}/nowhere/out.json")
