@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tests.e2e.train_command import ROOT, Command
 
 from telescope.orchestrator.checkpoints import CheckpointFolder
 from telescope.record.reader import Run
+from telescope.weights.model_folder import read_origin
 
 pytestmark = pytest.mark.e2e
 
@@ -84,17 +86,34 @@ def test_a_killed_run_continues_and_its_checkpoints_are_evaluated_and_its_printe
     command.process.wait(timeout=30)
     command.wait_for("end of every process", lambda: not command.family(), 30)
     last = checkpoints.steps()[-1]
-    resumed = Command(tiny_model, tmp_path, 18660, number_of_steps=last + 2, resume=True)
-    try:
-        assert resumed.process.wait(timeout=400) == 0
+    resume = partial(Command, tiny_model, tmp_path, 18660, number_of_steps=last + 2, resume=True)
+    resumed = resume()
+    try:  # killed again between its last checkpoint and its end
+        resumed.wait_for("evals after training", resumed.printed("] evaluating "), 400)
     finally:
         resumed.process.kill()
+    resumed.process.wait(timeout=30)
+    resumed.wait_for("end of every process", lambda: not resumed.family(), 30)
+    assert not (command.run_dir / "summary.json").exists()
+    finishing = resume()
+    try:
+        assert finishing.process.wait(timeout=400) == 0
+    finally:
+        finishing.process.kill()
+    output = finishing.log.read_text()
+    summary = json.loads((command.run_dir / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["evals"][-1]["version"]) == ("finished", last + 2, last + 2)
+    origin = read_origin(command.run_dir / "model")
+    assert origin is not None and origin.checkpoint.step == last + 2
+    finished = resume()
+    assert finished.process.wait(timeout=100) == 0
+    assert f"has finished {last + 2} steps: nothing is left to do" in finished.log.read_text()
     run = Run(command.run_dir)
     steps = [(row["step"], row["attempt"]) for row in run.table("steps").to_pylist()]
     assert sorted(steps) == [(step, 1 if step < last else 2) for step in range(last + 2)]
     assert checkpoints.steps()[-1] == last + 2
     evaluate_checkpoints(command.run_dir, tmp_path, [last + 1, last + 2])
-    num_steps = run_printed_commands(resumed.log.read_text(), tmp_path)
+    num_steps = run_printed_commands(output, tmp_path)
     assert checkpoints.steps()[-1] == num_steps > last + 2
 
 

@@ -110,10 +110,7 @@ class Ledger:
         self.dropped[reason] += 1
 
     def state_dict(self, open_prompts: Iterable[int], undropped: Mapping[int, str] | None = None) -> dict[str, Any]:
-        """Returns the counts for a run that continues with these open prompts.
-
-        All others, and `undropped`, which were dropped with these reasons, are opened again.
-        """
+        """Returns the counts for a run that opens these prompts again, also the dropped ones of `undropped`."""
         kept, undropped = sorted(open_prompts), undropped or {}
         return {
             "open": kept,
@@ -147,8 +144,7 @@ MAX_REQUEUES = 2
 steps would occupy the window forever."""
 
 TOO_SLOW = "too_slow"
-MAX_ASYNC = "max_async"
-"""Discard reason of groups that became too old."""
+MAX_ASYNC = "max_async"  # discard reason of groups that became too old
 
 
 @dataclass(frozen=True)

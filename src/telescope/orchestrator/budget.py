@@ -14,20 +14,21 @@ from __future__ import annotations
 import re
 from collections import Counter, deque
 from dataclasses import dataclass
+from typing import Literal
 
 from telescope.errors import RunError
 from telescope.utils.text import plain, single_line
 
-MIN_FAILURES = 16
-"""Failures before a share above 0 is checked, so that a bad first minute does not end a run."""
-
-WINDOW = 512
-"""Number of newest outcomes over which the share is computed."""
+MIN_FAILURES = 16  # failures before a share above 0 is checked, so that a bad first minute does not end a run
+WINDOW = 512  # number of newest outcomes over which the share is computed
 
 _PLACE = re.compile(r"^environment .*?, item \d+(, rollout \S+)?: ")
 """Prefix of the pool's messages, which differs between samples with the same cause."""
 
 _WORKER_LOG = re.compile(r"environment-\d+\.log")
+
+
+What = Literal["samples", "prompts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,31 +43,36 @@ class _Failure:
 
 
 class ErrorBudget:
-    """Failure shares of each environment's samples and prompts, over sliding windows.
-
-    `sample_failed` and `prompt_failed` raise RunError with the most common causes when the budget is exhausted.
-    """
+    """Failure shares of each environment's samples and prompts. Exhausted, it raises RunError with common causes."""
 
     def __init__(self, max_share: float) -> None:
         self._max_share = max_share
         self._min_failures = MIN_FAILURES if max_share > 0 else 1
         self._outcomes: dict[tuple[str, str], deque[_Failure | None]] = {}
 
-    def sample_succeeded(self, environment: str) -> None:
-        """Counts a sample that was scored."""
-        self._window("samples", environment).append(None)
+    def succeeded(self, what: What, environment: str) -> None:
+        """Counts a scored sample, or a rendered prompt."""
+        self._window(what, environment).append(None)
 
-    def sample_failed(self, environment: str, item: int, message: str) -> None:
-        """Counts a sample with an environment failure."""
-        self._failed("samples", environment, item, message)
-
-    def prompt_rendered(self, environment: str) -> None:
-        """Counts an item with a usable prompt."""
-        self._window("prompts", environment).append(None)
-
-    def prompt_failed(self, environment: str, item: int, message: str) -> None:
-        """Counts an item without a usable prompt."""
-        self._failed("prompts", environment, item, message)
+    def failed(self, what: What, environment: str, item: int, message: str) -> None:
+        """Counts a sample or prompt that its environment failed. Raises RunError with the most common causes."""
+        outcomes = self._window(what, environment)
+        lines = [line for line in plain(_PLACE.sub("", message.strip())).split("\n") if line.strip()] or ["no message"]
+        ends = dict.fromkeys((single_line(lines[0]), single_line(lines[-1])))
+        outcomes.append(_Failure(item, " ... ".join(ends)))
+        failures = [outcome for outcome in outcomes if outcome is not None]
+        if len(failures) < self._min_failures or len(failures) <= self._max_share * len(outcomes):
+            return
+        newest = {failure.cause: failure for failure in failures}
+        common = "; ".join(
+            f"{count} x {newest[cause].message}, last with item {newest[cause].item}"
+            for cause, count in Counter(failure.cause for failure in failures).most_common(3)
+        )
+        raise RunError(
+            f"environment {environment!r} failed {len(failures)} of its last {len(outcomes)} {what}, more than "
+            f"environment_error_budget = {self._max_share:g}. Most common: {common}. Fix the environment, or raise "
+            "environment_error_budget or environment_timeout_seconds."
+        )
 
     def state_dict(self) -> dict[str, list[tuple[int, str] | None]]:
         """Returns the outcomes in the windows: None, or item and message of a failure."""
@@ -83,31 +89,3 @@ class ErrorBudget:
 
     def _window(self, what: str, environment: str) -> deque[_Failure | None]:
         return self._outcomes.setdefault((what, environment), deque(maxlen=WINDOW))
-
-    def _failed(self, what: str, environment: str, item: int, message: str) -> None:
-        outcomes = self._window(what, environment)
-        outcomes.append(_Failure(item, _shortened(message)))
-        failures = [outcome for outcome in outcomes if outcome is not None]
-        if len(failures) < self._min_failures or len(failures) <= self._max_share * len(outcomes):
-            return
-        raise RunError(
-            f"environment {environment!r} failed {len(failures)} of its last {len(outcomes)} {what}, more than "
-            f"environment_error_budget = {self._max_share:g}. Most common: {_most_common(failures)}. "
-            "Fix the environment, or raise environment_error_budget or environment_timeout_seconds."
-        )
-
-
-def _shortened(message: str) -> str:
-    """Returns a message's first and last line without its prefix."""
-    lines = [line for line in plain(_PLACE.sub("", message.strip())).split("\n") if line.strip()] or ["no message"]
-    first, last = single_line(lines[0]), single_line(lines[-1])
-    return first if len(lines) == 1 else f"{first} ... {last}"
-
-
-def _most_common(failures: list[_Failure]) -> str:
-    newest = {failure.cause: failure for failure in failures}
-    counts = Counter(failure.cause for failure in failures)
-    return "; ".join(
-        f"{count} x {newest[cause].message}, last with item {newest[cause].item}"
-        for cause, count in counts.most_common(3)
-    )

@@ -21,7 +21,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -44,17 +44,10 @@ logger = logging.getLogger(__name__)
 META = "meta.json"
 STATE = "orchestrator_state.json"
 HF_META = "hf_meta"
-PARTIAL = ".partial-"
-"""Name prefix of an incomplete checkpoint, which the next start removes."""
-
-PROGRESS_SECONDS = 5.0
-"""How often a wait for the disk resets the watchdog."""
-
-SLOW_SECONDS = 5.0
-"""A longer wait for the disk is reported."""
-
-LAYOUT_VERSION = 1
-"""Version of the files of a checkpoint. Raise it when an older Telescope could not read them."""
+PARTIAL = ".partial-"  # name prefix of an incomplete checkpoint, which the next start removes
+PROGRESS_SECONDS = 5.0  # how often a wait for the disk resets the watchdog
+SLOW_SECONDS = 5.0  # a longer wait for the disk is reported
+LAYOUT_VERSION = 1  # Version of the files of a checkpoint. Raise it when an older Telescope could not read them.
 
 STEP_NAME = re.compile(r"step_(0|[1-9][0-9]*)")
 """Name of the folder of a complete checkpoint. `step_0060` is not one: no step has that folder."""
@@ -103,10 +96,7 @@ class _Meta(msgspec.Struct):
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Returns `meta.json` of a checkpoint.
-
-    Raises `UserError` for a folder that is not a complete checkpoint, or one that this version cannot read.
-    """
+    """Returns `meta.json` of a checkpoint. Raises `UserError` for a folder that is none, or of another version."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder. Give the step_N folder of a checkpoint")
     if not (folder / META).exists():
@@ -127,6 +117,14 @@ def read_meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
+def refuse_damage(folder: Path, meta: Mapping[str, Any]) -> None:
+    """Reads all files of a checkpoint. Raises `UserError` if one is not what was written."""
+    if found := damage(folder, meta.get("files", {})):
+        earlier = [f"step_{step}" for step in CheckpointFolder(folder.parent).steps() if step < meta["step"]]
+        there_is = f" (there is {', '.join(earlier)})" if earlier else ""
+        raise UserError(f"{folder} is damaged: {'; '.join(found)}. Copy it again, or use another step{there_is}")
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A complete checkpoint."""
@@ -137,15 +135,6 @@ class Checkpoint:
     state: RunState
     notes: tuple[str, ...] = ()
     """Messages for the user of the run that continues from it (`resume`)."""
-
-    def verify(self) -> None:
-        """Reads all files. Raises `UserError` if one is not what was written."""
-        if found := damage(self.path, self.meta.get("files", {})):
-            earlier = [step for step in CheckpointFolder(self.path.parent).steps() if step < self.step]
-            older = f", as step_{earlier[-1]} with resume_from_checkpoint: {earlier[-1]}" if earlier else ""
-            raise UserError(
-                f"{self.path} is damaged: {'; '.join(found)}. Copy it again, or resume from an older checkpoint{older}"
-            )
 
 
 class CheckpointFolder:
@@ -197,10 +186,7 @@ class CheckpointFolder:
         return removed
 
     def continue_after(self, step: int) -> None:
-        """Removes later checkpoints and remains of an interrupted write.
-
-        The later ones are of an attempt that is not continued.
-        """
+        """Removes remains of an interrupted write, and later checkpoints: their attempt is not continued."""
         for later in [known for known in self.steps() if known > step]:
             self._remove(later)
         for left in self.path.glob(f"{PARTIAL}step_*"):
@@ -246,10 +232,7 @@ class CheckpointFolder:
 
 
 def steps_to_remove(steps: Iterable[int], keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Returns the steps whose checkpoints are not kept.
-
-    Kept are the newest `keep_last` and multiples of `keep_every`.
-    """
+    """Returns all steps but the newest `keep_last` and the multiples of `keep_every`."""
     ordered = sorted(steps)
     if keep_last is None:
         return []
@@ -268,45 +251,31 @@ class CheckpointTrainer(Protocol):
     async def finish_checkpoint(self) -> dict[str, str]: ...
 
 
+@dataclass(eq=False)
 class Checkpointer:
     """Writes the checkpoints of a running run."""
 
-    def __init__(
-        self,
-        config: TelescopeConfig,
-        folder: CheckpointFolder,
-        trainer: CheckpointTrainer,
-        status: RunStatus,
-        *,
-        last_step: int = 0,
-        model_files: Mapping[str, bytes] | None = None,
-        flush_record: Callable[[], object] = lambda: None,
-        write: Callable[[str, dict[str, Any]], None] = lambda table, row: None,
-        seconds_left: Callable[[], float | None] = lambda: None,
-        run_id: str | None = None,
-    ) -> None:
-        """`last_step` is the step of the checkpoint from which the run continues.
-
-        `model_files` are for `hf_meta/`. `write` adds a row to the record. `flush_record` writes the rows of the step
-        to disk, so that a run that continues after it misses none. `seconds_left` returns how long the run still waits
-        for a checkpoint, None without limit.
-        """
-        self._config = config
-        self._folder = folder
-        self._trainer = trainer
-        self._status = status
-        self._model_files = model_files or {}
-        self._flush_record = flush_record
-        self._write_row = write
-        self._seconds_left = seconds_left
-        self._run_id = run_id
-        self._writing: asyncio.Task[None] | None = None
-        self._last_step = last_step
-        """Step of the newest complete checkpoint."""
+    config: TelescopeConfig
+    folder: CheckpointFolder
+    trainer: CheckpointTrainer
+    status: RunStatus
+    _: KW_ONLY
+    last_step: int = 0
+    """Step of the newest complete checkpoint, at first of that from which the run continues."""
+    model_files: Mapping[str, bytes] = field(default_factory=dict)
+    """Content of `hf_meta/`."""
+    flush_record: Callable[[], object] = lambda: None
+    """Writes the rows of the step to disk, so that a run that continues after it misses none."""
+    write: Callable[[str, dict[str, Any]], None] = lambda table, row: None
+    """Adds a row to the record."""
+    seconds_left: Callable[[], float | None] = lambda: None
+    """Returns how long the run still waits for a checkpoint, None without limit."""
+    run_id: str | None = None
+    _writing: asyncio.Task[None] | None = None
 
     async def after_step(self, step: int, state: Callable[[], RunState]) -> None:
         """Begins the checkpoint of a finished step, if one is due. Waits while the last one is being written."""
-        every = int(self._config.checkpoint_every)
+        every = int(self.config.checkpoint_every)
         if every and step % every == 0:
             await self.wait()
             await self._begin(step, state().state_dict())  # encoded now: the loops change these objects
@@ -314,7 +283,7 @@ class Checkpointer:
     async def save_last(self, step: int, state: Callable[[], RunState]) -> None:
         """Writes the checkpoint of the last step, unless it exists. Waits while time is left."""
         await self.wait()
-        if self._config.checkpoint_every and step > self._last_step:
+        if self.config.checkpoint_every and step > self.last_step:
             await self._begin(step, state().state_dict())
             await self.wait()
 
@@ -323,14 +292,14 @@ class Checkpointer:
         if self._writing is not None:
             started_at = time.time()
             while not self._writing.done():
-                left = self._seconds_left()
+                left = self.seconds_left()
                 if left == 0:
                     self._writing.cancel()  # the next start removes what it leaves
                     self._skipped(self._writing.get_name())
                     self._writing = None
                     return
                 await asyncio.wait([self._writing], timeout=min(left or PROGRESS_SECONDS, PROGRESS_SECONDS))
-                self._status.progressed()
+                self.status.progressed()
             self._writing.result()
             self._writing = None
             waited = time.time() - started_at
@@ -351,29 +320,29 @@ class Checkpointer:
     async def _begin(self, step: int, values: dict[str, Any]) -> None:
         """Copies the ranks' state, which a task then writes. `values` are the state of the loops."""
         name = f"the checkpoint after step {step}"
-        started_at, left = time.time(), self._seconds_left()
+        started_at, left = time.time(), self.seconds_left()
         if left == 0:
             self._skipped(name)
             return
         try:
-            partial = await asyncio.to_thread(self._folder.begin, step)
+            partial = await asyncio.to_thread(self.folder.begin, step)
         except OSError as error:
             self._failed(step, str(error))
             return
         try:
-            async with asyncio.timeout(left), self._trainer.queue:
-                await self._trainer.save_checkpoint(step, partial)
+            async with asyncio.timeout(left), self.trainer.queue:
+                await self.trainer.save_checkpoint(step, partial)
         except TimeoutError:
             self._skipped(name)
             return
         except OSError as error:
             cause = with_free_space(error, partial)
             with suppress(OSError):  # of the same cause; the ranks that did copy must finish
-                await self._trainer.finish_checkpoint()
+                await self.trainer.finish_checkpoint()
             await asyncio.to_thread(shutil.rmtree, partial, True)
             self._failed(step, cause)
             return
-        self._status.progressed()
+        self.status.progressed()
         paused_at, started_at = started_at, time.time()
         logger.info("Training paused %.2f s to copy the checkpoint after step %d", started_at - paused_at, step)
         writing = self._write(step, partial, values, paused_at, started_at)
@@ -383,21 +352,21 @@ class Checkpointer:
         self, step: int, partial: Path, values: dict[str, Any], paused_at: float, started_at: float
     ) -> None:
         try:
-            digests = await self._trainer.finish_checkpoint()
+            digests = await self.trainer.finish_checkpoint()
             await asyncio.to_thread(self._complete, step, partial, values, digests)
         except OSError as error:
             cause = with_free_space(error, partial)
             await asyncio.to_thread(shutil.rmtree, partial, True)
             self._failed(step, cause)
             return
-        self._last_step = step
+        self.last_step = step
         ended_at = time.time()
         logger.info("The checkpoint after step %d was written in %.1f s", step, ended_at - started_at)
         row = {"name": "checkpoint", "component": "orchestrator", "step": step, "start": paused_at, "end": ended_at}
-        self._write_row("spans", {**row, "attributes": {"paused_seconds": f"{started_at - paused_at:.6f}"}})
+        self.write("spans", {**row, "attributes": {"paused_seconds": f"{started_at - paused_at:.6f}"}})
         try:
             removed = await asyncio.to_thread(
-                self._folder.prune, self._config.checkpoint_keep_last, self._config.checkpoint_keep_every
+                self.folder.prune, self.config.checkpoint_keep_last, self.config.checkpoint_keep_every
             )
         except OSError as error:
             self._announce(f"old checkpoints cannot be removed: {error}. Remove them by hand")
@@ -409,11 +378,11 @@ class Checkpointer:
         """Adds what the driver writes. `digests` are those that the ranks computed."""
         replace_json(partial / STATE, values, indent=None)
         (partial / HF_META).mkdir()
-        for name, content in self._model_files.items():
+        for name, content in self.model_files.items():
             (partial / HF_META / name).write_bytes(content)
-        self._flush_record()
-        config = self._config
-        self._folder.complete(
+        self.flush_record()
+        config = self.config
+        self.folder.complete(
             partial,
             step,
             {
@@ -422,12 +391,12 @@ class Checkpointer:
                 "time": time.time(),
                 "model": config.model,
                 "train_backend": config.train_backend,
-                "ranks": self._trainer.world_size,
+                "ranks": self.trainer.world_size,
                 "training_state": config.checkpoint_save_training_state,
                 "config_hash": config.hash,
                 "config": config.values,
                 "telescope": telescope.__version__,
-                "run": self._run_id,
+                "run": self.run_id,
                 "base": base_weights(config.model) if config.lora_rank else None,
                 "files": digests | digests_of(partial, set(files_below(partial)) - digests.keys()),
             },
@@ -437,15 +406,15 @@ class Checkpointer:
         self._announce(f"the checkpoint after step {step} was not written: {cause}. Training continues")
 
     def _skipped(self, what: str) -> None:
-        limit = self._config.checkpoint_on_exit_timeout_s
-        newest = f"step_{self._last_step}" if self._last_step else "none"
+        limit = self.config.checkpoint_on_exit_timeout_s
+        newest = f"step_{self.last_step}" if self.last_step else "none"
         self._announce(
             f"{what} is skipped: it is not complete {limit:g} s after the run was stopped "
             f"(checkpoint_on_exit_timeout_s). The newest is {newest}"
         )
 
     def _announce(self, news: str) -> None:
-        self._status.report(news, "checkpoint", "warning", log=logger)
+        self.status.report(news, "checkpoint", "warning", log=logger)
 
 
 def with_free_space(error: OSError, folder: Path) -> str:

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ANSWER_SECONDS = 30.0
-"""Time for a source to answer. A rank that loads a model may block its process for long."""
+ANSWER_SECONDS = 30.0  # Time for a source to answer. A rank that loads a model may block its process for long.
 
 GIVEN_GPU = "gpu_given"
 """Gauge, written once, of the GPUs assigned to a trainer rank or inference server: one row each, always 1."""
@@ -40,10 +39,7 @@ GIVEN_GPU = "gpu_given"
 
 @dataclass
 class Source:
-    """A source of readings, polled every `interval` seconds.
-
-    Its rows share `columns`; without a component there, the component of a row is `gpu` or `host`.
-    """
+    """A source of readings, polled every `interval` seconds. `columns` are shared by its rows."""
 
     name: str
     columns: dict[str, Any]

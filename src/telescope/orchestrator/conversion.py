@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from telescope.errors import RunError, UserError
-from telescope.orchestrator.checkpoints import HF_META, META, CheckpointFolder, SavedConfig, read_meta
+from telescope.orchestrator.checkpoints import HF_META, META, CheckpointFolder, SavedConfig, read_meta, refuse_damage
 from telescope.record.files import RunFiles
 from telescope.record.reader import is_run
-from telescope.utils.digests import damage
 from telescope.weights.model_folder import ModelOrigin, ModelSource, check_base, is_whole, model_folder, read_origin
 
 if TYPE_CHECKING:
@@ -29,20 +28,11 @@ if TYPE_CHECKING:
 
     from telescope.weights.plan import TensorMeta
 
-CONVERTED = "hf"
-"""Folder of converted checkpoints in a run directory."""
-
-ADAPTER = "adapter"
-"""Marks, in the place of a dtype, the folder of an adapter."""
-
-CONVERTED_ADAPTERS = "adapters_hf"
-"""Folder of converted adapters in a run directory."""
-
-DTYPES = ("float32", "bfloat16", "float16")
-"""Dtypes that a model can be cast to."""
-
-OnBytes = Callable[[int, int], None]
-"""Called with the bytes that are written and those of the whole model."""
+CONVERTED = "hf"  # folder of converted checkpoints in a run directory
+ADAPTER = "adapter"  # marks, in the place of a dtype, the folder of an adapter
+CONVERTED_ADAPTERS = "adapters_hf"  # folder of converted adapters in a run directory
+DTYPES = ("float32", "bfloat16", "float16")  # dtypes that a model can be cast to
+OnBytes = Callable[[int, int], None]  # called with the bytes that are written and those of the whole model
 
 
 @dataclass(frozen=True)
@@ -54,10 +44,7 @@ class ModelWeights:
 
 
 def find_checkpoints(folder: Path, step: int | str | None = None) -> dict[int, Path]:
-    """Returns the complete checkpoints of a run or folder, by step.
-
-    `step` chooses one, or "all" of them; by default the newest. Raises `UserError` if there is none.
-    """
+    """Returns complete checkpoints of a run or folder by step: the newest, `step`, or "all". Raises `UserError`."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder. Give a run directory, or a folder with step_N folders")
     checkpoints = checkpoints_of_run(folder) if is_run(folder) else CheckpointFolder(folder)
@@ -115,14 +102,15 @@ def convert(
 ) -> None:
     """Writes the model of a checkpoint to `target`.
 
-    `target` appears when it is complete, in `dtype` (default: as saved). Raises `UserError` if `checkpoint` is none,
-    `RunError` if it is damaged or the disk is full.
+    `target` appears when it is complete, in `dtype` (default: as saved). Raises `UserError` if `checkpoint` is none or
+    damaged, `RunError` if the disk is full.
     """
     import torch
 
     from telescope.trainer.hf_folder import CONFIG, MAX_SHARD_BYTES, size_of, with_dtype, write_model_folder
 
-    meta = _read_undamaged(checkpoint)
+    meta = read_meta(checkpoint)
+    refuse_damage(checkpoint, meta)
     files = model_files(checkpoint, meta)
     max_shard_bytes = max_shard_bytes or MAX_SHARD_BYTES
     weights = read_checkpoint(checkpoint, meta, files[CONFIG], read_bytes=max_shard_bytes // 2)
@@ -145,14 +133,6 @@ def convert(
         )
     except OSError as error:
         raise RunError(f"{error}. Free space, or choose another folder") from error
-
-
-def _read_undamaged(checkpoint: Path) -> dict[str, Any]:
-    """Returns `read_meta` of a checkpoint. Raises `RunError` if a file is not what was written."""
-    meta = read_meta(checkpoint)
-    if found := damage(checkpoint, meta.get("files", {})):
-        raise RunError(f"{checkpoint} is damaged: {'; '.join(found)}. Copy it again, or use another step")
-    return meta
 
 
 def read_checkpoint(checkpoint: Path, meta: dict[str, Any], config: bytes, *, read_bytes: int) -> ModelWeights:
@@ -201,10 +181,7 @@ def adapter_settings(meta: dict[str, Any]) -> SavedConfig | None:
 
 
 def _base_of(checkpoint: Path, meta: dict[str, Any]) -> Path:
-    """Returns the folder of the model that the run began with. It need not exist.
-
-    A relative path is looked for in the working directory and in the folders above the checkpoint.
-    """
+    """Returns the first model's folder, relative to here or to one above the checkpoint. It need not exist."""
     typed = meta["model"]
     known = (meta.get("base") or meta)["model"]
     places = [Path(known), Path(typed).expanduser(), *(parent / typed for parent in checkpoint.absolute().parents)]
@@ -259,7 +236,8 @@ def convert_adapter(checkpoint: Path, target: Path) -> None:
     """Writes the adapter of a checkpoint to `target` in peft's format. Raises `UserError` if it has none."""
     from telescope.trainer.lora import adapter_tensors, config_of_adapter, write_adapter
 
-    meta = _read_undamaged(checkpoint)
+    meta = read_meta(checkpoint)
+    refuse_damage(checkpoint, meta)
     config = adapter_settings(meta)
     if config is None:
         raise UserError(f"{checkpoint} has no adapter, since its run trained all weights. Convert it without --adapter")

@@ -55,8 +55,7 @@ from telescope.rollout.sample import RolloutSettings
 
 logger = logging.getLogger(__name__)
 
-OUTPUTS = "evals"
-"""Folder of evaluations, in the run directory or the current one."""
+OUTPUTS = "evals"  # folder of evaluations, in the run directory or the current one
 
 LogStep = Callable[[int, dict[str, float]], None]
 
@@ -115,10 +114,7 @@ def prepare(
     num_samples: int | None = None,
     output: Path | None = None,
 ) -> EvalJob:
-    """Checks an evaluation before anything is started. Raises `UserError`.
-
-    `names` selects evals, by default those of the request or the run; each has `num_samples` items.
-    """
+    """Checks an evaluation of `names`, else of the request's or the run's evals. Raises `UserError`."""
     targets = find_targets(request.command, sources, steps)
     run_config = next((values for target in targets if (values := target.run_config()) is not None), None)
     runs = {target.run_dir for target in targets}
@@ -151,12 +147,7 @@ def prepare(
 def choose_evals(
     given: Sequence[EvalEntry], entries_of_run: Sequence[EvalEntry], names: Sequence[str], num_samples: int | None
 ) -> list[EvalEntry]:
-    """Returns the evals to measure.
-
-    They are `names`, else those of the file, else of the run.
-
-    A name has the settings of the file or the run for it. Raises `UserError` if there is none.
-    """
+    """Returns the evals `names`, else of the file, else of the run, with their settings. Raises `UserError` without."""
     known = {entry.name: entry for entry in reversed((*given, *entries_of_run))}
     chosen = [*given] if not names else [known.get(name, EvalEntry(name=name)) for name in names]
     chosen = chosen or list(entries_of_run)
@@ -232,7 +223,11 @@ class _EvalRun:
             shutil.rmtree(self._scratch, ignore_errors=True)
             stack.callback(shutil.rmtree, self._scratch, ignore_errors=True)
             reaper = stack.enter_context(Reaper())
-            recorder = stack.enter_context(self._recorder())
+            info = Run(job.run_dir).info if job.run_dir is not None else None
+            if job.run_dir is None or info is None:
+                recorder = stack.enter_context(Recorder(job.output))
+            else:
+                recorder = stack.enter_context(Recorder(job.run_dir, attempt=info.attempt))
             setup_logging(job.output, "driver", None, debug=job.config.debug, console=self._view is None)
             recorded = [_ids(recorder.files.run_dir, table) for table in ("samples", "eval_samples")]
             samples = stack.enter_context(SamplesFile(job.output / "samples.jsonl", recorded))
@@ -245,14 +240,6 @@ class _EvalRun:
                 await supervisor.run_until(self._measure(supervisor, parts, reaper.directory, recorder, samples))
             self._status.phase = "done"
         return EvalOutcome(job, self._results, self._problems)
-
-    def _recorder(self) -> Recorder:
-        """Opens the record of the run, or one in the output folder."""
-        run_dir = self._job.run_dir
-        info = Run(run_dir).info if run_dir is not None else None
-        if run_dir is None or info is None:
-            return Recorder(self._job.output)
-        return Recorder(run_dir, attempt=info.attempt)
 
     async def _measure(
         self, supervisor: Supervisor, stack: AsyncExitStack, temporary: Path, recorder: Recorder, samples: SamplesFile

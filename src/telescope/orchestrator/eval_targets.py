@@ -29,11 +29,11 @@ from telescope.orchestrator.conversion import (
 )
 from telescope.record.files import read_json
 from telescope.record.reader import is_run
+from telescope.utils.text import user_path
 from telescope.weights.model_folder import read_origin, weight_files
 
 CONFIG = "config.json"
-DOWNLOADED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
-"""Files of a hub model that are needed."""
+DOWNLOADED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")  # files of a hub model that are needed
 
 SAME_IN_ALL = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -133,7 +133,7 @@ def find_targets(command: EvalCommand, sources: Sequence[str], steps: Sequence[i
 
 
 def _targets_of(source: str, steps: Sequence[int] | None) -> list[EvalTarget]:
-    path = Path(source).expanduser()
+    path = user_path(source)
     if path.is_dir():
         if _is_model(path):
             return [_target(path)]

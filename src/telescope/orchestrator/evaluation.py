@@ -303,13 +303,7 @@ class Evaluation:
         self.status.evaluated(eval_point(result, label))
 
     def _report(
-        self,
-        plan: PlannedEval,
-        version: int,
-        started_at: float,
-        status: str,
-        error: str,
-        used: set[int] | None = None,
+        self, plan: PlannedEval, version: int, started_at: float, status: str, error: str, used: set[int] | None = None
     ) -> None:
         """Reports an eval without a result wherever results are shown."""
         if not plan.session:  # a standalone evaluation continues, and records what has finished

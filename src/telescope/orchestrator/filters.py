@@ -32,10 +32,7 @@ def normalized(reward: float, low: float | None, high: float | None) -> float:
 
 
 def check_reward_ranges(config: TelescopeConfig, infos: Sequence[EnvironmentInfo]) -> None:
-    """Raises ConfigError for `normalize_rewards` with an unknown or empty reward range.
-
-    `infos` describes the environment of each entry of the config, with the entry's own range.
-    """
+    """Raises ConfigError for `normalize_rewards` with an unknown or empty reward range. `infos`: one per entry."""
     if not config.normalize_rewards:
         return
     for entry, info in zip(config.environments, infos, strict=True):
@@ -127,7 +124,6 @@ class SampleFilters:
 
 
 def compression_ratio(text: str) -> float:
-    """Returns bytes of the text over bytes of its zlib compression. 0 for empty text. Prose: 2 to 3, a loop: over
-    10."""
+    """Returns bytes of a text over bytes of its zlib compression. Empty text: 0, prose: 2 to 3, a loop: over 10."""
     data = text.encode("utf-8", errors="replace")
     return len(data) / len(zlib.compress(data)) if data else 0.0

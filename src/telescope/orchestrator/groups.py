@@ -169,10 +169,7 @@ class DiscardStreak:
 
 @dataclass
 class Batch:
-    """The groups of a training step and each trainer rank's inputs.
-
-    `advantages` are of the usable samples of `groups`, in order.
-    """
+    """The groups of a step, each rank's inputs, and the advantages of the groups' usable samples, in order."""
 
     groups: list[Group]
     advantages: np.ndarray

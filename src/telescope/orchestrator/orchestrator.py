@@ -36,12 +36,7 @@ from telescope.orchestrator.budget import ErrorBudget
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.groups import Batch, DiscardStreak, Group, Signal, form_batch, zero_advantage_kind
 from telescope.orchestrator.prompt_buffer import PromptBuffer
-from telescope.orchestrator.prompt_sampler import (
-    PromptSampler,
-    SampledPrompt,
-    SamplerPosition,
-    request_seed,
-)
+from telescope.orchestrator.prompt_sampler import PromptSampler, SampledPrompt, SamplerPosition, request_seed
 from telescope.orchestrator.request_slots import RequestSlotPool
 from telescope.orchestrator.run_state import RunState
 from telescope.orchestrator.status import RunStatus
@@ -56,11 +51,8 @@ from telescope.utils.process import rare_full_collections
 
 logger = logging.getLogger(__name__)
 
-IN_FLIGHT_SECONDS = 2.0
-"""Interval at which the list of running samples is replaced; the record writes no more often."""
-
-DISCARD_LIMIT_BATCHES = 10
-"""Consecutive discards, in batches of groups, after which the run stops with a diagnosis."""
+IN_FLIGHT_SECONDS = 2.0  # interval at which the list of running samples is replaced; the record writes no more often
+DISCARD_LIMIT_BATCHES = 10  # consecutive discards, in batches of groups, after which the run stops with a diagnosis
 
 
 class TrainerPort(Protocol):
@@ -122,11 +114,7 @@ class Orchestrator:
         *,
         max_requeues: int = MAX_REQUEUES,
     ) -> None:
-        """Sets up the loops.
-
-        `start` is the state of the checkpoint that the run continues from; `max_requeues` bounds how often a stale
-        prompt is requeued.
-        """
+        """Sets up the loops after the checkpoint `start`. A stale prompt is requeued at most `max_requeues` times."""
         start = start or RunState()
         self.config = config
         self.services = services
@@ -138,7 +126,7 @@ class Orchestrator:
         self.ledger = Ledger.load_state_dict(start.ledger) if start.ledger else Ledger()
         self._settings = rollout_settings
         self._notifier = ChangeNotifier(status)
-        services.slots.on_change(self._notifier.notify)
+        services.slots.on_change = self._notifier.notify
         self._budget = ErrorBudget(config.environment_error_budget)
         self._budget.load_state_dict(start.errors)
         self._prompts = PromptBuffer(
@@ -307,7 +295,7 @@ class Orchestrator:
             assert trajectory.failure_kind is not None
             self._masked(group, trajectory)
         else:
-            self._budget.sample_succeeded(group.environment)
+            self._budget.succeeded("samples", group.environment)
             self._judge(group, trajectory)
         self.status.generated(trajectory.num_sampled_tokens)
         self.status.progressed()
@@ -333,7 +321,7 @@ class Orchestrator:
         )
         self._step_recorder.masked(trajectory)
         if kind == "environment":
-            self._budget.sample_failed(group.environment, group.sampled_prompt.index, message)
+            self._budget.failed("samples", group.environment, group.sampled_prompt.index, message)
 
     def _finish_group(self, group: Group) -> None:
         """Keeps a finished group, or discards it with a reason."""
@@ -385,12 +373,7 @@ class Orchestrator:
         self._notifier.notify()
 
     def _withdraw(self, group: Group, requests: dict[int, list[str]]) -> None:
-        """Withdraws one group.
-
-        Requeues its prompt at the front, or drops it after `max_requeues` requeues.
-
-        Adds the requests to abort to `requests`, by server.
-        """
+        """Withdraws a group and adds what to abort to `requests`, by server. Its prompt is requeued or dropped."""
         version = self.window.version
         group.withdrawn = True
         group.finished_at = time.time()
@@ -465,19 +448,11 @@ class Orchestrator:
             for group in batch.groups:
                 self.ledger.trained(group.group_id)
                 del self._unsettled[group.group_id]
-            await self._step_recorder.trained(
-                TrainedStep(
-                    step,
-                    batch.groups,
-                    batch.advantages,
-                    batch.packing,
-                    result,
-                    sync_metrics,
-                    started_at,
-                    waited,
-                    self.position(),
-                )
-            )
+            trained = TrainedStep(
+                step, batch.groups, batch.advantages, batch.packing, result, sync_metrics, started_at, waited,
+                self.position(),
+            )  # fmt: skip
+            await self._step_recorder.trained(trained)
             if self.services.after_step is not None:
                 await self.services.after_step(step + 1, self.run_state)
 

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass
 
 from telescope.config import TelescopeConfig
 from telescope.environments.worker_pool.messages import PreparedPrompt
@@ -22,46 +23,35 @@ from telescope.orchestrator.supervision import ChangeNotifier
 
 logger = logging.getLogger(__name__)
 
-PREPARE_AT_ONCE = 8
-"""Prompts rendered concurrently: enough to keep every environment worker busy."""
+PREPARE_AT_ONCE = 8  # prompts rendered concurrently: enough to keep every environment worker busy
 
 NUM_MEASURED = 128
 """Prompts of an environment whose lengths are measured before the start. A share of 30 % is then known to 4 points."""
 
-MAX_UNUSABLE_PROMPTS = 10_000
-"""Consecutive unusable prompts after which the run stops."""
+MAX_UNUSABLE_PROMPTS = 10_000  # consecutive unusable prompts after which the run stops
 
 
+@dataclass(eq=False)
 class PromptBuffer:
     """Buffers up to `prompt_prefetch_buffer_size` prompts; `fill` keeps it full. `max_context` is in tokens."""
 
-    def __init__(
-        self,
-        config: TelescopeConfig,
-        source: EnvironmentPool,
-        environment_keys: list[str],
-        sampler: PromptSampler,
-        held_out_uids: frozenset[str],
-        start: SamplerPosition,
-        *,
-        max_context: int,
-        budget: ErrorBudget,
-        notifier: ChangeNotifier,
-        status: RunStatus,
-    ) -> None:
-        self._config = config
-        self._source = source
-        self._keys = environment_keys
-        self._sampler = sampler
-        self._held_out_uids = held_out_uids
-        self._max_context = max_context
-        self._budget = budget
-        self._notifier = notifier
-        self._status = status
-        self._size = config.prompt_prefetch_buffer_size if config.enable_prompt_prefetch else 1
+    config: TelescopeConfig
+    source: EnvironmentPool
+    environment_keys: list[str]
+    sampler: PromptSampler
+    held_out_uids: frozenset[str]
+    start: SamplerPosition
+    _: KW_ONLY
+    max_context: int
+    budget: ErrorBudget
+    notifier: ChangeNotifier
+    status: RunStatus
+
+    def __post_init__(self) -> None:
+        self._size = self.config.prompt_prefetch_buffer_size if self.config.enable_prompt_prefetch else 1
         self._ready: deque[tuple[SampledPrompt, PreparedPrompt]] = deque()
-        self._next_draw = start.next_draw
-        self._unfinished = deque(sorted(start.unfinished))
+        self._next_draw = self.start.next_draw
+        self._unfinished = deque(sorted(self.start.unfinished))
         self._preparing: list[int] = []
 
     def __len__(self) -> int:
@@ -82,26 +72,23 @@ class PromptBuffer:
         return SamplerPosition(self._next_draw, tuple(sorted(unfinished)))
 
     async def fill(self) -> None:
-        """Keeps the buffer full of tokenized prompts, in order. Never returns.
-
-        Raises RunError when no prompt is usable, or an environment exhausts its error budget.
-        """
+        """Keeps the buffer full of tokenized prompts, in order. Raises RunError when none or too few are usable."""
         num_unusable = 0
         while True:
-            await self._notifier.wait_until(
+            await self.notifier.wait_until(
                 lambda: len(self._ready) < self._size, "prompts", "free space in the prompt buffer"
             )
             num_wanted = min(PREPARE_AT_ONCE, self._size - len(self._ready))
             self._preparing = [self._next_number() for _ in range(num_wanted)]
-            sampled_prompts = [self._sampler.prompt(n) for n in self._preparing]
-            self._status.set_component("prompts", f"preparing prompt {sampled_prompts[0].n}")
+            sampled_prompts = [self.sampler.prompt(n) for n in self._preparing]
+            self.status.set_component("prompts", f"preparing prompt {sampled_prompts[0].n}")
             prepared = await asyncio.gather(*(self._prepare(sampled) for sampled in sampled_prompts))
             self._preparing = []
             num_unusable = 0 if any(prepared) else num_unusable + num_wanted
             if num_unusable >= MAX_UNUSABLE_PROMPTS:
                 raise RunError(
                     f"{num_unusable} consecutive prompts cannot be trained on: every item is held out for an eval "
-                    f"(evals: separate_eval_samples, num_samples) or too long ({context_field(self._config)}). The "
+                    f"(evals: separate_eval_samples, num_samples) or too long ({context_field(self.config)}). The "
                     "run's log lists those that are too long."
                 )
             self._ready.extend(
@@ -109,7 +96,7 @@ class PromptBuffer:
                 for sampled, prompt in zip(sampled_prompts, prepared, strict=True)
                 if prompt is not None
             )
-            self._notifier.notify()
+            self.notifier.notify()
 
     def _next_number(self) -> int:
         """Returns the number of the next prompt. Unfinished ones of an earlier attempt come first."""
@@ -120,22 +107,22 @@ class PromptBuffer:
 
     async def _prepare(self, sampled: SampledPrompt) -> PreparedPrompt | None:
         """Renders and tokenizes one prompt. Returns None when it is held out, too long, or its environment failed."""
-        name = self._config.environments[sampled.environment].name
+        name = self.config.environments[sampled.environment].name
         try:
-            prompt = await self._source.prepare(self._keys[sampled.environment], sampled.index)
+            prompt = await self.source.prepare(self.environment_keys[sampled.environment], sampled.index)
         except EnvironmentFailure as error:
             logger.warning("prompt %d (%s, item %d) cannot be rendered: %s", sampled.n, name, sampled.index, error)
-            self._budget.prompt_failed(name, sampled.index, str(error))
+            self.budget.failed("prompts", name, sampled.index, str(error))
             return None
-        self._budget.prompt_rendered(name)
-        if prompt.sample_uid in self._held_out_uids:
+        self.budget.succeeded("prompts", name)
+        if prompt.sample_uid in self.held_out_uids:
             return None
-        if len(prompt.token_ids) >= self._max_context:
+        if len(prompt.token_ids) >= self.max_context:
             logger.info(
                 "prompt %d (%s, item %d) has %d tokens and is left out: %s allows %d",
-                sampled.n, name, sampled.index, len(prompt.token_ids), context_field(self._config), self._max_context,
+                sampled.n, name, sampled.index, len(prompt.token_ids), context_field(self.config), self.max_context,
             )  # fmt: skip
-            self._status.num_long_prompts += 1
+            self.status.num_long_prompts += 1
             return None
         return prompt
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-CHUNK = 1024
-"""Prompts are sampled in chunks of this size. The results depend on it, so never change it."""
+CHUNK = 1024  # Prompts are sampled in chunks of this size. The results depend on it, so never change it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +47,7 @@ class PromptSampler:
     """An endless sequence of prompts from environments of given sizes and weights."""
 
     def __init__(self, seed: int, sizes: Sequence[int], weights: Sequence[float], first_index: Sequence[int]) -> None:
-        """Skips the first `first_index[e]` items of environment e, held out for evals.
-
-        Raises ValueError when an environment has no other items.
-        """
+        """Skips the first, held-out `first_index[e]` items of environment e. Raises ValueError if it has no others."""
         for environment, (size, first) in enumerate(zip(sizes, first_index, strict=True)):
             if size - first <= 0:
                 raise ValueError(
@@ -97,11 +93,6 @@ class PromptSampler:
 
 
 def request_seed(run_seed: int, *identity: int | str) -> int:
-    """Returns the seed of one request, independent of arrival order.
-
-    It is a hash of (run seed, prompt number, sample, turn).
-
-    It has 31 bits, which every engine accepts.
-    """
+    """Returns the seed of a request, of 31 bits, whatever the order of arrival."""
     text = "/".join(str(part) for part in (run_seed, *identity))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") & 0x7FFFFFFF

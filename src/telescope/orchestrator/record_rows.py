@@ -18,12 +18,10 @@ from telescope.orchestrator.groups import Group
 from telescope.rollout.trajectory import Trajectory, Turn
 from telescope.trainer.batch import SampleTokens, Span
 
-MAX_FAILURE_MESSAGE = 4000
-"""Longest recorded failure message; user code may raise one of any length."""
+MAX_FAILURE_MESSAGE = 4000  # longest recorded failure message; user code may raise one of any length
 
 
-Interval = tuple[str, float, float, dict[str, str]]
-"""Name, start and end of a span, and its own attributes."""
+Interval = tuple[str, float, float, dict[str, str]]  # name, start and end of a span, and its own attributes
 
 
 def environment_row(key: str, name: str, weight: float | None, info: EnvironmentInfo) -> dict[str, Any]:
@@ -285,12 +283,7 @@ def eval_row(
 def rows_of_eval_sample(
     plan: PlannedEval, version: int, item: EvalItem, sample: Trajectory, *, tokens: bool = False
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Returns the rows of an eval's sample, each with its table.
-
-    The sample follows its details.
-
-    `tokens`: also those of `untrained_tokens_rows`.
-    """
+    """Returns the rows of an eval's sample with their tables, itself last. `tokens`: `untrained_tokens_rows` too."""
     step = version - 1
     link = {
         "eval_id": plan.id_at(version),

@@ -48,21 +48,15 @@ class RequestSlotPool:
     """Assigns request slots. Everything runs on one event loop; only `acquire` waits."""
 
     def __init__(self, capacities: list[int]) -> None:
-        self._on_change: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None
+        """Called for free slots and changes of servers."""
         self.servers = [ServerSlots(capacity) for capacity in capacities]
         self._server_of_group: dict[int, int] = {}
         self._waiters: list[_Waiter] = []
         self._order = itertools.count()
 
-    def on_change(self, notify: Callable[[], None]) -> None:
-        """Registers `notify` for free slots and changes of servers."""
-        self._on_change = notify
-
     async def acquire(self, group: int, *, turn: int = 0, timeout: float) -> Lease:
-        """Waits for a slot for a sample of `group`. A later `turn` goes first.
-
-        Raises DeadlineExceeded when no slot becomes free within `timeout` seconds.
-        """
+        """Waits for a slot for a sample; later turns go first. Raises DeadlineExceeded after `timeout` seconds."""
         waiter = _Waiter(-turn, next(self._order), group, asyncio.get_running_loop().create_future())
         heapq.heappush(self._waiters, waiter)
         self._serve()
@@ -88,7 +82,7 @@ class RequestSlotPool:
         server.used -= 1
         heapq.heappush(server.free_slots, lease.slot)
         self._serve()
-        self._on_change()
+        self.on_change()
 
     def set_up(self, server: int, up: bool) -> None:
         """Opens or closes a server for new leases. Existing leases stay valid until released."""
@@ -96,7 +90,7 @@ class RequestSlotPool:
         if not up:
             self._server_of_group = {g: s for g, s in self._server_of_group.items() if s != server}
         self._serve()
-        self._on_change()
+        self.on_change()
 
     def forget_group(self, group: int) -> None:
         """Unbinds a finished group from its server."""
@@ -141,7 +135,7 @@ class RequestSlotPool:
             lease = self._try_lease(waiter.group)
             if lease is None:
                 skipped.append(waiter)
-                if not any(server.up and server.num_free for server in self.servers):
+                if not self.has_free_slot:
                     break
                 continue
             waiter.future.set_result(lease)
@@ -179,9 +173,11 @@ class GroupSlotPool(RequestSlotPool):
     async def acquire(self, group: int, *, turn: int = 0, timeout: float) -> Lease:
         """Returns the group's slot, or acquires one on a server."""
         future = self._lease_of_group.get(group)
-        if future is not None and future.done() and not self._is_usable(future):
-            self._give_back(group)
-            future = None
+        if future is not None and future.done():
+            lost = future.cancelled() or future.exception() is not None
+            if lost or not self.servers[future.result().server].up:
+                self._give_back(group)
+                future = None
         if future is None:
             future = asyncio.ensure_future(super().acquire(group, turn=turn, timeout=timeout))
             self._lease_of_group[group] = future
@@ -198,9 +194,6 @@ class GroupSlotPool(RequestSlotPool):
         """Releases the slot of a finished group."""
         self._give_back(group)
         super().forget_group(group)
-
-    def _is_usable(self, future: asyncio.Future[Lease]) -> bool:
-        return not future.cancelled() and future.exception() is None and self.servers[future.result().server].up
 
     def _give_back(self, group: int) -> None:
         future = self._lease_of_group.pop(group, None)

@@ -41,14 +41,12 @@ FIXED_TENSORS = ("train_backend", "lora_rank", "lora_target_modules")
 
 FIXED_OF_ENVIRONMENTS = ("name", "weight", "kwargs")
 
-NOT_COMPARED = ("run_dir", "resume_from_checkpoint", "resume_force")
-"""Fields that select the checkpoint to resume."""
+NOT_COMPARED = ("run_dir", "resume_from_checkpoint", "resume_force")  # fields that select the checkpoint to resume
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
 """Files that decide which id a token has."""
 
-MOST = 8
-"""Differences that are listed."""
+MOST = 8  # differences that are listed
 
 SCHEDULE = {
     "base": "learning_rate", "schedule": "lr_scheduler", "warmup_steps": "warmup_steps",
@@ -60,10 +58,7 @@ FORCE = "resume_force: true overrides this (docs/checkpoints.md names what no lo
 
 
 def find_checkpoint(config: TelescopeConfig, run_dir: Path) -> Checkpoint | None:
-    """Returns the checkpoint to continue from, or None for a new run.
-
-    Raises `UserError` for a checkpoint that does not exist, is incomplete, or does not fit the config.
-    """
+    """Returns the checkpoint to continue from, None for a new run. Raises `UserError` if none fits."""
     if not config.resume_from_checkpoint:
         return None
     checkpoint = CheckpointFolder.for_run(config, run_dir).load(config.resume_from_checkpoint)
@@ -72,7 +67,13 @@ def find_checkpoint(config: TelescopeConfig, run_dir: Path) -> Checkpoint | None
             f"number_of_steps is {config.number_of_steps}, and {checkpoint.path} is after step {checkpoint.step}: "
             "nothing is left to train. Raise number_of_steps, or resume from an earlier step"
         )
-    _check_files(checkpoint)
+    from telescope.trainer.backends.fsdp.checkpoint import missing_files  # imports for a second
+
+    if missing := missing_files(checkpoint.path, checkpoint.meta["train_backend"]):
+        raise UserError(
+            f"{checkpoint.path} is incomplete: {'; '.join(missing)}. Copy it again, or resume from another step with "
+            "resume_from_checkpoint"
+        )
     _check_model(config, checkpoint)
     fixed, used = changed_fields(checkpoint.meta["config"], config)
     is_forcible = not fixed.keys() & set(FIXED_TENSORS)
@@ -207,17 +208,6 @@ def without_open_prompts(state: RunState) -> RunState:
     )
 
 
-def _check_files(checkpoint: Checkpoint) -> None:
-    """Compares the shards with their index."""
-    from telescope.trainer.backends.fsdp.checkpoint import missing_files  # imports for a second
-
-    if missing := missing_files(checkpoint.path, checkpoint.meta["train_backend"]):
-        raise UserError(
-            f"{checkpoint.path} is incomplete: {'; '.join(missing)}. Copy it again, or resume from another step with "
-            "resume_from_checkpoint"
-        )
-
-
 def _check_model(config: TelescopeConfig, checkpoint: Checkpoint) -> None:
     """Compares sizes, tokenizer and the base of adapters, where those of model and checkpoint are known."""
     if base := checkpoint.meta.get("base"):
@@ -251,10 +241,7 @@ def _check_model(config: TelescopeConfig, checkpoint: Checkpoint) -> None:
 def describe_data(
     keys: Sequence[str], infos: Sequence[EnvironmentInfo], evals: Sequence[PlannedEval]
 ) -> dict[str, Any]:
-    """Returns the number of items and held-out items, and the identities of items, per environment, for `RunState`.
-
-    `held-out items` is a digest of the identities of all that are held out.
-    """
+    """Returns sizes, numbers of held-out items and identities of items per environment, for `RunState`."""
     plans = [plan for plan in evals if plan.held_out]
     uids = sorted({item.prompt.sample_uid for plan in plans for item in plan.items})
     data: dict[str, Any] = {
@@ -270,10 +257,7 @@ def describe_data(
 
 
 def check_data(config: TelescopeConfig, checkpoint: Checkpoint, data: Mapping[str, Any]) -> Checkpoint:
-    """Returns the checkpoint if its run had this data.
-
-    Otherwise raises `UserError` with what differs, or with `resume_force` forgets the open prompts.
-    """
+    """Returns the checkpoint, without open prompts if the data is forced. Raises `UserError` for other data."""
     changes = "; ".join(_changes_of_data(checkpoint.state.data, data))
     if not changes:
         return checkpoint

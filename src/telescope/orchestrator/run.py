@@ -23,7 +23,7 @@ from telescope.cluster.reaper import Reaper, temporary_base
 from telescope.config import TelescopeConfig
 from telescope.config.loader import choose_run_dir
 from telescope.errors import RunError, UserError
-from telescope.orchestrator.checkpoints import Checkpoint, CheckpointFolder
+from telescope.orchestrator.checkpoints import Checkpoint, CheckpointFolder, refuse_damage
 from telescope.orchestrator.collectors import Collectors, sources_of
 from telescope.orchestrator.evaluation import Evaluation, eval_point, finished_at
 from telescope.orchestrator.resume import check_data, find_checkpoint
@@ -43,11 +43,8 @@ from telescope.weights.model_folder import ModelOrigin, ModelSource
 
 logger = logging.getLogger(__name__)
 
-GAUGE_SECONDS = 0.5
-"""Interval of the live view's numbers and the record's gauges."""
-
-DISK_SECONDS = 10.0
-"""Interval at which the free space of the run directory's disk is read."""
+GAUGE_SECONDS = 0.5  # interval of the live view's numbers and the record's gauges
+DISK_SECONDS = 10.0  # interval at which the free space of the run directory's disk is read
 
 
 class View(Protocol):
@@ -78,7 +75,7 @@ class _TrainingRun:
         path = choose_run_dir(config)
         self._resumed = find_checkpoint(config, path)
         if self._resumed is not None:
-            self._resumed.verify()
+            refuse_damage(self._resumed.path, self._resumed.meta)
         self._directory = RunDirectory.create(config, notes, path=path, is_resumed=self._resumed is not None)
         self._checkpoints = CheckpointFolder.for_run(config, self._directory.path)
         self._status = RunStatus(config.wandb_run_name, config.number_of_steps)
@@ -117,7 +114,14 @@ class _TrainingRun:
                 await self._start_and_train(reaper.directory)
             except BaseException as caught:
                 error = caught
-            summary = self._summarize(error, await asyncio.to_thread(self._directory.record_problem))
+            summary = summarize(
+                self._config, self._directory.path, self._status,
+                self._evaluation.results if self._evaluation is not None else [],
+                self._evaluation.problems if self._evaluation is not None else [],
+                seconds=time.time() - self._started_at, training_seconds=self._training_seconds,
+                model_dir=self._model_dir, error=error, interrupted=self._interrupt.requested,
+                record_error=await asyncio.to_thread(self._directory.record_problem),
+            )  # fmt: skip
             self._directory.ended(summary)
             self._status.phase = summary.sentence
         if error is not None and not isinstance(error, Interrupted):
@@ -201,14 +205,11 @@ class _TrainingRun:
         await components.weights.sync()
         for note in checkpoint.notes:
             status.report(note, "checkpoint", log=logger)
-        self._continue_history(checkpoint)
-        status.step = status.version = checkpoint.step
-
-    def _continue_history(self, checkpoint: Checkpoint) -> None:
-        """Gives the rules of alerts the steps before the checkpoint."""
+        # The rules of alerts know the steps before the checkpoint.
         rows = Run(self._directory.path).table("steps", columns=["step", "metrics"]).sort_by("step").to_pylist()
         earlier = [(row["step"], dict(row["metrics"])) for row in rows if row["step"] < checkpoint.step]
-        self._status.health.resume(earlier, [eval_point(result, result.name) for result in checkpoint.state.evals])
+        status.health.resume(earlier, [eval_point(result, result.name) for result in checkpoint.state.evals])
+        status.step = status.version = checkpoint.step
 
     async def _save_model(self, components: RunComponents) -> Path:
         """Writes the trained model; returns its folder."""
@@ -255,21 +256,6 @@ class _TrainingRun:
                 ("tokens_per_second", status.tokens_per_second()),
             ):
                 write("gauges", {"time": now, "name": name, "component": "orchestrator", "value": value})
-
-    def _summarize(self, error: BaseException | None, record_error: str | None) -> RunSummary:
-        return summarize(
-            self._config,
-            self._directory.path,
-            self._status,
-            self._evaluation.results if self._evaluation is not None else [],
-            self._evaluation.problems if self._evaluation is not None else [],
-            seconds=time.time() - self._started_at,
-            training_seconds=self._training_seconds,
-            model_dir=self._model_dir,
-            error=error,
-            interrupted=self._interrupt.requested,
-            record_error=record_error,
-        )
 
 
 def start_collectors(

@@ -50,13 +50,11 @@ from telescope.orchestrator.weight_sync import SyncReport, WeightSync
 from telescope.record.alerts import REPORTED
 from telescope.record.files import RunFiles
 from telescope.rollout.sample import RolloutSettings
-from telescope.trainer.batch import Span
 from telescope.utils.process import in_daemon_thread
 
 logger = logging.getLogger(__name__)
 
-PROBE_TEXT_TOKENS = 64
-"""Length of the fixed text whose logprobs are compared in engine and trainer after a weight sync."""
+PROBE_TEXT_TOKENS = 64  # length of the fixed text whose logprobs are compared in engine and trainer after a weight sync
 
 
 @dataclass
@@ -289,10 +287,7 @@ async def start_workers(
     *,
     loopback: bool,
 ) -> None:
-    """Loads the trainer and starts the servers, concurrently unless they share GPUs.
-
-    Raises the first failure at once.
-    """
+    """Loads the trainer and starts the servers, concurrently unless they share GPUs. Raises the first failure."""
 
     servers = start_servers(config, inference, status)
     if config.share_gpus:
@@ -311,7 +306,11 @@ async def set_up_trainer(directory: RunDirectory, trainer: TrainerGroup, status:
         _check_hash(trainer.config, "a trainer rank", info.config_hash)
     if infos[0].compiles:
         status.set_component("trainer", "compiling the model's blocks")
-        record_warm_up(directory, await trainer.warm_up())
+        spans = await trainer.warm_up()
+        seconds = max(span.end for span in spans) - min(span.start for span in spans)
+        logger.info("The trainer has compiled the model's blocks, which took %.1f s", seconds)
+        for span in spans:
+            directory.recorder.write("spans", trainer_span_row(span, None))
     status.set_component("trainer", "ready")
 
 
@@ -359,14 +358,6 @@ def _check_hash(config: TelescopeConfig, process: str, config_hash: str) -> None
             f"{process} runs with config {config_hash}, the driver with {config.hash}: "
             "the processes do not run the same version of Telescope"
         )
-
-
-def record_warm_up(directory: RunDirectory, spans: list[Span]) -> None:
-    """Writes the compilation of the ranks to log and record."""
-    seconds = max(span.end for span in spans) - min(span.start for span in spans)
-    logger.info("The trainer has compiled the model's blocks, which took %.1f s", seconds)
-    for span in spans:
-        directory.recorder.write("spans", trainer_span_row(span, None))
 
 
 def record_sync(directory: RunDirectory, report: SyncReport) -> None:

@@ -33,8 +33,7 @@ from telescope.record.run_info import RunInfo, attempt_row, begin_run, end_run, 
 from telescope.trackers.sink import TrackerSink
 from telescope.weights.model_folder import read_origin
 
-FLUSH_SECONDS = 5.0
-"""Time for the record to write its last rows before the summary; closing allows more."""
+FLUSH_SECONDS = 5.0  # time for the record to write its last rows before the summary; closing allows more
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +59,7 @@ class RunDirectory:
     def create(
         cls, config: TelescopeConfig, notes: list[str], *, path: Path | None = None, is_resumed: bool = False
     ) -> RunDirectory:
-        """Creates the directory, or reopens that of a run which continues.
-
-        Its results stay until `started`.
-
-        Without `run_dir`, the directory is a new one. Raises UserError when it cannot be written.
-        """
+        """Creates a directory, or reopens that of a resumed run. Raises UserError when it cannot be written."""
         path = path or choose_run_dir(config)
         try:
             path = _make_folder(path, must_be_new=config.run_dir is None and not is_resumed)
@@ -80,10 +74,7 @@ class RunDirectory:
 
     @contextmanager
     def open_record(self, *, console: bool) -> Iterator[Recorder]:
-        """Opens the record of this attempt, and closes it at the end.
-
-        `console` also sends warnings to standard error, where they would disturb a live view.
-        """
+        """Opens the record of this attempt until the end. `console`: warnings go to standard error too."""
         config = self._config
         self.recorder = Recorder(
             self.path,
@@ -195,10 +186,7 @@ class RunDirectory:
         return f"THE RECORD OF THIS RUN CANNOT BE WRITTEN ({problem}): the run continues and keeps its rows in memory"
 
     def ended(self, summary: RunSummary) -> None:
-        """Writes `summary.json`, the trackers' summary and the end of the attempt.
-
-        A disk error is logged and does not fail the run.
-        """
+        """Writes `summary.json`, the trackers' summary and the end of the attempt. Logs disk errors."""
         assert self._info is not None
         self.step_log.log_summary(summary.numbers())
         try:

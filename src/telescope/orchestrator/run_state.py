@@ -30,8 +30,7 @@ from telescope.orchestrator.groups import Group
 from telescope.orchestrator.prompt_sampler import SamplerPosition
 from telescope.utils.text import single_line
 
-STATE_VERSION = 1
-"""Version of this format. Raise it when a field changes its meaning."""
+STATE_VERSION = 1  # Version of this format. Raise it when a field changes its meaning.
 
 
 @dataclass

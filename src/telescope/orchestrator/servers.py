@@ -16,9 +16,10 @@ of the eval that leases it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any, Protocol
 
 from telescope.errors import DeadlineExceeded, InfrastructureError, RankLost
@@ -29,8 +30,7 @@ from telescope.utils.text import single_line
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 1.0
-"""Poll interval of each server's actor. A failed request polls at once."""
+POLL_SECONDS = 1.0  # Poll interval of each server's actor. A failed request polls at once.
 
 MAX_FAILED_BRING_UPS = 5
 """Consecutive failures of a server while it receives weights, after which it is abandoned. Its process runs, so its
@@ -83,40 +83,30 @@ class EvalLease:
             self.lost.set()
 
 
+@dataclass(eq=False)
 class ServerPool:
     """All servers of the run. Set `bring_weights` (`WeightSync.sync_one`) before `watch`.
 
     The last `num_dedicated` servers are for evals, which generate `eval_slots_per_server` samples per server at once.
     """
 
-    bring_weights: Callable[..., Awaitable[None]]
+    handles: InitVar[Sequence[ServerHandle]]
+    clients: list[EngineClient]
+    slots: RequestSlotPool
+    status: RunStatus
+    _: KW_ONLY
+    start_timeout: float
+    hang_timeout: float
+    num_dedicated: InitVar[int] = 0
+    eval_slots_per_server: int = 1
+    bring_weights: Callable[..., Awaitable[None]] = field(init=False)
 
-    def __init__(
-        self,
-        handles: Sequence[ServerHandle],
-        clients: list[EngineClient],
-        slots: RequestSlotPool,
-        status: RunStatus,
-        *,
-        start_timeout: float,
-        hang_timeout: float,
-        num_dedicated: int = 0,
-        eval_slots_per_server: int = 1,
-    ) -> None:
+    def __post_init__(self, handles: Sequence[ServerHandle], num_dedicated: int) -> None:
         self.dedicated = frozenset(range(len(handles) - num_dedicated, len(handles)))
         """Servers that serve evals and no rollouts."""
-        self._eval_slots_per_server = eval_slots_per_server
         self._leases: dict[int, EvalLease] = {}
-        self._servers = [_Server(handle, client) for handle, client in zip(handles, clients, strict=True)]
-        self._slots = slots
-        self._status = status
-        self._start_timeout = start_timeout
-        self._hang_timeout = hang_timeout
+        self._servers = [_Server(handle, client) for handle, client in zip(handles, self.clients, strict=True)]
         self._wake = asyncio.Event()
-
-    @property
-    def clients(self) -> list[EngineClient]:
-        return [server.client for server in self._servers]
 
     @property
     def up(self) -> list[int]:
@@ -140,8 +130,8 @@ class ServerPool:
             self._leave_lease(index)
         elif lease is not None:
             lease.set_up(index, True)
-        self._slots.set_up(index, index not in self.dedicated)
-        self._status.set_component(f"server {index}", "serving evals" if index in self.dedicated else "serving")
+        self.slots.set_up(index, index not in self.dedicated)
+        self.status.set_component(f"server {index}", "serving evals" if index in self.dedicated else "serving")
 
     async def lease(self, indices: Iterable[int], version: int) -> EvalLease:
         """Leases servers to an eval at `version`, that of the trainer's weights.
@@ -156,7 +146,7 @@ class ServerPool:
                     await self.bring_weights(index, lambda: None, fresh=False)
                 except InfrastructureError as error:
                     self.close(index, str(error))
-        lease = EvalLease(version, set(chosen), RequestSlotPool([self._eval_slots_per_server] * len(self._servers)))
+        lease = EvalLease(version, set(chosen), RequestSlotPool([self.eval_slots_per_server] * len(self._servers)))
         for index in chosen:
             self._leases[index] = lease
             if self._servers[index].up:
@@ -178,12 +168,12 @@ class ServerPool:
         """Closes a server for samples until it is brought up again."""
         if not self._servers[index].up:
             return
-        self._status.report(f"server {index} is down: {reason}", "server", "warning", log=logger)
+        self.status.report(f"server {index} is down: {reason}", "server", "warning", log=logger)
         self._servers[index].up = False
-        self._slots.set_up(index, False)
+        self.slots.set_up(index, False)
         if index in self._leases:
             self._leases[index].set_up(index, False)
-        self._status.set_component(f"server {index}", f"down: {reason[:80]}")
+        self.status.set_component(f"server {index}", f"down: {reason[:80]}")
         self._wake.set()
 
     def report_failure(self, index: int, error: InfrastructureError) -> None:
@@ -191,31 +181,23 @@ class ServerPool:
         self.close(index, str(error))
 
     async def watch(self) -> None:
-        """Detects failed servers within seconds and brings them back. Never returns.
-
-        Raises InfrastructureError when no server is left.
-        """
+        """Brings failed servers back, for ever. Raises InfrastructureError when no server is left."""
         try:
-            await self._watch()
+            while True:
+                for index in range(len(self._servers)):
+                    await self._check(index)
+                if all(server.failed is not None for server in self._servers):
+                    reasons = "; ".join(f"server {i}: {server.failed}" for i, server in enumerate(self._servers))
+                    raise InfrastructureError(f"no inference server is left. {reasons}")
+                self._wake.clear()
+                with contextlib.suppress(TimeoutError):  # the regular poll
+                    async with asyncio.timeout(POLL_SECONDS):
+                        await self._wake.wait()
         finally:
             tasks = [server.bring_up for server in self._servers if server.bring_up is not None]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _watch(self) -> None:
-        while True:
-            for index in range(len(self._servers)):
-                await self._check(index)
-            if all(server.failed is not None for server in self._servers):
-                reasons = "; ".join(f"server {i}: {server.failed}" for i, server in enumerate(self._servers))
-                raise InfrastructureError(f"no inference server is left. {reasons}")
-            self._wake.clear()
-            try:
-                async with asyncio.timeout(POLL_SECONDS):
-                    await self._wake.wait()
-            except TimeoutError:
-                continue  # the regular poll
 
     async def _check(self, index: int) -> None:
         """Closes a server that failed or restarted. Brings up one that is down."""
@@ -241,8 +223,8 @@ class ServerPool:
         self.close(index, reason)
         self._leave_lease(index)
         self._servers[index].failed = reason
-        self._status.set_component(f"server {index}", "failed permanently")
-        self._status.report(f"server {index} failed permanently: {reason}", "server", "error", log=logger)
+        self.status.set_component(f"server {index}", "failed permanently")
+        self.status.report(f"server {index} failed permanently: {reason}", "server", "error", log=logger)
         left = [other for other, server in enumerate(self._servers) if server.failed is None]
         if self.dedicated.issuperset(left):  # no other server is left for rollouts
             self.dedicated = frozenset()
@@ -257,7 +239,7 @@ class ServerPool:
         state = "not known"
         try:
             # A hanging engine is restarted by its actor once the hang is detected.
-            async with asyncio.timeout(self._start_timeout + self._hang_timeout):
+            async with asyncio.timeout(self.start_timeout + self.hang_timeout):
                 while True:
                     status = await server.handle.status()
                     state = status.state
@@ -266,13 +248,13 @@ class ServerPool:
                         return
                     if status.state == "ready" and await server.client.health():
                         break
-                    self._status.set_component(f"server {index}", f"restarting ({status.state})")
+                    self.status.set_component(f"server {index}", f"restarting ({status.state})")
                     await asyncio.sleep(POLL_SECONDS / 4)
         except TimeoutError:
             self._abandon(
                 index,
-                f"it did not come back within inference_start_timeout_seconds = {self._start_timeout:g} s plus the "
-                f"{self._hang_timeout:g} s for detecting a hang (the longer of inference_hang_timeout_seconds and "
+                f"it did not come back within inference_start_timeout_seconds = {self.start_timeout:g} s plus the "
+                f"{self.hang_timeout:g} s for detecting a hang (the longer of inference_hang_timeout_seconds and "
                 f"weight_sync_timeout_seconds); last state: {state}; see its log in the run directory",
             )
             return
@@ -284,7 +266,7 @@ class ServerPool:
         if lease is not None and not fresh and index in lease.served and server.client.loaded_version == lease.version:
             self.open(index)  # newer weights would end its eval
             return
-        self._status.set_component(f"server {index}", "receiving weights")
+        self.status.set_component(f"server {index}", "receiving weights")
         try:
             await self.bring_weights(index, lambda: self.open(index), fresh=fresh)
         except InfrastructureError as error:
@@ -302,4 +284,4 @@ class ServerPool:
             index, status.restarts, status.start_seconds or 0.0,
         )  # fmt: skip
         why = f" (restarted: {single_line(status.error)})" if fresh and status.error else ""
-        self._status.report(f"server {index} is back with the current weights{why}", "server")
+        self.status.report(f"server {index} is back with the current weights{why}", "server")

@@ -105,10 +105,7 @@ class RunStatus:
     def report(
         self, message: str, kind: str, level: Level = "info", *, log: logging.Logger | None = None, **more: Any
     ) -> None:
-        """Shows a message's first line and records it as an alert. `log` gets all of it.
-
-        `more`: other columns of `alerts`.
-        """
+        """Shows a message's first line and records it as an alert with `more` columns. `log` gets all of it."""
         if log is not None:
             log.log(logging.getLevelNamesMapping()[level.upper()], "%s", message, extra=REPORTED, stacklevel=2)
         message = plain(message).strip().partition("\n")[0]

@@ -15,8 +15,7 @@ from telescope.orchestrator.groups import Group
 from telescope.orchestrator.step_stats import mean_gini
 from telescope.rollout.trajectory import Trajectory
 
-ALL_REASONS = "all"
-"""Name of the counts over all reasons; each group counts once."""
+ALL_REASONS = "all"  # name of the counts over all reasons; each group counts once
 
 ALWAYS_COUNTED = (ALL_REASONS, "max_async", "zero_advantage", "zero_advantage_all_zero", "zero_advantage_all_positive")
 """Discard reasons that are reported at every step, also with a count of 0."""

@@ -23,8 +23,7 @@ from telescope.record.recorder import Recorder
 from telescope.rollout.trajectory import Trajectory
 from telescope.trainer.batch import StepResult
 
-RUN_ENDED = "run_ended"
-"""Reason of a cancelled group: the run ended before it was trained or discarded."""
+RUN_ENDED = "run_ended"  # reason of a cancelled group: the run ended before it was trained or discarded
 
 
 class StepLogPort(Protocol):
@@ -53,10 +52,7 @@ class TrainedStep:
 
 
 class StepRecorder:
-    """Writes to the record, the step log and the run status.
-
-    `all_tokens`: also of the tokens of samples that are not trained (`record_tokens`).
-    """
+    """Writes to record, step log and run status. `all_tokens`: also of untrained samples (`record_tokens`)."""
 
     def __init__(
         self, recorder: Recorder, step_log: StepLogPort, status: RunStatus, *, all_tokens: bool = False
@@ -91,10 +87,7 @@ class StepRecorder:
         self._discarded_numbers += [(group.environment, discarded_numbers(s)) for s in group.usable_samples]
 
     def withdrawn(self, group: Group, reason: str, version: int) -> None:
-        """Counts and writes the finished samples of a requeued group.
-
-        The group itself is written when its outcome is final. Its running samples follow as `cancelled`.
-        """
+        """Counts and writes the finished samples of a requeued group, whose outcome is still open."""
         self._discards.requeued(group.samples)
         self._count_discarded(group, reason, None)
         self._status.num_requeued_groups += 1
@@ -106,10 +99,7 @@ class StepRecorder:
         self._write_sample(group, sample, version, status="cancelled", reason=reason, step=version)
 
     def write_unfinished(self, group: Group, version: int) -> None:
-        """Writes a group that is open or unused when the run ends.
-
-        The finished samples of a withdrawn group, whose prompt is requeued, are written already.
-        """
+        """Writes a group that is open or unused when the run ends. Samples of withdrawn groups are written already."""
         fate: dict[str, Any] = {"status": "cancelled", "reason": RUN_ENDED, "step": version}
         self._recorder.write("groups", record_rows.group_row(group, **fate))
         if not group.withdrawn:
@@ -212,10 +202,7 @@ class StepRecorder:
             self._recorder.write("spans", record_rows.trainer_span_row(span, trained.step))
 
     def _write_group(self, group: Group, version: int, advantages: Sequence[float] = (), **outcome: Any) -> None:
-        """Writes a group with its samples, turns and spans. Ages are relative to `version`.
-
-        `outcome`: its status, reason and step.
-        """
+        """Writes a group with samples, turns and spans. `outcome`: status, reason, step; `version`: now, for ages."""
         self._recorder.write("groups", record_rows.group_row(group, **outcome))
         self._write_samples(group, version, advantages, **outcome)
 

@@ -11,8 +11,7 @@ import numpy as np
 from telescope.orchestrator.groups import Group
 from telescope.rollout.trajectory import Trajectory
 
-NUM_BINS = 20
-"""Bins of a histogram: about the number of pixels of a small chart's rows, and 160 bytes per row."""
+NUM_BINS = 20  # bins of a histogram: about the number of pixels of a small chart's rows, and 160 bytes per row
 
 PERCENTILES = (5, 25, 50, 75, 95)
 _SHARES = np.array(PERCENTILES) / 100
@@ -71,7 +70,11 @@ def distribution(values: np.ndarray, groups: np.ndarray | None = None) -> dict[s
         return {}
     x = np.sort(values)
     low, high = float(x[0]), float(x[-1])
-    edges = _bin_edges(low, high)
+    first, last, size = low, high, max(abs(low), abs(high))
+    if high / 2 - low / 2 <= 1e-9 * size:  # bins narrower than rounding errors; halves, as huge values overflow
+        pad = max(0.5, 1e-6 * size)
+        first, last = low - pad, high + pad
+    edges = first * (1 - _BIN_SHARES) + last * _BIN_SHARES
     # Sorted once, percentiles and bins are looked up: a step has this for hundreds of numbers.
     place = _SHARES * (n - 1)
     below = place.astype(np.intp)
@@ -89,15 +92,6 @@ def distribution(values: np.ndarray, groups: np.ndarray | None = None) -> dict[s
         "bin_edges": edges.tolist(),
         "gini": None if groups is None else mean_gini(values, groups),
     }
-
-
-def _bin_edges(low: float, high: float) -> np.ndarray:
-    """Returns the edges of bins from `low` to `high`, wider where a bin would be narrower than rounding errors."""
-    size = max(abs(low), abs(high))
-    if high / 2 - low / 2 <= 1e-9 * size:  # halves: the difference of huge values is infinite
-        pad = max(0.5, 1e-6 * size)
-        low, high = low - pad, high + pad
-    return low * (1 - _BIN_SHARES) + high * _BIN_SHARES
 
 
 def mean_gini(values: np.ndarray, groups: np.ndarray) -> float:

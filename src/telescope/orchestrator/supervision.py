@@ -73,18 +73,15 @@ class Supervisor:
                 raise error
             return main_task.result()
         finally:
-            await self._cancel_all(main_task)
+            tasks = [task for task in (*self._tasks, main_task) if not task.done()]
+            for task in tasks:
+                task.cancel()
+            for task, result in zip(tasks, await asyncio.gather(*tasks, return_exceptions=True), strict=True):
+                if isinstance(result, Exception):
+                    logger.debug("task %s failed while it was being cancelled: %r", task.get_name(), result)
             if self._failure.done() and not self._failure.cancelled():
                 self._failure.exception()  # retrieved, so that asyncio does not report it again
             self._failure.cancel()
-
-    async def _cancel_all(self, main_task: asyncio.Task[Any]) -> None:
-        tasks = [task for task in (*self._tasks, main_task) if not task.done()]
-        for task in tasks:
-            task.cancel()
-        for task, result in zip(tasks, await asyncio.gather(*tasks, return_exceptions=True), strict=True):
-            if isinstance(result, Exception):
-                logger.debug("task %s failed while it was being cancelled: %r", task.get_name(), result)
 
     def _finished(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
@@ -150,10 +147,7 @@ class ChangeNotifier:
                 waiter.set_result(None)
 
     async def wait_until(self, predicate: Callable[[], bool], part: str, waits_for: str) -> None:
-        """Waits until `predicate()` holds. Meanwhile the status shows that `part` waits for `waits_for`.
-
-        It has no timeout: the watchdog ends a run without progress, and names this wait.
-        """
+        """Waits until `predicate()` holds, which the status shows. Has no timeout: the watchdog names this wait."""
         if predicate():
             return
         self._status.set_component(part, f"waiting for {waits_for}")
@@ -166,8 +160,7 @@ class ChangeNotifier:
                 self._waiters.discard(waiter)
 
 
-EXIT_CODE = 130
-"""The exit code that shells expect of a program stopped by Ctrl-C."""
+EXIT_CODE = 130  # the exit code that shells expect of a program stopped by Ctrl-C
 
 
 class Interrupt:

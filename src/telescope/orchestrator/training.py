@@ -19,7 +19,7 @@ from telescope.config.model_source import read_meta_files
 from telescope.errors import RankLost, RunError
 from telescope.orchestrator import record_rows
 from telescope.orchestrator.async_window import Staleness
-from telescope.orchestrator.checkpoints import PROGRESS_SECONDS, Checkpointer, CheckpointFolder
+from telescope.orchestrator.checkpoints import PROGRESS_SECONDS, Checkpointer, CheckpointFolder, refuse_damage
 from telescope.orchestrator.evaluation import Evaluation
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.orchestrator import AfterStep, Orchestrator, Services
@@ -49,10 +49,7 @@ class Training:
     _exit_requested_at: float | None = None
 
     async def run(self, start: RunState) -> Orchestrator:
-        """Trains to the last checkpoint. When a trainer rank is lost, continues from the newest one.
-
-        Trainer and servers have the weights of `start`. Returns the last loops.
-        """
+        """Trains to the last checkpoint, from the newest one when a rank is lost. Returns the last loops."""
         config, components, status = self.config, self.components, self.status
         restarts = TrainerRestarts(config, components, self.checkpoints, self.directory, status)
         while True:
@@ -97,10 +94,7 @@ class Training:
         return max(self._exit_requested_at + self.config.checkpoint_on_exit_timeout_s - time.monotonic(), 0.0)
 
     async def _save_after_error(self, orchestrator: Orchestrator, checkpointer: Checkpointer) -> None:
-        """Writes a checkpoint after an error, unless a step is incomplete.
-
-        Does not raise: the user must see the first error.
-        """
+        """Writes a checkpoint after an error, unless a step is incomplete. Raises none: the user must see the first."""
         self._request_exit()
         trainer, step = self.components.trainer, self.status.version
         if not (trainer.is_settled and trainer.version == step == orchestrator.run_state().step):
@@ -144,10 +138,7 @@ async def make_orchestrator(
     start: RunState | None = None,
     after_step: AfterStep | None = None,
 ) -> Orchestrator:
-    """Builds the loops over started components. `start` is the state of a checkpoint.
-
-    Items that an eval holds out are never sampled.
-    """
+    """Builds the loops, from the state of a checkpoint. Items that an eval holds out are never sampled."""
     infos = [await components.environments.describe(key) for key in components.keys.training]
     for key, entry, info in zip(components.keys.training, config.environments, infos, strict=True):
         directory.recorder.write("environments", record_rows.environment_row(key, entry.name, entry.weight, info))
@@ -180,6 +171,7 @@ async def make_orchestrator(
     return Orchestrator(config, services, sampler, evaluation.held_out_uids, components.settings, status, start)
 
 
+@dataclass
 class TrainerRestarts:
     """Restarts a run's trainer after the loss of a rank.
 
@@ -191,20 +183,12 @@ class TrainerRestarts:
     exception in a rank ends the run.
     """
 
-    def __init__(
-        self,
-        config: TelescopeConfig,
-        components: RunComponents,
-        folder: CheckpointFolder,
-        directory: RunDirectory,
-        status: RunStatus,
-    ) -> None:
-        self._config = config
-        self._components = components
-        self._folder = folder
-        self._directory = directory
-        self._status = status
-        self._num_restarts = 0
+    config: TelescopeConfig
+    components: RunComponents
+    folder: CheckpointFolder
+    directory: RunDirectory
+    status: RunStatus
+    num_restarts: int = 0
 
     async def restart(self, lost: RankLost, orchestrator: Orchestrator, checkpointer: Checkpointer) -> RunState:
         """Replaces the ranks. Returns the state to continue from, whose weights are loaded.
@@ -212,10 +196,10 @@ class TrainerRestarts:
         `orchestrator` and `checkpointer` are those of the loops that ended. Raises `lost`, with the field that would
         have continued the run, when no restart is left.
         """
-        config, status = self._config, self._status
-        if self._num_restarts >= config.trainer_max_restarts or not config.checkpoint_every:
+        config, status = self.config, self.status
+        if self.num_restarts >= config.trainer_max_restarts or not config.checkpoint_every:
             raise self._refusal(lost) from None
-        self._num_restarts += 1
+        self.num_restarts += 1
         logger.warning("%s", lost, extra=REPORTED)  # the alert follows when the ranks are back
         last_step = status.step
         status.phase = "restarting the trainer: a rank was lost"
@@ -223,25 +207,25 @@ class TrainerRestarts:
         kept = len(state.groups)
         news = (
             f"{str(lost).partition(' during:')[0]}; {pluralize(last_step - state.step, 'step')} lost, continuing after "
-            f"step {state.step} with {pluralize(kept, 'finished group')} (restart {self._num_restarts} of "
+            f"step {state.step} with {pluralize(kept, 'finished group')} (restart {self.num_restarts} of "
             f"{config.trainer_max_restarts})"
         )
         status.report(news, "trainer", "warning", log=logger)
         status.history = [summary for summary in status.history if summary.step < state.step]
         status.step = status.version = state.step
-        self._directory.begin_next_attempt(news)
+        self.directory.begin_next_attempt(news)
         return state
 
     async def _reload(self, orchestrator: Orchestrator, checkpointer: Checkpointer) -> RunState:
         """Replaces the ranks and loads the newest checkpoint, or the first weights."""
-        config, parts = self._config, self._components
+        config, parts = self.config, self.components
         async with parts.trainer.queue:  # a server that comes back meanwhile waits for its weights
             await parts.trainer.replace()
             await checkpointer.ranks_replaced()
-            checkpoint = self._folder.load(True) if self._folder.steps() else None
+            checkpoint = self.folder.load(True) if self.folder.steps() else None
             if checkpoint is not None:
-                await asyncio.to_thread(checkpoint.verify)
-            await set_up_trainer(self._directory, parts.trainer, self._status, loopback=parts.loopback)
+                await asyncio.to_thread(refuse_damage, checkpoint.path, checkpoint.meta)
+            await set_up_trainer(self.directory, parts.trainer, self.status, loopback=parts.loopback)
             if checkpoint is not None:
                 await parts.trainer.load_checkpoint(checkpoint.step, checkpoint.path)
         await parts.weights.sync()
@@ -257,19 +241,19 @@ class TrainerRestarts:
         task = asyncio.ensure_future(work)
         try:
             while not (await asyncio.wait([task], timeout=PROGRESS_SECONDS))[0]:
-                self._status.progressed()
+                self.status.progressed()
             return task.result()
         finally:
             task.cancel()
 
     def _refusal(self, lost: RankLost) -> RankLost:
         """Returns the error that ends the run, with the fix."""
-        config = self._config
+        config = self.config
         if not config.checkpoint_every:
             fix = "The ranks can restart from a checkpoint: set checkpoint_every"
-        elif self._num_restarts:
+        elif self.num_restarts:
             fix = (
-                f"The ranks were restarted {pluralize(self._num_restarts, 'time')} already "
+                f"The ranks were restarted {pluralize(self.num_restarts, 'time')} already "
                 "(trainer_max_restarts). Continue the run with resume_from_checkpoint once the cause is fixed"
             )
         else:

@@ -23,7 +23,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,39 +97,31 @@ class WeightMismatch(RunError):
     """An engine has not loaded the weights that the trainer sent. The message names the tensors."""
 
 
+@dataclass(eq=False)
 class WeightSync:
     """Sends weights of the trainer group to engine clients."""
 
-    def __init__(
-        self,
-        config: TelescopeConfig,
-        trainer: TrainerGroup,
-        clients: Sequence[EngineClient],
-        *,
-        loopback: bool,
-        engines_up: Callable[[], list[int]],
-        on_failure: Callable[[int, InfrastructureError], None],
-        on_report: Callable[[SyncReport], None],
-        probe_token_ids: list[int],
-        adapters: Path | None = None,
-    ) -> None:
-        """`adapters` is where adapters are written, for `lora_sync: adapter`."""
-        self._config = config
-        self._trainer = trainer
-        self._clients = clients
-        self._loopback = loopback
-        self._engines_up = engines_up
-        self._on_failure = on_failure
-        self._on_report = on_report
-        self._probe_token_ids = probe_token_ids
-        self._adapters = None if adapters is None else adapters.absolute()
+    config: TelescopeConfig
+    trainer: TrainerGroup
+    clients: Sequence[EngineClient]
+    _: KW_ONLY
+    loopback: bool
+    engines_up: Callable[[], list[int]]
+    on_failure: Callable[[int, InfrastructureError], None]
+    on_report: Callable[[SyncReport], None]
+    probe_token_ids: list[int]
+    adapters: Path | None = None
+    """Where adapters are written, for `lora_sync: adapter`."""
+
+    def __post_init__(self) -> None:
+        self.adapters = None if self.adapters is None else self.adapters.absolute()
         self._connected: set[int] = set()
-        self._connected_ranks = trainer.num_replacements
+        self._connected_ranks = self.trainer.num_replacements
         """The ranks to which the servers are connected: how often they had been replaced."""
         self._in_background: set[int] = set()
         # Every server starts with the trainer's initial weights, but without an adapter.
-        starts_current = range(len(clients)) if adapters is None else ()
-        self._loaded: dict[int, tuple[int, int]] = dict.fromkeys(starts_current, trainer.weights_identity)
+        starts_current = range(len(self.clients)) if self.adapters is None else ()
+        self._loaded: dict[int, tuple[int, int]] = dict.fromkeys(starts_current, self.trainer.weights_identity)
         """`weights_identity` of the weights that each server has loaded, where known."""
         self._metas: list[TensorMeta] | None = None
         self._num_syncs = 0
@@ -137,30 +129,27 @@ class WeightSync:
 
     async def verify_initial(self) -> None:
         """Checks that every server has loaded the trainer's initial weights. Raises WeightMismatch if one has not."""
-        config = self._config
-        async with self._trainer.queue:
+        config = self.config
+        async with self.trainer.queue:
             changes = config.model_dtype not in ("float32", config.engine_dtype)
-            if self._adapters is not None or changes or config.inference_quantization != "none":
+            if self.adapters is not None or changes or config.inference_quantization != "none":
                 # With an adapter every request names it from the first on, so that running ones take part in syncs.
                 # Else the engine may have loaded more digits than the trainer keeps, or has kept fewer: it is sent what
                 # the trainer has.
-                await self._probe(await self._send(self._trainer.version, self._engines_up(), fingerprints=True))
+                await self._probe(await self._send(self.trainer.version, self.engines_up(), fingerprints=True))
                 return
-            update = await self._make_update(self._trainer.version)
-            report = SyncReport(update.version, time.time(), servers=[ServerSync(s) for s in self._engines_up()])
-            for rank_report in await self._trainer.send_weights(update, [], fingerprints=True):
+            update = await self._make_update(self.trainer.version)
+            report = SyncReport(update.version, time.time(), servers=[ServerSync(s) for s in self.engines_up()])
+            for rank_report in await self.trainer.send_weights(update, [], fingerprints=True):
                 report.fingerprints.update(rank_report.fingerprints)
             await self._probe(report, initial=json.dumps(update.to_dict()))
 
     async def sync(self) -> dict[str, float]:
-        """Sends the trainer's weights to every server that is up. Returns step metrics.
-
-        Raises WeightMismatch when the verification of this sync fails.
-        """
-        async with self._trainer.queue:
-            every = self._config.weight_probe_every
+        """Sends the weights to every server that is up. Returns step metrics. Raises WeightMismatch for wrong ones."""
+        async with self.trainer.queue:
+            every = self.config.weight_probe_every
             probe = self._num_syncs == 0 or (every > 0 and self._num_syncs % every == 0)
-            report = await self._send(self._trainer.version, self._engines_up(), fingerprints=probe)
+            report = await self._send(self.trainer.version, self.engines_up(), fingerprints=probe)
             self._num_syncs += 1
             if probe and report.updated_servers:
                 await self._probe(report)
@@ -173,12 +162,12 @@ class WeightSync:
         is called before any other sync can start, so that the server misses none. Raises InfrastructureError when the
         server fails again.
         """
-        async with self._trainer.queue:
+        async with self.trainer.queue:
             if fresh:
                 self._connected.discard(server)
                 self._loaded.pop(server, None)
-            if self._loaded.get(server) != self._trainer.weights_identity:
-                report = await self._send(self._trainer.version, [server], fingerprints=True)
+            if self._loaded.get(server) != self.trainer.weights_identity:
+                report = await self._send(self.trainer.version, [server], fingerprints=True)
                 if not report.updated_servers:
                     raise InfrastructureError(f"server {server} did not load the weights: {report.servers[0].failure}")
                 await self._probe(report)
@@ -192,8 +181,8 @@ class WeightSync:
         `corrupt` names a tensor that is sent with one bit changed, which the verification must detect. The engines then
         have wrong weights until the next sync. A server that fails on the way is reported as usual and has no result.
         """
-        async with self._trainer.queue:
-            report = await self._send(self._trainer.version, self._engines_up(), fingerprints=True, corrupt=corrupt)
+        async with self.trainer.queue:
+            report = await self._send(self.trainer.version, self.engines_up(), fingerprints=True, corrupt=corrupt)
             self._num_syncs += 1
             return await self._examine(report)
 
@@ -201,10 +190,10 @@ class WeightSync:
         self, version: int, servers: list[int], *, fingerprints: bool, corrupt: str | None = None
     ) -> SyncReport:
         report = SyncReport(version, time.time(), servers=[ServerSync(server, time.time()) for server in servers])
-        if self._adapters is not None:
-            return await self._send_adapter(report, self._adapters)
-        if self._connected_ranks != self._trainer.num_replacements:
-            self._connected_ranks = self._trainer.num_replacements
+        if self.adapters is not None:
+            return await self._send_adapter(report, self.adapters)
+        if self._connected_ranks != self.trainer.num_replacements:
+            self._connected_ranks = self.trainer.num_replacements
             self._connected.clear()
         update = replace(await self._make_update(version), verify=fingerprints)
         await self._each(report, self._connect)
@@ -214,20 +203,20 @@ class WeightSync:
         async def receive(part: ServerSync) -> None:
             # In this order, the times of a part never end after its resume.
             part.transfer_started_at, started = time.time(), time.monotonic()
-            client = self._clients[part.server]
+            client = self.clients[part.server]
             try:
                 if part.background:
                     await client.call_worker("telescope_begin_background", [json.dumps(in_background)])
                 else:
                     await client.update_weights(body)
             except InfrastructureError as error:
-                await self._trainer.abort_engine(part.server, str(error))
+                await self.trainer.abort_engine(part.server, str(error))
                 raise
             part.transfer_seconds = time.monotonic() - started
 
         started = time.monotonic()
         send = asyncio.ensure_future(
-            self._trainer.send_weights(update, report.updated_servers, fingerprints=fingerprints, corrupt=corrupt)
+            self.trainer.send_weights(update, report.updated_servers, fingerprints=fingerprints, corrupt=corrupt)
         )
         receiving = asyncio.ensure_future(self._each(report, receive))
         try:
@@ -247,19 +236,19 @@ class WeightSync:
                 self._fail(report, engine, InfrastructureError(reason))
         await self._each(report, lambda part: self._finish(part, in_background))
         report.ended_at = time.time()
-        self._on_report(report)
+        self.on_report(report)
         return report
 
     async def _send_adapter(self, report: SyncReport, adapters: Path) -> SyncReport:
         """Writes the trainer's adapter and loads it into the servers of `report`. Removes the one before."""
         # A new path for new weights, since vLLM's prefix cache knows an adapter by its path.
-        folder = adapters / "-".join(map(str, self._trainer.weights_identity))
+        folder = adapters / "-".join(map(str, self.trainer.weights_identity))
         started = time.monotonic()
-        report.num_bytes = await self._trainer.sync_adapter(folder, self._config.engine_dtype)
+        report.num_bytes = await self.trainer.sync_adapter(folder, self.config.engine_dtype)
         report.trainer_seconds = time.monotonic() - started
 
         async def load(part: ServerSync) -> None:
-            client = self._clients[part.server]
+            client = self.clients[part.server]
             await self._pause(part)
             await client.start_update()
             await client.finish_update(report.version)  # vLLM 0.32 forgets adapters here
@@ -268,19 +257,19 @@ class WeightSync:
             part.transfer_seconds = time.monotonic() - started
             await client.resume()
             part.resumed_at = time.time()
-            self._loaded[part.server] = self._trainer.weights_identity
+            self._loaded[part.server] = self.trainer.weights_identity
 
         await self._each(report, load)
         report.ended_at = time.time()
-        self._on_report(report)
+        self.on_report(report)
         await asyncio.to_thread(_remove_all_but, folder)
         return report
 
     async def _make_update(self, version: int) -> UpdateInfo:
         """The description of a sync of all tensors."""
-        config = self._config
+        config = self.config
         if self._metas is None:
-            self._metas = await self._trainer.weight_metadata()
+            self._metas = await self.trainer.weight_metadata()
         return make_update(
             self._metas,
             version=version,
@@ -294,20 +283,20 @@ class WeightSync:
         """Opens the communicator of a server that has none. The sender listens, the workers connect."""
         if part.server in self._connected:
             return
-        info = await self._trainer.listen_for_engine(
-            part.server, self._config.inference_tensor_parallel_size, loopback=self._loopback
+        info = await self.trainer.listen_for_engine(
+            part.server, self.config.inference_tensor_parallel_size, loopback=self.loopback
         )
-        connecting = asyncio.ensure_future(self._trainer.connect_engine(part.server))
+        connecting = asyncio.ensure_future(self.trainer.connect_engine(part.server))
         try:
-            await asyncio.gather(connecting, self._clients[part.server].init_weight_transfer(info.to_dict()))
+            await asyncio.gather(connecting, self.clients[part.server].init_weight_transfer(info.to_dict()))
         except InfrastructureError as error:
             if not connecting.done():  # it would wait for workers that do not connect
-                await self._trainer.abort_engine(part.server, str(error))
+                await self.trainer.abort_engine(part.server, str(error))
             raise
         self._in_background.discard(part.server)
         # Always called, because it also ends an update that failed in one worker and is still open in the others.
-        modes = await self._clients[part.server].call_worker("telescope_transfer_mode")
-        if self._config.weight_transfer != "in_place":
+        modes = await self.clients[part.server].call_worker("telescope_transfer_mode")
+        if self.config.weight_transfer != "in_place":
             if modes and all(mode.get("background") for mode in modes):
                 self._in_background.add(part.server)
             else:
@@ -320,15 +309,15 @@ class WeightSync:
         part.background = part.server in self._in_background
         if not part.background:
             await self._pause(part)
-            await self._clients[part.server].start_update()
+            await self.clients[part.server].start_update()
 
     async def _pause(self, part: ServerSync) -> None:
         part.paused_at = time.time()
-        await self._clients[part.server].pause("keep", drop_caches=self._config.inflight_kv == "recompute")
+        await self.clients[part.server].pause("keep", drop_caches=self.config.inflight_kv == "recompute")
 
     async def _finish(self, part: ServerSync, in_background: dict[str, Any]) -> None:
         """Ends the update; an overlapped one pauses here, for the swap only."""
-        client = self._clients[part.server]
+        client = self.clients[part.server]
         if part.background:
             await client.start_update()
             await client.update_weights(in_background)  # checks that everything has arrived; changes nothing yet
@@ -336,7 +325,7 @@ class WeightSync:
         await client.finish_update(in_background["version"])
         await client.resume()
         part.resumed_at = time.time()
-        self._loaded[part.server] = self._trainer.weights_identity
+        self._loaded[part.server] = self.trainer.weights_identity
 
     async def _each(self, report: SyncReport, action: Callable[[ServerSync], Any]) -> None:
         """Runs `action` for every server that has not failed. A failure drops only that server."""
@@ -355,7 +344,7 @@ class WeightSync:
                 part.failure = str(error)
                 self._connected.discard(server)
                 self._loaded.pop(server, None)
-                self._on_failure(server, error)
+                self.on_failure(server, error)
 
     # Verification
 
@@ -371,17 +360,17 @@ class WeightSync:
 
     async def _examine(self, report: SyncReport, *, initial: str | None = None) -> dict[int, ProbeReport]:
         """Compares loaded with sent weights, and logprobs of a fixed text."""
-        trainer_logprobs = await self._trainer.sequence_logprobs(self._probe_token_ids)
+        trainer_logprobs = await self.trainer.sequence_logprobs(self.probe_token_ids)
         probes: dict[int, ProbeReport] = {}
         for server in report.updated_servers:
-            client = self._clients[server]
+            client = self.clients[server]
             try:
                 loaded = (
                     await client.call_worker("telescope_fingerprints", [initial] if initial else None)
-                    if self._adapters is None
+                    if self.adapters is None
                     else None
                 )
-                engine_logprobs = await client.prompt_logprobs(self._probe_token_ids)
+                engine_logprobs = await client.prompt_logprobs(self.probe_token_ids)
             except InfrastructureError as error:
                 # Unverified counts as failed: the server gets the weights again and is verified before it serves.
                 self._fail(report, server, error)
@@ -393,7 +382,7 @@ class WeightSync:
                 loaded=loaded,
                 trainer_logprobs=trainer_logprobs,
                 engine_logprobs=engine_logprobs,
-                dtype=self._config.engine_precision,
+                dtype=self.config.engine_precision,
             )
         return probes
 

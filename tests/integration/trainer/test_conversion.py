@@ -107,7 +107,7 @@ def test_a_checkpoint_that_lacks_a_file_is_damaged_and_leaves_nothing(trained, t
     for path in checkpoint.iterdir():
         if path.suffix != ".distcp":
             (copy / path.name).write_bytes(path.read_bytes())
-    with pytest.raises(RunError, match=r"step_2 is damaged: __0_0.distcp does not exist"):
+    with pytest.raises(UserError, match=r"step_2 is damaged: __0_0.distcp does not exist"):
         convert(copy, tmp_path / "m")
     meta = json.loads((copy / META).read_text())
     (copy / META).write_text(json.dumps(meta | {"files": {}}))  # as earlier versions wrote it

@@ -25,7 +25,7 @@ from tests.integration.trainer.trainer_cases import (
 )
 from transformers import AutoModelForCausalLM
 
-from telescope.errors import RunError
+from telescope.errors import RunError, UserError
 from telescope.orchestrator.conversion import convert
 from telescope.trainer.batch import StepInput
 from telescope.trainer.logprob import VocabularyPart
@@ -358,7 +358,7 @@ def test_convert_reads_a_checkpoint_without_megatron(results, families, tmp_path
     convert(results.folders[case], tmp_path / "hf")
     flipped = shutil.copytree(results.folders[case], tmp_path / "step_2") / "__0_0.distcp"
     flipped.write_bytes(bytes([*flipped.read_bytes()[:-1], flipped.read_bytes()[-1] ^ 1]))
-    with pytest.raises(RunError, match=r"step_2 is damaged: __0_0.distcp has changed since it was written"):
+    with pytest.raises(UserError, match=r"step_2 is damaged: __0_0.distcp has changed since it was written"):
         convert(flipped.parent, tmp_path / "damaged")
     found, wanted = load_file(tmp_path / "hf" / "model.safetensors"), results.resumed[case][0]["loaded"]
     assert found.keys() == wanted.keys()

@@ -15,9 +15,9 @@ from telescope.orchestrator.budget import MIN_FAILURES, WINDOW, ErrorBudget
 from telescope.utils.text import LONGEST
 
 EVENTS = {
-    "sample": lambda budget: budget.sample_succeeded("bad"),
-    "failure": lambda budget: budget.sample_failed("bad", 7, "boom"),
-    "prompt": lambda budget: budget.prompt_rendered("bad"),
+    "sample": lambda budget: budget.succeeded("samples", "bad"),
+    "failure": lambda budget: budget.failed("samples", "bad", 7, "boom"),
+    "prompt": lambda budget: budget.succeeded("prompts", "bad"),
 }
 
 
@@ -78,25 +78,25 @@ def test_failed_prompts_are_a_share_of_the_prompts() -> None:
     budget = ErrorBudget(0.5)
     for item in range(200):  # before any sample, every third fails
         if item % 3:
-            budget.prompt_rendered("bad")
+            budget.succeeded("prompts", "bad")
         else:
-            budget.prompt_failed("bad", item, "no such item")
-    budget.sample_failed("bad", 1, "boom")
+            budget.failed("prompts", "bad", item, "no such item")
+    budget.failed("samples", "bad", 1, "boom")
     mostly = ErrorBudget(0.5)
-    mostly.prompt_rendered("bad")
+    mostly.succeeded("prompts", "bad")
     for item in range(MIN_FAILURES - 1):
-        mostly.prompt_failed("bad", item, "no such item")
+        mostly.failed("prompts", "bad", item, "no such item")
     with pytest.raises(RunError, match=f"failed {MIN_FAILURES} of its last {MIN_FAILURES + 1} prompts"):
-        mostly.prompt_failed("bad", 100, "no such item")
+        mostly.failed("prompts", "bad", 100, "no such item")
 
 
 def test_each_environment_has_its_own_budget() -> None:
     budget = ErrorBudget(0.2)
     for item in range(MIN_FAILURES - 1):
-        budget.sample_failed("one", item, "boom")
-        budget.sample_failed("two", item, "boom")
+        budget.failed("samples", "one", item, "boom")
+        budget.failed("samples", "two", item, "boom")
     with pytest.raises(RunError, match="'two'"):
-        budget.sample_failed("two", 0, "boom")
+        budget.failed("samples", "two", 0, "boom")
 
 
 def test_each_cause_is_reported_once_with_an_example_item() -> None:
@@ -104,12 +104,14 @@ def test_each_cause_is_reported_once_with_an_example_item() -> None:
     broken = "compute_reward failed: ValueError: my reward is broken (environment.py:19)"
     with pytest.raises(RunError) as caught:  # noqa: PT012
         for item in range(6):
-            budget.sample_failed("bad", item, f"environment 'bad', item {item}: {broken}")
+            budget.failed("samples", "bad", item, f"environment 'bad', item {item}: {broken}")
         for item in range(5):
             where = f"compute_reward did not end within 2 seconds; its stack is in /run/environment-{item}.log"
-            budget.sample_failed("bad", item, f"environment 'bad', item {item}, rollout '{item}/0.1': {where}")
+            budget.failed("samples", "bad", item, f"environment 'bad', item {item}, rollout '{item}/0.1': {where}")
         for item in range(5):
-            budget.sample_failed("bad", item, f"environment 'bad', item {item}: it exited:\nmore\nSegmentation fault")
+            budget.failed(
+                "samples", "bad", item, f"environment 'bad', item {item}: it exited:\nmore\nSegmentation fault"
+            )
     reported = str(caught.value).partition("Most common: ")[2]
     assert reported.startswith(
         f"6 x {broken}, last with item 5; 5 x compute_reward did not end within 2 seconds; its stack is in "
@@ -120,7 +122,9 @@ def test_each_cause_is_reported_once_with_an_example_item() -> None:
 def test_reported_messages_are_short_and_without_control_sequences() -> None:
     budget = ErrorBudget(0.0)
     with pytest.raises(RunError) as caught:
-        budget.sample_failed("bad", 3, f"\x1b[31mValueError\x1b[0m: {'x' * 5000}\n\nmore\n\x1b[1mthe end\x1b[0m\n \n")
+        budget.failed(
+            "samples", "bad", 3, f"\x1b[31mValueError\x1b[0m: {'x' * 5000}\n\nmore\n\x1b[1mthe end\x1b[0m\n \n"
+        )
     reported = str(caught.value).partition("Most common: ")[2]
     assert re.match(r"1 x ValueError: x+… \.\.\. the end, last with item 3\.", reported)
     assert len(reported) < 2 * LONGEST
