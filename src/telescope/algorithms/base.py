@@ -26,11 +26,8 @@ if TYPE_CHECKING:
 Denominator = Literal["tokens", "samples", "sample_budget"]
 """`tokens`: trained tokens of all ranks. `samples`: samples of all ranks. `sample_budget`: samples x `max_tokens`."""
 
-DELTA_CLAMP = 20.0
-"""Bound on logprob differences before exponentiation: exp(20) is finite in float32."""
-
-STD_EPSILON = 1e-4
-"""Added to a standard deviation before dividing, as in GRPO's reference settings."""
+DELTA_CLAMP = 20.0  # bound on logprob differences before exponentiation: exp(20) is finite in float32
+STD_EPSILON = 1e-4  # added to a standard deviation before dividing, as in GRPO's reference settings
 
 
 @dataclass(slots=True, frozen=True)

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from telescope.config import TelescopeConfig
 
 
-LARGEST_K = 4096
-"""Largest k of pass@k; more samples of each item are a typing error."""
+LARGEST_K = 4096  # largest k of pass@k; more samples of each item are a typing error
 
 
 class EnvironmentEntry(Section):
@@ -120,10 +119,7 @@ class EnvironmentKeys:
 
 
 def environment_keys(config: TelescopeConfig) -> EnvironmentKeys:
-    """One environment per training entry. An eval of the same name and settings shares it.
-
-    An eval that names a trained environment and sets no kwargs uses that environment's.
-    """
+    """One environment per training entry. An eval with its name and its settings, or none, shares it."""
     specs: list[EnvironmentSpec] = []
     training: list[str] = []
     for index, entry in enumerate(config.environments):

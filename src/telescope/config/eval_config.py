@@ -129,10 +129,7 @@ def load_eval_request(
 
 
 def build_eval_config(
-    request: EvalRequest,
-    run_config: Mapping[str, Any] | None,
-    evals: Sequence[EvalEntry],
-    model: Path,
+    request: EvalRequest, run_config: Mapping[str, Any] | None, evals: Sequence[EvalEntry], model: Path
 ) -> TelescopeConfig:
     """Returns the config of an eval's servers and environments.
 

@@ -49,10 +49,7 @@ class LoadedConfig:
 
 
 def load_resumed_config(run_dir: Path, overrides: Sequence[str] = (), *, path: Path | None = None) -> LoadedConfig:
-    """Loads the config to continue a run: its last one, or `path`.
-
-    Environment variables fill in nothing: the run's own values hold. Raises `ConfigError`, also if there is no run.
-    """
+    """Loads the config to continue a run, or `path`, without environment variables. Raises `ConfigError`."""
     if path is None:
         path = run_dir / "config.yaml"
         if not path.is_file():
@@ -148,7 +145,9 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
             elif accepts(TelescopeConfig, name, bool):
                 text = "true"
             else:
-                raise ConfigError(f"--{typed} needs a value, as in --{typed} {_example(name)}")
+                default = TelescopeConfig.model_fields[name].get_default(call_default_factory=True)
+                example = "VALUE" if default in (None, []) else show(default)
+                raise ConfigError(f"--{typed} needs a value, as in --{typed} {example}")
         if name in typed_before:
             raise ConfigError(f"--{typed} is given twice: {typed_before[name]!r} and {text!r}. Give it once")
         typed_before[name] = text
@@ -157,25 +156,14 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _parse_flag(name: str, text: str) -> Any:
-    if _takes_only_text(name):
-        return None if text.strip().lower() in ("null", "~") and accepts(TelescopeConfig, name, type(None)) else text
-    return parse_yaml_value(text, what=f"--{name}")
-
-
-def _takes_only_text(name: str) -> bool:
-    return accepts(TelescopeConfig, name, str) and not any(
-        accepts(TelescopeConfig, name, kind) for kind in (bool, int, float, list, dict)
-    )
-
-
-def _example(name: str) -> str:
-    default = TelescopeConfig.model_fields[name].get_default(call_default_factory=True)
-    return "VALUE" if default is None or default == [] else show(default)
+    kinds = [kind for kind in (str, bool, int, float, list, dict) if accepts(TelescopeConfig, name, kind)]
+    if kinds != [str]:
+        return parse_yaml_value(text, what=f"--{name}")
+    return None if text.strip().lower() in ("null", "~") and accepts(TelescopeConfig, name, type(None)) else text
 
 
 RUNS_ROOT = Path("runs")
-MAX_NAME_LENGTH = 60
-"""Characters of `wandb_run_name` in the name of a run directory; file systems allow 255 bytes."""
+MAX_NAME_LENGTH = 60  # characters of `wandb_run_name` in the name of a run directory; file systems allow 255 bytes
 
 
 def choose_run_dir(config: TelescopeConfig, now: datetime | None = None) -> Path:

@@ -18,11 +18,8 @@ from telescope.errors import ConfigError
 if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
 
-ALL_LINEAR = "all-linear"
-"""`lora_target_modules` for every linear layer but the output layer."""
-
-SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes as --max-lora-rank, in 0.26 and 0.32."""
+ALL_LINEAR = "all-linear"  # `lora_target_modules` for every linear layer but the output layer
+SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM takes as --max-lora-rank, in 0.26 and 0.32
 LARGEST_SERVED_RANK = SERVED_RANKS[-1]
 
 

@@ -5,6 +5,7 @@ Imports neither torch nor megatron-core, so that a configuration is checked befo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """The families with a table in `trainer.backends.megatron.families`."""
 
-MASTER_BYTES = 4
-"""Beside weights in half precision the optimizer keeps them, and both moments, in float32."""
+MASTER_BYTES = 4  # beside weights in half precision the optimizer keeps them, and both moments, in float32
 
 NEEDS_TRANSFORMER_ENGINE = (
     "megatron_use_transformer_engine", "megatron_fp8", "megatron_use_precision_aware_optimizer",
@@ -38,25 +38,23 @@ TRANSFORMER_ENGINE = ("transformer-engine", "transformer-engine-torch")
 """The Python package and its torch extension, a distribution of its own inside the same folder."""
 TRANSFORMER_ENGINE_FIX = "install transformer-engine and build transformer-engine-torch as in docs/gpu.md"
 
-HOPPER = 9.0
-"""Compute capability of the first GPUs with FP8 scaled by blocks."""
+HOPPER = 9.0  # compute capability of the first GPUs with FP8 scaled by blocks
 
 FIXED_ROPE_TYPES = ("default", "linear", "llama3")
 """Kinds of `rope_scaling` whose frequencies depend on the model alone, and that leave attention's scale."""
-USUAL_WINDOW_LAYERS = 28
-"""Qwen's `max_window_layers` where its `config.json` does not say."""
+USUAL_WINDOW_LAYERS = 28  # Qwen's `max_window_layers` where its `config.json` does not say
 
-FP8_MULTIPLE = 16
-"""Sizes of an FP8 product are multiples of this, also the tokens of a row."""
+FP8_MULTIPLE = 16  # sizes of an FP8 product are multiples of this, also the tokens of a row
+
+
+MODEL_PARALLEL_SIZES = (
+    "megatron_tensor_parallel_size", "megatron_pipeline_parallel_size", "megatron_context_parallel_size",
+)  # fmt: skip
 
 
 def megatron_model_parallel_size(config: TelescopeConfig) -> int:
     """Ranks of one model copy: tensor x pipeline x context."""
-    return (
-        config.megatron_tensor_parallel_size
-        * config.megatron_pipeline_parallel_size
-        * config.megatron_context_parallel_size
-    )
+    return math.prod(getattr(config, name) for name in MODEL_PARALLEL_SIZES)
 
 
 def _megatron(config: TelescopeConfig) -> bool:
@@ -81,45 +79,37 @@ def _needs_bfloat16(field: str) -> Rule:
 
 
 def _needs_distributed_optimizer(field: str) -> Rule:
-    def broken(config: TelescopeConfig) -> bool:
-        is_off = _ranks_share_parameters(config) and not config.megatron_use_distributed_optimizer
-        return _megatron(config) and getattr(config, field) and is_off
-
     return Rule(
         (field, "megatron_use_distributed_optimizer"),
         "requires megatron_use_distributed_optimizer where several ranks have the same parameters",
-        broken,
+        lambda c: (
+            _megatron(c)
+            and getattr(c, field)
+            and _ranks_share_parameters(c)
+            and not c.megatron_use_distributed_optimizer
+        ),
         lambda c: f"Set megatron_use_distributed_optimizer to true, or {field} to false",
     )
 
 
 def _needs_precision_aware_optimizer(field: str) -> Rule:
-    def broken(config: TelescopeConfig) -> bool:
-        is_off = not config.megatron_use_precision_aware_optimizer
-        return _megatron(config) and is_off and getattr(config, field) != "float32"
-
     return Rule(
         (field, "megatron_use_precision_aware_optimizer"),
         "must be float32 without megatron_use_precision_aware_optimizer",
-        broken,
+        lambda c: _megatron(c) and not c.megatron_use_precision_aware_optimizer and getattr(c, field) != "float32",
         lambda c: f"Set megatron_use_precision_aware_optimizer to true, or {field} to float32",
     )
 
 
 MEGATRON_RULES: tuple[Rule, ...] = (
     Rule(
-        ("megatron_tensor_parallel_size", "megatron_pipeline_parallel_size", "megatron_context_parallel_size"),
+        MODEL_PARALLEL_SIZES,
         f"times the pipeline and context parallel sizes must be at most {MAX_WORKERS} trainer ranks",
         lambda c: _megatron(c) and megatron_model_parallel_size(c) > MAX_WORKERS,
         lambda c: "Lower one of them",
     ),
     Rule(
-        (
-            "trainer_num_workers",
-            "megatron_tensor_parallel_size",
-            "megatron_pipeline_parallel_size",
-            "megatron_context_parallel_size",
-        ),
+        ("trainer_num_workers", *MODEL_PARALLEL_SIZES),
         "must be divisible by the product of the megatron tensor, pipeline and context parallel sizes",
         lambda c: _megatron(c) and c.trainer_num_workers % megatron_model_parallel_size(c) != 0,
         lambda c: (
@@ -234,10 +224,7 @@ def check_gpu_fields(config: TelescopeConfig, device: str, capabilities: Sequenc
 
 
 def check_architecture(config: TelescopeConfig, data: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for a model that the backend cannot train.
-
-    `data` is its `config.json`; a model that it would compute otherwise counts too.
-    """
+    """Raises `ConfigError` for a model, by its `config.json`, that the backend would not compute as it should."""
     if config.train_backend != "megatron":
         return
     model_type = data.get("model_type")
@@ -323,12 +310,11 @@ def check_division(config: TelescopeConfig, shape: ModelShape) -> None:
 def _check_fp8(config: TelescopeConfig, shape: ModelShape) -> None:
     """Raises `ConfigError` for sizes that FP8 products do not take."""
     tensor = config.megatron_tensor_parallel_size
+    all_heads = shape.num_heads + 2 * shape.num_kv_heads
     sizes = {
         "elements in a hidden state": shape.hidden_size,
         "query elements on a rank": shape.num_heads * shape.head_dim // tensor,
-        "query, key and value elements on a rank": (
-            (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim // tensor
-        ),
+        "query, key and value elements on a rank": all_heads * shape.head_dim // tensor,
     }
     if shape.num_dense_layers():
         sizes["MLP rows on a rank"] = shape.intermediate_size // tensor

@@ -28,8 +28,7 @@ GIB = 1 << 30
 CUDA_CONTEXT_BYTES = GIB  # CUDA context, NCCL buffers and cuBLAS workspaces of one process, together
 UNUSED_SHARE = 0.1
 """Share of a GPU that `recompute_attention: auto` leaves free: torch's allocator reserves more than it gives out."""
-SUM_BYTES = 4
-"""Gradients are reduced over ranks, and sums of products kept, in float32."""
+SUM_BYTES = 4  # Gradients are reduced over ranks, and sums of products kept, in float32
 VOCABULARY_BLOCKS = 8
 """Blocks that the output layer's pass cuts the vocabulary into on a GPU; its gradient is summed up block by block."""
 

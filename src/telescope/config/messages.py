@@ -97,14 +97,14 @@ def _describe(
         return f"{name} is missing{where}: each entry of {top} needs one, as in {ENTRY_EXAMPLES[top]}"
     value = _value_at(values, location)
     if detail["type"] == "value_error" and isinstance(value, dict) and len(location) == 2:
-        return f"{name} ({value.get('name', 'without a name')}){where}: {_own_message(detail)}"
+        return f"{name} ({value.get('name', 'without a name')}){where}: {_expectation(detail, value)}"
     return f"{name} is {show(value)}{where}, but {_expectation(detail, value)}"
 
 
 def _expectation(detail: ErrorDetails, value: Any) -> str:
     kind, context = detail["type"], detail.get("ctx", {})
     if kind == "value_error":
-        return _own_message(detail)
+        return detail["msg"].removeprefix("Value error, ")
     if kind == "literal_error":
         choices = str(context["expected"]).replace("'", '"').replace(" or ", ", ")
         suggestion = did_you_mean(str(value), [choice.strip('" ') for choice in choices.split(",")])
@@ -113,11 +113,6 @@ def _expectation(detail: ErrorDetails, value: Any) -> str:
         if bound in context:
             return f"it must be {words} {context[bound]}"
     return EXPECTATIONS.get(kind, detail["msg"][:1].lower() + detail["msg"][1:])
-
-
-def _own_message(detail: ErrorDetails) -> str:
-    """The message of our own validator, without Pydantic's prefix."""
-    return detail["msg"].removeprefix("Value error, ")
 
 
 def _value_at(values: Mapping[str, Any], location: tuple[int | str, ...]) -> Any:

@@ -17,8 +17,7 @@ from telescope.config.model_shape import ModelShape
 from telescope.utils.text import pluralize
 
 HEADER_LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 100_000_000
-"""Limit of the format: https://github.com/huggingface/safetensors#format."""
+MAX_HEADER_BYTES = 100_000_000  # limit of the format: https://github.com/huggingface/safetensors#format
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -125,17 +124,13 @@ CAUSAL_LM_CLASSES = {
 }
 """`model_type` to the class with an output layer, for the architectures whose tensors are known here."""
 
-IGNORED_SUFFIX = "rotary_emb.inv_freq"
-"""Buffers in old checkpoints that every loader computes anew."""
+IGNORED_SUFFIX = "rotary_emb.inv_freq"  # buffers in old checkpoints that every loader computes anew
 
 MAX_NAMES_IN_MESSAGE = 4
 
 
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | None:
-    """Name and shape of each tensor of the model. None for an architecture that is not known here.
-
-    Holds the output layer of tied embeddings too, which a checkpoint may leave out.
-    """
+    """Shapes of the model's tensors, with the output layer of tied embeddings. None for an unknown architecture."""
     shape = ModelShape.from_config(config)
     model_type = config.get("model_type")
     if shape is None or model_type not in CAUSAL_LM_CLASSES:

@@ -23,8 +23,7 @@ SIZES = (
 )  # fmt: skip
 """Fields of a `config.json` that loading a model needs as positive whole numbers."""
 
-USUAL_EXPERTS_PER_TOKEN = 8
-"""Of Qwen3-MoE, where its `config.json` does not say."""
+USUAL_EXPERTS_PER_TOKEN = 8  # of Qwen3-MoE, where its `config.json` does not say
 
 
 @dataclass(frozen=True)
@@ -114,10 +113,7 @@ class ModelShape:
 
     @property
     def mlp_widths(self) -> tuple[int, int]:
-        """Width of an MLP's arrays in a dense and a sparse layer.
-
-        A sparse one counts all experts that a token visits. 0: there is no such layer.
-        """
+        """Width of an MLP's arrays in a dense and a sparse layer, over all experts of a token. 0: no such layer."""
         dense = self.intermediate_size if self.num_dense_layers() else 0
         experts = min(self.num_experts, self.experts_per_token) if self.num_sparse_layers() else 0
         return dense, experts * self.expert_intermediate_size
@@ -202,10 +198,7 @@ def unsupported_experts(config: Mapping[str, Any]) -> str | None:
 
 
 def has_zero_sparse_step(config: Mapping[str, Any]) -> bool:
-    """Returns whether `config.json` puts experts in every 0th layer.
-
-    transformers and vLLM divide by `decoder_sparse_step`.
-    """
+    """Returns whether `config.json` puts experts in every 0th layer, by which transformers and vLLM divide."""
     inner = config.get("text_config")
     config = inner if isinstance(inner, Mapping) else config
     return config.get("model_type") in EXPERT_MODEL_TYPES and config.get("decoder_sparse_step") == 0

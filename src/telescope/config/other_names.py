@@ -86,10 +86,7 @@ SENTENCE_OF = {name: sentence for names, sentence in SENTENCES.items() for name 
 
 
 def hint(name: str, known: Iterable[str], value: Any = None) -> str:
-    """Returns what an unknown name means here, with a space before it, or nothing.
-
-    The name may be that of a section, which is a mapping, or have dots.
-    """
+    """Returns what an unknown name means here, after a space, or nothing. A section's value is a mapping."""
     known = list(known)
     if isinstance(value, Mapping):
         meant = {leaf: _meaning(leaf, known) for leaf in _leaves(value)}

@@ -27,8 +27,7 @@ class PlacementError(ConfigError):
     """The run does not fit the cluster. The message names the field to lower."""
 
 
-GPUS_PER_NODE = 8
-"""GPUs of an assumed node, the usual number."""
+GPUS_PER_NODE = 8  # GPUs of an assumed node, the usual number
 
 
 @dataclass(frozen=True)
@@ -129,10 +128,13 @@ def plan_placement(config: TelescopeConfig, resources: ClusterResources, *, with
     # Ray fills the groups one after the other. What must be on one node goes first, the largest first: that leaves the
     # fewest gaps. Where that order fails, the other one may still fit.
     both = ((servers, config.ray_inference_placement_strategy), (ranks, config.ray_trainer_placement_strategy))
-    groups = sorted(
-        (group for group in both if group[0]),
-        key=lambda group: (not group[1].startswith("STRICT"), *_undivided(*group)),
-    )
+
+    def size(group: tuple[list[Bundle], str]) -> tuple[bool, float, float]:
+        (first, *others), strategy = group
+        count = 1 + len(others) if strategy == "STRICT_PACK" else 1
+        return not strategy.startswith("STRICT"), -count * first.gpus, -count * first.cpus
+
+    groups = sorted((group for group in both if group[0]), key=size)
     for order in (groups, groups[::-1]):
         placed = _place_groups(order, resources)
         if placed is not None:
@@ -140,16 +142,10 @@ def plan_placement(config: TelescopeConfig, resources: ClusterResources, *, with
             return Placement(device, tuple(placed), tuple(bundles[0].role for bundles, _ in order))
     raise PlacementError(
         f"The {len(servers)} inference servers and {len(ranks)} trainer workers do not fit the nodes together, though "
-        f"the cluster has {_amount(resources.cpus)} cores and {resources.gpus} GPUs in total "
+        f"the cluster has {resources.cpus:g} cores and {resources.gpus} GPUs in total "
         f"({_describe_nodes(resources)}). Lower inference_num_workers or trainer_num_workers, or set "
         "ray_inference_placement_strategy and ray_trainer_placement_strategy to PACK"
     )
-
-
-def _undivided(bundles: Sequence[Bundle], strategy: str) -> tuple[float, float]:
-    """Sort key: what must be on one node, largest first."""
-    count = len(bundles) if strategy == "STRICT_PACK" else 1
-    return -count * bundles[0].gpus, -count * bundles[0].cpus
 
 
 def _plan_shared(
@@ -162,7 +158,7 @@ def _plan_shared(
     if placed is None:
         raise PlacementError(
             f"share_gpus puts {len(joint)} pairs of a server and a trainer worker on a GPU each, with "
-            f'{_amount(joint[0].cpus)} CPU cores a pair, by ray_inference_placement_strategy "{strategy}", but the '
+            f'{joint[0].cpus:g} CPU cores a pair, by ray_inference_placement_strategy "{strategy}", but the '
             f"nodes are: {_describe_nodes(resources)}. Lower inference_num_workers and trainer_num_workers, "
             "ray_inference_cpus_per_worker or ray_trainer_cpus_per_worker"
             + (", or set ray_inference_placement_strategy to PACK" if strategy.startswith("STRICT") else "")
@@ -261,7 +257,7 @@ def _check_totals(
     cpus = sum(bundle.cpus for bundle in bundles)
     if not with_trainer and (gpus > resources.gpus or cpus > resources.cpus + CPU_TOLERANCE):
         raise PlacementError(
-            f"inference_num_workers is {config.inference_num_workers}, which needs {gpus} GPUs and {_amount(cpus)} CPU "
+            f"inference_num_workers is {config.inference_num_workers}, which needs {gpus} GPUs and {cpus:g} CPU "
             f"cores, but the cluster has {_describe_nodes(resources)}. Lower inference_num_workers or "
             "ray_inference_cpus_per_worker"
         )
@@ -278,9 +274,9 @@ def _check_totals(
             ("No GPU was found, so that everything would run on CPUs: " if no_gpu else "")
             + f"inference_num_workers is {config.inference_num_workers} and trainer_num_workers is "
             f"{config.trainer_num_workers}, which with ray_inference_cpus_per_worker "
-            f"{_amount(config.ray_inference_cpus_per_worker)} and ray_trainer_cpus_per_worker "
-            f"{_amount(config.ray_trainer_cpus_per_worker)} needs {_amount(cpus)} CPU cores, but the cluster has "
-            f"{_amount(resources.cpus)} ({_describe_nodes(resources)}). "
+            f"{config.ray_inference_cpus_per_worker:g} and ray_trainer_cpus_per_worker "
+            f"{config.ray_trainer_cpus_per_worker:g} needs {cpus:g} CPU cores, but the cluster has "
+            f"{resources.cpus:g} ({_describe_nodes(resources)}). "
             + ("Run it on a machine with GPUs; or, for CPUs, lower " if no_gpu else "Lower ")
             + _suggested_share(resources.cpus / workers)
             + "inference_num_workers or trainer_num_workers"
@@ -314,8 +310,8 @@ def _check_single_bundles(config: TelescopeConfig, resources: ClusterResources, 
         field = f"ray_{bundle.role}_cpus_per_worker"
         if bundle.cpus > most_cpus + CPU_TOLERANCE:
             raise PlacementError(
-                f"{field} is {_amount(getattr(config, field))}, so one {bundle.role} bundle needs "
-                f"{_amount(bundle.cpus)} CPU cores on one node, but the largest node has {_amount(most_cpus)}. "
+                f"{field} is {getattr(config, field):g}, so one {bundle.role} bundle needs "
+                f"{bundle.cpus:g} CPU cores on one node, but the largest node has {most_cpus:g}. "
                 f"Lower {field}"
             )
 
@@ -426,16 +422,12 @@ def _usual_share(share: float) -> float:
 def _suggested_share(share: float) -> str:
     amount = _usual_share(share)
     fields = "ray_inference_cpus_per_worker and ray_trainer_cpus_per_worker"
-    return f"{fields} to {_amount(amount)}, or lower " if amount else ""
-
-
-def _amount(value: float) -> str:
-    return f"{value:g}"
+    return f"{fields} to {amount:g}, or lower " if amount else ""
 
 
 def _describe_nodes(resources: ClusterResources) -> str:
     kinds = Counter((node.cpus, node.gpus) for node in resources.nodes)
     return "; ".join(
-        f"{count} node{'s' if count > 1 else ''} of {_amount(cpus)} cores and {gpus} GPU{'' if gpus == 1 else 's'}"
+        f"{count} node{'s' if count > 1 else ''} of {cpus:g} cores and {gpus} GPU{'' if gpus == 1 else 's'}"
         for (cpus, gpus), count in kinds.items()
     )

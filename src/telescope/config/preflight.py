@@ -54,16 +54,14 @@ OTHER_OPEN_FILES = 512
 SHARED_MEMORY = Path("/dev/shm")
 VLLM_QUEUE_BYTES = 160 << 20
 """Shared memory that vLLM allocates for the queue to the workers of one server: ten messages of 16 MiB."""
-FP8_CAPABILITY = 8.9
-"""Compute capability of the first GPUs with FP8 (Ada)."""
+FP8_CAPABILITY = 8.9  # compute capability of the first GPUs with FP8 (Ada)
 TRAINING_PACKAGES = ("torch", "transformers", "ray", "msgspec", "vllm")
 
-Check = Callable[["TelescopeConfig"], None]
-"""Looks at one thing. Raises `UserError`."""
+Check = Callable[["TelescopeConfig"], None]  # Looks at one thing. Raises `UserError`.
 
 
 def find_remarks(config: TelescopeConfig) -> list[str]:
-    """Returns remarks on a configuration that passed `check`. They depend on this machine and on the model."""
+    """Returns remarks on a configuration without problems. They depend on this machine and on the model."""
     joins = ray_cluster_is_configured(config.ray_address) and config.device == "auto"
     device = None if joins else resolve_device(config, local_resources())
     report = inspect_model(config, ask_hub=False)

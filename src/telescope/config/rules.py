@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
 
 def apply_rules(config: TelescopeConfig, user_set: frozenset[str]) -> list[str]:
-    """Checks every rule, and adjusts defaults that break one.
-
-    Returns a note for each adjusted field. Raises `ConfigError` that lists every broken rule.
-    """
+    """Returns a note for each default that breaks a rule and is adjusted. Raises `ConfigError` for the other rules."""
     notes: list[str] = []
     problems: list[str] = []
     for rule in RULES:

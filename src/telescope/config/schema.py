@@ -22,54 +22,32 @@ from pydantic import PrivateAttr, ValidationInfo, model_validator
 
 from telescope.config.base import Section
 from telescope.config.rules import apply_rules
-from telescope.config.sections.general import (
-    EnvironmentSection,
-    GeneralSection,
-    ModelSection,
-    RaySection,
-    WeightSection,
-    WorkerSection,
-)
-from telescope.config.sections.record import CheckpointSection, EvalSection, LoggingSection
-from telescope.config.sections.rollout import (
-    InferenceSection,
-    OrchestratorSection,
-    PackingSection,
-    SamplingSection,
-    TracingSection,
-)
-from telescope.config.sections.trainer import (
-    AlgorithmSection,
-    FilterSection,
-    LoraSection,
-    MegatronSection,
-    TrainerSection,
-)
+from telescope.config.sections import general, record, rollout, trainer
 
 USER_SET_CONTEXT = "user_set"
 HASH_LENGTH = 12  # hex digits: 48 bits, ample to tell the configurations of one project apart
 
 
 class TelescopeConfig(
-    TracingSection,
-    MegatronSection,
-    LoraSection,
-    WeightSection,
-    RaySection,
-    LoggingSection,
-    EvalSection,
-    CheckpointSection,
-    InferenceSection,
-    PackingSection,
-    SamplingSection,
-    FilterSection,
-    AlgorithmSection,
-    TrainerSection,
-    OrchestratorSection,
-    WorkerSection,
-    EnvironmentSection,
-    ModelSection,
-    GeneralSection,
+    rollout.TracingSection,
+    trainer.MegatronSection,
+    trainer.LoraSection,
+    general.WeightSection,
+    general.RaySection,
+    record.LoggingSection,
+    record.EvalSection,
+    record.CheckpointSection,
+    rollout.InferenceSection,
+    rollout.PackingSection,
+    rollout.SamplingSection,
+    trainer.FilterSection,
+    trainer.AlgorithmSection,
+    trainer.TrainerSection,
+    rollout.OrchestratorSection,
+    general.WorkerSection,
+    general.EnvironmentSection,
+    general.ModelSection,
+    general.GeneralSection,
 ):
     """The resolved configuration. Fields are those of the sections, in `telescope.config.sections`.
 

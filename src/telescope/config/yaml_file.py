@@ -41,7 +41,7 @@ class _ConfigDumper(yaml.SafeDumper):
     """SafeDumper that quotes text which either version of YAML would read as something else."""
 
 
-def _construct_mapping(loader: _ConfigLoader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+def _construct_mapping(loader: _ConfigLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: dict[str, int] = {}
     for key_node, _ in node.value:
         if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == "tag:yaml.org,2002:merge":
@@ -52,11 +52,7 @@ def _construct_mapping(loader: _ConfigLoader, node: yaml.MappingNode, deep: bool
             raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
         seen[key_node.value] = line
     loader.flatten_mapping(node)
-    return yaml.SafeLoader.construct_mapping(loader, node, deep=deep)
-
-
-def _construct_map(loader: _ConfigLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    return _construct_mapping(loader, node, deep=True)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
 
 
 def _construct_int(loader: _ConfigLoader, node: yaml.ScalarNode) -> int:
@@ -64,7 +60,7 @@ def _construct_int(loader: _ConfigLoader, node: yaml.ScalarNode) -> int:
     return int(text, 0 if text[:2] in ("0o", "0x") else 10)
 
 
-_ConfigLoader.add_constructor("tag:yaml.org,2002:map", _construct_map)
+_ConfigLoader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
 _ConfigLoader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 for _tag, _pattern, _first in SCALARS:
     for _class in (_ConfigLoader, _ConfigDumper):
@@ -72,11 +68,7 @@ for _tag, _pattern, _first in SCALARS:
 
 
 def read_yaml_file(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """Returns a file's top-level mapping, and the line of each key.
-
-    An empty file is an empty mapping. Raises `ConfigError` when the file cannot be
-    read, is not YAML, or is not a mapping.
-    """
+    """Returns a file's top-level mapping, empty for an empty file, and the line of each key. Raises `ConfigError`."""
     if path.is_dir():
         raise ConfigError(f"--config {path} is a directory. Give the path of a YAML file")
     try:

@@ -20,11 +20,8 @@ Columns = Mapping[str, Values]
 
 Level = Literal["info", "warning", "error"]
 
-WINDOW = 10
-"""Steps that a rule reads: a single one has too few groups to say much."""
-
-USUAL = 50
-"""Steps whose median is the usual value that a spike is compared with."""
+WINDOW = 10  # steps that a rule reads: a single one has too few groups to say much
+USUAL = 50  # steps whose median is the usual value that a spike is compared with
 
 WAIT = "timing_waiting_for_data / timing_step_total"
 IDLE = "timing_engines_idle / timing_step_total"
@@ -50,8 +47,7 @@ READ = frozenset(
 )
 """Metrics that rules read by name. `not_finite` also reads every other one that is not finite."""
 
-LARGEST = 1e150
-"""Of a larger number, the square is not finite, and Python raises for sums and variances."""
+LARGEST = 1e150  # of a larger number, the square is not finite, and Python raises for sums and variances
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +194,7 @@ def _spike(history: History, metric: str, least: float = 0.0) -> tuple[float, fl
     return found
 
 
-_LEAST_KL = 0.01
-"""Nats. Engines and trainer of one version differ by 0.001 to 0.01 in bfloat16."""
+_LEAST_KL = 0.01  # Nats. Engines and trainer of one version differ by 0.001 to 0.01 in bfloat16.
 
 
 def kl(history: History) -> Finding | None:
@@ -308,11 +303,8 @@ def _share(history: History, metric: str, kind: str, words: str, text: str, advi
     return Finding(kind, words, text.format(share=100 * share), advice, tuple(metric.split(" / ")))
 
 
-GROWN = 1.25
-"""Growth that means something: the mean length of a batch varies by a few percent."""
-
-LEAST_FALL = 0.05
-"""Fall of an eval without intervals that counts: five of a hundred items."""
+GROWN = 1.25  # growth that means something: the mean length of a batch varies by a few percent
+LEAST_FALL = 0.05  # fall of an eval without intervals that counts: five of a hundred items
 
 
 def reward_hacking(history: History) -> Finding | None:
@@ -372,11 +364,7 @@ STALLED_SECONDS = 300.0
 
 
 def stalled(silence: float | None, step_seconds: float | None) -> Finding | None:
-    """Finds a step of ten times the usual time.
-
-    It takes at least five minutes. `silence`: seconds since the last step ended; `step_seconds`: the median of the last
-    steps. None if unknown.
-    """
+    """Finds a step of ten times the usual seconds, and five minutes. `silence`: seconds since the last step."""
     if silence is None or step_seconds is None or silence < max(STALLED_FACTOR * step_seconds, STALLED_SECONDS):
         return None
     text = f"No step has ended for {silence / 60:.0f} min; a step took {step_seconds:.0f} s."

@@ -88,10 +88,7 @@ def trend(history: History, metric: str) -> str:
 
 
 def verdict(history: History, found: Sequence[Finding], state: State) -> list[dict[str, Any]]:
-    """Returns at most two facts and one advice. The first says how the run is.
-
-    An ended run gets the advice too: its reader starts the next one.
-    """
+    """Returns at most two facts and one advice, of an ended run too. The first fact says how the run is."""
     worst = [*_stalled(state), *found]
     facts = [*_end(state), *(_sentence(each.text, each.metrics) for each in worst)]
     if not facts:
@@ -120,11 +117,8 @@ def step_seconds(started: Values, ended: Values) -> float | None:
 
 
 RULE_KINDS = frozenset(rule.__name__ for rule in rules.RULES)
-REPEATED_KINDS = RULE_KINDS | {"disk"}
-"""What `watch` reports again while it lasts."""
-
-STEPS_THAT_RESOLVE = {"stalled": 1, "log": rules.WINDOW}
-"""By kind of alert: steps that must end after it."""
+REPEATED_KINDS = RULE_KINDS | {"disk"}  # what `watch` reports again while it lasts
+STEPS_THAT_RESOLVE = {"stalled": 1, "log": rules.WINDOW}  # by kind of alert: steps that must end after it
 
 _SERVER = re.compile(r"^(server \d+) is (?:down|back)")
 _EVAL = re.compile(r"^(?:eval )?(\S+) at version \d+")

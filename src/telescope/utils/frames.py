@@ -15,8 +15,7 @@ from typing import Any
 
 _LENGTHS = struct.Struct("<II")
 
-MAX_FRAME_BYTES = 256 * 2**20
-"""A longer frame means a corrupt stream."""
+MAX_FRAME_BYTES = 256 * 2**20  # a longer frame means a corrupt stream
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -79,11 +78,7 @@ class FrameReader:
 
 
 def receive_frame(connection: socket.socket, max_bytes: int) -> dict[str, Any] | None:
-    """Reads one frame from a blocking socket, and no byte after it. Returns its header, or None at the end of the
-    stream.
-
-    Raises `ValueError` for bytes that are not a frame.
-    """
+    """Reads one frame from a blocking socket. Returns its header, None at the end. Raises `ValueError` for no frame."""
     reader = FrameReader(max_bytes)
     while data := connection.recv(reader.num_missing):
         if frames := reader.feed(data):

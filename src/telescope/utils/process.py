@@ -38,10 +38,7 @@ full one runs at most every 32 million. Python's own: (700, 10, 10)."""
 
 
 def freeze_heap() -> None:
-    """Collects once, then excludes all live objects from later collections.
-
-    Reference counts still free them. `unfreeze_heap` undoes it.
-    """
+    """Collects once, then excludes all live objects from later collections, until `unfreeze_heap`."""
     unfreeze_heap()
     gc.collect()
     gc.freeze()
@@ -163,10 +160,7 @@ def log_tail(path: Path, num_bytes: int, *, start: int = 0) -> str:
 
 
 def ignore_sigterm() -> None:
-    """Makes this process ignore SIGTERM; programs that it starts do not inherit that.
-
-    Schedulers send the signal to all processes of a run. Only the driver answers, and ends the others.
-    """
+    """Makes this process, not its programs, ignore the SIGTERM of a scheduler, which the driver answers for all."""
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
