@@ -23,7 +23,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -288,7 +288,7 @@ class WeightSync:
         )
         connecting = asyncio.ensure_future(self.trainer.connect_engine(part.server))
         try:
-            await asyncio.gather(connecting, self.clients[part.server].init_weight_transfer(info.to_dict()))
+            await asyncio.gather(connecting, self.clients[part.server].init_weight_transfer(asdict(info)))
         except InfrastructureError as error:
             if not connecting.done():  # it would wait for workers that do not connect
                 await self.trainer.abort_engine(part.server, str(error))

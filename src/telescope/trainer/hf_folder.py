@@ -155,10 +155,7 @@ def _write_weights(
 
 
 def _write_file(
-    path: Path,
-    metas: list[TensorMeta],
-    tensors: Iterator[tuple[str, torch.Tensor]],
-    on_bytes: Callable[[int], None],
+    path: Path, metas: list[TensorMeta], tensors: Iterator[tuple[str, torch.Tensor]], on_bytes: Callable[[int], None]
 ) -> None:
     """Writes a safetensors file: header length, header in JSON, values, the widest first, which aligns every tensor."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

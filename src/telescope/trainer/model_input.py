@@ -16,12 +16,7 @@ from telescope.trainer.attention import Kernel, PackedLayout, make_layout
 from telescope.trainer.batch import MicroBatch
 from telescope.trainer.sequence_exchange import ContextGroup, pad_row
 
-NUMPY_DTYPES = {
-    torch.int64: np.int64,
-    torch.int32: np.int32,
-    torch.float32: np.float32,
-    torch.float64: np.float64,
-}
+NUMPY_DTYPES = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32, torch.float64: np.float64}
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 BroadcastMode = Literal["flattened_bucket", "per_tensor"]
@@ -75,9 +75,6 @@ class InitInfo:
     timeout_seconds: float
     rank_offset: int = 1
     pin_memory: bool = True
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -253,7 +253,7 @@ class Server:
 
         async def both() -> None:
             await asyncio.gather(
-                asyncio.to_thread(self.sender.connect, 0), self.client.init_weight_transfer(info.to_dict())
+                asyncio.to_thread(self.sender.connect, 0), self.client.init_weight_transfer(asdict(info))
             )
 
         self.run(both())

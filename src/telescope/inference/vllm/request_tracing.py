@@ -10,7 +10,6 @@ trace costs one warning; no request waits for its trace.
 from __future__ import annotations
 
 import hmac
-import importlib.util
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from urllib.parse import quote
 
 from telescope.inference.vllm.adapter import REQUEST_ID_PREFIX
 from telescope.rollout.types import parse_request_id
+from telescope.utils.packages import is_installed
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ EXPORT_QUEUE_SIZE = 16_384
 """Interval between a server's exports, and the traces that may wait until then; vLLM drops the rest."""
 
 PACKAGES = (
-    "opentelemetry.sdk", "opentelemetry.proto", "opentelemetry.exporter.otlp.proto.http",
+    "opentelemetry.sdk.trace", "opentelemetry.proto", "opentelemetry.exporter.otlp.proto.http",
     "opentelemetry.exporter.otlp.proto.grpc", "grpc",
 )  # fmt: skip
 """Packages of both ends. They come with vLLM, which refuses to start with tracing without any one of them, gRPC
@@ -66,14 +66,7 @@ class TraceTarget:
 
 def why_not_available() -> str | None:
     """Returns what is missing for traces on this machine, or None."""
-    for package in PACKAGES:
-        try:
-            found = importlib.util.find_spec(package) is not None
-        except ModuleNotFoundError:  # a parent is missing too
-            found = False
-        if not found:
-            return f"{package} is not installed"
-    return None
+    return next((f"{package} is not installed" for package in PACKAGES if not is_installed(package)), None)
 
 
 class TraceReceiver:

@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 
 from telescope.config import TelescopeConfig
 from telescope.errors import ConfigError, UserError
@@ -88,16 +87,8 @@ print(json.dumps(names))
 """
 
 
-@dataclass(frozen=True)
-class ParserNames:
-    """Parser names of the installed vLLM, for each of the two fields."""
-
-    vllm_tool_call_parser: list[str]
-    vllm_reasoning_parser: list[str]
-
-
 def check_chat_parsers(config: TelescopeConfig) -> None:
-    """Raises `ConfigError` for every named parser that the installed vLLM lacks."""
+    """Raises `ConfigError` for every named parser that the installed vLLM, with its plugins, lacks or cannot list."""
     wanted = {
         "vllm_tool_call_parser": config.vllm_tool_call_parser,
         "vllm_reasoning_parser": config.vllm_reasoning_parser,
@@ -105,35 +96,13 @@ def check_chat_parsers(config: TelescopeConfig) -> None:
     chosen = {field: name for field, name in wanted.items() if name is not None}
     if not chosen:
         return
-    known = known_parsers(" and ".join(chosen))
-    problems = []
-    for field, name in chosen.items():
-        names: list[str] = getattr(known, field)
-        if name not in names:
-            problems.append(
-                f"{field} is {name!r}, which the installed vLLM does not have.{did_you_mean(name, names)} It has: "
-                f"{', '.join(names)}"
-            )
-    if problems:
-        raise ConfigError("\n".join(problems))
-
-
-def known_parsers(asked_for: str = "the parsers") -> ParserNames:
-    """Returns the parser names of the installed vLLM, plugins included.
-
-    Raises `ConfigError`, which begins with `asked_for`, when vLLM cannot list them.
-    """
+    asked_for = " and ".join(chosen)
     advice = "Set it to null, or fix the installation (`telescope doctor`)"
     # vLLM logs to standard output, where the result is read.
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
+    command = [sys.executable, "-P", "-c", _ASK]
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", _ASK],
-            capture_output=True,
-            text=True,
-            timeout=ASK_TIMEOUT_SECONDS,
-            env=environment,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_TIMEOUT_SECONDS, env=environment)
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
             f"{asked_for}: vLLM did not list its parsers within {ASK_TIMEOUT_SECONDS:.0f} s. {advice}"
@@ -142,5 +111,14 @@ def known_parsers(asked_for: str = "the parsers") -> ParserNames:
         raise ConfigError(
             f"{asked_for}: vLLM could not list its parsers. {advice}. Its output:\n{done.stderr.strip()[-2000:]}"
         )
-    tools, reasoning = json.loads(done.stdout.strip().splitlines()[-1])
-    return ParserNames(tools, reasoning)
+    known: dict[str, list[str]] = dict(zip(wanted, json.loads(done.stdout.strip().splitlines()[-1]), strict=True))
+    problems = []
+    for field, name in chosen.items():
+        names = known[field]
+        if name not in names:
+            problems.append(
+                f"{field} is {name!r}, which the installed vLLM does not have.{did_you_mean(name, names)} It has: "
+                f"{', '.join(names)}"
+            )
+    if problems:
+        raise ConfigError("\n".join(problems))
