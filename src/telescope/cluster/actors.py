@@ -50,8 +50,7 @@ DAEMON_EXIT_SECONDS = 0.5
 
 def make_actor(actor_class: type, placement: dict[str, Any]) -> Any:
     """Returns the Ray actor class of a class below, with its `placement`. `.remote(...)` starts an actor."""
-    options: dict[str, Any] = {**ACTOR_OPTIONS, **placement}
-    return ray.remote(**options)(actor_class)
+    return ray.remote(**ACTOR_OPTIONS, **placement)(actor_class)
 
 
 def use_temporary_directory() -> None:

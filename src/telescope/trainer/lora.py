@@ -72,15 +72,11 @@ def add_adapters(causal_lm: nn.Module, config: Any) -> None:
 def find_targets(causal_lm: nn.Module, targets: str | list[str]) -> list[str]:
     """Returns the names of the layers to adapt. Raises `UserError` as `choose_layers` does."""
     output = causal_lm.get_output_embeddings()  # type: ignore[operator]
-
-    def is_linear(module: nn.Module) -> bool:
-        return isinstance(module, nn.Linear) and module is not output
-
-    names = [name for name, _ in causal_lm.named_modules() if name]
-    linear = [name for name in names if is_linear(causal_lm.get_submodule(name))]
+    modules = {name: module for name, module in causal_lm.named_modules() if name}
+    linear = [name for name, module in modules.items() if isinstance(module, nn.Linear) and module is not output]
     if not linear:
         raise UserError("lora_rank is set, but the model has no linear layers that an adapter could be added to")
-    return choose_layers(targets, linear, set(names) - set(linear))
+    return choose_layers(targets, linear, set(modules) - set(linear))
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:

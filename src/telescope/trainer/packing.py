@@ -24,6 +24,8 @@ It only affects the balance between ranks, so it need not be exact."""
 SHORTEST_ROW = 2
 """Minimum tokens of a row: a size of 1 would be compiled separately, for a minute on a GPU."""
 
+ARRAYS_OF_TOKENS = ("token_ids_L", "trained_L", "engine_logprob_L", "version_L", "routes_LXK")
+
 
 def sample_cost(length: int) -> float:
     """Computes the relative cost of a sample. It is linear in tokens, with the square for attention."""
@@ -270,14 +272,6 @@ def truncate_to(samples: Sequence[TrainSample], seq_len: int) -> tuple[list[Trai
             kept.append(sample)
             continue
         lost += int(sample.trained_L[seq_len:].sum())
-        kept.append(
-            replace(
-                sample,
-                token_ids_L=sample.token_ids_L[:seq_len],
-                trained_L=sample.trained_L[:seq_len],
-                engine_logprob_L=sample.engine_logprob_L[:seq_len],
-                version_L=sample.version_L[:seq_len],
-                routes_LXK=None if sample.routes_LXK is None else sample.routes_LXK[:seq_len],
-            )
-        )
+        arrays = {name: getattr(sample, name) for name in ARRAYS_OF_TOKENS}
+        kept.append(replace(sample, **{name: a[:seq_len] for name, a in arrays.items() if a is not None}))
     return kept, lost

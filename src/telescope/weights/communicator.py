@@ -153,12 +153,12 @@ class Communicator:
             raise TransferError(f"weight transfer: {reason}")
         self._channel.send({"kind": "ready"})
 
-    def conclude(self, deadline: float, report: dict[str, Any] | None = None) -> dict[int, dict[str, Any]]:
-        """Ends a transfer: receivers confirm it with a small report. Rank 0 waits for all reports."""
+    def conclude(self, deadline: float) -> None:
+        """Ends a transfer: receivers confirm it, and rank 0 waits for all of them."""
         if self.rank == 0:
-            return self._collect("done", deadline, "engine ranks to load the weights")
-        self._channel.send({"kind": "done", "report": report or {}})
-        return {}
+            self._collect("done", deadline, "engine ranks to load the weights")
+        else:
+            self._channel.send({"kind": "done"})
 
     def abort(self, reason: str) -> None:
         """Aborts everything in flight and ends this communicator. Thread-safe, idempotent, returns at once."""
@@ -217,16 +217,15 @@ class Communicator:
             time.sleep(_POLL_LAST_SECONDS)
         return reason or f"the {self.backend} connection broke: {error}"
 
-    def _collect(self, kind: str, deadline: float, what: str) -> dict[int, dict[str, Any]]:
-        reports: dict[int, dict[str, Any]] = {}
-        while len(reports) < self.world_size - 1:
+    def _collect(self, kind: str, deadline: float, what: str) -> None:
+        ranks: set[int] = set()
+        while len(ranks) < self.world_size - 1:
             rank, message = self._receive(deadline, f"waiting for {what}")
             if message.get("kind") != kind:
                 reason = f"rank {rank} sent {message.get('kind')!r} instead of {kind!r}"
                 self.abort(reason)
                 raise TransferError(f"weight transfer: {reason}")
-            reports[rank] = message.get("report") or {}
-        return reports
+            ranks.add(rank)
 
     def _receive(self, deadline: float, what: str) -> tuple[int, dict[str, Any]]:
         try:

@@ -64,7 +64,7 @@ class Bucket:
 class InitInfo:
     """Connection data for an engine's workers: body of vLLM's `/init_weight_transfer_engine`.
 
-    The sender is rank 0; worker w of the engine is rank `rank_offset + w`. `token` authenticates the workers.
+    The sender is rank 0; worker w of the engine is rank w + 1. `token` authenticates the workers.
     """
 
     host: str
@@ -73,7 +73,6 @@ class InitInfo:
     world_size: int
     backend: Literal["gloo", "nccl"]
     timeout_seconds: float
-    rank_offset: int = 1
     pin_memory: bool = True
 
 

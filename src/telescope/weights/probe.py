@@ -10,10 +10,11 @@ comparison of weights can: another RoPE, a wrong norm epsilon, a graph that read
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from telescope.config.model_contents import listed
 from telescope.weights.fingerprint import add_fingerprints, as_matrix_shape, to_hex
 
 
@@ -36,8 +37,6 @@ TOLERANCES: Mapping[str, Tolerance] = {
     "fp8_per_block": Tolerance(maximum=4.0, mean=0.3),
 }
 """By what the engine computes in. They are wide because fingerprints detect stale weights."""
-
-MAX_NAMES_IN_MESSAGE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +80,11 @@ class ProbeReport:
         if not self.has_adapter:
             parts.append(f"{self.num_tensors - len(self.mismatched)} of {self.num_tensors} tensors loaded as sent")
         if self.mismatched:
-            parts.append("not loaded as sent: " + _names(f"{n} ({why})" for n, why in self.mismatched.items()))
+            parts.append("not loaded as sent: " + listed(f"{n} ({why})" for n, why in self.mismatched.items()))
         if self.unaccounted:
-            parts.append("in the engine but never sent: " + _names(self.unaccounted))
+            parts.append("in the engine but never sent: " + listed(self.unaccounted))
         if self.moved:
-            parts.append("moved in memory: " + _names(self.moved))
+            parts.append("moved in memory: " + listed(self.moved))
         if self.logprobs is not None:
             bound = self.logprobs.tolerance
             parts.append(
@@ -200,9 +199,3 @@ def _tiles(areas: set[tuple[int, int, int, int]], rows: int, columns: int) -> bo
         else:
             return False
     return (edge_R, edge_C) in ((rows, 0), (0, columns))
-
-
-def _names(names: Iterable[str]) -> str:
-    listed = list(names)
-    shown = ", ".join(listed[:MAX_NAMES_IN_MESSAGE])
-    return shown if len(listed) <= MAX_NAMES_IN_MESSAGE else f"{shown} and {len(listed) - MAX_NAMES_IN_MESSAGE} more"

@@ -128,7 +128,7 @@ def receive(
         communicator.abort(f"rank {communicator.rank} failed while loading weights: {error}")
         raise
     report = ReceiveReport(time.monotonic() - start, wait_seconds, load_seconds)
-    communicator.conclude(deadline, {"wait_seconds": wait_seconds, "load_seconds": load_seconds})
+    communicator.conclude(deadline)
     return report
 
 

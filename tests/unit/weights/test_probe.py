@@ -111,4 +111,4 @@ def test_the_message_names_the_tensors_and_keeps_its_length() -> None:
     sent = {f"layer.{i}": "0" * 16 for i in range(100)}
     message = str(compare(sent=sent, loaded=[]))
     assert "layer.0" in message
-    assert "and 92 more" in message
+    assert "and 96 more" in message

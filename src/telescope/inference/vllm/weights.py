@@ -32,6 +32,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,7 +148,7 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         self.communicator = Communicator.connect(
             init_info.host,
             init_info.port,
-            init_info.rank_offset + self.parallel_config.rank,
+            self.parallel_config.rank + 1,
             init_info.world_size,
             backend=init_info.backend,
             timeout=init_info.timeout_seconds,
@@ -369,15 +370,7 @@ class WeightsWorkerExtension:
     def telescope_sync_timings(self) -> dict[str, float]:
         """Returns `seconds`, `wait_seconds`, `load_seconds` and `swap_seconds` of this worker's last transfer."""
         engine = self.weight_transfer_engine
-        report = engine.received
-        if report is None:
-            return {}
-        return {
-            "seconds": report.seconds,
-            "wait_seconds": report.wait_seconds,
-            "load_seconds": report.load_seconds,
-            "swap_seconds": engine.swap_seconds,
-        }
+        return {} if engine.received is None else asdict(engine.received) | {"swap_seconds": engine.swap_seconds}
 
 
 def use_plain_logits(model: nn.Module) -> None:

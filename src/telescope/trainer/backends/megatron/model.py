@@ -94,17 +94,7 @@ def normalized(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
 class PackedAttention(nn.Module):
     """Attention over a packed row. q [T, 1, H, D]; k, v [T, 1, K, D] -> [T, 1, H x D], for this rank's T tokens."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
-    ) -> None:
+    def __init__(self, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
         self.scale = softmax_scale
 
@@ -114,11 +104,10 @@ class PackedAttention(nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: Any = None,
-        attn_mask_type: Any = None,
-        attention_bias: Any = None,
-        packed_seq_params: Row | None = None,
+        *,
+        packed_seq_params: Row,
+        **_: Any,
     ) -> torch.Tensor:
-        assert packed_seq_params is not None
         row = packed_seq_params
         query, key = (rotated(heads, row.cos, row.sin) for heads in (query, key))
         q, k, v = (tensor.transpose(0, 2).transpose(0, 1) for tensor in (query, key, value))
