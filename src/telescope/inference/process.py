@@ -20,7 +20,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from telescope.errors import InfrastructureError
 from telescope.inference.vllm.launch import hint_for
@@ -88,16 +91,10 @@ class EngineProcess:
 def group_members(group: int) -> list[int]:
     """Returns the pids of a process group's running processes (zombies left out)."""
     members = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # exited meanwhile
-        state, process_group = fields[0], int(fields[2])
-        if process_group == group and state not in "ZX":
-            members.append(int(entry.name))
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):  # exited meanwhile
+            if os.getpgid(process.pid) == group and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                members.append(process.pid)
     return members
 
 

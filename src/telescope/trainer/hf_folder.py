@@ -59,12 +59,20 @@ def write_model_folder(
     the model, before the first byte if the disk has too little space.
     """
     num_bytes = sum(map(size_of, metas))
+    shards, unwritten = plan_shards(metas, max_shard_bytes), iter(tensors)
+    location: dict[str, str] = {}
     try:
         with new_folder(folder, origin) as partial:
             free = shutil.disk_usage(partial).free
             if free < num_bytes:
                 raise OSError(f"the disk has {free / 2**30:.3g} GiB free")
-            _write_weights(partial, plan_shards(metas, max_shard_bytes), iter(tensors), num_bytes, on_bytes)
+            for number, own in enumerate(shards, 1):
+                name = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
+                location |= dict.fromkeys((meta.name for meta in own), name)
+                _write_file(partial / name, own, unwritten, on_bytes)
+            if len(shards) > 1:
+                index = {"metadata": {"total_size": num_bytes}, "weight_map": location}
+                (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
             for name, content in files.items():
                 (partial / name).write_bytes(content)
     except OSError as error:
@@ -134,24 +142,6 @@ def with_dtype(files: Mapping[str, bytes], dtype: str) -> dict[str, bytes]:
     config: dict[str, Any] = json.loads(files[CONFIG])
     config["dtype" if "dtype" in config else "torch_dtype"] = dtype
     return {**files, CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
-
-
-def _write_weights(
-    folder: Path,
-    shards: list[list[TensorMeta]],
-    tensors: Iterator[tuple[str, torch.Tensor]],
-    num_bytes: int,
-    on_bytes: Callable[[int], None],
-) -> None:
-    location: dict[str, str] = {}
-    for number, metas in enumerate(shards, 1):
-        single = len(shards) == 1
-        name = "model.safetensors" if single else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        location |= dict.fromkeys((meta.name for meta in metas), name)
-        _write_file(folder / name, metas, tensors, on_bytes)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": num_bytes}, "weight_map": location}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _write_file(

@@ -168,13 +168,8 @@ class Trainer:
         """
         backend = self.backend
         started = time.time()
-        data = {
-            "step": step_input.step,
-            "version": step_input.version,
-            "minibatches": step_input.minibatches,
-            "recorded": step_input.recorded,
-        }
-        metrics = backend.train_step(data)
+        names = ("step", "version", "minibatches", "recorded")
+        metrics = backend.train_step({name: getattr(step_input, name) for name in names})
         ended = time.time()
         timing = {
             "timing_step_active": ended - started,

@@ -136,28 +136,20 @@ _JOIN_SECONDS = 30.0
 """Limit for the end of an aborted thread, which takes milliseconds."""
 
 
+@dataclass(eq=False)
 class OverlappedReceive:
     """One sync that is received into staging buffers. The constructor starts it and returns at once."""
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        update: UpdateInfo,
-        staging: StagingBuffers,
-        buffers: ReceiveBuffers,
-        *,
-        device: torch.device,
-        skip: frozenset[str] = frozenset(),
-        pin_memory: bool = True,
-    ) -> None:
-        self.update = update
-        self._communicator = communicator
-        self._staging = staging
-        self._buffers = buffers
-        self._device = device
-        self._skip = skip
-        self._pin_memory = pin_memory
-        self._deadline = time.monotonic() + update.timeout_seconds
+    communicator: Communicator
+    update: UpdateInfo
+    staging: StagingBuffers
+    buffers: ReceiveBuffers
+    device: torch.device
+    skip: frozenset[str] = frozenset()
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        self._deadline = time.monotonic() + self.update.timeout_seconds
         self._report: ReceiveReport | None = None
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="telescope-receive", daemon=True)
@@ -179,23 +171,23 @@ class OverlappedReceive:
     def abandon(self, reason: str) -> None:
         """Aborts the transfer and waits until the thread has ended."""
         if self._thread.is_alive():
-            self._communicator.abort(reason)
+            self.communicator.abort(reason)
             self._thread.join(_JOIN_SECONDS)
             assert not self._thread.is_alive(), "the thread of an aborted transfer is still running"
 
     def _run(self) -> None:
         try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # of this thread
-            stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # of this thread
+            stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
             with torch.no_grad(), torch.cuda.stream(stream):
                 self._report = receive(
-                    self._communicator,
+                    self.communicator,
                     self.update,
-                    lambda tensors: self._staging.load((n, t) for n, t in tensors if n not in self._skip),
-                    device=self._device,
-                    pin_memory=self._pin_memory,
-                    buffers=self._buffers,
+                    lambda tensors: self.staging.load((n, t) for n, t in tensors if n not in self.skip),
+                    device=self.device,
+                    pin_memory=self.pin_memory,
+                    buffers=self.buffers,
                 )
         except Exception as error:  # raised by `finish`
             self._error = error
