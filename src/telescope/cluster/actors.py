@@ -1,6 +1,4 @@
-"""The Ray actors of a run.
-
-There is one per inference server, per trainer rank, and per machine without the driver.
+"""The Ray actors of a run: one per inference server, per trainer rank, and per machine without the driver.
 
 Actors are thin: each parses the config that it receives (never one from disk), creates the plain class of its package
 and forwards calls. Each reports the hash of its config, dumps its stacks, and stops the processes that it started.
@@ -290,9 +288,8 @@ class HostGroup:
         self._actors: dict[str, Any] = {}
         for node, name in cluster.node_names.items():
             if node != cluster.driver_node:
-                there = NodeAffinitySchedulingStrategy(node, soft=False)
-                actor = make_actor(HostActor, {"num_cpus": 0, "scheduling_strategy": there})
-                self._actors[name] = actor.remote(seconds)
+                placement = {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+                self._actors[name] = make_actor(HostActor, placement).remote(seconds)
 
     @property
     def names(self) -> list[str]:

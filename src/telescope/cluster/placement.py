@@ -180,12 +180,11 @@ def own_host(*, loopback: bool) -> str:
 
 
 def use_interface_of(address: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Makes NCCL and gloo use the interface with `address`. Child processes use it too. Call it before either is used.
+    """Makes NCCL and gloo use the interface with `address`. Call it before either is used, also by child processes.
 
     Keeps variables that the user or the node has set.
     """
-    interface = interface_of(address, interface_networks())
-    if interface is not None:
+    if interface := interface_of(address, interface_networks()):
         for variable in INTERFACE_VARIABLES:
             environment.setdefault(variable, interface)
 

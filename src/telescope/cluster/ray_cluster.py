@@ -1,6 +1,4 @@
-"""The Ray cluster of a run.
-
-Joins one or starts one here, reports its resources, and leaves it.
+"""The Ray cluster of a run: joins one or starts one here, reports its resources, and leaves it.
 
 Owns the call to `ray.init` and the runtime environment that every actor inherits (interpreter, virtual environment, run
 directory). Does not own actors or placement.

@@ -139,10 +139,7 @@ class EngineClient:
         await self._control("POST", wire.ABORT_ROUTE, wire.encode_abort(request_ids))
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
-        """Returns logprobs of tokens 1..L-1 of a text (L - 1 values).
-
-        They are under the current weights, at temperature 1. All NaN when the weights give no finite numbers.
-        """
+        """Returns the L - 1 logprobs of a text at temperature 1. All NaN when the weights give no finite numbers."""
         body = wire.encode_prompt_logprobs(token_ids, f"probe-{time.monotonic_ns()}")
         try:
             answer = await self._control("POST", wire.GENERATE_ROUTE, body)

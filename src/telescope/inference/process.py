@@ -109,8 +109,7 @@ _ERROR = re.compile(r"[\w.]*(?:Error|Exception)\b")
 
 
 def start_failure(name: str, what: str, log: Sequence[str], log_path: Path, *, ended: bool) -> str:
-    """Returns the message; its first line is complete by itself. `ended`: the process exited, so its last lines explain
-    why."""
+    """Returns the message; its first line is complete by itself. `ended`: the process exited, so its log says why."""
     first = f"{name} {what}"
     hint = hint_for("\n".join(log))
     if hint is not None:

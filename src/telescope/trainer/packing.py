@@ -201,10 +201,7 @@ def _routes(samples: Sequence[TrainSample], total: int) -> np.ndarray | None:
 
 
 def warm_up_row(seq_len: int, pad_to_multiple_of: int, vocab_size: int) -> MicroBatch:
-    """Makes a row for compiling before there is data.
-
-    It is as long as the longest. Its four segments and its tokens are arbitrary.
-    """
+    """Makes a row for compiling before there is data: as long as the longest, of four arbitrary segments."""
     total = max(seq_len // pad_to_multiple_of * pad_to_multiple_of, 12)
     short = total // 6
     # Many different tokens, so that a mixture of experts uses many experts.

@@ -1,6 +1,4 @@
-"""The engine's end of a weight transfer.
-
-It receives buckets in place, or into staging buffers while the engine samples.
+"""The engine's end of a weight transfer: receives buckets in place, or into staging buffers while it samples.
 
 Does not know vLLM: `load` is the model's own weight loader. Every worker of an engine receives everything and keeps its
 own shard. vLLM's layers are known by class name and attributes only, so that tests can use stand-ins.

@@ -14,8 +14,7 @@ BACKEND = "telescope"
 """Name of the weight transfer backend in `--weight-transfer-config`."""
 
 TRANSFER_VARIABLE = "TELESCOPE_WEIGHT_TRANSFER"
-"""Environment variable of a server, since vLLM's config has no field for it: `auto`, `background` or `in_place:
-reason`."""
+"""Variable of a server, since vLLM's config has no field for it: `auto`, `background` or `in_place: reason`."""
 
 
 def register() -> None:

@@ -65,8 +65,7 @@ class BatchingScheduler(Scheduler):
         return bool(self.pause_state == PauseState.PAUSED_ALL)
 
     def _is_gone(self, request_id: str) -> bool:
-        request = self.requests.get(request_id)
-        return request is None or bool(request.is_finished())
+        return request_id not in self.requests or bool(self.requests[request_id].is_finished())
 
     def _may_wait(self, output: Any) -> bool:
         """Returns whether an output may wait. First tokens may not: vLLM measures the prefill time by them."""

@@ -1,6 +1,4 @@
-"""vLLM's side of a weight sync.
-
-Holds the transfer engine and the worker's part of the probe.
+"""vLLM's side of a weight sync: the transfer engine, and the worker's part of the probe.
 
 Owns what happens to a vLLM model between `start_weight_update` and `finish_weight_update`, and knows vLLM's layer-wise
 reload. Weights come in place, layer by layer inside the pause, or in the background: `begin_background` fills staging
