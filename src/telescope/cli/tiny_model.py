@@ -18,26 +18,6 @@ from telescope.utils.text import user_path
 if TYPE_CHECKING:
     from telescope.tiny_model.warm_start import WarmStartProgress
 
-_HELP = {
-    "task": "task of the warm start: countdown or calculator_agent",
-    "seed": "seed of all random choices of the build",
-    "hidden_size": "width of the model",
-    "num_layers": "transformer layers",
-    "num_heads": "attention heads",
-    "num_kv_heads": "heads of keys and values",
-    "intermediate_size": "width inside the feed-forward layers",
-    "vocab_size": "largest number of tokens of the tokenizer",
-    "max_position_embeddings": "longest context, in tokens",
-    "num_numbers": "numbers in a puzzle",
-    "max_number": "largest number in a puzzle",
-    "num_turns": "puzzles in one conversation",
-    "warm_start_steps": "supervised steps; 0 leaves the weights random",
-    "warm_start_batch_size": "answers in a step",
-    "warm_start_learning_rate": "peak of the schedule",
-    "wrong_share": "share of arbitrary answers in the last part of the warm start",
-    "clean_share": "share of the steps that comes before that part",
-}
-
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
@@ -60,22 +40,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--cache-dir", type=user_path, metavar="DIR", help="cache to use (default: $XDG_CACHE_HOME/telescope)"
     )
-    parser.add_argument(
-        "--tied",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="input and output embeddings are one tensor (default: they are two)",
-    )
     for field in fields(TinyModelSettings):
-        if field.name != "tied":
-            default = field.default
-            parser.add_argument(
-                f"--{field.name.replace('_', '-')}",
-                type=type(default),
-                default=default,
-                metavar="X" if isinstance(default, float) else "N",
-                help=f"{_HELP[field.name]} (default: {default})",
-            )
+        kind: dict[str, Any] = {"type": type(field.default), "metavar": "X" if field.type == "float" else "N"}
+        if field.type == "bool":
+            kind = {"action": argparse.BooleanOptionalAction}
+        explanation = f"{field.metadata['help']} (default: {field.default})"
+        parser.add_argument(f"--{field.name.replace('_', '-')}", default=field.default, help=explanation, **kind)
     parser.set_defaults(func=run)
 
 

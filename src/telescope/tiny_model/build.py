@@ -10,8 +10,7 @@ which replaces what the files contain. Location and reuse of the folder are in `
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,41 +31,28 @@ def build_tiny_model(
 
     Returns the number of parameters.
     """
+    from transformers.utils import logging
+
     source = examples_of(settings)
     examples = [source.draw(wrong_share=0.0) for _ in range(_NUM_CORPUS_PROMPTS)]
     corpus = [str(message["content"]) for example in examples for turn in example.turns for message in turn.messages]
     tokenizer = build_tokenizer(corpus, settings.vocab_size, markup_of(settings))
     model = build_model(settings, tokenizer)
     warm_start(model, tokenizer, settings, report)
-    with _no_progress_bars():
-        model.save_pretrained(output)
-    tokenizer.save_pretrained(output)
-    _name_tokenizer_class_for_all_versions(output)
-    for path in output.iterdir():
-        path.chmod(0o644)  # safetensors creates private files, and a cache may be shared
-    return int(model.num_parameters())
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Hides progress bars, since stdout and stderr belong to the caller."""
-    from transformers.utils import logging
-
     was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # stdout and stderr belong to the caller
     try:
-        yield
+        model.save_pretrained(output)
     finally:
         if was_enabled:
             logging.enable_progress_bar()
-
-
-def _name_tokenizer_class_for_all_versions(folder: Path) -> None:
-    """Writes the Qwen2 class name. transformers 4 does not know that of version 5."""
-    path = folder / "tokenizer_config.json"
-    tokenizer_config = json.loads(path.read_text())
-    tokenizer_config["tokenizer_class"] = "Qwen2Tokenizer"
-    path.write_text(json.dumps(tokenizer_config, indent=2) + "\n")
+    tokenizer.save_pretrained(output)
+    # The name of the class that all versions of transformers know.
+    path = output / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "Qwen2Tokenizer"}, indent=2) + "\n")
+    for path in output.iterdir():
+        path.chmod(0o644)  # safetensors creates private files, and a cache may be shared
+    return int(model.num_parameters())
 
 
 _INITIALIZER_RANGE = 0.05

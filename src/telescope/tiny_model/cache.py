@@ -1,4 +1,4 @@
-"""Settings of tiny models, and the cache of built and released ones. Each combination of settings has a folder.
+"""Settings of tiny models, and the cache of built and released ones, which has a folder per combination of settings.
 
 Equal keys give the same model on the same machine, because every random choice of the build is drawn from `seed`.
 Invariants: a folder with its final name is complete, because it is filled under another name and then renamed; a folder
@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -51,37 +52,40 @@ class ModelRecipe(ABC):
         """Writes config, weights, tokenizer and chat template into an empty folder."""
 
 
+def _setting(default: Any, explanation: str, least: float | None = None, most: float | None = None) -> Any:
+    """Returns a field of `TinyModelSettings` with its line of help and its bounds."""
+    return field(default=default, metadata={"help": explanation, "range": (least, most)})
+
+
 @dataclass(frozen=True, slots=True)
 class TinyModelSettings(ModelRecipe):
     """Shape, data and length of the warm start. The defaults are those that `make demo` trains."""
 
-    task: str = "countdown"
-    """What it can just about do: `countdown`, or `calculator_agent`, a conversation with a tool."""
-    seed: int = 0
-    tied: bool = False
-    """Input and output embeddings are one tensor. Weight updates differ between the two kinds, so both are made."""
+    task: str = _setting("countdown", "task of the warm start: countdown or calculator_agent")
+    seed: int = _setting(0, "seed of all random choices of the build")
+    tied: bool = _setting(False, "input and output embeddings are one tensor")
+    """Weight updates differ between tied and separate embeddings, so both kinds are made."""
 
-    hidden_size: int = 128
-    num_layers: int = 4
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    intermediate_size: int = 512
-    vocab_size: int = 384
-    max_position_embeddings: int = 2048
+    hidden_size: int = _setting(128, "width of the model", 1)
+    num_layers: int = _setting(4, "transformer layers", 1)
+    num_heads: int = _setting(4, "attention heads", 1)
+    num_kv_heads: int = _setting(2, "heads of keys and values", 1)
+    intermediate_size: int = _setting(512, "width inside the feed-forward layers", 1)
+    vocab_size: int = _setting(384, "largest number of tokens of the tokenizer", MIN_VOCAB_SIZE)
+    max_position_embeddings: int = _setting(2048, "longest context, in tokens", 64)
 
-    num_numbers: int = 3
-    max_number: int = 10
-    """Puzzles have `num_numbers` numbers from 1 to `max_number`, to be added and subtracted; questions for the
-    calculator up to `num_numbers`, to be multiplied as well."""
-    num_turns: int = 1
-    """Puzzles in one conversation. Questions for the calculator take the turns that they take."""
+    num_numbers: int = _setting(3, "numbers in a puzzle", 2, 6)
+    """Puzzles add and subtract them. Questions for the calculator have up to this many, and multiply as well."""
+    max_number: int = _setting(10, "largest number in a puzzle", 2)
+    num_turns: int = _setting(1, "puzzles in one conversation", 1, 8)
+    """Questions for the calculator take the turns that they take."""
 
-    warm_start_steps: int = 560
-    warm_start_batch_size: int = 32
-    """Answers per step, in conversations of one turn or several; only answers are trained."""
-    warm_start_learning_rate: float = 2e-3
-    wrong_share: float = 0.7
-    clean_share: float = 0.75
+    warm_start_steps: int = _setting(560, "supervised steps; 0 leaves the weights random", 0)
+    warm_start_batch_size: int = _setting(32, "answers in a step", 1)
+    """They are in conversations of one turn or several; only answers are trained."""
+    warm_start_learning_rate: float = _setting(2e-3, "peak of the schedule", 1e-9)
+    wrong_share: float = _setting(0.7, "share of arbitrary answers in the last part of the warm start", 0, 1)
+    clean_share: float = _setting(0.75, "share of the steps that comes before that part", 0, 1)
     """The first `clean_share` of the steps shows right answers only; in the rest, a share of `wrong_share` (of answers
     or, for the calculator, that many turns of a conversation) is in the right form and arbitrary otherwise. The model
     then knows more than its answers show: they are varied and mostly wrong, and reinforcement learning has something to
@@ -90,29 +94,17 @@ class TinyModelSettings(ModelRecipe):
     def __post_init__(self) -> None:
         """Raises `UserError` for values that cannot make a model."""
         self._require(self.task in TASKS, "task", f"use one of {', '.join(TASKS)}")
-        for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size"):
-            self._require(getattr(self, name) >= 1, name, "use 1 or more")
+        for setting in fields(self):
+            least, most = setting.metadata["range"]
+            if least is not None:
+                holds = least <= getattr(self, setting.name) <= (math.inf if most is None else most)
+                self._require(holds, setting.name, f"use {least} {'or more' if most is None else f'to {most}'}")
         head_size, rest = divmod(self.hidden_size, self.num_heads)
-        self._require(
-            rest == 0 and head_size in _HEAD_SIZES,
-            "hidden_size",
-            f"with num_heads {self.num_heads} it must give heads of a width among {', '.join(map(str, _HEAD_SIZES))}",
-        )
-        self._require(
-            self.num_heads % self.num_kv_heads == 0, "num_kv_heads", f"it must divide num_heads, {self.num_heads}"
-        )
-        self._require(
-            self.vocab_size >= MIN_VOCAB_SIZE, "vocab_size", f"use {MIN_VOCAB_SIZE} or more: bytes come first"
-        )
-        self._require(self.max_position_embeddings >= 64, "max_position_embeddings", "use 64 or more")
-        self._require(2 <= self.num_numbers <= 6, "num_numbers", "use 2 to 6")
-        self._require(1 <= self.num_turns <= 8, "num_turns", "use 1 to 8")
-        self._require(self.max_number >= 2, "max_number", "use 2 or more")
-        self._require(self.warm_start_steps >= 0, "warm_start_steps", "use 0 for an untrained model, or more")
-        self._require(self.warm_start_batch_size >= 1, "warm_start_batch_size", "use 1 or more")
-        self._require(self.warm_start_learning_rate > 0, "warm_start_learning_rate", "use a number above 0")
-        for name in ("wrong_share", "clean_share"):
-            self._require(0.0 <= getattr(self, name) <= 1.0, name, "use a share, from 0 to 1")
+        widths = ", ".join(map(str, _HEAD_SIZES))
+        fix = f"with num_heads {self.num_heads} it must give heads of a width among {widths}"
+        self._require(rest == 0 and head_size in _HEAD_SIZES, "hidden_size", fix)
+        fix = f"it must divide num_heads, {self.num_heads}"
+        self._require(self.num_heads % self.num_kv_heads == 0, "num_kv_heads", fix)
 
     def _require(self, holds: bool, name: str, fix: str) -> None:
         if not holds:
@@ -199,7 +191,17 @@ def _ensure(target: Path, recipe: ModelRecipe, report: Callable[[WarmStartProgre
         recipe.build(scratch, report)
         manifest = {"key": recipe.key, "settings": asdict(recipe), "files": _checksums(scratch)}
         (scratch / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-        _install(scratch, target, recipe)
+        for _ in range(2):
+            try:
+                scratch.rename(target)
+                return target
+            except OSError:  # Something is there: ours from another process, or the broken one.
+                if is_whole(target, recipe):
+                    return target
+                away = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+                target.rename(away / "broken")
+                shutil.rmtree(away, ignore_errors=True)
+        scratch.rename(target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
@@ -221,18 +223,3 @@ def _checksums(folder: Path) -> dict[str, str]:
         for path in sorted(folder.iterdir())
         if path.is_file() and path.name != MANIFEST
     }
-
-
-def _install(scratch: Path, target: Path, recipe: ModelRecipe) -> None:
-    """Renames the finished folder, replacing a broken one."""
-    for _ in range(2):
-        try:
-            scratch.rename(target)
-            return
-        except OSError:  # Something is there: ours from another process, or the broken one.
-            if is_whole(target, recipe):
-                return
-            away = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-            target.rename(away / "broken")
-            shutil.rmtree(away, ignore_errors=True)
-    scratch.rename(target)

@@ -1,9 +1,6 @@
-"""Warm-start conversations of the calculator agent and of Countdown.
+"""Warm-start conversations of the calculator agent and of Countdown, with the answer to learn in each turn.
 
-Each turn has the answer to learn.
-
-Some answers are right, some only have the right format. `examples_of` returns the examples of any task. Owns the choice
-of questions, puzzles and errors, and the wording of answers. Prompts, replies and the held-out split come from the
+Some answers are right, some only have the right format. Prompts, replies and the held-out split come from the
 environments. Invariant: held-out questions and puzzles never occur.
 """
 

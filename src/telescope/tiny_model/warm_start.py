@@ -7,8 +7,7 @@ examples alone (the number of threads is fixed too, because it changes floating-
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +35,7 @@ class WarmStartProgress:
 
 
 def learning_rate_at(step: int, num_steps: int, peak: float) -> float:
-    """Rate of a step: linear warm-up, then a cosine.
-
-    Steps are 0..num_steps-1; the cosine ends at a twentieth of the peak.
-    """
+    """Rate of a step, from 0: linear warm-up, then a cosine that ends at a twentieth of the peak."""
     warm_up = max(1, round(num_steps * _WARM_UP_SHARE))
     if step < warm_up:
         return peak * (step + 1) / warm_up
@@ -48,9 +44,7 @@ def learning_rate_at(step: int, num_steps: int, peak: float) -> float:
 
 
 def encode_examples(examples: list[Example], tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns token ids [B, L] and targets [B, L].
-
-    Ids are padded on the right, targets are -100 outside of answers.
+    """Returns token ids [B, L], padded on the right, and targets [B, L], which are -100 outside of answers.
 
     Turns are joined as a rollout joins them: the tokens of an answer as they are, and what lies between two answers as
     the template writes it.
@@ -58,9 +52,9 @@ def encode_examples(examples: list[Example], tokenizer: PreTrainedTokenizerFast)
     import torch
 
     pieces = [_pieces(example, tokenizer) for example in examples]
-    piece_ids = tokenizer([piece for row in pieces for piece in row], add_special_tokens=False)["input_ids"]
-    ids_of_pieces = iter(piece_ids)
-    rows = [[next(ids_of_pieces) for _ in row] for row in pieces]
+    # One call of the tokenizer for all of them.
+    ids = iter(tokenizer([piece for row in pieces for piece in row], add_special_tokens=False)["input_ids"])
+    rows = [[next(ids) for _ in row] for row in pieces]
     length = max(sum(map(len, row)) for row in rows)
     tokens_BL = torch.full((len(examples), length), tokenizer.pad_token_id, dtype=torch.long)
     targets_BL = torch.full((len(examples), length), -100, dtype=torch.long)
@@ -99,7 +93,9 @@ def warm_start(
     num_clean_steps = round(settings.warm_start_steps * settings.clean_share)
     optimizer = torch.optim.AdamW(model.parameters(), betas=_BETAS, weight_decay=0.0)
     model.train()
-    with _fixed_threads():
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(_THREADS)
+    try:
         for step in range(settings.warm_start_steps):
             wrong_share = 0.0 if step < num_clean_steps else settings.wrong_share
             examples = _draw_batch(source, wrong_share, settings.warm_start_batch_size)
@@ -117,6 +113,8 @@ def warm_start(
             optimizer.zero_grad(set_to_none=True)
             if report is not None:
                 report(WarmStartProgress(step + 1, settings.warm_start_steps, float(loss.detach())))
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _draw_batch(source: Examples, wrong_share: float, num_answers: int) -> list[Example]:
@@ -126,15 +124,3 @@ def _draw_batch(source: Examples, wrong_share: float, num_answers: int) -> list[
         examples.append(source.draw(wrong_share))
         num_answers -= len(examples[-1].turns)
     return examples
-
-
-@contextmanager
-def _fixed_threads() -> Iterator[None]:
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(_THREADS)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
