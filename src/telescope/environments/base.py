@@ -366,6 +366,16 @@ class MultiTurnEnvironment(Environment):
     def is_multi_turn(self) -> bool:
         return True
 
+    @property
+    def reply_role(self) -> str:
+        """Role of the environment's messages, with which the chat template is tried before a run."""
+        return str(getattr(self, "tool_role", None) or "user")
+
+    @property
+    def form_of_a_call(self) -> str:
+        """A call of a tool as the prompt shows it, if there are tools."""
+        return ""
+
     def create_initial_state(self, sample: Sample) -> RolloutState:
         """The state of a new rollout. Override it to fill `custom`."""
         return RolloutState(sample=sample, env_name=self.name)

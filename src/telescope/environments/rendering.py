@@ -116,10 +116,9 @@ class Renderer:
 
     def prompt_text(self, environment: Any, prompt: Any) -> str:
         """Returns the text of a prompt, from the environment's `format_prompt`."""
-        if environment.uses_chat_template:
-            self._require_template()
         tokenizer, options = self.tokenizer, {"enable_thinking": self.spec.enable_thinking}
         if environment.uses_chat_template:
+            self._require_template()
             tokenizer = copy.copy(tokenizer)
             tokenizer.apply_chat_template = self._apply_chat_template
         if "enable_thinking" not in inspect.signature(environment.format_prompt).parameters:
@@ -387,12 +386,13 @@ def lost_message(
 ) -> str | None:
     """Returns which message never reaches the model. None if all do. Raises errors of the template.
 
-    With `tools`, answers are not tried: a template may write a call in another form.
+    Answers are not tried with `tools` or before a result: a template may write a call in another form.
     """
     marks = {
         i: f"0telescope{i}message0"
-        for i, message in enumerate(messages)
-        if message.get("content") and not (tools and message["role"] == "assistant")
+        for i, (message, following) in enumerate(zip(messages, [*messages[1:], {}], strict=True))
+        if message.get("content")
+        and not (message["role"] == "assistant" and (tools or following.get("role") == "tool"))
     }
     text = renderer.chat_text([{**m, "content": marks.get(i, m.get("content"))} for i, m in enumerate(messages)], tools)
     for i, mark in marks.items():
@@ -402,13 +402,12 @@ def lost_message(
 
 
 def why_not_extendable(
-    renderer: Renderer, *, reply_role: str = "user", tools: list[dict[str, Any]] | None = None, call: str = "One."
+    renderer: Renderer, reply_role: str = "user", tools: list[dict[str, Any]] | None = None, call: str = "One."
 ) -> str | None:
     """Returns why the chat template's conversations cannot be extended token by token. None if they can.
 
-    Tries a conversation in which the model reasons in `<think>` tags before it answers or writes a `call` of one
-    of the `tools`, and `reply_role` replies.
-    Raises the template's error when it rejects such messages.
+    Tries a conversation in which the model reasons in `<think>` tags before it answers or writes a `call` of one of the
+    `tools`, and `reply_role` replies. Raises the template's error when it rejects such messages.
     """
     dialogue = Dialogue(renderer, tools=tools)
     messages: list[ChatMessage] = [{"role": "user", "content": "Choose a number."}]

@@ -101,7 +101,7 @@ def reward(renderer, template, answer, *, factory="make_boxed", stop_reason="len
         blob = pack_ids(ids) + pack_floats([0.0] * len(ids))
         fields, _ = finish(runner.execute({**header, **rollout, "op": "respond"}, blob))
         assert fields["done"], "the context of one token ends the rollout"
-    return fields["score"]["total_reward"]
+    return fields["reward"]["total_reward"]
 
 
 ANSWERS = [r"\boxed{42}", "<answer>42</answer>", "\n```text\n42\n```\n", "so #### <result>42</result>", "It is 42"]

@@ -109,12 +109,8 @@ class Conversations:
         if not isinstance(state, RolloutState):
             raise MalformedResultError(f"create_initial_state returned {type(state).__name__}, not a RolloutState")
         found = self.multi_turn_environment(environment)
-        dialogue = Dialogue(
-            self._renderer,
-            interleaved=interleaved,
-            thinking_prefix=found.add_thinking_prefix,
-            tools=found.template_tools,
-        )
+        opens, tools = found.add_thinking_prefix, found.template_tools
+        dialogue = Dialogue(self._renderer, interleaved=interleaved, thinking_prefix=opens, tools=tools)
         ids = dialogue.begin(prompt)
         self._open[rollout] = _Conversation(environment, state, dialogue, prompt, ids)
         return ids
@@ -192,7 +188,7 @@ class Conversations:
         record.prompt = messages
         fields = {
             "done": False,
-            "text": text,
+            "completion_text": text,
             "messages": reply.added,
             "restarts": extension.restarts,
             "divergence": extension.divergence,
@@ -210,10 +206,6 @@ class Conversations:
         else:
             method = environment.compute_reward
         score = serialize_score((yield from settled(method(state, eos_token=environment.eos_token))), for_eval)
-        return {
-            "done": True,
-            "text": text,
-            "score": score,
-            "stop_reason": state.stop_reason,
-            "tool_calls": serialize_tool_records(state.tool_records),
-        }
+        calls = serialize_tool_records(state.tool_records)
+        ended = {"done": True, "end_reason": state.stop_reason}
+        return {**ended, "completion_text": text, "reward": score, "tool_calls": calls}

@@ -21,6 +21,7 @@ from telescope.environments.base import (
     Environment,
     MultiTurnEnvironment,
     Sample,
+    assistant_message,
     notices_of,
     sample_uid,
     with_thinking_prefix,
@@ -111,11 +112,11 @@ class EnvironmentRunner:
         for resources in self.resources:
             await resources.close()
 
-    def describe(self, position: int, *, checks_golds: bool = False) -> EnvironmentInfo:
+    def describe(self, position: int, *, checks_golds: bool = False, checks_template: bool = True) -> EnvironmentInfo:
         """Loads the dataset, renders the first prompt, and describes the environment.
 
-        Raises `UserError` when the dataset is empty, its first prompt cannot be rendered, or, with `checks_golds`, most
-        of its answers cannot be equaled.
+        Raises `UserError` when the dataset is empty, its first prompt cannot be rendered, with `checks_golds` when most
+        of its answers cannot be equaled, and with `checks_template` when a message never reaches the model.
         """
         spec, environment = self.specs[position], self.environments[position]
         with self._loading(spec, "dataset", "loading the dataset of"):
@@ -140,8 +141,10 @@ class EnvironmentRunner:
                 raise UserError(
                     f"The first prompt of environment {spec.name!r} cannot be rendered: {describe_error(error)}"
                 ) from error
-            self._check_template(self.renderer, spec, environment)
+            if checks_template:
+                self._check_template(self.renderer, spec, environment)
         self.not_extendable[position] = self._why_not_extendable(spec, environment)
+        found = wrapped_environment(environment)
         return EnvironmentInfo(
             name=str(environment.name),
             num_samples=count,
@@ -154,7 +157,8 @@ class EnvironmentRunner:
             dataset_digest=hashlib.sha256(",".join(uids).encode()).hexdigest()[:16],
             fingerprints="".join(uid[:FINGERPRINT_DIGITS] for uid in uids),
             shares_resources=self.resources[position].overridden and self.resources[position].per_host,
-            ends_rollouts=_ends_rollouts(environment),
+            ends_rollouts=isinstance(found, MultiTurnEnvironment)
+            and type(found).end_rollout is not MultiTurnEnvironment.end_rollout,
             notices=notices_of(environment),
             stops={} if self.renderer is None else asdict(self.renderer.stops),
         )
@@ -163,11 +167,10 @@ class EnvironmentRunner:
         """See `rendering.why_not_extendable`. Raises `UserError` when the template rejects a reply."""
         if self.renderer is None or not environment.is_multi_turn:
             return None
-        found: Any = self.conversations.multi_turn_environment(environment)
-        role = self.reply_role(environment)
-        call = {"call": found.form_of_a_call} if found.template_tools else {}
+        found = self.conversations.multi_turn_environment(environment)
+        role, tools = found.reply_role, found.template_tools
         try:
-            return why_not_extendable(self.renderer, reply_role=role, tools=found.template_tools, **call)
+            return why_not_extendable(self.renderer, role, tools, found.form_of_a_call if tools else "One.")
         except Exception as error:
             raise UserError(
                 f"The environment {spec.name!r} replies with the role {role!r}, which the chat template of "
@@ -175,40 +178,43 @@ class EnvironmentRunner:
                 "tool_role."
             ) from error
 
-    def reply_role(self, environment: Any) -> str:
-        """Returns the role of the replies of an environment of several turns."""
-        found: Any = self.conversations.multi_turn_environment(environment)
-        return str(getattr(found, "reply_role", None) or getattr(found, "tool_role", None) or "user")
-
     def _check_template(self, renderer: Renderer, spec: EnvironmentSpec, environment: Any) -> None:
         """Raises `UserError` for a message that the environment sends and the template leaves out.
 
         Tries each order of roles among the prompts of some items, followed by two turns if there are several.
         """
-        if not (environment.is_multi_turn or (environment.uses_chat_template and _renders_messages(environment))):
+        # Another `format_prompt` need not render the messages.
+        renders_messages = type(environment).format_prompt.__module__.startswith("telescope.")
+        if not (environment.is_multi_turn or (environment.uses_chat_template and renders_messages)):
             return
-        tools = None
         tried: set[tuple[str, ...]] = set()
         positions = digest_positions(len(environment))
         for index in positions[:: max(1, len(positions) // MAX_TRIED_ITEMS)]:
             lost: str | None = None
             with contextlib.suppress(Exception):  # of a prompt, which is left out when its turn comes
                 messages = self._first_messages(environment, environment.get_sample(index))
-                if environment.is_multi_turn:
-                    found: Any = self.conversations.multi_turn_environment(environment)
-                    tools = found.template_tools  # known once there is a prompt
-                    answer = {"role": "assistant", "content": found.form_of_a_call if tools else "One."}
-                    reply = {"role": self.reply_role(environment), "name": "tool", "content": "Again."}
-                    messages = [*messages, answer, reply, answer, reply]
                 roles = tuple(message["role"] for message in messages)
-                lost = None if roles in tried else lost_message(renderer, messages, tools)
-                tried.add(roles)
+                if roles not in tried:
+                    tried.add(roles)
+                    lost = self._lost_message(renderer, environment, messages)
             if lost is not None:
                 raise UserError(
                     f"The chat template of {renderer.spec.tokenizer_path!r} leaves out {lost}, which the environment "
                     f"{spec.name!r} sends: the model would never read it. Set chat_template, or change what it sends "
                     "(system_prompt, tool_role)."
                 )
+
+    def _lost_message(self, renderer: Renderer, environment: Any, messages: list[ChatMessage]) -> str | None:
+        if not environment.is_multi_turn:
+            return lost_message(renderer, messages)
+        found = self.conversations.multi_turn_environment(environment)
+        tools = found.template_tools
+        answer = assistant_message(found.form_of_a_call if tools else "One.")
+        reply = {"role": found.reply_role, "name": "tool", "content": "Again."}
+        try:
+            return lost_message(renderer, [*messages, answer, reply, answer, reply], tools)
+        except Exception:  # it takes no such turns after these messages
+            return lost_message(renderer, messages, tools)
 
     def identities(self, position: int, start: int, stop: int) -> list[str]:
         """Returns the `sample_uid` of the items from `start` up to `stop`."""
@@ -300,18 +306,7 @@ class EnvironmentRunner:
         method = environment.compute_eval_metrics if for_eval else environment.compute_reward
         result = method(completion, environment.get_sample(index), eos_token=environment.eos_token)
         score = serialize_score((yield from settled(result)), for_eval)
-        return {"text": text, "score": score}, b""
-
-
-def _renders_messages(environment: Any) -> bool:
-    """Returns whether the prompt of a single turn is its messages, as `format_prompt` of Telescope renders them."""
-    return type(environment).format_prompt.__module__.startswith("telescope.")
-
-
-def _ends_rollouts(environment: Any) -> bool:
-    """Returns whether the environment overrides `end_rollout`."""
-    found = wrapped_environment(environment)
-    return isinstance(found, MultiTurnEnvironment) and type(found).end_rollout is not MultiTurnEnvironment.end_rollout
+        return {"done": True, "completion_text": text, "reward": score}, b""
 
 
 async def _run_all(steps: Generator[Awaitable[Any], Any, Any]) -> None:

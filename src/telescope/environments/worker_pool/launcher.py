@@ -204,11 +204,17 @@ class Launcher:
         self._socket.close()
         self._process = None
         what = f"The process that environment workers are forked from {fault or describe_exit(code)}"
+        error: Exception | None = None
         try:
-            error = self._restart_error(what)
-            if error is None:
+            now = time.monotonic()
+            self._restart_times = [at for at in self._restart_times if now - at < RESTART_WINDOW_SECONDS]
+            if self._ready.done() and len(self._restart_times) < MAX_RESTARTS:
+                self._restart_times.append(now)
                 logger.warning("%s; restarting it and its workers", what)
                 self._spawn()
+            else:
+                often = f" after {len(self._restart_times)} restarts" if self._restart_times else " while it started"
+                error = InfrastructureError(f"{what}{often}; its log ({self.log_path}) ends:\n{self.log_tail()}")
         except OSError as problem:
             error = InfrastructureError(f"{what}, and cannot be restarted: {problem}")
         self._replacing = None
@@ -216,15 +222,6 @@ class Launcher:
             self._notify_lost()
         else:
             self._fail(error)
-
-    def _restart_error(self, what: str) -> Exception | None:
-        now = time.monotonic()
-        self._restart_times = [at for at in self._restart_times if now - at < RESTART_WINDOW_SECONDS]
-        if self._ready.done() and len(self._restart_times) < MAX_RESTARTS:
-            self._restart_times.append(now)
-            return None
-        often = f" after {len(self._restart_times)} restarts" if self._restart_times else " while it started"
-        return InfrastructureError(f"{what}{often}; its log ({self.log_path}) ends:\n{self.log_tail()}")
 
     def _fail(self, error: Exception) -> None:
         self._broken = error

@@ -173,6 +173,12 @@ class Advance:
     end_reason: str | None = None
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
+    @classmethod
+    def read(cls, fields: dict[str, Any], blob: bytes) -> Advance:
+        """Returns the reply of a worker's answer: the fields of this class, and the ids in the blob."""
+        reward = fields.pop("reward", None)
+        return cls(append_token_ids=unpack_ids(blob), reward=reward and RewardRecord(**reward), **fields)
+
 
 @dataclass(slots=True, frozen=True)
 class PoolStatus:
@@ -195,6 +201,7 @@ def load_header(
         "op": "load",
         "trial": False,
         "debug": False,
+        "checks_template": False,
         "specs": [asdict(spec) for spec in specs],
         "environments_path": [str(Path(place).expanduser().resolve()) for place in environments_path],
         "memory_limit_bytes": memory_limit_bytes or default_memory_limit(),

@@ -24,7 +24,6 @@ from telescope.environments.worker_pool.messages import (
     PoolStatus,
     PreparedPrompt,
     RendererSpec,
-    RewardRecord,
     load_header,
     pack_ids,
     unpack_ids,
@@ -130,18 +129,12 @@ class EnvironmentPool:
         """Returns the `sample_uid` of dataset items from `start` up to `stop`."""
         position = self._position(env_key)
         stop = (await self.describe(env_key)).num_samples if stop is None else stop
-        chunks = [(low, min(low + IDENTITIES_PER_CALL, stop)) for low in range(start, stop, IDENTITIES_PER_CALL)]
-        answers = await asyncio.gather(
-            *(
-                self._call(
-                    {"op": "identities", "env": position, "start": low, "stop": high},
-                    b"",
-                    f"environment {env_key!r}, items {low} to {high}: reading the dataset",
-                )
-                for low, high in chunks
-            )
-        )
-        return [uid for result, _ in answers for uid in result["uids"]]
+        calls = []
+        for low in range(start, stop, IDENTITIES_PER_CALL):
+            high = min(low + IDENTITIES_PER_CALL, stop)
+            label = f"environment {env_key!r}, items {low} to {high}: reading the dataset"
+            calls.append(self._call({"op": "identities", "env": position, "start": low, "stop": high}, b"", label))
+        return [uid for result, _ in await asyncio.gather(*calls) for uid in result["uids"]]
 
     async def prepare(self, env_key: str, index: int) -> PreparedPrompt:
         """Renders and tokenizes the prompt of a dataset item. Raises `EnvironmentFailure`."""
@@ -168,8 +161,7 @@ class EnvironmentPool:
         position = self._position(env_key)
         header = {"op": "advance", "env": position, "index": index, "stop_reason": stop_reason, "for_eval": for_eval}
         home = await self._resources(position)
-        result, _ = await self._call(header, pack_ids(completion_token_ids), label, worker=home)
-        return Advance(True, [], result["text"], RewardRecord(**result["score"]), result["seconds"])
+        return Advance.read(*await self._call(header, pack_ids(completion_token_ids), label, worker=home))
 
     async def begin(self, rollout: str, env_key: str, index: int, *, interleaved: bool = True) -> FirstPrompt:
         """Begins a multi-turn rollout over a dataset item. One process keeps its state.

@@ -22,14 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from telescope.environments.worker_pool.messages import (
-    Advance,
-    FirstPrompt,
-    RewardRecord,
-    pack_floats,
-    pack_ids,
-    unpack_ids,
-)
+from telescope.environments.worker_pool.messages import Advance, FirstPrompt, pack_floats, pack_ids, unpack_ids
 from telescope.environments.worker_pool.scheduling import Call, Rollout, unbind
 from telescope.environments.worker_pool.worker_handle import PoolWorker
 from telescope.environments.worker_pool.workers import WorkerPool
@@ -81,40 +74,15 @@ class PoolRollouts:
         """See `EnvironmentPool.respond`."""
         record, position = self._find(rollout)
         header = {
-            "op": "respond",
-            "env": position,
-            "rollout": record.key,
-            "stop_reason": stop_reason,
-            "num_ids": len(token_ids),
-            "for_eval": for_eval,
-            "max_context": max_context,
-        }
+            "op": "respond", "env": position, "rollout": record.key, "stop_reason": stop_reason,
+            "num_ids": len(token_ids), "for_eval": for_eval, "max_context": max_context,
+        }  # fmt: skip
         blob = pack_ids(token_ids) + pack_floats(logprobs)
         call = self._call(header, blob, f"{record.label}: respond", worker=record.worker, rollout=record)
-        result, ids = await self._answer(rollout, record, call)
-        if result["done"]:
+        advance = Advance.read(*await self._answer(rollout, record, call))
+        if advance.done:
             self._drop(rollout)
-            reward = RewardRecord(**result["score"])
-            return Advance(
-                True,
-                [],
-                result["text"],
-                reward,
-                result["seconds"],
-                end_reason=result["stop_reason"],
-                tool_calls=result["tool_calls"],
-            )
-        return Advance(
-            False,
-            unpack_ids(ids),
-            result["text"],
-            None,
-            result["seconds"],
-            messages=result["messages"],
-            restarts=result["restarts"],
-            divergence=result["divergence"],
-            tool_calls=result["tool_calls"],
-        )
+        return advance
 
     def cancel(self, rollout: str) -> None:
         """See `EnvironmentPool.cancel`."""

@@ -24,7 +24,8 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict
 from typing import Any
@@ -84,25 +85,6 @@ async def _attributed(coroutine: Coroutine[Any, Any, Any], request_id: int, work
     return await _Attributed(coroutine, request_id, worker)
 
 
-class _OnMainThread:
-    """Context in which a request occupies the main thread. Adds up the time."""
-
-    def __init__(self, worker: Worker, request_id: int) -> None:
-        self.worker, self.request_id = worker, request_id
-
-    def __enter__(self) -> None:
-        self.worker.slot.enter(self.request_id)
-        self.started = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        if os.getpid() != self.worker.pid:
-            os._exit(1)  # a copy forked by user code, which would read the worker's requests
-        self.worker.slot.leave()
-        busy = self.worker.busy
-        if self.request_id in busy:
-            busy[self.request_id] += time.perf_counter() - self.started
-
-
 class Worker:
     """Reads requests, runs them, writes answers."""
 
@@ -127,8 +109,19 @@ class Worker:
         self.renderer = renderer
         self.runner: EnvironmentRunner
 
-    def on_main_thread(self, request_id: int) -> _OnMainThread:
-        return _OnMainThread(self, request_id)
+    @contextmanager
+    def on_main_thread(self, request_id: int) -> Iterator[None]:
+        """Context in which a request occupies the main thread. Adds up the time."""
+        self.slot.enter(request_id)
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            if os.getpid() != self.pid:
+                os._exit(1)  # a copy forked by user code, which would read the worker's requests
+            self.slot.leave()
+            if request_id in self.busy:
+                self.busy[request_id] += time.perf_counter() - started
 
     def serve(self) -> None:
         """Serves until the stream ends. The first frame names what to load."""
@@ -206,10 +199,14 @@ class Worker:
         try:
             specs = [EnvironmentSpec(**fields) for fields in header["specs"]]
             self.runner = EnvironmentRunner(
-                specs, self.renderer, header["environments_path"], on_stage=self._report_stage
+                specs,
+                self.renderer,
+                header["environments_path"],
+                on_stage=lambda stage, doing: self.send({"loading": doing, "stage": stage}),  # user code may hang
             )
             trial = header["trial"]
-            infos = [asdict(self.runner.describe(position, checks_golds=trial)) for position in range(len(specs))]
+            checks = {"checks_golds": trial, "checks_template": header["checks_template"]}
+            infos = [asdict(self.runner.describe(position, **checks)) for position in range(len(specs))]
             if not trial:
                 self.runner.prepare_own_resources()
         except UserError as error:
@@ -220,13 +217,13 @@ class Worker:
             _print(error)
             self.send({"failed": _describe(error), "user_error": False})
             return False
-        limit_memory(header["memory_limit_bytes"])
+        # Data may grow by the limit, after which allocations fail.
+        with open("/proc/self/status", encoding="ascii") as status:
+            used = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:"))
+        limit = used + header["memory_limit_bytes"]
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
         self.send({"ready": infos, "seconds": time.perf_counter() - started})
         return True
-
-    def _report_stage(self, stage: str, doing: str) -> None:
-        """Reports a loading stage before user code, which may hang."""
-        self.send({"loading": doing, "stage": stage})
 
     def _handle(self, header: dict[str, Any], blob: bytes) -> None:
         request_id = header["id"]
@@ -254,22 +251,18 @@ class Worker:
         try:
             with self.on_main_thread(request_id):
                 waits_for = resume()
-            self._park(request_id, steps, waits_for)
+            task = self.loop.create_task(maybe_await(waits_for))  # waits while other requests run
+            self.tasks[request_id] = task
+            task.add_done_callback(lambda done: self._settled(request_id, steps, done))
+            if request_id not in self.parked:
+                self.parked.add(request_id)
+                self.send({"parked": request_id, "busy": self.busy[request_id]})
         except StopIteration as end:
             self._answer(request_id, *end.value)
         except BaseException as error:
             self._fail(request_id, error)
         finally:
             _request.reset(token)
-
-    def _park(self, request_id: int, steps: Steps, waits_for: Awaitable[Any]) -> None:
-        """Lets this request wait in the event loop while other requests run."""
-        task = self.loop.create_task(maybe_await(waits_for))
-        self.tasks[request_id] = task
-        task.add_done_callback(lambda done: self._settled(request_id, steps, done))
-        if request_id not in self.parked:
-            self.parked.add(request_id)
-            self.send({"parked": request_id, "busy": self.busy[request_id]})
 
     def _settled(self, request_id: int, steps: Steps, task: asyncio.Task[Any]) -> None:
         """Schedules the next step, which runs outside the event loop."""
@@ -325,28 +318,14 @@ def _print(error: BaseException) -> None:
         print(f"{error_text(error)} (its traceback cannot be printed: {error_text(worse)})", file=sys.stderr)
 
 
-def limit_memory(extra_bytes: int | None) -> None:
-    """Lets the process's data grow by `extra_bytes`, after which allocations fail."""
-    if extra_bytes is None:
-        return
-    with open("/proc/self/status", encoding="ascii") as status:
-        used = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:"))
-    resource.setrlimit(resource.RLIMIT_DATA, (used + extra_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-
-
-def _prefer_for_oom_kill() -> None:
-    """Makes this process the OOM killer's first choice."""
-    try:
-        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
-            score.write("1000")
-    except OSError as error:
-        logging.getLogger(__name__).info("The OOM killer's preference could not be set: %s", error)
-
-
 def run_worker(descriptor: int, slot_descriptor: int, renderer: Renderer | None) -> None:
     """Serves on the socket until it is closed. Called in a forked process (`fork_server`)."""
-    _prefer_for_oom_kill()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
+            score.write("1000")  # the OOM killer's first choice
+    except OSError as error:
+        logging.getLogger(__name__).info("The OOM killer's preference could not be set: %s", error)
     slot = Slot(slot_descriptor)
     os.close(slot_descriptor)
     connection = socket.socket(fileno=descriptor)

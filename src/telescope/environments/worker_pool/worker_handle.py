@@ -117,15 +117,11 @@ class WorkerProcess:
         """None until it is forked."""
         return self._pid
 
-    def write(self, frame: bytes) -> None:
-        """Queues bytes for the worker."""
-        if not self._stream_closed:  # otherwise it is exiting, and its calls are requeued when it has ended
-            self._unsent += frame
-
     def flush(self) -> None:
         """Sends queued bytes until the socket's buffer is full."""
         if not self._unsent or self._stream_closed:
             return
+        self._loop.remove_writer(self._socket.fileno())
         try:
             sent = self._socket.send(self._unsent)
         except BlockingIOError:
@@ -135,21 +131,17 @@ class WorkerProcess:
             return
         del self._unsent[:sent]
         if self._unsent:
-            self._loop.add_writer(self._socket.fileno(), self._writable)
+            self._loop.add_writer(self._socket.fileno(), self.flush)
 
     def send(self, header: dict[str, Any], blob: bytes = b"") -> None:
         """Queues a frame."""
-        self.write(pack_frame(header, blob))
+        if not self._stream_closed:  # otherwise it is exiting, and its calls are requeued when it has ended
+            self._unsent += pack_frame(header, blob)
 
     def kill(self) -> None:
         """Kills the process and its process group."""
         self._killed = True
         self._signal_group(signal.SIGKILL)
-
-    def kill_with_stacks(self) -> None:
-        """Makes the process write its stacks to the log, then kills it."""
-        self.dump_stacks()
-        self._loop.call_later(STACK_SECONDS, self.kill)
 
     def dump_stacks(self) -> None:
         """Makes the process write the stacks of all threads to its log."""
@@ -215,10 +207,6 @@ class WorkerProcess:
         for header, blob in frames:
             self._on_frame(header, blob)
 
-    def _writable(self) -> None:
-        self._loop.remove_writer(self._socket.fileno())
-        self.flush()
-
     def _stop_listening(self) -> None:
         if not self._stream_closed:
             self._stream_closed = True
@@ -270,7 +258,10 @@ class PoolWorker:
         """Handles the end of the process. Fails the call that caused it, if any. Returns the calls to run again."""
         process = self.process
         assert process is not None
-        culprit, others = self.state.worker_ended(process.slot.read(), self._exit_cause(process))
+        cause = ExitCause.BY_SIGNAL if process.killed_externally else ExitCause.BY_ITSELF
+        if self.killed or process.is_lost:
+            cause = ExitCause.BY_POOL if self.killed else ExitCause.WITH_SERVER
+        culprit, others = self.state.worker_ended(process.slot.read(), cause)
         if not (self.ready or process.is_lost):
             self.failed_starts += 1
         self.process, self.ready = None, False
@@ -279,13 +270,6 @@ class PoolWorker:
                 EnvironmentFailure(f"{culprit.label} ended its process, which {process.describe_end()}")
             )
         return others
-
-    def _exit_cause(self, process: WorkerProcess) -> ExitCause:
-        if self.killed:
-            return ExitCause.BY_POOL
-        if process.is_lost:
-            return ExitCause.WITH_SERVER
-        return ExitCause.BY_SIGNAL if process.killed_externally else ExitCause.BY_ITSELF
 
     def watch(self, elapsed: float, timeout_seconds: float) -> list[Call]:
         """Charges the calls for `elapsed` seconds and enforces deadlines. Returns calls withdrawn for other workers."""
@@ -314,7 +298,11 @@ class PoolWorker:
         if state.unowned_seconds >= timeout_seconds:
             self._kill()
         elif state.busy_seconds >= TICK_SECONDS and len(state.queued) > 1:
-            return self._withdraw_queued()
+            withdrawn = state.withdraw_queued()  # from behind a slow one
+            if withdrawn:
+                process.send({"op": "withdraw", "ids": list(withdrawn)})
+                process.flush()
+            return list(withdrawn.values())
         return []
 
     def cancel_call(self, call: Call) -> None:
@@ -324,17 +312,9 @@ class PoolWorker:
                 self.process.send({"op": "cancel", "id": call_id})
                 self.process.flush()
 
-    def _withdraw_queued(self) -> list[Call]:
-        """Withdraws the calls queued behind a slow one."""
-        assert self.process is not None
-        withdrawn = self.state.withdraw_queued()
-        if withdrawn:
-            self.process.send({"op": "withdraw", "ids": list(withdrawn)})
-            self.process.flush()
-        return list(withdrawn.values())
-
     def _kill(self) -> None:
         assert self.process is not None
         logger.warning("Environment worker %d exceeded a deadline and is being replaced", self.index)
         self.killed = True
-        self.process.kill_with_stacks()
+        self.process.dump_stacks()
+        asyncio.get_running_loop().call_later(STACK_SECONDS, self.process.kill)
