@@ -1,6 +1,4 @@
-"""Assigns keyword arguments of an environment to its methods.
-
-Refuses misspelled ones.
+"""Assigns keyword arguments of an environment to its methods, and refuses misspelled ones.
 
 An argument from the YAML file may be meant for the constructor or for `load_dataset`, of the class itself or of a base
 class. Known are: the named parameters of both methods, followed up the inheritance for as long as each passes
@@ -11,6 +9,7 @@ argument becomes an attribute of the instance, unless it looks like a misspelled
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
@@ -73,16 +72,13 @@ def refuse_unknown(given: Iterable[str], known: set[str], called: str) -> None:
 
 def refuse_wrong_types(cls: type, given: Mapping[str, Any], root: type, *, called: str) -> None:
     """Raises `UserError` for a value that the argument's annotation does not allow. Null is always allowed."""
+    hints: dict[str, Any] = {}
+    for method in ("__init__", "load_dataset"):
+        for owner in _owners(cls, method, root):
+            with contextlib.suppress(Exception):  # an annotation may be any expression
+                hints = get_type_hints(vars(owner)[method]) | hints
     for name, value in given.items():
-        annotation = next(
-            (
-                hints[name]
-                for method in ("__init__", "load_dataset")
-                for owner in _owners(cls, method, root)
-                if name in (hints := _type_hints(vars(owner)[method]))
-            ),
-            None,
-        )
+        annotation = hints.get(name)
         if annotation is None or value is None:
             continue
         try:
@@ -96,14 +92,6 @@ def refuse_wrong_types(cls: type, given: Mapping[str, Any], root: type, *, calle
             raise UserError(
                 f"{called} was given {name}: {value!r}. {problem[:1].upper() + problem[1:]}; correct it in its kwargs."
             ) from None
-
-
-def _type_hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of a function. None where they cannot be evaluated at run time."""
-    try:
-        return get_type_hints(function)
-    except Exception:  # an annotation may be any expression
-        return {}
 
 
 def instantiate(cls: type, root: type, name: str, given: Mapping[str, Any]) -> Any:
@@ -166,7 +154,8 @@ def _arguments_of(cls: type, method: str, root: type) -> _Arguments:
         function = vars(owner)[method]
         named = _named_parameters(function)
         names.update(named - fixed)
-        rest = _var_keyword(function)
+        parameters = inspect.signature(function).parameters.values()
+        rest = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), None)
         if rest is None:
             return _Arguments(names, fixed, reaches_root=False)
         names.update(_literal_reads(function, rest))
@@ -191,14 +180,6 @@ def _given_beside(function: Callable[..., Any], mapping: str) -> set[str]:
         for keyword in node.keywords
         if keyword.arg is not None
     }
-
-
-def _var_keyword(function: Callable[..., Any]) -> str | None:
-    """Name of the `**kwargs` parameter, if there is one."""
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            return parameter.name
-    return None
 
 
 def _literal_reads(function: Callable[..., Any], mapping: str) -> set[str]:

@@ -137,10 +137,8 @@ class RolloutState:
 def sample_uid(sample: Sample) -> str:
     """Identity of a dataset item.
 
-    It is 16 hex digits over prompt, answer and metadata.
-
-    It does not depend on the name of the environment or on the position in the dataset, so an evaluation item is
-    recognized in a training set of another name.
+    It is 16 hex digits over prompt, answer and metadata. It does not depend on the name of the environment or on the
+    position in the dataset, so an evaluation item is recognized in a training set of another name.
     """
     metadata = {key: value for key, value in sample.metadata.items() if key != ENV_NAME_KEY}
     content = [sample.prompt, sample.answer, metadata]
@@ -243,9 +241,8 @@ class Environment(Dataset, ABC):
     def notice(self, text: str) -> None:
         """Prints and records `text` before training.
 
-        Use it for what the user of a run must know.
-
-        Call it from the constructor or from `load_dataset`; later it only goes to the log.
+        Use it for what the user of a run must know. Call it from the constructor or from `load_dataset`; later it only
+        goes to the log.
         """
         logger.warning("%s", text)
         self._notices = (*self._notices, text)
@@ -260,10 +257,9 @@ class Environment(Dataset, ABC):
     async def prepare_resources(self) -> None:
         """Awaited before the first completion is scored.
 
-        Start a pool of sandboxes here, or open connections.
-
-        An environment that overrides this runs in one process per host, so a host has its resources once; with
-        `resources_per = "process"` every process runs it and prepares its own resources.
+        Start a pool of sandboxes here, or open connections. An environment that overrides this runs in one process per
+        host, so a host has its resources once; with `resources_per = "process"` every process runs it and prepares its
+        own resources.
         """
         return None
 

@@ -183,7 +183,13 @@ class ChatServer:
         self._options = {"temperature": temperature, **(stops or {})}
         self._options |= {} if max_tokens is None else {"max_tokens": max_tokens}
         self._timeout_seconds = timeout_seconds
-        self.model = model or self._first_model()
+        if model is None:
+            listed = self._ask("/models", None)
+            try:
+                model = str(listed["data"][0]["id"])
+            except (KeyError, IndexError, TypeError):
+                raise RunError(f"{self._base} lists no model; name one with --model") from None
+        self.model = model
 
     def __call__(self, messages: list[ChatMessage]) -> Answer:
         """Returns the next message of the conversation. Raises `RunError` when the server returns none."""
@@ -193,13 +199,6 @@ class ChatServer:
             return Answer(choice["message"].get("content") or "", choice.get("finish_reason") == "length")
         except (KeyError, IndexError, TypeError, AttributeError):
             raise RunError(f"{self._base} returned a malformed answer: {json.dumps(answer)[:300]}") from None
-
-    def _first_model(self) -> str:
-        listed = self._ask("/models", None)
-        try:
-            return str(listed["data"][0]["id"])
-        except (KeyError, IndexError, TypeError):
-            raise RunError(f"{self._base} lists no model; name one with --model") from None
 
     def _ask(self, path: str, body: Mapping[str, Any] | None) -> Any:
         headers = {"Content-Type": "application/json"}

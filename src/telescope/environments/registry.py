@@ -11,6 +11,7 @@ metadata; only `load_class` imports user code.
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import importlib
 import importlib.machinery
@@ -105,9 +106,8 @@ class Discovery:
     def packages(self, source: Source) -> Packages:
         """The missing packages of REQUIRED_PACKAGES and OPTIONAL_PACKAGES. Imports nothing."""
         declared = _declared_packages(source.file) if source.file else {}
-        required = [p for p in declared.get("REQUIRED_PACKAGES", []) if not _is_installed(p)]
-        optional = [p for p in declared.get("OPTIONAL_PACKAGES", []) if not _is_installed(p)]
-        return Packages(tuple(required), tuple(optional))
+        lists = (declared.get(name, []) for name in ("REQUIRED_PACKAGES", "OPTIONAL_PACKAGES"))
+        return Packages(*(tuple(p for p in packages if not _is_installed(p)) for packages in lists))
 
     def check(self, name: str, folders: Sequence[str | Path] = ()) -> Source:
         """Calls `find`. Raises `UserError` with the install command when a package is missing."""
@@ -181,24 +181,15 @@ class Discovery:
 
     def _only_class(self, module: ModuleType, source: Source) -> type:
         """The concrete subclass that the module defines. Of classes that inherit from each other, the most derived."""
-        defined = [
-            c
-            for c in vars(module).values()
-            if isinstance(c, type)
-            and issubclass(c, self.root)
-            and c.__module__ == module.__name__
-            and not inspect.isabstract(c)
-        ]
+        every = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
+        found = [c for c in every if issubclass(c, self.root)]
+        defined = [c for c in found if not inspect.isabstract(c)]
         leaves = [c for c in defined if not any(c is not other and issubclass(other, c) for other in defined)]
         if len(leaves) == 1:
             return leaves[0]
         if not leaves:
             problem = f"defines no concrete subclass of {self.root.__name__}"
-            abstract = [
-                f"{c.__name__} lacks {', '.join(sorted(getattr(c, '__abstractmethods__', ())))}"
-                for c in vars(module).values()
-                if isinstance(c, type) and issubclass(c, self.root) and c.__module__ == module.__name__
-            ]
+            abstract = [f"{c.__name__} lacks {', '.join(sorted(getattr(c, '__abstractmethods__', ())))}" for c in found]
             problem += f" ({'; '.join(abstract)})" if abstract else ""
         else:
             problem = (
@@ -235,18 +226,14 @@ def _declared_packages(file: Path) -> dict[str, list[str]]:
             continue
         for target in targets:
             if isinstance(target, ast.Name) and target.id in ("REQUIRED_PACKAGES", "OPTIONAL_PACKAGES"):
-                declared[target.id] = _strings(value, target.id, file)
+                items = None
+                with contextlib.suppress(ValueError):
+                    items = ast.literal_eval(value)
+                if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
+                    place = f"{file}:{value.lineno}"
+                    raise UserError(f"{place}: {target.id} must be a list of strings written out in place.")
+                declared[target.id] = list(items)
     return declared
-
-
-def _strings(value: ast.expr, name: str, file: Path) -> list[str]:
-    try:
-        items = ast.literal_eval(value)
-    except ValueError:
-        items = None
-    if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
-        raise UserError(f"{file}:{value.lineno}: {name} must be a list of strings written out in place.")
-    return list(items)
 
 
 def _is_installed(requirement: str) -> bool:
@@ -275,22 +262,19 @@ def _install_package(folder: Path) -> None:
     if name in sys.modules:
         return
     initial = folder / "__init__.py"
+    spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
     if initial.exists():
-        spec = importlib.util.spec_from_file_location(name, initial, submodule_search_locations=[str(folder)])
-        assert spec is not None
-        assert spec.loader is not None
-        package = importlib.util.module_from_spec(spec)
-        sys.modules[name] = package
+        found = importlib.util.spec_from_file_location(name, initial, submodule_search_locations=[str(folder)])
+        assert found is not None
+        spec = found
+    package = sys.modules[name] = importlib.util.module_from_spec(spec)
+    package.__path__ = [str(folder)]
+    if spec.loader is not None:
         try:
             spec.loader.exec_module(package)
         except BaseException:
             del sys.modules[name]
             raise
-        return
-    spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
-    package = importlib.util.module_from_spec(spec)
-    package.__path__ = [str(folder)]
-    sys.modules[name] = package
 
 
 def _install_alias(name: str, package: ModuleType) -> None:

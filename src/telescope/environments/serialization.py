@@ -116,9 +116,8 @@ def _shown(value: Any) -> str:
 def serialize_messages(messages: Any, method: str, expected: str = "a list of messages") -> list[ChatMessage]:
     """Checks messages that `method` returned.
 
-    They must be a list of dicts, each with a `role` and text content; `expected` describes what it should return.
-
-    A `content` list of text parts becomes one text, as in model servers. Other content is refused, because a chat
+    They must be a list of dicts, each with a `role` and text content; `expected` describes what it should return. A
+    `content` list of text parts becomes one text, as in model servers. Other content is refused, because a chat
     template would silently write `None` or the address of an object into the prompt.
     """
     if not isinstance(messages, list | tuple):

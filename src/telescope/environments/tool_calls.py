@@ -259,7 +259,8 @@ class _Scan:
 
     def _tagged(self, start: int, inside: int) -> tuple[ToolCall, int]:
         """The call after `<tool_call>`. One that only lacks its closing tag is read, since its meaning is clear."""
-        value, problem = None, None
+        problem = None
+        value: Any
         glm = _GLM_CALL.match(self.text, inside)
         if glm and (self.text.startswith("<arg_key>", glm.end()) or glm[1] in (self.tools or ())):
             arguments, end = self._elements(_ARGUMENT, glm[1], glm.end())
@@ -281,7 +282,7 @@ class _Scan:
         name = next(found[1] for pattern in _NAMED_OPENINGS if (found := re.fullmatch(pattern, opening)))
         if not name:
             return ToolCall("", None, opening, f"A tool call must name its function: {_FUNCTION_MARKUP}."), inside
-        body = _after_space(text, inside)
+        body = len(text) - len(text[inside:].lstrip())
         value: Any = {}
         problem, end = None, body
         if is_function and text.startswith("<parameter", body):
@@ -328,7 +329,9 @@ def _is_attempt(value: Any, tools: Collection[str] | None) -> bool:
 def _read_object(value: Any, raw: str) -> ToolCall:
     """The call in a JSON object."""
     if not isinstance(value, dict):
-        return ToolCall("", None, raw, f"A tool call must be a JSON object, not {_kind(value)}: {FORM_SHOWN['xml']}.")
+        return ToolCall(
+            "", None, raw, f"A tool call must be a JSON object, not {_KIND[type(value)]}: {FORM_SHOWN['xml']}."
+        )
     inner = value.get("function")
     if "name" not in value and isinstance(inner, dict):  # as OpenAI's API nests it
         value = inner
@@ -345,7 +348,7 @@ def _read_object(value: Any, raw: str) -> ToolCall:
 def _arguments_problem(arguments: Any) -> str | None:
     if arguments is None or isinstance(arguments, dict | list | str):
         return None
-    return f'"arguments" must be a JSON object, not {_kind(arguments)}.'
+    return f'"arguments" must be a JSON object, not {_KIND[type(arguments)]}.'
 
 
 def _value_of_element(text: str, schema: Mapping[str, Any]) -> Any:
@@ -359,13 +362,17 @@ def _value_of_element(text: str, schema: Mapping[str, Any]) -> Any:
     return text if problem or _extra(text[end:]) else value
 
 
+_KIND = {
+    bool: "a truth value", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object",
+    type(None): "null",
+}  # fmt: skip
 _DECODER = json.JSONDecoder(strict=False)
 """Not strict: a model writes line breaks inside of strings."""
 
 
 def _decode(text: str, position: int) -> tuple[Any, int, str | None]:
     """The JSON value at a position, where it ends, and what is wrong with it."""
-    position = _after_space(text, position)
+    position = len(text) - len(text[position:].lstrip())
     piece = text[position : position + MAX_CALL_CHARACTERS]
     try:
         value, end = _DECODER.raw_decode(piece)
@@ -376,12 +383,6 @@ def _decode(text: str, position: int) -> tuple[Any, int, str | None]:
         problem = str(error)
     too_long = position + MAX_CALL_CHARACTERS < len(text)
     return None, position, f"it is longer than {MAX_CALL_CHARACTERS} characters" if too_long else problem
-
-
-def _after_space(text: str, position: int) -> int:
-    while text[position : position + 1].isspace():
-        position += 1
-    return position
 
 
 def _extra(text: str) -> str | None:
@@ -414,20 +415,6 @@ def _read_syntax(name: str, raw: str) -> ToolCall:
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError, AssertionError) as error:
         return ToolCall(name, None, raw, f"The call of {name} cannot be read ({type(error).__name__}): {form}.")
     return ToolCall(name, positional or named, raw)
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    names = {
-        bool: "a truth value",
-        int: "a number",
-        float: "a number",
-        str: "a string",
-        list: "a list",
-        dict: "an object",
-    }
-    return names[type(value)]
 
 
 def as_text(value: Any) -> str:

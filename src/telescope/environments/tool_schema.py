@@ -1,6 +1,4 @@
-"""Python functions as tools.
-
-Builds their schemas, and checks and converts the arguments of calls.
+"""Python functions as tools: their schemas, and checks and conversions of the arguments of calls.
 
 Schema and checks come from one pydantic model that is built from the annotations, so a call accepts what the schema
 promises. A fault of the function (an annotation that JSON cannot express) is a `UserError` when the tool is made; a
@@ -9,6 +7,7 @@ fault of the model is an `ArgumentError`, whose text goes back to the model.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import types
@@ -58,14 +57,23 @@ class Tool:
 
         `arguments` is a dict of names, a list of positions, a JSON text of either, or None. Raises `ArgumentError`.
         """
-        by_name, rest = self._by_name(_decoded(arguments))
+        if isinstance(arguments, str) and not arguments.strip():
+            arguments = None
+        elif isinstance(arguments, str):  # JSON, as in OpenAI's API
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError) as error:
+                raise ArgumentError(f"the arguments are not valid JSON: {error}") from None
+        by_name, rest = self._by_name(arguments)
         if self._rest is not None and rest:
             by_name[self._rest] = rest
         try:
             checked = self._model.model_validate(by_name)
         except (ValidationError, RecursionError) as problem:
-            try:  # perhaps the model wrote a list or an object as a string of JSON
-                checked = self._model.model_validate(self._loosened(by_name))
+            try:  # perhaps the model wrote a list or an object as a string of JSON, or null for a default
+                optional = {p.name for p in self.parameters if p.default is not p.empty}
+                given = {name: value for name, value in by_name.items() if value is not None or name not in optional}
+                checked = self._model.model_validate({name: _from_text(value) for name, value in given.items()})
             except (ValidationError, RecursionError):
                 raise ArgumentError(self._explain(problem)) from None
         named = dict(checked.__pydantic_extra__ or {})
@@ -100,11 +108,6 @@ class Tool:
         if rest and self._rest is None:
             raise ArgumentError(f"{self.name} takes at most {len(names)} arguments, not {len(arguments)}.")
         return dict(zip(names, arguments, strict=False)), rest
-
-    def _loosened(self, by_name: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments with decoded JSON strings, without null for defaults."""
-        optional = {p.name for p in self.parameters if p.default is not p.empty}
-        return {name: _from_text(value) for name, value in by_name.items() if value is not None or name not in optional}
 
     def _explain(self, error: ValidationError | RecursionError) -> str:
         """Describes what is wrong with the arguments, for the model."""
@@ -269,23 +272,9 @@ def _inlined(node: Any, definitions: dict[str, Any], open_names: tuple[str, ...]
     return plain
 
 
-def _decoded(arguments: Any) -> Any:
-    """Decodes arguments given as JSON text, as in OpenAI's API."""
-    if not isinstance(arguments, str):
-        return arguments
-    if not arguments.strip():
-        return None
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"the arguments are not valid JSON: {error}") from None
-
-
 def _from_text(value: Any) -> Any:
     """Decodes a list or object written as JSON text."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        try:
+        with contextlib.suppress(ValueError, RecursionError):
             return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
     return value

@@ -167,11 +167,10 @@ async def run_eval(
 ) -> EvalResult:
     """Samples every item and averages the metrics.
 
-    An item is sampled as often as `pass_k` needs, else once. Samples that fail count as wrong.
-
-    `seed_of(item, completion, turn)` seeds the requests; `on_sample` is called as each sample ends. `finished` has
-    scores of samples to keep, by item and completion; `taken` are ids that no new sample may have. Raises
-    EnvironmentFailure when nothing could be scored.
+    An item is sampled as often as `pass_k` needs, else once. Samples that fail count as wrong. `seed_of(item,
+    completion, turn)` seeds the requests; `on_sample` is called as each sample ends. `finished` has scores of samples
+    to keep, by item and completion; `taken` are ids that no new sample may have. Raises EnvironmentFailure when nothing
+    could be scored.
     """
     started = time.monotonic()
     settings = dataclasses.replace(settings, sampling=plan.sampling, for_eval=True)

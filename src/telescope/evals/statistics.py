@@ -39,10 +39,8 @@ class Estimate:
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Unbiased probability that at least one of `k` samples is correct.
 
-    It is 1 - C(n - c, k) / C(n, k).
-
-    Chen et al. 2021 (https://arxiv.org/abs/2107.03374), eq. 1. The binomials are exact integers, so the result is
-    rounded once. Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
+    It is 1 - C(n - c, k) / C(n, k). Chen et al. 2021 (https://arxiv.org/abs/2107.03374), eq. 1. The binomials are exact
+    integers, so the result is rounded once. Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
     """
     _check_counts(num_samples, num_correct, k)
     subsets = math.comb(num_samples, k)
@@ -52,9 +50,8 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def pass_pow_k(num_samples: int, num_correct: int, k: int) -> float:
     """Unbiased probability that all of `k` samples are correct.
 
-    It is pass^k: C(c, k) / C(n, k).
-
-    Yao et al. 2024 (https://arxiv.org/abs/2406.12045), section 4. Raises ValueError as `pass_at_k` does.
+    It is pass^k: C(c, k) / C(n, k). Yao et al. 2024 (https://arxiv.org/abs/2406.12045), section 4. Raises ValueError as
+    `pass_at_k` does.
     """
     _check_counts(num_samples, num_correct, k)
     return math.comb(num_correct, k) / math.comb(num_samples, k)
@@ -89,10 +86,9 @@ def count_failed_as_wrong(
 def metrics_over_items(items: Sequence[Sequence[Mapping[str, float]]], pass_k: Mapping[str, Any]) -> dict[str, float]:
     """Means over items of each metric and of `pass_k`.
 
-    Keys of the latter are `pass@8/correct` and `pass^8/correct`.
-
-    `items` has the metrics of each completion of each item, see `count_failed_as_wrong`. An item with fewer than k of
-    them is left out of pass@k. Raises EnvironmentFailure when no completion has a metric that `pass_k` names.
+    Keys of the latter are `pass@8/correct` and `pass^8/correct`. `items` has the metrics of each completion of each
+    item, see `count_failed_as_wrong`. An item with fewer than k of them is left out of pass@k. Raises
+    EnvironmentFailure when no completion has a metric that `pass_k` names.
     """
     columns: dict[str, list[list[float]]] = defaultdict(list)
     for completions in items:
@@ -144,9 +140,8 @@ def estimate_difference(
 ) -> Estimate:
     """Mean of `values` minus `baseline`, with its paired bootstrap interval.
 
-    Items count that both have.
-
-    Keys are item identities (`sample_uid`). Items of one side are left out. Raises ValueError when no item is shared.
+    Items count that both have. Keys are item identities (`sample_uid`). Items of one side are left out. Raises
+    ValueError when no item is shared.
     """
     shared = sorted(values.keys() & baseline.keys())
     if not shared:

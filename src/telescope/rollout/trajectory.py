@@ -26,11 +26,10 @@ from telescope.trainer.batch import TrainSample
 class Turn:
     """One answer of the model.
 
-    It has the ids added since the last answer, and the ids that were sampled.
-
-    With `restarts` the former are the whole prompt. `replies` are the environment's messages before this answer,
-    (role, text, turn_type) each, the last optional; `divergence` names how the join before this turn differs from the
-    chat template (`environments.rendering`). Times are wall-clock.
+    It has the ids added since the last answer, and the ids that were sampled. With `restarts` the former are the whole
+    prompt. `replies` are the environment's messages before this answer, (role, text, turn_type) each, the last
+    optional; `divergence` names how the join before this turn differs from the chat template
+    (`environments.rendering`). Times are wall-clock.
     """
 
     added_token_ids: list[int]
@@ -171,9 +170,8 @@ class Trajectory:
     def sequences(self) -> list[TrainSample]:
         """Returns its token sequences in order.
 
-        There is one per segment between restarts. It needs a turn.
-
-        Each has token ids with a trained flag, the engine's logprob and the policy version per token; no reward.
+        There is one per segment between restarts. It needs a turn. Each has token ids with a trained flag, the engine's
+        logprob and the policy version per token; no reward.
         """
         segments = self._segments()
         if len(segments) == 1:
@@ -214,10 +212,9 @@ class Trajectory:
 def _joined_routes(turns: list[Turn]) -> np.ndarray | None:
     """Returns the routes of a sequence's tokens [L, X, K].
 
-    They are zero where none are recorded. None without any.
-
-    An answer has routes of its whole prompt. A token keeps those of the first answer that has them: under those its
-    successor was sampled. The last sampled token of a turn has them from the next turn's prompt.
+    They are zero where none are recorded. None without any. An answer has routes of its whole prompt. A token keeps
+    those of the first answer that has them: under those its successor was sampled. The last sampled token of a turn has
+    them from the next turn's prompt.
     """
     recorded = [turn.generation.routes_MXK for turn in turns]
     known = [routes for routes in recorded if routes is not None and len(routes)]

@@ -110,10 +110,8 @@ def build_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Trains a fast Hugging Face tokenizer on `corpus` (few, short, typical prompts).
 
-    `more_markup` are tokens of the same kind as `MARKUP_TOKENS`.
-
-    The vocabulary holds at most `vocab_size` tokens: special and markup tokens, 256 bytes, then merges. The same corpus
-    in the same order gives the same ids.
+    `more_markup` are tokens of the same kind as `MARKUP_TOKENS`. The vocabulary holds at most `vocab_size` tokens:
+    special and markup tokens, 256 bytes, then merges. The same corpus in the same order gives the same ids.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

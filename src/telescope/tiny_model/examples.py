@@ -112,11 +112,10 @@ class ExampleSource:
     """An endless sequence of examples that follows from the settings' seed.
 
     The puzzles of a conversation have nothing to do with one another. The first is put by the user; the later ones by
-    the user too or, in every second conversation, by a tool.
-
-    A right answer adds some of the numbers and then subtracts the others, each in the order of the prompt, so that
-    every choice of signs has one spelling; of several choices that reach the target the first in a fixed order is
-    taught. A wrong one has arbitrary signs, and so is right now and then; `wrong_share` is that of answers.
+    the user too or, in every second conversation, by a tool. A right answer adds some of the numbers and then subtracts
+    the others, each in the order of the prompt, so that every choice of signs has one spelling; of several choices that
+    reach the target the first in a fixed order is taught. A wrong one has arbitrary signs, and so is right now and
+    then; `wrong_share` is that of answers.
     """
 
     def __init__(self, settings: TinyModelSettings) -> None:

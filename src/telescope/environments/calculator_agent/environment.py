@@ -1,6 +1,4 @@
-"""The calculator agent.
-
-The model answers a question with a calculator that does one operation at a time.
+"""The calculator agent: the model answers a question with a calculator that does one operation at a time.
 
 The reward requires that the last answer is one number between `<answer>` tags, that it is the value of the question,
 and that the calculator has returned it. A right answer without the calculator earns nothing, and neither does a call
@@ -42,12 +40,10 @@ _UNSET: Any = object()
 class CalculatorAgentEnvironment(ToolEnvironment):
     """Questions such as `12+7*3`, computed from left to right.
 
-    The model has a calculator.
-
-    `prompt_style` is `full` (instructions and tool schemas, calls in the usual form) or `short` (the bare question,
-    calls as `<call>12+7</call>`, results as bare numbers). `portion` is `all`, `train` or `heldout`: a fixed fifth of
-    all questions is held out. The reward is 1 for a right answer that came from the calculator, `answer_reward` for one
-    that is right without, else 0.
+    The model has a calculator. `prompt_style` is `full` (instructions and tool schemas, calls in the usual form) or
+    `short` (the bare question, calls as `<call>12+7</call>`, results as bare numbers). `portion` is `all`, `train` or
+    `heldout`: a fixed fifth of all questions is held out. The reward is 1 for a right answer that came from the
+    calculator, `answer_reward` for one that is right without, else 0.
     """
 
     reward_min, reward_max = 0.0, 1.0

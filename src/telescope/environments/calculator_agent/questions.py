@@ -12,6 +12,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from telescope.environments.countdown.puzzles import OPERATIONS
+
 HELD_OUT_PERCENT = 20
 LARGEST_RESULT = 999_999_999
 """Largest number that the calculator accepts."""
@@ -60,9 +62,7 @@ class QuestionSettings:
 
 def apply(left: int, operator: str, right: int) -> int:
     """The result of one operation."""
-    if operator == "+":
-        return left + right
-    return left - right if operator == "-" else left * right
+    return int(OPERATIONS[operator](left, right))
 
 
 def draw_question(settings: QuestionSettings, rng: random.Random) -> Question:

@@ -50,10 +50,9 @@ class CountdownEnvironment(SingleTurnEnvironment):
     `dataset` is `hub`, `generated`, or `auto` (the hub's if it is available; else generated, unless `dataset_name` or
     `dataset_split` select another dataset). `portion` is `all`, `train` or `heldout`: a fixed fifth of all puzzles is
     held out, for any seed. `min_numbers` to `operations` shape generated puzzles; an answer may use `operations` only.
-
     `prompt_style` is `full` (instructions in words) or `short` ("3 7 12 -> 22", for very small models). The reward is
-    `correct_reward` for a right answer plus `format_reward` for the right form; the metrics `correct` and `format`
-    are 0 or 1 whatever the weights.
+    `correct_reward` for a right answer plus `format_reward` for the right form; the metrics `correct` and `format` are
+    0 or 1 whatever the weights.
     """
 
     metrics_ranges: ClassVar[dict[str, dict[str, float]]] = {

@@ -1,6 +1,4 @@
-"""Generates Countdown puzzles.
-
-Splits them into training and held-out puzzles, and evaluates answers.
+"""Generates Countdown puzzles, splits them into training and held-out ones, and evaluates answers.
 
 The sequence is a pure function of the settings and the seed. Whether a puzzle is held out depends only on its numbers
 (in any order) and its target, so no choice of seed or size puts a held-out puzzle into a training set.
@@ -14,12 +12,17 @@ short, numbers have few digits, nesting is shallow, and the result of n operatio
 from __future__ import annotations
 
 import hashlib
+import operator
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
+OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
+}  # fmt: skip
 HELD_OUT_PERCENT = 20
 """Share of all puzzles that is held out. Three digits with + and - still give over 500 held-out prompts."""
 
@@ -94,31 +97,24 @@ def _random_puzzle(settings: PuzzleSettings, rng: random.Random) -> Puzzle | Non
     while len(terms) > 1:
         left = terms.pop(rng.randrange(len(terms)))
         right = terms.pop(rng.randrange(len(terms)))
-        operator = rng.choice(settings.operations)
-        if operator == "/" and (right.value == 0 or (left.value / right.value).denominator != 1):
+        sign = rng.choice(settings.operations)
+        if sign == "/" and (right.value == 0 or (left.value / right.value).denominator != 1):
             return None  # every intermediate result is a whole number, as in the usual puzzles
-        terms.append(_combine(left, operator, right))
+        terms.append(_combine(left, sign, right))
     result = terms[0]
     if not settings.min_target <= result.value <= settings.max_target:
         return None
     return Puzzle(numbers, int(result.value), result.text)
 
 
-def _combine(left: _Term, operator: str, right: _Term) -> _Term:
-    if operator == "+":
-        value = left.value + right.value
-    elif operator == "-":
-        value = left.value - right.value
-    elif operator == "*":
-        value = left.value * right.value
-    else:
-        value = left.value / right.value
+def _combine(left: _Term, sign: str, right: _Term) -> _Term:
+    value = OPERATIONS[sign](left.value, right.value)
     left_text, right_text = left.text, right.text
-    if operator in "*/" and left.weakest in ("+", "-"):
+    if sign in "*/" and left.weakest in ("+", "-"):
         left_text = f"({left_text})"
-    if (operator in "-*/" and right.weakest in ("+", "-")) or (operator == "/" and right.weakest):
+    if (sign in "-*/" and right.weakest in ("+", "-")) or (sign == "/" and right.weakest):
         right_text = f"({right_text})"
-    return _Term(value, f"{left_text}{operator}{right_text}", operator)
+    return _Term(value, f"{left_text}{sign}{right_text}", sign)
 
 
 MAX_CHARACTERS = 512
@@ -153,14 +149,7 @@ class Expression:
                 stack.append(Fraction(item))
                 continue
             right, left = stack.pop(), stack.pop()
-            if item == "+":
-                stack.append(left + right)
-            elif item == "-":
-                stack.append(left - right)
-            elif item == "*":
-                stack.append(left * right)
-            else:
-                stack.append(left / right)
+            stack.append(OPERATIONS[item](left, right))
         return stack[0]
 
 
@@ -197,16 +186,16 @@ class _Parser:
     def _sum(self) -> None:
         self._product()
         while self._next_is("+-"):
-            operator = self._take()
+            sign = self._take()
             self._product()
-            self.postfix.append(operator)
+            self.postfix.append(sign)
 
     def _product(self) -> None:
         self._atom()
         while self._next_is("*/"):
-            operator = self._take()
+            sign = self._take()
             self._atom()
-            self.postfix.append(operator)
+            self.postfix.append(sign)
 
     def _atom(self) -> None:
         if self.position == len(self.tokens):

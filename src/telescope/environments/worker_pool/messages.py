@@ -154,12 +154,11 @@ class Advance:
     """The environment's reply to a completion.
 
     `append_token_ids` follow the completion in the next turn's prompt; empty when `done`. `completion_text` is the
-    scored text. `seconds` is the time in the environment's code and in decoding, without waiting in queues.
-
-    In a multi-turn rollout that continues, `messages` are the environment's messages after the completion. With
-    `restarts`, nothing could be appended and `append_token_ids` is the whole next prompt; `divergence` names how the
-    join differs from the chat template (`rendering`). `end_reason` is the environment's reason when the rollout is
-    done. `tool_calls` are the calls of the completion, as `ToolCall.record` has them.
+    scored text. `seconds` is the time in the environment's code and in decoding, without waiting in queues. In a
+    multi-turn rollout that continues, `messages` are the environment's messages after the completion. With `restarts`,
+    nothing could be appended and `append_token_ids` is the whole next prompt; `divergence` names how the join differs
+    from the chat template (`rendering`). `end_reason` is the environment's reason when the rollout is done.
+    `tool_calls` are the calls of the completion, as `ToolCall.record` has them.
     """
 
     done: bool

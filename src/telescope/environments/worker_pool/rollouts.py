@@ -103,8 +103,12 @@ class PoolRollouts:
         if worker is None or record.lost is not None:
             return
         header = {"op": "end", "env": position, "rollout": record.key}
-        end = self._call(header, b"", f"{record.label}: end", worker=worker)
-        end.future.add_done_callback(_log_error)
+
+        def log_error(future: asyncio.Future[Answer]) -> None:  # which no caller awaits
+            if not future.cancelled() and (error := future.exception()) is not None:
+                logger.warning("%s", error)
+
+        self._call(header, b"", f"{record.label}: end", worker=worker).future.add_done_callback(log_error)
 
     def lose_worker(self, worker: PoolWorker, calls: list[Call], how: str) -> list[Call]:
         """Marks the rollouts of a worker that ended as lost. Returns those of its calls that must run again."""
@@ -159,9 +163,3 @@ class PoolRollouts:
 
 def _lost(record: Rollout, how: str) -> RolloutLost:
     return RolloutLost(f"{record.label}: its worker process {how}")
-
-
-def _log_error(future: asyncio.Future[Answer]) -> None:
-    """Logs an error of ending a rollout, which no caller awaits."""
-    if not future.cancelled() and (error := future.exception()) is not None:
-        logger.warning("%s", error)

@@ -35,10 +35,9 @@ def try_environments(
     """Loads every environment and its dataset in a separate process. Returns their descriptions, in order.
 
     `making_seconds` bounds the import and the constructor of one environment. Calls `say` with a line when it takes
-    long. Call it from the main thread (see `Launcher`).
-
-    Raises `UserError` with the environment and the fault: an error with its line, an exit of the process, a hang with
-    its stack, an empty dataset, answers that no completion can equal.
+    long. Call it from the main thread (see `Launcher`). Raises `UserError` with the environment and the fault: an error
+    with its line, an exit of the process, a hang with its stack, an empty dataset, answers that no completion can
+    equal.
     """
     return asyncio.run(_Trial(specs, environments_path, making_seconds, say).run())
 

@@ -40,10 +40,8 @@ _BOXED = re.compile(rf"\W{{0,4}}(?:[a-z]+\{{)?\W{{0,4}}{_CHOICE}(?:[).:}}\s].*)?
 class GpqaDiamond(Eval):
     """Questions with four choices.
 
-    Their order depends on `shuffle_seed` and the question alone.
-
-    `dataset` is `hub`, or `own` for the few items that ship with Telescope, whose accuracy is not the benchmark's.
-    `instruction_prompt_pre` precedes a question.
+    Their order depends on `shuffle_seed` and the question alone. `dataset` is `hub`, or `own` for the few items that
+    ship with Telescope, whose accuracy is not the benchmark's. `instruction_prompt_pre` precedes a question.
     """
 
     metrics_ranges = {  # noqa: RUF012
