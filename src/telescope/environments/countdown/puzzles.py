@@ -3,14 +3,15 @@
 The sequence is a pure function of the settings and the seed. Whether a puzzle is held out depends only on its numbers
 (in any order) and its target, so no choice of seed or size puts a held-out puzzle into a training set.
 
-Expressions are parsed and evaluated exactly and safely, for any text, without Python's own parser. The grammar is
-integers, `+ - * /`, parentheses and spaces, without powers, signs, names and floats. Work is bounded: the text is
-short, numbers have few digits, nesting is shallow, and the result of n operations on numbers of d digits has at most
+Expressions are parsed and evaluated exactly and safely, for any text: Python parses a text of digits, `+ - * /`,
+parentheses and spaces, and nothing is executed. Powers, signs, names and floats are refused. Work is bounded: the text
+is short, numbers have few digits, nesting is shallow, and the result of n operations on numbers of d digits has at most
 (n + 1) * d digits.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import operator
 import random
@@ -18,7 +19,8 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from itertools import accumulate
+from typing import Any, cast
 
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
@@ -123,10 +125,10 @@ MAX_DIGITS = 9
 MAX_NUMBERS = 32
 MAX_DEPTH = 32
 """Deepest nesting of parentheses, which bounds the recursion."""
-
-_TOKEN = re.compile(r"[0-9]+|[-+*/()]")
 _ALLOWED = re.compile(r"[-+*/() \t\n0-9]*")
-_TYPOGRAPHY = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-"})  # the signs of printed mathematics
+_TYPOGRAPHY = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-", "\t": " ", "\n": " "})
+"""The signs of printed mathematics, and white space."""
+_SIGNS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
 
 class ExpressionError(ValueError):
@@ -135,92 +137,44 @@ class ExpressionError(ValueError):
 
 @dataclass(slots=True, frozen=True)
 class Expression:
-    """A parsed expression: numbers in order, operators, and postfix form."""
+    """A parsed expression: numbers in order, operators, and its tree of constants and binary operations."""
 
     numbers: tuple[int, ...]
     operators: frozenset[str]
-    postfix: tuple[int | str, ...]
+    tree: ast.expr
 
     def value(self) -> Fraction:
         """The exact value. Raises `ZeroDivisionError`."""
-        stack: list[Fraction] = []
-        for item in self.postfix:
-            if isinstance(item, int):
-                stack.append(Fraction(item))
-                continue
-            right, left = stack.pop(), stack.pop()
-            stack.append(OPERATIONS[item](left, right))
-        return stack[0]
+
+        def value_of(node: Any) -> Fraction:
+            if isinstance(node, ast.Constant):
+                return Fraction(cast("int", node.value))
+            result: Fraction = OPERATIONS[_SIGNS[type(node.op)]](value_of(node.left), value_of(node.right))
+            return result
+
+        return value_of(self.tree)
 
 
 def parse(text: str) -> Expression:
     """Parses an expression. Raises `ExpressionError` with the reason."""
     if len(text) > MAX_CHARACTERS:
         raise ExpressionError(f"longer than {MAX_CHARACTERS} characters")
-    text = text.translate(_TYPOGRAPHY)
+    text = text.translate(_TYPOGRAPHY).strip()
     if not _ALLOWED.fullmatch(text):
         raise ExpressionError("contains something other than digits, + - * / and parentheses")
-    return _Parser(_TOKEN.findall(text)).parse()
-
-
-class _Parser:
-    """Recursive descent parser with the usual precedence, left-associative."""
-
-    def __init__(self, tokens: list[str]) -> None:
-        self.tokens = tokens
-        self.position = 0
-        self.depth = 0
-        self.numbers: list[int] = []
-        self.postfix: list[int | str] = []
-
-    def parse(self) -> Expression:
-        self._sum()
-        if self.position != len(self.tokens):
-            raise ExpressionError(f"{self.tokens[self.position]!r} where the expression should end")
-        operators = frozenset(item for item in self.postfix if isinstance(item, str))
-        return Expression(tuple(self.numbers), operators, tuple(self.postfix))
-
-    def _next_is(self, characters: str) -> bool:
-        return self.position < len(self.tokens) and self.tokens[self.position] in characters
-
-    def _sum(self) -> None:
-        self._product()
-        while self._next_is("+-"):
-            sign = self._take()
-            self._product()
-            self.postfix.append(sign)
-
-    def _product(self) -> None:
-        self._atom()
-        while self._next_is("*/"):
-            sign = self._take()
-            self._atom()
-            self.postfix.append(sign)
-
-    def _atom(self) -> None:
-        if self.position == len(self.tokens):
-            raise ExpressionError("ends where a number is expected")
-        token = self._take()
-        if token == "(":
-            self.depth += 1
-            if self.depth > MAX_DEPTH:
-                raise ExpressionError(f"nested deeper than {MAX_DEPTH}")
-            self._sum()
-            if not self._next_is(")"):
-                raise ExpressionError("a parenthesis that is not closed")
-            self._take()
-            self.depth -= 1
-        elif token.isdigit():
-            if len(token) > MAX_DIGITS:
-                raise ExpressionError(f"a number of more than {MAX_DIGITS} digits")
-            if len(self.numbers) == MAX_NUMBERS:
-                raise ExpressionError(f"more than {MAX_NUMBERS} numbers")
-            self.numbers.append(int(token))
-            self.postfix.append(int(token))
-        else:
-            raise ExpressionError(f"{token!r} where a number is expected")
-
-    def _take(self) -> str:
-        token = self.tokens[self.position]
-        self.position += 1
-        return token
+    numbers = re.findall("[0-9]+", text)
+    if len(numbers) > MAX_NUMBERS or max(map(len, numbers), default=0) > MAX_DIGITS:
+        raise ExpressionError(f"has more than {MAX_NUMBERS} numbers, or one of more than {MAX_DIGITS} digits")
+    if max(accumulate((character == "(") - (character == ")") for character in text), default=0) > MAX_DEPTH:
+        raise ExpressionError(f"nested deeper than {MAX_DEPTH}")
+    try:
+        tree = ast.parse(re.sub("[0-9]+", lambda digits: str(int(digits[0])), text), mode="eval").body
+    except SyntaxError as error:
+        raise ExpressionError(f"cannot be read: {error.msg}") from None
+    operators = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.BinOp) and type(node.op) in _SIGNS:
+            operators.add(_SIGNS[type(node.op)])
+        elif not isinstance(node, ast.Constant | ast.operator):
+            raise ExpressionError("has something other than numbers with one of + - * / between two of them")
+    return Expression(tuple(map(int, numbers)), frozenset(operators), tree)
