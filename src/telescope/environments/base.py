@@ -1,6 +1,4 @@
-"""Base classes of environments.
-
-An environment is a dataset of prompts and a way to score the answers.
+"""Base classes of environments. An environment is a dataset of prompts and a way to score the answers.
 
 This module has the classes that users subclass and the records that they exchange with Telescope. It imports nothing
 heavy: writing and testing an environment needs neither torch nor Ray nor vLLM. `registry` finds environments,

@@ -1,6 +1,4 @@
-"""Evals, and evals by name.
-
-An eval is a dataset, a prompt format, and metrics of the answers.
+"""Evals, and evals by name: datasets with a prompt format and metrics of the answers.
 
 An eval may wrap an environment (`environment_name`), from which it takes what it does not define itself: the dataset,
 the prompt format, the metrics, any other attribute. Every environment is also an eval (`EnvironmentEval`), so training

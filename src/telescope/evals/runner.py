@@ -1,6 +1,4 @@
-"""Runs an eval.
-
-Its items are fixed, sampled with the engines' current weights and scored by the environment.
+"""Runs an eval: fixed items, sampled with the engines' current weights and scored by the environment.
 
 Samples take the same path as in training (`rollout.sample`): the same request slots, engines and environment workers.
 This module owns the choice of items and the averages, not when evals run or which weights the engines have.

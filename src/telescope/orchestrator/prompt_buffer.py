@@ -20,6 +20,7 @@ from telescope.orchestrator.budget import ErrorBudget
 from telescope.orchestrator.prompt_sampler import PromptSampler, SampledPrompt, SamplerPosition
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import ChangeNotifier
+from telescope.utils.text import single_line
 
 logger = logging.getLogger(__name__)
 
@@ -130,16 +131,20 @@ class PromptBuffer:
 async def measure_prompts(
     config: TelescopeConfig, source: EnvironmentPool, keys: list[str], max_context: int
 ) -> list[str]:
-    """Returns a sentence for each environment with prompts that leave no space for an answer. They are left out.
+    """Returns sentences for prompts that are left out: they cannot be rendered, or leave no space for an answer.
 
-    Looks at items spread over the dataset. Raises `UserError` for an environment that has no other prompts.
+    Looks at items spread over the dataset. Raises `UserError` for an environment whose prompts are all too long.
     """
     news = []
     for entry, key in zip(config.environments, keys, strict=True):
         size = (await source.describe(key)).num_samples
         items = range(0, size, max(-(-size // NUM_MEASURED), 1))
         found = await asyncio.gather(*(_length(source, key, item) for item in items))
-        lengths = [length for length in found if length is not None]
+        lengths = [length for length in found if isinstance(length, int)]
+        if failures := [failure for failure in found if isinstance(failure, EnvironmentFailure)]:
+            first = single_line(str(failures[0]))
+            all_of = f"{len(failures)} of {len(found)} measured prompts of {entry.name}"
+            news.append(f"{all_of} cannot be rendered and are left out. The first one: {first}")
         num_long = sum(length >= max_context for length in lengths)
         if not num_long:
             continue
@@ -154,12 +159,12 @@ async def measure_prompts(
     return news
 
 
-async def _length(source: EnvironmentPool, key: str, item: int) -> int | None:
-    """Returns the tokens of a prompt. None if it cannot be rendered, which counts once it is needed."""
+async def _length(source: EnvironmentPool, key: str, item: int) -> int | EnvironmentFailure:
+    """Returns the tokens of a prompt, or why it cannot be rendered, which counts once it is needed."""
     try:
         return len((await source.prepare(key, item)).token_ids)
-    except EnvironmentFailure:
-        return None
+    except EnvironmentFailure as failure:
+        return failure
 
 
 def context_field(config: TelescopeConfig) -> str:

@@ -1,6 +1,4 @@
-"""One sample from prompt to scored trajectory.
-
-Its loop alternates generation and environment replies.
+"""One sample from prompt to scored trajectory: a loop of generations and replies of the environment.
 
 Owns the turn loop and the retries after infrastructure failures. Request slots and servers come in through protocols
 (`rollout.types`). A single-turn sample is a loop that ends after one turn.

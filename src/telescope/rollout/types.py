@@ -1,7 +1,4 @@
-"""Protocols of the engine and the request slots for rollouts.
-
-Fakes implement them in tests and benchmarks.
-"""
+"""Protocols of the engine and the request slots for rollouts. Fakes implement them in tests and benchmarks."""
 
 from __future__ import annotations
 

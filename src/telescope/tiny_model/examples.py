@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from telescope.environments.calculator_agent import questions
 from telescope.environments.calculator_agent.environment import CALL_CLOSE, CALL_OPEN, CalculatorAgentEnvironment
@@ -32,14 +32,6 @@ class Example:
     """One conversation. The context of a turn contains the earlier answers, right or wrong."""
 
     turns: tuple[Turn, ...]
-
-
-class Examples(Protocol):
-    """An endless sequence of examples of one task."""
-
-    def draw(self, wrong_share: float) -> Example:
-        """Returns one example. The task decides how much of it goes wrong for a `wrong_share` from 0 to 1."""
-        ...
 
 
 CALCULATOR_MARKUP = (CALL_OPEN, CALL_CLOSE)
@@ -98,7 +90,7 @@ def _answer(number: int) -> str:
     return f"<answer>{number}</answer>"
 
 
-def examples_of(settings: TinyModelSettings) -> Examples:
+def examples_of(settings: TinyModelSettings) -> CalculatorExamples | ExampleSource:
     """The examples of the settings' task."""
     return CalculatorExamples(settings) if settings.task == "calculator_agent" else ExampleSource(settings)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from telescope.tiny_model.cache import TinyModelSettings
-from telescope.tiny_model.examples import Example, Examples, examples_of
+from telescope.tiny_model.examples import Example, examples_of
 
 if TYPE_CHECKING:
     import torch
@@ -98,7 +98,9 @@ def warm_start(
     try:
         for step in range(settings.warm_start_steps):
             wrong_share = 0.0 if step < num_clean_steps else settings.wrong_share
-            examples = _draw_batch(source, wrong_share, settings.warm_start_batch_size)
+            examples: list[Example] = []
+            while sum(len(example.turns) for example in examples) < settings.warm_start_batch_size:
+                examples.append(source.draw(wrong_share))
             tokens_BL, targets_BL = encode_examples(examples, tokenizer)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate_at(step, settings.warm_start_steps, settings.warm_start_learning_rate)
@@ -115,12 +117,3 @@ def warm_start(
                 report(WarmStartProgress(step + 1, settings.warm_start_steps, float(loss.detach())))
     finally:
         torch.set_num_threads(num_threads)
-
-
-def _draw_batch(source: Examples, wrong_share: float, num_answers: int) -> list[Example]:
-    """Returns conversations with `num_answers` answers in total, or a few more."""
-    examples: list[Example] = []
-    while num_answers > 0:
-        examples.append(source.draw(wrong_share))
-        num_answers -= len(examples[-1].turns)
-    return examples

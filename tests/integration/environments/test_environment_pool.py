@@ -1,12 +1,15 @@
 """The pool with real processes and correct user code."""
 
 import asyncio
+import json
+from types import SimpleNamespace
 
 import pytest
 
 from telescope.environments.worker_pool.messages import EnvironmentSpec
 from telescope.errors import UserError
 from telescope.evals import eval_spec
+from telescope.orchestrator.prompt_buffer import measure_prompts
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -101,6 +104,20 @@ async def test_training_and_evaluation_of_countdown_share_a_pool_and_no_item(mak
     ).reward
     assert record.sample_metrics == {"reward": 0.0, "correct": 0.0, "format": 0.0}
     assert (await pool.describe("eval/countdown")).metrics_ranges["correct"] == {"min": 0.0, "max": 1.0}
+
+
+async def test_prompts_that_cannot_be_rendered_are_one_line_with_count_item_and_reason(make_pool, tmp_path):
+    rows = [{"prompt": f"{n}?", "answer": "1"} for n in range(12)]
+    for n in (5, 7):
+        rows[n]["prompt"] = [{"role": "user", "content": [{"type": "image"}]}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    pool = await make_pool(EnvironmentSpec("dataset", {"path": str(tmp_path / "rows.jsonl")}))
+    limits = {"overlong_samples": "truncate", "max_model_len": 4096, "seq_len": 4096}
+    config = SimpleNamespace(environments=[SimpleNamespace(name="dataset")], **limits)
+    (line,) = await measure_prompts(config, pool, ["dataset"], 4096)
+    assert line.startswith("2 of 12 measured prompts of dataset cannot be rendered and are left out. The first one: ")
+    assert "item 5: preparing the prompt failed" in line
+    assert "whose content is dict {'type': 'image'}, not a text" in line
 
 
 async def test_answers_that_never_finish_comparing_are_wrong_and_delay_no_other(make_pool, encode):

@@ -185,7 +185,8 @@ async def test_the_share_of_long_prompts_is_said_before_the_start(fields: Any, c
 async def test_prompts_of_a_large_dataset_are_measured_in_part_and_broken_ones_are_no_lengths() -> None:
     source = Source()
     source.num_items, source.broken = 12_000, set(range(100))
-    (line,) = await measure_prompts(config_of(), source, ["arithmetic"], 6_000)  # type: ignore[arg-type]
+    broken, line = await measure_prompts(config_of(), source, ["arithmetic"], 6_000)  # type: ignore[arg-type]
+    assert broken.endswith("prompts of arithmetic cannot be rendered and are left out. The first one: no such item")
     assert re.match(r"51% of 126 measured prompts of arithmetic leave no space", line)
     assert source.num_asked <= NUM_MEASURED
 

@@ -187,15 +187,8 @@ def calculate(expression: str, state: RolloutState) -> str:
 
 def _short_calls(text: str) -> list[ToolCall]:
     """Calls between `<call>` and `</call>`. Other text with one of the tags is a call that cannot be read."""
-    calls: list[ToolCall] = []
-    position = 0
-    while (start := text.find(CALL_OPEN, position)) != -1:
-        end = text.find(CALL_CLOSE, start)
-        if end == -1:
-            break
-        position = end + len(CALL_CLOSE)
-        expression = text[start + len(CALL_OPEN) : end]
-        calls.append(ToolCall("calculate", {"expression": expression}, text[start:position]))
+    found = re.finditer(f"{CALL_OPEN}(.*?){CALL_CLOSE}", text, re.DOTALL)
+    calls = [ToolCall("calculate", {"expression": call[1]}, call[0]) for call in found]
     if not calls and ("<call" in text or "call>" in text):
         calls.append(ToolCall("", None, text, f"A call must have the form {CALL_OPEN}12+7{CALL_CLOSE}."))
     return calls

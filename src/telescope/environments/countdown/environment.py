@@ -8,7 +8,6 @@ of tags, nothing follows it, and its content parses. `arithmetic` parses and eva
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -131,7 +130,14 @@ class CountdownEnvironment(SingleTurnEnvironment):
         return self._generate(num_samples, portion, settings, seed)
 
     def _generate(self, num_samples: int, portion: str, settings: PuzzleSettings, seed: int) -> list[Sample]:
-        _check_settings(settings)
+        for name in ("numbers", "number", "target"):
+            low, high = getattr(settings, f"min_{name}"), getattr(settings, f"max_{name}")
+            if low > high:
+                raise UserError(f"countdown: min_{name} is {low}, above max_{name}, which is {high}.")
+        if settings.min_numbers < 1:
+            raise UserError(f"countdown: min_numbers is {settings.min_numbers}; use 1 or more.")
+        if settings.min_number < 0:
+            raise UserError(f"countdown: min_number is {settings.min_number}; numbers are not negative, use 0 or more.")
         wanted = DEFAULT_NUM_GENERATED if num_samples < 0 else num_samples
         puzzles = list(islice(generate_puzzles(settings, seed, portion), wanted))
         if len(puzzles) < num_samples:
@@ -194,15 +200,3 @@ class CountdownEnvironment(SingleTurnEnvironment):
 def _one_of(field: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise UserError(f"countdown: {field} is {value!r}; use one of {', '.join(choices)}.")
-
-
-def _check_settings(settings: PuzzleSettings) -> None:
-    for low, high in (("min_numbers", "max_numbers"), ("min_number", "max_number"), ("min_target", "max_target")):
-        if getattr(settings, low) > getattr(settings, high):
-            raise UserError(
-                f"countdown: {low} is {getattr(settings, low)}, above {high}, which is {getattr(settings, high)}."
-            )
-    if settings.min_numbers < 1:
-        raise UserError(f"countdown: min_numbers is {settings.min_numbers}; use 1 or more.")
-    if settings != replace(settings, min_number=max(settings.min_number, 0)):
-        raise UserError(f"countdown: min_number is {settings.min_number}; numbers are not negative, use 0 or more.")

@@ -1,6 +1,4 @@
-"""Wordle: guess a secret word of five letters.
-
-An answer has one guess; the response colors its letters.
+"""Wordle: guess a secret word of five letters. A response colors the letters of a guess.
 
 The words are our own list (`words.json`) or TextArena's. The rules and the feedback (G, Y, X) are those of TextArena's
 Wordle, without its module-level state. A guess is the one word in square brackets of an answer; an answer with none,

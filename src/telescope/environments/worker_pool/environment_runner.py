@@ -183,9 +183,10 @@ class EnvironmentRunner:
 
         Tries each order of roles among the prompts of some items, followed by two turns if there are several.
         """
-        # Another `format_prompt` need not render the messages.
-        renders_messages = type(environment).format_prompt.__module__.startswith("telescope.")
-        if not (environment.is_multi_turn or (environment.uses_chat_template and renders_messages)):
+        if not environment.is_multi_turn and not (
+            environment.uses_chat_template  # and another `format_prompt` need not render the messages
+            and type(environment).format_prompt.__module__.startswith("telescope.")
+        ):
             return
         tried: set[tuple[str, ...]] = set()
         positions = digest_positions(len(environment))

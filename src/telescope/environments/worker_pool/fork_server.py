@@ -51,7 +51,7 @@ class ForkServer:
         """Workers that are not reaped: whether their end has been reported."""
 
     def serve(self) -> None:
-        """Serves until the driver closes the connection."""
+        """Serves until the driver closes the connection, then kills and reaps all children."""
         waker, wakened = socket.socketpair()
         waker.setblocking(False)
         wakened.setblocking(False)
@@ -67,7 +67,10 @@ class ForkServer:
                     self._report_ends()
                 if self.connection in ready and not self._handle_packet():
                     break
-        _kill_children()
+        while children := psutil.Process().children():  # and the descendants that they leave
+            for child in children:
+                os.kill(child.pid, signal.SIGKILL)
+                os.waitpid(child.pid, 0)
 
     def _send(self, message: dict[str, Any]) -> None:
         self.connection.send(json.dumps(message).encode())
@@ -137,14 +140,6 @@ class ForkServer:
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
             os._exit(code)  # does not return into the server's loop or wait for threads of user code
-
-
-def _kill_children() -> None:
-    """Kills and reaps all children, and the descendants that they leave."""
-    while children := psutil.Process().children():
-        for child in children:
-            os.kill(child.pid, signal.SIGKILL)
-            os.waitpid(child.pid, 0)
 
 
 def main(arguments: list[str]) -> None:

@@ -1,6 +1,4 @@
-"""Driver-side handle of the fork server.
-
-Starts it, requests workers, passes on its reports.
+"""Driver-side handle of the fork server: starts it, requests workers, passes on its reports.
 
 A server that ends unexpectedly is restarted, up to `MAX_RESTARTS` times within `RESTART_WINDOW_SECONDS`. The kernel
 ends its workers with it; their handles are notified (`lost`) and may request new ones, which the new server forks once

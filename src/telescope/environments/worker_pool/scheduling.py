@@ -22,9 +22,12 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from telescope.errors import EnvironmentFailure
+
+if TYPE_CHECKING:
+    from telescope.environments.worker_pool.worker_handle import PoolWorker
 
 AHEAD_SECONDS = 0.02
 """Expected work queued in one worker. Longer than a slow iteration of the driver's event loop, so that workers do not
@@ -242,15 +245,6 @@ class WorkerState:
         return culprit, others
 
 
-class WorkerLoad(Protocol):
-    """A worker that calls can be sent to."""
-
-    state: WorkerState
-
-
-WorkerT = TypeVar("WorkerT", bound=WorkerLoad)
-
-
 class CallQueue:
     """`len` counts the waiting calls, cancelled ones included."""
 
@@ -291,7 +285,7 @@ class CallQueue:
             else:
                 self._line(call).appendleft(call)
 
-    def dispatch(self, workers: Iterable[WorkerT]) -> Iterator[tuple[WorkerT, int, Call]]:
+    def dispatch(self, workers: Iterable[PoolWorker]) -> Iterator[tuple[PoolWorker, int, Call]]:
         """Assigns waiting calls in order to the least loaded workers with capacity.
 
         Yields the worker, the id of the dispatch and the call, which the caller must send.
@@ -314,11 +308,11 @@ class CallQueue:
             line.popleft()
         return line[0] if line else None
 
-    def _admits(self, worker: WorkerLoad, call: Call) -> bool:
+    def _admits(self, worker: PoolWorker, call: Call) -> bool:
         call.expected_seconds = self.costs.expected(call.kind)
         return worker.state.admits(call.expected_seconds)
 
-    def _assign(self, worker: WorkerT, line: deque[Call]) -> tuple[WorkerT, int, Call]:
+    def _assign(self, worker: PoolWorker, line: deque[Call]) -> tuple[PoolWorker, int, Call]:
         call = line.popleft()
         self._last_id += 1
         worker.state.sent(self._last_id, call)

@@ -23,6 +23,7 @@ import socket
 import sys
 import time
 import traceback
+import types
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
@@ -48,41 +49,28 @@ CLOSE_SECONDS = 20.0
 _request: ContextVar[int] = ContextVar("request", default=0)
 
 
-class _Attributed:
-    """Runs a coroutine; names its request in the slot during each step."""
-
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], request_id: int, worker: Worker) -> None:
-        self.coroutine, self.request_id, self.worker = coroutine, request_id, worker
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return self  # has the methods of a generator that `await` uses
-
-    def __iter__(self) -> _Attributed:
-        return self
-
-    def __next__(self) -> Any:
-        return self.send(None)
-
-    def send(self, value: Any) -> Any:
-        return self._step(self.coroutine.send, value)
-
-    def throw(self, *error: Any) -> Any:
-        return self._step(self.coroutine.throw, *error)
-
-    def _step(self, step: Callable[..., Any], *arguments: Any) -> Any:
-        with self.worker.on_main_thread(self.request_id):
+@types.coroutine
+def _steps_of(coroutine: Coroutine[Any, Any, Any], request_id: int, worker: Worker) -> Generator[Any, Any, Any]:
+    step: Callable[[Any], Any] = coroutine.send
+    argument: Any = None
+    while True:
+        with worker.on_main_thread(request_id):
             try:
-                return step(*arguments)
+                waits_for = step(argument)
+            except StopIteration as end:
+                return end.value
             except (SystemExit, KeyboardInterrupt) as error:
                 # asyncio would let these end the process, with the other rollouts in it.
                 raise RuntimeError(f"user code raised {type(error).__name__}") from error
-
-    def close(self) -> None:
-        self.coroutine.close()
+        try:
+            step, argument = coroutine.send, (yield waits_for)
+        except BaseException as error:
+            step, argument = coroutine.throw, error
 
 
 async def _attributed(coroutine: Coroutine[Any, Any, Any], request_id: int, worker: Worker) -> Any:
-    return await _Attributed(coroutine, request_id, worker)
+    """Runs a coroutine; names its request in the slot during each step."""
+    return await _steps_of(coroutine, request_id, worker)
 
 
 class Worker:
