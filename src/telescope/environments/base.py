@@ -144,7 +144,7 @@ def sample_uid(sample: Sample) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-class Dataset:
+class Dataset(ABC):
     """Samples that are loaded when first needed. Environments and evals derive from it."""
 
     # Defaults on the class: a subclass whose __init__ does not call super() works all the same.
@@ -158,12 +158,12 @@ class Dataset:
         """The display name; the registry's name unless the subclass overrides it."""
         return self._name or type(self).__name__
 
+    @abstractmethod
     def load_dataset(self, num_samples: int = -1, **kwargs: Any) -> list[Sample] | None:
         """Returns all samples, or the first `num_samples` if not negative.
 
         It may return the samples, set `self._samples`, or both.
         """
-        raise NotImplementedError
 
     def __len__(self) -> int:
         return len(self._loaded())
@@ -190,7 +190,7 @@ class Dataset:
         return self.name
 
 
-class Environment(Dataset, ABC):
+class Environment(Dataset):
     """A dataset and a reward. Subclass `SingleTurnEnvironment` or `MultiTurnEnvironment` rather than this.
 
     Class attributes that a subclass may set: `reward_min` and `reward_max` (expected range of the reward, for charts),
@@ -228,13 +228,6 @@ class Environment(Dataset, ABC):
     @property
     def is_multi_turn(self) -> bool:
         return False
-
-    @abstractmethod
-    def load_dataset(self, num_samples: int = -1, **kwargs: Any) -> list[Sample] | None:
-        """Returns all samples, or the first `num_samples` if not negative.
-
-        It may return the samples, set `self._samples`, or both.
-        """
 
     def notice(self, text: str) -> None:
         """Prints and records `text` before training.

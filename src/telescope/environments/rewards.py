@@ -104,8 +104,10 @@ class Rubric:
         metrics: dict[str, float] = {}
         golden: dict[str, str | None] = {}
         for term, value in zip(self._terms, returned, strict=True):
-            if term.golden_answer is not None:
-                golden[term.name] = _golden(sample, term.golden_answer)
+            if (source := term.golden_answer) is not None:
+                if sample is not None and isinstance(source, str):
+                    source = vars(sample).get(source, sample.metadata.get(source, source))
+                golden[term.name] = None if source is None else str(source)
             if isinstance(value, tuple) and len(value) == 2:
                 value, answer = value
                 golden[term.name] = None if answer is None else str(answer)
@@ -124,10 +126,3 @@ def _number(value: Any, name: str) -> float:
     if isinstance(value, str) or value is None:
         raise TypeError(f"the rubric's function {name!r} returned {value!r}, not a number")
     return float(value)
-
-
-def _golden(sample: Sample | None, source: Any) -> str | None:
-    """The golden answer that `golden_answer` names."""
-    if sample is not None and isinstance(source, str):
-        source = vars(sample).get(source, sample.metadata.get(source, source))
-    return None if source is None else str(source)

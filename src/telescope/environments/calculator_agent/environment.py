@@ -116,7 +116,12 @@ class CalculatorAgentEnvironment(ToolEnvironment):
     def parse_tool_calls(self, completion: str) -> list[ToolCall]:
         if not self.short:
             return super().parse_tool_calls(completion)
-        return _short_calls(strip_think_tags(completion))
+        text = strip_think_tags(completion)
+        found = re.finditer(f"{CALL_OPEN}(.*?){CALL_CLOSE}", text, re.DOTALL)
+        calls = [ToolCall("calculate", {"expression": call[1]}, call[0]) for call in found]
+        if not calls and ("<call" in text or "call>" in text):
+            calls.append(ToolCall("", None, text, f"A call must have the form {CALL_OPEN}12+7{CALL_CLOSE}."))
+        return calls
 
     def execute_tool(self, call: ToolCall) -> ToolResult:
         result = super().execute_tool(call)
@@ -183,12 +188,3 @@ def calculate(expression: str, state: RolloutState) -> str:
     if value.denominator == 1:
         state.custom.setdefault(RESULTS_KEY, []).append(int(value))
     return str(value)
-
-
-def _short_calls(text: str) -> list[ToolCall]:
-    """Calls between `<call>` and `</call>`. Other text with one of the tags is a call that cannot be read."""
-    found = re.finditer(f"{CALL_OPEN}(.*?){CALL_CLOSE}", text, re.DOTALL)
-    calls = [ToolCall("calculate", {"expression": call[1]}, call[0]) for call in found]
-    if not calls and ("<call" in text or "call>" in text):
-        calls.append(ToolCall("", None, text, f"A call must have the form {CALL_OPEN}12+7{CALL_CLOSE}."))
-    return calls

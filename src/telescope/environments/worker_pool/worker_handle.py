@@ -244,10 +244,6 @@ class PoolWorker:
         self.failed_starts = 0
         self.deadlines_passed = 0
 
-    @property
-    def accepts_calls(self) -> bool:
-        return self.ready and not self.killed
-
     def attach(self, process: WorkerProcess) -> None:
         """Installs a new process."""
         self.process = process

@@ -167,7 +167,7 @@ class WorkerPool:
         """Sends waiting calls to workers with capacity, with one write per worker."""
         self._pump_scheduled = False
         touched: set[WorkerProcess] = set()
-        for worker, call_id, call in self.queue.dispatch(w for w in self.workers if w.accepts_calls):
+        for worker, call_id, call in self.queue.dispatch(w for w in self.workers if w.ready and not w.killed):
             assert worker.process is not None
             worker.process.send({"id": call_id, **call.header}, call.blob)
             touched.add(worker.process)
