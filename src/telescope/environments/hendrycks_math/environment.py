@@ -32,7 +32,9 @@ class HendrycksMathEnvironment(MathEnvironment):
     hub_dataset: ClassVar[str] = "EleutherAI/hendrycks_math"
     hub_subsets: ClassVar[tuple[str | None, ...]] = SUBJECTS
 
-    def load_dataset(self, num_samples: int = -1, levels: list[int] | None = None, **options: Any) -> list[Sample]:
+    def load_dataset(  # type: ignore[override]  # passes the others on by name
+        self, num_samples: int = -1, levels: list[int] | None = None, **options: Any
+    ) -> list[Sample]:
         """Returns the problems as samples. Raises `UserError` if there is none."""
         if levels is not None and not set(levels) <= {1, 2, 3, 4, 5}:
             raise UserError(f"hendrycks_math: levels is {levels!r}; use some of 1 to 5.")
