@@ -152,8 +152,8 @@ def explain(console: Console, name: str) -> None:
     if dot and entries in ENTRIES:
         keys = {field.name: field for field in describe_section(ENTRIES[entries], f"{entries}.")}
         if key not in keys:
-            hint, known = did_you_mean(key, keys), ", ".join(keys)
-            raise UserError(f"An entry of {entries} has no key '{key}'.{hint} The keys are {known}")
+            hint = did_you_mean(key, keys)
+            raise UserError(f"An entry of {entries} has no key '{key}'.{hint} The keys are {', '.join(keys)}")
         place = f"a key of each entry of {entries}"
         _print_field(console, replace(keys[key], name=f"{entries}[].{key}", section=place))
         return

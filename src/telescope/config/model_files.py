@@ -162,10 +162,10 @@ def _inspect(config: TelescopeConfig, files: ModelFiles) -> ModelReport:
         _check_against_shape(config, shape, scaled=scaled)
     expected = expected_tensors(data)
     if expected is not None and shapes is not None:  # a missing tensor would stay random
-        problem = tensor_problem(expected, shapes, tied=bool(data.get("tie_word_embeddings")))
-        if problem is not None:
+        difference = tensor_problem(expected, shapes, tied=bool(data.get("tie_word_embeddings")))
+        if difference is not None:
             raise ConfigError(
-                f"model is {config.model!r}, but its weight files in {files.where} {problem}. Download or save the "
+                f"model is {config.model!r}, but its weight files in {files.where} {difference}. Download or save the "
                 "model again, or correct config.json"
             )
     return ModelReport(files.where, shape)
