@@ -46,10 +46,8 @@ def write_run(run_dir: Path, num_steps: int, num_samples: int) -> None:
         raise ValueError(f"{num_steps} steps are no multiple of {MOST_GENERATED}")
     with RunWriter(run_dir, Story(), num_steps=num_steps, num_groups=num_samples // GROUP_SIZE) as writer:
         for number in range(generated):
-            writer.write_samples(number)
             writer.write_step(number)
-        for _ in writer.write_gauges(generated, GAUGE_SECONDS):
-            pass
+        writer.write_gauges(generated, GAUGE_SECONDS)
         seconds = writer.now - writer.origin
         writer.now += (num_steps // generated - 1) * seconds
         writer.end()

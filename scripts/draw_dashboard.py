@@ -22,7 +22,6 @@ from PIL import Image
 
 from telescope.testing.browser import DashboardProcess, open_browser
 from telescope.testing.demo_run.curves import Story
-from telescope.testing.demo_run.evals import write_eval_samples
 from telescope.testing.demo_run.writer import RunWriter
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
@@ -147,10 +146,8 @@ def write_states(folder: Path, states: set[str]) -> None:
     for state in states - {"ended"}:
         with RunWriter(folder / state, STORY, num_steps=60, num_groups=8) as writer:
             for step in range(0 if state == "empty" else 40):
-                writer.write_samples(step)
                 writer.write_step(step)
-            for _ in writer.write_gauges(0 if state == "empty" else 40, 2.0):
-                pass
+            writer.write_gauges(0 if state == "empty" else 40, 2.0)
             if state == "failed":
                 writer.end("failed", "trainer rank 2 is out of GPU memory: lower max_tokens_per_microbatch")
 
@@ -160,11 +157,8 @@ def write_runs(folder: Path) -> None:
     for seed, (name, story) in enumerate({RUN: STORY, **OTHERS}.items()):
         with RunWriter(folder / name, story, num_steps=NUM_STEPS, num_groups=8, seed=seed) as writer:
             for step in range(NUM_STEPS):
-                writer.write_samples(step)
                 writer.write_step(step)
-            for _ in writer.write_gauges(NUM_STEPS, 2.0):
-                pass
-            write_eval_samples(writer, NUM_STEPS, writer.now)
+            writer.write_gauges(NUM_STEPS, 2.0)
             writer.end()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from telescope.cli.main import main
 from telescope.record.reader import Run
-from telescope.testing.demo_run.serve import demo_runs
+from telescope.testing.demo_run.live import demo_runs
 
 NUM_STEPS = 12
 

@@ -12,7 +12,6 @@ from tests.unit.dashboard.conftest import write_run
 
 from telescope.testing.browser import DashboardProcess, open_browser
 from telescope.testing.demo_run.curves import Story
-from telescope.testing.demo_run.evals import write_eval_samples
 from telescope.testing.demo_run.writer import RunWriter
 
 NUM_STEPS = 12
@@ -47,11 +46,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         story = Story(server_down=(3, 5), learning_rate=1e-6 * (seed + 1))
         with RunWriter(folder / name, story, num_steps=NUM_STEPS, seed=seed) as writer:
             for step in range(NUM_STEPS):
-                writer.write_samples(step)
                 writer.write_step(step)
-            for _ in writer.write_gauges(NUM_STEPS, 1.0):
-                pass
-            write_eval_samples(writer, NUM_STEPS, writer.now)
+            writer.write_gauges(NUM_STEPS, 1.0)
             writer.end()
     write_run(folder / "resumed", "grpo", resumed=True)
     write_run(folder / "other", "rloo")

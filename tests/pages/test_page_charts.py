@@ -38,7 +38,6 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DashboardProce
     folder = tmp_path_factory.mktemp("damaged")
     with RunWriter(folder / "run", Story(), num_steps=2) as writer:
         for step in range(2):
-            writer.write_samples(step)
             writer.write_step(step)
         writer.end()
     for file in Run(folder / "run").table_files("samples"):

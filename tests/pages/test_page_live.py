@@ -29,7 +29,6 @@ class LiveRun:
 
     def step(self) -> None:
         """Writes the next step; it is on disk when this returns."""
-        self._writer.write_samples(self._steps)
         self._writer.write_step(self._steps)
         self._steps += 1
         assert self._writer.recorder.flush()

@@ -101,9 +101,9 @@ def run(arguments: argparse.Namespace) -> int:
                 remote.close()
     if arguments.places or arguments.root:
         raise UserError("--demo shows generated runs only. Leave out --demo, or the folders.")
-    from telescope.testing.demo_run.serve import demo_runs
+    from telescope.testing.demo_run.live import demo_runs
 
-    print("Generating a run of 1,000 steps takes a few seconds.", flush=True)
+    print("Generating a run of 240 steps takes some seconds.", flush=True)
     try:
         with demo_runs() as folder:
             return serve(arguments, [folder])

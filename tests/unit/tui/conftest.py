@@ -28,7 +28,6 @@ def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "generated"
     with RunWriter(folder, Story(server_down=(3, 5)), num_steps=NUM_STEPS) as writer:
         for number in range(NUM_STEPS):
-            writer.write_samples(number)
             writer.write_step(number)
         writer.end()
     return folder

@@ -95,47 +95,47 @@ class Curves:
 
     def training_metrics(self, step: int, num_tokens: int, age_mean: float) -> dict[str, float]:
         """Returns what the trainer measures besides times."""
-        draw = self.draw(step)
-        noise = lambda width: float(np.exp(draw.normal(0, width)))  # noqa: E731
-        loops = self.looping(step)
+        draw, loops = self.draw(step), self.looping(step)
         progress = 1 - math.exp(-step * self.story.learning / 350)
-        entropy = (0.62 - 0.34 * progress) * noise(0.03) * (1 - 0.4 * loops)
-        kl = 0.0011 * noise(0.25) * (1 + 5 * loops) * (1 + 0.5 * age_mean)
-        grad_norm = (0.42 - 0.14 * progress + 0.5 * loops) * noise(0.16)
-        if step == self.story.spike:
-            grad_norm *= 23
-        difference = 0.0095 * noise(0.08)
-        loss = -0.012 * noise(0.4)
-        if step == self.story.not_finite:
-            loss = grad_norm = math.nan
+
+        def noisy(value: float, width: float) -> float:
+            return value * float(np.exp(draw.normal(0, width)))
+
+        grad_norm = noisy(0.42 - 0.14 * progress + 0.5 * loops, 0.16) * (23 if step == self.story.spike else 1)
+        difference = noisy(0.0095, 0.08)
         mismatch = {
             "logprob_difference_mean": difference, "logprob_difference_p95": 4.6 * difference,
-            "logprob_difference_max": 40 * difference * noise(0.3), "ratio_outside_share": 0.012 * noise(0.1),
+            "logprob_difference_max": noisy(40 * difference, 0.3), "ratio_outside_share": noisy(0.012, 0.1),
         }  # fmt: skip
-        clip_low, clip_high = 0.0021 * noise(0.3), 0.0034 * noise(0.3)
-        of_row = {"entropy": entropy, "kl_divergence_inference": kl, **mismatch}
+        clip = {"low_share": noisy(0.0021, 0.3), "high_share": noisy(0.0034, 0.3)}
+        of_tokens = {
+            "entropy": noisy((0.62 - 0.34 * progress) * (1 - 0.4 * loops), 0.03),
+            "kl_divergence_inference": noisy(0.0011 * (1 + 5 * loops) * (1 + 0.5 * age_mean), 0.25), **mismatch,
+        }  # fmt: skip
+        loss = noisy(-0.012, 0.4)
+        if step == self.story.not_finite:
+            loss = grad_norm = math.nan
         metrics = {
-            "entropy": entropy, "kl_divergence_inference": kl, "grad_norm": grad_norm, "loss/policy": loss,
+            **{name: of_tokens[name] for name in ("entropy", "kl_divergence_inference")},
+            "grad_norm": grad_norm, "loss/policy": loss,
             "learning_rate": self.story.learning_rate * min(1.0, (step + 1) / 20), "optimizer_steps": 1.0,
-            "micro_batches": 2.0, "tokens/trained": float(num_tokens), "advantage/token_abs_mean": 0.82 * noise(0.04),
-            "clip/low_share": clip_low, "clip/high_share": clip_high,
+            "micro_batches": 2.0, "tokens/trained": float(num_tokens), "advantage/token_abs_mean": noisy(0.82, 0.04),
             "mismatch/on_policy_share": max(0.0, 1 - age_mean),
             "staleness/token_age_mean": age_mean, "staleness/token_age_max": float(math.ceil(age_mean)),
             **{f"mismatch/{name}": value for name, value in mismatch.items()},
+            **{f"clip/{name}": value for name, value in clip.items()},
         }  # fmt: skip
         for age, share in (("age_0", 1 - age_mean), ("age_1", age_mean)):
             if share > 0.01:
                 rows = {
-                    **of_row,
-                    "clip_low_share": clip_low,
-                    "clip_high_share": clip_high,
+                    **of_tokens,
+                    **{f"clip_{name}": value for name, value in clip.items()},
                     "tokens": num_tokens * share,
                 }
                 metrics |= {f"staleness/{age}/{name}": value for name, value in rows.items()}
-        for place, task in enumerate(TASKS):
-            factor = (1.1, 0.85, 0.7)[place] * noise(0.03)
-            rows = {name: value * factor for name, value in of_row.items()} | {
-                "tokens": num_tokens * (0.5, 0.3, 0.2)[place]
+        for task, factor, share in zip(TASKS, (1.1, 0.85, 0.7), (0.5, 0.3, 0.2), strict=True):
+            rows = {name: noisy(value * factor, 0.03) for name, value in of_tokens.items()} | {
+                "tokens": num_tokens * share
             }
             metrics |= {f"environment/{task}/{name}": value for name, value in rows.items()}
         return metrics

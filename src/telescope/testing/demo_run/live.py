@@ -1,44 +1,74 @@
 """The process behind `telescope ui --demo`: writes the runs of the demo, then one step every few seconds.
 
-Runs as `python -m telescope.testing.demo_run.live FOLDER STEPS`. Prints a line when the run can be looked at: its steps
-are written then, and its samples follow, the newest first. Ends, and removes the folder, when its standard input is
-closed.
+`demo_runs` starts and ends it. It runs as `python -m telescope.testing.demo_run.live FOLDER STEPS`, prints a line when
+the run can be looked at, and ends, and removes the folder, when its standard input is closed.
 """
 
 from __future__ import annotations
 
-import math
 import select
 import shutil
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from telescope.errors import RunError
 from telescope.testing.demo_run.curves import Curves, Story
-from telescope.testing.demo_run.telemetry import Gauges
+from telescope.testing.demo_run.telemetry import gauges_at
 from telescope.testing.demo_run.writer import RunWriter
 
-READY = "ready"
+NUM_STEPS = 240
 STEPS_TO_COME = 200
-READY_STEPS = 8
-"""Newest steps that have their samples at first."""
-STORY = Story(loops=(520, 650), spike=788, server_down=(340, 343), slow_from=930, skipped_eval=250)
+STORY = Story(loops=(120, 155), spike=188, server_down=(80, 83), slow_from=225, skipped_eval=90, learning=4.0)
 
 OTHERS = {
-    "demo-lr-3e-6": (Story(learning=1.9, learning_rate=3e-6, spike=131), 260, None),
+    "demo-lr-3e-6": (Story(learning=4.5, learning_rate=3e-6, spike=91), 160, None),
     "demo-lr-1e-5": (
-        Story(learning=2.6, learning_rate=1e-5, not_finite=118), 119,
-        "ArithmeticError: the loss of step 118 is not a number. Lower learning_rate",
+        Story(learning=6.0, learning_rate=1e-5, not_finite=78), 79,
+        "ArithmeticError: the loss of step 78 is not a number. Lower learning_rate",
     ),
 }  # fmt: skip
 """Runs to compare with, which have ended: name to story, steps, and the error that ended it."""
 
+START_SECONDS = 180.0
+"""Time for the first run; it takes some seconds on an idle machine."""
+END_SECONDS = 5.0
 GAUGE_SECONDS = 2.0
 OLD_GAUGE_SECONDS = 15.0
 """Time between two readings: live, and before."""
-WORK_SECONDS = 0.3
-"""Time for older samples between two looks at the clock."""
+
+
+@contextmanager
+def demo_runs(num_steps: int = NUM_STEPS) -> Iterator[Path]:
+    """Generates runs in a temporary folder.
+
+    One of them goes on after `num_steps`. Removes it at the end.
+
+    Raises `RunError` if they cannot be written.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="telescope-demo-"))
+    command = [sys.executable, "-m", "telescope.testing.demo_run.live", str(folder), str(num_steps)]
+    # A session of its own: Ctrl-C in the terminal reaches the server alone, which then ends this process.
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        ready, _, _ = select.select([process.stdout], [], [], START_SECONDS)
+        if not ready or not process.stdout.readline():
+            raise RunError(f"The generated run was not written to {folder}. The lines above name the cause.")
+        yield folder
+    finally:
+        process.stdin.close()
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def main(folder: Path, num_steps: int) -> int:
@@ -48,72 +78,45 @@ def main(folder: Path, num_steps: int) -> int:
         with RunWriter(folder / "demo", STORY, num_steps=num_steps + STEPS_TO_COME, origin=origin) as writer:
             for number in range(num_steps):
                 writer.write_step(number)
-            newest = range(max(0, num_steps - READY_STEPS), num_steps)
-            for number in newest:
-                writer.write_samples(number)
+            writer.write_gauges(num_steps, OLD_GAUGE_SECONDS)
             writer.recorder.flush()
-            print(READY, flush=True)
-            if not _go_on(writer, num_steps, _older(writer, folder, newest.start)):
+            print("ready", flush=True)
+            if not _go_on(writer, num_steps, _write_others(folder, origin)):
                 return 0
             writer.end()
-        while not _is_closed(math.inf):
-            pass
+        sys.stdin.buffer.read()  # until it is closed
         return 0
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _go_on(writer: RunWriter, num_steps: int, older: Iterator[None]) -> bool:
+def _go_on(writer: RunWriter, num_steps: int, others: Iterator[bool]) -> bool:
     """Writes the steps that are left, each when its time comes. Returns False when it is no longer wanted."""
-    gauges = Gauges(writer.simulation.curves, writer.origin)
+    curves, origin = writer.simulation.curves, writer.origin
     for number in range(num_steps, num_steps + STEPS_TO_COME):
-        end = writer.origin + writer.simulation.curves.start(number + 1)
-        gauges_due = 0.0
+        end, gauges_due = origin + curves.start(number + 1), 0.0
         while (now := time.time()) < end:
             if now >= gauges_due:
                 gauges_due = now + GAUGE_SECONDS
-                for row in gauges.at(now, number):
+                for row in gauges_at(curves, origin, now, number):
                     writer.recorder.write("gauges", row)
                 writer.write_in_flight(number, now)
-            busy = _work(older)
-            if _is_closed(0.0 if busy else max(0.0, min(end, gauges_due) - time.time())):
+            seconds = 0.0 if next(others, False) else max(0.0, min(end, gauges_due) - time.time())
+            if select.select([sys.stdin], [], [], seconds)[0] and not sys.stdin.buffer.read(1):
                 return False
-        writer.write_samples(number)
         writer.write_step(number)
     return True
 
 
-def _work(older: Iterator[None]) -> bool:
-    """Writes older samples for a moment. Returns whether some are left."""
-    until = time.monotonic() + WORK_SECONDS
-    while time.monotonic() < until:
-        try:
-            next(older)
-        except StopIteration:
-            return False
-    return True
-
-
-def _older(writer: RunWriter, folder: Path, num_steps: int) -> Iterator[None]:
-    """Writes what the first steps lack, then the other runs. The newest steps come first. Yields between two steps."""
-    yield from writer.write_gauges(num_steps, OLD_GAUGE_SECONDS)
-    for number in reversed(range(num_steps)):
-        writer.write_samples(number)
-        yield
-    for place, (name, (story, num_steps, error)) in enumerate(OTHERS.items()):
-        begun = writer.origin - 86_400 * (place + 1)
-        with RunWriter(folder / name, story, num_steps=300, seed=place + 1, origin=begun) as other:
+def _write_others(folder: Path, origin: float) -> Iterator[bool]:
+    """Writes the other runs, in the past. Yields True after each step."""
+    for place, (name, (story, num_steps, error)) in enumerate(OTHERS.items(), 1):
+        begun = origin - 86_400 * place
+        with RunWriter(folder / name, story, num_steps=200, seed=place, origin=begun) as writer:
             for number in range(num_steps):
-                other.write_samples(number)
-                other.write_step(number)
-                yield
-            other.end("failed" if error else "stopped", error)
-
-
-def _is_closed(seconds: float) -> bool:
-    """Waits for at most `seconds`. Returns whether standard input is closed."""
-    ready, _, _ = select.select([sys.stdin], [], [], None if math.isinf(seconds) else seconds)
-    return bool(ready) and not sys.stdin.buffer.read(1)
+                writer.write_step(number)
+                yield True
+            writer.end("failed" if error else "stopped", error)
 
 
 if __name__ == "__main__":

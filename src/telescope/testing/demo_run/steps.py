@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from telescope.environments.worker_pool.messages import PreparedPrompt, RewardRecord
 from telescope.orchestrator.groups import Group, Signal
 from telescope.orchestrator.prompt_sampler import SampledPrompt
-from telescope.rollout.trajectory import Trajectory, Turn
-from telescope.rollout.types import Generation
+from telescope.rollout.trajectory import Trajectory
 from telescope.testing.demo_run.curves import Curves
-from telescope.testing.demo_run.tasks import TASKS, Answer, Problem, make_problems
-from telescope.testing.demo_run.tokens import Vocabulary
+from telescope.testing.demo_run.tasks import TASKS, Problem, problems
 from telescope.trainer.batch import SampleTokens, Span, StepResult
 
 GROUP_SIZE = 8
@@ -31,6 +26,9 @@ MOST_GROUPS = 4
 
 STALE_EVERY = 9
 """Steps between two groups that become too old."""
+
+NUM_TOKENS_SAMPLES = 4
+"""Samples of a step whose tokens are recorded."""
 
 FAILURE_SHARE = 0.0015
 
@@ -53,8 +51,8 @@ class Step:
     end: float
     waited: float
     kept: list[Group] = field(default_factory=list)
-    discarded: list[tuple[Group, str | None]] = field(default_factory=list)
-    """Groups with equal rewards, each with the kind of them."""
+    discarded: list[Group] = field(default_factory=list)
+    """Groups with equal rewards."""
     withdrawn: list[Group] = field(default_factory=list)
     """Groups that became too old. Their last samples are cancelled."""
     spans: list[dict[str, Any]] = field(default_factory=list)
@@ -65,9 +63,7 @@ class Step:
     @property
     def groups(self) -> list[Group]:
         """All groups, in the order of their ids."""
-        return sorted(
-            [*self.kept, *(group for group, _ in self.discarded), *self.withdrawn], key=lambda group: group.group_id
-        )
+        return sorted([*self.kept, *self.discarded, *self.withdrawn], key=lambda group: group.group_id)
 
 
 class Simulation:
@@ -78,10 +74,9 @@ class Simulation:
         self.origin = origin
         self.num_groups = num_groups
         self.ids_per_step = MOST_GROUPS * num_groups
-        self.problems, self.held_out, self.vocabulary = material()
 
-    def step(self, number: int, *, num_tokens_samples: int = 4) -> Step:
-        """Returns a step, with the trainer's tokens of `num_tokens_samples` samples."""
+    def step(self, number: int) -> Step:
+        """Returns a step."""
         curves = self.curves
         chosen = random.Random(1_000_003 * curves.seed + number)
         start = self.origin + curves.start(number)
@@ -93,11 +88,10 @@ class Simulation:
                 break
             group = self._group(chosen, number, number * self.ids_per_step + place)
             by_server[servers[place % len(servers)]].append(group)
-            signal = group.signal()
             if number % STALE_EVERY == 4 and place == 0 and number:
                 made.withdrawn.append(group)
-            elif signal is Signal.ZERO_ADVANTAGE:
-                made.discarded.append((group, "all_zero" if group.rewards_n[0] == 0 else "all_positive"))
+            elif (signal := group.signal()) is Signal.ZERO_ADVANTAGE:
+                made.discarded.append(group)
             elif signal is Signal.USABLE:
                 made.kept.append(group)
         before = self.origin + curves.start(max(0, number - 1)) + (curves.wait(number - 1) if number else 0.0)
@@ -106,117 +100,86 @@ class Simulation:
         if made.withdrawn:
             for sample in made.withdrawn[0].samples[-3:]:
                 sample.cancelled, sample.reward = True, None
-        made.spans += self._sync_spans(made)
-        made.result = self._result(made, num_tokens_samples)
+        draw = curves.draw(number)
+        self._sync(made, draw)
+        self._train(made, draw)
         return made
 
     def _group(self, chosen: random.Random, step: int, group_id: int) -> Group:
         task = chosen.choices(tuple(WEIGHTS), tuple(WEIGHTS.values()))[0]
-        problem = chosen.choice(self.problems[task])
+        problem = chosen.choice(problems("train")[task])
         sampled = SampledPrompt(group_id, TASKS.index(task), problem.index, group_id // 300)
-        prompt = PreparedPrompt(self.vocabulary.prompts[id(problem)], problem.prompt, [], f"{task}-{problem.index}")
-        group = Group(sampled, task, prompt, GROUP_SIZE, max(0, step - 1), 0.0)
+        group = Group(sampled, task, problem.prompt, GROUP_SIZE, max(0, step - 1), 0.0)
         for index in range(GROUP_SIZE):
-            group.samples.append(self.sample(chosen, problem, step, group.sample_id(index), group_id, index))
+            sample = self.sample(chosen, problem, step, group.sample_id(index), group_id, index)
+            if chosen.random() < FAILURE_SHARE:
+                sample.failure_kind, sample.reward = "environment", None
+                sample.failure_message = "TimeoutError: compute_reward took longer than 120 s"
+            group.samples.append(sample)
         return group
 
     def sample(
-        self, chosen: random.Random, problem: Problem, step: int, sample_id: str, group_id: int, index: int, *,
-        can_fail: bool = True,
-    ) -> Trajectory:  # fmt: skip
+        self, chosen: random.Random, problem: Problem, step: int, sample_id: str, group_id: int, index: int
+    ) -> Trajectory:
         """Returns a scored sample without times, of the policy after `step` steps."""
-        looping = self.curves.looping(step) * (0.4 if problem.task == "calculator_agent" else 1.0)
-        if chosen.random() < looping:
+        task = problem.task
+        if chosen.random() < self.curves.looping(step) * (0.4 if task == "calculator_agent" else 1.0):
             answer = problem.looping
-        elif chosen.random() < self.curves.chance(problem.task, step, problem.difficulty):
-            answer = chosen.choice(problem.right)
         else:
-            answer = chosen.choice(problem.wrong)
-        made = Trajectory(sample_id, group_id, index, problem.task)
-        temperature = 1.35 - 0.5 * self.curves.skill(problem.task, step)
-        for place, (part, encoded) in enumerate(zip(answer.parts, self.vocabulary.parts[id(answer)], strict=True)):
-            is_last = place == len(answer.parts) - 1
-            finish = answer.finish_reason if is_last else "stop"
-            logprobs = encoded.logprobs_N * np.float32(temperature * (0.8 + 0.4 * chosen.random()))
-            added = self.vocabulary.prompts[id(problem)] if place == 0 else encoded.added
-            generation = Generation(encoded.ids_N, logprobs, finish, [(max(0, step), 0, len(encoded.ids_N))])
-            made.turns.append(Turn(added, generation, part.text, replies=part.replies, tool_calls=part.calls))
-        if can_fail and chosen.random() < FAILURE_SHARE:
-            made.failure_kind, made.failure_message = (
-                "environment",
-                "TimeoutError: compute_reward took longer than 120 s",
-            )
-        else:
-            made.reward = _score(problem, answer)
-            made.compression_ratio = 14.0 if answer is problem.looping else 1.5 + 0.3 * chosen.random()
+            is_right = chosen.random() < self.curves.chance(task, step, problem.difficulty)
+            answer = chosen.choice(problem.right if is_right else problem.wrong)
+        made = Trajectory(sample_id, group_id, index, task, reward=answer.reward)
+        made.compression_ratio = 14.0 if answer is problem.looping else 1.5 + 0.3 * chosen.random()
+        temperature = 1.35 - 0.5 * self.curves.skill(task, step)
+        for turn in answer.turns:
+            generated, scale = turn.generation, np.float32(temperature * (0.8 + 0.4 * chosen.random()))
+            span = (step, 0, len(generated.token_ids_N))
+            generation = replace(generated, logprobs_N=generated.logprobs_N * scale, version_spans=[span])
+            made.turns.append(replace(turn, generation=generation))
         return made
 
-    def _sync_spans(self, made: Step) -> list[dict[str, Any]]:
-        """Returns the spans of the weight sync, and notes its metrics."""
-        draw = self.curves.draw(made.number)
-        rows, pauses, transfers = [], [], []
+    def _sync(self, made: Step, draw: np.random.Generator) -> None:
+        """Adds the spans and metrics of the weight sync."""
+        pauses, transfers = 0.11 + 0.02 * draw.random(NUM_SERVERS), 0.06 + 0.01 * draw.random(NUM_SERVERS)
         size = 3_440_000_000
-        for server in range(NUM_SERVERS):
-            pause, transfer = 0.11 + 0.02 * draw.random(), 0.06 + 0.01 * draw.random()
+        for server, (pause, transfer) in enumerate(zip(pauses.tolist(), transfers.tolist(), strict=True)):
             end = made.end - 0.01 * draw.random()
-            at = {"component": "weights", "server": server, "step": made.number}
             about = {"version": str(made.number + 1), "pause_seconds": f"{pause:.6f}", "bytes": str(size)}
-            rows.append({**at, "name": "weight_sync", "start": end - pause, "end": end, "attributes": about})
-            rows.append(
-                {**at, "name": "weight_transfer", "start": end - pause + 0.02, "end": end - pause + 0.02 + transfer}
+            intervals = (
+                ("weight_sync", end - pause, end, about),
+                ("weight_transfer", end - pause + 0.02, end - pause + 0.02 + transfer, {}),
             )
-            pauses.append(pause)
-            transfers.append(transfer)
-        made.sync_metrics = {
-            "timing_weight_sync_total": max(pauses) + 0.02, "timing_weight_sync_inference_total": max(pauses),
-            "timing_weight_sync_trainer_total": max(transfers) + 0.02, "weight_sync/bytes": float(size),
+            for name, start, stop, attributes in intervals:
+                made.spans.append({
+                    "name": name, "component": "weights", "server": server, "step": made.number, "start": start,
+                    "end": stop, "attributes": attributes,
+                })  # fmt: skip
+            made.sync_metrics[f"weight_sync/pause_seconds/server_{server}"] = pause
+            made.sync_metrics[f"weight_sync/transfer_seconds/server_{server}"] = transfer
+        made.sync_metrics |= {
+            "timing_weight_sync_total": float(pauses.max()) + 0.02,
+            "timing_weight_sync_inference_total": float(pauses.max()),
+            "timing_weight_sync_trainer_total": float(transfers.max()) + 0.02, "weight_sync/bytes": float(size),
             "weight_sync/servers": float(NUM_SERVERS), "weight_sync/background": 0.0,
-            **{f"weight_sync/pause_seconds/server_{server}": pause for server, pause in enumerate(pauses)},
-            **{f"weight_sync/transfer_seconds/server_{server}": value for server, value in enumerate(transfers)},
         }  # fmt: skip
-        return rows
 
-    def _result(self, made: Step, num_tokens_samples: int) -> StepResult:
-        """Returns the trainer's metrics, spans and tokens."""
+    def _train(self, made: Step, draw: np.random.Generator) -> None:
+        """Adds the trainer's metrics, spans and tokens."""
         samples = [sample for group in made.kept for sample in group.usable_samples]
         num_tokens = sum(sample.num_completion_tokens for sample in samples)
         ages = [made.number - sample.version_range[0] for sample in samples]
-        spans = list(_trainer_spans(made, self.curves.draw(made.number)))
         metrics = self.curves.training_metrics(made.number, num_tokens, float(np.mean(ages)) if ages else 0.0)
-        seconds: Counter[tuple[str, int]] = Counter()
-        for span in spans:
-            seconds[span.name, span.rank] += span.end - span.start  # type: ignore[assignment]
+        spans = list(_trainer_spans(made, draw))
         for name in TIMED:
-            of_ranks = [seconds[name, rank] for rank in range(NUM_RANKS)]
-            slowest = metrics[f"timing_{name}_total"] = max(of_ranks)
-            metrics[f"timing_{name}_rank_mean"] = sum(of_ranks) / NUM_RANKS
+            of_ranks = np.zeros(NUM_RANKS)
+            for span in spans:
+                of_ranks[span.rank] += span.end - span.start if span.name == name else 0.0
+            slowest = metrics[f"timing_{name}_total"] = float(of_ranks.max())
+            metrics[f"timing_{name}_rank_mean"] = float(of_ranks.mean())
             if name not in ("gradient_norm", "optimizer"):
                 metrics[f"timing_{name}_microbatch_mean"] = slowest / MICRO_BATCHES
-        draw = self.curves.draw(made.number)
-        chosen = (
-            samples[:: max(1, len(samples) // num_tokens_samples)][:num_tokens_samples] if num_tokens_samples else []
-        )
-        return StepResult(metrics, spans, [_tokens(sample, draw) for sample in chosen])
-
-
-@lru_cache(1)
-def material() -> tuple[dict[str, list[Problem]], dict[str, list[Problem]], Vocabulary]:
-    """Returns the problems of training and evals, and their vocabulary."""
-    training, held_out = ({task: make_problems(task, seed) for task in TASKS} for seed in range(2))
-    every = (*training.values(), *held_out.values())
-    return training, held_out, Vocabulary([problem for problems in every for problem in problems])
-
-
-def _score(problem: Problem, answer: Answer) -> RewardRecord:
-    reward = 1.0 if answer.correct else 0.1 if answer.has_format and problem.task == "countdown" else 0.0
-    notes: list[dict[str, Any]] = []
-    if problem.task == "calculator_agent":
-        notes = [
-            {"turn": turn, "calls": len(part.calls), "succeeded": sum(call["error"] is None for call in part.calls)}
-            for turn, part in enumerate(answer.parts)
-            if part.calls
-        ]
-    return RewardRecord(reward, answer.metrics, problem.golden, notes, problem.tags)
+        few = samples[:: max(1, len(samples) // NUM_TOKENS_SAMPLES)][:NUM_TOKENS_SAMPLES]
+        made.result = StepResult(metrics, spans, [_tokens(sample, draw) for sample in few])
 
 
 def _place(groups: Sequence[Group], server: int, begin: float, end: float, made: Step) -> None:
@@ -242,7 +205,7 @@ def _place(groups: Sequence[Group], server: int, begin: float, end: float, made:
 
 
 def _set_times(sample: Trajectory, start: float, seconds: float, made: Step) -> None:
-    """Sets the times and policy versions of a sample's turns."""
+    """Sets the times of a sample's turns. Splits their tokens where the weights changed."""
     tokens = max(1, sample.num_completion_tokens)
     generating = seconds - REWARD_SECONDS - TOOL_SECONDS * (len(sample.turns) - 1)
     at = start
@@ -250,7 +213,11 @@ def _set_times(sample: Trajectory, start: float, seconds: float, made: Step) -> 
         turn.server, turn.slot = sample.server_index, sample.slot
         turn.started_at = at
         turn.ended_at = at + max(0.002, generating * len(turn.generation.token_ids_N) / tokens)
-        _set_versions(turn, made)
+        count, newest = len(turn.generation.token_ids_N), made.number
+        share = (made.start - turn.started_at) / (turn.ended_at - turn.started_at)
+        border = min(count, max(0, round(share * count))) if newest else 0
+        spans = [(newest - 1, 0, border), (newest, border, count)]
+        turn.generation.version_spans = [span for span in spans if span[1] < span[2]]
         at = turn.ended_at + TOOL_SECONDS
     sample.generated_at = sample.turns[-1].ended_at
     sample.finished_at = max(start + seconds, sample.generated_at + 0.001)
@@ -268,15 +235,6 @@ def engine_spans(sample: Trajectory) -> Iterator[dict[str, Any]]:
                 "name": name, "component": "inference", "server": sample.server_index, "sample_id": sample.sample_id,
                 "start": begin, "end": end, "attributes": {**attributes, **first_token},
             }  # fmt: skip
-
-
-def _set_versions(turn: Turn, made: Step) -> None:
-    """Splits the tokens of an answer where the weights changed."""
-    count, newest = len(turn.generation.token_ids_N), made.number
-    share = (made.start - turn.started_at) / max(turn.ended_at - turn.started_at, 1e-9)
-    border = min(count, max(0, round(share * count))) if newest else 0
-    spans = [(newest - 1, 0, border), (newest, border, count)]
-    turn.generation.version_spans = [span for span in spans if span[1] < span[2]] or [(newest, 0, count)]
 
 
 MICRO_BATCHES = 2

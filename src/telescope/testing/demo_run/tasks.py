@@ -1,47 +1,60 @@
-"""Prompts and answers of the generated run: arithmetic with right and wrong solutions, written out step by step.
+"""Prompts and answers of the generated run: arithmetic with right and wrong solutions.
 
-Three tasks, named as environments: `countdown` (reach a target with given numbers), `algebra` (equations and
-percentages, with LaTeX) and `calculator_agent` (a tool, several turns). All answers of a problem are made once; a
-sample chooses one of them.
+Three tasks, named as environments: `countdown` and `calculator_agent` (tools, several turns) are prompted and scored by
+the environments of that name, `algebra` (LaTeX) by a small one. All answers of a problem are made once; a sample
+chooses one of them.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import islice
 from typing import Any
 
-from telescope.environments.calculator_agent.questions import Question, QuestionSettings, draw_question
+import numpy as np
 
-NUM_PROBLEMS = 96
-"""Problems of each task."""
+from telescope.environments.base import (
+    ChatMessage,
+    Environment,
+    RewardResult,
+    Sample,
+    SingleTurnEnvironment,
+    TrajectoryStep,
+    assistant_message,
+    sample_uid,
+)
+from telescope.environments.calculator_agent.environment import CalculatorAgentEnvironment
+from telescope.environments.calculator_agent.questions import Question, QuestionSettings, generate_questions
+from telescope.environments.countdown.environment import CountdownEnvironment
+from telescope.environments.countdown.puzzles import Puzzle, PuzzleSettings, generate_puzzles, parse
+from telescope.environments.serialization import serialize_score
+from telescope.environments.worker_pool.messages import PreparedPrompt, RewardRecord
+from telescope.rollout.trajectory import Turn
+from telescope.rollout.types import Generation
 
-NUM_RIGHT, NUM_WRONG = 5, 7
+NUM_PROBLEMS = 40
+"""Problems of each task and portion."""
+NUM_RIGHT, NUM_WRONG = 3, 4
 """Different answers of each problem."""
 
-EOS = "<|im_end|>"
+PIECE = re.compile(r"<\|im_(?:start|end)\|>|</?\w+>| ?[A-Za-z]+|\d| ?[^\sA-Za-z\d<]+| ?<|\s+")
+"""A token: a special one, a tag, a word with its blank, a digit, signs, or white space."""
 
-
-@dataclass(slots=True)
-class Part:
-    """One answer of the model, and the environment's words before it."""
-
-    text: str
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    replies: list[tuple[str, ...]] = field(default_factory=list)
+TOKENS: dict[str, int] = {"<unk>": 0}
+"""Ids of all tokens so far."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """All turns of a sample, and its score."""
+    """All turns of a sample, without times, and its score."""
 
-    parts: list[Part]
-    correct: bool
-    has_format: bool = True
-    finish_reason: str = "stop"
-    metrics: dict[str, float] = field(default_factory=dict)
+    turns: list[Turn]
+    reward: RewardRecord
 
 
 @dataclass(slots=True)
@@ -50,287 +63,204 @@ class Problem:
 
     task: str
     index: int
-    system: str
-    question: str
-    golden: dict[str, str | None]
-    tags: dict[str, str]
+    prompt: PreparedPrompt
     difficulty: float
     right: list[Answer]
     wrong: list[Answer]
     looping: Answer
     """An answer that repeats itself until it is cut off."""
 
-    @property
-    def prompt(self) -> str:
-        """The prompt with the tokens of the chat template."""
-        return (
-            f"<|im_start|>system\n{self.system}{EOS}\n<|im_start|>user\n{self.question}{EOS}\n<|im_start|>assistant\n"
-        )
+
+class Algebra(SingleTurnEnvironment):
+    """Accepts the integer in a box."""
+
+    metrics_ranges = CountdownEnvironment.metrics_ranges
+
+    def load_dataset(self, num_samples: int = -1, **kwargs: Any) -> list[Sample]:
+        return []  # `_algebra` draws the problems
+
+    def compute_reward(self, completion: str, sample: Sample, eos_token: str = "") -> RewardResult:
+        boxed = re.search(r"\\boxed\{(.*?)\}", completion)
+        correct = float(boxed is not None and boxed[1] == sample.answer)
+        metrics = {"correct": correct, "format": float(boxed is not None)}
+        return RewardResult(correct, metrics, {"answer": sample.answer}, sample_tags={"kind": sample.metadata["kind"]})
 
 
-def make_problems(task: str, seed: int) -> list[Problem]:
-    """Returns the problems of a task, the same for the same seed."""
-    chosen = random.Random(f"{task} {seed}")
-    return [MAKERS[task](chosen, index) for index in range(NUM_PROBLEMS)]
-
-
-def _problem(
-    task: str, index: int, chosen: random.Random, system: str, question: str, golden: str, level: int,
-    right: Callable[[random.Random], Answer], wrong: Callable[[random.Random], Answer],
-) -> Problem:  # fmt: skip
-    most = max(level for level, _ in LEVELS[task])
-    return Problem(
-        task, index, system, question, {"answer": golden}, {"level": str(level)},
-        min(1.0, max(0.0, level / most * 0.75 + chosen.uniform(-0.15, 0.25))),
-        [right(chosen) for _ in range(NUM_RIGHT)], [wrong(chosen) for _ in range(NUM_WRONG)],
-        looping(chosen, wrong(chosen)),
-    )  # fmt: skip
-
-
-def looping(chosen: random.Random, answer: Answer) -> Answer:
-    """Returns an answer whose last part is cut off in a loop."""
-    line = chosen.choice(("Wait, let me check this again. ", "Hmm, that is not right. Let me try again. "))
-    *before, last = answer.parts
-    text = f"{last.text.partition('</think>')[0]}\n{line * chosen.randint(18, 30)}"
-    metrics = dict.fromkeys(answer.metrics, 0.0)
-    return Answer([*before, Part(text.rstrip(), replies=last.replies)], False, False, "length", metrics)
-
-
-# Countdown
-
-COUNTDOWN = (
-    "You think about a problem first, between <think> and </think>. Then you write an expression that uses every "
-    "number exactly once between <answer> and </answer>."
-)
-FIRST_WORDS = (
-    "I need {target} from {numbers}.",
-    "The target is {target}, and I have {numbers}.",
-    "Numbers: {numbers}. Goal: {target}.",
-)
-DEAD_ENDS = ("That is {off} {side}.", "Too {size}, off by {off}.", "Not it, {off} {side}.")
-
-
-def countdown(chosen: random.Random, index: int) -> Problem:
-    """A puzzle that is solvable from left to right."""
-    level = _level("countdown", chosen)
-    puzzle = _question(level, chosen)
-    numbers, target, expression = puzzle.numbers, puzzle.answer, _expression(puzzle)
-    listed = ", ".join(map(str, chosen.sample(numbers, len(numbers))))
-
-    def guessed(rng: random.Random, count: int, signs: str) -> Question:
-        return Question(tuple(rng.sample(numbers, count)), tuple(rng.choices(signs, k=count - 1)))
-
-    def thoughts(rng: random.Random, attempts: int) -> list[str]:
-        lines = [rng.choice(FIRST_WORDS).format(target=target, numbers=listed)]
-        for _ in range(attempts):
-            tried = guessed(rng, len(numbers), "++--*")
-            off = abs(tried.answer - target)
-            side, size = ("above", "large") if tried.answer > target else ("below", "small")
-            end = rng.choice(DEAD_ENDS).format(off=off, side=side, size=size) if off else "But a number is left."
-            lines.append(f"Try {', '.join(_spoken(tried))}. {end}")
-        return lines
-
-    def right(rng: random.Random) -> Answer:
-        lines = thoughts(rng, rng.choice((0, 1, 1, 2, 3)))
-        lines.append(f"{rng.choice(('Now', 'So', 'Better:'))} {', then '.join(_spoken(puzzle))}. That works.")
-        return _answered(lines, expression, correct=True)
-
-    def wrong(rng: random.Random) -> Answer:
-        lines = thoughts(rng, rng.choice((0, 0, 1, 1, 2)))
-        tried = guessed(rng, len(numbers) - (rng.random() < 0.3), "+-*")
-        if tried.answer == target:
-            return wrong(rng)
-        guess = _expression(tried)
-        if rng.random() < 0.2:
-            return _answered([*lines, f"So it is {guess}."], None, correct=False)
-        lines.append(rng.choice(("This should be close.", f"I think {guess} gives {target}.", "I will take this one.")))
-        return _answered(lines, guess, correct=False)
-
-    question = f"Make {target} from the numbers {listed}. You may use + - * and parentheses."
-    return _problem("countdown", index, chosen, COUNTDOWN, question, expression, level, right, wrong)
-
-
-def _answered(lines: list[str], answer: str | None, *, correct: bool) -> Answer:
-    text = "<think>\n" + "\n".join(lines) + "\n</think>\n" + (f"<answer>{answer}</answer>" if answer else "")
-    metrics = {"correct": float(correct), "format": float(answer is not None)}
-    return Answer([Part(text.rstrip())], correct, answer is not None, metrics=metrics)
-
-
-# Algebra
-
-ALGEBRA = "Solve the problem step by step. Put the final answer in \\boxed{}."
-
-
-def algebra(chosen: random.Random, index: int) -> Problem:
-    """An equation or a percentage."""
-    level = _level("algebra", chosen)
-    make = (_linear, _percentage, _quadratic, _series)[level - 1]
-    question, result, steps, slip = make(chosen)
-
-    def right(rng: random.Random) -> Answer:
-        opening = rng.choice(("Let me solve this.", "We go step by step.", ""))
-        check = rng.choice(("", f"\n\nInserting ${result}$ confirms it.", "\n\nThis agrees with the question."))
-        return _boxed([opening, *steps], result, check, correct=True)
-
-    def wrong(rng: random.Random) -> Answer:
-        kept = steps[: rng.randint(1, len(steps) - 1)]
-        off = result + rng.choice((-2, -1, 1, 2, 10, result))
-        said = rng.choice((slip, "That leaves one step.", "Simplifying gives the result."))
-        return _boxed([*kept, said], off, "", correct=False, boxed=rng.random() > 0.15)
-
-    return _problem("algebra", index, chosen, ALGEBRA, question, str(result), level, right, wrong)
-
-
-def _boxed(lines: list[str], result: int, check: str, *, correct: bool, boxed: bool = True) -> Answer:
-    end = f"The answer is $\\boxed{{{result}}}$." if boxed else f"The answer is {result}."
-    text = "\n\n".join([line for line in lines if line] + [end]) + check
-    metrics = {"correct": float(correct), "format": float(boxed)}
-    return Answer([Part(text)], correct, boxed, metrics=metrics)
-
-
-Sum = tuple[str, int, list[str], str]
-"""Question, result, steps of its solution, and a wrong step."""
-
-
-def _linear(chosen: random.Random) -> Sum:
-    a, x, b = chosen.randint(2, 9), chosen.randint(2, 12), chosen.randint(1, 20)
-    c = a * x + b
-    steps = [
-        f"Subtract ${b}$ from both sides:\n$$\n{a}x = {c} - {b} = {c - b}\n$$",
-        f"Divide by ${a}$:\n$$\nx = \\frac{{{c - b}}}{{{a}}} = {x}\n$$",
-    ]
-    return f"Solve for $x$: $\\;{a}x + {b} = {c}$.", x, steps, f"Adding ${b}$ to both sides gives ${a}x = {c + b}$."
-
-
-def _percentage(chosen: random.Random) -> Sum:
-    price, share = 20 * chosen.randint(2, 20), 5 * chosen.randint(1, 9)
-    off = price * share // 100
-    steps = [
-        f"The discount is\n$$\n{price} \\cdot \\frac{{{share}}}{{100}} = {off}\n$$",
-        f"The new price is ${price} - {off} = {price - off}$.",
-    ]
-    question = f"A coat costs {price} euros. Its price falls by {share}\\,%. What is the new price in euros?"
-    return question, price - off, steps, f"The discount is ${off}$, which is the new price."
-
-
-def _quadratic(chosen: random.Random) -> Sum:
-    p, q = sorted(chosen.sample(range(1, 12), 2))
-    steps = [
-        f"We need two numbers with sum ${p + q}$ and product ${p * q}$: these are ${p}$ and ${q}$.",
-        f"So\n$$\nx^2 - {p + q}x + {p * q} = (x - {p})(x - {q}) = 0\n$$",
-        f"The solutions are $x = {p}$ and $x = {q}$, and the larger one is ${q}$.",
-    ]
-    question = f"What is the larger solution of $x^2 - {p + q}x + {p * q} = 0$?"
-    return question, q, steps, f"The factors are $(x + {p})(x + {q})$."
-
-
-def _series(chosen: random.Random) -> Sum:
-    first, step, count = chosen.randint(1, 9), chosen.randint(2, 6), chosen.randint(6, 20)
-    last = first + step * (count - 1)
-    total = count * (first + last) // 2
-    steps = [
-        f"The terms are $a_k = {first} + {step}(k - 1)$, so the last one is $a_{{{count}}} = {last}$.",
-        "The sum of an arithmetic series is\n$$\nS = \\frac{n(a_1 + a_n)}{2} = "
-        f"\\frac{{{count} \\cdot ({first} + {last})}}{{2}}\n$$",
-        f"This is $\\frac{{{count * (first + last)}}}{{2}} = {total}$.",
-    ]
-    question = (
-        f"Add the first {count} terms of the arithmetic sequence ${first}, {first + step}, {first + 2 * step}, \\dots$"
-    )
-    return question, total, steps, f"There are {count} terms of about ${last}$ each."
-
-
-# The calculator agent
-
-AGENT = (
-    "You compute with a calculator, which does one operation at a time: "
-    '<tool_call>{"name": "calculate", "arguments": {"expression": "2+3"}}</tool_call>. '
-    "Write the result between <answer> and </answer>."
-)
-
-
-def calculator_agent(chosen: random.Random, index: int) -> Problem:
-    """A question that is computed from left to right with a tool."""
-    level = _level("calculator_agent", chosen)
-    sums = _question(level, chosen)
-    steps, result = sums.steps, sums.answer
-
-    def parts(rng: random.Random, num_calls: int, *, broken: bool) -> Iterator[Part]:
-        replies: list[tuple[str, ...]] = []
-        for place, (expression, value) in enumerate(steps[:num_calls]):
-            name, error, said = "calculate", None, str(value)
-            if broken and place == 0:
-                name, error = "compute", "there is no tool 'compute'; use calculate"
-                said = f"Error: {error}"
-            arguments = json.dumps({"expression": expression})
-            opening = rng.choice(("", f"First {expression}.\n", "Next step.\n")) if place == 0 else ""
-            call = f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-            seconds = rng.uniform(0.0004, 0.004)
-            record = {"name": name, "arguments": arguments, "result": said, "error": error, "seconds": seconds}
-            yield Part(opening + call, [record], replies)
-            replies = [("tool", said)]
-        yield Part("", [], replies)
-
-    def answer(rng: random.Random, num_calls: int, value: int, *, broken: bool = False) -> Answer:
-        *calls, last = parts(rng, num_calls, broken=broken)
-        last.text = rng.choice(("", "The calculator says so.\n")) + f"<answer>{value}</answer>"
-        used = sum(call["error"] is None for part in calls for call in part.calls)
-        correct = value == result and used == len(steps)
-        metrics = {
-            "correct": float(correct), "right_answer": float(value == result), "format": 1.0,
-            "tool_success_rate": used / num_calls if num_calls else 0.0,
-        }  # fmt: skip
-        return Answer([*calls, last], correct, metrics=metrics)
-
-    def right(rng: random.Random) -> Answer:
-        return answer(rng, len(steps), result)
-
-    def wrong(rng: random.Random) -> Answer:
-        if rng.random() < 0.3:
-            return answer(rng, len(steps), result, broken=True)
-        done = rng.randrange(len(steps))
-        return answer(rng, done, result + rng.choice((0, 1, -3, 10, 21)))
-
-    question = f"What is {sums.text}, computed from left to right?"
-    return _problem("calculator_agent", index, chosen, AGENT, question, str(result), level, right, wrong)
-
-
-# Shared
-
-MAKERS: dict[str, Callable[[random.Random, int], Problem]] = {
-    "countdown": countdown, "algebra": algebra, "calculator_agent": calculator_agent
-}  # fmt: skip
-TASKS = tuple(MAKERS)
-
-LEVELS = {
-    "countdown": ((2, 2), (3, 5), (4, 3)),
-    "algebra": ((1, 3), (2, 3), (3, 3), (4, 2)),
-    "calculator_agent": ((1, 2), (2, 4), (3, 3)),
+ENVIRONMENTS: dict[str, Environment] = {
+    "countdown": CountdownEnvironment(format_reward=0.1),
+    "algebra": Algebra(system_prompt="Solve the problem step by step. Put the final answer in \\boxed{}."),
+    "calculator_agent": CalculatorAgentEnvironment(),
 }
-"""Levels of each task, with their weights: the number of operations, or the kind of question."""
+TASKS = tuple(ENVIRONMENTS)
+
+Write = Callable[[random.Random, bool], list[str]]
+"""Writes the turns of an answer that is right, or one that may be wrong."""
 
 
-def _level(task: str, chosen: random.Random) -> int:
-    levels, weights = zip(*LEVELS[task], strict=True)
-    return int(chosen.choices(levels, weights)[0])
+@lru_cache
+def problems(portion: str) -> dict[str, list[Problem]]:
+    """Returns the problems of each task. `portion` is train or heldout."""
+    sources = {"countdown": _countdown(portion), "algebra": _algebra(portion), "calculator_agent": _calculator(portion)}
+    return {
+        task: [
+            _problem(task, index, random.Random(f"{task} {portion} {index}"), *drawn)
+            for index, drawn in enumerate(islice(source, NUM_PROBLEMS))
+        ]
+        for task, source in sources.items()
+    }
 
 
-def _question(level: int, chosen: random.Random) -> Question:
-    """Draws a calculation of `level` operations that a reader can follow."""
-    settings = QuestionSettings(level, level, 20, "++--*")
-    while not 0 < (question := draw_question(settings, chosen)).answer < 500:
-        pass
-    return question
+def tokenizer_json() -> str:
+    """Returns the file that turns `TOKENS` back into text, for the token view of the dashboard."""
+    names = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor")
+    model = {"type": "WordLevel", "vocab": TOKENS, "unk_token": "<unk>"}
+    more = {"version": "1.0", "added_tokens": [], "model": model, "decoder": {"type": "Fuse"}}
+    return json.dumps({**dict.fromkeys(names), **more})
 
 
-def _spoken(question: Question) -> list[str]:
-    return [f"{expression} = {value}" for expression, value in question.steps]
+def _encode(text: str) -> list[int]:
+    return [TOKENS.setdefault(piece, len(TOKENS)) for piece in PIECE.findall(text)]
 
 
-def _expression(question: Question) -> str:
-    """Writes the question with parentheses where a product comes after a sum."""
-    text, weak = str(question.numbers[0]), False
-    for sign, number in zip(question.operators, question.numbers[1:], strict=True):
-        text = f"({text}) {sign} {number}" if sign == "*" and weak else f"{text} {sign} {number}"
-        weak = sign != "*"
-    return text
+def _render(messages: Iterable[ChatMessage]) -> str:
+    """Writes messages as ChatML, up to where the model answers."""
+    texts = (f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages)
+    return "".join(texts) + "<|im_start|>assistant\n"
+
+
+def _problem(task: str, index: int, chosen: random.Random, sample: Sample, level: int, write: Write) -> Problem:
+    """Makes a problem of `level` 1 to 3 and its answers."""
+    environment = ENVIRONMENTS[task]
+    if isinstance(environment, CalculatorAgentEnvironment):
+        messages = environment.get_initial_prompt(sample)
+    else:
+        assert isinstance(environment, SingleTurnEnvironment)
+        messages = environment.build_messages(sample.prompt)
+    text = _render(messages)
+    prompt = PreparedPrompt(_encode(text), text, messages, sample_uid(sample))
+    right = [_answer(environment, sample, prompt, write(chosen, True), chosen) for _ in range(NUM_RIGHT)]
+    wrong: list[Answer] = []
+    while len(wrong) < NUM_WRONG:
+        answer = _answer(environment, sample, prompt, write(chosen, False), chosen)
+        if not answer.reward.sample_metrics["correct"]:
+            wrong.append(answer)
+    *before, last = write(chosen, False)
+    line = chosen.choice(("Wait, let me check this again. ", "Hmm, that is not right. Let me try again. "))
+    loop = f"{last.partition('</think>')[0]}\n{line * chosen.randint(18, 30)}".rstrip()
+    looping = _answer(environment, sample, prompt, [*before, loop], chosen)
+    looping.turns[-1].generation.finish_reason = "length"
+    difficulty = level / 4 + chosen.uniform(-0.15, 0.25)
+    return Problem(task, index, prompt, min(1.0, max(0.0, difficulty)), right, wrong, looping)
+
+
+def _answer(
+    environment: Environment, sample: Sample, prompt: PreparedPrompt, texts: Sequence[str], chosen: random.Random
+) -> Answer:
+    """Takes the turns of an answer through the environment."""
+    draw = np.random.default_rng(chosen.getrandbits(32))
+    turns: list[Turn] = []
+    for text in texts:
+        ids_N = np.array(_encode(f"{text}<|im_end|>"), dtype=np.int32)
+        # Most tokens are nearly certain; a few decide how the answer goes on.
+        surprise_N = np.exp(draw.normal(-4.0, 1.2, len(ids_N)))
+        surprise_N += (draw.random(len(ids_N)) < 0.12) * draw.gamma(2, 0.6, len(ids_N))
+        generation = Generation(ids_N, -surprise_N.astype(np.float32), "stop", [(0, 0, len(ids_N))])
+        turns.append(Turn(prompt.token_ids, generation, text))
+    if isinstance(environment, CalculatorAgentEnvironment):
+        state = environment.create_initial_state(sample)
+        for place, turn in enumerate(turns):
+            state.trajectory.append(TrajectoryStep([], [assistant_message(turn.text)]))
+            done, state.stop_reason = environment.is_done(state)
+            if not done and place + 1 < len(turns):
+                replies = environment.env_response([], state)
+                assert isinstance(replies, list)
+                turn.tool_calls, state.tool_records = state.tool_records, []
+                turns[place + 1].replies = [(reply["role"], reply["content"]) for reply in replies]
+                turns[place + 1].added_token_ids = _encode(_render(replies))
+        score = environment.compute_reward(state)
+    else:
+        assert isinstance(environment, CountdownEnvironment | Algebra)
+        score = environment.compute_reward(texts[0], sample)
+    return Answer(turns, RewardRecord(**serialize_score(score, for_eval=False)))
+
+
+def _countdown(portion: str) -> Iterator[tuple[Sample, int, Write]]:
+    environment = ENVIRONMENTS["countdown"]
+    assert isinstance(environment, CountdownEnvironment)
+    for puzzle in generate_puzzles(PuzzleSettings(2, 4, 1, 20, operations="+-*"), 0, portion):
+        metadata = {"numbers": list(puzzle.numbers), "target": puzzle.target}
+        sample = Sample(environment.question(puzzle.numbers, puzzle.target), str(puzzle.target), metadata)
+        yield sample, len(puzzle.numbers) - 1, partial(_try_out, puzzle)
+
+
+def _try_out(puzzle: Puzzle, rng: random.Random, right: bool) -> list[str]:
+    """Writes the thoughts of someone who tries out expressions, then an answer."""
+
+    def guess() -> str:
+        first, *others = map(str, rng.sample(puzzle.numbers, len(puzzle.numbers)))
+        return first + "".join(f" {rng.choice('++--*')} {number}" for number in others)
+
+    lines = [rng.choice(("I need {} from the numbers.", "The target is {}.", "Goal: {}.")).format(puzzle.target)]
+    for _ in range(rng.choice((0, 1, 1, 2, 3))):
+        tried = guess()
+        off = parse(tried).value() - puzzle.target
+        lines.append(f"Try {tried} = {off + puzzle.target}. That is {abs(off)} too {'large' if off > 0 else 'small'}.")
+    answer = puzzle.solution if right else guess()
+    lines.append(f"So {answer} = {puzzle.target}. That works." if right else f"I think {answer} is close.")
+    tagged = f"<answer>{answer}</answer>" if right or rng.random() > 0.2 else ""
+    return ["<think>\n" + "\n".join(lines) + "\n</think>\n" + tagged]
+
+
+def _algebra(portion: str) -> Iterator[tuple[Sample, int, Write]]:
+    chosen = random.Random(f"algebra {portion}")
+    while True:
+        a, x, b = chosen.randint(2, 9), chosen.randint(2, 12), chosen.randint(1, 20)
+        price, share = 20 * chosen.randint(2, 20), 5 * chosen.randint(1, 9)
+        off, c = price * share // 100, a * x + b
+        p, q = sorted(chosen.sample(range(1, 12), 2))
+        kinds = (
+            ("linear", f"Solve for $x$: $\\;{a}x + {b} = {c}$.", x, (
+                f"Subtract ${b}$ from both sides:\n$$\n{a}x = {c} - {b} = {c - b}\n$$",
+                f"Divide by ${a}$:\n$$\nx = \\frac{{{c - b}}}{{{a}}} = {x}\n$$",
+            )),
+            ("percentage", f"A coat costs {price} euros. What is its price in euros after a discount of {share}\\,%?",
+             price - off, (
+                f"The discount is\n$$\n{price} \\cdot \\frac{{{share}}}{{100}} = {off}\n$$",
+                f"The new price is ${price} - {off} = {price - off}$.",
+            )),
+            ("quadratic", f"What is the larger solution of $x^2 - {p + q}x + {p * q} = 0$?", q, (
+                f"We need two numbers with sum ${p + q}$ and product ${p * q}$: these are ${p}$ and ${q}$.",
+                f"So\n$$\nx^2 - {p + q}x + {p * q} = (x - {p})(x - {q}) = 0\n$$",
+            )),
+        )  # fmt: skip
+        level = chosen.randint(1, 3)
+        kind, question, result, steps = kinds[level - 1]
+        yield Sample(question, str(result), {"kind": kind}), level, partial(_solve, result, steps)
+
+
+def _solve(result: int, steps: Sequence[str], rng: random.Random, right: bool) -> list[str]:
+    """Writes a solution, or its first step and a number that is off."""
+    shown = result if right else result + rng.choice((-2, -1, 1, 2, 10))
+    answer = f"$\\boxed{{{shown}}}$" if right or rng.random() > 0.15 else shown
+    opening = rng.choice(("Let me solve this.", "We go step by step."))
+    return ["\n\n".join([opening, *(steps if right else steps[:1]), f"The answer is {answer}."])]
+
+
+def _calculator(portion: str) -> Iterator[tuple[Sample, int, Write]]:
+    environment = ENVIRONMENTS["calculator_agent"]
+    assert isinstance(environment, CalculatorAgentEnvironment)
+    for question in generate_questions(QuestionSettings(1, 3, 20, "++--*"), 0, portion):
+        yield environment.sample_of(question), len(question.steps), partial(_call, question)
+
+
+def _call(question: Question, rng: random.Random, right: bool) -> list[str]:
+    """Writes calls and an answer. A wrong one comes from a tool that does not exist, or from too few calls."""
+    steps, broken = question.steps, not right and rng.random() < 0.3
+    used = steps if right or broken else steps[: rng.randrange(len(steps))]
+    turns = []
+    for place, (expression, _) in enumerate(used, 1):
+        name = "compute" if broken and place == len(used) else "calculate"
+        call = json.dumps({"name": name, "arguments": {"expression": expression}})
+        turns.append(f"Step {place}.\n<tool_call>\n{call}\n</tool_call>")
+    shown = question.answer + (0 if right or broken else rng.choice((1, -3, 10, 21)))
+    return [*turns, rng.choice(("", "The calculator says so.\n")) + f"<answer>{shown}</answer>"]

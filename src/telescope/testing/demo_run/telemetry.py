@@ -29,106 +29,84 @@ VERSIONS = {
 GIB = 2**30
 
 Row = dict[str, Any]
+Levels = dict[str, tuple[float, float]]
+"""Lowest and highest value by the name of a gauge."""
+
+ORCHESTRATOR: Levels = {
+    "event_loop_lag_seconds": (0.0004, 0.0024), "lanes_used": (24, 32), "groups_open": (3, 6), "groups_ready": (0, 3),
+    "tokens_per_second": (900, 1500),
+}  # fmt: skip
+HOST: Levels = {
+    "cpu_utilization_percent": (18, 31), "load_average_1m": (9, 14), "memory_used_bytes": (112 * GIB, 115 * GIB),
+    "memory_total_bytes": (1024 * GIB, 1024 * GIB), "shared_memory_used_bytes": (6 * GIB, 7 * GIB),
+    "swap_used_bytes": (0, 0), "disk_free_bytes": (1830 * GIB, 1840 * GIB),
+    "disk_total_bytes": (3500 * GIB, 3500 * GIB),
+}  # fmt: skip
+ENGINE: Levels = {
+    "vllm:num_requests_running": (5, 8), "vllm:num_requests_waiting": (0, 1), "vllm:kv_cache_usage_perc": (0.03, 0.09),
+    "vllm:num_preemptions_total": (0, 0),
+}  # fmt: skip
+
+HOST_RATES = {"network_sent_bytes": 3.5e8, "network_received_bytes": 3.4e8}
+"""Growth of counters in a second."""
+ENGINE_RATES = {
+    "vllm:generation_tokens_total": 340.0, "vllm:prompt_tokens_total": 226.0, "vllm:prefix_cache_queries_total": 226.0,
+    "vllm:prefix_cache_hits_total": 142.0, "vllm:time_to_first_token_seconds_sum": 0.23,
+    "vllm:time_to_first_token_seconds_count": 3.8, "vllm:e2e_request_latency_seconds_sum": 3.4,
+    "vllm:e2e_request_latency_seconds_count": 3.8, "telescope:engine_busy_seconds_total": 0.92,
+    "telescope:engine_clock_seconds": 1.0,
+}  # fmt: skip
 
 
-class Gauges:
-    """Readings of a run, a moment at a time. Counters grow with the time since the last one."""
+def gauges_at(curves: Curves, origin: float, time: float, step: int) -> Iterator[Row]:
+    """Yields the rows of `gauges` at a time within a step."""
+    draw = np.random.default_rng(int(time * 1000))
+    seconds = time - origin
+    waiting = seconds - curves.start(step) < curves.wait(step)
 
-    def __init__(self, curves: Curves, origin: float) -> None:
-        self._curves = curves
-        self._origin = origin
-        self._before: float | None = None
-        self._totals: dict[tuple[str, int], float] = {}
-
-    def at(self, time: float, step: int) -> Iterator[Row]:
-        """Yields the rows of `gauges` at a time within a step."""
-        draw = np.random.default_rng(int(time * 1000))
-        seconds = 0.0 if self._before is None else time - self._before
-        self._before = time
-        waiting = time - self._origin - self._curves.start(step) < self._curves.wait(step)
-        yield from self._host(time, draw, seconds)
-        for rank in range(NUM_RANKS):
-            load = draw.uniform(2, 9) if waiting else draw.uniform(88, 99)
-            yield from _gpu(time, NODES[1], rank, load, 61 + 2 * draw.random(), draw)
-            at = {"time": time, "component": "trainer", "node": NODES[1], "gpu": rank, "rank": rank}
-            used = (31 if waiting else 47 + 6 * draw.random()) * GIB
-            yield {**at, "name": "torch_memory_allocated_bytes", "value": used}
-            yield {**at, "name": "torch_memory_reserved_bytes", "value": 58.0 * GIB}
-        for server in range(NUM_SERVERS):
-            down = self._curves.is_down(server, step)
-            load = 0.0 if down else draw.uniform(82, 98)
-            yield from _gpu(time, NODES[0], server, load, 5.0 if down else 70.5, draw)
-            if not down:
-                yield from self._engine(time, server, step, draw, seconds)
-        orchestrator = {
-            "event_loop_lag_seconds": 0.0004 + 0.002 * draw.random(), "lanes_used": float(draw.integers(24, 33)),
-            "groups_open": float(draw.integers(3, 7)), "groups_ready": float(draw.integers(0, 4)),
-            "tokens_per_second": draw.uniform(900, 1500),
-        }  # fmt: skip
-        for name, value in orchestrator.items():
-            yield {"time": time, "name": name, "component": "orchestrator", "value": value}
-
-    def _host(self, time: float, draw: np.random.Generator, seconds: float) -> Iterator[Row]:
-        for place, node in enumerate(NODES):
-            hours = (time - self._origin) / 3600
-            values = {
-                "cpu_utilization_percent": draw.uniform(18, 31) - 6 * place, "load_average_1m": draw.uniform(9, 14),
-                "memory_used_bytes": (112 + 3 * hours + draw.random()) * GIB, "memory_total_bytes": 1024.0 * GIB,
-                "network_sent_bytes": self._total("sent", place, seconds * draw.uniform(2e8, 5e8)),
-                "network_received_bytes": self._total("received", place, seconds * draw.uniform(2e8, 5e8)),
-                "shared_memory_used_bytes": (6 + draw.random()) * GIB, "swap_used_bytes": 0.0,
-            }  # fmt: skip
-            if place == 0:
-                values |= {"disk_free_bytes": (1840 - 6 * hours) * GIB, "disk_total_bytes": 3500.0 * GIB}
-            for name, value in values.items():
-                yield {"time": time, "name": name, "component": "host", "node": node, "value": float(value)}
-
-    def _engine(self, time: float, server: int, step: int, draw: np.random.Generator, seconds: float) -> Iterator[Row]:
-        tokens = seconds * draw.uniform(280, 400)
-        requests = tokens / 90
-        values = {
-            "vllm:num_requests_running": float(draw.integers(5, 9)),
-            "vllm:num_requests_waiting": float(draw.random() < 0.1),
-            "vllm:kv_cache_usage_perc": draw.uniform(0.03, 0.09), "vllm:num_preemptions_total": 0.0,
-            "vllm:generation_tokens_total": self._total("generated", server, tokens),
-            "vllm:prompt_tokens_total": self._total("prompts", server, requests * 60),
-            "vllm:prefix_cache_queries_total": self._total("queries", server, requests * 60),
-            "vllm:prefix_cache_hits_total": self._total("hits", server, requests * 60 * draw.uniform(0.55, 0.7)),
-            "vllm:time_to_first_token_seconds_sum": self._total("ttft", server, requests * draw.uniform(0.04, 0.08)),
-            "vllm:time_to_first_token_seconds_count": self._total("ttft_count", server, requests),
-            "vllm:e2e_request_latency_seconds_sum": self._total("e2e", server, requests * draw.uniform(0.7, 1.1)),
-            "vllm:e2e_request_latency_seconds_count": self._total("e2e_count", server, requests),
-            "telescope:engine_busy_seconds_total": self._total("busy", server, seconds * draw.uniform(0.86, 0.98)),
-            "telescope:engine_clock_seconds": self._total("clock", server, seconds),
-        }  # fmt: skip
-        at = {"time": time, "component": "inference", "node": NODES[0], "gpu": server, "server": server}
+    def rows(at: Row, levels: Levels, rates: dict[str, float] | None = None, phase: float = 0.0) -> Iterator[Row]:
+        values = {name: draw.uniform(low, high) for name, (low, high) in levels.items()}
+        for place, (name, rate) in enumerate((rates or {}).items()):
+            # A counter always grows, now faster and now slower.
+            values[name] = rate * (seconds + 4 * math.sin(seconds / 20 + phase + 0.3 * place))
         for name, value in values.items():
-            yield {**at, "name": name, "value": float(value)}
+            yield {"time": time, **at, "name": name, "value": float(max(0.0, value))}
 
-    def _total(self, name: str, owner: int, growth: float) -> float:
-        self._totals[name, owner] = self._totals.get((name, owner), 0.0) + growth
-        return self._totals[name, owner]
+    def gpu(node: str, number: int, load: float, memory: float) -> Iterator[Row]:
+        levels: Levels = {
+            "gpu_utilization_percent": (load, load), "gpu_memory_utilization_percent": (0.6 * load, 0.6 * load),
+            "gpu_memory_used_bytes": (memory * GIB, memory * GIB), "gpu_memory_total_bytes": (80 * GIB, 80 * GIB),
+            "gpu_power_watts": (120 + 5.2 * load, 132 + 5.2 * load),
+            "gpu_temperature_celsius": (38 + 0.28 * load, 39 + 0.28 * load),
+            "gpu_sm_clock_mhz": (1980, 1980) if load > 10 else (1410, 1410),
+        }  # fmt: skip
+        return rows({"component": "gpu", "node": node, "gpu": number}, levels)
 
-
-def _gpu(time: float, node: str, gpu: int, load: float, memory: float, draw: np.random.Generator) -> Iterator[Row]:
-    values = {
-        "gpu_utilization_percent": load, "gpu_memory_utilization_percent": 0.6 * load,
-        "gpu_memory_used_bytes": memory * GIB, "gpu_memory_total_bytes": 80.0 * GIB,
-        "gpu_power_watts": 120 + 5.2 * load + 12 * draw.random(), "gpu_temperature_celsius": 38 + 0.28 * load,
-        "gpu_sm_clock_mhz": 1980.0 if load > 10 else 1410.0,
-    }  # fmt: skip
-    for name, value in values.items():
-        yield {"time": time, "name": name, "component": "gpu", "node": node, "gpu": gpu, "value": float(value)}
+    yield from rows({"component": "orchestrator"}, ORCHESTRATOR)
+    for place, node in enumerate(NODES):
+        yield from rows({"component": "host", "node": node}, HOST, HOST_RATES, place)
+    for rank in range(NUM_RANKS):
+        used = 31.0 if waiting else 47 + 6 * draw.random()
+        yield from gpu(NODES[1], rank, draw.uniform(2, 9) if waiting else draw.uniform(88, 99), used + 14)
+        memory = {"torch_memory_allocated_bytes": used * GIB, "torch_memory_reserved_bytes": 58 * GIB}
+        at: Row = {"component": "trainer", "node": NODES[1], "gpu": rank, "rank": rank}
+        yield from rows(at, {name: (value, value) for name, value in memory.items()})
+    for server in range(NUM_SERVERS):
+        down = curves.is_down(server, step)
+        yield from gpu(NODES[0], server, 0.0 if down else draw.uniform(82, 98), 5.0 if down else 70.5)
+        if not down:
+            at = {"component": "inference", "node": NODES[0], "gpu": server, "server": server}
+            yield from rows(at, ENGINE, ENGINE_RATES, server)
 
 
 def given_gpus(time: float) -> Iterator[Row]:
     """Yields the rows that say which process has which GPU."""
-    for number in range(NUM_RANKS):
-        row = {"time": time, "name": "gpu_given", "gpu": number, "value": 1.0}
-        yield {**row, "component": "trainer", "node": NODES[1], "rank": number}
-    for number in range(NUM_SERVERS):
-        row = {"time": time, "name": "gpu_given", "gpu": number, "value": 1.0}
-        yield {**row, "component": "inference", "node": NODES[0], "server": number}
+    for component, key, node, count in (
+        ("trainer", "rank", NODES[1], NUM_RANKS), ("inference", "server", NODES[0], NUM_SERVERS),
+    ):  # fmt: skip
+        for number in range(count):
+            row = {"time": time, "name": "gpu_given", "gpu": number, "value": 1.0}
+            yield {**row, "component": component, "node": node, key: number}
 
 
 TRACEBACK = """reward of sample {sample} failed
@@ -142,44 +120,39 @@ telescope.environments.countdown.puzzles.ExpressionError: unexpected '=' at 7"""
 
 def start_logs(origin: float) -> Iterator[Row]:
     """Yields the log lines from before the first step."""
-    lines = [
-        (-58, "INFO", "driver", "telescope.orchestrator.run:112", f"loading environments {', '.join(TASKS)}"),
-        (-49, "INFO", "driver", "telescope.cluster.ray_cluster:188", f"Ray runs on {len(NODES)} nodes with 8 GPUs"),
-        *((-41 + server, "INFO", f"inference-{server}", "model_runner.py:512", "Model weights took 3.2 GiB")
-          for server in range(NUM_SERVERS)),
-        *((-30 + server, "INFO", f"inference-{server}", "kv_cache_utils.py:1087", "GPU KV cache size: 611,232 tokens")
-          for server in range(NUM_SERVERS)),
-        *((-24, "INFO", f"trainer-{rank}", "telescope.trainer.worker:96", f"rank {rank} of {NUM_RANKS} has its shards")
-          for rank in range(NUM_RANKS)),
-        (-6, "INFO", "driver", "telescope.orchestrator.weight_sync:336",
-         "weights of version 0 verified on 4 servers: 311 of 311 tensors loaded as sent"),
-    ]  # fmt: skip
-    for seconds, level, process, place, message in lines:
-        yield _line(origin + seconds, level, process, place, message)
+    yield log_line(origin - 58, f"loading environments {', '.join(TASKS)}", place="telescope.orchestrator.run:112")
+    for server in range(NUM_SERVERS):
+        yield log_line(origin - 41 + server, "Model weights took 3.2 GiB", f"inference-{server}", "model_runner.py:512")
+    for rank in range(NUM_RANKS):
+        text = f"rank {rank} of {NUM_RANKS} has its shards"
+        yield log_line(origin - 24, text, f"trainer-{rank}", "telescope.trainer.worker:96")
+    text = "weights of version 0 verified on 4 servers: 311 of 311 tensors loaded as sent"
+    yield log_line(origin - 6, text, place="telescope.orchestrator.weight_sync:336")
 
 
 def step_logs(made: Step, draw: np.random.Generator) -> Iterator[Row]:
-    """Yields the log lines of a step."""
-    number = made.number
+    """Yields the log lines of a step, in the order of their times."""
+    number, failed = made.number, [one for group in made.groups for one in group.samples if one.failure_kind]
     if number % 4 == 0:
-        server = (number // 4) % NUM_SERVERS
         text = (
             f"Engine 000: Avg prompt throughput: {draw.uniform(150, 260):.1f} tokens/s, Avg generation throughput: "
             f"{draw.uniform(280, 400):.1f} tokens/s, Running: {draw.integers(5, 9)} reqs, Waiting: 0 reqs, "
             f"GPU KV cache usage: {draw.uniform(3, 9):.1f}%, Prefix cache hit rate: {draw.uniform(55, 70):.1f}%"
         )
-        yield _line(made.start + 0.4, "INFO", f"inference-{server}", "loggers.py:259", text)
-    if number % 10 == 9:
-        norm = made.result.metrics["grad_norm"]
-        shown = f"{norm:.3f}" if math.isfinite(norm) else "nan"
-        text = f"step {number}: {made.result.metrics['tokens/trained']:.0f} tokens, gradient norm {shown}"
-        yield _line(made.end - 0.2, "INFO", "trainer-0", "telescope.trainer.worker:171", text)
-    failed = [sample for group in made.groups for sample in group.samples if sample.failure_kind]
+        yield log_line(made.start + 0.4, text, f"inference-{number // 4 % NUM_SERVERS}", "loggers.py:259")
     for sample in failed[:1]:
-        yield _line(sample.finished_at, "WARNING", "environment-0", "telescope.environments.user_code:88",
-                    TRACEBACK.format(sample=sample.sample_id))  # fmt: skip
+        text = TRACEBACK.format(sample=sample.sample_id)
+        yield log_line(sample.finished_at, text, "environment-0", "telescope.environments.user_code:88", "WARNING")
+    if number % 10 == 9:
+        metrics = made.result.metrics
+        text = f"step {number}: {metrics['tokens/trained']:.0f} tokens, gradient norm {metrics['grad_norm']:.3f}"
+        yield log_line(made.end - 0.2, text, "trainer-0", "telescope.trainer.worker:171")
 
 
-def _line(time: float, level: str, process: str, place: str, message: str) -> Row:
+def log_line(
+    time: float, message: str, process: str = "driver", place: str = "telescope.orchestrator.status:113",
+    level: str = "INFO",
+) -> Row:  # fmt: skip
+    """Returns a row of `logs`."""
     row = {"time": time, "level": level, "message": message, "process": 4000 + len(process) * 7, "place": place}
     return {**row, **process_of(f"{process}.log")}
