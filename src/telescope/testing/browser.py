@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import os
 import re
-import selectors
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,9 +30,6 @@ MISSING = (
     "no Chromium found: the tests of the pages in a browser need one. On Debian: make setup CHROMIUM=1 as root, "
     "or apt-get install chromium. Elsewhere: .venv/bin/playwright install chromium"
 )
-
-START_SECONDS = 300.0
-"""How long the server may take until it prints its address; it takes 2 seconds on an idle machine."""
 
 END_SECONDS = 10.0
 
@@ -71,7 +66,7 @@ class DashboardProcess:
 
     def __init__(self, *arguments: str | Path) -> None:
         self._arguments = [str(argument) for argument in arguments]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[str] | None = None
         self.port = 0
         self.address = ""
 
@@ -87,9 +82,15 @@ class DashboardProcess:
         if "--host" not in self._arguments:
             command.append("--no-token")  # of other users of a test machine
         command += self._arguments
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        self.address = _read_address(self._process).partition("#")[0]  # over a single run, its page follows
-        self.port = int(self.address.split("?")[0].rstrip("/").rpartition(":")[2])
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert self._process.stdout is not None
+        printed = ""
+        for line in self._process.stdout:
+            printed += line
+            if found := re.search(r"http://[^:]+:(\d+)[^\s#]*", line):  # over a single run, its page follows
+                self.address, self.port = found[0], int(found[1])
+                return
+        raise RuntimeError(f"`telescope ui` ended without an address: {printed!r}")
 
     def kill(self) -> None:
         """Ends the server at once, as a crash would."""
@@ -103,24 +104,6 @@ class DashboardProcess:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-
-
-def _read_address(process: subprocess.Popen[bytes]) -> str:
-    """Returns the address that the server prints."""
-    assert process.stdout is not None
-    printed = b""
-    deadline = time.monotonic() + START_SECONDS
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while selector.select(max(0.0, deadline - time.monotonic())):
-            piece = os.read(process.stdout.fileno(), 4096)
-            printed += piece
-            if found := re.search(rb"http://\S+(?=\n)", printed):
-                return found[0].decode()
-            if not piece:
-                break
-    process.kill()
-    raise RuntimeError(f"`telescope ui` printed no address within {START_SECONDS:.0f} s: {printed.decode()!r}")
 
 
 if __name__ == "__main__":
