@@ -1,13 +1,12 @@
 """ASGI application with vLLM's routes over a fake engine.
 
 Owns the answers of the routes, and faults on demand; `fake_engine` is the engine, `fake_server` the server. Routes and
-JSON follow vLLM 0.32 or 0.26 (`FakeEngineSettings.vllm_version`); `/fake/state` and `/fake/fault` are its own.
+JSON follow vLLM 0.32 or 0.26 (`FakeEngineSettings.vllm_version`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -38,25 +37,21 @@ class FakeEngineApp:
         self.num_requests = 0
         self.fail_next = 0
         self.hang_next = 0
-        self.child_pid: int | None = None
-        self.on_death: Callable[[], None] = lambda: os._exit(1)
         self._writer = AnswerWriter(settings)
         self._worker = worker
         self._routes: dict[tuple[str, str], Callable[..., Any]] = {
             ("POST", wire.PAUSE_ROUTE): self._pause,
             ("POST", wire.RESUME_ROUTE): self._resume,
-            ("GET", wire.IS_PAUSED_ROUTE): self._is_paused,
+            ("GET", wire.IS_PAUSED_ROUTE): lambda *_: (200, {"is_paused": self.engine.paused}),
             ("POST", wire.ABORT_ROUTE): self._abort,
-            ("GET", wire.HEALTH_ROUTE): self._health,
+            ("GET", wire.HEALTH_ROUTE): lambda *_: (200, {}),
             ("GET", wire.METRICS_ROUTE): self._metrics,
-            ("GET", wire.VERSION_ROUTE): self._version,
+            ("GET", wire.VERSION_ROUTE): lambda *_: (200, {"version": settings.vllm_version}),
             ("POST", wire.INIT_TRANSFER_ROUTE): self._init_transfer,
             ("POST", wire.START_UPDATE_ROUTE): self._start_update,
             ("POST", wire.UPDATE_WEIGHTS_ROUTE): self._update_weights,
             ("POST", wire.FINISH_UPDATE_ROUTE): self._finish_update,
             ("POST", wire.COLLECTIVE_RPC_ROUTE): self._collective_rpc,
-            ("GET", "/fake/state"): self._state,
-            ("POST", "/fake/fault"): self._fault,
         }
 
     @property
@@ -92,7 +87,9 @@ class FakeEngineApp:
             await _send_json(send, 400, {"detail": f"JSON decode error: {error}"})
             return
         query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode()).items()}
-        status, answer = await handler(body, query)
+        if path == wire.UPDATE_WEIGHTS_ROUTE:
+            await asyncio.sleep(self.settings.update_seconds)
+        status, answer = handler(body, query)
         await _send_json(send, status, answer)
 
     # --- generate ---------------------------------------------------------------------------------------------------
@@ -101,17 +98,14 @@ class FakeEngineApp:
         raw = await read_body(receive)
         self.num_requests += 1
         settings = self.settings
-        if settings.die_after is not None and self.num_requests >= settings.die_after:
-            self.on_death()
-            return
-        if self._due(settings.error_every) or self.fail_next > 0:
+        if self.fail_next > 0 or (settings.error_every and self.num_requests % settings.error_every == 0):
             self.fail_next = max(0, self.fail_next - 1)
             await _send_error(send, 500, "EngineCore encountered an issue.", "InternalServerError")
             return
         left = asyncio.ensure_future(wait_for_disconnect(receive))
         try:
-            if self._due(settings.hang_every) or self.hang_next > 0:
-                self.hang_next = max(0, self.hang_next - 1)
+            if self.hang_next > 0:
+                self.hang_next -= 1
                 await left
                 return
             try:
@@ -140,9 +134,6 @@ class FakeEngineApp:
         finally:
             left.cancel()
 
-    def _due(self, every: int | None) -> bool:
-        return every is not None and self.num_requests % every == 0
-
     def _complaint(self, body: dict[str, Any]) -> str | None:
         prompt = body["token_ids"]
         if not prompt or any(token < 0 for token in prompt):
@@ -167,32 +158,23 @@ class FakeEngineApp:
 
     # --- control ----------------------------------------------------------------------------------------------------
 
-    async def _pause(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
+    def _pause(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
         mode = query.get("mode", "abort")
         if mode not in ("abort", "wait", "keep"):
             return 400, {"error": f"Invalid pause mode: {mode}"}
         self.engine.pause(mode)
         return 200, {"status": "paused"}
 
-    async def _resume(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
+    def _resume(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
         self.engine.resume()
         return 200, {"status": "resumed"}
 
-    async def _is_paused(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
-        return 200, {"is_paused": self.engine.paused}
-
-    async def _abort(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
+    def _abort(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
         ids = body.get("request_ids")
         named = [str(i).removeprefix(wire.REQUEST_ID_PREFIX) for i in ids] if ids else None
         return 200, {"status": "aborted", "aborted": self.engine.abort(named)}
 
-    async def _health(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
-        return 200, {}
-
-    async def _version(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
-        return 200, {"version": self.settings.vllm_version}
-
-    async def _metrics(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
+    def _metrics(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
         engine = self.engine
         lines = (
             "# TYPE vllm:num_requests_running gauge",
@@ -203,60 +185,29 @@ class FakeEngineApp:
         )
         return 200, "\n".join(lines).encode() + b"\n"
 
-    async def _init_transfer(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
+    def _init_transfer(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
         self.engine.transfer_info.append(body["init_info"])
         return 200, {"message": "Weight transfer initialized"}
 
-    async def _start_update(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
+    def _start_update(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
         if self.engine.update_active:
             return 500, _error("start_weight_update called while a weight update is already active.")
         self.engine.update_active = True
         return 200, {"message": "Weight update started"}
 
-    async def _update_weights(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
+    def _update_weights(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
         if not self.engine.update_active:
             return 500, _error("start_weight_update must be called before update_weights.")
-        await asyncio.sleep(self.settings.update_seconds)
         return 200, {"message": "Weights updated"}
 
-    async def _finish_update(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
+    def _finish_update(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
         if not self.engine.update_active:
             return 500, _error("finish_weight_update called without a matching start_weight_update.")
         self.engine.finish_update(body.get("weight_version"))
         return 200, {"message": "Weight update finished"}
 
-    async def _collective_rpc(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
-        if self._worker is None:
-            return 200, {"results": [{}]}
-        return 200, {"results": self._worker(body["method"], body.get("args", []))}
-
-    async def _state(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
-        engine = self.engine
-        return 200, {
-            "running": engine.num_running,
-            "waiting": engine.num_waiting,
-            "finished": engine.num_finished,
-            "aborted": engine.num_aborted,
-            "requests": self.num_requests,
-            "updates": engine.num_updates,
-            "label": engine.label,
-            "paused": engine.paused,
-            "salts": engine.salts,
-            "pid": os.getpid(),
-            "child_pid": self.child_pid,
-        }
-
-    async def _fault(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
-        kind = body["kind"]
-        if kind == "die":
-            self.on_death()
-        elif kind == "fail_next":
-            self.fail_next = int(body["count"])
-        elif kind == "hang_next":
-            self.hang_next = int(body["count"])
-        else:
-            return 400, {"detail": f"unknown fault {kind!r}; use die, fail_next or hang_next"}
-        return 200, {}
+    def _collective_rpc(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
+        return 200, {"results": self._worker(body["method"], body.get("args", [])) if self._worker else [{}]}
 
 
 def _error(message: str, kind: str = "InternalServerError", code: int = 500) -> dict[str, Any]:

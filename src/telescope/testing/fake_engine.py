@@ -46,10 +46,6 @@ class FakeEngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Print this and exit with code 1 instead of starting."""
     error_every: int | None = None
     """Answer 500 to every n-th generate request."""
-    hang_every: int | None = None
-    """Never answer every n-th generate request."""
-    die_after: int | None = None
-    """Exit abruptly at the n-th generate request."""
     spawn_child: bool = False
     """Start a child process, as vLLM starts its engine core."""
 

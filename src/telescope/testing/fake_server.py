@@ -45,7 +45,6 @@ class FakeEngineServer:
         self.host = host
         self.port = port
         self.app = FakeEngineApp(self.settings, answer, worker)
-        self.app.on_death = self.die
         self._server: uvicorn.Server | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -144,10 +143,8 @@ def main(argv: list[str] | None = None) -> int:
 
 async def _serve_for_ever(settings: FakeEngineSettings, host: str, port: int) -> None:
     server = FakeEngineServer(settings, secret=os.environ[SECRET_VARIABLE], host=host, port=port)
-    server.app.on_death = lambda: os._exit(1)
     if settings.spawn_child:
-        child = await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(3600)")
-        server.app.child_pid = child.pid
+        await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(3600)")
     await server.start()
     print(f"fake engine listening on {server.url}", flush=True)
     await asyncio.Event().wait()

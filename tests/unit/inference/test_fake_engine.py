@@ -124,5 +124,5 @@ def assert_versions_cover(request: FakeRequest, reason: str) -> None:
 
 
 def test_settings_survive_the_command_line() -> None:
-    options = FakeEngineSettings(mean_tokens=5, die_after=3)
+    options = FakeEngineSettings(mean_tokens=5, error_every=3)
     assert msgspec.json.decode(msgspec.json.encode(options), type=FakeEngineSettings) == options
