@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
+import pyarrow as pa
 import pydantic_core
-from pydantic import BaseModel
+from pydantic import BaseModel, create_model
+
+from telescope.record.schema import INT32_LIST, NUMBERS, TEXT_LIST, TEXTS, Table
+from telescope.record.tables import ATTEMPTS, ENVIRONMENTS
 
 Number = float | None
+
+TYPES: dict[pa.DataType, Any] = {
+    pa.string(): str, pa.int64(): int, pa.float64(): float, pa.bool_(): bool, INT32_LIST: list[int],
+    TEXT_LIST: list[str], NUMBERS: dict[str, Number], TEXTS: dict[str, str],
+}  # fmt: skip
+
+
+def columns_of(table: Table, *, known: str, names: Sequence[str] = ()) -> Any:
+    """Returns a base class with columns of a table, by default all. Only `known` ones and maps are never null."""
+    types = {column.name: column.type for column in table.columns}
+    fields: dict[str, Any] = {}
+    for name in names or table.column_names:
+        required = name in known.split() or types[name] in (NUMBERS, TEXTS)
+        fields[name] = (TYPES[types[name]] if required else TYPES[types[name]] | None, ...)
+    return create_model(table.name, **fields)
 
 
 class RemoteCopy(BaseModel):
@@ -98,20 +118,13 @@ class Runs(BaseModel):
     roots: list[str]
 
 
-class Attempt(BaseModel):
-    """A start of a run: a row of the table `attempts`."""
+_Attempt: Any = columns_of(
+    ATTEMPTS, known="attempt notes", names=[name for name in ATTEMPTS.column_names if name != "model_config"]
+)
 
-    attempt: int
-    started_at: Number
-    config_hash: str | None
-    git_commit: str | None
-    git_dirty: bool | None
-    versions: dict[str, str]
-    topology: dict[str, str]
-    notes: list[str]
-    first_step: int | None
-    host: str | None
-    pid: int | None
+
+class Attempt(_Attempt):
+    """A start of a run: a row of the table `attempts`."""
 
 
 class MetricRange(BaseModel):
@@ -121,21 +134,14 @@ class MetricRange(BaseModel):
     max: Number
 
 
-class Environment(BaseModel):
+_Environment: Any = columns_of(ENVIRONMENTS, known="attempt key name purpose")
+
+
+class Environment(_Environment):
     """An environment of a run: a row of the table `environments`."""
 
-    attempt: int
-    key: str
-    name: str
-    purpose: str
-    weight: Number
-    num_samples: int | None
-    is_multi_turn: bool | None
-    reward_min: Number
-    reward_max: Number
     metrics_ranges: dict[str, MetricRange]
     tags_options: dict[str, list[str]]
-    not_extendable: str | None
 
 
 class RunInfo(BaseModel):

@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
-import pyarrow as pa
-from pydantic import BaseModel, create_model
+from pydantic import BaseModel
 
-from telescope.dashboard.models import Number
+from telescope.dashboard.models import Number, columns_of
+from telescope.dashboard.rollouts import IN_FLIGHT
 from telescope.dashboard.store import LONG_COLUMNS
 from telescope.record.rollout_tables import INFO, SAMPLES, TOOL_CALLS, TURNS
-from telescope.record.schema import INT32_LIST, NUMBERS, TEXTS, Table
 from telescope.record.tables import EVALS, LOGS
-
-TYPES: dict[pa.DataType, Any] = {
-    pa.string(): str, pa.int64(): int, pa.float64(): float, pa.bool_(): bool, INT32_LIST: list[int],
-    NUMBERS: dict[str, Number], TEXTS: dict[str, str],
-}  # fmt: skip
-
-
-def columns_of(table: Table, *, known: str, without: Collection[str] = ()) -> Any:
-    """Returns a base class with the columns of a table. Those that are not `known`, and no maps, may be null."""
-    fields: dict[str, Any] = {}
-    for column in table.columns:
-        if column.name not in without:
-            kind = TYPES[column.type]
-            required = column.name in known.split() or column.type in (NUMBERS, TEXTS)
-            fields[column.name] = (kind if required else kind | None, ...)
-    return create_model(table.name, **fields)
 
 
 class Distribution(BaseModel):
@@ -104,19 +86,11 @@ class Group(BaseModel):
     samples: list[GroupSample]
 
 
-class InFlight(BaseModel):
-    """A sample that is being generated. `start_version` is the policy version when its group was opened."""
+_InFlight: Any = columns_of(SAMPLES, known="attempt sample_id", names=IN_FLIGHT)
 
-    attempt: int
-    sample_id: str
-    group_id: int | None
-    sample_index: int | None
-    environment: str | None
-    start_version: int | None
-    prompt_tokens: int | None
-    server: int | None
-    lane: int | None
-    started_at: Number
+
+class InFlight(_InFlight):
+    """A sample that is being generated. `start_version` is the policy version when its group was opened."""
 
 
 class Facet(BaseModel):
@@ -129,7 +103,7 @@ class Facet(BaseModel):
 _SampleNumbers: Any = columns_of(
     SAMPLES,
     known="attempt sample_id group_id sample_index environment status step",
-    without=LONG_COLUMNS["samples"],
+    names=[name for name in SAMPLES.column_names if name not in LONG_COLUMNS["samples"]],
 )
 
 
