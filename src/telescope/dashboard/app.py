@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
@@ -129,7 +128,11 @@ def _api_page(app: FastAPI) -> str:
     for path, methods in schema["paths"].items():
         for method, operation in methods.items():
             term = path if method == "get" else f"{method.upper()} {path}"
-            given = [_parameter(one) for one in operation.get("parameters", ()) if one["in"] == "query"]
+            given = [
+                f"{one['name']} ({one['description'].rstrip('.')})" if one.get("description") else one["name"]
+                for one in operation.get("parameters", ())
+                if one["in"] == "query"
+            ]
             about = f"{operation['summary']}." + (f" Parameters: {', '.join(given)}." if given else "")
             (tag,) = operation["tags"]
             parts[tag].append(f"<dt><code>{escape(term)}</code></dt><dd>{escape(about)}</dd>")
@@ -142,8 +145,3 @@ def _api_page(app: FastAPI) -> str:
     title = escape(schema["info"]["title"])
     head = f'<!doctype html><html lang="en"><meta name="viewport" content="width=device-width"><title>{title}</title>'
     return f"{head}<h1>{title}</h1><p>{escape(ABOUT_API)} {link}</p>{sections}</html>"
-
-
-def _parameter(parameter: dict[str, Any]) -> str:
-    about = parameter.get("description", "").rstrip(".")
-    return f"{parameter['name']} ({about})" if about else parameter["name"]

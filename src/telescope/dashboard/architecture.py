@@ -23,18 +23,22 @@ def architecture_of(run: Run) -> dict[str, Any]:
     name = config_of(run)[0].get("model")
     config, source = _model_config(run)
     shape = ModelShape.from_config(config) if config else known_shape(str(name or ""))
-    if shape is not None and not config:
-        source = "a table of well-known models"
+    found: dict[str, Any] = {"name": name, "source": source, "model_type": config.get("model_type")}
+    if shape is None:
+        numbers = ("layers", "parameters", "active_parameters", "kv_bytes_per_token", "max_position_embeddings")
+        return {**found, **dict.fromkeys(numbers), "parts": []}
+    # A token visits a few of the experts.
+    idle = shape.num_experts - min(shape.num_experts, shape.experts_per_token)
+    expert = 3 * shape.hidden_size * shape.expert_intermediate_size
     return {
-        "name": name,
-        "source": source,
-        "model_type": config.get("model_type"),
-        "layers": shape.num_layers if shape else None,
-        "parameters": shape.num_parameters if shape else None,
-        "active_parameters": _active(shape) if shape else None,
-        "kv_bytes_per_token": shape.kv_bytes_per_token("bfloat16") if shape else None,
-        "max_position_embeddings": shape.max_position_embeddings if shape else None,
-        "parts": parts_of(shape) if shape else [],
+        **found,
+        "source": source if config else "a table of well-known models",
+        "layers": shape.num_layers,
+        "parameters": shape.num_parameters,
+        "active_parameters": shape.num_parameters - shape.num_sparse_layers() * idle * expert,
+        "kv_bytes_per_token": shape.kv_bytes_per_token("bfloat16"),
+        "max_position_embeddings": shape.max_position_embeddings,
+        "parts": parts_of(shape),
     }
 
 
@@ -59,13 +63,6 @@ def parts_of(shape: ModelShape) -> list[dict[str, Any]]:
     shared = shape.tied_embeddings
     parts.append(("Output", 1, "the embedding" if shared else f"{hidden} x {shape.vocab_size}", 0 if shared else table))
     return [dict(zip(("part", "count", "sizes", "parameters"), part, strict=True)) for part in parts]
-
-
-def _active(shape: ModelShape) -> int:
-    """Returns the parameters that one token visits."""
-    idle = shape.num_experts - min(shape.num_experts, shape.experts_per_token)
-    expert = 3 * shape.hidden_size * shape.expert_intermediate_size
-    return shape.num_parameters - shape.num_sparse_layers() * idle * expert
 
 
 def _model_config(run: Run) -> tuple[Mapping[str, Any], str | None]:

@@ -208,7 +208,11 @@ def _examples(store: RunStore, steps: Sequence[int], left_out: list[str]) -> dic
         found = whole["samples"][key]
         if not found:
             continue
-        rows = {name: [_without_tokens(row) for row in whole[name][key]] for name in ("turns", "tool_calls", "info")}
+        rows = {
+            # Without the arrays of tokens.
+            table: [{k: None if isinstance(v, list) else v for k, v in row.items()} for row in whole[table][key]]
+            for table in ("turns", "tool_calls", "info")
+        }
         value = _cut(rollouts.assemble(found[0], {**rows, "spans": []}))
         room -= len(to_json(value))
         if room < 0:
@@ -225,10 +229,6 @@ def _few_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     others = [group for group in groups if group["status"] != "kept"][:1]
     few = [*(trained[place] for place in _evenly(len(trained), GROUPS - len(others))), *others]
     return [{**group, "samples": group["samples"][:SAMPLES]} for group in few]
-
-
-def _without_tokens(row: Row) -> Row:
-    return {name: None if isinstance(value, list) else value for name, value in row.items()}
 
 
 def _cut(value: Any) -> Any:

@@ -156,7 +156,12 @@ class RunCopy:
         self._closing = threading.Event()
         self._asked_at = 0.0
         self._manifest: tuple[str, dict[str, int]] | None = None
-        kept = self._read_kept()
+        try:
+            found = read_json(self._files.run_dir / STATE_NAME)
+        except (OSError, ValueError):
+            found = None
+        kept: dict[str, Any] = {"versions": {}, "remote": {}, "is_complete": False}
+        kept |= found if isinstance(found, dict) else {}
         self._versions: dict[str, str] = kept["versions"]
         self._remote: dict[str, Any] = kept["remote"]
         self._is_complete: bool = kept["is_complete"]
@@ -262,7 +267,11 @@ class RunCopy:
                 self._manifest = (files[MANIFEST].version, self._project.read_manifest(files, staging))
             sizes = self._manifest[1]
             there = {name: file for name in sizes if (file := files.get(f"{FOLDER}/{name}")) is not None}
-            wanted = {name: file for name, file in there.items() if self._differs(name, file)}
+            wanted = {
+                name: file
+                for name, file in there.items()
+                if self._versions.get(name) != file.version or not (self._files.run_dir / name).is_file()
+            }
             if wanted:
                 self._download_all(wanted, staging)
             if self._closing.is_set():
@@ -278,9 +287,6 @@ class RunCopy:
             self._write_kept()
         message = f"{num_missing} of its {len(sizes)} files are not on W&B yet." if num_missing else None
         self.state = CopyState("synced", self.state.source, message=message)
-
-    def _differs(self, name: str, file: RemoteFile) -> bool:
-        return self._versions.get(name) != file.version or not (self._files.run_dir / name).is_file()
 
     def _download_all(self, wanted: dict[str, RemoteFile], staging: Path) -> None:
         """Downloads files, small tables first. Those of one table come in the order of their rows."""
@@ -308,14 +314,6 @@ class RunCopy:
                 self._versions[name] = wanted[name].version
                 if self.state.phase == "syncing":
                     self.state = replace(self.state, done_bytes=self.state.done_bytes + wanted[name].size)
-
-    def _read_kept(self) -> dict[str, Any]:
-        empty: dict[str, Any] = {"versions": {}, "remote": {}, "is_complete": False}
-        try:
-            kept = read_json(self._files.run_dir / STATE_NAME)
-        except (OSError, ValueError):
-            return empty
-        return empty | kept if isinstance(kept, dict) else empty
 
     def _write_kept(self) -> None:
         kept = {"is_complete": self._is_complete, "remote": self._remote, "versions": self._versions}

@@ -86,18 +86,22 @@ def assemble(sample: Row, whole: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
         "turns": sorted(whole["turns"], key=by_turn),
         "tool_calls": sorted(whole["tool_calls"], key=lambda row: row["call"]),
         "info": sorted(whole["info"], key=lambda row: (row["number"], row["key"])),
-        "spans": [_span(row) for row in sorted(whole["spans"], key=lambda row: row["start"])],
+        "spans": [
+            {
+                **{name: row[name] for name in ("name", "start", "end")},
+                "first_token_seconds": _number((row["attributes"] or {}).get("first_token_seconds")),
+            }
+            for row in sorted(whole["spans"], key=lambda row: row["start"])
+        ],
     }
 
 
-def _span(row: Row) -> dict[str, Any]:
-    """Returns an interval of a sample. Engines report the time to the first token with `prefill`."""
-    first_token = (row["attributes"] or {}).get("first_token_seconds")
+def _number(text: str | None) -> float | None:
+    """Reads an attribute. Another program may have written it."""
     try:
-        seconds = None if first_token is None else float(first_token)
+        return None if text is None else float(text)
     except ValueError:
-        seconds = None  # attributes are texts, and another program may have written them
-    return {**{name: row[name] for name in ("name", "start", "end")}, "first_token_seconds": seconds}
+        return None
 
 
 def in_flight(store: RunStore) -> list[Row]:

@@ -183,9 +183,7 @@ def compare(registry: Registry, run_ids: list[str], *, equal: bool = False) -> d
 
 def now_of(run: Run) -> dict[str, Any]:
     """Returns phase, requests, servers and queue of a run. `live` is false, and the rest empty, when it has ended."""
-    now = run.now()
-    if now is None:
-        now = {}
+    now = run.now() or {}
     components = {str(part): str(doing) for part, doing in (now.get("components") or {}).items()}
     numbers = ("time", "phase", "step", "version", "num_generating", "num_slots", "eval_done", "eval_total")
     rates = ("num_open_groups", "num_finished_groups", "tokens_per_second", "seconds_left")
@@ -196,7 +194,7 @@ def now_of(run: Run) -> dict[str, Any]:
         "trainer": components.pop("trainer", None),
         "servers": [
             {"name": part, "doing": components.pop(part)}
-            for part in sorted(components, key=_by_number)
+            for part in sorted(components, key=lambda part: (int("".join(filter(str.isdecimal, part)) or 0), part))
             if part.startswith("server ")
         ],
         "components": components,
@@ -211,8 +209,3 @@ def _waiting(run: Run) -> int | None:
     rows = rows.filter(pc.equal(rows["name"], WAITING))
     newest = dict(zip(rows["server"].to_pylist(), rows["value"].to_pylist(), strict=True))
     return int(sum(newest.values())) if newest else None
-
-
-def _by_number(part: str) -> tuple[int, str]:
-    last = part.rpartition(" ")[2]
-    return (int(last) if last.isdecimal() else 0, part)

@@ -95,7 +95,10 @@ def samples(
     visible = store.visible()
     base.append(visible)
     store.refresh("samples")
-    every = _facet_values(store, visible) if with_facets else {}
+    every: dict[str, Sequence[Any]] = {}
+    if with_facets:
+        tags = {f"tag:{name}": values for name, values in sorted(store.tags().items()) if len(values) > 1}
+        every = {name: store.distinct(name, visible) for name in FACETS} | dict(list(tags.items())[:MOST_TAGS])
     hits = store.search(filters.search.strip()) if filters.search.strip() else None
     source = "samples" if hits is None else "(FROM samples SEMI JOIN hits USING (attempt, sample_id))"
     where = " AND ".join([*base, *conditions.values()])
@@ -105,7 +108,11 @@ def samples(
             f"SELECT * FROM {source} WHERE {where} ORDER BY {order} LIMIT {int(limit)} OFFSET {int(offset)}"
         )
         facets = _facets(view, source, base, conditions, every)
-    texts = beginnings(store, rows) if _few_texts(store, rows) else {}
+    steps = [row["step"] for row in rows if row["step"] is not None]
+    is_quick = not steps or max(steps) - min(steps) <= NEAR_STEPS
+    if not is_quick:
+        is_quick = sum(file.num_bytes for file in store.run.table_files("samples")) <= SMALL_BYTES
+    texts = beginnings(store, rows) if is_quick else {}
     for row in rows:
         row["metrics"], row["tags"] = row["metrics"] or {}, row["tags"] or {}
         text = texts.get((row["attempt"], row["sample_id"]), {})
@@ -117,25 +124,16 @@ def _facets(
     view: View, source: str, base: Sequence[str], conditions: Mapping[str, str], every: Mapping[str, Sequence[Any]]
 ) -> dict[str, list[dict[str, Any]]]:
     """Counts the samples by the values of `every` facet and tag. `base` always holds; `conditions` are by facet."""
-    names = {name: _facet_sql(name) for name in every}
+    # tag:x is the value of the tag x.
+    names = {
+        name: f"tags[{sql_text(name.removeprefix('tag:'))}]" if name.startswith("tag:") else name for name in every
+    }
     where = " AND ".join([*base, *conditions.values()])
     grouped = _grouped(view, {name: names[name] for name in names if name not in conditions}, source, where)
     for name in conditions.keys() & names.keys():
         others = " AND ".join([*base, *(text for other, text in conditions.items() if other != name)])
         grouped |= _grouped(view, {name: names[name]}, source, others)
     return {name: _facet(name, values, grouped[name]) for name, values in every.items()}
-
-
-def _facet_sql(name: str) -> str:
-    """Returns the SQL expression of a facet. `tag:x` is the value of the tag x."""
-    tag = name.removeprefix("tag:")
-    return name if tag == name else f"tags[{sql_text(tag)}]"
-
-
-def _facet_values(store: RunStore, visible: str) -> Mapping[str, Sequence[Any]]:
-    """Returns the values of each facet, and of tags with several."""
-    tags = {f"tag:{name}": values for name, values in sorted(store.tags().items()) if len(values) > 1}
-    return {name: store.distinct(name, visible) for name in FACETS} | dict(list(tags.items())[:MOST_TAGS])
 
 
 def export(store: RunStore, filters: Filters, *, sort: str, limit: int) -> tuple[int, Iterator[bytes]]:
@@ -171,14 +169,6 @@ def beginnings(store: RunStore, members: Sequence[Row]) -> dict[tuple[int, str],
     # SQL finds no null by IN.
     among = " OR ".join([f"group_id IN ({ids})"] * bool(ids) + ["group_id IS NULL"] * (None in groups))
     return store.beginnings(f"step BETWEEN {min(steps)} AND {max(steps)} AND ({among})", BEGINNING)
-
-
-def _few_texts(store: RunStore, rows: Sequence[Row]) -> bool:
-    """Returns whether the beginnings of these rows are quick to read: in a small record, or all within a few steps."""
-    steps = [row["step"] for row in rows if row["step"] is not None]
-    if not steps or max(steps) - min(steps) <= NEAR_STEPS:
-        return True
-    return sum(file.num_bytes for file in store.run.table_files("samples")) <= SMALL_BYTES
 
 
 def _order(sort: str) -> str:

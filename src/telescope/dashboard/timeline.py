@@ -146,15 +146,12 @@ def logs(
     # A full page of later lines may have more behind it.
     full = (since is not None or at is not None) and len(rows) > 0 and len(rows) >= (limit if at is None else 1)
     names = store.seen("logs", "component, source")
+    # Kinds that have several are offered too: trainer, trainer-0, trainer-1.
+    components = {name for name, _ in names if name is not None}
+    kinds = Counter(name.rpartition("-")[0] for name in components)
     return {
         "next": rows[-1]["row"] + 1 if full else num_rows,
         "rows": rows,
-        "components": _with_families({name for name, _ in names if name is not None}),
+        "components": sorted(components | {kind for kind, number in kinds.items() if kind and number > 1}),
         "sources": sorted({name for _, name in names if name is not None}),
     }
-
-
-def _with_families(components: set[str]) -> list[str]:
-    """Returns the components with the kinds that have several, sorted: `trainer`, `trainer-0`, `trainer-1`."""
-    kinds = Counter(name.rpartition("-")[0] for name in components)
-    return sorted(components | {kind for kind, number in kinds.items() if kind and number > 1})

@@ -20,7 +20,7 @@ import re
 import subprocess
 import tarfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -72,7 +72,10 @@ class CodeSnapshot:
         try:
             with tarfile.open(temporary, "w:gz", compresslevel=6) as archive:
                 if root is not None:
-                    self._add_all(archive, "sources", root, _tracked_files(root))
+                    # Tracked files, and those that are neither tracked nor ignored.
+                    listing = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
+                    listed = set(_git(root, *listing, seconds=DIFF_SECONDS).split("\0")) - {""}
+                    self._add_all(archive, "sources", root, sorted(listed))
                     _add_text(archive, "changes.diff", self._diff(root))
                 package = Path(telescope.__file__).parent
                 if root is None or not package.is_relative_to(root):
@@ -86,10 +89,12 @@ class CodeSnapshot:
         finally:
             temporary.unlink(missing_ok=True)
 
-    def _add_all(self, archive: tarfile.TarFile, prefix: str, root: Path, names: Iterator[str]) -> None:
+    def _add_all(self, archive: tarfile.TarFile, prefix: str, root: Path, names: Iterable[str]) -> None:
+        patterns = (*self.exclude, *SECRETS)
         for name in names:
             path = root / name
-            if self._is_excluded(name):
+            parts = {name, *Path(name).parts}
+            if any(fnmatch(part, pattern) for pattern in patterns for part in parts):
                 continue
             try:
                 if path.is_symlink() or not path.is_file():
@@ -105,11 +110,6 @@ class CodeSnapshot:
             self._room -= len(content)
             _add_bytes(archive, f"{prefix}/{name}", content)
 
-    def _is_excluded(self, name: str) -> bool:
-        parts = Path(name).parts
-        patterns = (*self.exclude, *SECRETS)
-        return any(fnmatch(name, pattern) or any(fnmatch(part, pattern) for part in parts) for pattern in patterns)
-
     def _diff(self, root: Path) -> str:
         excluded = [f":(exclude,glob)**/{pattern}" for pattern in (*SECRETS, *self.exclude)]
         try:
@@ -124,12 +124,13 @@ class CodeSnapshot:
 
     def _description(self, root: Path | None) -> dict[str, object]:
         commit, dirty = git_state(root) if root is not None else (None, None)
+        remote = _line(root, "config", "--get", "remote.origin.url")
         return {
             "root": str(root) if root is not None else None,
             "commit": commit,
             "dirty": dirty,
             "branch": _line(root, "rev-parse", "--abbrev-ref", "HEAD"),
-            "remote": _without_password(_line(root, "config", "--get", "remote.origin.url")),
+            "remote": remote and re.sub(r"//[^/@]*@", "//", remote),  # without a password
             "left_out": self.left_out,
         }
 
@@ -146,12 +147,6 @@ def keep_code(run_dir: Path, attempt: int, *, max_mb: float, exclude: Sequence[s
             logger.warning("The code of this run is not kept in %s: %s", path, error)
 
     threading.Thread(target=write, name="telescope-code", daemon=True).start()
-
-
-def _tracked_files(root: Path) -> Iterator[str]:
-    """Yields the tracked files and those that are neither tracked nor ignored."""
-    listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", seconds=DIFF_SECONDS)
-    yield from sorted({name for name in listed.split("\0") if name})
 
 
 def _files_below(folder: Path) -> Iterator[str]:
@@ -176,10 +171,6 @@ def _line(directory: Path | None, *arguments: str) -> str | None:
         return _git(directory, *arguments).strip() or None
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _without_password(url: str | None) -> str | None:
-    return None if url is None else re.sub(r"//[^/@]*@", "//", url)
 
 
 def _git(directory: Path, *arguments: str, seconds: float = GIT_SECONDS) -> str:

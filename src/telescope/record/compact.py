@@ -55,7 +55,12 @@ def _merge(run: Run, name: str) -> list[Path]:
     """Merges the files of a table. Returns those whose rows other files have now."""
     folder = run.files.table(name)
     for file in run.table_files(name):
-        if not _is_whole(file) if file.rows is None else why_foreign(TABLES[name], file.path):
+        if file.rows is None:
+            num_rows = file.end - file.first
+            is_whole = is_readable(file.path) and pq.read_metadata(file.path).num_rows == num_rows
+        else:
+            is_whole = why_foreign(TABLES[name], file.path) is None
+        if not is_whole:
             run.exclude(file.path)
     whole = run.table_files(name)
     blocks: list[tuple[int, int, Path]] = []
@@ -73,10 +78,6 @@ def _merge(run: Run, name: str) -> list[Path]:
         for first, end, path in found
         if any(low <= first and end <= high and path != block for low, high, block in blocks)
     ]
-
-
-def _is_whole(block: TableFile) -> bool:
-    return is_readable(block.path) and pq.read_metadata(block.path).num_rows == block.end - block.first
 
 
 def _by_size(files: Sequence[TableFile]) -> list[list[TableFile]]:

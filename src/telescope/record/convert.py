@@ -10,7 +10,7 @@ Invariant: a batch of rows always converts. A value that does not fit its column
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -54,7 +54,11 @@ def _column(values: list[Any], arrow_type: pa.DataType, name: str, problems: dic
         return pa.array(values, type=arrow_type)
     except (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError):
         pass  # Some value does not fit: below, each value is coerced by itself, and failures are reported.
-    report = ProblemReport(name, problems)
+
+    def report(value: Any, error: Exception) -> None:
+        text = repr(value)
+        problems.setdefault(name, f"{text if len(text) <= 80 else text[:77] + '...'} ({error})")
+
     return pa.array([_fit(value, arrow_type, report) for value in values], type=arrow_type)
 
 
@@ -77,27 +81,19 @@ def _arrays_column(values: list[Any], arrow_type: pa.DataType) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(ends, mask=nulls), pa.array(fitted))
 
 
-class ProblemReport:
-    """Keeps the first value of a column that did not fit."""
-
-    def __init__(self, column: str, problems: dict[str, str]) -> None:
-        self._column = column
-        self._problems = problems
-
-    def __call__(self, value: Any, error: Exception) -> None:
-        self._problems.setdefault(self._column, f"{_excerpt(value)} ({error})")
-
-
-def _fit(value: Any, arrow_type: pa.DataType, report: ProblemReport) -> Any:
+def _fit(value: Any, arrow_type: pa.DataType, report: Callable[[Any, Exception], None]) -> Any:
     """Returns `value` coerced to the type, or None with a report. Maps and lists lose only unfit entries."""
     if value is None:
         return None
     try:
         if pa.types.is_map(arrow_type):
-            items = dict(value).items()
-            return [(_as_text(key), _fit(item, arrow_type.item_type, report)) for key, item in items]
+            entries = dict(value).items()
+            return [(_as_text(key), _fit(item, arrow_type.item_type, report)) for key, item in entries]
         if pa.types.is_list(arrow_type):
-            return [_fit(item, arrow_type.value_type, report) for item in _as_list(value)]
+            if isinstance(value, str | bytes | Mapping):
+                raise TypeError("a list is expected")
+            items = value.tolist() if hasattr(value, "tolist") else value
+            return [_fit(item, arrow_type.value_type, report) for item in items]
         if pa.types.is_boolean(arrow_type):
             return bool(value)
         if pa.types.is_integer(arrow_type):
@@ -108,12 +104,6 @@ def _fit(value: Any, arrow_type: pa.DataType, report: ProblemReport) -> Any:
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         report(value, error)
         return None
-
-
-def _as_list(value: Any) -> list[Any]:
-    if isinstance(value, str | bytes | Mapping):
-        raise TypeError("a list is expected")
-    return list(value.tolist() if hasattr(value, "tolist") else value)
 
 
 def _as_integer(value: Any, arrow_type: pa.DataType) -> int:
@@ -130,8 +120,3 @@ def _as_text(value: Any) -> str:
     text = value.decode("utf-8", errors="replace") if isinstance(value, bytes) else str(value)
     # Models and user code produce lone surrogates, which are valid in a Python string but not in UTF-8.
     return text.encode("utf-8", errors="replace").decode("utf-8")
-
-
-def _excerpt(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -53,7 +53,9 @@ def write_card(folder: Path, name: str, checkpoint: Path) -> None:
     """Writes README.md and the chart of rewards into a model folder."""
     meta: dict[str, Any] = json.loads((checkpoint / "meta.json").read_text())
     run = next((Run(parent) for parent in checkpoint.resolve().parents[:2] if is_run(parent)), None)
-    rewards = _rewards(run, meta["step"])
+    rows = run.table("steps", columns=["step", "reward_mean"]).sort_by("step").to_pylist() if run else []
+    rows = [row for row in rows if row["step"] < meta["step"] and row["reward_mean"] is not None]
+    rewards = [Point(row["step"] + 1, row["reward_mean"]) for row in rows]  # here, steps count from 1
     if rewards:
         chart = line_chart({"reward": rewards}, title="Mean training reward", x_label="training step")
         (folder / CHART).write_text(chart)
@@ -97,15 +99,6 @@ def model_card(
         columns = ("eval", "step", "accuracy", "95 % interval", "items", "completions", "failed")
         parts += ["## Evals", _table(columns, evals)]
     return "\n\n".join(parts) + "\n"
-
-
-def _rewards(run: Run | None, last_step: int) -> list[Point]:
-    """Returns mean rewards before the checkpoint. Steps count from 1."""
-    if run is None:
-        return []
-    rows = run.table("steps", columns=["step", "reward_mean"]).to_pylist()
-    rows = [row for row in rows if row["step"] < last_step and row["reward_mean"] is not None]
-    return [Point(row["step"] + 1, row["reward_mean"]) for row in sorted(rows, key=lambda row: row["step"])]
 
 
 def _evals(run: Run | None, last_step: int) -> list[tuple[object, ...]]:

@@ -68,7 +68,10 @@ class PendingRows:
         self.num_rows += 1
         self.num_bytes += size
         if self.num_rows > self.max_rows or self.num_bytes > self.max_bytes:
-            self._drop_excess()
+            for name in self._order:
+                while self._rows[name] and (self.num_rows > self.max_rows or self.num_bytes > self.max_bytes):
+                    self._pop(name)
+                    self.dropped[name] += 1
 
     def cut(self) -> dict[str, int]:
         """Marks the end of every table. `first` ignores rows after the mark."""
@@ -104,12 +107,6 @@ class PendingRows:
             self._pop(table)
             removed += 1
         return removed
-
-    def _drop_excess(self) -> None:
-        for name in self._order:
-            while self._rows[name] and (self.num_rows > self.max_rows or self.num_bytes > self.max_bytes):
-                self._pop(name)
-                self.dropped[name] += 1
 
     def _pop(self, table: str) -> None:
         _, size = self._rows[table].popleft()

@@ -136,7 +136,9 @@ class Run:
         if cut and definition.by_step:
             data = data.filter(pc.invert(superseded(data, cut)))
         elif cut and definition.of_sample:
-            data = self._without_superseded_samples(data)
+            samples, _ = self._read("samples", 0, ["attempt", "sample_id", "step"])
+            hidden = _sample_key(samples.filter(superseded(samples, cut)))
+            data = data.filter(pc.invert(pc.is_in(_sample_key(data), value_set=hidden)))
         return data.select(list(columns)) if columns is not None else data
 
     def rows_since(self, name: str, cursor: int, columns: Sequence[str] | None = None) -> tuple[pa.Table, int]:
@@ -203,15 +205,19 @@ class Run:
         first, last = ends_of(steps["reward_mean"].to_pylist())
         status = status_now(self.files.run_dir, info)
         result = self.result
-        started_at = info.started_at if info else None
+        ended_at = info.ended_at if info else None
+        if status == "live":
+            ended_at = time.time()
+        elif status == "dead":
+            ended_at = (read_heartbeat(self.files.run_dir) or {}).get("time")
         return RunSummary(
             path=self.files.run_dir,
             label=self.label,
             run_id=info.run_id if info else "",
             name=info.name if info else self.label,
             status=status,
-            started_at=started_at,
-            duration=_duration(self.files.run_dir, info, status),
+            started_at=info.started_at if info else None,
+            duration=max(0.0, ended_at - info.started_at) if info and ended_at is not None else None,
             attempt=info.attempt if info else 0,
             steps=len(pc.unique(steps["step"])),
             num_steps=info.num_steps if info else None,
@@ -299,11 +305,6 @@ class Run:
                 continue
             break
         return pa.concat_tables(pieces), max([cursor, *(file.end for file in files)])
-
-    def _without_superseded_samples(self, rows: pa.Table) -> pa.Table:
-        samples, _ = self._read("samples", 0, ["attempt", "sample_id", "step"])
-        hidden = samples.filter(superseded(samples, self.cutoffs()))
-        return rows.filter(pc.invert(pc.is_in(_sample_key(rows), value_set=_sample_key(hidden))))
 
     @property
     def unreadable(self) -> list[Path]:
@@ -465,17 +466,6 @@ def _sample_key(data: pa.Table) -> pa.ChunkedArray:
     """Returns attempt and sample as one text. It is empty for rows without a sample."""
     key = pc.binary_join_element_wise(data["attempt"].cast(pa.string()), data["sample_id"], ":")
     return pc.fill_null(key, "").combine_chunks()
-
-
-def _duration(run_dir: Path, info: RunInfo | None, status: str) -> float | None:
-    if info is None:
-        return None
-    end = info.ended_at
-    if status == "live":
-        end = time.time()
-    elif status == "dead":
-        end = (read_heartbeat(run_dir) or {}).get("time")
-    return None if end is None else max(0.0, end - info.started_at)
 
 
 def _number(value: Any) -> float | None:

@@ -234,7 +234,10 @@ class Recorder:
         """Flushes the rows before `cut` and ends files. Returns False if the disk failed; the rows then wait."""
         try:
             self._writer_lock.acquire()
-            self._write_heartbeat()
+            if time.monotonic() >= self._heartbeat_due:
+                value = {"time": time.time(), "attempt": self.attempt, "process": self._identity.to_json()}
+                replace_json(self.files.heartbeat, value)
+                self._heartbeat_due = time.monotonic() + HEARTBEAT_SECONDS
             for name in TABLES:
                 self._flush_table(name, cut.get(name, 0))
             self._write_small_files()
@@ -242,7 +245,11 @@ class Recorder:
         except (OSError, UserError) as error:
             self._note_failure(error)
             return False
-        self._note_success()
+        with self._lock:
+            recovered, self._error = self._error is not None, None
+        if recovered:
+            logger.warning("The record of this run is written again.")
+        self._report_drops()
         self._end_files()
         return True
 
@@ -306,21 +313,16 @@ class Recorder:
                 self._pending.num_rows,
                 self._error,
             )
-            self._overwrite_run_json()
+            ended = self._small_files.get(self.files.run_json)
+            if ended is not None and self._writer_lock.is_held:
+                try:  # the old run.json, so that the run is not listed as dead
+                    overwrite_json(self.files.run_json, ended)
+                except OSError as error:
+                    logger.error("The end of the run cannot be written to %s: %s", self.files.run_json, error)
         else:
             self._close_blocks()
         self._report_drops()
         self._writer_lock.release()
-
-    def _overwrite_run_json(self) -> None:
-        """Overwrites the old `run.json` with how the run ended. It is then not listed as dead."""
-        ended = self._small_files.get(self.files.run_json)
-        if ended is None or not self._writer_lock.is_held:
-            return
-        try:
-            overwrite_json(self.files.run_json, ended)
-        except OSError as error:
-            logger.error("The end of the run cannot be written to %s: %s", self.files.run_json, error)
 
     def _close_blocks(self) -> None:
         try:
@@ -365,13 +367,6 @@ class Recorder:
             return
         replace_json(self.files.now, value)
 
-    def _write_heartbeat(self) -> None:
-        now = time.monotonic()
-        if now >= self._heartbeat_due:
-            value = {"time": time.time(), "attempt": self.attempt, "process": self._identity.to_json()}
-            replace_json(self.files.heartbeat, value)
-            self._heartbeat_due = now + HEARTBEAT_SECONDS
-
     def _note_failure(self, error: Exception) -> None:
         with self._lock:
             first = self._error is None
@@ -386,13 +381,6 @@ class Recorder:
                 self._pending.max_bytes // 2**20,
                 self.files.run_dir,
             )
-
-    def _note_success(self) -> None:
-        with self._lock:
-            recovered, self._error = self._error is not None, None
-        if recovered:
-            logger.warning("The record of this run is written again.")
-        self._report_drops()
 
     def _report_drops(self) -> None:
         dropped = self.health().dropped

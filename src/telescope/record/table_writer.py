@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -98,10 +99,20 @@ class TableWriter:
                 logger.warning("record: %s.%s %s: %s", name, column, what, problem)
         content = b"".join(batch.serialize() for batch in data.to_batches())
         if self._tail is not None:
-            self._extend(self._tail, content)
+            try:
+                write_at(self._tail, self._tail_bytes, content)
+                os.utime(self._directory)  # which otherwise changes only with the names in it
+            except BaseException:
+                # The rows are appended again, to another tail, and hide what this one has of them.
+                self._tail = None
+                raise
         else:
+            tail = self._directory / tail_name(self.num_rows)
             content = data.schema.serialize().to_pybytes() + content
-            self._begin(self._directory / tail_name(self.num_rows), content)
+            replace_file(tail, content)
+            self._tail, self._tail_bytes, self._tail_began = tail, 0, time.monotonic()
+            self.tails_began = self.tails_began if self.num_tails else self._tail_began
+            self.num_tails += 1
         self._tail_bytes += len(content)
         self.num_tail_bytes += len(content)
         self.num_rows += data.num_rows
@@ -133,21 +144,6 @@ class TableWriter:
                 path.unlink(missing_ok=True)
         self.num_tails, self.num_tail_bytes, self._num_rows_in_blocks = 0, 0, self.num_rows
         return num_bytes
-
-    def _begin(self, tail: Path, content: bytes) -> None:
-        replace_file(tail, content)
-        self._tail, self._tail_bytes, self._tail_began = tail, 0, time.monotonic()
-        self.tails_began = self.tails_began if self.num_tails else self._tail_began
-        self.num_tails += 1
-
-    def _extend(self, tail: Path, content: bytes) -> None:
-        try:
-            write_at(tail, self._tail_bytes, content)
-            os.utime(self._directory)  # which otherwise changes only with the names in it
-        except BaseException:
-            # The rows are appended again, to another tail, and hide what this one has of them.
-            self._tail = None
-            raise
 
 
 def set_aside_foreign_files(table: Table, directory: Path) -> None:
@@ -209,9 +205,21 @@ def write_block(table: Table, directory: Path, files: Sequence[TableFile]) -> in
     """Writes the rows of neighboring files as one block. Returns its bytes. Raises what pyarrow raises for damage."""
     path = directory / block_name(files[0].first, files[-1].end)
     temporary = temporary_name(path)
+    # The current columns, then those that a newer version added.
+    fields = {field.name: field for field in table.schema}
+    for file in files:
+        for field in file.rows.schema if file.rows is not None else pq.read_schema(file.path):
+            fields.setdefault(field.name, field)
+    schema = pa.schema(list(fields.values()))
+    coding: dict[str, Any] = {
+        "compression": "zstd",
+        "store_schema": False,
+        "use_dictionary": [name for name in fields if name in _CATEGORIES],
+        "write_statistics": [name for name in fields if name in _FILTERED],
+    }
     try:
-        with _open_parquet(temporary, _common_schema(table, files)) as block:
-            for data in _row_groups(files, block.schema):
+        with pq.ParquetWriter(temporary, schema, **coding) as block:
+            for data in _row_groups(files, schema):
                 block.write_table(data)
         sync(temporary)
         os.rename(temporary, path)
@@ -236,26 +244,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _open_parquet(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
-    return pq.ParquetWriter(
-        path,
-        schema,
-        compression="zstd",
-        store_schema=False,
-        use_dictionary=[name for name in schema.names if name in _CATEGORIES],
-        write_statistics=[name for name in schema.names if name in _FILTERED],
-    )
-
-
-def _common_schema(table: Table, files: Iterable[TableFile]) -> pa.Schema:
-    """Returns the current columns, then those that a newer version added."""
-    fields = {field.name: field for field in table.schema}
-    for file in files:
-        for field in file.rows.schema if file.rows is not None else pq.read_schema(file.path):
-            fields.setdefault(field.name, field)
-    return pa.schema(list(fields.values()))
 
 
 def _row_groups(files: Iterable[TableFile], schema: pa.Schema) -> Iterator[pa.Table]:

@@ -50,8 +50,13 @@ class RecordFollower:
             try:
                 if closing or time.monotonic() >= chart_due:
                     chart_due = time.monotonic() + CHART_SECONDS
-                    self._send_gauges()
-                    self._send_histograms(closing)
+                    rows = self._new_rows("gauges")
+                    if rows.num_rows and (values := self._charts.values(rows.to_pylist())):
+                        newest = max(row for row in rows["time"].to_pylist() if row is not None)
+                        self._send({"kind": "gauges", "time": newest, "values": values})
+                    stats = self._new_rows("step_stats").to_pylist()
+                    for step, histograms in self._histograms.take(stats, last=closing):
+                        self._send({"kind": "histograms", "step": step, "histograms": histograms})
                 names, sizes = self._files.due(time.monotonic(), last=closing)
                 if names:
                     self._send({"kind": "files", "names": names, "sizes": sizes})
@@ -67,13 +72,3 @@ class RecordFollower:
             self._cursors[table] = sum(attempt < self._run.attempt for attempt in attempts["attempt"].to_pylist())
         rows, self._cursors[table] = record.rows_since(table, self._cursors[table])
         return rows
-
-    def _send_histograms(self, closing: bool) -> None:
-        for step, values in self._histograms.take(self._new_rows("step_stats").to_pylist(), last=closing):
-            self._send({"kind": "histograms", "step": step, "histograms": values})
-
-    def _send_gauges(self) -> None:
-        rows = self._new_rows("gauges")
-        if rows.num_rows and (values := self._charts.values(rows.to_pylist())):
-            newest = max(row for row in rows["time"].to_pylist() if row is not None)
-            self._send({"kind": "gauges", "time": newest, "values": values})

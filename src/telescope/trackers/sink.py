@@ -70,7 +70,14 @@ class TrackerSink:
             self.names.remove("wandb")
         if not self.names:
             return
-        run = self._named_run(run_path) if run_path else self._this_run(config)
+        if run_path:
+            entity, project, run_id = run_path.split("/")
+            run = TrackedRun(
+                self._directory, project, run_id=run_id, entity=entity, wandb_mode=self.mode,
+                resume="must" if self.mode == "online" else "allow",
+            )  # fmt: skip
+        else:
+            run = self._this_run(config)
         self._queue.put_nowait({"trackers": self.names, "run": asdict(run)})
         self._threads = [threading.Thread(target=self._feed, name="telescope-trackers", daemon=True)]
         self._threads[0].start()
@@ -146,33 +153,25 @@ class TrackerSink:
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
 
-    def _named_run(self, run_path: str) -> TrackedRun:
-        entity, project, run_id = run_path.split("/")
-        resume = "must" if self.mode == "online" else "allow"
-        return TrackedRun(self._directory, project, None, run_id, entity, resume=resume, wandb_mode=self.mode)
-
     def _this_run(self, config: TelescopeConfig) -> TrackedRun:
+        from telescope.record.reader import Run
+
         info = read_run_json(self._files.run_dir)
         values = json.loads(config.to_json())["values"]
         of_record: dict[str, Any] = {}
         if info is not None:
             of_record = {"run_id": info.run_id, "attempt": info.attempt, "started_at": info.started_at}
-            of_record |= {"last_step": self._last_step(), "resume": "allow", "has_record": True}
+            steps = Run(self._files.run_dir).table("steps", columns=["step"], all_attempts=True)["step"].to_pylist()
+            of_record |= {"last_step": max(steps, default=None), "resume": "allow", "has_record": True}
         return TrackedRun(
-            self._directory, config.wandb_project, config.wandb_run_name, tags=list(config.wandb_tags), config=values,
-            wandb_mode=self.mode, uploads=config.upload_kinds, upload_seconds=config.event_upload_interval_seconds,
-            **of_record,
+            self._directory, config.wandb_project, name=config.wandb_run_name, tags=list(config.wandb_tags),
+            config=values, wandb_mode=self.mode, uploads=config.upload_kinds,
+            upload_seconds=config.event_upload_interval_seconds, **of_record,
         )  # fmt: skip
 
     @property
     def _directory(self) -> str:
         return str(self._files.run_dir.resolve())
-
-    def _last_step(self) -> int | None:
-        from telescope.record.reader import Run
-
-        steps = Run(self._files.run_dir).table("steps", columns=["step"], all_attempts=True)
-        return max(steps["step"].to_pylist(), default=None)
 
     # The methods below run in the sink's own thread.
 

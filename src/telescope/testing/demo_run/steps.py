@@ -78,7 +78,7 @@ class Simulation:
     def step(self, number: int) -> Step:
         """Returns a step."""
         curves = self.curves
-        chosen = random.Random(1_000_003 * curves.seed + number)
+        chosen = random.Random(f"{curves.seed} {number}")
         start = self.origin + curves.start(number)
         made = Step(number, start, self.origin + curves.start(number + 1), curves.wait(number))
         servers = [server for server in range(NUM_SERVERS) if not curves.is_down(server, number)]
