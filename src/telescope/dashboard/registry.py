@@ -120,16 +120,13 @@ class Registry:
         found = self._stores.get(run_id) or self.stores().get(run_id)
         if found is None:
             raise NotFoundError(f"There is no run {run_id!r} here. The page of runs lists them.")
-        self._close_idle(found)
-        return found
-
-    def _close_idle(self, wanted: RunStore) -> None:
-        """Closes the runs that were used longest ago. `MAX_OPENED` stay open with the wanted one."""
-        opened = [store for store in list(self._stores.values()) if store.is_open and store is not wanted]
+        # With this one, `MAX_OPENED` runs stay open. Those that were used longest ago are closed.
+        opened = [store for store in list(self._stores.values()) if store.is_open and store is not found]
         opened.sort(key=lambda store: store.used_at, reverse=True)
         for store in opened[MAX_OPENED - 1 :]:
             if time.monotonic() - store.used_at > IDLE_SECONDS:
                 store.close()
+        return found
 
     @property
     def problems(self) -> list[dict[str, str]]:
@@ -229,7 +226,13 @@ def config_of(run: Run) -> tuple[dict[str, Any], list[str]]:
     recorded = json_object(next((text for text in reversed(rows["config_json"].to_pylist()) if text), None))
     if isinstance(recorded.get("values"), dict):
         return recorded["values"], list(recorded.get("user_set") or [])
-    return recorded or _config_file(run), []
+    if recorded:
+        return recorded, []
+    try:
+        value = yaml.safe_load(run.files.config.read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}, []
+    return value if isinstance(value, dict) else {}, []
 
 
 def json_object(text: str | None) -> dict[str, Any]:
@@ -247,14 +250,6 @@ def _line(values: pa.ChunkedArray) -> list[float | None]:
     parts = np.array_split(whole, min(LINE_POINTS, len(whole))) if len(whole) else []
     means = [part[np.isfinite(part)].mean() if np.isfinite(part).any() else None for part in parts]
     return [None if value is None else float(value) for value in means]
-
-
-def _config_file(run: Run) -> dict[str, Any]:
-    try:
-        value = yaml.safe_load(run.files.config.read_text())
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _modified(path: Path) -> int:

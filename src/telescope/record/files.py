@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import socket
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -146,18 +147,10 @@ def overwrite_json(path: Path, value: Any) -> None:
 
 def _json_bytes(value: Any, indent: int | None) -> bytes:
     """Returns a line of JSON, or lines with `indent`."""
-    content = _compact(value) if indent is None else None
-    if content is None:
-        content = json.dumps(value, indent=indent, default=_to_json_value).encode("utf-8", errors="replace")
-    return content + b"\n"
-
-
-def _compact(value: Any) -> bytes | None:
-    """Returns compact JSON, or None for invalid UTF-8. Five times as fast as Python's `json`."""
-    try:
-        return pydantic_core.to_json(value, inf_nan_mode="constants", fallback=_to_json_value)
-    except ValueError:
-        return None
+    if indent is None:
+        with suppress(ValueError):  # invalid UTF-8. Five times as fast as Python's json:
+            return pydantic_core.to_json(value, inf_nan_mode="constants", fallback=_to_json_value) + b"\n"
+    return json.dumps(value, indent=indent, default=_to_json_value).encode("utf-8", errors="replace") + b"\n"
 
 
 def _to_json_value(value: Any) -> Any:
@@ -196,7 +189,14 @@ class WriterLock:
         removed. A removed directory is not created again, because its earlier rows would be missing.
         """
         if self._descriptor is not None:
-            self._check_directory(self._descriptor)
+            try:
+                found = os.stat(self._files.writer_lock)
+            except FileNotFoundError:
+                found = None
+            self.is_removed = found is None or not os.path.samestat(found, os.fstat(self._descriptor))
+            if self.is_removed:
+                gone = "the run directory was removed or replaced"
+                raise FileNotFoundError(errno.ENOENT, gone, str(self._files.run_dir))
             return
         self._files.tables.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._files.writer_lock, os.O_RDWR | os.O_CREAT, 0o644)
@@ -217,15 +217,6 @@ class WriterLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-
-    def _check_directory(self, descriptor: int) -> None:
-        try:
-            found = os.stat(self._files.writer_lock)
-        except FileNotFoundError:
-            found = None
-        self.is_removed = found is None or not os.path.samestat(found, os.fstat(descriptor))
-        if self.is_removed:
-            raise FileNotFoundError(errno.ENOENT, "the run directory was removed or replaced", str(self._files.run_dir))
 
 
 def _other_writer(run_dir: Path) -> str:

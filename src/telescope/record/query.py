@@ -119,7 +119,11 @@ class Database:
                 if name in TABLES and not TABLES[name].latest_wins:
                     part = _visible_rows(connection, run, name, place, files)
                 else:
-                    part = load(connection, f"{name}_{place}", _small_table(run, name))
+                    data = run.in_flight() if name == IN_FLIGHT else run.table(name)
+                    if name == "runs":  # as it is now
+                        status = pa.array([run.status] * data.num_rows, pa.string())
+                        data = data.set_column(data.schema.get_field_index("status"), "status", status)
+                    part = load(connection, f"{name}_{place}", data)
                 selects.append(f"SELECT {sql_text(run.label)} AS run, * FROM ({part})")
             connection.execute(f"CREATE OR REPLACE VIEW {name} AS " + " UNION ALL BY NAME ".join(selects))
 
@@ -209,17 +213,6 @@ def _empty(name: str) -> str:
     columns = TABLES.get(name, SAMPLES).columns
     typed = ", ".join(f'NULL::{type_name(column.type)} AS "{column.name}"' for column in columns)
     return f"SELECT {typed} LIMIT 0"
-
-
-def _small_table(run: Run, name: str) -> pa.Table:
-    """Returns `runs` with the current status, `attempts`, or the samples in flight."""
-    if name == IN_FLIGHT:
-        return run.in_flight()
-    data = run.table(name)
-    if name != "runs":
-        return data
-    status = pa.array([run.status] * data.num_rows, pa.string())
-    return data.set_column(data.schema.get_field_index("status"), "status", status)
 
 
 def describe_tables() -> str:

@@ -20,8 +20,9 @@ import threading
 import traceback
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TextIO
+from typing import Any
 
+from telescope.record.reader import Run
 from telescope.trackers.base import MAX_WAITING, TITLES, Report, TrackedRun, start_tracker
 from telescope.trackers.follower import RecordFollower
 
@@ -36,7 +37,12 @@ def main() -> int:
     messages = (json.loads(line) for line in sys.stdin.buffer)
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # prints, and those of child processes, go to stderr
-    report = _reporter(out)
+    lock = threading.Lock()
+
+    def report(level: str, message: str) -> None:
+        with lock:
+            print(json.dumps({"level": level, "message": message}), file=out, flush=True)
+
     first = next(messages, None)
     if first is None:
         return 0
@@ -49,8 +55,13 @@ def main() -> int:
 
     follower = RecordFollower(run, send) if run.has_record else None
     for message in messages:
-        for each in recorded_steps(run, message["before"]) if message["kind"] == "fill in" else [message]:
-            send(each)
+        if message["kind"] != "fill in":
+            send(message)
+            continue
+        # Recorded steps before one. Trackers leave out those that they have.
+        for row in Run(run.directory).table("steps", columns=["step", "metrics"]).to_pylist():
+            if row["step"] < message["before"]:
+                send({"kind": "step", "step": row["step"], "metrics": dict(row["metrics"] or ())})
     deadline = threading.Timer(FINISH_SECONDS, os._exit, (1,))
     deadline.daemon = True
     deadline.start()
@@ -122,28 +133,6 @@ class TrackerThread(threading.Thread):
             self._report(
                 "WARNING", f"{TITLES[self._tracker_name]} {problem}. The run continues; see logs/trackers.log."
             )
-
-
-def recorded_steps(run: TrackedRun, before: int) -> list[Message]:
-    """Returns messages of the recorded steps before a step. Trackers leave out those that they have."""
-    from telescope.record.reader import Run
-
-    rows = Run(run.directory).table("steps", columns=["step", "metrics"]).to_pylist()
-    return [
-        {"kind": "step", "step": row["step"], "metrics": dict(row["metrics"] or ())}
-        for row in rows
-        if row["step"] < before
-    ]
-
-
-def _reporter(out: TextIO) -> Report:
-    lock = threading.Lock()
-
-    def report(level: str, message: str) -> None:
-        with lock:
-            print(json.dumps({"level": level, "message": message}), file=out, flush=True)
-
-    return report
 
 
 if __name__ == "__main__":

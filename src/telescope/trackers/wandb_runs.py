@@ -106,8 +106,22 @@ class WandbProject:
             return list(listed)
 
         found = self._ask(ask)
-        ours = [run for run in found if VERSION_KEY in run.config]
-        return [self._remote_run(run) for run in ours], len(found)
+        ours = [
+            RemoteRun(
+                name=run.id,
+                display_name=run.name or run.id,
+                state=run.state,
+                created_at=_seconds(run.created_at) or 0.0,
+                heartbeat_at=_seconds(run.heartbeat_at),
+                project=self.project,
+                tags=list(run.tags or ()),
+                config={key: value for key, value in run.config.items() if key != VERSION_KEY},
+                summary=dict(run.summary_metrics or {}),
+            )
+            for run in found
+            if VERSION_KEY in run.config
+        ]
+        return ours, len(found)
 
     def files(self, name: str) -> dict[str, RemoteFile] | None:
         """Returns the current files of a record by their path. None without a record."""
@@ -134,19 +148,6 @@ class WandbProject:
         """Downloads a file to its name on W&B below `folder`. Returns its path."""
         self._ask(lambda: file.handle.download(root=str(folder), replace=True).close())
         return folder / file.handle.name
-
-    def _remote_run(self, run: Any) -> RemoteRun:
-        return RemoteRun(
-            name=run.id,
-            display_name=run.name or run.id,
-            state=run.state,
-            created_at=_seconds(run.created_at) or 0.0,
-            heartbeat_at=_seconds(run.heartbeat_at),
-            project=self.project,
-            tags=list(run.tags or ()),
-            config={key: value for key, value in run.config.items() if key != VERSION_KEY},
-            summary=dict(run.summary_metrics or {}),
-        )
 
     def _client(self) -> Any:
         if self._api is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -153,7 +153,15 @@ class RolloutsPage(Page):
         self.query_one("#found", Static).update(f"{first}{self._total:,} {self._what}s, {ORDERS[self._order]}")
 
     def _fitting(self) -> list[str]:
-        return fitting_columns([_cells(row) for row in self._rows], self.query_one("#list").size.width)
+        """Returns the columns of `FIRST_COLUMNS` that fit, in that order."""
+        width, rows = self.query_one("#list").size.width, [_cells(row) for row in self._rows]
+        columns: list[str] = []
+        for name in FIRST_COLUMNS:
+            width -= max([len(name), *(row[name].cell_len for row in rows)]) + COLUMN_GAP
+            if width < 0:
+                break
+            columns.append(name)
+        return columns or [FIRST_COLUMNS[0]]
 
     @property
     def _shown_kind(self) -> str:
@@ -208,17 +216,6 @@ class RolloutsPage(Page):
     def _show_sample(self, sample: dict[str, Any]) -> None:
         self.query_one("#sample", Static).update(draw_sample(sample))
         self.query_one("#conversation", VerticalScroll).scroll_home(animate=False)
-
-
-def fitting_columns(rows: Sequence[Mapping[str, Text]], width: int) -> list[str]:
-    """Returns the columns of `FIRST_COLUMNS` that fit into `width`, in that order."""
-    columns: list[str] = []
-    for name in FIRST_COLUMNS:
-        width -= max([len(name), *(row[name].cell_len for row in rows)]) + COLUMN_GAP
-        if width < 0:
-            break
-        columns.append(name)
-    return columns or [FIRST_COLUMNS[0]]
 
 
 def _next(values: Iterable[str], value: str) -> str:
