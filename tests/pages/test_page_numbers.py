@@ -132,7 +132,8 @@ def test_rollouts_show_the_groups_of_a_step(visitor: Visit, record: Run):
 
 
 def test_rollouts_show_the_numbers_of_an_answer(visitor: Visit, record: Run):
-    (sample,) = rows(record, "select * from samples where status = 'kept' and reward = 1 order by step desc limit 1")
+    where = "status = 'kept' and environment = 'countdown' and metrics['correct'] = 1"
+    (sample,) = rows(record, f"select * from samples where {where} order by step desc limit 1")
     page = visitor.open("first/rollouts", {"step": sample["step"], "sample": sample["sample_id"], "view": "text"})
     pane = page.get_by_role("complementary", name="Numbers")
     assert shows(pane.locator(".big").nth(0).inner_text(), sample["reward"])

@@ -95,7 +95,7 @@ def samples(
     visible = store.visible()
     base.append(visible)
     store.refresh("samples")
-    every: dict[str, Sequence[Any]] = {}
+    every: Mapping[str, Sequence[Any]] = {}
     if with_facets:
         tags = {f"tag:{name}": values for name, values in sorted(store.tags().items()) if len(values) > 1}
         every = {name: store.distinct(name, visible) for name in FACETS} | dict(list(tags.items())[:MOST_TAGS])
