@@ -116,7 +116,8 @@ class Renderer:
 
     def prompt_text(self, environment: Any, prompt: Any) -> str:
         """Returns the text of a prompt, from the environment's `format_prompt`."""
-        tokenizer, options = self.tokenizer, {"enable_thinking": self.spec.enable_thinking}
+        tokenizer = self.tokenizer
+        options: dict[str, Any] = {"enable_thinking": self.spec.enable_thinking}
         if environment.uses_chat_template:
             self._require_template()
             tokenizer = copy.copy(tokenizer)
