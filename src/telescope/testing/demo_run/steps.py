@@ -145,7 +145,7 @@ class Simulation:
         for server, (pause, transfer) in enumerate(zip(pauses.tolist(), transfers.tolist(), strict=True)):
             end = made.end - 0.01 * draw.random()
             about = {"version": str(made.number + 1), "pause_seconds": f"{pause:.6f}", "bytes": str(size)}
-            intervals = (
+            intervals: tuple[tuple[str, float, float, dict[str, str]], ...] = (
                 ("weight_sync", end - pause, end, about),
                 ("weight_transfer", end - pause + 0.02, end - pause + 0.02 + transfer, {}),
             )

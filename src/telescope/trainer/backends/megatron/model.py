@@ -112,7 +112,7 @@ class PackedAttention(nn.Module):
         query, key = (rotated(heads, row.cos, row.sin) for heads in (query, key))
         q, k, v = (tensor.transpose(0, 2).transpose(0, 1) for tensor in (query, key, value))
         layout = row.data.layout
-        out, _ = packed_attention(self, q, k, v, None, packed_layout=layout, scaling=self.scale)
+        out = packed_attention(self, q, k, v, None, packed_layout=layout, scaling=self.scale)[0]
         return out.reshape(out.shape[1], 1, -1)
 
 
