@@ -121,7 +121,8 @@ def check_machine(gpus: list[str]) -> Iterator[Check]:
         yield Check("processor", "note", "1 core", "two or more, or the engine and the trainer take turns")
     else:
         yield Check("processor", "ok", f"{cores} cores")
-    total, free = (os.sysconf("SC_PAGE_SIZE") * os.sysconf(f"SC_{name}PHYS_PAGES") for name in ("", "AV"))
+    pages = [os.sysconf(name) for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES")]
+    total, free = (os.sysconf("SC_PAGE_SIZE") * number for number in pages)
     found = f"{total / GIB:.1f} GiB, {free / GIB:.1f} GiB of it unused"
     if total < ENOUGH_MEMORY_BYTES:
         yield Check("memory", "note", found, f"{ENOUGH_MEMORY_BYTES // GIB} GiB for the demo on CPU")

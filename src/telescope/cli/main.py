@@ -171,6 +171,9 @@ class OwnParser(argparse.ArgumentParser):
             spelled.append(f"{dashed}{equals}{value}" if dashed in own else argument)
         return self.parse_known_args(spelled)
 
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        return []  # argparse would read `-config x` as `-c onfig`
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message.removeprefix('argument ')}. `{self.prog} --help` explains it")
 
@@ -187,7 +190,6 @@ def file_to_write(text: str) -> Path:
 
 def make_console() -> Console:
     """Returns a console of standard output, which is `PIPE_WIDTH` wide in a pipe or a file."""
-
     from rich.console import Console
 
     console = Console()

@@ -70,7 +70,7 @@ def _print_conversation(runner: EnvironmentRunner, position: int, config: Telesc
     for answer in ANSWERS:
         sampled = [*renderer.encode_continuation(answer), *ends]
         show(sampled, TRAINED)
-        reply = {"role": found.reply_role, "name": "tool", "content": REPLY}
+        reply = {"role": found.role_of_replies, "name": "tool", "content": REPLY}
         messages = [*messages, {"role": "assistant", "content": dialogue.opening + answer}, reply]
         extension = dialogue.extend(answer, sampled, messages, ended=bool(ends))
         if extension.restarts:

@@ -119,7 +119,7 @@ class EnvironmentKeys:
 
 
 def environment_keys(config: TelescopeConfig) -> EnvironmentKeys:
-    """One environment per training entry. An eval with its name and its settings, or none, shares it."""
+    """Returns one environment per training entry. An eval of the same name with equal or no settings shares it."""
     specs: list[EnvironmentSpec] = []
     training: list[str] = []
     for index, entry in enumerate(config.environments):

@@ -106,7 +106,11 @@ def read_meta_files(config: TelescopeConfig) -> dict[str, bytes]:
 def _local_files(config: TelescopeConfig) -> ModelFiles:
     model = config.model
     folder = user_path(model)
-    if not folder.is_dir():
+    try:
+        is_folder = folder.is_dir()
+    except OSError as error:
+        raise ConfigError(f"model is {model!r}, which cannot be read ({error.strerror}). Change its mode") from error
+    if not is_folder:
         problem = "is a file" if folder.exists() else "does not exist"
         if folder.is_symlink() and not folder.exists():
             problem = f"is a link to {os.readlink(folder)}, which does not exist"

@@ -354,9 +354,12 @@ class MultiTurnEnvironment(Environment):
         return True
 
     @property
-    def reply_role(self) -> str:
-        """Role of the environment's messages, with which the chat template is tried before a run."""
-        return str(getattr(self, "tool_role", None) or "user")
+    def role_of_replies(self) -> str:
+        """Role of the environment's messages, with which the chat template is tried before a run.
+
+        An environment of one's own may set `reply_role` or `tool_role`.
+        """
+        return str(getattr(self, "reply_role", None) or getattr(self, "tool_role", None) or "user")
 
     @property
     def form_of_a_call(self) -> str:

@@ -31,8 +31,8 @@ _BOX = re.compile(r"\\(?:boxed|fbox)(?:[ \t\n]{0,8}\{|[ \t]{1,8}([0-9]{1,20})(?!
 _STATED = re.compile(r"(?i:answer)[ \t*_]{0,8}(?:\bis\b|:)[ \t*_:]{0,8}(.*)")
 """What follows the last "answer:" or "answer is" of a text, up to the end of the line."""
 _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s{0,8}\{([^{}]{0,200})\}")
-_CAPITALS = re.compile(r"\\(?:Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Upsilon|Phi|Psi|Omega)(?![A-Za-z])")
-"""Greek letters: the case of other letters does not matter, and math-verify ignores all of it."""
+_GREEK = re.compile(r"\\(?:gamma|delta|theta|lambda|xi|pi|sigma|upsilon|phi|psi|omega)(?![A-Za-z])", re.IGNORECASE)
+"""Letters whose case matters: that of others does not, and math-verify ignores all of it."""
 
 
 class UnfinishedReasoning(str):
@@ -208,6 +208,7 @@ def verify_math_answer(predicted: str, ground_truth: str, timeout_seconds: float
         return False
     ground_truth = extract_stated_answer(ground_truth) or ground_truth
     texts = [_TEXT_COMMAND.sub(r"\1", normalize_answer(text)) for text in (predicted, ground_truth)]
-    if set(_CAPITALS.findall(texts[0])) != set(_CAPITALS.findall(texts[1])):
+    letters = [set(_GREEK.findall(text)) for text in texts]
+    if letters[0] != letters[1] and {x.lower() for x in letters[0]} == {x.lower() for x in letters[1]}:
         return False
     return verify_exact_match(*map(str.casefold, texts)) or check_equal(predicted, ground_truth, timeout_seconds)

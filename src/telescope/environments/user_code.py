@@ -33,7 +33,7 @@ Steps = Generator[Awaitable[Any], Any, tuple[dict[str, Any], bytes]]
 """Returns the fields and the blob of the answer."""
 
 
-def call_with_declared(function: Callable[..., Any], *positional: Any, **available: Any) -> Any:
+def call_with_declared(function: Callable[..., Any], /, *positional: Any, **available: Any) -> Any:
     """Calls a function with those of the `available` arguments that it declares; all of them if it has `**kwargs`."""
     declared = inspect.signature(function).parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in declared):

@@ -364,7 +364,7 @@ STALLED_SECONDS = 300.0
 
 
 def stalled(silence: float | None, step_seconds: float | None) -> Finding | None:
-    """Finds a step of ten times the usual seconds, and five minutes. `silence`: seconds since the last step."""
+    """Finds a run without a step for ten times as long as one takes, and for five minutes. `silence` is in seconds."""
     if silence is None or step_seconds is None or silence < max(STALLED_FACTOR * step_seconds, STALLED_SECONDS):
         return None
     text = f"No step has ended for {silence / 60:.0f} min; a step took {step_seconds:.0f} s."

@@ -43,7 +43,7 @@ class _Failure:
 
 
 class ErrorBudget:
-    """Failure shares of each environment's samples and prompts. Exhausted, it raises RunError with common causes."""
+    """Counts the failures of each environment. Raises `RunError` with the commonest causes above the allowed share."""
 
     def __init__(self, max_share: float) -> None:
         self._max_share = max_share

@@ -21,6 +21,7 @@ from telescope.errors import RunError, UserError
 from telescope.orchestrator.checkpoints import HF_META, META, CheckpointFolder, SavedConfig, read_meta, refuse_damage
 from telescope.record.files import RunFiles
 from telescope.record.reader import is_run
+from telescope.utils.text import user_path
 from telescope.weights.model_folder import ModelOrigin, ModelSource, check_base, is_whole, model_folder, read_origin
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def find_checkpoints(folder: Path, step: int | str | None = None) -> dict[int, P
 def checkpoints_of_run(run_dir: Path) -> CheckpointFolder:
     """Returns the checkpoints of a run, in `checkpoint_dir` of its config."""
     chosen = config_of_run(run_dir).get("checkpoint_dir")
-    return CheckpointFolder(Path(chosen).expanduser() if chosen else RunFiles(run_dir).checkpoints)
+    return CheckpointFolder(user_path(chosen) if chosen else RunFiles(run_dir).checkpoints)
 
 
 def config_of_run(run_dir: Path) -> dict[str, Any]:
@@ -184,7 +185,7 @@ def _base_of(checkpoint: Path, meta: dict[str, Any]) -> Path:
     """Returns the first model's folder, relative to here or to one above the checkpoint. It need not exist."""
     typed = meta["model"]
     known = (meta.get("base") or meta)["model"]
-    places = [Path(known), Path(typed).expanduser(), *(parent / typed for parent in checkpoint.absolute().parents)]
+    places = [Path(known), user_path(typed), *(parent / typed for parent in checkpoint.absolute().parents)]
     return next((place for place in places if (place / "config.json").is_file()), None) or model_folder(known)
 
 

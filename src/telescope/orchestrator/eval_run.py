@@ -147,7 +147,10 @@ def prepare(
 def choose_evals(
     given: Sequence[EvalEntry], entries_of_run: Sequence[EvalEntry], names: Sequence[str], num_samples: int | None
 ) -> list[EvalEntry]:
-    """Returns the evals `names`, else of the file, else of the run, with their settings. Raises `UserError` without."""
+    """Returns the evals in `names`, else those of the file, else those of the run, with their settings.
+
+    Raises `UserError` if there are none.
+    """
     known = {entry.name: entry for entry in reversed((*given, *entries_of_run))}
     chosen = [*given] if not names else [known.get(name, EvalEntry(name=name)) for name in names]
     chosen = chosen or list(entries_of_run)

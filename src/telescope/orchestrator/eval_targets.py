@@ -85,7 +85,7 @@ class EvalTarget:
         if not self.is_native:
             return self.path
         kept = self.path / HF_META
-        return kept if (kept / CONFIG).is_file() else Path(read_meta(self.path)["model"]).expanduser()
+        return kept if (kept / CONFIG).is_file() else user_path(read_meta(self.path)["model"])
 
     def model_folder(self, scratch: Path, dtype: str) -> Path:
         """Returns a folder with its weights. Converts a checkpoint to `scratch` if necessary."""

@@ -93,6 +93,6 @@ class PromptSampler:
 
 
 def request_seed(run_seed: int, *identity: int | str) -> int:
-    """Returns the seed of a request, of 31 bits, whatever the order of arrival."""
+    """Returns a seed of 31 bits from the run's seed and the request's identity, whatever the order of arrival."""
     text = "/".join(str(part) for part in (run_seed, *identity))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") & 0x7FFFFFFF

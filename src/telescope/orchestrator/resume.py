@@ -58,7 +58,7 @@ FORCE = "resume_force: true overrides this (docs/checkpoints.md names what no lo
 
 
 def find_checkpoint(config: TelescopeConfig, run_dir: Path) -> Checkpoint | None:
-    """Returns the checkpoint to continue from, None for a new run. Raises `UserError` if none fits."""
+    """Returns the checkpoint to continue from, None for a new run. Raises `UserError` if it cannot continue."""
     if not config.resume_from_checkpoint:
         return None
     checkpoint = CheckpointFolder.for_run(config, run_dir).load(config.resume_from_checkpoint)

@@ -181,7 +181,7 @@ class ServerPool:
         self.close(index, str(error))
 
     async def watch(self) -> None:
-        """Brings failed servers back, for ever. Raises InfrastructureError when no server is left."""
+        """Brings failed servers back until it is cancelled. Raises `InfrastructureError` when none is left."""
         try:
             while True:
                 for index in range(len(self._servers)):

@@ -202,7 +202,7 @@ class StepRecorder:
             self._recorder.write("spans", record_rows.trainer_span_row(span, trained.step))
 
     def _write_group(self, group: Group, version: int, advantages: Sequence[float] = (), **outcome: Any) -> None:
-        """Writes a group with samples, turns and spans. `outcome`: status, reason, step; `version`: now, for ages."""
+        """Writes a group with its samples, turns and spans. Ages are relative to `version`."""
         self._recorder.write("groups", record_rows.group_row(group, **outcome))
         self._write_samples(group, version, advantages, **outcome)
 

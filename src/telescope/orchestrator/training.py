@@ -94,7 +94,7 @@ class Training:
         return max(self._exit_requested_at + self.config.checkpoint_on_exit_timeout_s - time.monotonic(), 0.0)
 
     async def _save_after_error(self, orchestrator: Orchestrator, checkpointer: Checkpointer) -> None:
-        """Writes a checkpoint after an error, unless a step is incomplete. Raises none: the user must see the first."""
+        """Writes a checkpoint after an error, unless a step is incomplete. Its own errors are logged only."""
         self._request_exit()
         trainer, step = self.components.trainer, self.status.version
         if not (trainer.is_settled and trainer.version == step == orchestrator.run_state().step):

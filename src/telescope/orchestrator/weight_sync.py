@@ -145,7 +145,7 @@ class WeightSync:
             await self._probe(report, initial=json.dumps(update.to_dict()))
 
     async def sync(self) -> dict[str, float]:
-        """Sends the weights to every server that is up. Returns step metrics. Raises WeightMismatch for wrong ones."""
+        """Sends the weights to every server that is up. Returns step metrics. Raises `WeightMismatch`."""
         async with self.trainer.queue:
             every = self.config.weight_probe_every
             probe = self._num_syncs == 0 or (every > 0 and self._num_syncs % every == 0)

@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,7 @@ MISSING = (
 )
 
 END_SECONDS = 10.0
+START_SECONDS = 300.0
 
 
 def find_chromium() -> Path | None:
@@ -85,12 +87,17 @@ class DashboardProcess:
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert self._process.stdout is not None
         printed = ""
-        for line in self._process.stdout:
-            printed += line
-            if found := re.search(r"http://[^:]+:(\d+)[^\s#]*", line):  # over a single run, its page follows
-                self.address, self.port = found[0], int(found[1])
-                return
-        raise RuntimeError(f"`telescope ui` ended without an address: {printed!r}")
+        deadline = threading.Timer(START_SECONDS, self._process.kill)
+        deadline.start()
+        try:
+            for line in self._process.stdout:
+                printed += line
+                if found := re.search(r"http://[^:]+:(\d+)[^\s#]*", line):  # over a single run, its page follows
+                    self.address, self.port = found[0], int(found[1])
+                    return
+        finally:
+            deadline.cancel()
+        raise RuntimeError(f"`telescope ui` ended, or was ended after {START_SECONDS:.0f} s, without: {printed!r}")
 
     def kill(self) -> None:
         """Ends the server at once, as a crash would."""

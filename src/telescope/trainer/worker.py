@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from transformers.utils import logging as transformers_logging
 
 from telescope.config.memory import trainer_share
@@ -28,7 +29,7 @@ from telescope.trainer.batch import COLLECTIVE_TIMEOUT, Layout, Span, StepInput,
 from telescope.trainer.metrics import reduce_max
 from telescope.utils.digests import digests_of
 from telescope.utils.process import freeze_heap, unfreeze_heap
-from telescope.weights.model_folder import MARKER, ModelOrigin, write_origin
+from telescope.weights.model_folder import ModelOrigin, read_origin, write_origin
 
 
 @dataclass(slots=True, frozen=True)
@@ -210,8 +211,10 @@ class Trainer:
         """Writes the model and its `origin`; see `TrainingBackend.save_hf`. Collective."""
         self.backend.origin = origin
         self.backend.save_hf(directory)
-        if self.rank == 0 and not (directory / MARKER).exists():  # a user's backend with a `save_hf` of its own
-            write_origin(directory, origin)
+        if self.rank == 0 and directory.is_dir():
+            found = read_origin(directory)
+            if found is None or replace(origin, weights=found.weights, files=found.files) != found:
+                write_origin(directory, origin)  # a user's backend has a `save_hf` of its own
 
     def _count_sync(self, started: float) -> None:
         ended = time.time()

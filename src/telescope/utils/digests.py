@@ -27,7 +27,7 @@ def files_below(folder: Path) -> list[str]:
 def damage(folder: Path, digests: Mapping[str, str]) -> list[str]:
     """Compares files with the digests of when they were written. Returns what is missing, changed or unreadable.
 
-    Says so on the terminal if it takes more than a few seconds.
+    Announces itself on the terminal if it takes more than a few seconds.
     """
     found = [f"{name} does not exist" for name in sorted(digests) if not (folder / name).is_file()]
     num_bytes = sum((folder / name).stat().st_size for name in digests if (folder / name).is_file())

@@ -160,7 +160,7 @@ def log_tail(path: Path, num_bytes: int, *, start: int = 0) -> str:
 
 
 def ignore_sigterm() -> None:
-    """Makes this process, not its programs, ignore the SIGTERM of a scheduler, which the driver answers for all."""
+    """Ignores SIGTERM in this process, but not in programs that it starts. The driver answers it for all."""
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 

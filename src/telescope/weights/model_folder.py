@@ -19,6 +19,7 @@ from telescope.config.model_contents import safetensors_tensors
 from telescope.config.model_source import is_local_path
 from telescope.errors import UserError
 from telescope.utils.digests import damage, digests_of
+from telescope.utils.text import user_path
 from telescope.weights.plan import TensorMeta
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def model_folder(model: str) -> Path:
     Raises `UserError` if the hub does not have it or cannot be reached.
     """
     if is_local_path(model):
-        return Path(model).expanduser()
+        return user_path(model)
     from huggingface_hub import snapshot_download
 
     try:
@@ -101,7 +102,7 @@ def model_folder(model: str) -> Path:
 
 def absolute_model(model: str) -> str:
     """Returns a hub identifier as it is, and a path so that it holds in any working directory."""
-    return str(Path(model).expanduser().absolute()) if is_local_path(model) else model
+    return str(user_path(model).absolute()) if is_local_path(model) else model
 
 
 def base_weights(model: str) -> dict[str, str] | None:

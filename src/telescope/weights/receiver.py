@@ -26,6 +26,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,7 +179,7 @@ class OverlappedReceive:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # of this thread
             stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-            with torch.no_grad(), torch.cuda.stream(stream):
+            with torch.no_grad(), torch.cuda.stream(stream) if stream else nullcontext():
                 self._report = receive(
                     self.communicator,
                     self.update,
@@ -219,10 +220,8 @@ def _reasons(model: nn.Module) -> Iterator[str]:
             continue
         if method is not None and type(method).__name__ not in PLAIN_METHODS:
             yield f"{place} is quantized ({type(method).__name__})"
-        # On the CPU `cpu_linear` captures a packed weight (not without oneDNN).
-        elif any(p.numel() == 0 for p in parameters) or getattr(
-            getattr(module, "cpu_linear", None), "__closure__", None
-        ):
+        captured = getattr(getattr(module, "cpu_linear", None), "__closure__", None)  # on a CPU with oneDNN
+        if captured or any(p.numel() == 0 for p in parameters):
             yield f"{place} computes with a packed copy of its weight"
 
 

@@ -24,6 +24,12 @@ def test_own_arguments_are_taken_in_every_spelling_and_the_rest_stays_in_order(p
     assert rest == ["runs/a", "--seed", "-1", "--b_2", "c d"]
 
 
+def test_a_word_after_one_dash_is_not_a_short_option_with_its_value(parser):
+    own, rest = parser.take(["-config", "x.yaml", "--stop", "-c5"])
+    assert vars(own)["config"] is None
+    assert rest == ["-config", "x.yaml", "--stop", "-c5"]
+
+
 @pytest.mark.parametrize(
     ("argv", "problem"),
     [

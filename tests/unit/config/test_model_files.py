@@ -406,6 +406,14 @@ def test_a_name_that_no_hub_repository_can_have_is_refused_briefly(tmp_path, mon
     assert len(message) < 400
 
 
+def test_a_model_in_a_folder_that_may_not_be_read_is_refused(monkeypatch):
+    def refuse(_path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    assert "which cannot be read (Permission denied)" in error_of("/models/secret")
+
+
 @pytest.mark.parametrize("model", ["/" + "a" * 5000, "~nobody-of-that-name/x"])
 def test_a_path_that_cannot_exist_is_refused_briefly(model):
     message = error_of(model)

@@ -123,7 +123,7 @@ n(n+1)/2 | \frac{n(n+1)}{2} ;; \varnothing | \emptyset ;; ∅ | \emptyset ;; (2,
 72\text{ cents} | 72 ;; 72¢ | 72 ;; $72 | 72 ;; 72$ | 72 ;; \$72.50 | 72.5 ;; \text{\$72} | 72
 1/3 | 0.\overline{3} ;; 12% | 12 ;; 12 \% | 12 ;; 0.12 | 12\% ;; one | one ;; \frac{a}{b} | a/b
 a÷b | \frac{a}{b} ;; (x-1)(x+2) | x² + x − 2 ;; x^{1/2} | \sqrt{x} ;; |x| | \left|x\right|
-\lvert x \rvert | |x| ;; \$5 million | 5 million
+\lvert x \rvert | |x| ;; \$5 million | 5 million ;; \Delta = 5 | 5 ;; 5 | \Delta = 5 ;; \Omega | \Omega
 """
 WRONG = r"""
 \Omega | \omega ;; Ω | ω ;; \Gamma(2) | \gamma(2)

@@ -74,3 +74,12 @@ def test_states_of_two_rollouts_are_separate():
 def test_misspelled_arguments_are_refused():
     with pytest.raises(UserError, match="Did you mean 'max_turns'"):
         make_environment(Guess, "guess", {"max_turn": 3})
+
+
+@pytest.mark.parametrize(
+    ("fields", "role"), [({}, "user"), ({"reply_role": "tool"}, "tool"), ({"tool_role": "ipython"}, "ipython")]
+)
+def test_an_environment_may_set_the_role_of_its_replies(fields, role):
+    environment = Guess()
+    vars(environment).update(fields)
+    assert environment.role_of_replies == role

@@ -6,6 +6,7 @@ import pytest
 
 from telescope.environments.base import RolloutState, Sample
 from telescope.environments.rewards import Rubric
+from telescope.environments.user_code import call_with_declared
 from telescope.errors import UserError
 
 SAMPLE = Sample("2 + 2", answer="4", metadata={"unit": "apples"})
@@ -52,6 +53,10 @@ async def test_functions_receive_only_what_they_declare():
     rubric.add_reward(lambda answer: 1.0, name="other")
     with pytest.raises(TypeError, match="answer"):
         await score(rubric, state=state)
+
+
+def test_a_column_may_have_the_name_of_any_parameter():
+    assert call_with_declared(lambda **columns: columns, function=1, positional=2) == {"function": 1, "positional": 2}
 
 
 async def test_ranges_describe_charts_and_never_change_a_reward():

@@ -168,7 +168,7 @@ class EnvironmentRunner:
         if self.renderer is None or not environment.is_multi_turn:
             return None
         found = self.conversations.multi_turn_environment(environment)
-        role, tools = found.reply_role, found.template_tools
+        role, tools = found.role_of_replies, found.template_tools
         try:
             return why_not_extendable(self.renderer, role, tools, found.form_of_a_call if tools else "One.")
         except Exception as error:
@@ -211,7 +211,7 @@ class EnvironmentRunner:
         found = self.conversations.multi_turn_environment(environment)
         tools = found.template_tools
         answer = assistant_message(found.form_of_a_call if tools else "One.")
-        reply = {"role": found.reply_role, "name": "tool", "content": "Again."}
+        reply = {"role": found.role_of_replies, "name": "tool", "content": "Again."}
         try:
             return lost_message(renderer, [*messages, answer, reply, answer, reply], tools)
         except Exception:  # it takes no such turns after these messages

@@ -189,7 +189,8 @@ class WorkerPool:
             self._break(error)  # there is no fork server any more
             return
         worker.attach(process)
-        process.send(self._load_header | {"checks_template": worker.index == 0 and self.infos is None})  # once
+        is_start = self._started is not None and not self._started.done()
+        process.send(self._load_header | {"checks_template": worker.index == 0 and is_start})  # once
         process.flush()
 
     def _on_frame(self, worker: PoolWorker, header: dict[str, Any], blob: bytes) -> None:

@@ -44,9 +44,7 @@ OLD_GAUGE_SECONDS = 15.0
 
 @contextmanager
 def demo_runs(num_steps: int = NUM_STEPS) -> Iterator[Path]:
-    """Generates runs in a temporary folder.
-
-    One of them goes on after `num_steps`. Removes it at the end.
+    """Generates runs in a temporary folder, which is removed at the end. One run goes on after `num_steps`.
 
     Raises `RunError` if they cannot be written.
     """

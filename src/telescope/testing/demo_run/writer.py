@@ -42,8 +42,8 @@ CHECKPOINT_EVERY = 50
 CHECKPOINT_PAUSE = 0.38
 MOST_PENDING_ROWS = 100_000
 
+# Health warnings of the demo run are not warnings of this process.
 logging.getLogger("telescope.orchestrator.status").addHandler(logging.NullHandler())
-"""What is found in the run is no warning of this process."""
 
 
 class StepLog:
