@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from telescope.config.messages import show
 from telescope.errors import ConfigError
 
 SCALARS = (
@@ -77,13 +78,7 @@ def read_yaml_file(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         raise ConfigError(f"--config {path} does not exist{_neighbors(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} cannot be read: {error}") from None
-    try:
-        node = yaml.compose(text, Loader=_ConfigLoader)
-        data = yaml.load(text, Loader=_ConfigLoader)
-    except RecursionError:
-        raise ConfigError(f"{path} is nested too deeply to be a configuration, which is one flat mapping") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {yaml_problem(error)}") from None
+    data, node = _load(text, str(path))
     if data is None:
         return {}, {}
     if not isinstance(data, dict) or not isinstance(node, yaml.MappingNode):
@@ -95,10 +90,23 @@ def read_yaml_file(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 def parse_yaml_value(text: str, *, what: str) -> Any:
     """One value of the command line, read as YAML. `what` names it in the error, a `ConfigError`."""
+    return _load(text, f"{what} {show(text)}")[0]
+
+
+def _load(text: str, what: str) -> tuple[Any, yaml.Node | None]:
+    """Returns the value and its node. The `ConfigError` begins with `what`."""
     try:
-        return yaml.load(text, Loader=_ConfigLoader)
+        return yaml.load(text, Loader=_ConfigLoader), yaml.compose(text, Loader=_ConfigLoader)
+    except RecursionError:
+        raise ConfigError(f"{what} is nested too deeply") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{what} {text!r} is not valid YAML: {yaml_problem(error)}") from None
+        raise ConfigError(f"{what} is not valid YAML: {yaml_problem(error)}") from None
+    except (
+        ValueError,
+        LookupError,
+        AttributeError,
+    ) as error:  # a tag that does not fit, as in `!!int x`, or thousands of digits
+        raise ConfigError(f"{what} has a value that cannot be read: {show(str(error))}") from None
 
 
 def dump_yaml(value: Any, **style: Any) -> str:

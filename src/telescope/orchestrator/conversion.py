@@ -48,6 +48,8 @@ def find_checkpoints(folder: Path, step: int | str | None = None) -> dict[int, P
     """Returns complete checkpoints of a run or folder by step: the newest, `step`, or "all". Raises `UserError`."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder. Give a run directory, or a folder with step_N folders")
+    if (folder / META).is_file():
+        raise UserError(f"{folder} is one checkpoint. Give it as --checkpoint-dir, with --output-dir")
     checkpoints = checkpoints_of_run(folder) if is_run(folder) else CheckpointFolder(folder)
     found = {known: checkpoints.folder_of(known) for known in checkpoints.steps()}
     if not found:

@@ -164,6 +164,8 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply") from None
 
 
 logger = logging.getLogger(__name__)

@@ -362,6 +362,13 @@ def test_runs_are_listed_around_a_damaged_file(damaged, capsys):
     assert "the list is incomplete: 1 file of a table cannot be read" in error
 
 
+def test_a_summary_that_nests_without_end_does_not_hide_the_other_runs(damaged, capsys):
+    root, _ = damaged
+    (root / "hurt" / "summary.json").write_text("[" * 100_000)
+    assert main(["runs", "--root", str(root)]) == 0
+    assert "hurt" in capsys.readouterr().out
+
+
 def test_a_broken_config_of_a_run_is_named_with_its_line(damaged, capsys):
     root, _ = damaged
     config = root / "hurt" / "config.yaml"

@@ -249,6 +249,11 @@ def test_all_wrong_fields_are_reported_at_once():
         (["learning_rate=1"], "Unexpected argument 'learning_rate=1'"),
         (["mine.yaml"], "a file of fields as --config mine.yaml"),
         (["--wandb_tags", "[a"], "is not valid YAML"),
+        (["--wandb_tags", "[" * 3000], "[[[... is nested too deeply"),
+        (["--seed", "9" * 5000], "999... has a value that cannot be read: "),
+        (["--seed", "!!int 1:30"], 'has a value that cannot be read: "invalid literal'),
+        (["--environments", "[{name: a, kwargs: {b: !!bool maybe}}]"], "has a value that cannot be read"),
+        (["--seed", "!!timestamp soon"], "has a value that cannot be read"),
     ],
 )
 def test_flags_that_cannot_be_read(flags, words):
