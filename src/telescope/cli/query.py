@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from telescope.cli.main import EXIT_FAILED
+from telescope.cli.main import EXIT_FAILED, LONGEST_ERROR
 from telescope.cli.runs import add_root, folders_of_runs, runs_in, warn_of_unreadable, wide_console
 from telescope.errors import UserError
 from telescope.record.query import Database, Result, describe_tables
@@ -68,7 +68,8 @@ def choose_runs(wanted: list[str], root: Path | None) -> list[Run]:
         return [Run(name) for name in dict.fromkeys(wanted)]
     runs, where = runs_in(root), ", ".join(map(str, folders_of_runs(root)))
     if not runs:
-        raise UserError(f"No runs in {where!r}. Set --root to the folder of the runs, or name the folder of one run.")
+        named = f"{wanted[0][:LONGEST_ERROR]!r} is not a run. " if wanted else ""
+        raise UserError(f"{named}No runs in {where!r}. Set --root to the folder of the runs, or name that of one run.")
     return [_choose(name, runs) for name in dict.fromkeys(wanted)] if wanted else runs
 
 

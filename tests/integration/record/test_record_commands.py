@@ -143,6 +143,11 @@ def test_latest_names_the_run_that_it_is(ask, root):
     assert ask("query", "SELECT 1", "--run", str(root / "third"))[2] == "", "a path that was typed is known"
 
 
+def test_a_name_is_in_the_message_where_no_runs_are(tmp_path, capsys):
+    assert main(["query", "SELECT 1", "--run", "data/a.jsonl", "--root", str(tmp_path)]) == 2
+    assert "'data/a.jsonl' is not a run. No runs in" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [("query", "SELECT DISTINCT run FROM steps"), ("runs",)])
 def test_runs_are_found_where_the_environment_variable_puts_them(command, root, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
