@@ -181,29 +181,39 @@ def make_sample(prompt: Any, golds: list[str], metadata: dict[str, Any]) -> Samp
     if not prompt or not golds:
         return None
     if not isinstance(prompt, list):
-        prompt = str(prompt)
+        prompt = prompt.decode() if isinstance(prompt, bytes) else str(prompt)
     return Sample(prompt, answer=golds[0], metadata=metadata | ({ANSWERS_KEY: golds} if len(golds) > 1 else {}))
 
 
 def golds_of(sample: Sample) -> list[str]:
     """Returns the final answers of a sample, any of which is right."""
-    return read_golds(sample.metadata.get(ANSWERS_KEY) or sample.answer)
+    return read_golds(stored_golds(sample))
 
 
-def read_golds(value: Any) -> list[str]:
+def stored_golds(sample: Sample) -> list[str]:
+    """Returns the answers of a sample as they are stored. Empty if there is none."""
+    return sample.metadata.get(ANSWERS_KEY) or [sample.answer] * bool(sample.answer)
+
+
+def read_golds(value: Any, *, is_final: bool = False) -> list[str]:
     r"""Returns the final answers in a gold, any of which is right. Empty if there is none.
 
     A gold is a text (see `extract_stated_answer`), a number, true or false, or a list of these, also written as JSON.
+    With `is_final`, a text is an answer as it is. Raises `UserError` for an object, `ValueError` for broken UTF-8.
     """
     if isinstance(value, list | tuple):
-        return [gold for item in value for gold in read_golds(item)]
+        return [gold for item in value for gold in read_golds(item, is_final=is_final)]
     if isinstance(value, dict):
         raise UserError(f"The answer {value!r} has fields. Name one, as in answer: column.{next(iter(value), 'field')}")
     if isinstance(value, bool):
         return [str(value).lower()]
+    if isinstance(value, bytes):
+        value = value.decode()
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     text = "" if value is None or value != value else str(value).strip()
+    if is_final:
+        return [text] if text else []
     if text.startswith('["') and text.endswith('"]'):
         with contextlib.suppress(ValueError):
             return read_golds(json.loads(text))

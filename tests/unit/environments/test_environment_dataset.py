@@ -32,7 +32,15 @@ TRL = {"prompt": [USER], "ground_truth": "0", "hint": "none"}
 MATH = {"problem": "Half?", "solution": r"So the answer is \boxed{\frac{1}{2}}.", "level": "Level 3"}
 FORMS = [
     (GSM8K, "rows of GSM8K", "How many clips?", "1,072", "1072"), (VERL, "rows of verl", [SYSTEM, USER], "0", "0"),
-    (TRL, "rows of TRL", [USER], "0", "0"), (MATH, "questions with answers", "Half?", r"\frac{1}{2}", "0.5"),
+    (TRL, "rows of TRL", [USER], "0", "0"),
+    ({"prompt": json.dumps([USER]), "answer": 0}, "rows of TRL", [USER], "0", "0"),
+    ({"prompt": str([SYSTEM, USER]), "answer": 0}, "rows of TRL", [SYSTEM, USER], "0", "0"),
+    ({"prompt": json.dumps(USER), "answer": 0}, "rows of TRL", [USER], "0", "0"),
+    ({"prompt": [{"from": "human", "value": "1 - 1?"}], "answer": 0}, "rows of TRL", [USER], "0", "0"),
+    ({"prompt": [{"role": "user", "content": [{"type": "text", "text": "1 - 1?"}]}], "answer": 0},
+     "rows of TRL", [USER], "0", "0"),
+    ({"prompt": '[{"n": 1}, 2]', "answer": 1}, "rows of TRL", '[{"n": 1}, 2]', "1", "1"),
+    (MATH, "questions with answers", "Half?", r"\frac{1}{2}", "0.5"),
     ({"prompt": "1?", "answer": False}, "rows of TRL", "1?", "false", "False"),
     ({"question": "1?", "answer": ["2", "4/2"]}, "questions with answers", "1?", "2", "2.0"),
     ({"query": "1?", "target": 2.0, "n": None}, "questions with answers", "1?", "2", "2"),
@@ -98,6 +106,48 @@ def test_a_folder_has_a_file_for_each_split(tmp_path):
         len(made(str(tmp_path), split="dev"))
 
 
+SENT = {"role": "assistant", "content": "0"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "message"),
+    [
+        ([USER | {"content": None}], 0, "the content of a message is 'None', not text"),
+        ([USER | {"content": [{"type": "image_url"}]}], 0, "image_url.*, not text"),
+        (["a", "b"], 0, "'a' is no message"),
+        ([{"from": "robot", "value": "?"}], 0, "robot.* is no message with a role of system"),
+        ([USER, SENT], 0, "its last message is of the role 'assistant'. End it with"),
+        ([SYSTEM], 0, "its last message is of the role 'system'"),
+        (f"[{USER}\n {USER}]", 0, "neither JSON nor"),
+        ("q \ud800", 1, r"half a character, '\\ud800'"), ("?", "\ud800", r"half a character, '\\ud800'"),
+        ("?", {"value": 5}, "has fields. Name one, as in answer: column.value"),
+    ],
+)  # fmt: skip
+def test_unusable_rows_are_left_out_and_refused_if_most_are(tmp_path, caplog, prompt, answer, message):
+    bad, good = {"prompt": prompt, "answer": answer}, {"prompt": "1?", "answer": 1}
+    environment = made(write(tmp_path / "some.jsonl", [good, good, bad]))
+    assert len(environment) == 2
+    assert re.search(
+        rf"unusable: 1 row, such as row 2 \(prompt in 'prompt', answer in 'answer'\): .*{message}", caplog.text
+    )
+    with pytest.raises(UserError, match=rf"most.jsonl: 2 of 3 rows cannot be used, such as row 1 .*{message}"):
+        len(made(write(tmp_path / "most.jsonl", [good, bad, bad])))
+
+
+def test_binary_columns_are_read_as_text_or_left_out(tmp_path, caplog):
+    environment = made(write(tmp_path / "b.parquet", [{"question": b"q\xc3\xa9", "answer": b"5"}] * 2))
+    assert (environment.get_sample(0).prompt, environment.get_sample(0).answer) == ("q\u00e9", "5")
+    with pytest.raises(UserError, match=r"2 of 2 rows cannot be used, such as row 0 .* can't decode byte 0xff"):
+        len(made(write(tmp_path / "b.parquet", [{"question": b"q", "answer": b"\xff"}] * 2)))
+
+
+def test_columns_are_recognized_in_all_rows(tmp_path, caplog):
+    rows = [{"question": "?", "solution": "5", "answer": None}] * 150 + [{"question": "?", "answer": "5"}] * 500
+    assert len(made(write(tmp_path / "rows.jsonl", rows))) == 500
+    assert "answer in 'answer'" in caplog.text
+    assert "Left out without a prompt or an answer: 150 rows." in caplog.text
+
+
 def test_rows_are_shuffled_by_a_seed_cut_to_a_number_and_left_out_without_an_answer(tmp_path, caplog):
     rows = [{"question": f"{n}?", "answer": n} for n in range(50)] + [{"question": "?", "answer": None}]
     path = write(tmp_path / "rows.jsonl", rows)
@@ -144,11 +194,26 @@ def test_exact_compares_texts(tmp_path, completion, expected):
     assert reward["correct"] == reward["reward"]
 
 
+@pytest.mark.parametrize("gold", ['print("answer: 5")', "#### Title", '["a", "b"]', r"is \boxed{5}"])
+def test_exact_keeps_golds_that_contain_a_form(tmp_path, gold):
+    environment = made(write(tmp_path / "rows.json", [{"prompt": "?", "answer": gold}]), reward="exact")
+    assert environment.check_gold(environment.get_sample(0)).problem is None
+    assert [reward_of(environment, f"<answer>{text}</answer>")["reward"] for text in (gold, "5", "a")] == [
+        1.0,
+        0.0,
+        0.0,
+    ]
+    rows = made(write(tmp_path / "gsm8k.json", [GSM8K]), reward="exact")
+    assert reward_of(rows, "<answer>1,072</answer>")["reward"] == 1.0
+
+
 def test_a_pattern_finds_the_answer_or_is_the_reward(tmp_path):
     rows = [{"prompt": "?", "answer": "7", "note": "x"}]
     path = write(tmp_path / "rows.json", rows)
     environment = made(path, reward="regex", pattern=r"Result: (\w+)")
     assert [reward_of(environment, f"Result: 1, Result: {n}")["reward"] for n in (7, 8)] == [1.0, 0.0]
+    environment = made(write(tmp_path / "either.json", rows), reward="regex", pattern=r"res=(\d+)|out=(\d+)")
+    assert [reward_of(environment, text)["reward"] for text in ("res=7", "out=7", "out=8", "7")] == [1.0, 1.0, 0.0, 0.0]
     matches = made(write(tmp_path / "prompts.json", [{"prompt": "?"}]), reward="regex", pattern=r"^[a-z]+$")
     assert [reward_of(matches, text)["reward"] for text in ("abc", "ABC")] == [1.0, 0.0]
 
@@ -223,7 +288,8 @@ def test_functions_with_the_signature_of_trl_are_rewards(tmp_path, monkeypatch, 
         ({"path": "fields.jsonl"}, r"The answer \{'value': 5\} has fields. Name one, as in answer: column.value"),
         ({"path": "train.jsonl", "reward": ["json:dumps", "pickle:dumps"]}, "two metrics named 'dumps'"),
         ({"path": "train.jsonl", "reward": ["math", "builtins:format"]}, "two metrics named 'format'"),
-        ({"path": "broken.parquet"}, "broken.parquet cannot be read"), ({"path": "empty.jsonl"}, "It has: no rows"),
+        ({"path": "broken.parquet"}, "broken.parquet cannot be read"),
+        ({"path": "empty.jsonl"}, "empty.jsonl .* is empty"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_that_lists_what_is_there(tmp_path, monkeypatch, kwargs, message):

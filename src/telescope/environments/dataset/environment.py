@@ -7,6 +7,7 @@ completion with that of its row, or is a function with the signature of TRL's re
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Awaitable, Sequence
 from typing import Any, ClassVar
@@ -14,9 +15,15 @@ from typing import Any, ClassVar
 from telescope.environments.arguments import known_arguments, refuse_unknown
 from telescope.environments.base import ChatMessage, Environment, GoldCheck, RewardResult, Sample
 from telescope.environments.dataset.functions import call_function, load_function, read_reward, refuse_missing_columns
-from telescope.environments.dataset.rows import choose_columns, list_columns, value_of
+from telescope.environments.dataset.rows import GSM8K, choose_columns, list_columns, read_prompt, value_of
 from telescope.environments.hub import hub_rows
-from telescope.environments.math_problems import INSTRUCTION_PROMPT, MathEnvironment, golds_of, make_sample, read_golds
+from telescope.environments.math_problems import (
+    INSTRUCTION_PROMPT,
+    MathEnvironment,
+    make_sample,
+    read_golds,
+    stored_golds,
+)
 from telescope.environments.parsers import (
     extract_answer_tags,
     extract_stated_answer,
@@ -42,9 +49,10 @@ class DatasetEnvironment(MathEnvironment):
     `path` is a file (JSON, JSON lines, Parquet, CSV), a folder of them, or a dataset of the hub, with its `subset` and
     `split`. `prompt` and `answer` name columns, if they are not recognized; a dot leads into a column
     (`reward_model.ground_truth`). `reward` is `math` (equal by math-verify), `exact` (the same text), `regex` (the last
-    match of `pattern`, or its first group, is the same text; without answers, it matches), or `package.module:function`
-    or `file.py:function` with TRL's signature; of a list, the sum counts. `instruction_prompt` precedes the user's
-    message; by default it asks for the form of the answer unless the first prompt does.
+    match of `pattern`, or its first group that matched, is the same text; without answers, it matches), or
+    `package.module:function` or `file.py:function` with TRL's signature; of a list, the sum counts.
+    `instruction_prompt` precedes the user's message; by default it asks for the form of the answer unless the first
+    prompt does.
     """
 
     metrics_ranges: ClassVar[dict[str, dict[str, float]]] = {
@@ -101,25 +109,40 @@ class DatasetEnvironment(MathEnvironment):
         if not path:
             raise UserError("dataset: set path in its kwargs to a file, a folder or a dataset of the hub.")
         rows = list(hub_rows("dataset", path, [subset], split or "train", (), otherwise=""))
+        if not rows:
+            raise UserError(f"dataset: {path} (split {split or 'train'!r}) is empty. Give a dataset with rows.")
         columns = list_columns(rows)
         form, prompt, answer = choose_columns(path, rows, columns, prompt, answer, needs_answer=self._needs_answer)
         for name, function in self.functions.items():
             refuse_missing_columns(name, function, path, columns)
-        samples = []
-        for row in rows:
-            golds = read_golds(value_of(row, answer)) if answer else []
-            sample = make_sample(value_of(row, prompt), golds if golds or self._needs_answer else [""], row)
+        # Texts that are compared as they are may contain "####" or "answer:" without being worked out.
+        is_final = self.compares != "math" and form != GSM8K
+        samples: list[Sample] = []
+        unusable: list[str] = []
+        for number, row in enumerate(rows):
+            try:
+                _refuse_surrogates(row)
+                messages = read_prompt(value_of(row, prompt))
+                golds = read_golds(value_of(row, answer), is_final=is_final) if answer else []
+            except (ValueError, UserError) as error:
+                unusable.append(f"row {number} (prompt in {prompt!r}, answer in {answer!r}): {error}")
+                continue
+            sample = make_sample(messages, golds if golds or self._needs_answer else [""], row)
             if sample is not None:
                 samples.append(sample)
+        if 2 * len(unusable) > len(rows):
+            raise UserError(
+                f"dataset: {path}: {len(unusable)} of {len(rows)} rows cannot be used, such as {unusable[0]}."
+            )
         if self._instruction_is_default and samples and _ASKS_FOR_A_FORM.search(str(samples[0].prompt)):
             self.instruction_prompt = None
         rewards = " + ".join([*([self.compares] if self.compares else []), *self.functions])
         columns_used = f"prompt in {prompt!r}, answer in {answer!r}, reward {rewards}."
-        left_out = f" Left out without a prompt or an answer: {pluralize(len(rows) - len(samples), 'row')}."
-        self.notice(
-            f"dataset: {path} has {form}: {pluralize(len(samples), 'item')}, {columns_used}"
-            f"{left_out if len(samples) < len(rows) else ''}"
-        )
+        if num_empty := len(rows) - len(samples) - len(unusable):
+            columns_used += f" Left out without a prompt or an answer: {pluralize(num_empty, 'row')}."
+        if unusable:
+            columns_used += f" Left out as unusable: {pluralize(len(unusable), 'row')}, such as {unusable[0]}."
+        self.notice(f"dataset: {path} has {form}: {pluralize(len(samples), 'item')}, {columns_used}")
         return self.select_samples(samples, num_samples, seed, path)
 
     @property
@@ -137,13 +160,15 @@ class DatasetEnvironment(MathEnvironment):
     def extract_answer(self, text: str) -> str:
         if self.pattern is not None:
             matches = list(self.pattern.finditer(text))
-            return (matches[-1][1 if self.pattern.groups else 0] or "").strip() if matches else ""
+            if not matches or not self.pattern.groups:
+                return matches[-1][0].strip() if matches else ""
+            return next((group.strip() for group in matches[-1].groups() if group is not None), "")
         return (extract_answer_tags(text) if self.compares == "exact" else "") or extract_stated_answer(text)
 
     def is_correct(self, answer: str, sample: Sample) -> bool:
         if self.compares == "math":
             return super().is_correct(answer, sample)
-        golds = golds_of(sample)
+        golds = stored_golds(sample)
         return any(_is_same(answer, gold) for gold in golds) or (self.compares == "regex" and not golds)
 
     def check_gold(self, sample: Sample) -> GoldCheck | None:
@@ -175,6 +200,15 @@ class DatasetEnvironment(MathEnvironment):
             return _add(result, {name: await maybe_await(value) for name, value in returned.items()})
 
         return add_later()
+
+
+def _refuse_surrogates(row: dict[str, Any]) -> None:
+    """Raises `ValueError` for half a character such as JSON's `\\ud800`, which no tokenizer takes."""
+    try:
+        json.dumps(row, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start : error.end])
+        raise ValueError(f"it has half a character, {half}. Remove it, or write both halves") from None
 
 
 def _is_same(answer: str, gold: str) -> bool:

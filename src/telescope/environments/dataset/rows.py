@@ -1,10 +1,14 @@
-"""Recognizes the columns of rows that were written for other trainers."""
+"""Recognizes the columns and prompts of rows that were written for other trainers."""
 
 from __future__ import annotations
 
+import ast
+import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
+from telescope.environments.base import ChatMessage
 from telescope.errors import UserError
 from telescope.utils.text import did_you_mean
 
@@ -18,8 +22,64 @@ ANSWERS = (
     "solution",
     "target",
 )
-COLUMN_ROWS = 100
-"""Rows whose columns are listed; a file of JSON lines may lack some in some rows."""
+GSM8K = "rows of GSM8K"
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+
+
+def read_prompt(value: Any) -> str | list[ChatMessage]:
+    """Returns a prompt as text, or as messages of which the model answers the last. Empty if there is none.
+
+    Messages may also be written as text (JSON, or a literal of Python), as one object, or in the form of ShareGPT.
+    Raises `ValueError`, whose text says what is wrong and how to fix it, for messages that no model can answer.
+    """
+    value = value.decode() if isinstance(value, bytes) else value
+    if isinstance(value, str):
+        value = _written_messages(value.strip()) or value
+    if not isinstance(value, list | dict):
+        return "" if value is None or not str(value).strip() else str(value)
+    messages = [_read_message(message) for message in (value if isinstance(value, list) else [value])]
+    if messages and messages[-1]["role"] not in ("user", "tool"):
+        raise ValueError(
+            f"its last message is of the role {messages[-1]['role']!r}. End it with the user's message, and keep the "
+            "answer in a column of its own"
+        )
+    return messages
+
+
+def _written_messages(text: str) -> list[Any] | dict[str, Any] | None:
+    """Returns the messages that a text consists of, as in an exported CSV file. None if it is another text."""
+    if text[:1] + text[-1:] not in ("[]", "{}") or not re.search(r"['\"](role|from)['\"]\s*:", text):
+        return None
+    for read in (json.loads, ast.literal_eval):
+        try:
+            value = read(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        items = value if isinstance(value, list) else [value]
+        are_messages = all(
+            isinstance(i, dict) and (i.get("role") in ROLES or {"from", "value"} <= i.keys()) for i in items
+        )
+        return value if are_messages else None
+    raise ValueError(
+        f"{text[:60]!r} looks like messages, but is neither JSON nor a list of Python. Export it as JSON lines"
+    )
+
+
+def _read_message(message: Any) -> ChatMessage:
+    fix = 'Write {"role": "user", "content": "..."}'
+    if isinstance(message, dict) and {"from", "value"} <= message.keys() and "role" not in message:
+        role = message["from"]
+        message = {"role": SHAREGPT_ROLES.get(role, role), "content": message["value"]}
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise ValueError(f"{str(message)[:60]!r} is no message with a role of {', '.join(ROLES)}. {fix}")
+    content = message.get("content")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text") or "") for part in content)
+        message = message | {"content": content}
+    if not isinstance(content, str) and not (message["role"] == "assistant" and message.get("tool_calls")):
+        raise ValueError(f"the content of a message is {str(content)[:60]!r}, not text. {fix}")
+    return message
 
 
 def value_of(row: dict[str, Any], column: str) -> Any:
@@ -33,8 +93,8 @@ def value_of(row: dict[str, Any], column: str) -> Any:
 
 
 def list_columns(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Returns the columns of the first rows, in order."""
-    return list(dict.fromkeys(column for row in rows[:COLUMN_ROWS] for column in row))
+    """Returns the columns of all rows, in order; a file of JSON lines may lack some in some rows."""
+    return list(dict.fromkeys(column for row in rows for column in row))
 
 
 def choose_columns(
@@ -53,7 +113,7 @@ def choose_columns(
     it_has = f"It has: {', '.join(columns) or 'no rows'}."
 
     def has(column: str) -> bool:
-        return any(value_of(row, column) is not None for row in rows[:COLUMN_ROWS])
+        return any(value_of(row, column) is not None for row in rows)
 
     for name, column in (("prompt", prompt), ("answer", answer)):
         if column is not None and not has(column):
@@ -69,10 +129,10 @@ def choose_columns(
             f"dataset: {path} has no answer ({', '.join(ANSWERS)}). {it_has} Set answer to a column, or reward to a "
             "function."
         )
+    if (chosen, gold) == ("question", "answer") and "####" in str(value_of(rows[0], "answer")):
+        return GSM8K, chosen, gold
     if prompt or answer:
         return "rows of these columns", chosen, gold
     if gold == "reward_model.ground_truth":
         return "rows of verl", chosen, gold
-    if (chosen, gold) == ("question", "answer") and "####" in str(value_of(rows[0], "answer")):
-        return "rows of GSM8K", chosen, gold
     return "rows of TRL" if chosen == "prompt" else "questions with answers" if gold else "prompts", chosen, gold
