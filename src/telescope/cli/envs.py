@@ -38,6 +38,7 @@ from telescope.environments.registry import (
 )
 from telescope.environments.serialization import MalformedResultError
 from telescope.environments.tool_env import ToolEnvironment
+from telescope.environments.user_code import describe_error
 from telescope.errors import UserError
 from telescope.utils.text import pluralize, user_path
 
@@ -147,6 +148,10 @@ def _try(arguments: argparse.Namespace, environment: Environment, answerer: Answ
                 raise
             console.print(Text(f"no answer: {len(records)} of {arguments.items} items were rolled out", style="yellow"))
             break
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"{arguments.name}, item {item}: {describe_error(error)}.") from error
         rewards.append(rollout.score["total_reward"])
         records.append(
             {"item": item, "messages": rollout.messages, "end_reason": rollout.end_reason, "score": rollout.score}

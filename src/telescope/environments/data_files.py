@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,21 +22,37 @@ def is_local(name: str) -> bool:
     return path.exists() or path.suffix in SUFFIXES or name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
-def read_local(owner: str, name: str, split: str | None) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a file, or of the files of a split in a folder.
+def read_local(owner: str, name: str, split: str | None, subset: str | None = None) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a file, or of the files of a split in a folder, whose subfolder is the subset.
 
     A single file is the split `train`, unless it is a JSON object with a list of rows per split. Raises `UserError`,
     with the files or splits that exist, for a missing one, and with the line for a broken one.
     """
+    if "://" in name:
+        raise UserError(
+            f"{owner}: {name!r} is a URL. Download it and give its path, or give the name of a dataset of the hub."
+        )
     path = user_path(name)
     if not path.exists():
         folder = next(parent for parent in path.absolute().parents if parent.is_dir())
         raise UserError(f"{owner}: there is no file {name!r}. {_listed(folder)} Give the path of one of them.")
+    if subset and not path.is_dir():
+        raise UserError(f"{owner}: {name!r} is a file, which has no subset {subset!r}. Leave it out.")
     if path.is_dir():
-        wanted = split or "train"
-        files = [file for file in _data_files(path) if file.stem.split("-")[0] == wanted or file.parent.name == wanted]
+        if subset and not (path / subset).is_dir():
+            raise UserError(f"{owner}: the folder {name!r} has no subfolder of the subset {subset!r}. {_listed(path)}")
+        path, wanted = path / (subset or ""), split or "train"
+        is_of_split = re.compile(rf"{re.escape(wanted)}(-[0-9]+-of-[0-9]+)?").fullmatch
+        files = [file for file in _data_files(path) if is_of_split(file.stem) or file.parent.name == wanted]
         if not files:
-            raise UserError(f"{owner}: the folder {name!r} has no data file of the split {wanted!r}. {_listed(path)}")
+            raise UserError(
+                f"{owner}: the folder {str(path)!r} has no data file of the split {wanted!r}. {_listed(path)}"
+            )
+        if len(folders := sorted({str(file.parent.relative_to(path)) for file in files})) > 1:
+            raise UserError(
+                f"{owner}: the folder {str(path)!r} has files of the split {wanted!r} in {', '.join(folders)}. Set "
+                "subset to one of these folders, or path to a file."
+            )
         for file in files:
             yield from _rows(owner, file, None)
         return
@@ -91,7 +108,7 @@ def _rows(owner: str, file: Path, split: str | None) -> Iterator[dict[str, Any]]
                     "Quote fields that contain the delimiter."
                 )
             yield row
-    except (OSError, ValueError, csv.Error) as error:  # pyarrow's and json's errors are ValueErrors
+    except (OSError, ValueError, csv.Error, RecursionError) as error:  # pyarrow's and json's errors are ValueErrors
         raise UserError(f"{owner}: {file} cannot be read: {error}") from error
 
 
@@ -101,5 +118,5 @@ def _json_lines(file: Path) -> Iterator[Any]:
             if line.strip():
                 try:
                     yield json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise ValueError(f"line {number} is not JSON ({error}): {line.strip()[:60]!r}") from None

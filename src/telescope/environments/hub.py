@@ -64,12 +64,11 @@ def hub_rows(
     `UnreachableError` without the hub.
     """
     if is_local(name):
-        if any(subsets):
-            raise UserError(f"{owner}: {name!r} is a file or folder, which has no subset {subsets[0]!r}. Leave it out.")
-        for number, row in enumerate(read_local(owner, name, split)):
-            if number == 0:
-                _require(owner, name, split, columns, list(row))
-            yield row
+        for subset in subsets:
+            for number, row in enumerate(read_local(owner, name, split, subset)):
+                if number == 0:
+                    _require(owner, name, split, columns, list(row))
+                yield row
         return
     for subset in subsets:
         table = _hub_table(owner, name, subset, split, otherwise)

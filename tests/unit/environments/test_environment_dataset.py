@@ -104,6 +104,19 @@ def test_a_folder_has_a_file_for_each_split(tmp_path):
     assert [len(made(str(tmp_path), **kwargs)) for kwargs in ({}, {"split": "test"})] == [3, 2]
     with pytest.raises(UserError, match=r"no data file of the split 'dev'\. Data files in .*: test.parquet, train"):
         len(made(str(tmp_path), split="dev"))
+    write(tmp_path / "train-old.parquet", [VERL])
+    assert len(made(str(tmp_path))) == 3
+
+
+def test_a_subset_is_a_subfolder(tmp_path):
+    for subset, count in (("main", 2), ("socratic", 3)):
+        (tmp_path / subset).mkdir()
+        write(tmp_path / subset / "train-00000-of-00001.jsonl", [GSM8K] * count)
+    assert [len(made(str(tmp_path), subset=subset)) for subset in ("main", "socratic")] == [2, 3]
+    with pytest.raises(UserError, match=r"files of the split 'train' in main, socratic\. Set subset to one"):
+        len(made(str(tmp_path)))
+    with pytest.raises(UserError, match=r"no subfolder of the subset 'hard'\. Data files in .*: main/train-"):
+        len(made(str(tmp_path), subset="hard"))
 
 
 SENT = {"role": "assistant", "content": "0"}
@@ -256,7 +269,9 @@ def test_functions_with_the_signature_of_trl_are_rewards(tmp_path, monkeypatch, 
     assert reward_of(made(path, reward="my_rewards:length"), "abc") == {"reward": 3.0, "length": 3.0}
     assert reward_of(made(path, reward="my_rewards:silent"), "abc") == {"reward": 0.0, "silent": 0.0}
     assert reward_of(made(path, reward="my_rewards:by_place"), "abc") == {"reward": 1.0, "by_place": 1.0}
-    with pytest.raises(TypeError, match=r"the reward wrong returned .*good.* not a list of one number"):
+    with pytest.raises(
+        TypeError, match=r"the reward wrong at .*my_rewards.py:[0-9]+ returned .*good.* not a list of one number"
+    ):
         reward_of(made(path, reward="my_rewards:wrong"), "abc")
     with pytest.raises(UserError, match=r"reward absent needs 'missing_column', .* It has: prompt, ground_truth, hint"):
         len(made(path, reward=f"{functions}:absent"))
@@ -269,7 +284,7 @@ def test_functions_with_the_signature_of_trl_are_rewards(tmp_path, monkeypatch, 
     [
         ({"path": "trian.jsonl"}, r"no file 'trian.jsonl'\. Data files in .*: train.jsonl\. Give"),
         ({"path": "train.jsonl", "split": "test"}, "is one file, without the split 'test'"),
-        ({"path": "train.jsonl", "subset": "hard"}, "a file or folder, which has no subset 'hard'. Leave it out"),
+        ({"path": "train.jsonl", "subset": "hard"}, "is a file, which has no subset 'hard'. Leave it out"),
         ({"path": "train.jsonl", "answer": "anser"}, r"no column 'anser' \(answer\)\. Did you mean 'answer'\? It has"),
         ({"path": "train.jsonl", "prompt": "text"}, r"no column 'text' \(prompt\)\. It has: question, answer"),
         ({"path": "train.jsonl", "reward": "maths"}, "use math, exact or regex, package.module:function"),
@@ -281,6 +296,12 @@ def test_functions_with_the_signature_of_trl_are_rewards(tmp_path, monkeypatch, 
         ({}, "set path in its kwargs"), ({"path": "notes.txt"}, "no known format. Use a file that ends in .jsonl"),
         ({"path": "other.jsonl"}, r"no prompt \(prompt, .*\)\. It has: a, b\. Set prompt to a column"),
         ({"path": "other.jsonl", "prompt": "a"}, r"no answer .* It has: a, b\. Set answer to a column, or reward"),
+        ({"path": "https://example.com/train.jsonl"}, "is a URL. Download it and give its path, or give the name of"),
+        ({"path": "deep.jsonl"}, "deep.jsonl cannot be read: line 1 is not JSON .*recursion"),
+        ({"path": "head.csv"}, "head.csv .* is empty. Give a dataset with rows"),
+        ({"path": "train.jsonl", "reward": "fractions:Fraction"}, "fractions has no function 'Fraction'"),
+        ({"path": "train.jsonl", "reward": "judge.py:compute_score"}, "needs 'data_source', .* Write it as comp"),
+        ({"path": "train.jsonl", "reward": "judge.py:single"}, "needs 'completion', .* Did you mean 'completions'"),
         ({"path": "broken.jsonl"}, r"broken.jsonl cannot be read: line 2 is not JSON"),
         ({"path": "list.jsonl"}, r"row 0 of list.jsonl is '\[1\]', not an object"),
         ({"path": "splits.json"}, r"not a list of rows\. It has the keys 'test', 'dev'; set split to one"),
@@ -303,6 +324,10 @@ def test_a_mistake_is_one_line_that_lists_what_is_there(tmp_path, monkeypatch, k
         "more.csv": "question,answer\nWhat is 1,000+1?,1001\n",
         "fields.jsonl": '{"question": "?", "answer": {"value": 5}}',
     }  # fmt: skip
+    texts["deep.jsonl"], texts["head.csv"] = "[" * 100_000, "question,answer\n"
+    (folder / "judge.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth): ...\ndef single(completion): ...\n"
+    )
     if (name := kwargs.get("path")) in texts:
         (folder / name).write_text(texts[name])
     with pytest.raises(UserError, match=message) as raised:
@@ -328,6 +353,17 @@ def test_envs_try_lists_rows_with_their_golds(tmp_path, capsys):
         *map(str, range(2, 10)),
     ]
     assert "math-verify" in printed
+
+
+@pytest.mark.parametrize("body", ["return [1.0, 2.0]", "return [float('nan')]", "return {'score': 1}", "return 1 / 0"])
+def test_envs_try_names_the_line_of_a_reward_that_fails(tmp_path, capsys, body):
+    path = write(tmp_path / "rows.jsonl", [GSM8K])
+    (tmp_path / "rw.py").write_text(f"\ndef j(completions):\n    {body}\n")
+    settings = ["--set", f"path={path}", "--set", f"reward={tmp_path}/rw.py:j", "--answer", "x"]
+    assert main(["envs", "try", "dataset", *settings]) == 2
+    error = capsys.readouterr().err
+    assert re.search(r"dataset, item 0: .*rw\.py:[23]", error)
+    assert "Traceback" not in error
 
 
 TASKS = {

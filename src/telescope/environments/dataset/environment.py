@@ -194,12 +194,18 @@ class DatasetEnvironment(MathEnvironment):
             result.sample_tags["data_source"] = source
         returned = {name: call_function(function, text, sample) for name, function in self.functions.items()}
         if not any(map(inspect.isawaitable, returned.values())):
-            return _add(result, returned)
+            return self._add(result, returned)
 
         async def add_later() -> RewardResult:
-            return _add(result, {name: await maybe_await(value) for name, value in returned.items()})
+            return self._add(result, {name: await maybe_await(value) for name, value in returned.items()})
 
         return add_later()
+
+    def _add(self, result: RewardResult, returned: dict[str, Any]) -> RewardResult:
+        values = {name: read_reward(name, self.functions[name], value) for name, value in returned.items()}
+        result.sample_metrics |= values
+        result.total_reward += sum(values.values())
+        return result
 
 
 def _refuse_surrogates(row: dict[str, Any]) -> None:
@@ -216,10 +222,3 @@ def _is_same(answer: str, gold: str) -> bool:
     if gold.casefold() in ("true", "false", "yes", "no"):
         answer, gold = answer.casefold(), gold.casefold()
     return verify_exact_match(answer, gold)
-
-
-def _add(result: RewardResult, returned: dict[str, Any]) -> RewardResult:
-    values = {name: read_reward(name, value) for name, value in returned.items()}
-    result.sample_metrics |= values
-    result.total_reward += sum(values.values())
-    return result

@@ -15,6 +15,7 @@ from telescope.environments.base import ENV_NAME_KEY, Sample, assistant_message
 from telescope.environments.math_problems import ANSWERS_KEY
 from telescope.environments.user_code import call_with_declared, describe_error
 from telescope.errors import UserError
+from telescope.utils.text import did_you_mean
 
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """Arguments besides the columns. The last four are what TRL adds; here they are empty."""
@@ -40,7 +41,7 @@ def load_function(name: str) -> Callable[..., Any]:
             "of an installed package, or path/to/file.py:function."
         ) from error
     function = getattr(module, attribute, None)
-    if not callable(function):
+    if not callable(function) or inspect.isclass(function):
         known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         raise UserError(f"dataset: {place} has no function {attribute!r}. It has: {', '.join(known) or 'none'}.")
     return function
@@ -54,8 +55,9 @@ def refuse_missing_columns(name: str, function: Callable[..., Any], path: str, c
         )  # fmt: skip
         if needed and parameter.name not in (*GIVEN, *columns):
             raise UserError(
-                f"dataset: the reward {name} needs {parameter.name!r}, which is no column of {path}. It has: "
-                f"{', '.join(columns)}."
+                f"dataset: the reward {name} needs {parameter.name!r}, which is no column of {path}."
+                f"{did_you_mean(parameter.name, (*GIVEN, *columns))} It has: {', '.join(columns)}. Write it as "
+                f"{name}(prompts, completions, **columns), which returns a list of one number."
             )
 
 
@@ -71,7 +73,7 @@ def call_function(function: Callable[..., Any], text: str, sample: Sample) -> An
     return call_with_declared(function, **arguments)
 
 
-def read_reward(name: str, returned: Any) -> float:
+def read_reward(name: str, function: Callable[..., Any], returned: Any) -> float:
     """Returns a function's reward of one completion. None means that the function does not apply: 0."""
     value = returned[0] if isinstance(returned, list | tuple) and len(returned) == 1 else returned
     try:
@@ -79,8 +81,10 @@ def read_reward(name: str, returned: Any) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if isinstance(value, str) or not math.isfinite(number):
+        code = getattr(function, "__code__", None)
+        place = f" at {code.co_filename}:{code.co_firstlineno}" if code else ""
         raise TypeError(
-            f"the reward {name} returned {str(returned)[:80]!r} for one completion, not a list of one number"
+            f"the reward {name}{place} returned {str(returned)[:80]!r} for one completion, not a list of one number"
         )
     return number
 
