@@ -17,6 +17,7 @@ from telescope.cli.main import make_console
 from telescope.config import EnvironmentEntry, EvalEntry, load_config
 from telescope.config.base import Section
 from telescope.config.generate import FieldDescription, default_yaml, describe_all, describe_section, resolved_yaml
+from telescope.config.other_names import hint
 from telescope.config.rules import RULES
 from telescope.config.schema import SECTIONS
 from telescope.errors import UserError
@@ -152,8 +153,8 @@ def explain(console: Console, name: str) -> None:
     if dot and entries in ENTRIES:
         keys = {field.name: field for field in describe_section(ENTRIES[entries], f"{entries}.")}
         if key not in keys:
-            hint = did_you_mean(key, keys)
-            raise UserError(f"An entry of {entries} has no key '{key}'.{hint} The keys are {', '.join(keys)}")
+            near = did_you_mean(key, keys)
+            raise UserError(f"An entry of {entries} has no key '{key}'.{near} The keys are {', '.join(keys)}")
         place = f"a key of each entry of {entries}"
         _print_field(console, replace(keys[key], name=f"{entries}[].{key}", section=place))
         return
@@ -165,8 +166,7 @@ def explain(console: Console, name: str) -> None:
             return
     known = [field for section in SECTIONS for field in section.model_fields]
     known += [f"{entries}.{key}" for entries, kind in ENTRIES.items() for key in kind.model_fields]
-    hint = did_you_mean(wanted, known)
-    raise UserError(f"There is no field or section '{name}'.{hint} `telescope config explain` lists all fields")
+    raise UserError(f"There is no field or section '{name}'.{hint(wanted, known)} `telescope config explain` lists all")
 
 
 def _print_field(console: Console, field: FieldDescription) -> None:

