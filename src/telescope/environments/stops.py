@@ -5,6 +5,8 @@ document with `<|endoftext|>`, while their template ends a turn with `<|im_end|>
 special token behind it ends an answer, as does the last one behind a tool call. Where a template writes nothing behind
 the last answer (GLM), it is what follows one in the history. Text before that token, or without one, ends an answer
 too: a tokenizer may lack the tokens of a template. The end tokens that the model's files name are added.
+
+Some templates refuse a conversation without a system message, others one with it, so both are tried.
 """
 
 from __future__ import annotations
@@ -46,8 +48,10 @@ def find_stops(renderer: Renderer, files: Mapping[str, Mapping[str, Any]]) -> St
         for end in ends:
             sources.setdefault(end, {})[source] = None
 
+    problem = ""
     if spec.stop_token_ids is None and tokenizer.chat_template:
-        add(_ends_of_template(renderer), "chat template")
+        ends, problem = _ends_of_template(renderer)
+        add(ends, "chat template")
     for token_id in spec.stop_token_ids or ():
         if not renderer.has_embedding(token_id):
             raise UserError(f"stop_token_ids has {token_id}, but the model has {renderer.vocab_size} tokens.")
@@ -64,6 +68,8 @@ def find_stops(renderer: Renderer, files: Mapping[str, Mapping[str, Any]]) -> St
         f"from {' and '.join(found)}"
         for end, found in sources.items()
     ]
+    if problem:
+        shown = [*(shown or ["only its length"]), f"no end of a turn was found in the chat template: {problem}"]
     return Stops(
         [end for end in sources if isinstance(end, int)],
         [end for end in sources if isinstance(end, str)],
@@ -71,8 +77,24 @@ def find_stops(renderer: Renderer, files: Mapping[str, Mapping[str, Any]]) -> St
     )
 
 
-def _ends_of_template(renderer: Renderer) -> list[int | str]:
-    question, answer = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": ANSWER}
+def _ends_of_template(renderer: Renderer) -> tuple[list[int | str], str]:
+    """Returns what ends an answer in the template, or why nothing was found."""
+    problem, question = "", {"role": "user", "content": "Why?"}
+    for start in ([question], [{"role": "system", "content": "Answer."}, question]):
+        try:
+            ends = _ends_after(renderer, start)
+        except Exception as error:  # a template may raise whatever Python raises
+            problem = problem or " ".join(str(error).split()) or type(error).__name__
+        else:
+            if ends:
+                return ends, ""
+            problem = problem or "it writes nothing behind an answer"
+    return [], f"{problem}. Set stop_token_ids or stop"
+
+
+def _ends_after(renderer: Renderer, start: list[dict[str, Any]]) -> list[int | str]:
+    """Returns what ends an answer to `start`. Raises the template's error if it rejects every conversation."""
+    answer = {"role": "assistant", "content": ANSWER}
     function = {"name": "look_up", "arguments": {"word": ANSWER}}
     call = {
         "role": "assistant",
@@ -80,22 +102,25 @@ def _ends_of_template(renderer: Renderer) -> list[int | str]:
         "tool_calls": [{"id": "call00000", "type": "function", "function": function}],
     }
     result = {"role": "tool", "name": "look_up", "tool_call_id": "call00000", "content": REPLY}
-    last = _behind(renderer, [question, answer])
-    following = _behind(renderer, [question, answer, {"role": "user", "content": REPLY}]).partition(REPLY)[0]
+    errors: list[Exception] = []
+
+    def behind(*messages: dict[str, Any]) -> str:
+        try:
+            text: str = renderer.render([*start, *messages], add_generation_prompt=False)
+        except Exception as error:
+            errors.append(error)
+            return ""
+        return text.rpartition(ANSWER)[2] if ANSWER in text else ""
+
+    last = behind(answer)
+    following = behind(answer, {"role": "user", "content": REPLY}).partition(REPLY)[0]
     end = renderer.control_ids(last)[:1] or renderer.control_ids(following)[:1]
     text = last if last.strip() else following
     text = (text.partition(renderer.name_of(end[0]))[0] if end else text).rstrip()
     end_of_call = (
-        renderer.control_ids(_behind(renderer, [question, call]))[-1:]
-        or renderer.control_ids(_behind(renderer, [question, call, result]).partition(REPLY)[0])[:1]
+        renderer.control_ids(behind(call))[-1:] or renderer.control_ids(behind(call, result).partition(REPLY)[0])[:1]
     )
-    return [*([text] if text else []), *end, *end_of_call]
-
-
-def _behind(renderer: Renderer, messages: list[dict[str, Any]]) -> str:
-    """Returns what a template writes behind the answer. Nothing if it rejects the messages, which others report."""
-    try:
-        text: str = renderer.render(messages, add_generation_prompt=False)
-    except Exception:  # a template may raise whatever Python raises
-        return ""
-    return text.rpartition(ANSWER)[2] if ANSWER in text else ""
+    ends = [*([text] if text else []), *end, *end_of_call]
+    if errors and not ends:
+        raise errors[0]
+    return ends

@@ -31,6 +31,13 @@ def family(name: str) -> Renderer:
     return Renderer(RendererSpec(name), copy.copy(released.tokenizer(name)))
 
 
+@cache
+def with_end(token: str | None) -> Any:
+    tokenizer = copy.deepcopy(released.tokenizer("qwen3"))
+    tokenizer.eos_token = token
+    return tokenizer
+
+
 def folder_renderer(folder: Any, **options: Any) -> Renderer:
     return Renderer(RendererSpec(str(folder), **options))
 
@@ -95,6 +102,48 @@ def test_the_end_of_a_turn_is_found_in_every_released_template_on_any_tokenizer(
             answer = made.encode_continuation(f"Because.{made.stops.texts[0]}")
             assert made.decode(answer, cut_end_token=True) == "Because.", name
         assert "<|endoftext|>" in names_of(made), name
+
+
+def raises_if(condition: str) -> str:
+    return f"{{% if {condition} %}}{{{{ raise_exception('not\n  so') }}}}{{% endif %}}"
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+ALTERNATION = (
+    "{% for m in messages if m.role != 'system' %}"
+    + raises_if("(m.role == 'user') != (loop.index0 % 2 == 0)")
+    + "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "refuses",
+    [
+        raises_if("messages[0].role != 'system'"),
+        raises_if("messages[0].role == 'system'"),
+        raises_if("messages[-1].role == 'assistant'"),
+        raises_if("messages[0].role != 'system' or messages[-1].role == 'assistant'"),
+        ALTERNATION,
+        ALTERNATION + raises_if("messages[0].role != 'system'"),
+        raises_if("messages[-1].role != 'tool'"),
+        raises_if("messages[0].role != 'system' or messages[-1].role == 'user'"),
+    ],
+)
+def test_the_end_of_a_turn_is_found_in_a_template_that_refuses_some_conversations(refuses: str) -> None:
+    template = refuses + CHATML.replace("m.content }}", "m.content }}{{ m.tool_calls or '' }}")
+    made = Renderer(RendererSpec("strict", chat_template=template), copy.copy(with_end("<|endoftext|>")))
+    assert names_of(made) == ["<|im_end|>", "<|endoftext|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [(raises_if("true") + CHATML, "not so"), ("{{ messages[0].content }}", "it writes nothing behind an answer")],
+)
+def test_why_no_end_of_a_turn_is_found_stands_in_the_description(template: str, why: str) -> None:
+    remark = f"no end of a turn was found in the chat template: {why}. Set stop_token_ids or stop"
+    for end, shown in (("<|endoftext|>", "<|endoftext|>, id 151643, from tokenizer"), (None, "only its length")):
+        made = Renderer(RendererSpec("strict", chat_template=template), copy.copy(with_end(end)))
+        assert made.stops.description == f"{shown}; {remark}"
 
 
 def test_a_base_model_of_qwen_ends_answers_as_its_template_does(tmp_path: Any) -> None:
