@@ -47,6 +47,15 @@ class UnfinishedReasoning(str):
         return self
 
 
+class ContinuedReasoning(str):
+    """An answer that begins inside the reasoning that its prompt opened, and closes it."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return self
+
+
 def _kept_by(method: Callable[..., Any]) -> Callable[..., Any]:
     def keep(result: Any) -> Any:
         if isinstance(result, list | tuple):
@@ -72,6 +81,7 @@ def opening_tag(prompt: str) -> str:
 def answer_text(text: str, opened: str = "") -> str:
     """The text of an answer for scoring. It is an `UnfinishedReasoning` if the answer ends before its reasoning does.
 
+    It is a `ContinuedReasoning` if the answer closes the reasoning that the prompt opened.
     `opened` is the tag with which the prompt ended (`opening_tag`).
     """
     begins = text.lstrip()
@@ -79,7 +89,9 @@ def answer_text(text: str, opened: str = "") -> str:
         if begins.startswith(opening):
             return text if closing in text else UnfinishedReasoning(text)
     closes = any(tag[1] is None and tag[0] != END_OF_MESSAGE for tag in _TAG.finditer(text))
-    return UnfinishedReasoning(text) if opened and not closes else text
+    if not opened:
+        return text
+    return ContinuedReasoning(text) if closes else UnfinishedReasoning(text)
 
 
 def strip_think_tags(text: str) -> str:

@@ -17,7 +17,7 @@ Invariants, for any text:
 - An attempted call that cannot be read becomes a call with an `error`, which is reported to the model; it is not
   dropped and does not count as an answer. Any trace of the markup, or of a known tool's name before a parenthesis,
   counts as an attempt.
-- Calls inside reasoning do not count.
+- Calls inside reasoning do not count. A closing tag ends reasoning only if the answer or its prompt opened it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from telescope.environments.parsers import REASONING_TAGS, UnfinishedReasoning
+from telescope.environments.parsers import END_OF_MESSAGE, REASONING_TAGS, ContinuedReasoning, UnfinishedReasoning
 
 ToolCallFormat = Literal["xml", "function"]
 Parameters = Mapping[str, Mapping[str, Any]]
@@ -70,12 +70,16 @@ _KEYS_OF_A_CALL = frozenset({"name", "arguments", "parameters", "id", "type", "i
 _STRING_OR_BRACKET = re.compile(
     r'"""(?:[^"\\]|\\.|"(?!""))*"""|"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)*\'|[()\[\]{}]', re.DOTALL
 )
+# A closing tag before which no element begins shows that the one before it is part of a value.
 _PARAMETER = re.compile(
-    r"\s*<parameter=([^<>\s]{1,200})>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</?function|</?tool_call>|\Z))",
+    r"\s*<parameter=([^<>\s]{1,200})>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</?function|</?tool_call>|\Z))"
+    r"(?!(?:(?!<parameter=).)*?</parameter>)",
     re.DOTALL,
 )
 _ARGUMENT = re.compile(
-    r"\s*<arg_key>(.{1,200}?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|</?tool_call>|\Z))", re.DOTALL
+    r"\s*<arg_key>(.{1,200}?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|</?tool_call>|\Z))"
+    r"(?!(?:(?!<arg_key>).)*?</arg_value>)",
+    re.DOTALL,
 )
 _GLM_CALL = re.compile(rf"\s*(?!null|true|false|NaN|Inf)([A-Za-z_]{_NAME}{{0,200}})\s*(?=<arg_key>|{_XML_CLOSE})")
 _FOREIGN = rf"<function=|{_MARKERS}|</?tool_?calls?>|<invoke name=|to=functions\.|<\uff5ctool\u2581call"
@@ -195,19 +199,22 @@ class _Scan:
         self.tools = tools
         self.num_left = self._num_failed = self._num_unclosed = 0  # left: calls beyond the limits
         self._start_answer()
+        in_reasoning = isinstance(text, ContinuedReasoning)
         position = kept = 0
         while token := _TOKEN.search(text, position):
             kind = next(name for name in _KINDS if token[name] is not None)
             position = token.end()
-            if kind == "closes":  # reasoning that the prompt opened
-                self._start_answer()
-                kept = position
-            elif kind == "opens":
-                end_tag = REASONING_TAGS[token[0]]
+            if kind in ("opens", "closes"):
                 self.rest += text[kept : token.start()]
+                kept = position
+                if in_reasoning and REASONING_TAGS.get(token[0]) != END_OF_MESSAGE:  # a model may open it again
+                    self._start_answer()
+                    in_reasoning = False
+            if kind == "opens":
+                end_tag = REASONING_TAGS[token[0]]
                 closed = text.find(end_tag, position)
                 kept = position = len(text) if closed == -1 else closed + len(end_tag)
-            elif (end := self._read(kind, token)) is not None:
+            elif kind != "closes" and (end := self._read(kind, token)) is not None:
                 self.rest += text[kept : token.start()]
                 kept = position = end
         self.rest += text[kept:]

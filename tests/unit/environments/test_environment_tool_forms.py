@@ -78,6 +78,7 @@ def glm(parameters):
 
 MARKUP = [
     "</think>", "<think>", "</tool_call>", "<tool_call>", "</function>", "<function=write>", "[TOOL_CALLS]", "\n", '"',
+    "</parameter>", "</arg_value>",
     '{"name": "write", "arguments": {}}', "\\", "'", "}", "[", "```", "a", " ", "\u2028", "write(",
 ]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(MARKUP) | st.text(max_size=5), max_size=6).map("".join)
@@ -94,6 +95,22 @@ def test_any_text_survives_in_every_form_of_json_and_python(form, text, configur
 def test_any_text_survives_in_an_element(form, text, configured):
     (call,) = read(form({"text": text, "times": "2"}), configured)
     assert (call.arguments, call.error) == ({"text": text, "times": 2}, None)
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (qwen_coder, 'print("</parameter></function></tool_call>")'),
+        (qwen_coder, "a\n</parameter>\n</function>\n<tool_call> b"),
+        (glm, "a </arg_value> <tool_call> b"),
+        (glm, "a</arg_value></tool_call> b"),
+    ],
+)
+def test_a_value_may_contain_the_end_of_its_element(form, text):
+    calls = read(form({"text": text, "times": "2"}) + "\n" + form({"times": "3", "text": text}))
+    assert [(call.arguments, call.error) for call in calls] == [
+        ({"text": text, "times": 2}, None), ({"times": 3, "text": text}, None)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("form", [qwen_coder, glm])
@@ -124,9 +141,23 @@ def test_calls_in_reasoning_do_not_count_and_later_ones_do(form, configured):
     assert read(f"<think>{call}</think>It is done.", configured) == []
     if "<|end|>" not in call:  # which would end the reasoning
         assert read(answer_text(call, "<think>"), configured) == []
-    for reasoning in (f"<think>{call}</think>\n\n", f"{call} hm </think>\n\n", "I use <tool_call> tags.</think>"):
-        (found,) = read(reasoning + other, configured)
-        assert (found.arguments, found.error) == ({"text": "b"}, None)
+    for reasoning, opened in (
+        (f"<think>{call}</think>\n\n", ""), (f"<think>{call}</think>\n\n", "<think>"),
+        (f"Hm. {call} hm </think>\n\n", "<think>"), ("I use <tool_call> tags.</think>", "<think>"),
+    ):  # fmt: skip
+        for behind in ("", "</think>"):
+            (found,) = read(answer_text(reasoning + other + behind, opened), configured)
+            assert (found.arguments, found.error) == ({"text": "b"}, None)
+
+
+@pytest.mark.parametrize("form", [*FORMS.values(), qwen_coder, glm])
+@pytest.mark.parametrize("behind", [" </think>", " Then </think> done", "\n</think>\n</think>", "[/THINK]"])
+@both_forms
+def test_calls_before_a_closing_tag_that_closes_nothing_count(form, behind, configured):
+    if form is python and "Then" in behind and configured == "xml":
+        return  # in prose it is no call
+    (found,) = read(answer_text(form({"text": "b"}) + behind), configured)
+    assert (found.arguments, found.error) == ({"text": "b"}, None)
 
 
 def test_openai_nests_a_call_and_writes_its_arguments_as_text():
@@ -227,6 +258,9 @@ def test_a_python_call_in_prose_counts_only_where_the_environment_asks_for_it():
         "</think>",
         "to=functions.a",
         "<tool_call>a<arg_key>",
+        "<function=write><parameter=a>1</parameter>",
+        "<tool_call>a<arg_key>a</arg_key><arg_value></arg_value>",
+        "</parameter></function>",
     ],
 )
 @both_forms
