@@ -20,6 +20,7 @@ _SYMBOLS = str.maketrans({
     **{letter: f"\\mathbb{{{unicodedata.normalize('NFKC', letter)}}}" for letter in "\u211d\u2124\u2115\u211a\u2102"},
     **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212", "-"), **dict.fromkeys("\u00f7\u2215\u2044", "/"),
     **dict.fromkeys("\u00b0\u00ba\u02da", "^\\circ "), **dict.fromkeys("\u00b7\u22c5\u2219", "\\cdot "),
+    "\u2103": "^\\circ C", "\u2109": "^\\circ F", "\u2032": "'", "\u2033": "''",
     "\u00d7": "\\times ", "\u222a": "\\cup ", "∩": "\\cap ", "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ",
     "±": "\\pm ", "∓": "\\mp ", "≈": "\\approx ", "∅": "\\emptyset ", "∈": "\\in ", "…": "...",
 })  # fmt: skip
@@ -35,6 +36,7 @@ _REWRITTEN = [
         (r"\\lbrace(?![A-Za-z])", r"\\{"),
         (r"\\rbrace(?![A-Za-z])", r"\\}"),
         (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "),
+        (r"(?<![\\A-Za-z])(ln|log|sin|cos|tan|exp)(?=\s*\()", r"\\\1"),
         (r"<=", r"\\le "),
         (r">=", r"\\ge "),
         (r"(?<=[\w)\]}])\s*\*\*\s*(?=[\w({-]|\\[A-Za-z({])", "^"),  # Python's power
@@ -58,9 +60,14 @@ _SHORT_UNIT = (
     r"|[mgshlLNJWVAKCF])(?![A-Za-z])"
 )
 _EXPONENT = r"(?:\^?\{?-?[0-9]\}?)?"
+_CHANGING = (
+    r"(?i:than|more|less|factorial|squared|cubed|hundred|thousand|million|billion|trillion|dozen|negative|below|above"
+    r"|root|half|halves|(?:third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s?)"
+)
+CHANGING_WORD = re.compile(rf"(?<![\\A-Za-z]){_CHANGING}(?![A-Za-z])")
+"""A word that makes another number of the one beside it."""
 _UNIT = (
-    r"(?!(?:and|or|not|than|more|less|mod|choose|factorial|squared|cubed|hundred|thousand|million|billion|trillion|dozen"
-    r"|times|plus|minus|over|base|sqrt|sin|cos|tan|log|exp)(?![A-Za-z]))"  # these words change the number
+    rf"(?!(?:{_CHANGING}|and|or|not|mod|choose|times|plus|minus|over|base|sqrt|sin|cos|tan|log|exp)(?![A-Za-z]))"
     rf"(?:{_SHORT_UNIT}|[A-Za-z]{{3,}}){_EXPONENT}"
 )
 _VALUE = r"((?:[^A-Za-z\\]|(?<=[0-9])[eE](?=[-+]?[0-9])|\\[A-Za-z]+|\\[^A-Za-z])*?[0-9}%])"
@@ -71,6 +78,10 @@ _WITH_UNIT = re.compile(
 _WORDS_OF_NUMBER = re.compile(r"(?<=[0-9}])(?:\\[,;: ]|[\s~])*\\(?:text|mathrm|mbox)\s*\{([^{}]*[A-Za-z][^{}]*)\}")
 _DEGREES = re.compile(
     rf"{_VALUE}\s*(?:\^\s*\{{?\s*\\circ\s*\}}?|\\degree)\s*(?:[CFK]|\\(?:text|mathrm)\{{\s*[CFK]\s*\}})?"
+)
+_LABEL = re.compile(
+    r"(?:the\s+)?(?:final\s+)?(?:answer|ans|total|result)\s+is\b\s*|(?!not|except)[a-z]{3,}\s*[:=]\s*|(?:option|choice)\s+(?=\(?[A-Z]\)?$)",
+    re.I,
 )
 _SCIENTIFIC = re.compile(r"([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))[eE]\+?(-?[0-9]{1,4})")
 _POWER_OF_TEN = re.compile(r"(?<=[0-9])\s*(?:[xX*]|\\cdot)\s*(?=10\s*\^)")
@@ -110,6 +121,8 @@ def normalize_answer(text: str) -> str:
     if len(text) > MAX_CHARACTERS:
         return text
     text = to_latex(text)
+    if label := _LABEL.match(text):
+        return normalize_answer(text[label.end() :])
     name, equals, value = text.rpartition("=")
     if equals and re.fullmatch(r"\s*[A-Za-z]\s*", name):
         return f"{name}={normalize_answer(value)}"  # x = 5

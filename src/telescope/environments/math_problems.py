@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from telescope.environments.base import ChatMessage, GoldCheck, RewardResult, Sample, SingleTurnEnvironment
 from telescope.environments.hendrycks_math.worked_out import is_worked_out
 from telescope.environments.hub import hub_rows, uses_own_items
+from telescope.environments.math_notation import normalize_answer
 from telescope.environments.math_verifier import read_expression
 from telescope.environments.parsers import (
     extract_boxed_answer,
@@ -36,6 +37,15 @@ ANSWERS_KEY = "_answers"
 MAX_WORDS = 5
 """Most words of a final answer, such as "all real numbers except 1". No model repeats a sentence word by word."""
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+
+_UNREADABLE = (
+    (re.compile(r"[{\[]\s*(['\"])\w+\1\s*:.*", re.S), "it is a record; name the field with the answer"),
+    (re.compile(r".*(?<!\\)\$.*", re.S), "it is text around a formula"),
+    (re.compile(r".*(?<![\\A-Za-z{])[A-Za-z]{2,}\s*:[^A-Za-z]*[0-9].*", re.S), "it has a label"),
+    (re.compile(r"[^A-Za-z\\]*[0-9]\s*=\s*[-0-9][^A-Za-z\\]*"), "it is a calculation; give its result"),
+    (re.compile(r"\D*[A-Za-z]{2,}\D*[0-9].*[A-Za-z]{2,}.*", re.S), "it is a sentence, not a final answer"),
+)
+"""Golds of which math-verify reads the letters of words as factors, or no single value."""
 
 _UNSET: Any = object()
 """Distinguishes `instruction_prompt: null` (none) from a missing one (the default)."""
@@ -132,9 +142,12 @@ class MathEnvironment(SingleTurnEnvironment):
         """Says how math-verify reads the sample's answer. Of several, one that it reads is enough."""
         checks = []
         for gold in golds_of(sample):
-            words = _WORD.findall(gold)
-            if len(words) > MAX_WORDS:
-                checks.append(GoldCheck("", "it is a sentence, not a final answer"))
+            normalized = normalize_answer(gold)
+            words = _WORD.findall(normalized)
+            texts = [gold, *[normalized] * 3, normalized if len(words) > 2 else ""]
+            found = [reason for (form, reason), text in zip(_UNREADABLE, texts, strict=True) if form.fullmatch(text)]
+            if found or len(words) > MAX_WORDS:
+                checks.append(GoldCheck("", (*found, "it is a sentence, not a final answer")[0]))
                 continue
             parsed = read_expression(gold, self.verify_timeout_seconds)
             checks.append(GoldCheck(parsed or gold, None if parsed or words else "math-verify cannot read it"))

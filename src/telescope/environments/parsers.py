@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from telescope.environments.math_notation import normalize_answer
+from telescope.environments.math_notation import CHANGING_WORD, normalize_answer
 from telescope.environments.math_verifier import check_equal
 
 END_OF_MESSAGE = "<|end|>"
@@ -28,11 +28,26 @@ REASONING_TAGS = {
 
 _TAG = re.compile(rf"({'|'.join(map(re.escape, REASONING_TAGS))})|{'|'.join(map(re.escape, REASONING_TAGS.values()))}")
 _BOX = re.compile(r"\\(?:boxed|fbox)(?:[ \t\n]{0,8}\{|[ \t]{1,8}([0-9]{1,20})(?![0-9A-Za-z.,]))")
-_STATED = re.compile(r"(?i:answer)[ \t*_]{0,8}(?:\bis\b|:)[ \t*_:]{0,8}(.*)")
-"""What follows the last "answer:" or "answer is" of a text, up to the end of the line."""
+_ANSWER_MARK = re.compile(
+    r"answer[ \t*_]{0,8}(?:\bis\b|[:=])|^[ \t#*_]{0,8}(?:final )?answer[ \t*_]{0,8}$", re.IGNORECASE | re.MULTILINE
+)
+"""What precedes an answer: "answer:", "answer is", or a line with "Answer" alone."""
+_BEHIND_ANSWER = re.compile(
+    r"(?<=[0-9)\]}$%*])(?:\.\s+(?=[A-Z0-9(\\$*])(?!(?i:or|and|not)\b)"  # a sentence, but no second answer
+    r"|[,;]?\s+(?:because|since|as|which|so)\b|\s+\((?i:see|as|since|because|from|by|check|note|rounded)\b)"
+    r"|[,;]?\s+because\b"
+    r"|(?:(?<=[A-Za-z]{3})|(?<=\b[Nn]o))\.\s+(?=(?:The|This|That|We|So|Because|Since|It|I|Here|There|Check|Note)\b)"
+)
+"""What ends an answer that has text behind it in its line. Of words only certain ones count: "Mrs. Smith" is a name."""
+_HEADING = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}|^#|^[0-9]{1,2}[.):](?:\s|$)")
+"""Tells `#### Step 2` and `#### 2. Sum` from an answer."""
 _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s{0,8}\{([^{}]{0,200})\}")
 _GREEK = re.compile(r"\\(?:gamma|delta|theta|lambda|xi|pi|sigma|upsilon|phi|psi|omega)(?![A-Za-z])", re.IGNORECASE)
 """Letters whose case matters: that of others does not, and math-verify ignores all of it."""
+_CHOICE = re.compile(r"\(?([A-J])(?:\)?$|(?:\)|\.|:)(?:\\[ ,;]|\s))")
+"""A letter of multiple choice, alone or before the text of the choice."""
+_CHOICE_MARK = re.compile(r"\b[A-J][).:]|\b[A-J]$|\bor\b")
+_HOUR = re.compile(r"[0-9]\s*([ap])\.?m\b", re.IGNORECASE)
 
 
 class UnfinishedReasoning(str):
@@ -192,16 +207,22 @@ def extract_code_block(text: str, language: str = "python") -> str:
 def extract_stated_answer(text: str) -> str:
     r"""Returns the final answer of a text in a common form, or `""`.
 
-    The last box, else what follows `####` in the last line, else `<answer>` tags, else the last "Answer:" or "answer
-    is".
+    The last box, else what follows `####` in the last line, or before it in a line that is no heading, else `<answer>`
+    tags, else the last "Answer:" or "answer is" up to the end of its sentence.
     """
     if answer := extract_boxed_answer(text):
         return answer
-    _, marker, answer = text.rstrip().rpartition("\n")[2].rpartition("####")  # elsewhere it begins a heading
-    answer = answer.strip() if marker else extract_answer_tags(text)
-    if not answer and (stated := _STATED.findall(text)):
-        answer = extract_boxed_answer(stated[-1]) or stated[-1].strip(" \t*_").removesuffix(".")
-    return answer.strip()
+    for number, line in enumerate(reversed(text.rstrip().splitlines())):
+        before, marker, answer = line.rpartition("####")
+        answer = answer.partition("</answer>")[0].strip()
+        if marker and answer and (number == 0 or not (before.strip(" \t*") or _HEADING.search(answer))):
+            return answer
+    if answer := extract_answer_tags(text):
+        return extract_stated_answer(answer) or answer
+    marks = list(_ANSWER_MARK.finditer(text))
+    stated = text[marks[-1].end() :].lstrip(" \t\r\n*_:") if marks else ""
+    line = stated.removeprefix("$$\n").removeprefix("\\[\n").partition("\n")[0]
+    return _BEHIND_ANSWER.split(line, maxsplit=1)[0].strip(" \t\r*_#").removesuffix(".").strip(" *_")
 
 
 def verify_exact_match(predicted: str, ground_truth: str) -> bool:
@@ -220,7 +241,15 @@ def verify_math_answer(predicted: str, ground_truth: str, timeout_seconds: float
         return False
     ground_truth = extract_stated_answer(ground_truth) or ground_truth
     texts = [_TEXT_COMMAND.sub(r"\1", normalize_answer(text)) for text in (predicted, ground_truth)]
+    choice, chosen = _CHOICE.fullmatch(texts[1]), _CHOICE.match(texts[0])
+    if choice and chosen and not _CHOICE_MARK.search(texts[0], chosen.end()):
+        return choice[1] == chosen[1]
+    changes = [set(map(str.lower, CHANGING_WORD.findall(text))) for text in texts]
+    hours = [set(map(str.lower, _HOUR.findall(text))) for text in texts]
+    if changes[0] != changes[1] or (all(hours) and hours[0] != hours[1]):
+        return False  # math-verify ignores words behind a number
     letters = [set(_GREEK.findall(text)) for text in texts]
     if letters[0] != letters[1] and {x.lower() for x in letters[0]} == {x.lower() for x in letters[1]}:
         return False
-    return verify_exact_match(*map(str.casefold, texts)) or check_equal(predicted, ground_truth, timeout_seconds)
+    texts = [text.casefold().replace("solutions", "solution") for text in texts]
+    return verify_exact_match(*texts) or check_equal(predicted, ground_truth, timeout_seconds)

@@ -124,6 +124,11 @@ n(n+1)/2 | \frac{n(n+1)}{2} ;; \varnothing | \emptyset ;; ∅ | \emptyset ;; (2,
 1/3 | 0.\overline{3} ;; 12% | 12 ;; 12 \% | 12 ;; 0.12 | 12\% ;; one | one ;; \frac{a}{b} | a/b
 a÷b | \frac{a}{b} ;; (x-1)(x+2) | x² + x − 2 ;; x^{1/2} | \sqrt{x} ;; |x| | \left|x\right|
 \lvert x \rvert | |x| ;; \$5 million | 5 million ;; \Delta = 5 | 5 ;; 5 | \Delta = 5 ;; \Omega | \Omega
+\ln 2 | ln(2) ;; sin(x) | \sin x ;; -5℃ | -5 ;; 41℉ | 41 ;; 5′ | 5' ;; 5″ | 5'' ;; no solution | No solutions
+B. 2 | B ;; B) 2 | B ;; \textbf{(B)}\ 2 | B ;; (B) 2 | (B) ;; \text{B: } 2 | B ;; Option B | B ;; B | Option B
+Choice (B) | B ;; 72 | Total: 72 ;; Result: 72 | 72 ;; Ans = 72 | 72 ;; The result is 72 | 72 ;; 72 | Total: $72$
+speed = 5 | 5 ;; 5 | Speed: 5 ;; 72 | Clips = 72 ;; The answer is 72 | 72
+3 pm | 3 ;; 25 seconds | 25 ;; 5 half | 5 half
 """
 WRONG = r"""
 \Omega | \omega ;; Ω | ω ;; \Gamma(2) | \gamma(2)
@@ -137,7 +142,9 @@ True | False ;; true | 1 ;; 1 | true ;; 1.\overline{27} | 1.27 ;; 10^3 | 103 ;; 
 1 1/2 | 11/2 ;; 25 apples | 52 ;; 12e | 12 ;; 2e | 2 ;; 7 \cdot 6 | 76 ;; 3 hours 30 minutes | 3
 \frac{1}{3} | \frac{1}{30} ;; 5! | 5 ;; 5!! | 5 ;; 5..5 | 5 ;; \text{5 apples and 3 pears} | 5 ;; m | 5
 \text{cm} | 5 ;; cm | 5 ;; $ | 5 ;; . | 5 ;; 0 | 5 ;; \ | 5 ;; x < 5 | 5 ;; x \ge 5 | 5 ;; \neq 5 | 5
-not 5 | 5 ;; less than 5 | 5 ;; 5 \text{ or more} | 5
+not 5 | 5 ;; less than 5 | 5 ;; 5 \text{ or more} | 5 ;; 3 am | 3 pm ;; 3 a.m. | 3 PM ;; 5 half | 5 ;; 5 halves | 5
+5 sixths | 5 ;; 3 quarters | 3 ;; 5 degrees below zero | 5 ;; 5 less | 5 ;; 9 negative | 9 ;; 5th root | 5
+5 | 5 thirds ;; 5 more | 5 ;; C. 2 | B ;; B. 2 or C. 3 | B ;; A) B | B ;; (A) 2, (B) 3 | A ;; Total: 73 | 72
 """
 """Answers and what is expected, as in `answer | expected ;; answer | expected`."""
 
@@ -207,7 +214,18 @@ def test_any_text_is_compared_without_an_error(text):
         ("48/2 = <<48/2=24>>24 clips.\n#### 72", "72"), ("#### 1,000\n", "1,000"), (r"\boxed{5}", "5"),
         ("Answer: 5", "5"), ("#### Step 2\nAnswer: 5", "5"), ("#### Final answer\nThe answer is 5.", "5"),
         (r"So the answer is \boxed{5}.", "5"), ("So the answer is 5.", "5"), ("The final answer is: $5$.", "$5$"),
-        ("<answer> 5 </answer>", "5"), ("5", ""), ("An answer", ""), (r"x. **Answer:** \boxed{\frac12}", r"\frac12"),
+        ("<answer> 5 </answer>", "5"), ("5", ""), ("48/2 = 24\n#### 72\nDone.", "72"), ("#### B\n\nIt fits.", "B"),
+        ("#### 1,072\n\nHope that helps!", "1,072"), ("#### 2. Sum\nAnswer: 5", "5"), ("##### 5\nAnswer: 6", "6"),
+        ("<answer> #### 1072 </answer>", "1072"), ("<answer>\n#### 72\n</answer>\nDone.", "72"),
+        ("<answer>The answer is 5.</answer>", "5"), ("The answer is 1072. Check: 1070+2.", "1072"),
+        ("answer is 1072 because 1+1.", "1072"), ("The answer is 1072, since 1+1.", "1072"),
+        ("The answer is 1072 (see above).", "1072"), ("The answer is **12**. So it is.", "12"),
+        ("Answer:\n1072", "1072"), ("**Answer**\n1072", "1072"),
+        ("## Final Answer\n\n$$\n72\n$$", "72"), ("answer = 72", "72"),
+        ("The answer is 3 (mod 7)", "3 (mod 7)"), ("The answer is 5. Or 6.", "5. Or 6"), ("The answer is 5!", "5!"),
+        ("The answer is 2.5.", "2.5"), ("The answer is Mrs. Smith.", "Mrs. Smith"),
+        ("The answer is No. It is odd.", "No"),
+        ("The answer is 5. The answer is 6.", "6"), ("An answer", ""), (r"x. **Answer:** \boxed{\frac12}", r"\frac12"),
     ],
 )  # fmt: skip
 def test_the_final_answer_of_a_solution_is_found(text, answer):

@@ -63,7 +63,7 @@ def is_worked_out(answer: str, expected: str, problem: str) -> bool:
     answer_text, expected_text = _plain(normalize_answer(answer)), _plain(normalize_answer(expected))
     if answer_text == expected_text:
         return _plain(to_latex(answer)) == _plain(to_latex(expected)) or not _is_copied(answer, problem)
-    if _kinds(answer_text) - _kinds(expected_text):
+    if _kinds(normalize_answer(answer)) - _kinds(normalize_answer(expected)):
         return False
     if _is_number(expected_text) and not _is_number(answer_text):
         return False
