@@ -62,11 +62,13 @@ _TOKEN = re.compile(
     rf"|(?P<tagged>{_XML_OPEN}(?!\s*{_FUNCTION_OPEN}))"
     rf"|(?P<named>{'|'.join(_NAMED_OPENINGS)})"
     rf"|(?P<marker>{_MARKERS})"
-    r'|(?P<json>\{\s*"(?:name|tool_name|type|function|id|tool_call_id)"\s*:)'
+    r'|(?P<json>\{\s*"(?:name|tool_name|type|function|id|tool_call_id|arguments|parameters)"\s*:)'
     r"|(?<![\w.])(?P<python>[A-Za-z_]\w{0,200}\()"
 )
 _KINDS = ("opens", "closes", "tagged", "named", "marker", "json", "python")
-_KEYS_OF_A_CALL = frozenset({"name", "arguments", "parameters", "id", "type", "index", "tool_name", "tool_call_id"})
+_KEYS_OF_A_CALL = frozenset(
+    {"name", "arguments", "parameters", "id", "type", "index", "function", "tool_name", "tool_call_id"}
+)
 _STRING_OR_BRACKET = re.compile(
     r'"""(?:[^"\\]|\\.|"(?!""))*"""|"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)*\'|[()\[\]{}]', re.DOTALL
 )
@@ -81,6 +83,7 @@ _ARGUMENT = re.compile(
     r"(?!(?:(?!<arg_key>).)*?</arg_value>)",
     re.DOTALL,
 )
+_ANOTHER_OBJECT = re.compile(r"\s*[,;]?\s*(?=\{)")
 _GLM_CALL = re.compile(rf"\s*(?!null|true|false|NaN|Inf)([A-Za-z_]{_NAME}{{0,200}})\s*(?=<arg_key>|{_XML_CLOSE})")
 _FOREIGN = rf"<function=|{_MARKERS}|</?tool_?calls?>|<invoke name=|to=functions\.|<\uff5ctool\u2581call"
 _OBJECT = r"[\"']name[\"']\s*:.{0,200}(?:arguments|parameters)"
@@ -239,8 +242,14 @@ class _Scan:
             self.num_left += known and kind != "json" and (kind != "python" or self.tools is not None)
             return None
         if kind in ("tagged", "named"):
-            call, end = self._tagged(start, inside) if kind == "tagged" else self._named(token[0], start, inside)
-            self.marked.append(call)
+            if kind == "named":
+                call, end = self._named(token[0], start, inside)
+                self.marked.append(call)
+            else:
+                calls, end = self._tagged(start, inside)
+                room = MAX_CALLS - num_tried
+                self.marked += calls[:room]
+                self.num_left += len(calls[room:])
             return end
         if kind == "json":
             value, end, problem = _decode(self.text, start)
@@ -264,8 +273,8 @@ class _Scan:
         self.bare.append((True, call))
         return max(end, inside)
 
-    def _tagged(self, start: int, inside: int) -> tuple[ToolCall, int]:
-        """The call after `<tool_call>`. One that only lacks its closing tag is read, since its meaning is clear."""
+    def _tagged(self, start: int, inside: int) -> tuple[list[ToolCall], int]:
+        """The calls after `<tool_call>`. One that only lacks its closing tag is read, since its meaning is clear."""
         problem = None
         value: Any
         glm = _GLM_CALL.match(self.text, inside)
@@ -274,13 +283,19 @@ class _Scan:
             value = {"name": glm[1], "arguments": arguments}
         else:
             value, end, problem = _decode(self.text, inside)
+        values = value if isinstance(value, list) and value and all(isinstance(v, dict) for v in value) else [value]
+        while isinstance(value, dict) and len(values) < MAX_CALLS and _ANOTHER_OBJECT.match(self.text, end):
+            following, end, problem = _decode(self.text, self.text.index("{", end))
+            if problem:
+                break
+            values.append(following)
         limit, stop = self._limit(end, _XML_OPEN, _XML_CLOSE)
         problem = problem or _extra(self.text[end:limit])
         raw = self.text[start:stop]
         if problem is None:
-            return _read_object(value, raw), stop
+            return [_read_object(value, raw) for value in values], stop
         lacks = "" if stop > limit else f" The closing {_XML_CLOSE} is missing."
-        return ToolCall("", None, raw, f"The tool call is not valid JSON: {problem}.{lacks}"), end
+        return [ToolCall("", None, raw, f"The tool call is not valid JSON: {problem}.{lacks}")], end
 
     def _named(self, opening: str, start: int, inside: int) -> tuple[ToolCall, int]:
         """The call behind one of `_NAMED_OPENINGS`."""
@@ -329,8 +344,12 @@ def _is_attempt(value: Any, tools: Collection[str] | None) -> bool:
     """Returns whether a JSON object without markup is a call. A model may also answer with an object."""
     if isinstance(value.get("function"), dict):
         value = value["function"]
-    name = value.get("name", value.get("tool_name"))
+    name = _name_in(value)
     return isinstance(name, str) and (bool({"arguments", "parameters"} & value.keys()) or name in (tools or ()))
+
+
+def _name_in(value: Mapping[str, Any]) -> Any:
+    return next((value[key] for key in ("name", "tool_name", "function") if key in value), None)
 
 
 def _read_object(value: Any, raw: str) -> ToolCall:
@@ -342,7 +361,7 @@ def _read_object(value: Any, raw: str) -> ToolCall:
     inner = value.get("function")
     if "name" not in value and isinstance(inner, dict):  # as OpenAI's API nests it
         value = inner
-    name = value.get("name", value.get("tool_name"))
+    name = _name_in(value)
     if not isinstance(name, str) or not name:
         return ToolCall("", None, raw, 'A tool call must have a "name" that is a string.')
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -366,7 +385,13 @@ def _value_of_element(text: str, schema: Mapping[str, Any]) -> Any:
     if "string" in kinds:
         return text
     value, end, problem = _decode(text, 0)
-    return text if problem or _extra(text[end:]) else value
+    if not problem and not _extra(text[end:]):
+        return value
+    if kinds & {"array", "object"}:  # a model may write ['a'] as in Python
+        with contextlib.suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            value = ast.literal_eval(text.strip())
+            return value if isinstance(value, list | dict) else text
+    return text
 
 
 _KIND = {

@@ -51,6 +51,9 @@ FORMS = {
     "hermes without ASCII": lambda a: f"<tool_call>{dump({'name': 'write', 'arguments': a})}</tool_call>",
     "function": lambda a: f"<function=write>{dump(a)}</function>",
     "llama": lambda a: dump({"name": "write", "parameters": a}),
+    "llama, name last": lambda a: dump({"parameters": a, "name": "write"}),
+    "llama, as a function": lambda a: dump({"type": "function", "function": "write", "parameters": a}),
+    "hermes, as a list": lambda a: f"<tool_call>[{dump({'name': 'write', 'arguments': a})}]</tool_call>",
     "llama after a tag": lambda a: f"<|python_tag|>{dump({'name': 'write', 'parameters': a})}",
     "mistral": lambda a: f"[TOOL_CALLS] [{dump({'name': 'write', 'arguments': a})}]",
     "mistral with names": lambda a: f"[TOOL_CALLS]write[ARGS]{dump(a)}",
@@ -120,7 +123,8 @@ def test_a_value_may_contain_the_end_of_its_element(form, text):
         ("text", "3.10", "3.10"), ("text", "007", "007"), ("text", "true", "true"), ("text", "null", "null"),
         ("text", '{"a": 1}', '{"a": 1}'), ("text", '"quoted"', '"quoted"'), ("text", "", ""), ("any", "x y", "x y"),
         ("times", "3", 3), ("times", "three", "three"), ("loud", "true", True), ("loud", "True", "True"),
-        ("tags", '["a"]', ["a"]), ("tags", "null", None), ("tags", "None", None), ("any", "3", 3), ("unknown", "3", 3),
+        ("tags", '["a"]', ["a"]), ("tags", "['a', 'b']", ["a", "b"]), ("tags", "['a'", "['a'"),
+        ("tags", "null", None), ("tags", "None", None), ("any", "3", 3), ("unknown", "3", 3),
     ],
 )  # fmt: skip
 def test_the_schema_decides_whether_an_element_is_text(form, name, written, value):
@@ -173,6 +177,9 @@ A, B = {"text": "a"}, {"text": "b"}
     [
         FORMS["hermes"](A) + "\n" + FORMS["hermes"](B), qwen_coder(A) + qwen_coder(B), glm(A) + "\n" + glm(B),
         FORMS["llama"](A) + "; " + FORMS["llama"](B), f"[{FORMS['llama'](A)}, {FORMS['llama'](B)}]",
+        f"<tool_call>{dump([{'name': 'write', 'arguments': a} for a in (A, B)])}</tool_call>",
+        f"<tool_call>{FORMS['llama'](A)}\n{FORMS['llama'](B)}</tool_call>",
+        f"<tool_call>{FORMS['llama'](A)}, {FORMS['llama'](B)}",
         "[write(text='a'), write(text='b')]",
         "First." + FORMS["harmony"](A) + "<|call|><|start|>assistant" + FORMS["harmony"](B),
     ],
@@ -195,6 +202,8 @@ def test_several_calls_are_read_in_order(completion, configured):
         '{"name": "write", "args": {}}',
         "<function=write><parameter=text>a",
         "<tool_calls>[]</tool_calls>",
+        "<tool_call>[]</tool_call>",
+        '<tool_call>{"name": "write", "arguments": {"text": "a"}} {"name": </tool_call>',
         'to=functions.write<|message|>{"text"',
         "<tool_call>",
         '```json\n{"name": "write", "parameters": {"x": }}\n```',
@@ -261,6 +270,8 @@ def test_a_python_call_in_prose_counts_only_where_the_environment_asks_for_it():
         "<function=write><parameter=a>1</parameter>",
         "<tool_call>a<arg_key>a</arg_key><arg_value></arg_value>",
         "</parameter></function>",
+        '<tool_call>{"name": "write"} {"name": "write"}',
+        '{"parameters": {',
     ],
 )
 @both_forms
