@@ -355,10 +355,7 @@ class MultiTurnEnvironment(Environment):
 
     @property
     def role_of_replies(self) -> str:
-        """Role of the environment's messages, with which the chat template is tried before a run.
-
-        An environment of one's own may set `reply_role` or `tool_role`.
-        """
+        """Role of the environment's messages. Environments of one's own may set `reply_role` or `tool_role`."""
         return str(getattr(self, "reply_role", None) or getattr(self, "tool_role", None) or "user")
 
     @property

@@ -60,8 +60,8 @@ def find_stops(renderer: Renderer, files: Mapping[str, Mapping[str, Any]]) -> St
     if tokenizer.eos_token_id is not None:
         add([tokenizer.eos_token_id], "tokenizer")
     for name, values in files.items():
-        ends = values.get("eos_token_id")
-        add(ends if isinstance(ends, list) else [] if ends is None else [ends], name)
+        listed = values.get("eos_token_id")
+        add(listed if isinstance(listed, list) else [] if listed is None else [listed], name)
     sources = {end: found for end, found in sources.items() if isinstance(end, str) or renderer.has_embedding(end)}
     shown = [
         f"{json.dumps(end, ensure_ascii=False) if isinstance(end, str) else f'{renderer.name_of(end)}, id {end},'} "
@@ -120,7 +120,7 @@ def _ends_after(renderer: Renderer, start: list[dict[str, Any]]) -> list[int | s
     end_of_call = (
         renderer.control_ids(behind(call))[-1:] or renderer.control_ids(behind(call, result).partition(REPLY)[0])[:1]
     )
-    ends = [*([text] if text else []), *end, *end_of_call]
+    ends: list[int | str] = [*([text] if text else []), *end, *end_of_call]
     if errors and not ends:
         raise errors[0]
     return ends
