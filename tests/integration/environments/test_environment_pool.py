@@ -111,17 +111,15 @@ async def test_prompts_that_cannot_be_rendered_are_one_line_with_count_item_and_
         {"prompt": [{"role": "user", "content": f"{n}?"}], "reward_model": {"ground_truth": "1"}} for n in range(12)
     ]
     for n in (5, 7):
-        rows[n]["prompt"] = [{"role": "user", "content": [{"type": "image"}]}]
+        rows[n]["prompt"] = [{"role": "user", "content": [{"type": "image", "n": n}]}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     pool = await make_pool(EnvironmentSpec("dapo_math", {"dataset_name": str(tmp_path / "rows.jsonl")}))
     limits = {"overlong_samples": "truncate", "max_model_len": 4096, "seq_len": 4096}
     config = SimpleNamespace(environments=[SimpleNamespace(name="dapo_math")], **limits)
     (line,) = await measure_prompts(config, pool, ["dapo_math"], 4096)
-    num_items = (await pool.describe("dapo_math")).num_samples
-    about = f"1 of {num_items} measured prompts of dapo_math cannot be rendered and are left out. The first one: "
-    assert line.startswith(about)
+    assert line.startswith("2 of 12 measured prompts of dapo_math cannot be rendered and are left out. The first one: ")
     assert "item 5: preparing the prompt failed" in line
-    assert "the message dict {'type': 'image'}, not a dict with a role" in line
+    assert "the message dict {'type': 'image', 'n': 5}, not a dict with a role" in line
 
 
 async def test_answers_that_never_finish_comparing_are_wrong_and_delay_no_other(make_pool, encode):
