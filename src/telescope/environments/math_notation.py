@@ -80,9 +80,11 @@ _DEGREES = re.compile(
     rf"{_VALUE}\s*(?:\^\s*\{{?\s*\\circ\s*\}}?|\\degree)\s*(?:[CFK]|\\(?:text|mathrm)\{{\s*[CFK]\s*\}})?"
 )
 _LABEL = re.compile(
-    r"(?:the\s+)?(?:final\s+)?(?:answer|ans|total|result)\s+is\b\s*|(?!not|except)[a-z]{3,}\s*[:=]\s*|(?:option|choice)\s+(?=\(?[A-Z]\)?$)",
-    re.I,
+    r"(?:the\s+)?(?:final\s+)?(?:answer|ans|total|result)\s+is\b\s*|(?!not|except)[a-z]{3,}\s*[:=]\s*"
+    r"|(?:option|choice)\s+(?=\(?[A-Z]\)?$)",
+    re.IGNORECASE,
 )
+"""What may stand before a final answer: "The answer is 72", "Total: 72", "Option B"."""
 _SCIENTIFIC = re.compile(r"([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))[eE]\+?(-?[0-9]{1,4})")
 _POWER_OF_TEN = re.compile(r"(?<=[0-9])\s*(?:[xX*]|\\cdot)\s*(?=10\s*\^)")
 _MIXED = re.compile(r"([-+]?[0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)")

@@ -79,22 +79,7 @@ def find_stops(renderer: Renderer, files: Mapping[str, Mapping[str, Any]]) -> St
 
 def _ends_of_template(renderer: Renderer) -> tuple[list[int | str], str]:
     """Returns what ends an answer in the template, or why nothing was found."""
-    problem, question = "", {"role": "user", "content": "Why?"}
-    for start in ([question], [{"role": "system", "content": "Answer."}, question]):
-        try:
-            ends = _ends_after(renderer, start)
-        except Exception as error:  # a template may raise whatever Python raises
-            problem = problem or " ".join(str(error).split()) or type(error).__name__
-        else:
-            if ends:
-                return ends, ""
-            problem = problem or "it writes nothing behind an answer"
-    return [], f"{problem}. Set stop_token_ids or stop"
-
-
-def _ends_after(renderer: Renderer, start: list[dict[str, Any]]) -> list[int | str]:
-    """Returns what ends an answer to `start`. Raises the template's error if it rejects every conversation."""
-    answer = {"role": "assistant", "content": ANSWER}
+    answer, question = {"role": "assistant", "content": ANSWER}, {"role": "user", "content": "Why?"}
     function = {"name": "look_up", "arguments": {"word": ANSWER}}
     call = {
         "role": "assistant",
@@ -102,25 +87,25 @@ def _ends_after(renderer: Renderer, start: list[dict[str, Any]]) -> list[int | s
         "tool_calls": [{"id": "call00000", "type": "function", "function": function}],
     }
     result = {"role": "tool", "name": "look_up", "tool_call_id": "call00000", "content": REPLY}
-    errors: list[Exception] = []
+    problems: list[str] = []
 
     def behind(*messages: dict[str, Any]) -> str:
         try:
-            text: str = renderer.render([*start, *messages], add_generation_prompt=False)
-        except Exception as error:
-            errors.append(error)
+            text: str = renderer.render(messages, add_generation_prompt=False)
+        except Exception as error:  # a template may raise whatever Python raises
+            problems.append(" ".join(str(error).split()) or type(error).__name__)
             return ""
         return text.rpartition(ANSWER)[2] if ANSWER in text else ""
 
-    last = behind(answer)
-    following = behind(answer, {"role": "user", "content": REPLY}).partition(REPLY)[0]
-    end = renderer.control_ids(last)[:1] or renderer.control_ids(following)[:1]
-    text = last if last.strip() else following
-    text = (text.partition(renderer.name_of(end[0]))[0] if end else text).rstrip()
-    end_of_call = (
-        renderer.control_ids(behind(call))[-1:] or renderer.control_ids(behind(call, result).partition(REPLY)[0])[:1]
-    )
-    ends: list[int | str] = [*([text] if text else []), *end, *end_of_call]
-    if errors and not ends:
-        raise errors[0]
-    return ends
+    for start in ([question], [{"role": "system", "content": "Answer."}, question]):
+        last = behind(*start, answer)
+        following = behind(*start, answer, {"role": "user", "content": REPLY}).partition(REPLY)[0]
+        end = renderer.control_ids(last)[:1] or renderer.control_ids(following)[:1]
+        text = last if last.strip() else following
+        text = (text.partition(renderer.name_of(end[0]))[0] if end else text).rstrip()
+        with_result = behind(*start, call, result).partition(REPLY)[0]
+        end_of_call = renderer.control_ids(behind(*start, call))[-1:] or renderer.control_ids(with_result)[:1]
+        ends: list[int | str] = [*([text] if text else []), *end, *end_of_call]
+        if ends:
+            return ends, ""
+    return [], f"{problems[0] if problems else 'it writes nothing behind an answer'}. Set stop_token_ids or stop"

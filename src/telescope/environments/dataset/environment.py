@@ -121,9 +121,9 @@ class DatasetEnvironment(MathEnvironment):
         unusable: list[str] = []
         for number, row in enumerate(rows):
             try:
-                _refuse_surrogates(row)
                 messages = read_prompt(value_of(row, prompt))
                 golds = read_golds(value_of(row, answer), is_final=is_final) if answer else []
+                _refuse_surrogates([messages, golds])
             except (ValueError, UserError) as error:
                 unusable.append(f"row {number} (prompt in {prompt!r}, answer in {answer!r}): {error}")
                 continue
@@ -208,10 +208,10 @@ class DatasetEnvironment(MathEnvironment):
         return result
 
 
-def _refuse_surrogates(row: dict[str, Any]) -> None:
+def _refuse_surrogates(texts: list[Any]) -> None:
     """Raises `ValueError` for half a character such as JSON's `\\ud800`, which no tokenizer takes."""
     try:
-        json.dumps(row, ensure_ascii=False, default=str).encode()
+        json.dumps(texts, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start : error.end])
         raise ValueError(f"it has half a character, {half}. Remove it, or write both halves") from None
