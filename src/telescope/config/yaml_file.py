@@ -101,11 +101,7 @@ def _load(text: str, what: str) -> tuple[Any, yaml.Node | None]:
         raise ConfigError(f"{what} is nested too deeply") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{what} is not valid YAML: {yaml_problem(error)}") from None
-    except (
-        ValueError,
-        LookupError,
-        AttributeError,
-    ) as error:  # a tag that does not fit, as in `!!int x`, or thousands of digits
+    except (ValueError, LookupError, AttributeError) as error:  # a tag that does not fit, or too many digits
         raise ConfigError(f"{what} has a value that cannot be read: {show(str(error))}") from None
 
 
