@@ -28,7 +28,14 @@ def way(request, monkeypatch) -> str:
 
 
 def make(
-    num_tokens: int, vocab: int, width: int, dtype: torch.dtype, *, chunk_size: int = 512, with_bias: bool = False
+    num_tokens: int,
+    vocab: int,
+    width: int,
+    dtype: torch.dtype,
+    *,
+    chunk_size: int = 512,
+    with_bias: bool = False,
+    softcap: float | None = None,
 ):
     generator = torch.Generator("cuda").manual_seed(num_tokens)
 
@@ -36,7 +43,7 @@ def make(
         return torch.randn(shape, device="cuda", generator=generator).to(dtype)
 
     bias = nn.Parameter(draw(vocab)) if with_bias else None
-    head = LogprobHead(nn.Parameter(draw(vocab, width)), bias, chunk_size)
+    head = LogprobHead(nn.Parameter(draw(vocab, width)), bias, chunk_size, softcap=softcap)
     targets = torch.randint(0, vocab, (num_tokens,), device="cuda", generator=generator)
     # Logits of a standard deviation of 8, whatever the width: float32 then has them to about 1e-5.
     hidden = (draw(num_tokens, width) * (8 * width**-0.5)).to(dtype)
@@ -44,9 +51,15 @@ def make(
 
 
 def exact(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, temperature: float
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    temperature: float,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     logits = hidden @ weight.t() if bias is None else hidden @ weight.t() + bias
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     logp = (logits / temperature).log_softmax(dim=-1)
     return logp.gather(1, targets[:, None]).squeeze(1), -(logp.exp() * logp).sum(dim=-1)
 
@@ -62,7 +75,7 @@ def assert_exact(
     inputs = [hidden, head.weight, *([] if head.bias is None else [head.bias])]
     doubles = [t.detach().double().requires_grad_() for t in inputs]
     found = head(hidden, targets, temperature)
-    wanted = exact(doubles[0], doubles[1], doubles[2] if len(doubles) > 2 else None, targets, temperature)
+    wanted = exact(doubles[0], doubles[1], doubles[2] if len(doubles) > 2 else None, targets, temperature, head.softcap)
     grads, wanted_grads = (
         torch.autograd.grad(sum((s * t).sum() for s, t in zip(scales, outputs, strict=False)), parameters)
         for outputs, parameters in ((found, inputs), (wanted, doubles))
@@ -90,6 +103,12 @@ def test_the_head_equals_log_softmax_in_float64(way, dtype, temperature, num_tok
 def test_a_bias_and_a_loss_without_entropy_have_the_gradients_of_float64(way, dtype, with_entropy):
     hidden, head, targets = make(1500, 5003, 128, dtype, with_bias=True)
     assert_exact(hidden, head, targets, 0.7, with_entropy=with_entropy)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("softcap", [3.0, 30.0])
+def test_bounded_logits_have_the_values_and_gradients_of_float64(way, dtype, softcap):
+    assert_exact(*make(1500, 5003, 128, dtype, softcap=softcap), 0.7)
 
 
 def test_targets_at_the_borders_of_tiles_and_of_the_vocabulary_are_found(way):

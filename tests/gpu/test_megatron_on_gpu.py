@@ -25,6 +25,7 @@ from tests.integration.trainer.test_megatron import (
 )
 from tests.integration.trainer.trainer_cases import (
     build_model,
+    by_checkpoint_name,
     make_samples,
     relative_error,
     run_here,
@@ -35,7 +36,6 @@ from transformers import AutoModelForCausalLM
 
 from telescope.config.megatron import TRANSFORMER_ENGINE
 from telescope.orchestrator.conversion import convert
-from telescope.trainer.model import checkpoint_tensors
 from telescope.trainer.worker import Trainer
 from telescope.utils.packages import installed_version, is_installed
 
@@ -133,7 +133,7 @@ def test_the_float32_gradient_equals_that_of_transformers(model_of, family):
     model = model_of(family)
     found, _ = run(gradient_and_weights, model, {})
     reference = reference_gradient(model, make_samples(LENGTHS), TEMPERATURE)
-    wanted = {part: tensor for name, grad in reference.items() for part, tensor in checkpoint_tensors(name, grad)}
+    wanted = by_checkpoint_name(model, reference)
     # megatron-core multiplies the router by Transformer Engine where that is installed, in TF32.
     rounds_router = family == "experts" and is_installed("transformer_engine")
     assert report("relative error", relative_error(found, wanted)) < (1e-3 if rounds_router else 1e-4)

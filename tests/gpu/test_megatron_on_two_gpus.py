@@ -21,13 +21,13 @@ from tests.integration.trainer.test_megatron import (
 from tests.integration.trainer.trainer_cases import (
     Job,
     build_model,
+    by_checkpoint_name,
     make_config,
     make_samples,
     relative_error,
     run_ranks,
 )
 
-from telescope.trainer.model import checkpoint_tensors
 from telescope.utils.packages import is_installed
 
 pytestmark = [
@@ -74,7 +74,7 @@ def test_the_float32_gradient_over_nccl_equals_that_of_transformers(results, mod
     model = models[CASES[case][0] if case in CASES else "llama"]
     wanted = reference_gradient(model, make_samples(LENGTHS), TEMPERATURE)
     if case in CASES:
-        wanted = {part: tensor for name, grad in wanted.items() for part, tensor in checkpoint_tensors(name, grad)}
+        wanted = by_checkpoint_name(model, wanted)
     for rank in results["gradient", case]:
         error = relative_error(rank, wanted)
         print(f"{case}: {error:.3g}")

@@ -33,7 +33,7 @@ from telescope.config.memory import (
 )
 from telescope.config.model_files import ModelReport, check_rendering, inspect_model
 from telescope.config.plan import ClusterResources, Placement, PlacementError, assumed_cluster, plan_placement
-from telescope.config.remarks import remarks_on_place
+from telescope.config.remarks import remarks_on_place, remarks_on_resuming
 from telescope.config.schema import SECTIONS
 from telescope.errors import ConfigError, UnreachableError
 from telescope.utils.text import pluralize
@@ -117,7 +117,7 @@ def print_dry_run(
         _print_resumed(resumed, console)
     placement, resources = _plan(config, assumed, elsewhere=elsewhere is not None)
     _print_placement(config, placement, console)
-    remarks = [*loaded.notes, *([elsewhere] if elsewhere else [])]
+    remarks = [*loaded.notes, *remarks_on_resuming(config), *([elsewhere] if elsewhere else [])]
     remarks += remarks_on_place(config, placement.device, report.shape)
     remarks += _print_memory(config, report, placement, resources, console, assumed=assumed is not None)
     remarks += [f"On this machine, a run would be refused: {problem}." for problem in remarked]

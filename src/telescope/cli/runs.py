@@ -30,8 +30,9 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "runs",
         help="list runs",
-        description="List the runs in a folder, newest first: status, steps (of how many), reward of the first and the "
-        "last step, held-out accuracy before and after. A run is dead if its process exited without writing an end.",
+        description="List the runs in a folder, newest first: status, steps (of how many), mean reward of the first "
+        "and last 10 steps (of each half, if fewer than 20), held-out accuracy before and after. A run is dead if its "
+        "process exited without writing an end.",
     )
     add_root(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON array instead of a table")

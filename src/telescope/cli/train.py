@@ -19,6 +19,7 @@ from rich.markup import escape
 from telescope.cli.main import OwnParser, make_console
 from telescope.config import LoadedConfig, TelescopeConfig, load_config
 from telescope.config.loader import choose_run_dir, load_resumed_config
+from telescope.config.remarks import remarks_on_resuming
 from telescope.errors import ConfigError, RunError, UserError
 from telescope.utils.text import pluralize, user_path
 
@@ -50,12 +51,14 @@ def run(argv: Sequence[str]) -> int:
     if arguments.gpu_memory_gib is None:
         loaded = fit_to_machine(loaded)
     if loaded.config.resume_from_checkpoint:
-        from telescope.orchestrator.resume import finished_steps
+        from telescope.orchestrator.resume import check_has_checkpoint, finished_steps
 
         run_dir = choose_run_dir(loaded.config)
         if (steps := finished_steps(loaded.config, run_dir)) is not None:
             print(f"{run_dir} has finished {steps} steps: nothing is left to do. Raise number_of_steps to train on")
             return 0
+        if arguments.resume is not None:
+            check_has_checkpoint(loaded.config, run_dir, arguments.config or run_dir / "config.yaml")
     if arguments.dry_run:
         from telescope.cli.dry_run import print_dry_run
 
@@ -114,7 +117,7 @@ def _read_gib(value: str) -> float:
 
 
 def _train(loaded: LoadedConfig) -> int:
-    notes = check_before_start(loaded)
+    notes = [*check_before_start(loaded), *remarks_on_resuming(loaded.config)]
 
     from telescope.cli.live_view import LiveView
     from telescope.orchestrator.checkpoints import CheckpointFolder

@@ -23,7 +23,7 @@ def print_template(config: TelescopeConfig, console: Console) -> None:
     """Prints a conversation of each environment with its trained tokens. Raises `UserError` if it loses a message."""
     renderer = Renderer(RendererSpec.from_config(config))
     console.print(Text(f"What ends an answer: {renderer.stops.description or 'only its length'}"))
-    console.print(Text("Trained tokens are marked [[ ]].\n"))
+    console.print(Text("Trained tokens are marked [[ ]]. The answers are a fixed probe text, not the model's words.\n"))
     keys = environment_keys(config)
     training = [spec for spec in keys.specs if spec.key in keys.training]
     runner = EnvironmentRunner(training, renderer, list(config.environments_path))

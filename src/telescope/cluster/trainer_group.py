@@ -153,6 +153,11 @@ class TrainerGroup:
         """Number of shares of a batch, after `setup`. `train_step` takes as many inputs."""
         return self._layouts[0].data_size
 
+    @property
+    def packs(self) -> bool:
+        """Whether the samples of a micro-batch share a row, after `setup`."""
+        return self._layouts[0].packs
+
     def _inputs(self, shares: list[StepInput]) -> list[Any]:
         """Returns the input of each rank. Ranks with the same data rank get the same one."""
         assert len(shares) == self.data_size

@@ -40,6 +40,13 @@ def local_resources() -> ClusterResources:
     return ClusterResources((node,))
 
 
+def cpu_flags() -> frozenset[str]:
+    """Returns the instruction sets of the CPU by Linux's names, such as `avx2`. Empty if they are not known."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.is_file() else []
+    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
+
+
 def visible_gpu_memory() -> list[int]:
     """Returns the memory in bytes of each visible NVIDIA GPU. Empty without GPUs or a driver."""
     return [int(memory) * MIB for (memory,) in visible_gpus("memory.total") if memory.isdigit()]

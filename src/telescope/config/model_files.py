@@ -91,6 +91,15 @@ def architecture_of(config: TelescopeConfig) -> str | None:
     return model_type if isinstance(model_type, str) else None
 
 
+def has_unusual_positions(config: TelescopeConfig) -> bool:
+    """Returns whether rotary positions are scaled in a way that trainer and engine may compute differently."""
+    files = files_here(config)
+    data = (files.read_object("config.json") if files is not None else None) or {}
+    rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+    return kind in ("dynamic", "longrope")
+
+
 def check_rendering(config: TelescopeConfig) -> None:
     """Raises `ConfigError` when the chat template renders no prompt."""
     files = files_here(config)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-EXPERT_MODEL_TYPES = ("qwen3_moe",)
-"""Models whose experts both ends of a weight transfer know (`trainer.model`, `weights.engine_experts`)."""
+EXPERT_MODEL_TYPES = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "glm4_moe", "granitemoe")
+"""Mixtures of experts that `benchmarks/families.py` proves, from the trainer to the weights in the engine."""
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What architectures call the number of their experts."""
@@ -139,7 +139,7 @@ class ModelShape:
         try:
             hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
             model_type = str(config.get("model_type", ""))
-            experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+            experts = int(next((config[name] for name in EXPERT_COUNTS if config.get(name)), 0))
             intermediate = int(config["intermediate_size"])
             longest = config.get("max_position_embeddings")
             per_token, step = config.get("num_experts_per_tok"), config.get("decoder_sparse_step")
@@ -158,7 +158,8 @@ class ModelShape:
                 expert_intermediate_size=int(config.get("moe_intermediate_size") or intermediate) if experts else 0,
                 experts_per_token=min(experts, USUAL_EXPERTS_PER_TOKEN) if per_token is None else int(per_token),
                 sparse_step=1 if step is None else int(step),
-                dense_layers=frozenset(map(int, config.get("mlp_only_layers") or ())),
+                dense_layers=frozenset(map(int, config.get("mlp_only_layers") or ()))
+                | frozenset(range(int(config.get("first_k_dense_replace") or 0))),
                 max_position_embeddings=None if longest is None else int(longest),
                 router_loss=float(bool(config.get("output_router_logits")) * (config.get("router_aux_loss_coef") or 0)),
             )

@@ -392,6 +392,11 @@ def check_shape(config: TelescopeConfig, report: ModelReport) -> None:
     if config.router_replay and shape is not None and (not shape.num_experts or shape.experts_per_token < 2):
         has = "one expert per token" if shape.num_experts else "no experts"
         raise ConfigError(f"router_replay is true, but {config.model} has {has}. Set router_replay to false")
+    if config.router_replay and architecture_of(config) not in (None, "qwen3_moe"):
+        raise ConfigError(
+            f"router_replay is true, which works for Qwen3-MoE, and {config.model} is another model. Set router_replay "
+            "to false"
+        )
     if config.lora_rank and shape is not None and (report.unchecked or architecture_of(config) in megatron.MODEL_TYPES):
         lora.check_adapters(config, shape)
 

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Literal
 
 from telescope.config.algorithms import ALGORITHM_FACTS
+from telescope.config.machine import cpu_flags
 from telescope.utils.text import pluralize
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ GSPO_BOUND_THAT_BINDS = 0.01
 
 GPU_FIELDS = frozenset({"gpu_memory_utilization", "weight_broadcast_cpu_staging", "weight_broadcast_pin_memory"})
 """Fields without effect on the CPU, which a user may expect to have one there."""
+
+BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})  # of CPUs that multiply in bfloat16; others emulate it
 
 
 def remarks(config: TelescopeConfig) -> list[str]:
@@ -69,6 +72,12 @@ def remarks(config: TelescopeConfig) -> list[str]:
     return found
 
 
+def remarks_on_resuming(config: TelescopeConfig) -> list[str]:
+    """Returns a remark on a run that cannot continue after its end."""
+    remark = "No checkpoints are written, so a stopped run cannot be resumed. Set checkpoint_every, for example to 20."
+    return [] if config.checkpoint_every else [remark]
+
+
 def remarks_on_place(
     config: TelescopeConfig, device: Literal["cpu", "cuda"] | None, shape: ModelShape | None
 ) -> list[str]:
@@ -79,6 +88,12 @@ def remarks_on_place(
         found.append(f"{' and '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect, because {why}.")
     if config.share_gpus and device == "cpu":
         found.append(f"share_gpus is true and has no effect, because {why}. Set share_gpus to false, or use GPUs.")
+    flags = cpu_flags() if device == "cpu" and config.mixed_precision_dtype == "bfloat16" else frozenset()
+    if flags and not flags & BFLOAT16_FLAGS:
+        found.append(
+            "mixed_precision_dtype is bfloat16, and this CPU has no instructions for it (avx512_bf16, amx_bf16): it is "
+            "several times slower than float32. Set mixed_precision_dtype to null."
+        )
     num_layers = shape.num_layers if shape is not None else None
     if shape is not None and shape.num_experts and not config.router_replay and device == "cuda":
         found.append(

@@ -7,6 +7,7 @@ import io
 import json
 import re
 from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from telescope.errors import UserError
 from telescope.utils.text import user_path
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
+NOT_DATA = re.compile(r"(.*/)?(\..*|node_modules/.*|(package(-lock)?|tsconfig[^/]*)\.json)")  # relative paths
 
 
 def is_local(name: str) -> bool:
@@ -35,7 +37,9 @@ def read_local(owner: str, name: str, split: str | None, subset: str | None = No
     path = user_path(name)
     if not path.exists():
         folder = next(parent for parent in path.absolute().parents if parent.is_dir())
-        raise UserError(f"{owner}: there is no file {name!r}. {_listed(folder)} Give the path of one of them.")
+        raise UserError(
+            f"{owner}: there is no file {name!r}. {_listed(folder, path.name)} Give the path of one of them."
+        )
     if subset and not path.is_dir():
         raise UserError(f"{owner}: {name!r} is a file, which has no subset {subset!r}. Leave it out.")
     if path.is_dir():
@@ -60,12 +64,15 @@ def read_local(owner: str, name: str, split: str | None, subset: str | None = No
 
 
 def _data_files(folder: Path) -> list[Path]:
-    return sorted(file for file in (*folder.glob("*.*"), *folder.glob("*/*.*")) if file.suffix in SUFFIXES)
+    found = sorted(file for file in (*folder.glob("*.*"), *folder.glob("*/*.*")) if file.suffix in SUFFIXES)
+    return [file for file in found if not NOT_DATA.fullmatch(str(file.relative_to(folder)))]
 
 
-def _listed(folder: Path) -> str:
-    """Returns a sentence with the data files of a folder."""
+def _listed(folder: Path, wanted: str = "") -> str:
+    """Returns a sentence with the data files of a folder, the names close to `wanted` first."""
     names = [str(file.relative_to(folder)) for file in _data_files(folder)]
+    close = get_close_matches(wanted, [Path(name).name for name in names])
+    names.sort(key=lambda name: [*close, Path(name).name].index(Path(name).name))
     more = f" and {len(names) - 20} more" if len(names) > 20 else ""
     return f"Data files in {folder}: {', '.join(names[:20]) or 'none'}{more}."
 

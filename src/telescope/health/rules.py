@@ -31,6 +31,8 @@ NO_SIGNAL = "discarded/zero_advantage/pct"
 STALE = "discarded/max_async/pct"
 TRUNCATED = "stop_reason_length_pct"
 KL = "kl_divergence_inference"
+MISMATCH = "mismatch/logprob_difference_mean"
+ALLOWED_MISMATCH = "mismatch/logprob_difference_allowed"
 GRAD_NORM = "grad_norm"
 ENTROPY = "entropy"
 AGE = "staleness/token_age_mean"
@@ -41,7 +43,7 @@ READ = frozenset(
     name
     for metric in (
         *(WAIT, IDLE, REWARD, TRAINED_REWARD, NO_SIGNAL, STALE, TRUNCATED, KL, GRAD_NORM, ENTROPY, AGE, LENGTH),
-        REPETITION,
+        *(REPETITION, MISMATCH, ALLOWED_MISMATCH),
     )
     for name in metric.split(" / ")
 )
@@ -234,11 +236,15 @@ def _lasting(
 
 
 def mismatch(history: History) -> Finding | None:
-    """Ten times the difference that bfloat16 explains: the engine samples from another policy."""
-    return _lasting(
-        history, KL, 10 * _LEAST_KL, "mismatch", "engine samples differently",
-        "Engine and trainer differ by {:.2g} nats per token (KL).",
-        "Run telescope verify, or lower max_off_policy_steps.",
+    """Finds more than rounding between the sides with equal weights. The trainer records what it allows by dtype."""
+    values, allowed = history.last(MISMATCH), history.mean(ALLOWED_MISMATCH)
+    if allowed is None or len(values) < WINDOW // 2 or statistics.median(values) <= allowed:
+        return None
+    return Finding(
+        "mismatch", "engine samples differently",
+        f"Engine and trainer differ by {statistics.fmean(values):.2g} nats per token that the same weights sampled "
+        f"(rounding: up to {allowed:.2g}).",
+        "Run telescope verify.", (MISMATCH, ALLOWED_MISMATCH),
     )  # fmt: skip
 
 

@@ -280,8 +280,12 @@ class Checkpointer:
             await self.wait()
             await self._begin(step, state().state_dict())  # encoded now: the loops change these objects
 
-    async def save_last(self, step: int, state: Callable[[], RunState]) -> None:
+    async def save_last(
+        self, step: int, state: Callable[[], RunState], phase: str = "writing the last checkpoint"
+    ) -> None:
         """Writes the checkpoint of the last step, unless it exists. Waits while time is left."""
+        if self._writing is not None or (self.config.checkpoint_every and step > self.last_step):
+            self.status.phase = phase
         await self.wait()
         if self.config.checkpoint_every and step > self.last_step:
             await self._begin(step, state().state_dict())

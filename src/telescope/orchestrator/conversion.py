@@ -53,9 +53,11 @@ def find_checkpoints(folder: Path, step: int | str | None = None) -> dict[int, P
     checkpoints = checkpoints_of_run(folder) if is_run(folder) else CheckpointFolder(folder)
     found = {known: checkpoints.folder_of(known) for known in checkpoints.steps()}
     if not found:
+        model = RunFiles(folder).model
+        trained = f". {model} has the trained weights in this form" if (model / "config.json").is_file() else ""
         raise UserError(
             f"{checkpoints.path} has no complete checkpoint (step_N with {META}). Give a run that was started with "
-            "checkpoint_every, or a folder with step_N folders"
+            f"checkpoint_every, or a folder with step_N folders{trained}"
         )
     if step == "all":
         return found
@@ -147,7 +149,8 @@ def read_checkpoint(checkpoint: Path, meta: dict[str, Any], config: bytes, *, re
     import torch
 
     from telescope.trainer.backends.fsdp.checkpoint import READ_BYTES, read_weights, saved_weights
-    from telescope.trainer.model import PREFIX, checkpoint_tensors
+    from telescope.trainer.checkpoint_names import CheckpointNames
+    from telescope.trainer.model import PREFIX, skeleton_of
     from telescope.weights.plan import TensorMeta
 
     if not (checkpoint / ".metadata").is_file():
@@ -163,16 +166,17 @@ def read_checkpoint(checkpoint: Path, meta: dict[str, Any], config: bytes, *, re
     if (settings := adapter_settings(meta)) is not None:
         return _merged_weights(checkpoint, meta, settings)
     is_tied = _is_tied(config)
+    names = CheckpointNames(skeleton_of(json.loads(config)))
     saved = [m for m in saved_weights(checkpoint) if not (is_tied and m.name == f"{PREFIX}lm_head.weight")]
     metas = [
         TensorMeta(name, tuple(part.shape), m.dtype)
         for m in saved
-        for name, part in checkpoint_tensors(m.name.removeprefix(PREFIX), torch.empty(m.shape, device="meta"))
+        for name, part in names.parts(m.name.removeprefix(PREFIX), torch.empty(m.shape, device="meta"))
     ]
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in read_weights(checkpoint, saved, read_bytes=min(read_bytes, READ_BYTES)):
-            yield from checkpoint_tensors(name.removeprefix(PREFIX), tensor)
+            yield from names.parts(name.removeprefix(PREFIX), tensor)
 
     return ModelWeights(metas, read)
 

@@ -197,8 +197,8 @@ def recorded_samples(samples: Sequence[TrainSample], wanted: int | str) -> froze
     return frozenset(ids[place * len(ids) // count] for place in range(count))
 
 
-def form_batch(config: TelescopeConfig, groups: list[Group], step: int, *, num_ranks: int) -> Batch:
-    """Packs the groups of training step `step` for `num_ranks` data-parallel ranks."""
+def form_batch(config: TelescopeConfig, groups: list[Group], step: int, *, num_ranks: int, packs: bool = True) -> Batch:
+    """Packs the groups of training step `step` for `num_ranks` data-parallel ranks, as `pack_step` does."""
     trajectories, scored, samples = [], [], []
     for group in groups:
         for trajectory, reward in zip(group.usable_samples, group.training_rewards_n.tolist(), strict=True):
@@ -221,6 +221,7 @@ def form_batch(config: TelescopeConfig, groups: list[Group], step: int, *, num_r
         num_ranks=num_ranks,
         pad_to_multiple_of=config.pad_to_multiple_of,
         num_minibatches=config.number_of_minibatches,
+        packs=packs,
     )
     recorded = recorded_samples(samples, config.record_tokens)
     for rank in inputs:

@@ -61,6 +61,9 @@ class TrainerPort(Protocol):
     @property
     def data_size(self) -> int: ...
 
+    @property
+    def packs(self) -> bool: ...
+
     async def train_step(self, inputs: list[StepInput]) -> StepResult: ...
 
 
@@ -425,7 +428,8 @@ class Orchestrator:
 
     def _pack(self, groups: list[Group], step: int) -> Batch:
         """Computes advantages and micro-batches; numpy only, on a separate thread."""
-        return form_batch(self.config, groups, step, num_ranks=self.services.trainer.data_size)
+        trainer = self.services.trainer
+        return form_batch(self.config, groups, step, num_ranks=trainer.data_size, packs=trainer.packs)
 
     async def _train_loop(self) -> None:
         """Trains, syncs and counts until the last step."""

@@ -31,6 +31,7 @@ from telescope.orchestrator.checkpoints import HF_META, Checkpoint, CheckpointFo
 from telescope.orchestrator.prompt_sampler import SamplerPosition
 from telescope.orchestrator.run_state import RunState
 from telescope.record.reader import Run, is_run
+from telescope.utils.text import pluralize
 from telescope.weights.model_folder import check_base, model_folder
 
 FIXED_FIELDS = ("model_dtype", "train_backend", "seed", "lora_rank", "lora_alpha", "lora_target_modules")
@@ -105,6 +106,17 @@ def finished_steps(config: TelescopeConfig, run_dir: Path) -> int | None:
     steps = result.get("steps")
     is_finished = result.get("status") == "finished" and isinstance(steps, int) and steps >= config.number_of_steps
     return steps if is_finished else None
+
+
+def check_has_checkpoint(config: TelescopeConfig, run_dir: Path, file: Path) -> None:
+    """Raises `UserError` if the run of `--resume` has no complete checkpoint. `file` has its config."""
+    if not CheckpointFolder.for_run(config, run_dir).steps():
+        steps = Run(run_dir).summary().steps if is_run(run_dir) else 0
+        raise UserError(
+            f"{run_dir} has no checkpoint: it ended after {pluralize(steps, 'step')}, before the first one was "
+            "complete, or checkpoint_every was off. Start it again, in another run_dir, with `telescope train --config "
+            f"{file} --checkpoint_every 20`"
+        )
 
 
 def changed_fields(

@@ -99,9 +99,8 @@ class Training:
         trainer, step = self.components.trainer, self.status.version
         if not (trainer.is_settled and trainer.version == step == orchestrator.run_state().step):
             return
-        self.status.phase = "writing a checkpoint after the error"
         try:
-            await checkpointer.save_last(step, orchestrator.run_state)
+            await checkpointer.save_last(step, orchestrator.run_state, "writing a checkpoint after the error")
         except Exception as error:
             # The trainer, or Ray, may have failed with the other component.
             logger.warning("No checkpoint could be written after the error: %r", error)
@@ -113,7 +112,6 @@ class Training:
 
         async def train_and_save() -> None:
             await orchestrator.run(loops)
-            self.status.phase = "writing the last checkpoint"
             await checkpointer.save_last(self.status.version, orchestrator.run_state)
 
         def grace(error: BaseException) -> float:

@@ -44,6 +44,7 @@ class FakeTrainer:
     """Counts steps. `fail_at` raises in that step, `seconds` is the duration of one, `keep` stores its inputs."""
 
     data_size: int = 1
+    packs: bool = True
     seconds: float = 0.0
     fail_at: int | None = None
     keep: bool = True

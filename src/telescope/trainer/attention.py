@@ -4,13 +4,13 @@ Owns the attention function of transformers' models (registered as `ATTENTION_NA
 (`PackedLayout`). Does not own packing.
 
 Invariants: a token attends to earlier tokens of its own segment only, in every kernel. No mask of T x T exists. Padding
-rows produce unused numbers and receive gradients of exactly zero. A feature that the kernels do not have (soft-capped
-scores, attention sinks) is an error, never ignored.
+rows produce unused numbers and receive gradients of exactly zero. An argument that is not known here is an error, never
+ignored.
 
 Kernels: by offsets on a GPU in half precision, `flash_attn_4` (Hopper and newer) or `flash_attn` (FlashAttention 2) if
 the package is installed, else `varlen`, torch's own FlashAttention 2. Everywhere else `padded`: segments of similar
 length share one causal scaled-dot-product call, where padding on the right needs no mask, because causal queries never
-reach it.
+reach it. `padded` alone has soft-capped scores and attention sinks, for which it writes the scores to memory.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ VARLEN_KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """Whether torch's own kernel supports fewer key than query heads."""
 SHORT_SEGMENT = 64
 """Segments up to this length share one call: the call costs more than the padding."""
+KNOWN_ARGUMENTS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "is_causal"})
+"""Arguments of transformers' attention that are without effect here: every token knows its segment and is causal."""
 
 
 @dataclass(slots=True)
@@ -72,9 +74,12 @@ class PackedLayout:
     """The ranks that share the row. None: this rank has all of it."""
 
 
-def choose_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
-    """Returns the fastest available kernel for this device, dtype and head size."""
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+def choose_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, *, plain: bool = True) -> Kernel:
+    """Returns the fastest available kernel for this device, dtype and head size.
+
+    `plain`: scores have no soft-cap and no sinks.
+    """
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or not plain:
         return "padded"
     if head_dim % 8 or head_dim > MAX_HEAD_DIM:
         return "padded"
@@ -145,45 +150,57 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function of transformers' models.
 
-    query [1, H, T, D]; key, value [1, K, T, D] -> output [1, T, H, D]. With context parallelism T are the tokens of
-    this rank's part of the row.
+    query [1, H, T, D]; key [1, K, T, D]; value [1, K, T, E] -> output [1, T, H, E]. With context parallelism T are the
+    tokens of this rank's part of the row. `softcap` c bounds scores to c tanh(score / c); `s_aux` [H] is a score that
+    takes probability and has no value (an attention sink). Raises `UserError` for unknown arguments, and for the last
+    two with a kernel that lacks them.
     """
-    if softcap is not None or s_aux is not None:
+    unknown = sorted(name for name in others.keys() - KNOWN_ARGUMENTS if others[name] is not None)
+    if others.get("is_causal") is False:
+        unknown.append("is_causal: false")
+    if unknown or ((softcap is not None or s_aux is not None) and packed_layout.kernel != "padded"):
         raise UserError(
-            f"model: {type(module).__name__} uses soft-capped scores or attention sinks, which the trainer's packed "
-            "attention does not implement: choose a model without them"
+            f"model: {type(module).__name__} passes {', '.join(unknown) or 'softcap or s_aux'} to its attention, which "
+            f"the trainer's kernel {packed_layout.kernel} does not implement. Choose another model"
         )
     assert dropout == 0.0, "dropout would make the trainer's logprobs differ from the engine's"
-    q_THD, k_TKD, v_TKD = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
+    q_THD, k_TKD, v_TKE = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
     context = packed_layout.context
     if context is not None:
-        q_THD, k_TKD, v_TKD = (tokens_to_heads(t, context) for t in (q_THD, k_TKD, v_TKD))
+        q_THD, k_TKD, v_TKE = (tokens_to_heads(t, context) for t in (q_THD, k_TKD, v_TKE))
     if sliding_window is not None and sliding_window >= packed_layout.max_seqlen:
         sliding_window = None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if packed_layout.kernel == "padded":
-        out_THD = _padded(q_THD, k_TKD, v_TKD, packed_layout, scale, sliding_window)
+        if s_aux is not None and context is not None:
+            s_aux = s_aux.chunk(context.size)[context.rank]
+        out_THE = _padded(q_THD, k_TKD, v_TKE, packed_layout, scale, sliding_window, softcap, s_aux)
     else:
-        out_THD = _by_offsets(q_THD, k_TKD, v_TKD, packed_layout, scale, sliding_window)
+        # Kernels want values as wide as keys. Those of latent attention are narrower.
+        width = v_TKE.shape[-1]
+        wide_TKD = F.pad(v_TKE, (0, q_THD.shape[-1] - width))
+        out_THE = _by_offsets(q_THD, k_TKD, wide_TKD, packed_layout, scale, sliding_window)[..., :width]
     if context is not None:
-        out_THD = heads_to_tokens(out_THD, context)
-    return out_THD.unsqueeze(0), None
+        out_THE = heads_to_tokens(out_THE, context)
+    return out_THE.unsqueeze(0), None
 
 
 def _padded(
     q_THD: torch.Tensor,
     k_TKD: torch.Tensor,
-    v_TKD: torch.Tensor,
+    v_TKE: torch.Tensor,
     layout: PackedLayout,
     scale: float,
     sliding_window: int | None,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     assert layout.order_T is not None
-    num_heads, head_dim = q_THD.shape[1:]
+    num_heads, width = q_THD.shape[1], v_TKE.shape[2]
     repeats = num_heads // k_TKD.shape[1]
     outputs = []
     for bucket in layout.buckets:
@@ -192,17 +209,47 @@ def _padded(
             picked = rows_THD.index_select(0, bucket.gather_SL)
             return picked.view(bucket.num_segments, bucket.length, *rows_THD.shape[1:]).transpose(1, 2)
 
-        q, k, v = spread(q_THD), spread(k_TKD), spread(v_TKD)
+        q, k, v = spread(q_THD), spread(k_TKD), spread(v_TKE)
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
         band = None
         if sliding_window is not None and sliding_window < bucket.length:
-            position = torch.arange(bucket.length, device=q.device)
-            behind = position[:, None] - position[None, :]
-            band = (behind >= 0) & (behind < sliding_window)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=band, is_causal=band is None, scale=scale)
-        outputs.append(out.transpose(1, 2).reshape(-1, num_heads, head_dim).index_select(0, bucket.real_P))
+            band = _band(bucket.length, sliding_window, q.device)
+        if softcap is None and sinks_H is None:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=band, is_causal=band is None, scale=scale)
+        else:
+            band = _band(bucket.length, bucket.length, q.device) if band is None else band
+            out = _by_scores(q, k, v, band, scale, softcap, sinks_H)
+        outputs.append(out.transpose(1, 2).reshape(-1, num_heads, width).index_select(0, bucket.real_P))
     return torch.cat(outputs).index_select(0, layout.order_T)
+
+
+def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
+    """Returns which keys [L, L] a query attends to: itself and those before it, `window` in all."""
+    position = torch.arange(length, device=device)
+    behind = position[:, None] - position[None, :]
+    return (behind >= 0) & (behind < window)
+
+
+def _by_scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    band_LL: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
+) -> torch.Tensor:
+    """Computes attention with what scaled-dot-product calls lack. The softmax is in float32 or wider."""
+    scores_SHLL = q @ k.transpose(2, 3) * scale
+    if softcap is not None:
+        scores_SHLL = torch.tanh(scores_SHLL / softcap) * softcap
+    scores_SHLL = scores_SHLL.masked_fill(~band_LL, -torch.inf)
+    if sinks_H is not None:
+        sinks_SHL1 = sinks_H.to(q.dtype).view(1, -1, 1, 1).expand(*scores_SHLL.shape[:3], 1)
+        scores_SHLL = torch.cat([scores_SHLL, sinks_SHL1], dim=-1)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return scores_SHLL.softmax(-1, dtype=wide)[..., : k.shape[2]].to(q.dtype) @ v
 
 
 def _by_offsets(

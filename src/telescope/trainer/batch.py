@@ -172,11 +172,13 @@ class Layout:
     sends_weights: bool = True
     """Whether `named_weights` yields full tensors on this rank. Must be True on rank 0. If False, only names and shapes
     have to be right."""
+    packs: bool = True
+    """Whether the samples of a micro-batch share a row. Otherwise each has its own, padded to the longest."""
 
     @classmethod
-    def of_neighbors(cls, rank: int, world_size: int, model_size: int) -> Layout:
+    def of_neighbors(cls, rank: int, world_size: int, model_size: int, *, packs: bool = True) -> Layout:
         """Returns the layout in which `model_size` consecutive ranks share rows."""
-        return cls(rank // model_size, world_size // model_size, reports=rank % model_size == 0)
+        return cls(rank // model_size, world_size // model_size, reports=rank % model_size == 0, packs=packs)
 
 
 def check_layouts(layouts: Sequence[Layout]) -> None:

@@ -193,6 +193,7 @@ class _LogprobEntropy(torch.autograd.Function):
         temperature: float,
         chunk_size: int,
         group: dist.ProcessGroup | None,
+        softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dtype, device, num_tokens = _accumulation_dtype(hidden_ND.dtype), hidden_ND.device, hidden_ND.shape[0]
         sums = _Softmax.empty(num_tokens, dtype, device)
@@ -203,11 +204,13 @@ class _LogprobEntropy(torch.autograd.Function):
         for rows in _rows_of_sums(num_tokens, weight_VD.shape[0]) if tiled else all_rows:
             hidden_CD, target_C = hidden_ND[rows], targets_N[rows]
             if tiled:
-                softmax = _Softmax.merged(*softmax_sums(hidden_CD, weight_VD, bias_V, target_C, temperature))
+                softmax = _Softmax.merged(
+                    *softmax_sums(hidden_CD, weight_VD, bias_V, target_C, temperature, softcap=softcap)
+                )
             else:
                 softmax = _Softmax.empty(hidden_CD.shape[0], dtype, device)
                 for columns in blocks:
-                    logits_CB = _logits(hidden_CD, weight_VD, bias_V, columns, dtype)
+                    logits_CB = _logits(hidden_CD, weight_VD, bias_V, columns, dtype, softcap)
                     softmax.add(logits_CB, target_C - columns.start, temperature)
             sums.write(rows, softmax)
         if group is not None:
@@ -216,6 +219,7 @@ class _LogprobEntropy(torch.autograd.Function):
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, log_total_N, entropy_N)
         ctx.temperature = temperature
         ctx.chunk_size = chunk_size
+        ctx.softcap = softcap
         return logprob_N, entropy_N
 
     @staticmethod
@@ -245,11 +249,16 @@ class _LogprobEntropy(torch.autograd.Function):
                 known = (log_total_N[rows], entropy_N[rows], grad_logprob_N[rows], grad_entropy_N[rows])
                 if tiled:
                     bias_B = None if bias_V is None else bias_V[columns]
-                    grad_CB = gradient(hidden_CD, weight_VD[columns], bias_B, target_C, *known, ctx.temperature)
+                    grad_CB = gradient(
+                        hidden_CD, weight_VD[columns], bias_B, target_C, *known, ctx.temperature, softcap=ctx.softcap
+                    )
                 else:
-                    logits_CB = _logits(hidden_CD, weight_VD, bias_V, columns, dtype)
+                    logits_CB = _logits(hidden_CD, weight_VD, bias_V, columns, dtype, ctx.softcap)
+                    slope_CB = None if ctx.softcap is None else 1 - (logits_CB / ctx.softcap).square_()
                     grad_CB = _block_gradient(logits_CB, target_C, *known, ctx.temperature, hidden_ND.dtype)
-                    del logits_CB  # or it would be there beside the products with its gradient
+                    if slope_CB is not None:
+                        grad_CB *= slope_CB
+                    del logits_CB, slope_CB  # or they would be there beside the products with the gradient
                 if grad_bias_V is not None:
                     grad_bias_V[columns] += grad_CB.sum(dim=0, dtype=dtype)
                 _add_product(grad_hidden_ND[rows], grad_CB, weight_VD[columns])
@@ -260,17 +269,22 @@ class _LogprobEntropy(torch.autograd.Function):
                 grad_weight_BD.copy_(sum_BD)
             del sum_BD
         grad_bias = None if grad_bias_V is None else grad_bias_V.to(weight_VD.dtype)
-        return grad_hidden_ND.to(hidden_ND.dtype), grad_weight_VD, grad_bias, None, None, None, None
+        return grad_hidden_ND.to(hidden_ND.dtype), grad_weight_VD, grad_bias, None, None, None, None, None
 
 
 def _logits(
-    hidden_CD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, columns: slice, dtype: torch.dtype
+    hidden_CD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    columns: slice,
+    dtype: torch.dtype,
+    softcap: float | None,
 ) -> torch.Tensor:
     """Computes logits before the temperature, of some tokens and columns."""
     logits_CB = _matmul(hidden_CD, weight_VD[columns].t(), dtype)
     if bias_V is not None:
         logits_CB += bias_V[columns]
-    return logits_CB
+    return logits_CB if softcap is None else logits_CB.div_(softcap).tanh_().mul_(softcap)
 
 
 def _is_tiled(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> bool:
@@ -336,7 +350,7 @@ class VocabularyPart:
         """
         num_real = min(max(self.vocab_size - self.first, 0), weight_PD.shape[0])
         logprob_N, entropy_N = _LogprobEntropy.apply(
-            hidden_ND, weight_PD[:num_real], None, targets_N - self.first, temperature, chunk_size, self.group
+            hidden_ND, weight_PD[:num_real], None, targets_N - self.first, temperature, chunk_size, self.group, None
         )
         return logprob_N, entropy_N
 
@@ -345,20 +359,30 @@ class LogprobHead(nn.Module):
     """Replaces a causal model's output layer, with the same parameters and names.
 
     It is a module so that FSDP2 gathers the weight before forward and again before backward. With tied embeddings
-    `weight` is the embedding's parameter.
+    `weight` is the embedding's parameter. Logits are multiplied by `scale`, then bounded to c tanh(logits / c) with the
+    `softcap` c (arXiv 2408.00118), then divided by the temperature.
     """
 
-    def __init__(self, weight_VD: nn.Parameter, bias_V: nn.Parameter | None, chunk_size: int) -> None:
+    def __init__(
+        self,
+        weight_VD: nn.Parameter,
+        bias_V: nn.Parameter | None,
+        chunk_size: int,
+        scale: float = 1.0,
+        softcap: float | None = None,
+    ) -> None:
         super().__init__()
         self.weight = weight_VD
         self.bias = bias_V
         self.chunk_size = chunk_size
+        self.scale = scale
+        self.softcap = None if softcap is None else softcap / scale
 
     def forward(
         self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes logprob [N] and entropy [N] of softmax(logits / temperature). They are nats, float32 or wider."""
         logprob_N, entropy_N = _LogprobEntropy.apply(
-            hidden_ND, self.weight, self.bias, targets_N, temperature, self.chunk_size, None
+            hidden_ND, self.weight, self.bias, targets_N, temperature / self.scale, self.chunk_size, None, self.softcap
         )
         return logprob_N, entropy_N

@@ -161,7 +161,7 @@ def _place(num_row_tiles, num_spans, GROUP: tl.constexpr):  # type: ignore[no-un
 
 @triton.jit
 def _logits(  # type: ignore[no-untyped-def]
-    hidden, weight, bias_ptr, row, columns, column, num_columns, width,
+    hidden, weight, bias_ptr, row, columns, column, num_columns, width, softcap,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Computes the logits of a tile, before the temperature. Values beyond the operands are undefined."""
@@ -170,6 +170,8 @@ def _logits(  # type: ignore[no-untyped-def]
         logits = tl.dot(hidden.load([row, k]), weight.load([column, k]).T, logits)
     if bias_ptr is not None:
         logits += tl.load(bias_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)[None, :]
+    if softcap is not None:  # tanh by the exponential, which is 0 or infinite for large logits
+        logits = softcap - 2.0 * softcap / (tl.exp(2.0 / softcap * logits) + 1.0)
     return logits
 
 
@@ -179,7 +181,7 @@ def _logits(  # type: ignore[no-untyped-def]
     do_not_specialize_on_alignment=["bias_ptr", "target_ptr", "target_logit_ptr"],
 )
 def _softmax_sums_kernel(  # type: ignore[no-untyped-def]
-    hidden, weight, bias_ptr, target_ptr, sums_ptr, target_logit_ptr, num_rows, num_columns, width, scale,
+    hidden, weight, bias_ptr, target_ptr, sums_ptr, target_logit_ptr, num_rows, num_columns, width, scale, softcap,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     num_tiles = tl.cdiv(num_columns, COLUMNS)
@@ -195,7 +197,9 @@ def _softmax_sums_kernel(  # type: ignore[no-untyped-def]
     for tile in range(span * SPAN, tl.minimum(span * SPAN + SPAN, num_tiles)):
         column = tile * COLUMNS
         columns = column + tl.arange(0, COLUMNS)
-        logits = _logits(hidden, weight, bias_ptr, row, columns, column, num_columns, width, ROWS, COLUMNS, DEPTH)
+        logits = _logits(
+            hidden, weight, bias_ptr, row, columns, column, num_columns, width, softcap, ROWS, COLUMNS, DEPTH
+        )
         # Conditions for what few tiles need: with a small hidden size the epilogue takes a relevant share of the time.
         if column + COLUMNS > num_columns:
             logits = tl.where(columns[None, :] < num_columns, logits, LOWEST)
@@ -225,7 +229,7 @@ def _softmax_sums_kernel(  # type: ignore[no-untyped-def]
 )  # fmt: skip
 def _gradient_kernel(  # type: ignore[no-untyped-def]
     hidden, weight, bias_ptr, target_ptr, log_total_ptr, entropy_ptr, grad_logprob_ptr, grad_entropy_ptr, gradient_ptr,
-    num_rows, num_columns, width, gradient_stride, scale, inverse_temperature,
+    num_rows, num_columns, width, gradient_stride, scale, inverse_temperature, softcap,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     num_tiles = tl.cdiv(num_columns, COLUMNS)
@@ -243,12 +247,16 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     for tile in range(span * SPAN, tl.minimum(span * SPAN + SPAN, num_tiles)):
         column = tile * COLUMNS
         columns = column + tl.arange(0, COLUMNS)
-        logits = _logits(hidden, weight, bias_ptr, row, columns, column, num_columns, width, ROWS, COLUMNS, DEPTH)
+        logits = _logits(
+            hidden, weight, bias_ptr, row, columns, column, num_columns, width, softcap, ROWS, COLUMNS, DEPTH
+        )
         logp = logits * scale - log_total[:, None]
         result = -tl.exp2(logp) * (logp * slope[:, None] + constant[:, None])
         inside = (target >= column) & (target < column + COLUMNS)
         if tl.max(inside.to(tl.int32), axis=0) > 0:
             result += tl.where(columns[None, :] == target[:, None], grad_logprob[:, None], 0.0)
+        if softcap is not None:
+            result *= 1.0 - (logits / softcap) * (logits / softcap)
         # Up to the stride, not to the last column: with a bound that is a multiple of 16 whole vectors are written.
         written = is_row[:, None] & (columns < gradient_stride)[None, :]
         gradient_ptrs = gradient_ptr + rows.to(tl.int64)[:, None] * gradient_stride + columns[None, :]
@@ -268,6 +276,7 @@ def softmax_sums(
     target_C: torch.Tensor,
     temperature: float,
     tiles: Tiles | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the softmax's sums by span of the vocabulary.
 
@@ -282,7 +291,7 @@ def softmax_sums(
     target_logit_C = torch.zeros(num_rows, dtype=torch.float32, device=hidden_CD.device)
     _softmax_sums_kernel[(triton.cdiv(num_rows, tiles.rows) * spans,)](
         _operand(hidden_CD, tiles, tiles.rows), _operand(weight_VD, tiles, tiles.columns), bias_V, target_C,
-        sums_3SC, target_logit_C, num_rows, num_columns, width, LOG2_E / temperature, **_options(tiles),
+        sums_3SC, target_logit_C, num_rows, num_columns, width, LOG2_E / temperature, softcap, **_options(tiles),
     )  # fmt: skip
     return sums_3SC, target_logit_C
 
@@ -298,6 +307,7 @@ def gradient(
     grad_entropy_C: torch.Tensor,
     temperature: float,
     tiles: Tiles | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Returns the gradient of a block's B logits, [C, B]. `target_C` counts from the first of them.
 
@@ -311,7 +321,7 @@ def gradient(
     _gradient_kernel[(triton.cdiv(num_rows, tiles.rows) * num_spans(num_columns, tiles),)](
         _operand(hidden_CD, tiles, tiles.rows), _operand(weight_BD, tiles, tiles.columns), bias_B, target_C,
         log_total_C, entropy_C, grad_logprob_C, grad_entropy_C, gradient_CB,
-        num_rows, num_columns, width, stride, LOG2_E / temperature, 1.0 / temperature, **_options(tiles),
+        num_rows, num_columns, width, stride, LOG2_E / temperature, 1.0 / temperature, softcap, **_options(tiles),
     )  # fmt: skip
     return gradient_CB
 

@@ -1,26 +1,33 @@
 """The policy: a transformers model that returns logprobs instead of logits.
 
-Owns loading and the changes of the loaded model: packed attention, the output layer, no dropout. Does not own sharding.
-Invariant: parameter names without `PREFIX` are those of transformers.
-
-`checkpoint_tensors` converts experts to the names of checkpoints, as views without copies: transformers has
-`mlp.experts.gate_up_proj` [experts, 2 x inner, hidden] (gate rows above up rows) and `mlp.experts.down_proj` [experts,
-hidden, inner], while the released files of Qwen3-MoE, and vLLM in every version, have three matrices per expert.
+Owns loading and the changes of the loaded model: packed attention, the output layer, no dropout, frozen towers for
+images and sound. Does not own sharding. Invariant: parameter names without `PREFIX` are those of transformers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 from telescope.config.model_contents import listed
 from telescope.errors import UserError
 from telescope.trainer.attention import ATTENTION_NAME, register_attention
+from telescope.trainer.checkpoint_names import CheckpointNames
 from telescope.trainer.logprob import LogprobHead
 from telescope.trainer.model_input import ModelInput
 from telescope.trainer.timeline import Timeline
@@ -30,11 +37,10 @@ PREFIX = "causal_lm."
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
-LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
+LOGIT_FACTORS = ("logit_scale", "lm_head_multiplier")
+LOGIT_DIVISOR = "logits_scaling"
+LOGIT_SOFTCAP = "final_logit_softcapping"
 """Config fields with which some architectures change the logits after the output layer."""
-
-ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-"""The `layer_types` of a model config in which only attention mixes tokens."""
 
 
 def compute_dtype(config: Any) -> torch.dtype:
@@ -42,28 +48,55 @@ def compute_dtype(config: Any) -> torch.dtype:
     return DTYPES[config.mixed_precision_dtype or config.model_dtype]
 
 
-class PolicyModel(nn.Module):
-    """Maps a packed row to logprob and entropy of chosen tokens."""
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """How a model computes several samples at once.
 
-    def __init__(self, causal_lm: PreTrainedModel, chunk_size: int) -> None:
+    Packed, they follow each other in a row, and `attention` (a name in transformers) keeps them apart. Otherwise each
+    has a row of its own, padded on the right: causal layers of any kind are exact there.
+    """
+
+    attention: str = ATTENTION_NAME
+    packs: bool = True
+
+
+PACKED = Execution()
+
+
+class PolicyModel(nn.Module):
+    """Maps the samples of a micro-batch to logprob and entropy of chosen tokens."""
+
+    def __init__(self, causal_lm: PreTrainedModel, chunk_size: int, *, packs: bool = True) -> None:
         super().__init__()
         output = causal_lm.get_output_embeddings()
-        causal_lm.set_output_embeddings(LogprobHead(output.weight, getattr(output, "bias", None), chunk_size))
+        text = causal_lm.config.get_text_config()
+        scale = 1.0 / (getattr(text, LOGIT_DIVISOR, None) or 1.0)
+        for name in LOGIT_FACTORS:
+            scale *= getattr(text, name, None) or 1.0
+        self.checkpoint_names = CheckpointNames(causal_lm)
+        head = LogprobHead(
+            output.weight, getattr(output, "bias", None), chunk_size, scale, getattr(text, LOGIT_SOFTCAP, None)
+        )
+        causal_lm.set_output_embeddings(head)
         self.causal_lm: PreTrainedModel = causal_lm
+        self.packs = packs
+        if self.decoder is not causal_lm.base_model:  # beside the towers of other media, which no text trains
+            causal_lm.base_model.requires_grad_(False)
+            self.decoder.requires_grad_(True)
         # Dropout would make the trainer's logprobs differ from the engine's.
         self.eval()
 
     @property
     def decoder(self) -> nn.Module:
         """The transformer without its output layer."""
-        return self.causal_lm.get_decoder()
+        found = self.causal_lm.get_decoder()
+        return self.causal_lm.base_model if found is self.causal_lm else found
 
     @property
     def layers(self) -> list[nn.Module]:
         """The decoder's blocks, in order."""
-        layers = self.decoder.layers
-        assert isinstance(layers, nn.ModuleList)
-        return list(layers)
+        lists = [list(module) for module in self.decoder.children() if isinstance(module, nn.ModuleList)]
+        return max(lists, key=len)
 
     @property
     def head(self) -> LogprobHead:
@@ -72,9 +105,20 @@ class PolicyModel(nn.Module):
 
     @property
     def head_dim(self) -> int:
-        """The size of one attention head."""
-        config = self.causal_lm.config
-        return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        """The size of the largest attention head."""
+        config = self.causal_lm.config.get_text_config()
+        sizes = [
+            getattr(module, name, None) for module in self.decoder.modules() for name in ("head_dim", "qk_head_dim")
+        ]
+        known = [size for size in sizes if isinstance(size, int)]
+        return max(known, default=config.hidden_size // config.num_attention_heads)
+
+    @property
+    def has_plain_attention(self) -> bool:
+        """Returns whether attention is a softmax of scores, without a bound for them and without sinks."""
+        config = self.causal_lm.config.get_text_config()
+        has_sinks = any(hasattr(module, "sinks") for module in self.decoder.modules())
+        return getattr(config, "attn_logit_softcapping", None) is None and not has_sinks
 
     @property
     def is_tied(self) -> bool:
@@ -85,39 +129,25 @@ class PolicyModel(nn.Module):
         self, row: ModelInput, temperature: float, timeline: Timeline, micro_batch: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes logprob and entropy, each [N], of the row's predicted tokens."""
+        layout = {} if row.layout is None else {"packed_layout": row.layout}
         with timeline.span("forward", micro_batch):
-            hidden_TD = self.decoder(
-                input_ids=row.token_ids_T.unsqueeze(0),
-                position_ids=row.position_ids_T.unsqueeze(0),
-                use_cache=False,
-                packed_layout=row.layout,
-            ).last_hidden_state.squeeze(0)
+            hidden_STD = self.decoder(
+                input_ids=row.token_ids_ST, position_ids=row.position_ids_ST, use_cache=False, **layout
+            ).last_hidden_state
         with timeline.span("compute_entropy", micro_batch):
-            return self.head(hidden_TD.index_select(0, row.predicting_N), row.target_N, temperature)
+            predicting_ND = hidden_STD.flatten(0, 1).index_select(0, row.predicting_N)
+            return self.head(predicting_ND, row.target_N, temperature)
 
 
-def load_causal_lm(
-    model: str, dtype: torch.dtype, *, with_weights: bool, trust_remote_code: bool = False
-) -> PreTrainedModel:
-    """Loads a model from a path or hub id. With weights it is on the CPU, without on the meta device.
-
-    Raises `UserError` if there is no such model, and for one that changes its logits after the output layer or would
-    mix packed samples.
-    """
-    register_attention()
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+def load_config(model: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """Loads the config of a causal language model, for training. Raises `UserError` for anything else."""
     try:
-        config = AutoConfig.from_pretrained(model, **options)
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(f"model: {model!r} cannot be loaded: {single_line(str(error))}") from error
-    for name in LOGIT_CHANGES:
-        if getattr(config, name, None) not in (None, 1.0, 1):
-            raise UserError(
-                f"model: {model!r} sets {name}, which the trainer's output layer does not implement: choose another"
-            )
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False  # only needed for a loss that balances experts
-    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    architecture = _architecture(config)
     if isinstance(architecture, type):
         named = list(config.architectures or ())
         if architecture.__name__ not in named:  # such as an encoder
@@ -126,23 +156,61 @@ def load_causal_lm(
                 "that vLLM does not load it as a language model. Choose a model that generates text, or correct "
                 "config.json"
             )
-        refuse_unpackable(model, architecture, config)
     elif not hasattr(config, "auto_map"):  # no code that comes with the model
         raise UserError(f"model: {model!r} is of type {config.model_type}, which is no causal language model")
-    for name, value in config.to_dict().items():
-        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
-            setattr(config, name, 0.0)
-    options |= {"attn_implementation": ATTENTION_NAME, "dtype": dtype}
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        for name, value in part.to_dict().items():
+            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+                setattr(part, name, 0.0)
+    return config
+
+
+def load_causal_lm(
+    model: str,
+    dtype: torch.dtype,
+    *,
+    with_weights: bool,
+    trust_remote_code: bool = False,
+    attention: str = ATTENTION_NAME,
+) -> PreTrainedModel:
+    """Loads a model from a path or hub id. With weights it is on the CPU, without on the meta device.
+
+    `attention` is the name of its implementation in transformers. Raises `UserError` if there is no such model, and for
+    one whose files do not fit its config.
+    """
+    register_attention()
+    config = load_config(model, trust_remote_code=trust_remote_code)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    options |= {"attn_implementation": attention, "dtype": dtype}
     if dtype == torch.float64:
         options["experts_implementation"] = "eager"  # torch's grouped product of experts does not support float64
     if with_weights:
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        found: Any = AutoModelForCausalLM.from_pretrained(model, config=config, **options)
+        found: Any = auto_class(config).from_pretrained(model, config=config, **options)
         causal_lm, loaded = found
         refuse_incomplete(model, loaded)
         return causal_lm
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, **options)
+        return auto_class(config).from_config(config, **options)
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """Returns the class of transformers that loads a model with this config, for text and perhaps other media."""
+    wraps = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if wraps else AutoModelForCausalLM
+
+
+def _architecture(config: PretrainedConfig) -> Any:
+    """Returns the model's class. None for code that comes with the model, and for other tasks."""
+    tables = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+    return next((table[type(config)] for table in tables if type(config) in table), None)
+
+
+def skeleton_of(config: dict[str, Any]) -> PreTrainedModel:
+    """Builds the model of a parsed config.json on the meta device."""
+    known = AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        return auto_class(known).from_config(known)
 
 
 def refuse_incomplete(model: str, loaded: Mapping[str, Any]) -> None:
@@ -168,49 +236,12 @@ def _key_text(key: Any) -> str:
     return key if isinstance(key, str) else f"{key[0]} with {list(key[1])} instead of {list(key[2])}"
 
 
-def refuse_unpackable(model: str, architecture: type, config: Any) -> None:
-    """Raises `UserError` for models that mix tokens outside of attention.
-
-    Samples are concatenated in one row and only attention knows their boundaries: a recurrence or a convolution over
-    the row would mix samples without any error.
-    """
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS)
-    if getattr(architecture, "_is_stateful", False) or others:
-        raise UserError(
-            f"model: {model!r} ({architecture.__name__}) has layers other than attention that mix tokens"
-            f"{': ' + ', '.join(others) if others else ''}. They would mix packed samples. Choose a model "
-            "whose layers are all attention"
-        )
-    if not getattr(architecture, "_supports_attention_backend", False):
-        raise UserError(
-            f"model: {model!r} ({architecture.__name__}) has an attention that cannot be replaced and would mix "
-            "packed samples. Choose a model that supports transformers' AttentionInterface"
-        )
-
-
-GATE_UP = ".mlp.experts.gate_up_proj"
-DOWN = ".mlp.experts.down_proj"
-
-
 def can_be_compiled(model: nn.Module, dtype: torch.dtype) -> bool:
     """Returns whether blocks of this model can be compiled for `dtype`.
 
     The grouped product of experts can be compiled in bfloat16 only; in other dtypes its backward pass is Python, and
     compiling fails for each block.
     """
-    return dtype == torch.bfloat16 or not any(name.endswith(GATE_UP) for name, _ in model.named_parameters())
-
-
-def checkpoint_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields a parameter's tensors, also meta ones, by their checkpoint names, which differ for experts only."""
-    if tensor.ndim == 3 and name.endswith((GATE_UP, DOWN)):
-        prefix, _, kind = name.rpartition(".")
-        for expert, matrix in enumerate(tensor.unbind(0)):
-            if kind == "down_proj":
-                yield f"{prefix}.{expert}.down_proj.weight", matrix
-            else:
-                gate, up = matrix.chunk(2, dim=0)
-                yield f"{prefix}.{expert}.gate_proj.weight", gate
-                yield f"{prefix}.{expert}.up_proj.weight", up
-    else:
-        yield name, tensor
+    return dtype == torch.bfloat16 or not any(
+        name.endswith("experts.gate_up_proj") for name, _ in model.named_parameters()
+    )

@@ -1,8 +1,8 @@
 """Moves the model's input of a micro-batch to the device.
 
-Owns the choice of targets, and the cut of a row for context parallelism. Does not own the tensors of the loss
-(`trainer.loss`), which are always those of the whole row. Invariant: targets and trained tokens are chosen before the
-cut, so that the last token of a part predicts the first of the next.
+Owns the choice of targets, the cut of a row for context parallelism, and the rows of samples that are not packed. Does
+not own the tensors of the loss (`trainer.loss`), which are always those of the whole row. Invariant: targets and
+trained tokens are chosen before the cut, so that the last token of a part predicts the first of the next.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ NUMPY_DTYPES = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.
 
 @dataclass(slots=True)
 class ModelInput:
-    """The model's input of a row of T tokens, which predicts N.
+    """The model's input of a micro-batch, which predicts N tokens.
 
-    With context parallelism it is this rank's part of the row. The hidden state at position `predicting_N[i]` of the T
-    predicts the token `target_N[i]`.
+    S is 1 and T the row of packed samples, or with context parallelism this rank's part of it. Otherwise S samples have
+    rows of T tokens, padded on the right. The hidden state at position `predicting_N[i]` of the S x T predicts the
+    token `target_N[i]`.
     """
 
-    token_ids_T: torch.Tensor
-    position_ids_T: torch.Tensor
-    layout: PackedLayout
+    token_ids_ST: torch.Tensor
+    position_ids_ST: torch.Tensor
+    layout: PackedLayout | None
+    """None where samples are not packed."""
     predicting_N: torch.Tensor
     target_N: torch.Tensor
     own: slice
@@ -41,14 +43,17 @@ class ModelInput:
 def model_input(
     micro_batch: MicroBatch,
     device: torch.device,
-    kernel: Kernel,
+    kernel: Kernel | None,
     context: ContextGroup | None = None,
     multiple: int = 1,
 ) -> ModelInput:
     """Copies a micro-batch's input to the device, as `move` does.
 
     With `context`, only this rank's part of the row. Its number of tokens is padded to a multiple of `multiple`.
+    Without a `kernel` for packed samples each gets a row of its own.
     """
+    if kernel is None:
+        return _side_by_side(micro_batch, device)
     predicted_N = np.flatnonzero(micro_batch.trained_T)
     predicting_N, target_N = predicted_N - 1, micro_batch.token_ids_T[predicted_N]
     token_ids_T, position_ids_T, cu_seqlens = pad_row(micro_batch, multiple * (context.size if context else 1))
@@ -58,13 +63,32 @@ def model_input(
         first, end = size * context.rank, size * (context.rank + 1)
     own = slice(*np.searchsorted(predicting_N, (first, end)).tolist())
     return ModelInput(
-        token_ids_T=move(token_ids_T[first:end], torch.int64, device),
-        position_ids_T=move(position_ids_T[first:end], torch.int64, device),
+        token_ids_ST=move(token_ids_T[None, first:end], torch.int64, device),
+        position_ids_ST=move(position_ids_T[None, first:end], torch.int64, device),
         layout=make_layout(cu_seqlens, device, kernel, context),
         predicting_N=move(predicting_N[own] - first, torch.int64, device),
         target_N=move(target_N[own], torch.int64, device),
         own=own,
         routes_TXK=_routes(micro_batch, slice(first, end), device),
+    )
+
+
+def _side_by_side(micro_batch: MicroBatch, device: torch.device) -> ModelInput:
+    """Gives each sample of a row, and its padding, a row of its own. Position 0 repeats behind shorter ones."""
+    starts_S, lengths_S = micro_batch.cu_seqlens[:-1], np.diff(micro_batch.cu_seqlens)
+    longest = int(lengths_S.max())
+    offset_T = np.arange(longest)
+    source_ST = np.where(offset_T < lengths_S[:, None], starts_S[:, None] + offset_T, starts_S[:, None])
+    predicted_N = np.flatnonzero(micro_batch.trained_T)
+    sample_N = np.searchsorted(micro_batch.cu_seqlens, predicted_N, side="right") - 1
+    position_ST = np.broadcast_to(offset_T, source_ST.shape)
+    return ModelInput(
+        token_ids_ST=move(micro_batch.token_ids_T[source_ST], torch.int64, device),
+        position_ids_ST=move(position_ST, torch.int64, device),
+        layout=None,
+        predicting_N=move(sample_N * longest + predicted_N - 1 - starts_S[sample_N], torch.int64, device),
+        target_N=move(micro_batch.token_ids_T[predicted_N], torch.int64, device),
+        own=slice(0, len(predicted_N)),
     )
 
 

@@ -41,9 +41,11 @@ def pack_step(
     num_ranks: int,
     pad_to_multiple_of: int = 1,
     num_minibatches: int = 1,
+    packs: bool = True,
 ) -> list[StepInput]:
     """Packs one training batch for all ranks. Element r of the result is for rank r.
 
+    Without `packs` samples of a micro-batch do not share a row: `seq_len` bounds their number times the longest.
     Samples without a trained token are left out, also of the counts. With fewer groups than `num_minibatches` there are
     as many optimizer steps as groups, and none without trained tokens. Raises `ValueError` for a sample longer than
     `seq_len`; `truncate_to` is the alternative.
@@ -59,7 +61,7 @@ def pack_step(
             raise ValueError(f"sample {sample.sample_id} trains its first token, which nothing predicts")
     per_rank: list[list[OptimizerStepBatch]] = [[] for _ in range(num_ranks)]
     for chunk in split_groups(usable, num_minibatches):
-        bins = assign_bins([sample.length for sample in chunk], seq_len, num_ranks)
+        bins = assign_bins([sample.length for sample in chunk], seq_len, num_ranks, packs=packs)
         num_trained = sum(sample.num_trained for sample in chunk)
         for rank, rows in enumerate(deal_bins(bins, [sample.length for sample in chunk], num_ranks)):
             micro_batches = [lay_out([chunk[i] for i in row], pad_to_multiple_of) for row in rows]
@@ -78,29 +80,31 @@ def split_groups(samples: Sequence[TrainSample], num_minibatches: int) -> list[l
     return [[sample for group in members[start:end] for sample in group] for start, end in pairwise(bounds)]
 
 
-def assign_bins(lengths: Sequence[int], capacity: int, num_ranks: int) -> list[list[int]]:
+def assign_bins(lengths: Sequence[int], capacity: int, num_ranks: int, *, packs: bool = True) -> list[list[int]]:
     """Assigns samples to bins of similar cost.
 
     Their number is a multiple of `num_ranks`, and each holds at most `capacity` tokens. First-fit by decreasing length
     finds a sufficient number of bins, rounded up to a multiple of the ranks. The samples are then distributed again,
     each to the cheapest bin with space. If that does not fit, the most expensive of the first-fit bins are halved until
-    there are enough. Bins are empty only if there are fewer samples than bins.
+    there are enough. Bins are empty only if there are fewer samples than bins. Without `packs` a sample takes as many
+    tokens of a bin as the longest in it, which is the first.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    tight = _first_fit(order, lengths, capacity)
+    tight = _first_fit(order, lengths, capacity, packs)
     num_bins = -(-len(tight) // num_ranks) * num_ranks
-    spread = _spread(order, lengths, capacity, num_bins)
+    spread = _spread(order, lengths, capacity, num_bins, packs)
     return spread if spread is not None else _halve_until(tight, lengths, num_bins)
 
 
-def _first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
+def _first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int, packs: bool) -> list[list[int]]:
     bins: list[list[int]] = []
     room: list[int] = []
     for i in order:
         for b, free in enumerate(room):
-            if lengths[i] <= free:
+            taken = lengths[i if packs else bins[b][0]]
+            if taken <= free:
                 bins[b].append(i)
-                room[b] -= lengths[i]
+                room[b] -= taken
                 break
         else:
             bins.append([i])
@@ -108,18 +112,21 @@ def _first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> l
     return bins
 
 
-def _spread(order: Sequence[int], lengths: Sequence[int], capacity: int, num_bins: int) -> list[list[int]] | None:
+def _spread(
+    order: Sequence[int], lengths: Sequence[int], capacity: int, num_bins: int, packs: bool
+) -> list[list[int]] | None:
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     cost = np.zeros(num_bins)
     room = np.full(num_bins, capacity, dtype=np.int64)
     for i in order:
-        fits = room >= lengths[i]
+        taken = np.array([lengths[i if packs or not row else row[0]] for row in bins])
+        fits = room >= taken
         if not fits.any():
             return None
         b = int(np.where(fits, cost, np.inf).argmin())
         bins[b].append(i)
         cost[b] += sample_cost(lengths[i])
-        room[b] -= lengths[i]
+        room[b] -= taken[b]
     return bins
 
 

@@ -11,6 +11,7 @@ metrics depend on how ranks share a row. A gradient that is not finite ends the 
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from telescope.algorithms.loss import needs_batch_reference
 from telescope.config.model_source import read_meta_files
 from telescope.trainer.backends import TrainingBackend
 from telescope.trainer.batch import MicroBatch, OptimizerStepBatch, SampleTokens, Span, tokens_of_samples
+from telescope.trainer.first_rollouts import FirstRollouts
 from telescope.trainer.hf_folder import CONFIG, with_dtype, write_model_folder
 from telescope.trainer.loss import denominator, micro_batch_loss, prepare, to_device
 from telescope.trainer.metrics import StepMetrics, environment_names, reduce_timing
@@ -118,6 +120,8 @@ class RLBackend(TrainingBackend):
                 batch, version, timeline, sums,
                 weights_moved=index > 0, references=references[index], forwards=forwards,
             )  # fmt: skip
+            if index == 0:
+                self.first_rollouts.check()
             norm = self.optimizer_step(rate, denominator(self.algorithm, batch, self.config), timeline)
             if not math.isfinite(norm):
                 raise FloatingPointError(
@@ -125,7 +129,7 @@ class RLBackend(TrainingBackend):
                     f"mixed_precision_dtype is {self.config.mixed_precision_dtype}, learning_rate {rate:g}"
                 )
             norms.append(norm)
-        metrics = sums.reduce()
+        metrics = sums.reduce() | {"mismatch/logprob_difference_allowed": self.first_rollouts.allowed}
         if self.replay is not None:
             metrics |= self.replay.metrics()
         for row, logp_N, entropy_N in forwards or ():  # the device has finished: no wait
@@ -144,6 +148,11 @@ class RLBackend(TrainingBackend):
             "micro_batches": float(num_micro_batches),
         }
         return metrics
+
+    @functools.cached_property
+    def first_rollouts(self) -> FirstRollouts:
+        """Compares the engine with this trainer in the first steps."""
+        return FirstRollouts(self.config, self.hf_config.get_text_config(), self.device)
 
     def learning_rate(self, step: int) -> float:
         """Returns the learning rate of training step `step`."""
@@ -189,6 +198,8 @@ class RLBackend(TrainingBackend):
                     self.algorithm, rows, logp_N, entropy_N, self.config,
                     reference_N=references[index] if references is not None else None, penalty_share=penalty_share,
                 )  # fmt: skip
+            if not weights_moved and self.layout.reports:
+                self.first_rollouts.add(host, logp_N, rows.engine_logprob_N)
             with timeline.span("compute_kl", index):
                 sums.add(
                     rows, logp_N, entropy_N, terms,

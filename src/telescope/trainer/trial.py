@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from telescope.config.model_contents import CAUSAL_LM_CLASSES
-from telescope.config.model_files import architecture_of
+from telescope.config.model_files import architecture_of, has_unusual_positions
 from telescope.errors import ConfigError, UserError
 from telescope.utils.process import describe_exit
 
@@ -33,20 +33,29 @@ def try_backend(config: TelescopeConfig) -> None:
 
 
 def try_model(config: TelescopeConfig) -> None:
-    """Raises `ConfigError` when the trainer cannot build the model's architecture.
+    """Raises `ConfigError` when the trainer cannot compute the model as transformers and vLLM do.
 
-    Architectures whose tensors preflight compares are known to work and are not built.
+    Plain architectures, whose tensors preflight compares, are known to work and are not tried.
     """
     model_type = architecture_of(config)
-    if model_type is not None and model_type not in CAUSAL_LM_CLASSES:
-        _try("model", config.model, config, f"model: building {config.model!r} ({model_type})")
+    if model_type is not None and (model_type not in CAUSAL_LM_CLASSES or has_unusual_positions(config)):
+        _try("model", config.model, config, f"model: trying {config.model!r} ({model_type})")
 
 
 def _try(what: str, name: str, config: TelescopeConfig, action: str) -> None:
     """Runs this module in a process with the same import paths."""
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "telescope.trainer.trial", what, name, str(config.trust_remote_code)],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "telescope.trainer.trial",
+                what,
+                name,
+                str(config.trust_remote_code),
+                str(config.max_model_len),
+            ],
             capture_output=True,
             text=True,
             timeout=TRIAL_TIMEOUT_SECONDS,
@@ -62,17 +71,15 @@ def _try(what: str, name: str, config: TelescopeConfig, action: str) -> None:
         raise ConfigError(f"{action}: its process {describe_exit(done.returncode)}:\n{done.stderr.strip()[-2000:]}")
 
 
-def _main(what: str, name: str, trust_remote_code: str) -> None:
+def _main(what: str, name: str, trust_remote_code: str, max_model_len: str) -> None:
     if what == "backend":
         from telescope.trainer.backends import find_backend
 
         find_backend(name)
         return
-    import torch
+    from telescope.trainer.capability import choose_execution
 
-    from telescope.trainer.model import load_causal_lm
-
-    load_causal_lm(name, torch.float32, with_weights=False, trust_remote_code=trust_remote_code == "True")
+    choose_execution(name, int(max_model_len), trust_remote_code=trust_remote_code == "True")
 
 
 if __name__ == "__main__":

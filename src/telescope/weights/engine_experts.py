@@ -22,9 +22,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from telescope.weights.fingerprint import Slice, as_matrix_shape
+from telescope.weights.fingerprint import Slice, Slices, as_matrix_shape
 
 GATE_UP, DOWN = "w13_weight", "w2_weight"
+NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+"""What checkpoints call the matrices of an expert: gate, up, down."""
+FUSED = {GATE_UP: "gate_up_proj", DOWN: "down_proj"}
+"""What they call one tensor of all experts, as the engine's own table renames it."""
 ROUTED = "routed_experts"
 """The module with the parameters, inside the module of the trainer's names."""
 
@@ -69,38 +73,47 @@ def why_unreadable(module: nn.Module) -> str | None:
     return "experts are spread over the ranks" if getattr(parallel, "use_ep", False) else None
 
 
-def expert_slices(
-    module: nn.Module, place: str, attribute: str, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, Slice]:
+def expert_slices(module: nn.Module, place: str, attribute: str, shapes: Mapping[str, tuple[int, ...]]) -> Slices:
     """Returns the trainer's matrices in an experts' parameter, and their locations.
 
     The parameter is `attribute` of the experts at `place`. Locations are in the parameter as one matrix, in the layout
     in which it is loaded. Empty if there is no explanation.
     """
-    if attribute not in (GATE_UP, DOWN) or why_unreadable(module) is not None:
-        return {}
+    if why_unreadable(module) is not None:
+        return []
     prefix = place.removesuffix(f".{ROUTED}")
-    kinds = ["gate_proj", "up_proj"] if attribute == GATE_UP else ["down_proj"]
+    rank, size = _tensor_parallel(module)
+    num_experts = len(getattr(module, attribute))
+    fused = f"{prefix}.{FUSED[attribute]}"
+    if fused in shapes and size == 1 and layout_of(module) != "exchanged":
+        rows, columns = as_matrix_shape(shapes[fused])
+        return [(fused, Slice(0, (0, rows), (0, columns)))] if rows == num_experts else []
+    gate, up, down = next((kinds for kinds in NAMES if f"{prefix}.0.{kinds[0]}.weight" in shapes), NAMES[0])
+    kinds = [gate, up] if attribute == GATE_UP else [down]
     if layout_of(module) == "exchanged":
         kinds.reverse()
-    rank, size = _tensor_parallel(module)
-    slices: dict[str, Slice] = {}
+    slices: Slices = []
     first_row = 0
-    for expert in range(len(getattr(module, attribute))):
+    for expert in range(num_experts):
         for kind in kinds:
             name = f"{prefix}.{expert}.{kind}.weight"
             if name not in shapes:
-                return {}
+                return []
             rows, columns = as_matrix_shape(shapes[name])
             if attribute == GATE_UP:
                 local = rows // size
-                slices[name] = Slice(first_row, (rank * local, (rank + 1) * local), (0, columns))
+                slices.append((name, Slice(first_row, (rank * local, (rank + 1) * local), (0, columns))))
             else:
                 part = columns // size
                 local = rows
-                slices[name] = Slice(first_row, (0, rows), (rank * part, (rank + 1) * part))
+                slices.append((name, Slice(first_row, (0, rows), (rank * part, (rank + 1) * part))))
             first_row += local
     return slices
+
+
+def is_whole(module: nn.Module, attribute: str, slices: Slices) -> bool:
+    """Returns whether one tensor of the trainer has all experts, so that each is a row of it."""
+    return len(slices) == 1 and len(getattr(module, attribute)) > 1
 
 
 def experts_as_loaded(module: nn.Module, attribute: str) -> torch.Tensor:

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from telescope.weights.fingerprint import Share, Slice, partial_fingerprint, to_hex
+from telescope.weights.fingerprint import Share, Slices, partial_fingerprint, to_hex
 
 METHODS = ("Fp8PerBlockOnlineLinearMethod", "Fp8PerBlockOnlineMoEMethod")
 """Classes of `quant_method` whose parameters are quantized here as well."""
 SCALE = "_scale_inv"
 
-Locate = Callable[[nn.Module, str, str], Mapping[str, Slice]]
+Locate = Callable[[nn.Module, str, str], Slices]
 """Returns the trainer tensors in a parameter, by module, module name and attribute."""
 Quantize = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Quantizes a matrix to float8_e4m3fn [R, C] and scales [ceil(R / 128), ceil(C / 128)] that multiply it back."""
@@ -61,7 +61,7 @@ class _Matrix:
 class _Parameter:
     """A quantized parameter: its matrices, and fingerprints of what arrived. Each slice of its tensors has one."""
 
-    slices: Mapping[str, Slice]
+    slices: Slices
     matrices: list[_Matrix]
     arrived: dict[str, str] = field(default_factory=dict)
 
@@ -79,15 +79,15 @@ class QuantizedReference:
             for attribute in quantized_matrices(module) if is_quantized(module) else ():
                 self._add(f"{place}.{attribute}", module._parameters[attribute], locate(module, place, attribute))
 
-    def _add(self, place: str, parameter: Any, slices: Mapping[str, Slice]) -> None:
+    def _add(self, place: str, parameter: Any, slices: Slices) -> None:
         count = len(parameter) if parameter.dim() == 3 else 1
         rows, columns = parameter.shape[-2:]
         matrices = [_Matrix(rows, columns, set()) for _ in range(count)]
-        covered = sum((where.rows[1] - where.rows[0]) for where in slices.values())
-        narrow = any(where.columns[1] - where.columns[0] != columns for where in slices.values())
-        if covered != count * rows or narrow:
-            return  # padded, or without explanation: `shares` reports it
-        for name, where in slices.items():
+        covered = sum((where.rows[1] - where.rows[0]) for _, where in slices)
+        narrow = any(where.columns[1] - where.columns[0] != columns for _, where in slices)
+        if covered != count * rows or narrow or len(dict(slices)) < len(slices):
+            return  # padded, divided, or without explanation: `shares` reports it
+        for name, where in slices:
             matrices[where.first_row // rows].waiting.add(name)
             self._places.setdefault(name, []).append(place)
         self._parameters[place] = _Parameter(slices, matrices)
@@ -97,7 +97,7 @@ class QuantizedReference:
         """Takes a tensor of the update. It has the transfer's dtype, and is on the model's device."""
         for place in self._places.get(name, ()):
             parameter = self._parameters[place]
-            where = parameter.slices[name]
+            where = dict(parameter.slices)[name]
             part = tensor.reshape(len(tensor), -1)[slice(*where.rows), slice(*where.columns)]
             parameter.arrived[name] = to_hex(partial_fingerprint(part, where.rows[0], where.columns[0]))
             matrix = parameter.matrices[where.first_row // parameter.matrices[0].rows]
@@ -111,9 +111,7 @@ class QuantizedReference:
                 matrix.fingerprint = partial_fingerprint(values), partial_fingerprint(scales)
                 matrix.values_RC = None
 
-    def shares(
-        self, module: nn.Module, place: str, attribute: str, slices: Mapping[str, Slice]
-    ) -> Iterator[tuple[str, Share]]:
+    def shares(self, module: nn.Module, place: str, attribute: str, slices: Slices) -> Iterator[tuple[str, Share]]:
         """Compares a parameter of the loaded model with what it must contain."""
         address = f"{place}.{attribute}"
         parameter = self._parameters.get(address)
@@ -121,7 +119,7 @@ class QuantizedReference:
         arrived: Mapping[str, str] = {}
         if parameter is not None:
             arrived, problem = parameter.arrived, _problem(module, attribute, parameter)
-        for name, where in slices.items():
+        for name, where in slices:
             yield name, Share(address, where.rows, where.columns, arrived.get(name, to_hex(0)), problem=problem)
 
 

@@ -14,21 +14,30 @@ Invariants:
   other products are zero, so the result is that column exactly: 1 x w plus zeros is not rounded in any float type.
   Plain parameters (GPU, embeddings, norms, biases) are read directly.
 - A tied output layer is a second location of the input embedding; both are checked.
+- Names are translated by the engine's own table of renamed weights. Tensors that it drops are not looked for.
 - A tensor without a location, and a parameter that no tensor explains, are reported, never skipped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from telescope.weights.engine_experts import expert_slices, experts_as_loaded, is_experts, why_unreadable
+from telescope.weights.engine_experts import (
+    DOWN,
+    GATE_UP,
+    expert_slices,
+    experts_as_loaded,
+    is_experts,
+    is_whole,
+    why_unreadable,
+)
 from telescope.weights.engine_quantized import SCALE, Quantize, QuantizedReference, is_quantized, quantized_matrices
-from telescope.weights.fingerprint import Share, Slice, as_matrix_shape, fingerprint_slices
+from telescope.weights.fingerprint import Share, Slice, Slices, as_matrix_shape, fingerprint_slices
 from telescope.weights.plan import TensorMeta
 
 IDENTITY_ROWS = 256
@@ -36,21 +45,30 @@ IDENTITY_ROWS = 256
 
 USUAL_PACKING = {"gate_up_proj": ["gate_proj", "up_proj"]}
 """Fused modules that a model with experts in some layers does not always list."""
+SHARED_BY_VALUES = {"v_proj": "k_proj"}
+"""A projection that some layers do not have, and the one whose weights the engine uses for it (Gemma 4)."""
 
 
 def engine_weights(
-    model: nn.Module, metas: list[TensorMeta], dtype: torch.dtype, reference: QuantizedReference | None = None
+    model: nn.Module,
+    metas: list[TensorMeta],
+    dtype: torch.dtype,
+    reference: QuantizedReference | None = None,
+    tied: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Reads every tensor of `metas` from this worker's `model`. `metas` have the trainer's names and full shapes.
 
     Returns JSON: `tensors` maps each name to its shares on this worker (empty if it has none), `unaccounted` lists
-    parameters of the engine that no tensor explains. `dtype` is the dtype of the transfer. `reference` has
-    observed the last update, and is needed for quantized models.
+    parameters of the engine that no tensor explains, `ignored` the tensors that its loader drops. `dtype` is the dtype
+    of the transfer. `reference` has observed the last update, and is needed for quantized models. `tied` are second
+    names of parameters that were one when the model was built.
     """
-    shapes = {meta.name: meta.shape for meta in metas}
+    sent = {engine_name(model, meta.name): meta for meta in metas}
+    ignored = [meta.name for meta in metas if engine_name(model, meta.name) is None]
+    shapes = {name: meta.shape for name, meta in sent.items() if name is not None}
     shares: dict[str, list[dict[str, Any]]] = {meta.name: [] for meta in metas}
     unaccounted: list[str] = []
-    for place, module, attribute, parameter, canonical in _parameters(model):
+    for place, module, attribute, parameter, canonical in _parameters(model, shapes, tied):
         quantized = quantized_matrices(module) if is_quantized(module) else []
         if attribute.removesuffix(SCALE) in quantized and attribute.endswith(SCALE):
             continue  # compared with its matrix
@@ -67,15 +85,29 @@ def engine_weights(
             unaccounted.append(f"{place}.{attribute} (no update was observed since it was quantized)")
             continue
         for name, found in read:
-            shares[name].append(asdict(found))
-    return {"tensors": shares, "unaccounted": unaccounted}
+            shares[sent[name].name].append(asdict(found))
+    return {"tensors": shares, "unaccounted": unaccounted, "ignored": ignored}
+
+
+def engine_name(model: nn.Module, name: str) -> str | None:
+    """Returns the name of a tensor in the engine, before layers are fused. None if the engine drops it."""
+    for place, module in [("", model), *model.named_children()]:
+        mapper = getattr(module, "hf_to_vllm_mapper", None)
+        prefix = f"{place}." if place else ""
+        if mapper is None or not name.startswith(prefix):
+            continue
+        renamed = replace(mapper, orig_to_new_stacked={})._map_name(name.removeprefix(prefix))
+        if renamed is None:
+            return None
+        name = prefix + renamed
+    return name
 
 
 def quantized_reference(model: nn.Module, metas: list[TensorMeta], quantize: Quantize) -> QuantizedReference | None:
     """Returns an observer of an update of `metas`. None if the model has no quantized layers."""
     if not any(is_quantized(module) for module in model.modules()):
         return None
-    shapes = {meta.name: meta.shape for meta in metas}
+    shapes = {name: meta.shape for meta in metas if (name := engine_name(model, meta.name)) is not None}
     return QuantizedReference(
         model,
         lambda module, place, attribute: _locations(model, module, place, attribute, shapes, f"{place}.{attribute}"),
@@ -98,13 +130,24 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return tied
 
 
-def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter, str]]:
-    """Yields (module name, module, attribute, parameter, first name) of every parameter."""
-    tied = tied_names(model)
+def loaded_names(tied: Mapping[str, str], shapes: Container[str]) -> dict[str, str]:
+    """Maps other names of shared parameters to the one in `shapes`, by which it is loaded, else to the first name."""
+    chosen = {first: first for first in tied.values()}
+    chosen |= {first: name for name, first in tied.items() if name in shapes and first not in shapes}
+    return {name: chosen[first] for name, first in (*tied.items(), *((f, f) for f in chosen)) if chosen[first] != name}
+
+
+def _parameters(
+    model: nn.Module, shapes: Mapping[str, Any], tied: Mapping[str, str] | None
+) -> Iterator[tuple[str, nn.Module, str, torch.Tensor, str]]:
+    """Yields (module name, module, attribute, tensor, loaded name) of every parameter, and of buffers that are sent."""
+    loaded = loaded_names({**(tied or {}), **tied_names(model)}, shapes)
     for place, module in model.named_modules():
-        for attribute, parameter in module.named_parameters(recurse=False):
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for attribute, tensor in tensors:
             name = f"{place}.{attribute}" if place else attribute
-            yield place, module, attribute, parameter, tied.get(name, name)
+            if isinstance(tensor, nn.Parameter) or name in shapes:
+                yield place, module, attribute, tensor, loaded.get(name, name)
 
 
 def _kinds(module: nn.Module) -> set[str]:
@@ -118,12 +161,22 @@ def _locations(
     attribute: str,
     shapes: Mapping[str, tuple[int, ...]],
     canonical: str,
-) -> dict[str, Slice]:
+) -> Slices:
     """Returns the trainer tensors in any parameter, and their locations."""
-    if is_experts(module):
+    if is_experts(module) and attribute in (GATE_UP, DOWN):
         return expert_slices(module, place, attribute, shapes)
-    packing = {**USUAL_PACKING, **(getattr(model, "packed_modules_mapping", None) or {})}
+    packing = {**USUAL_PACKING, **_stacked(model), **(getattr(model, "packed_modules_mapping", None) or {})}
     return _slices(module, place, attribute, shapes, canonical, packing)
+
+
+def _stacked(model: nn.Module) -> dict[str, list[str]]:
+    """Returns the fused modules of the engine's own tables, and their components in order."""
+    tables = [getattr(getattr(m, "hf_to_vllm_mapper", None), "orig_to_new_stacked", None) for m in model.modules()]
+    found: dict[str, list[str]] = {}
+    for component, (fused, _) in (pair for table in tables if table for pair in table.items()):
+        names = found.setdefault(fused.strip("."), [])
+        names += [name] if (name := component.strip(".")) not in names else []
+    return found
 
 
 def _slices(
@@ -133,52 +186,61 @@ def _slices(
     shapes: Mapping[str, tuple[int, ...]],
     canonical: str,
     packing: Mapping[str, list[str]],
-) -> dict[str, Slice]:
+) -> Slices:
     """Returns the trainer tensors in this parameter and their locations. Empty if there is no explanation."""
     parent, _, last = place.rpartition(".")
-    components = packing.get(last)
-    if components is not None:
-        prefix = f"{parent}." if parent else ""
-        names = [f"{prefix}{component}.{attribute}" for component in components]
-        if not all(name in shapes for name in names):
-            return {}
-        return _fused_slices(module, names, shapes)
     own = f"{place}.{attribute}" if place else attribute
     name = own if own in shapes else canonical
-    if name not in shapes:
-        return {}
+    kinds = _kinds(module)
+    if name not in shapes or "MergedColumnParallelLinear" in kinds or "QKVParallelLinear" in kinds:
+        prefix = f"{parent}." if parent else ""
+        components = [last] if name in shapes else packing.get(last, [])
+        names = [f"{prefix}{component}.{attribute}" for component in components]
+        for index, component in enumerate(components):
+            if names[index] not in shapes and component in SHARED_BY_VALUES:
+                names[index] = f"{prefix}{SHARED_BY_VALUES[component]}.{attribute}"
+        return _fused_slices(module, names, shapes) if all(name in shapes for name in names) else []
     rows, columns = as_matrix_shape(shapes[name])
     rank, size = _tensor_parallel(module)
-    kinds = _kinds(module)
-    whole = Slice(0, (0, rows), (0, columns))
     if "VocabParallelEmbedding" in kinds:
         indices: Any = module.shard_indices
-        return {name: Slice(0, (indices.org_vocab_start_index, indices.org_vocab_end_index), (0, columns))}
+        return [(name, Slice(0, (indices.org_vocab_start_index, indices.org_vocab_end_index), (0, columns)))]
     if "ColumnParallelLinear" in kinds and size > 1:
         local = rows // size
-        return {name: Slice(0, (rank * local, (rank + 1) * local), (0, columns))}
+        return [(name, Slice(0, (rank * local, (rank + 1) * local), (0, columns)))]
     if "RowParallelLinear" in kinds and attribute == "weight" and size > 1:
         local = columns // size
-        return {name: Slice(0, (0, rows), (rank * local, (rank + 1) * local))}
-    return {name: whole}
+        return [(name, Slice(0, (0, rows), (rank * local, (rank + 1) * local)))]
+    return [(name, Slice(0, (0, rows), (0, columns)))]
 
 
-def _fused_slices(module: nn.Module, names: list[str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Slice]:
-    """Returns the locations of a fused layer's components. They are consecutive rows, each divided over the ranks."""
+def _fused_slices(module: nn.Module, names: list[str], shapes: Mapping[str, tuple[int, ...]]) -> Slices:
+    """Returns the locations of tensors in a fused layer. Its components are consecutive rows, divided over the ranks.
+
+    A tensor has one component or, if checkpoints fuse as well, several. Empty if they do not add up.
+    """
     rank, size = _tensor_parallel(module)
-    replicas = [1] * len(names)
+    sizes = [int(rows) for rows in getattr(module, "output_sizes", ())]
+    replicas = [1] * len(sizes)
     if "QKVParallelLinear" in _kinds(module):
         # Key and value heads are repeated if there are fewer than ranks: `replicas` neighbors have the same head.
         repeated = int(getattr(module, "num_kv_head_replicas", 1))
         replicas = [1, repeated, repeated]
-    slices: dict[str, Slice] = {}
+    components = [(rows // repeats, repeats) for rows, repeats in zip(sizes, replicas, strict=True)]
+    slices: Slices = []
     first_row = 0
-    for name, repeats in zip(names, replicas, strict=True):
+    for name in names:
         rows, columns = as_matrix_shape(shapes[name])
-        local = rows * repeats // size
-        start = (rank // repeats) * local
-        slices[name] = Slice(first_row, (start, start + local), (0, columns))
-        first_row += local
+        taken = 0
+        while taken < rows and components:
+            own, repeats = components.pop(0)
+            local = own * repeats // size
+            start = taken + (rank // repeats) * local
+            slices.append((name, Slice(first_row, (start, start + local), (0, columns))))
+            first_row += local
+            taken += own
+        if taken != rows:
+            return []
     return slices
 
 
@@ -191,16 +253,17 @@ def _read(
     module: nn.Module,
     place: str,
     attribute: str,
-    parameter: nn.Parameter,
-    slices: Mapping[str, Slice],
+    parameter: torch.Tensor,
+    slices: Slices,
     dtype: torch.dtype,
     model: nn.Module,
 ) -> Iterator[tuple[str, Share]]:
     """Computes each slice's fingerprint, for every form of the parameter. The forms are those of the forward pass."""
-    if is_experts(module):
-        yield from fingerprint_slices(
-            [(0, experts_as_loaded(module, attribute))], f"{place}.{attribute}", slices, dtype
-        )
+    if is_experts(module) and attribute in (GATE_UP, DOWN):
+        stored = experts_as_loaded(module, attribute)
+        if is_whole(module, attribute, slices):
+            stored = stored.reshape(len(getattr(module, attribute)), -1)
+        yield from fingerprint_slices([(0, stored)], f"{place}.{attribute}", slices, dtype)
         return
     packed = attribute == "weight" and hasattr(module, "cpu_linear")
     is_lookup = "VocabParallelEmbedding" in _kinds(module) and "ParallelLMHead" not in _kinds(module)
@@ -208,12 +271,12 @@ def _read(
     if not packed or is_lookup:
         yield from fingerprint_slices([(0, parameter.detach())], f"{place}.{attribute}", slices, dtype)
     if packed and (not is_lookup or is_output):
-        columns = next(iter(slices.values())).columns
+        columns = slices[0][1].columns
         blocks = _packed_columns(module, parameter, columns[1] - columns[0])
         yield from fingerprint_slices(blocks, f"{place}.{attribute} as packed", slices, dtype)
 
 
-def _packed_columns(module: Any, parameter: nn.Parameter, num_columns: int) -> Iterator[tuple[int, torch.Tensor]]:
+def _packed_columns(module: Any, parameter: torch.Tensor, num_columns: int) -> Iterator[tuple[int, torch.Tensor]]:
     """Yields (first column, columns [rows, block]) of a packed weight. The layer's own operator reads it."""
     for start in range(0, num_columns, IDENTITY_ROWS):
         stop = min(start + IDENTITY_ROWS, num_columns)

@@ -20,7 +20,7 @@ below the smallest normal number, which some CPU kernels flush.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -146,17 +146,21 @@ class Slice:
     columns: tuple[int, int]
 
 
+Slices = list[tuple[str, Slice]]
+"""Tensors in a parameter, in the order of its rows. One that the parameter divides comes several times."""
+
+
 def fingerprint_slices(
-    blocks: Iterable[tuple[int, torch.Tensor]], place: str, slices: Mapping[str, Slice], dtype: torch.dtype
+    blocks: Iterable[tuple[int, torch.Tensor]], place: str, slices: Slices, dtype: torch.dtype
 ) -> Iterator[tuple[str, Share]]:
     """Computes the shares of all tensors in a parameter, given as (first column, block of columns)."""
-    sums: dict[str, list[int]] = {name: [] for name in slices}
-    exact = dict.fromkeys(slices, True)
+    sums: list[list[int]] = [[] for _ in slices]
+    exact = [True] * len(slices)
     for first_column, block in blocks:
-        for name, where in slices.items():
+        for index, (_, where) in enumerate(slices):
             part = block[where.first_row : where.first_row + where.rows[1] - where.rows[0]]
             cast = part.to(dtype)
-            exact[name] &= part.dtype == dtype or bool((cast.to(part.dtype) == part).all())
-            sums[name].append(partial_fingerprint(cast, where.rows[0], where.columns[0] + first_column))
-    for name, where in slices.items():
-        yield (name, Share(place, where.rows, where.columns, to_hex(add_fingerprints(sums[name])), exact[name]))
+            exact[index] &= part.dtype == dtype or bool((cast.to(part.dtype) == part).all())
+            sums[index].append(partial_fingerprint(cast, where.rows[0], where.columns[0] + first_column))
+    for (name, where), parts, is_exact in zip(slices, sums, exact, strict=True):
+        yield name, Share(place, where.rows, where.columns, to_hex(add_fingerprints(parts)), is_exact)

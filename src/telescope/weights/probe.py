@@ -114,7 +114,8 @@ def compare(
         return ProbeReport(0, logprobs=logprobs, has_adapter=True)
     mismatched = {} if loaded else dict.fromkeys(sent, "no worker answered")
     reported = {name for worker in loaded for name in worker.get("tensors", {})}
-    for name in [*sent, *sorted(reported - set(sent))] if loaded else ():
+    ignored = {name for worker in loaded for name in worker.get("ignored", ())}
+    for name in [*(sent.keys() - ignored), *sorted(reported - set(sent))] if loaded else ():
         if reason := _mismatch(name, sent.get(name), loaded):
             mismatched[name] = reason
     return ProbeReport(

@@ -26,8 +26,8 @@ from telescope.cli.main import main
 from telescope.errors import RunError, UserError
 from telescope.orchestrator.checkpoints import META
 from telescope.orchestrator.conversion import convert, is_converted
+from telescope.trainer.checkpoint_names import checkpoint_tensors
 from telescope.trainer.hf_folder import new_folder
-from telescope.trainer.model import checkpoint_tensors
 from telescope.trainer.packing import pack_step
 from telescope.trainer.worker import Trainer
 from telescope.weights.model_folder import MARKER, read_origin
@@ -82,7 +82,7 @@ def test_a_cast_model_has_the_logprobs_of_the_cast_weights(trained, tmp_path):
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     assert loaded.dtype == torch.bfloat16
-    for name, tensor in ((part, t) for n, p in loaded.named_parameters() for part, t in checkpoint_tensors(n, p)):
+    for name, tensor in checkpoint_tensors(loaded):
         assert torch.equal(tensor, found["weights"][name].to(torch.bfloat16)), name
     logits = loaded.float()(torch.tensor([TEXT])).logits[0].detach().log_softmax(-1)
     assert [float(logits[i, token]) for i, token in enumerate(TEXT[1:])] == pytest.approx(found["logprobs"], abs=0.1)

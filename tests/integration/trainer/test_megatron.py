@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tests.integration.trainer.test_gradient_contract import reference_gradient
 from tests.integration.trainer.trainer_cases import (
     build_model,
+    by_checkpoint_name,
     make_config,
     make_samples,
     relative_error,
@@ -28,8 +29,8 @@ from transformers import AutoModelForCausalLM
 from telescope.errors import RunError, UserError
 from telescope.orchestrator.conversion import convert
 from telescope.trainer.batch import StepInput
+from telescope.trainer.checkpoint_names import checkpoint_tensors
 from telescope.trainer.logprob import VocabularyPart
-from telescope.trainer.model import checkpoint_tensors
 from telescope.trainer.packing import pack_step
 from telescope.trainer.self_check import GradientComparison, compare_gradients
 from telescope.trainer.worker import Trainer
@@ -262,8 +263,8 @@ def by_fsdp(families):
 
 @pytest.mark.parametrize("case", CASES)
 def test_gradient_equals_that_of_single_samples(results, families, case):
-    reference = reference_gradient(families[CASES[case][0]], make_samples(LENGTHS), TEMPERATURE)
-    wanted = {part: tensor for name, grad in reference.items() for part, tensor in checkpoint_tensors(name, grad)}
+    model = families[CASES[case][0]]
+    wanted = by_checkpoint_name(model, reference_gradient(model, make_samples(LENGTHS), TEMPERATURE))
     for rank in results.gradient[case]:
         assert relative_error(rank["gradient"], wanted) < 1e-5
 
@@ -287,7 +288,7 @@ def test_verify_compares_gradients_that_the_optimizer_divides(results, case):
 @pytest.mark.parametrize("case", CASES)
 def test_every_rank_yields_the_weights_of_the_checkpoint(results, families, case):
     model = AutoModelForCausalLM.from_pretrained(families[CASES[case][0]], dtype=torch.float32)
-    wanted = {part: t for name, tensor in model.named_parameters() for part, t in checkpoint_tensors(name, tensor)}
+    wanted = dict(checkpoint_tensors(model))
     for rank in results.gradient[case]:
         assert rank["weights"].keys() == wanted.keys()
         assert all(torch.equal(rank["weights"][name], wanted[name]) for name in wanted)
@@ -376,7 +377,7 @@ def test_four_ranks_that_divide_twice_train_like_one_of_the_fsdp_backend(familie
     found = iter(run_ranks(jobs, num_ranks=4, folder=tmp_path / "ranks"))
     for model, _ in FOUR_RANKS.values():
         reference = reference_gradient(families[model], make_samples(LENGTHS), TEMPERATURE)
-        wanted = {part: tensor for name, grad in reference.items() for part, tensor in checkpoint_tensors(name, grad)}
+        wanted = by_checkpoint_name(families[model], reference)
         for gradient in next(found):
             assert relative_error(gradient, wanted) < 1e-5
         equals_fsdp(next(found), by_fsdp(model, "grpo"))

@@ -37,8 +37,10 @@ from telescope.orchestrator.checkpoints import META
 from telescope.trainer import worker
 from telescope.trainer.backends.fsdp import checkpoint_writer
 from telescope.trainer.batch import StepInput, TrainSample
+from telescope.trainer.checkpoint_names import CheckpointNames
 from telescope.trainer.loss import denominator
 from telescope.trainer.metrics import StepMetrics
+from telescope.trainer.model import load_causal_lm
 from telescope.trainer.packing import pack_step
 from telescope.trainer.timeline import Timeline
 from telescope.trainer.worker import Trainer
@@ -53,6 +55,12 @@ ALL_MODIFIERS = {
     "kl_penalty_tau": 0.1, "entropy_coef": 0.2,
 }  # fmt: skip
 """Settings that put everything on top of a loss that can be put there together."""
+
+
+def by_checkpoint_name(model: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a model's parameters, by what checkpoints call them."""
+    names = CheckpointNames(load_causal_lm(model, torch.float32, with_weights=False))
+    return {part: value for name, tensor in tensors.items() for part, value in names.parts(name, tensor)}
 
 
 def build_model(directory: Path, *, family: str = "qwen2", tied: bool = True, seed: int = 0, **changes: Any) -> str:
@@ -95,7 +103,7 @@ def make_config(model: str, **changes: Any) -> Any:
         "weight_decay": 0.0, "grad_clip": 1.0, "lr_scheduler": "constant", "warmup_steps": 0, "min_lr_ratio": 0.0,
         "train_backend": "fsdp", "algorithm": "grpo", "entropy_chunk_size": 7, "temperature": 1.0, "max_tokens": 32,
         "seq_len": 200, "pad_to_multiple_of": 8, "number_of_steps": 10, "track_gpu_events": True,
-        "hash": "0123456789ab",
+        "hash": "0123456789ab", "compare_first_steps": 0, "engine_precision": "float32", "compute_dtype": "float64",
         "environments": [SimpleNamespace(name="countdown")],
     }  # fmt: skip
     return SimpleNamespace(**(defaults | fields | changes))

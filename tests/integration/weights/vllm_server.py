@@ -36,7 +36,7 @@ from telescope.inference.process import EngineProcess
 from telescope.inference.vllm.launch import WORKER_EXTENSION, launch_command
 from telescope.orchestrator.folder_weights import load_folder
 from telescope.tiny_model.build import build_tokenizer
-from telescope.trainer.model import checkpoint_tensors
+from telescope.trainer.checkpoint_names import checkpoint_tensors
 from telescope.weights.communicator import backend_for
 from telescope.weights.model_folder import folder_metas, weight_files
 from telescope.weights.plan import TensorMeta, UpdateInfo, make_update
@@ -106,15 +106,9 @@ def make_model(
     return model
 
 
-def trainer_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a trainer sends of `model`: its parameters under the names of its files."""
-    for name, parameter in model.named_parameters():
-        yield from checkpoint_tensors(name, parameter)
-
-
 def names_of(model: PreTrainedModel) -> list[str]:
-    """The names of `trainer_tensors`."""
-    return [name for name, _ in trainer_tensors(model)]
+    """The names of what a trainer sends of `model`."""
+    return [name for name, _ in checkpoint_tensors(model)]
 
 
 def python_path(*folders: Path) -> str:
@@ -280,7 +274,7 @@ class Server:
 
     def next_update(self, *, mode: str = "flattened_bucket", bucket_mb: int = 8) -> UpdateInfo:
         self.version += 1
-        metas = [TensorMeta(name, tuple(t.shape)) for name, t in trainer_tensors(self.model)]
+        metas = [TensorMeta(name, tuple(t.shape)) for name, t in checkpoint_tensors(self.model)]
         return make_update(
             metas,
             version=self.version,
@@ -294,7 +288,7 @@ class Server:
         """One whole sync of the model's parameters, and the probe."""
         update = self.next_update(mode=mode, bucket_mb=bucket_mb)
         if self.background:
-            report = self.receive(update, trainer_tensors(self.model))
+            report = self.receive(update, checkpoint_tensors(self.model))
             assert report.errors == {}
             pause_seconds = self.run(self.swap(update))
             return Sync(report, pause_seconds, self.probe(report))
@@ -322,7 +316,7 @@ class Server:
         paused = time.monotonic()
         await self.client.pause("keep", drop_caches=drop_caches)
         await self.client.start_update()
-        send = asyncio.to_thread(self.sender.send, trainer_tensors(self.model), update, [0], fingerprints=True)
+        send = asyncio.to_thread(self.sender.send, checkpoint_tensors(self.model), update, [0], fingerprints=True)
         report, _ = await asyncio.gather(send, self.client.update_weights(update.to_dict()))
         await self.client.finish_update(update.version)
         await self.client.resume()
@@ -387,7 +381,7 @@ class Server:
         update = self.next_update(mode="per_tensor")
 
         def half() -> Iterator[tuple[str, torch.Tensor]]:
-            for index, item in enumerate(trainer_tensors(self.model)):
+            for index, item in enumerate(checkpoint_tensors(self.model)):
                 if index == 7:
                     corrupt()
                 yield item

@@ -14,10 +14,11 @@ from tests.model_folder import write_model_folder
 
 from telescope.cli import train, verify
 from telescope.cli.dry_run import MOST_WORKERS_SHOWN, print_dry_run
-from telescope.config import load_config, machine, preflight
+from telescope.config import TelescopeConfig, load_config, machine, preflight
 from telescope.config.generate import default_yaml
 from telescope.config.model_files import inspect_model
 from telescope.config.plan import ClusterResources, NodeResources
+from telescope.config.remarks import remarks_on_resuming
 from telescope.errors import ConfigError, RunError, UnreachableError, UserError
 
 HERE = {"device": "cpu", "ray_address": "local", "use_wandb": False, "ray_inference_cpus_per_worker": 0.1,
@@ -30,6 +31,7 @@ def small_machine(monkeypatch, tmp_path):
     node = NodeResources("here", cpus=2.0, gpus=0, memory_bytes=8 << 30)
     for module in ("telescope.cli.dry_run", "telescope.config.preflight"):
         monkeypatch.setattr(f"{module}.local_resources", lambda: ClusterResources((node,)))
+    monkeypatch.setattr("telescope.config.remarks.cpu_flags", frozenset)
     monkeypatch.setattr(preflight, "TRAINING_PACKAGES", ())
     monkeypatch.setattr(preflight, "require_port", lambda host, port, **server: None)
     monkeypatch.setattr(preflight, "listen_problem", lambda host, port: None)
@@ -188,11 +190,16 @@ def test_a_default_port_in_use_is_changed(dry_run, monkeypatch):
     assert FITTED not in dry_run(**HERE, inference_base_port=8101)[0]
 
 
-def test_a_run_that_fits_has_no_remarks(dry_run):
+def remarks_of(printed: str) -> list[str]:
+    return [line.removeprefix("· ") for line in printed.splitlines() if line.startswith("· ")]
+
+
+def test_a_run_that_fits_has_one_remark_that_it_cannot_be_resumed(dry_run):
     printed, error = dry_run(**HERE)
     assert error is None
-    assert "Remarks" not in printed
+    assert remarks_of(printed) == remarks_on_resuming(TelescopeConfig(environments=[{"name": "countdown"}]))
     assert "trainer rank 1" in printed
+    assert remarks_of(dry_run(**HERE, checkpoint_every=5)[0]) == []
 
 
 @pytest.mark.parametrize(("number", "shown"), [(1, "1 step"), (20, "20 steps")])
@@ -273,6 +280,7 @@ def test_a_verification_needs_no_disk_for_checkpoints_or_a_model(tmp_path, monke
 @pytest.mark.parametrize("debug", [True, False])
 def test_debug_shows_the_stack_of_an_error_that_ends_a_run(monkeypatch, capsys, tmp_path, debug):
     def run_training(config, notes, view):
+        assert notes == remarks_on_resuming(config) != []
         raise RunError("the run cannot go on")
 
     monkeypatch.setattr("telescope.orchestrator.run.run_training", run_training)
@@ -284,7 +292,7 @@ def test_debug_shows_the_stack_of_an_error_that_ends_a_run(monkeypatch, capsys, 
 
 def test_a_field_with_an_effect_is_no_remark(dry_run):
     printed, _ = dry_run(**HERE | {"gradient_checkpointing_layers": 2})
-    assert "Remarks" not in printed
+    assert len(remarks_of(printed)) == 1, "that it cannot be resumed"
     printed, _ = dry_run(**SHARED, ray_trainer_cpus_per_worker=4)  # for GPUs: this machine is too small without
     assert "the plan is for a machine with 2 GPUs" in printed
     assert "has no effect" not in printed

@@ -30,6 +30,7 @@ def verify(capsys, tmp_path: Path, *arguments: str) -> tuple[int, str, str]:
 def test_a_conversation_is_printed_with_its_trained_tokens_and_stops(capsys, tmp_path, folder):
     code, out, _ = verify(capsys, tmp_path, "--model", str(folder))
     assert code == 0
+    assert "The answers are a fixed probe text, not the model's words." in out
     assert "<|im_end|>, id 151645, from chat template; <|endoftext|>, id 151643, from tokenizer" in out
     assert "[[<think>\nThe first thought.\n</think>\n\nThe first answer.<|im_end|>]]\n<|im_start|>user\n" in out
     assert out.count("[[The last answer.<|im_end|>]]") == 1 and "--- fork" not in out

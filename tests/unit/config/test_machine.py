@@ -1,4 +1,4 @@
-"""Detection of a running cluster on this machine, by Ray's note of its address."""
+"""Detection of a running cluster on this machine, by Ray's note of its address, and of what its CPU can do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from telescope.config.machine import ray_cluster_is_configured
+from telescope.config.machine import cpu_flags, ray_cluster_is_configured
 
 
 @pytest.fixture(params=["RAY_TMPDIR", "TMPDIR"])
@@ -39,3 +39,7 @@ def test_an_address_that_is_set_is_not_checked(note: Path, monkeypatch: pytest.M
     assert ray_cluster_is_configured("10.0.0.1:6379")
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert ray_cluster_is_configured("auto")
+
+
+def test_the_instruction_sets_of_this_cpu_are_read() -> None:
+    assert {"fpu", "sse2"} <= cpu_flags()

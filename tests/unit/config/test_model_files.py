@@ -375,7 +375,7 @@ def test_key_value_heads_that_are_fewer_than_workers_are_repeated(tmp_path):
 def test_experts_that_the_weight_transfer_does_not_know_are_refused(tmp_path):
     assert inspect_model(config(write_model(tmp_path / "m", config=json.dumps({**MODEL_CONFIG, **EXPERTS})))).shape
     for other in (
-        {"model_type": "mixtral", "num_local_experts": 8},
+        {"model_type": "phimoe", "num_local_experts": 8},
         {"model_type": "deepseek_v3", "n_routed_experts": 4},
         {"model_type": "ernie4_5_moe", "moe_num_experts": 64},
         {"model_type": "dbrx", "ffn_config": {"moe_num_experts": 16}},

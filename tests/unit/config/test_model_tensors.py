@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from telescope.config.model_contents import CAUSAL_LM_CLASSES, expected_tensors, listed, tensor_problem
-from telescope.trainer.model import checkpoint_tensors
+from telescope.trainer.checkpoint_names import checkpoint_tensors
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -35,11 +35,7 @@ def test_the_expected_tensors_are_those_that_transformers_saves(model_type: str,
     config = transformers.AutoConfig.for_model(model_type, **SIZES, **values)
     with torch.device("meta"):
         model = getattr(transformers, CAUSAL_LM_CLASSES[model_type])(config)
-    saved = {
-        part: tuple(shape.shape)
-        for name, tensor in model.state_dict().items()
-        for part, shape in checkpoint_tensors(name, tensor)
-    }
+    saved = {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(model)}
     assert expected_tensors(config.to_dict()) == saved
     assert tensor_problem(saved, saved, tied=False) is None
 

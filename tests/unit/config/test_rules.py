@@ -6,7 +6,7 @@ import pytest
 
 from telescope.config import TelescopeConfig
 from telescope.config.loader import build_config
-from telescope.config.remarks import remarks
+from telescope.config.remarks import remarks, remarks_on_place, remarks_on_resuming
 from telescope.config.rules import RULES
 from telescope.errors import ConfigError
 
@@ -294,3 +294,28 @@ def test_rules_see_what_earlier_rules_adjusted():
     assert config.eval_num_servers == 0
     with pytest.raises(ConfigError, match="inference_base_port"):
         build({"inference_tensor_parallel_size": 4, "inference_num_workers": 8, "inference_base_port": 65535})
+
+
+@pytest.mark.parametrize(("every", "count"), [(False, 1), (0, 1), (20, 0)])
+def test_a_run_without_checkpoints_is_told_that_it_cannot_be_resumed(every, count):
+    found = remarks_on_resuming(build({"checkpoint_every": every}))
+    assert ["so a stopped run cannot be resumed. Set checkpoint_every" in text for text in found] == [True] * count
+
+
+@pytest.mark.parametrize(
+    ("flags", "device", "dtype", "is_remarked"),
+    [
+        ({"avx2", "avx512f"}, "cpu", "bfloat16", True),
+        ({"avx2", "avx512f"}, "cpu", None, False),
+        ({"avx2", "avx512f"}, "cpu", "float32", False),
+        ({"avx2", "avx512f"}, "cuda", "bfloat16", False),
+        ({"avx2", "avx512f"}, None, "bfloat16", False),
+        ({"avx2", "avx512_bf16"}, "cpu", "bfloat16", False),
+        ({"avx2", "amx_bf16"}, "cpu", "bfloat16", False),
+        (set(), "cpu", "bfloat16", False),
+    ],
+)
+def test_bfloat16_is_remarked_on_a_cpu_that_emulates_it(monkeypatch, flags, device, dtype, is_remarked):
+    monkeypatch.setattr("telescope.config.remarks.cpu_flags", lambda: frozenset(flags))
+    found = remarks_on_place(build({"mixed_precision_dtype": dtype}), device, None)
+    assert ["Set mixed_precision_dtype to null" in text for text in found] == [True] * is_remarked

@@ -108,6 +108,17 @@ def test_a_folder_has_a_file_for_each_split(tmp_path):
     assert len(made(str(tmp_path))) == 3
 
 
+def test_a_missing_file_is_refused_with_close_names_first_and_without_files_of_tools(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = ["a.jsonl", "data/train.jsonl", "data/b.csv", "packages.json"]
+    no_data = [".venv/x.json", ".hidden.json", "data/.c.json", "node_modules/x.json", "web/package.json"]
+    for name in [*names, *no_data, "package.json", "package-lock.json", "tsconfig.json", "tsconfig.app.json"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match=r": data/train.jsonl, a.jsonl, data/b.csv, packages.json\. Give"):
+        len(made("trian.jsonl"))
+
+
 def test_a_subset_is_a_subfolder(tmp_path):
     for subset, count in (("main", 2), ("socratic", 3)):
         (tmp_path / subset).mkdir()

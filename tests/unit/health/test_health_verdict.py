@@ -27,7 +27,7 @@ def test_nothing_stands_out_without_a_rule_that_fires() -> None:
 @pytest.mark.parametrize(
     ("name", "changed"),
     [
-        ("wait", {WAIT: [6.2] * 10}), ("grad_norm", {rules.GRAD_NORM: [40.0]}), ("kl", {rules.KL: [0.2] * 60}),
+        ("wait", {WAIT: [6.2] * 10}), ("grad_norm", {rules.GRAD_NORM: [40.0]}), ("kl", {rules.KL: [0.5, 1e-4, 1e-4]}),
         ("truncated", {rules.TRUNCATED: [90.0] * 10}), ("reward", {rules.REWARD: [0.05] * 10}),
     ],
 )  # fmt: skip

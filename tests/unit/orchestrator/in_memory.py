@@ -124,6 +124,7 @@ class CountingTrainer:
     steps: list[list[str]] = field(default_factory=list)
     version: int = 0
     data_size: int = 1
+    packs: bool = True
 
     async def train_step(self, inputs: list[StepInput]) -> StepResult:
         await tick(3)

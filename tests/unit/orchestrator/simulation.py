@@ -206,6 +206,7 @@ class SimulatedTrainer:
     rng: random.Random
     servers: list[SimulatedServer]
     data_size: int = 1
+    packs: bool = True
     on_step: Callable[[list[StepInput]], None] = lambda inputs: None
     version: int = 0
     ages: list[list[int]] = field(default_factory=list)

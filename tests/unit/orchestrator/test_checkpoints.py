@@ -81,6 +81,7 @@ async def test_every_nth_step_and_the_last_one_are_saved(tmp_path: Path) -> None
     saving = Saving(tmp_path, checkpoint_every=2)
     await saving.steps(5)
     await saving.checkpointer.save_last(5, lambda: RunState(step=5))
+    assert saving.status.phase == "writing the last checkpoint"
     await saving.checkpointer.save_last(5, lambda: RunState(step=5))
     assert saving.folder.steps() == [2, 4, 5]
     assert saving.trainer.saved == [2, 4, 5], "the last one once"
@@ -92,6 +93,7 @@ async def test_without_checkpoint_every_nothing_is_saved(tmp_path: Path) -> None
     await saving.steps(3)
     await saving.checkpointer.save_last(3, lambda: RunState(step=3))
     assert os.listdir(tmp_path) == []
+    assert saving.status.phase == RunStatus("test", 10).phase, "it does not say that one is written"
 
 
 async def test_a_checkpoint_has_its_name_only_when_its_files_are_complete(tmp_path: Path) -> None:

@@ -294,6 +294,33 @@ def test_the_command_refuses_a_bad_resume_with_exit_code_2(
     assert sorted(path.name for path in resuming.run_dir.iterdir()) == ["checkpoints", "config.yaml"]
 
 
+def test_a_run_without_a_checkpoint_is_refused_with_the_command_that_starts_it_again(
+    resuming: Resuming, capsys: Any
+) -> None:
+    (resuming.run_dir / "config.yaml").write_text(json.dumps(resuming.config().values | {"run_dir": None}))
+    replace_json(resuming.run_dir / "run.json", {})
+    (resuming.path / META).unlink()
+    assert main(["train", "--resume", str(resuming.run_dir)]) == 2
+    error = capsys.readouterr().err
+    assert f"{resuming.run_dir} has no checkpoint: it ended after 0 steps" in error
+    assert f"`telescope train --config {resuming.run_dir}/config.yaml --checkpoint_every 20`" in error
+    assert "resume_from_checkpoint" not in error
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_a_conversion_of_a_run_without_checkpoints_names_its_model(
+    resuming: Resuming, capsys: Any, is_saved: bool
+) -> None:
+    replace_json(resuming.run_dir / "run.json", {})
+    (resuming.path / META).unlink()
+    if is_saved:
+        write_model_folder(resuming.run_dir / "model")
+    assert main(["convert", str(resuming.run_dir)]) == 2
+    error = capsys.readouterr().err
+    assert "has no complete checkpoint" in error
+    assert (f"{resuming.run_dir}/model has the trained weights" in error) == is_saved
+
+
 def test_a_run_that_was_killed_after_its_last_step_is_continued_to_its_end(resuming: Resuming) -> None:
     (note,) = resuming.find(number_of_steps=2).notes[1:]
     assert note == "step_2 is after the last step: only the end of the run is left"

@@ -20,8 +20,8 @@ from telescope.orchestrator.training import Training
 class Ending:
     """A training whose loops have ended after step 3, with an error."""
 
-    def __init__(self, folder: Path) -> None:
-        self.config = config_of(checkpoint_every=9)
+    def __init__(self, folder: Path, checkpoint_every: int = 9) -> None:
+        self.config = config_of(checkpoint_every=checkpoint_every)
         self.folder = CheckpointFolder(folder)
         self.trainer: Any = FileTrainer()
         self.trainer.version, self.trainer.is_settled = 3, True
@@ -58,6 +58,15 @@ async def test_after_an_error_a_checkpoint_is_written_if_the_ranks_have_the_weig
     assert left is not None and 500 < left <= 600
     ending.training._exit_requested_at = time.monotonic() - 700
     assert ending.training._seconds_left() == 0
+
+
+@pytest.mark.parametrize(("every", "is_said"), [(9, True), (0, False)])
+async def test_a_checkpoint_after_an_error_is_announced_only_if_one_is_written(
+    tmp_path: Path, every: int, is_said: bool
+) -> None:
+    ending = Ending(tmp_path, every)
+    assert await ending.save() == [3] * is_said
+    assert (ending.training.status.phase == "writing a checkpoint after the error") == is_said
 
 
 async def test_a_trainer_that_fails_too_does_not_hide_the_first_error(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from transformers.utils import logging
 
 from telescope.config.model_shape import ModelShape
-from telescope.trainer.model import checkpoint_tensors
+from telescope.trainer.checkpoint_names import CheckpointNames, checkpoint_tensors
 
 CONFIG = Qwen3MoeConfig(
     vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
@@ -22,7 +22,7 @@ def test_names_and_values_are_those_of_the_files_that_transformers_writes(tmp_pa
     model = Qwen3MoeForCausalLM(CONFIG)
     model.save_pretrained(tmp_path)
     written = load_file(tmp_path / "model.safetensors")
-    ours = {n: t for name, p in model.named_parameters() for n, t in checkpoint_tensors(name, p)}
+    ours = dict(checkpoint_tensors(model))
     assert ours.keys() == written.keys()
     assert all(torch.equal(ours[name], written[name]) for name in written)
 
@@ -31,28 +31,27 @@ def test_the_saved_names_load_as_the_same_model(tmp_path):
     from safetensors.torch import save_file
 
     model = Qwen3MoeForCausalLM(CONFIG)
-    tensors = {n: t.detach().clone() for name, p in model.named_parameters() for n, t in checkpoint_tensors(name, p)}
+    tensors = {name: tensor.detach().clone() for name, tensor in checkpoint_tensors(model)}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     CONFIG.save_pretrained(tmp_path)
     again = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
     assert all(torch.equal(parameter, again[name]) for name, parameter in model.named_parameters())
 
 
-def test_every_other_tensor_keeps_its_name_and_nothing_is_copied():
-    tensor = torch.zeros(2, 3)
-    ((name, same),) = checkpoint_tensors("model.layers.0.mlp.gate_proj.weight", tensor)
-    assert (name, same) == ("model.layers.0.mlp.gate_proj.weight", tensor)
-    parts = dict(checkpoint_tensors("model.layers.0.mlp.experts.gate_up_proj", torch.zeros(2, 6, 4)))
-    assert {part.untyped_storage().data_ptr() for part in parts.values()} == {
-        next(iter(parts.values())).untyped_storage().data_ptr()
-    }
+def test_every_other_tensor_keeps_its_name_and_is_not_copied():
+    names = CheckpointNames(Qwen3MoeForCausalLM(CONFIG))
+    tensor = torch.zeros(24, 16)
+    ((name, same),) = names.parts("model.layers.1.mlp.gate_proj.weight", tensor)
+    assert name == "model.layers.1.mlp.gate_proj.weight"
+    assert same is tensor
 
 
 @pytest.mark.parametrize("kind", ["gate_up_proj", "down_proj"])
 def test_shapes_are_known_without_the_values(kind):
     name, shape = f"model.layers.0.mlp.experts.{kind}", (3, 16, 8)
-    on_meta = dict(checkpoint_tensors(name, torch.empty(shape, device="meta")))
-    values = dict(checkpoint_tensors(name, torch.zeros(shape)))
+    names = CheckpointNames(Qwen3MoeForCausalLM(CONFIG))
+    on_meta = dict(names.parts(name, torch.empty(shape, device="meta")))
+    values = dict(names.parts(name, torch.zeros(shape)))
     assert {n: t.shape for n, t in on_meta.items()} == {n: t.shape for n, t in values.items()}
 
 

@@ -85,11 +85,57 @@ def test_padded_calls_hold_every_segment_once_and_waste_little(lengths):
         assert longest <= 64 or all(lengths[i] >= 0.75 * longest for i in members)
 
 
-@pytest.mark.parametrize("option", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}])
-def test_features_that_are_not_implemented_are_refused(option):
+@pytest.mark.parametrize(
+    ("option", "kernel", "named"),
+    [
+        ({"softcap": 30.0}, "varlen", "softcap"),
+        ({"s_aux": torch.zeros(4)}, "flash_attn", "s_aux"),
+        ({"position_bias": torch.zeros(3, 3)}, "padded", "position_bias"),
+        ({"is_causal": False}, "padded", "is_causal"),
+    ],
+)
+def test_what_a_kernel_does_not_know_is_refused_and_never_ignored(option, kernel, named):
     q, k, v, layout = make([3])
-    with pytest.raises(UserError, match="soft-capped scores or attention sinks"):
+    layout.kernel = kernel
+    with pytest.raises(UserError, match=named):
         packed_attention(nn.Identity(), q, k, v, None, packed_layout=layout, **option)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(0.7, False), (None, True), (0.7, True)])
+def test_soft_caps_and_sinks_are_those_of_the_definition(window, softcap, has_sinks):
+    lengths = [5, 70, 7]
+    q, k, v, layout = make(lengths)
+    sinks = torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64).requires_grad_() if has_sinks else None
+    found, _ = packed_attention(
+        nn.Identity(), q, k, v, None, packed_layout=layout, sliding_window=window, softcap=softcap, s_aux=sinks
+    )
+    wide_k, wide_v = (t.repeat_interleave(2, dim=1) for t in (k, v))
+    start, rows = 0, []
+    for length in lengths:
+        for query in range(start, start + length):
+            first = start if window is None else max(start, query - window + 1)
+            score_HK = (wide_k[0, :, first : query + 1] @ q[0, :, query, :, None]).squeeze(-1) / 2
+            score_HK = score_HK if softcap is None else softcap * torch.tanh(score_HK / softcap)
+            weight_HK = score_HK.exp()
+            total_H = weight_HK.sum(1) + (0 if sinks is None else sinks.exp())
+            rows.append((weight_HK[:, :, None] * wide_v[0, :, first : query + 1]).sum(1) / total_H[:, None])
+        start += length
+    wanted = torch.stack(rows)[None]
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+    inputs = [q, k, v] if sinks is None else [q, k, v, sinks]
+    torch.testing.assert_close(
+        torch.autograd.grad(found.square().sum(), inputs), torch.autograd.grad(wanted.square().sum(), inputs),
+        rtol=1e-9, atol=1e-11,
+    )  # fmt: skip
+
+
+def test_values_may_be_narrower_than_keys():
+    """As in latent attention."""
+    q, k, v, layout = make([5, 9])
+    found, _ = packed_attention(nn.Identity(), q, k, v[..., :3], None, packed_layout=layout)
+    whole, _ = packed_attention(nn.Identity(), q, k, v, None, packed_layout=layout)
+    torch.testing.assert_close(found, whole[..., :3])
 
 
 def test_anything_that_the_offset_kernels_do_not_take_is_padded():

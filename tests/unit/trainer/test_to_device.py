@@ -34,8 +34,8 @@ def test_trained_tokens_arrive_with_their_numbers_in_the_types_that_the_loss_wan
     predicted_N = np.flatnonzero(row.trained_T)
     assert given.predicting_N.tolist() == (predicted_N - 1).tolist()
     assert given.target_N.tolist() == row.token_ids_T[predicted_N].tolist()
-    assert given.token_ids_T.tolist() == row.token_ids_T.tolist()
-    assert given.position_ids_T.tolist() == row.position_ids_T.tolist()
+    assert given.token_ids_ST.tolist() == [row.token_ids_T.tolist()]
+    assert given.position_ids_ST.tolist() == [row.position_ids_T.tolist()]
     assert rows.sample_N.tolist() == row.sample_index_T[predicted_N].tolist()
     assert rows.age_N.tolist() == (2 - row.version_T[predicted_N]).tolist()
     assert rows.on_policy_N.tolist() == (row.version_T[predicted_N] == 2).tolist()
@@ -45,7 +45,7 @@ def test_trained_tokens_arrive_with_their_numbers_in_the_types_that_the_loss_wan
     assert {rows.engine_logprob_N.dtype, rows.advantage_N.dtype, rows.age_N.dtype, rows.on_policy_N.dtype} == {
         float_dtype
     }
-    indices = given.token_ids_T, given.predicting_N, given.target_N, rows.sample_N
+    indices = given.token_ids_ST, given.predicting_N, given.target_N, rows.sample_N
     assert {index.dtype for index in indices} == {torch.int64}
 
 
@@ -55,7 +55,7 @@ def test_read_only_arrays_are_copied():
         getattr(row, name).flags.writeable = False  # as they come out of Ray's object store
     to_device(prepare(row, 2), CPU, torch.float64)
     before = row.token_ids_T.copy()
-    model_input(row, CPU, "varlen").token_ids_T += 1
+    model_input(row, CPU, "varlen").token_ids_ST += 1
     assert np.array_equal(row.token_ids_T, before)
 
 

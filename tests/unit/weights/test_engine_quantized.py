@@ -42,6 +42,7 @@ class Fp8PerBlockOnlineMoEMethod:
 
 class QKVParallelLinear(nn.Module):
     tp_rank, tp_size, num_kv_head_replicas = 0, 1, 1
+    output_sizes = (QUERY, KEY, KEY)
 
 
 class RoutedExperts(nn.Module):

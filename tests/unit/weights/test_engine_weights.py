@@ -1,5 +1,6 @@
 """Claims about where trainer tensors lie in an engine, with stand-ins for vLLM's layers at any tensor-parallel size."""
 
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,9 +109,11 @@ def engine_model(tensors: dict[str, torch.Tensor], rank: int, size: int, *, tied
     layer.attn, layer.mlp = nn.Module(), nn.Module()
     layer.attn.qkv_proj = QKVParallelLinear(rank, size, weight=qkv("weight"), bias=qkv("bias"))
     layer.attn.qkv_proj.num_kv_head_replicas = replicas
+    layer.attn.qkv_proj.output_sizes = [HEAD * n for n in (NUM_HEADS, NUM_KV_HEADS * replicas, NUM_KV_HEADS * replicas)]
     layer.attn.o_proj = RowParallelLinear(rank, size, weight=cut(tensors[f"{attn}o_proj.weight"], rank, size, dim=1))
     halves = [cut(tensors[f"{mlp}{x}_proj.weight"], rank, size) for x in ("gate", "up")]
     layer.mlp.gate_up_proj = MergedColumnParallelLinear(rank, size, weight=torch.cat(halves))
+    layer.mlp.gate_up_proj.output_sizes = [INNER, INNER]
     down = cut(tensors[f"{mlp}down_proj.weight"], rank, size, dim=1)
     layer.mlp.down_proj = RowParallelLinear(rank, size, weight=down)
     root.model.layers = nn.ModuleList([layer])
@@ -205,3 +208,77 @@ def test_a_parameter_that_nothing_was_sent_for_is_reported() -> None:
     report = probe([engine_model(tensors, 0, 1)], sent)
     assert report.unaccounted == ["model.layers.0.mlp.gate_up_proj.weight"]
     assert not report.ok
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_projection_that_checkpoints_fuse_too_is_divided_as_the_engine_divides_its_parts(size: int) -> None:
+    """Phi-3 and GLM-4 have one `qkv_proj` or `gate_up_proj` in their files; a rank has its share of every part."""
+    tensors = trainer_tensors()
+    models = [engine_model(tensors, rank, size) for rank in range(size)]
+    attn, mlp = "model.layers.0.attn.", "model.layers.0.mlp."
+    fused = {
+        f"{attn}qkv_proj.weight": torch.cat([tensors.pop(f"{attn}{x}_proj.weight") for x in "qkv"]),
+        f"{attn}qkv_proj.bias": torch.cat([tensors.pop(f"{attn}{x}_proj.bias") for x in "qkv"]),
+        f"{mlp}gate_up_proj.weight": torch.cat([tensors.pop(f"{mlp}{x}_proj.weight") for x in ("gate", "up")]),
+    }
+    report = probe(models, tensors | fused)
+    assert report.ok, str(report)
+    for name in fused:
+        changed = fused | {name: fused[name].flip(0)}
+        assert list(probe(models, tensors | changed).mismatched) == [name]
+
+
+def test_keys_that_are_also_the_values_are_looked_for_in_both_places() -> None:
+    tensors = trainer_tensors()
+    attn = "model.layers.0.attn."
+    tensors |= {f"{attn}v_proj.{kind}": tensors[f"{attn}k_proj.{kind}"] for kind in ("weight", "bias")}
+    models = [engine_model(tensors, rank, 2) for rank in range(2)]
+    sent = {name: tensor for name, tensor in tensors.items() if ".v_proj." not in name}
+    assert probe(models, sent).ok
+    with torch.no_grad():
+        models[1].model.layers[0].attn.qkv_proj.weight[-1] += 1  # of the values
+    assert list(probe(models, sent).mismatched) == [f"{attn}k_proj.weight"]
+
+
+def test_a_buffer_that_is_sent_is_compared_and_one_of_the_engine_alone_is_not() -> None:
+    model: Any = nn.Module()
+    model.register_buffer("layer_scalar", torch.tensor([0.5]))
+    model.register_buffer("cos_sin_cache", torch.zeros(3))
+    assert probe([model], {"layer_scalar": torch.tensor([0.5])}).ok
+    assert list(probe([model], {"layer_scalar": torch.tensor([0.25])}).mismatched) == ["layer_scalar"]
+
+
+@dataclass
+class Renames:
+    """What vLLM's mapper does to a name: it renames also the components of fused layers, as the layer."""
+
+    orig_to_new_stacked: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def _map_name(self, name: str) -> str | None:
+        for component, (fused, _) in self.orig_to_new_stacked.items():
+            name = name.replace(component, fused)
+        return None if name.startswith("mtp.") else name.replace("model.language_model.", "language_model.model.")
+
+
+def test_layers_that_are_fused_by_the_engines_table_alone_are_found() -> None:
+    tensors = trainer_tensors()
+    model = engine_model(tensors, 0, 1)
+    model.packed_modules_mapping = {}
+    fused = {f".{kind}_proj": (".qkv_proj", kind) for kind in "qkv"}
+    model.model.hf_to_vllm_mapper = Renames(
+        fused | {".gate_proj": (".gate_up_proj", "0"), ".up_proj": (".gate_up_proj", "1")}
+    )
+    assert probe([model], tensors).ok
+
+
+def test_names_are_those_of_the_engines_own_table_and_what_it_drops_is_not_missed() -> None:
+    model: Any = nn.Module()
+    model.hf_to_vllm_mapper = Renames()
+    model.language_model = nn.Module()
+    model.language_model.model = nn.Module()
+    model.language_model.model.norm = RMSNorm(torch.ones(4))
+    sent = {"model.language_model.norm.weight": torch.ones(4), "mtp.norm.weight": torch.zeros(4)}
+    report = probe([model], sent)
+    assert report.ok, str(report)
+    sent["model.language_model.norm.weight"] += 1
+    assert list(probe([model], sent).mismatched) == ["model.language_model.norm.weight"]

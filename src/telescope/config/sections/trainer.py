@@ -119,6 +119,10 @@ class TrainerSection(Section):
     """Training backend: "fsdp", "megatron" (`make setup MEGATRON=1`), or the path of your own subclass,
     "package.module:Class". FSDP suits models up to about 14B parameters; Megatron divides larger ones, and long rows,
     by layers, heads, experts and tokens."""
+    compare_first_steps: Annotated[int, Field(ge=0, le=MAX_STEPS)] = 3
+    """Training steps, from the start and after each resume, in which the engine's logprobs of tokens that both sides
+    computed with equal weights are compared with the trainer's, by position. A difference beyond rounding stops the
+    run. 0 = never. Not with top_p below 1."""
     router_replay: bool = False
     """Train each token of a mixture of experts with the experts that the engine chose for it (R3, arXiv 2510.11370).
     Without it, trainer and engine choose different experts where router logits nearly tie. Costs layers x experts per

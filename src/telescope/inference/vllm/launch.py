@@ -22,6 +22,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from telescope.config import TelescopeConfig
 from telescope.config.lora import SERVED_RANKS
@@ -165,6 +166,8 @@ def launch_command(
         arguments += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
     if config.trust_remote_code:
         arguments.append("--trust-remote-code")
+    if wraps_text_model(model):  # rollouts are text: towers for images and sound would only take memory
+        arguments += ["--limit-mm-per-prompt", json.dumps(dict.fromkeys(("image", "video", "audio"), 0))]
     arguments += _chat_arguments(config, directory)
     if version >= SCALE_OUT_FLAG_SINCE:
         arguments.append("--enable-scale-out")
@@ -264,10 +267,18 @@ def _environment(config: TelescopeConfig, secret: str, model: str, *, on_cpu: bo
 
 def shape_of(model: str) -> ModelShape | None:
     """Returns the model's shape if known without asking the hub."""
+    config = _config_of(model)
+    return known_shape(model) if config is None else ModelShape.from_config(config)
+
+
+def wraps_text_model(model: str) -> bool:
+    """Returns whether a model on this machine has parts for other media around its language model."""
+    return isinstance((_config_of(model) or {}).get("text_config"), dict)
+
+
+def _config_of(model: str) -> dict[str, Any] | None:
     path = Path(model) / "config.json"
-    if not path.is_file():
-        return known_shape(model)
-    return ModelShape.from_config(json.loads(path.read_text(encoding="utf-8")))
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def kv_cache_gib(config: TelescopeConfig, shape: ModelShape | None, memory_bytes: int | None = None) -> float:

@@ -47,7 +47,7 @@ from telescope.inference.vllm.plugin import TRANSFER_VARIABLE
 from telescope.weights.communicator import Communicator
 from telescope.weights.control_channel import TransferError
 from telescope.weights.engine_quantized import QuantizedReference, is_quantized
-from telescope.weights.engine_weights import engine_weights, quantized_reference, tied_names
+from telescope.weights.engine_weights import engine_weights, loaded_names, quantized_reference, tied_names
 from telescope.weights.fingerprint import fingerprint, to_hex
 from telescope.weights.model_folder import folder_reader
 from telescope.weights.plan import InitInfo, UpdateInfo, plan_buckets
@@ -271,6 +271,7 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(self.model, self.model_config)
             restore_kernels(self._expert_kernels)
+            copy_shared_values(self.model, loaded_names(self.tied, set(self.update.names) if self.update else ()))
             reprocess_tied_layers(self.model)
 
     def shutdown(self) -> None:
@@ -307,10 +308,11 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
     def _load(self, tensors: NamedTensors) -> None:
         """Passes a bucket to the model's own loader. The second name of a tied parameter needs no loading."""
         model: Any = self.model
+        others = loaded_names(self.tied, {name for name, _ in tensors})
         if self.reference is not None:
             for name, tensor in tensors:
                 self.reference.observe(name, tensor)
-        model.load_weights((name, tensor) for name, tensor in tensors if name not in self.tied)
+        model.load_weights((name, tensor) for name, tensor in tensors if name not in others)
 
 
 class WeightsWorkerExtension:
@@ -356,7 +358,9 @@ class WeightsWorkerExtension:
         if update is None:
             return {"version": None, "tensors": {}, "shapes": {}, "unaccounted": [], "moved": []}
         with torch.inference_mode():
-            answer = engine_weights(engine.model, update.metas, getattr(torch, update.dtype), engine.reference)
+            answer = engine_weights(
+                engine.model, update.metas, getattr(torch, update.dtype), engine.reference, engine.tied
+            )
         now = storage_addresses(engine.model)
         answer["version"] = update.version
         answer["read"] = engine.fingerprints_of_folder
@@ -426,6 +430,15 @@ def restore_kernels(removed: list[tuple[Any, Any]]) -> None:
         if method.moe_kernel is None:
             method.moe_kernel = kernel
     removed.clear()
+
+
+@torch.no_grad()
+def copy_shared_values(model: nn.Module, loaded: dict[str, str]) -> None:
+    """Gives parameters that a reload has separated the values of the one that was loaded (the bias of a router)."""
+    now = dict(model.named_parameters(remove_duplicate=False))
+    for name, source in loaded.items():
+        if now[name] is not now[source] and now[name].shape == now[source].shape:
+            now[name].copy_(now[source])
 
 
 def reprocess_tied_layers(model: nn.Module) -> None:

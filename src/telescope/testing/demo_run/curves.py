@@ -120,7 +120,7 @@ class Curves:
             "grad_norm": grad_norm, "loss/policy": loss,
             "learning_rate": self.story.learning_rate * min(1.0, (step + 1) / 20), "optimizer_steps": 1.0,
             "micro_batches": 2.0, "tokens/trained": float(num_tokens), "advantage/token_abs_mean": noisy(0.82, 0.04),
-            "mismatch/on_policy_share": max(0.0, 1 - age_mean),
+            "mismatch/on_policy_share": max(0.0, 1 - age_mean), "mismatch/logprob_difference_allowed": 0.08,
             "staleness/token_age_mean": age_mean, "staleness/token_age_max": float(math.ceil(age_mean)),
             **{f"mismatch/{name}": value for name, value in mismatch.items()},
             **{f"clip/{name}": value for name, value in clip.items()},

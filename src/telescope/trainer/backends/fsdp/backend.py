@@ -27,21 +27,22 @@ from transformers import PretrainedConfig
 from telescope.config.memory import reshards_after_forward
 from telescope.config.model_shape import uneven_heads
 from telescope.errors import UserError
-from telescope.trainer.attention import choose_kernel
 from telescope.trainer.backends.fsdp.checkpoint import BackgroundSaver, load_training_state, training_state
 from telescope.trainer.backends.fsdp.sharding import (
     TimedReduceScatter,
     build_sharded_policy,
     compiles_blocks,
     gather_full_tensors,
+    kernel_of,
     local_tensor,
     merged_tensors,
     reshard_all,
     stay_gathered,
 )
 from telescope.trainer.batch import COLLECTIVE_TIMEOUT, Layout, MicroBatch
+from telescope.trainer.checkpoint_names import named_tensors
 from telescope.trainer.lora import adapter_tensors, config_of_adapter, is_adapter, set_dropout, write_adapter
-from telescope.trainer.model import PREFIX, checkpoint_tensors, compute_dtype
+from telescope.trainer.model import PREFIX, compute_dtype
 from telescope.trainer.model_input import model_input
 from telescope.trainer.packing import warm_up_row
 from telescope.trainer.router_replay import ReplayedRouters
@@ -65,6 +66,12 @@ class FSDPBackend(RLBackend):
         self.policy = build_sharded_policy(config, self.mesh, self.device)
         if context is not None:
             self._refuse_uneven_heads(context.size)
+        if not self.policy.packs and (context is not None or self.replay is not None):
+            field = "router_replay" if context is None else "fsdp_context_parallel_size"
+            raise UserError(
+                f"{field} is set, but samples of {config.model} cannot share a row, which it needs: they are computed "
+                f"side by side. Leave {field} at its default"
+            )
         self.routers = ReplayedRouters(self.policy.layers, self.replay) if self.replay is not None else None
         self.compiles = compiles_blocks(config, self.policy, self.device)
         self.parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
@@ -75,7 +82,7 @@ class FSDPBackend(RLBackend):
             {"params": [p for p in self.parameters if p.ndim <= 1], "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.learning_rate, fused=True)
-        self.kernel = choose_kernel(self.device, compute_dtype(config), self.policy.head_dim)
+        self.kernel = kernel_of(self.policy, compute_dtype(config), self.device)
         self.reduction = TimedReduceScatter()
         self.reduction.measure(self.policy)
         self._keeps_gathered = not reshards_after_forward(config.fsdp_reshard_after_forward, self.device.type)
@@ -84,7 +91,7 @@ class FSDPBackend(RLBackend):
 
     def _refuse_uneven_heads(self, num_ranks: int) -> None:
         """Raises `UserError` for sizes that ranks cannot share. They may be unknown before the start."""
-        model = self.policy.causal_lm.config
+        model = self.policy.causal_lm.config.get_text_config()
         num_kv_heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
         if heads := uneven_heads(num_ranks, model.num_attention_heads, num_kv_heads):
             raise UserError(
@@ -93,7 +100,8 @@ class FSDPBackend(RLBackend):
 
     @property
     def layout(self) -> Layout:
-        return Layout.of_neighbors(self.rank, self.world_size, self.config.fsdp_context_parallel_size)
+        size = self.config.fsdp_context_parallel_size
+        return Layout.of_neighbors(self.rank, self.world_size, size, packs=self.policy.packs)
 
     @functools.cached_property
     def context(self) -> ContextGroup | None:
@@ -215,23 +223,18 @@ class FSDPBackend(RLBackend):
         if self.config.lora_rank:
             named = merged_tensors(named, self.policy, dtype)
         for name, tensor in gather_full_tensors(named, dtype):
-            yield from checkpoint_tensors(name, tensor.detach())
+            yield from self.policy.checkpoint_names.parts(name, tensor.detach())
 
     def weight_metadata(self) -> list[TensorMeta]:
         return [
             TensorMeta(part, tuple(shape.shape), str(tensor.dtype).removeprefix("torch."))
             for name, tensor in self._named_tensors()
             if not is_adapter(name)
-            for part, shape in checkpoint_tensors(name, torch.empty(tensor.shape, device="meta"))
+            for part, shape in self.policy.checkpoint_names.parts(name, torch.empty(tensor.shape, device="meta"))
         ]
 
     def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self.policy.named_parameters():
-            yield name.removeprefix(PREFIX), parameter
-        persistent = self.policy.state_dict().keys()
-        for name, buffer in self.policy.named_buffers():
-            if name in persistent:
-                yield name.removeprefix(PREFIX), buffer
+        return named_tensors(self.policy, PREFIX)
 
     @torch.no_grad()
     def save_adapter(self, directory: Path, dtype: torch.dtype | None = None) -> int:

@@ -35,8 +35,9 @@ from telescope.config.memory import num_recomputed, recomputes_attention, reshar
 from telescope.config.model_contents import listed
 from telescope.config.model_shape import ModelShape
 from telescope.errors import UserError
-from telescope.trainer.attention import choose_kernel
+from telescope.trainer.attention import Kernel, choose_kernel
 from telescope.trainer.blocks import wrap_blocks
+from telescope.trainer.capability import choose_execution
 from telescope.trainer.lora import adapted_layers, add_adapters, is_adapter, merged
 from telescope.trainer.model import DTYPES, PREFIX, PolicyModel, can_be_compiled, compute_dtype, load_causal_lm
 from telescope.trainer.timeline import Timeline
@@ -47,14 +48,16 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 def build_sharded_policy(config: Any, mesh: DeviceMesh, device: torch.device) -> PolicyModel:
     """Builds the sharded policy with its weights. Collective. Raises `UserError` for an unusable model."""
     dtype = DTYPES[config.model_dtype]
-    options = {"trust_remote_code": config.trust_remote_code}
+    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    execution = choose_execution(config.model, config.max_model_len, trust_remote_code=config.trust_remote_code)
+    options |= {"attention": execution.attention}
     source = load_causal_lm(config.model, dtype, with_weights=True, **options) if dist.get_rank() == 0 else None
     causal_lm = load_causal_lm(config.model, dtype, with_weights=False, **options)
     if config.lora_rank:
         for model in (causal_lm, source):
             if model is not None:
                 add_adapters(model, config)
-    policy = PolicyModel(causal_lm, config.entropy_chunk_size)
+    policy = PolicyModel(causal_lm, config.entropy_chunk_size, packs=execution.packs)
     gpu_memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     model_shape = ModelShape.from_config(policy.causal_lm.config.to_dict())
     wrap_blocks(
@@ -82,9 +85,16 @@ def compiles_blocks(config: Any, policy: PolicyModel, device: torch.device) -> b
     """Returns whether the blocks are compiled, equally on all ranks."""
     dtype = compute_dtype(config)
     # The padded kernel makes one call per length in a row, so that each row would be compiled anew.
-    by_offsets = choose_kernel(device, dtype, policy.head_dim) != "padded"
+    by_offsets = kernel_of(policy, dtype, device) not in (None, "padded")
     # Routes are set from outside of a block, and their agreement is counted inside.
     return config.compile_blocks and not config.router_replay and by_offsets and can_be_compiled(policy, dtype)
+
+
+def kernel_of(policy: PolicyModel, dtype: torch.dtype, device: torch.device) -> Kernel | None:
+    """Returns the kernel of packed samples. None if the model does not pack them."""
+    if not policy.packs:
+        return None
+    return choose_kernel(device, dtype, policy.head_dim, plain=policy.has_plain_attention)
 
 
 def shard(policy: PolicyModel, mesh: DeviceMesh, dtype: torch.dtype, *, reshard: bool) -> None:

@@ -35,7 +35,8 @@ from telescope.trainer.backends.megatron.model import LastStage, Row, build_stag
 from telescope.trainer.backends.megatron.optimizer import build_optimizer, inner_optimizers, wrap
 from telescope.trainer.backends.megatron.parallel import destroy_groups, initialize
 from telescope.trainer.batch import Layout, MicroBatch
-from telescope.trainer.model import checkpoint_tensors, compute_dtype, load_causal_lm
+from telescope.trainer.checkpoint_names import checkpoint_tensors
+from telescope.trainer.model import compute_dtype, load_causal_lm
 from telescope.trainer.model_input import model_input
 from telescope.trainer.router_replay import replay_in_megatron
 from telescope.trainer.sequence_exchange import whole_row
@@ -68,11 +69,7 @@ class MegatronBackend(RLBackend):
         self._hf_config = hf_config = skeleton.config
         check_architecture(config, hf_config.to_dict())
         self.heads = heads_of(hf_config)
-        self.shapes = {
-            part: tensor.shape
-            for name, parameter in skeleton.named_parameters()
-            for part, tensor in checkpoint_tensors(name, parameter)
-        }
+        self.shapes = {part: tensor.shape for part, tensor in checkpoint_tensors(skeleton)}
         self.mappings: list[ParameterMapping] = mappings_of(
             hf_config, transformer_engine=config.megatron_use_transformer_engine
         )
@@ -171,7 +168,7 @@ class MegatronBackend(RLBackend):
             counted = self.replay.counting() if self.replay is not None and not forward_only else nullcontext()
             with timeline.span("forward", index), counted:
                 out = model(
-                    data.token_ids_T[None], data.position_ids_T[None], None,
+                    data.token_ids_ST, data.position_ids_ST, None,
                     packed_seq_params=row, output_processor=self.last_stage, output_processor_context=row,
                 )  # fmt: skip
             return out, partial(finish, index, micro_batch, data.own)

@@ -56,7 +56,7 @@ class Row:
     @classmethod
     def of(cls, data: ModelInput, temperature: float, inv_freq: torch.Tensor, dtype: torch.dtype) -> Row:
         """Adds the rotary angles by position in the sample. `inv_freq` are the model's own frequencies, [D / 2]."""
-        angles = data.position_ids_T[:, None].float() * inv_freq.to(data.position_ids_T.device)
+        angles = data.position_ids_ST[0, :, None].float() * inv_freq.to(data.position_ids_ST.device)
         angles = torch.cat([angles, angles], dim=-1)[:, None, None, :]
         return cls(data, temperature, angles.cos().to(dtype), angles.sin().to(dtype))
 
@@ -112,6 +112,7 @@ class PackedAttention(nn.Module):
         query, key = (rotated(heads, row.cos, row.sin) for heads in (query, key))
         q, k, v = (tensor.transpose(0, 2).transpose(0, 1) for tensor in (query, key, value))
         layout = row.data.layout
+        assert layout is not None
         out = packed_attention(self, q, k, v, None, packed_layout=layout, scaling=self.scale)[0]
         return out.reshape(out.shape[1], 1, -1)
 

@@ -1,0 +1,170 @@
+"""Finds out whether a model can be trained, and how, by trying a small copy of it.
+
+The copy has the model's class and config with few layers, a short vocabulary and short windows, and random weights. A
+way to compute several samples at once is right if their logprobs are those that transformers computes for each of them
+alone: a recurrence that would mix packed samples, a change of the logits that is not known here, an attention that
+cannot be replaced and rotary positions that depend on the row show as differences, whatever their cause.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from telescope.config.model_contents import CAUSAL_LM_CLASSES
+from telescope.errors import UserError
+from telescope.trainer.attention import register_attention
+from telescope.trainer.model import PACKED, Execution, PolicyModel, auto_class, load_config
+from telescope.trainer.model_input import model_input
+from telescope.trainer.packing import lay_out, untrained_sample
+from telescope.trainer.timeline import Timeline
+from telescope.utils.text import single_line
+
+WAYS = (PACKED, Execution("sdpa", packs=False), Execution("eager", packs=False))
+"""From the fastest to the slowest."""
+
+MAX_LAYERS = 8
+VOCABULARY = 64
+NUM_EXPERTS = 8
+INNER_SIZE = 64
+WINDOW = 4
+LENGTHS = (9, 5, 7)
+"""Tokens of the samples: more than a window."""
+TOLERANCE = 1e-3
+"""Nats, in float32. Rounding causes 1e-6."""
+
+WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")
+EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+INNER_FIELDS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+
+
+def choose_execution(
+    model: str, max_model_len: int, *, trust_remote_code: bool = False, plain_too: bool = False
+) -> Execution:
+    """Returns the fastest right way to compute several samples of a model at once, on the CPU.
+
+    Raises `UserError` for a model that cannot be loaded, built or computed correctly. Plain decoders are known to be
+    packed, and are tried only with `plain_too`.
+    """
+    config = load_config(model, trust_remote_code=trust_remote_code)
+    refuse_known_differences(model, config.get_text_config(), max_model_len)
+    if config.model_type in CAUSAL_LM_CLASSES and not plain_too:
+        return PACKED
+    register_attention()
+    with torch.random.fork_rng([]), torch.no_grad():
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
+        try:
+            small = shrink(config)
+            alone = auto_class(small).from_config(copy.deepcopy(small), attn_implementation="eager", **options)
+            _disturb(alone)
+            samples = [torch.randint(3, VOCABULARY, (length,)) for length in LENGTHS]
+            wanted_N = torch.cat([_logprobs_alone(alone, sample) for sample in samples])
+        except Exception as error:
+            raise UserError(
+                f"model: {model!r} ({config.model_type}): a small copy of it cannot be computed: "
+                f"{type(error).__name__}: {single_line(str(error))}. Choose another model"
+            ) from error
+        reasons = []
+        for way in WAYS:
+            try:
+                other = auto_class(small).from_config(
+                    copy.deepcopy(small), attn_implementation=way.attention, **options
+                )
+                other.load_state_dict(alone.state_dict())
+                policy = PolicyModel(other, VOCABULARY, packs=way.packs)
+                difference = float((_logprobs_together(policy, samples) - wanted_N).abs().max())
+            except Exception as error:
+                reasons.append(single_line(str(error)))
+                continue
+            if difference <= TOLERANCE:
+                return way
+            reasons.append(f"logprobs differ by {difference:.1g} nats from those of each sample alone")
+    raise UserError(
+        f"model: {model!r} ({config.model_type}) cannot be trained. Packed: {reasons[0]}. Side by side: {reasons[-1]}. "
+        "Choose another model"
+    )
+
+
+def refuse_known_differences(model: str, config: PretrainedConfig, max_model_len: int) -> None:
+    """Raises `UserError` for tokens at which trainer and engine are known to compute different things.
+
+    `config` is that of the text model.
+    """
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [part for part in (rope, *rope.values()) if isinstance(part, dict)]  # one for all layers, or by their type
+    if any(part.get("rope_type") == "dynamic" and not part.get("alpha") for part in kinds):
+        raise UserError(
+            f"model: {model!r} has rotary positions of rope_type dynamic: transformers scales them by the length of a "
+            "row, vLLM always. Set rope_type in config.json to yarn or linear, or choose another model"
+        )
+    original = min((int(part.get("original_max_position_embeddings") or 2**31) for part in kinds), default=2**31)
+    boundary, why = 2**31, ""
+    if any(part.get("rope_type") == "longrope" for part in kinds):
+        boundary, why = original, "transformers chooses the factors of longrope by the length of a row, vLLM once"
+    elif any(part.get("llama_4_scaling_beta") for part in kinds):
+        boundary, why = original, "vLLM and transformers scale the queries behind them differently"
+    elif config.model_type == "cohere2" and config.sliding_window:
+        boundary, why = int(config.sliding_window), "the window of vLLM is one token longer than that of transformers"
+    if max_model_len > boundary:
+        raise UserError(
+            f"max_model_len is {max_model_len}, but beyond {boundary} tokens {model!r} cannot be trained: {why}. Lower "
+            f"max_model_len to {boundary} or less"
+        )
+
+
+def shrink(config: PretrainedConfig) -> PretrainedConfig:
+    """Returns a config of the same model with few layers, experts and tokens, and short windows."""
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    num_layers = int(text.num_hidden_layers)
+    kinds = list(getattr(text, "layer_types", None) or ())
+    needed = max((kinds.index(kind) for kind in set(kinds)), default=1) + 1
+    kept = min(num_layers, max(2, min(needed, MAX_LAYERS)))
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == num_layers and name != "architectures":
+            setattr(text, name, value[:kept])
+    text.num_hidden_layers = kept
+    if getattr(text, "first_k_dense_replace", None):
+        text.first_k_dense_replace = 1
+    for fields, size in ((WINDOW_FIELDS, WINDOW), (INNER_FIELDS, INNER_SIZE), (EXPERT_FIELDS, NUM_EXPERTS)):
+        for name in fields:
+            value = getattr(text, name, None)
+            if isinstance(value, int) and value > size:
+                setattr(text, name, size)
+    if getattr(text, "num_experts_per_tok", None):
+        text.num_experts_per_tok = min(2, text.num_experts_per_tok)
+    if getattr(text, "n_group", None):
+        text.n_group = text.topk_group = 1
+    text.vocab_size = VOCABULARY
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        for part in (small, text):
+            if getattr(part, name, None) is not None:
+                setattr(part, name, 0)
+    vision = getattr(small, "vision_config", None)
+    if vision is not None and getattr(vision, "num_hidden_layers", None):
+        vision.num_hidden_layers = 1
+    return small
+
+
+def _disturb(model: PreTrainedModel) -> None:
+    """Draws norms and biases too, which start as ones and zeros."""
+    model.eval()
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter), alpha=0.02)
+
+
+def _logprobs_alone(model: PreTrainedModel, tokens_L: torch.Tensor) -> torch.Tensor:
+    logits_LV = model(tokens_L[None], use_cache=False).logits[0, :-1].float()
+    return logits_LV.log_softmax(-1).gather(1, tokens_L[1:, None])[:, 0]
+
+
+def _logprobs_together(policy: PolicyModel, samples: list[torch.Tensor]) -> torch.Tensor:
+    row = lay_out([untrained_sample("trial", sample.numpy()) for sample in samples])
+    device = torch.device("cpu")
+    inputs = model_input(row, device, "padded" if policy.packs else None)
+    logprob_N, _ = policy(inputs, 1.0, Timeline(device, 0, enabled=False))
+    return logprob_N

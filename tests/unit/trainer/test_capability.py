@@ -1,0 +1,114 @@
+"""A small copy of a model shows whether the trainer computes it as transformers does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.families import FAMILIES
+from transformers import AutoConfig, LlamaForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from telescope.errors import UserError
+from telescope.trainer import capability
+from telescope.trainer.capability import choose_execution, shrink
+from telescope.trainer.model import Execution
+
+
+def save(folder: Path, model_type: str, **fields: Any) -> str:
+    config = AutoConfig.for_model(model_type, **fields)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+def of_family(folder: Path, name: str, **fields: Any) -> str:
+    family = next(family for family in FAMILIES if family.name == name)
+    return save(folder, family.model_type, **(family.fields | fields))
+
+
+@pytest.mark.parametrize(
+    ("name", "packs"),
+    [("gemma2", True), ("phi3", True), ("mixtral", True), ("granite", True), ("granitemoehybrid", False)],
+)
+def test_the_fastest_right_way_is_chosen(tmp_path: Path, name: str, packs: bool) -> None:
+    assert choose_execution(of_family(tmp_path, name), 16).packs is packs
+
+
+def test_logits_that_are_changed_in_an_unknown_way_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    forward = LlamaForCausalLM.forward
+
+    def shifted(self: Any, *args: Any, **options: Any) -> Any:
+        found = forward(self, *args, **options)
+        found.logits = found.logits * torch.linspace(1, 2, found.logits.shape[-1])
+        return found
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", shifted)
+    folder = of_family(tmp_path, "llama")
+    with pytest.raises(UserError, match=r"cannot be trained. Packed: logprobs differ by .* nats"):
+        choose_execution(folder, 16, plain_too=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "length", "words"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, 8, "type dynamic"),
+        ("cohere2", {"sliding_window": 64}, 65, "Lower max_model_len to 64 or less"),
+        (
+            "phi3",
+            {
+                "original_max_position_embeddings": 64,
+                "rope_parameters": {
+                    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16,
+                    "original_max_position_embeddings": 64,
+                },
+            },
+            65,
+            "Lower max_model_len to 64 or less",
+        ),
+    ],
+)  # fmt: skip
+def test_lengths_at_which_trainer_and_engine_differ_are_refused_and_shorter_ones_are_not(
+    tmp_path: Path, name: str, fields: dict[str, Any], length: int, words: str
+) -> None:
+    folder = of_family(tmp_path, name, **fields)
+    with pytest.raises(UserError, match=words):
+        choose_execution(folder, length)
+    if length > 64:
+        assert choose_execution(folder, 64).packs
+
+
+def test_a_small_copy_has_every_kind_of_layer(tmp_path: Path) -> None:
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    config = AutoConfig.for_model("gemma3_text", num_hidden_layers=24, layer_types=kinds * 4, sliding_window=512)
+    small = shrink(config)
+    assert small.layer_types == kinds
+    assert (small.num_hidden_layers, small.sliding_window) == (6, capability.WINDOW)
+    assert config.num_hidden_layers == 24
+
+
+SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+"""Passed where a config has such a field; the defaults are those of released models."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+def test_every_architecture_is_computed_right_or_refused_in_words(tmp_path: Path, model_type: str) -> None:
+    """Nothing else is possible: `choose_execution` accepts only what equals transformers' own numbers."""
+    try:
+        config = AutoConfig.for_model(model_type)
+        text = config.get_text_config()
+        if (getattr(text, "hidden_size", 0) or 0) > 2048:  # a layer of the default would take gigabytes
+            config = AutoConfig.for_model(model_type, **SMALL)
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+        config.save_pretrained(tmp_path)
+    except Exception:
+        return  # transformers cannot make or save this config without values of its own
+    found: Execution | UserError
+    try:
+        found = choose_execution(str(tmp_path), 8, plain_too=True)
+    except UserError as error:
+        found = error
+    print(found)
