@@ -331,7 +331,7 @@ def docs(tables: list[dict[str, Any]]) -> str:
         measured = stored["measured"]
         versions = ", ".join(f"{name} {version}" for name, version in measured["packages"].items())
         parts += [
-            f"## Proven on a {stored['device'].upper()}, in {stored['dtype']}\n",
+            f"## Proven on a {'CPU' if stored['device'] == 'cpu' else 'GPU'}, in {stored['dtype']}\n",
             f"vLLM {measured['vllm']}, {versions}, commit {measured['commit']}.\n",
             "| `model_type` | released models | samples | trainer | engine | after a transfer |",
             "|---|---|---|---|---|---|",

@@ -127,7 +127,6 @@ DENSE = [
     ),
     Family("nemotron", "nemotron", HEADS_OF_32, reads="Nemotron-4, Minitron"),
     Family("arcee", "arcee", HEADS_OF_32, reads="AFM 4.5B"),
-    Family("apertus", "apertus", HEADS_OF_32, reads="Apertus"),
     Family("stablelm", "stablelm", {"partial_rotary_factor": 0.5}, reads="StableLM 2"),
     Family("gpt_neox", "gpt_neox", {"num_key_value_heads": None}, reads="Pythia"),
     Family("opt", "opt", {"ffn_dim": 192, "word_embed_proj_dim": 128, "num_key_value_heads": None}, reads="OPT"),
@@ -162,20 +161,6 @@ DELTA = {
     "linear_key_head_dim": 64, "linear_value_head_dim": 64, "tie_word_embeddings": True,
 }  # fmt: skip
 HYBRID = [
-    Family(
-        "granitemoehybrid",
-        "granitemoehybrid",
-        {
-            "layer_types": ["mamba", "attention"],
-            "mamba_n_heads": 8,
-            "mamba_d_head": 32,
-            "mamba_d_state": 16,
-            "num_local_experts": 0,
-            "shared_intermediate_size": 192,
-            "position_embedding_type": "nope",
-        },
-        reads="Granite 4",
-    ),
     Family("qwen3_5_text", "qwen3_5_text", HEADS_OF_32 | DELTA, needs_gpu=True, reads="Qwen3.5, dense"),
     Family(
         "qwen3_next",

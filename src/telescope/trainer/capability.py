@@ -36,6 +36,7 @@ LENGTHS = (9, 5, 7)
 TOLERANCE = 1e-3
 """Nats, in float32. Rounding causes 1e-6."""
 
+DERIVED = (".mamba.A_log", ".mixer.A_log")
 WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")
 EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 INNER_FIELDS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
@@ -68,6 +69,11 @@ def choose_execution(
                 f"model: {model!r} ({config.model_type}): a small copy of it cannot be computed: "
                 f"{type(error).__name__}: {single_line(str(error))}. Choose another model"
             ) from error
+        if any(name.endswith(DERIVED) for name, _ in alone.named_parameters()):
+            raise UserError(
+                f"model: {model!r} ({config.model_type}) has Mamba layers, of which vLLM keeps a function of the "
+                "weight A_log, so that the weight transfer cannot be checked. Choose another model"
+            )
         reasons = []
         for way in WAYS:
             try:

@@ -269,7 +269,8 @@ def _read(
     is_lookup = "VocabParallelEmbedding" in _kinds(module) and "ParallelLMHead" not in _kinds(module)
     is_output = is_lookup and getattr(model, "lm_head", None) is module  # some models use one module for both
     if not packed or is_lookup:
-        yield from fingerprint_slices([(0, parameter.detach())], f"{place}.{attribute}", slices, dtype)
+        stored = parameter.detach().reshape(-1) if parameter.dim() == 0 else parameter.detach()
+        yield from fingerprint_slices([(0, stored)], f"{place}.{attribute}", slices, dtype)
     if packed and (not is_lookup or is_output):
         columns = slices[0][1].columns
         blocks = _packed_columns(module, parameter, columns[1] - columns[0])

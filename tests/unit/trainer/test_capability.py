@@ -31,7 +31,14 @@ def of_family(folder: Path, name: str, **fields: Any) -> str:
 
 @pytest.mark.parametrize(
     ("name", "packs"),
-    [("gemma2", True), ("phi3", True), ("mixtral", True), ("granite", True), ("granitemoehybrid", False)],
+    [
+        ("gemma2", True),
+        ("phi3", True),
+        ("mixtral", True),
+        ("granite", True),
+        ("nemotron", False),
+        ("qwen3_next", False),
+    ],
 )
 def test_the_fastest_right_way_is_chosen(tmp_path: Path, name: str, packs: bool) -> None:
     assert choose_execution(of_family(tmp_path, name), 16).packs is packs
