@@ -318,9 +318,9 @@ samples of different lengths: `seq_len` then bounds their number times the longe
 engine's logprobs are compared with the trainer's (`compare_first_steps`), so that no difference trains in silence.
 
 Not supported: rotary positions of `rope_type: dynamic`; lengths beyond `original_max_position_embeddings` with longrope
-or Ministral 3's scaled queries, and beyond the window of Cohere 2, where vLLM and transformers differ; mixtures of
-experts that are not in the table; quantized models; encoders. Images and sound are not sent to wrappers such as Gemma
-3: their towers stay as they are. To try a released model on a CPU: `telescope tiny-model --from smollm2-135m`.
+or Ministral 3's scaled queries, and beyond the window of Cohere 2, where vLLM and transformers differ; Mamba layers;
+mixtures of experts that are not in the table; quantized models; encoders. Wrappers such as Gemma 3 get text only: their
+towers stay as they are. To try a released model on a CPU: `telescope tiny-model --from smollm2-135m`.
 """
 
 

@@ -156,20 +156,6 @@ EXPERT = [
         reads="Granite 3 mixtures",
     ),
 ]
-DELTA = {
-    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "linear_key_head_dim": 64, "linear_value_head_dim": 64, "tie_word_embeddings": True,
-}  # fmt: skip
-HYBRID = [
-    Family("qwen3_5_text", "qwen3_5_text", HEADS_OF_32 | DELTA, needs_gpu=True, reads="Qwen3.5, dense"),
-    Family(
-        "qwen3_next",
-        "qwen3_next",
-        HEADS_OF_32 | EXPERTS | DELTA | {"shared_expert_intermediate_size": 64},
-        needs_gpu=True,
-        reads="Qwen3-Next",
-    ),
-]
 IMAGES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
@@ -189,17 +175,5 @@ WRAPPERS = [
         needs_gpu=True,
         reads="Gemma 3 4B to 27B, text only",
     ),
-    Family(
-        "mistral3",
-        "mistral3",
-        HEADS_OF_32 | {"model_type": "mistral"},
-        around={
-            "vision_config": IMAGES | {"model_type": "pixtral", "head_dim": 16},
-            "image_token_index": 300,
-            "spatial_merge_size": 1,
-        },
-        needs_gpu=True,
-        reads="Mistral Small 3.1 and 3.2, text only",
-    ),
 ]
-FAMILIES = [*DENSE, *EXPERT, *HYBRID, *WRAPPERS]
+FAMILIES = [*DENSE, *EXPERT, *WRAPPERS]

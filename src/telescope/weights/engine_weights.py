@@ -63,9 +63,12 @@ def engine_weights(
     of the transfer. `reference` has observed the last update, and is needed for quantized models. `tied` are second
     names of parameters that were one when the model was built.
     """
-    sent = {engine_name(model, meta.name): meta for meta in metas}
-    ignored = [meta.name for meta in metas if engine_name(model, meta.name) is None]
-    shapes = {name: meta.shape for name, meta in sent.items() if name is not None}
+    named = [(meta, engine_name(model, meta.name)) for meta in metas]
+    # An engine that serves text alone has left out the towers of other media.
+    left_out = {name for name, child in model.named_children() if next(child.parameters(), None) is None}
+    sent = {name: meta for meta, name in named if name is not None and name.partition(".")[0] not in left_out}
+    ignored = [meta.name for meta, name in named if name not in sent]
+    shapes = {name: meta.shape for name, meta in sent.items()}
     shares: dict[str, list[dict[str, Any]]] = {meta.name: [] for meta in metas}
     unaccounted: list[str] = []
     for place, module, attribute, parameter, canonical in _parameters(model, shapes, tied):

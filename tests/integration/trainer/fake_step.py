@@ -108,8 +108,7 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch, mesh: Any) -> None:
             policy.head.weight = policy.causal_lm.get_input_embeddings().weight
         return policy
 
-    for module in (fsdp_backend, sharding):
-        patch.setattr(module, "choose_kernel", lambda *_: "varlen")
+    patch.setattr(sharding, "choose_kernel", lambda *_, **__: "varlen")
     patch.setattr(fsdp_backend, "build_sharded_policy", build)
     patch.setattr(fsdp_backend, "init_device_mesh", lambda *_, **__: mesh)
     patch.setattr(

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from telescope.trainer import flash_attention_4
-from telescope.trainer.backends.fsdp import backend as fsdp_backend
 from telescope.trainer.backends.fsdp import sharding
 
 
@@ -51,8 +50,7 @@ def use_plain_kernels(patch: pytest.MonkeyPatch) -> PlainKernels:
     """Let the trainers that are set up from now on take these for the package's kernels, and compile their blocks."""
     plain = PlainKernels()
     patch.setattr(flash_attention_4, "_kernels", lambda: (plain.forward, plain.backward))
-    for module in (fsdp_backend, sharding):
-        patch.setattr(module, "choose_kernel", lambda *_: "flash_attn_4")
+    patch.setattr(sharding, "choose_kernel", lambda *_, **__: "flash_attn_4")
     # Traced, differentiated and partitioned as on a GPU, but without a C++ compiler's minutes.
     patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager_decomp_partition"))
     return plain

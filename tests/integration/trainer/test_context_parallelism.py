@@ -27,6 +27,7 @@ from tests.integration.trainer.trainer_cases import (
     weights,
 )
 from torch._dynamo.utils import counters
+from transformers import LlamaConfig
 
 from telescope.errors import UserError
 from telescope.trainer.backends.fsdp.backend import FSDPBackend
@@ -165,7 +166,7 @@ def test_four_ranks_of_which_two_share_each_row_train_as_one(models, tmp_path):
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_a_model_whose_heads_cannot_be_shared_is_refused_when_it_is_loaded(num_ranks):
     backend = FSDPBackend(make_config("a/model"), 0, num_ranks, torch.device("cpu"))
-    heads = SimpleNamespace(num_attention_heads=4 * 3, num_key_value_heads=3 if num_ranks == 4 else 2)
+    heads = LlamaConfig(hidden_size=96, num_attention_heads=4 * 3, num_key_value_heads=3 if num_ranks == 4 else 2)
     backend.policy = SimpleNamespace(causal_lm=SimpleNamespace(config=heads))  # type: ignore[assignment]
     with pytest.raises(UserError, match=f"fsdp_context_parallel_size is {num_ranks}, but a/model has [23] key and"):
         backend._refuse_uneven_heads(num_ranks)

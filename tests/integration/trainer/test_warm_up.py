@@ -13,7 +13,6 @@ from tests.integration.trainer.trainer_cases import free_port, make_config, make
 from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 
 from telescope.trainer.attention import choose_kernel
-from telescope.trainer.backends.fsdp import backend as fsdp_backend
 from telescope.trainer.backends.fsdp import sharding
 from telescope.trainer.packing import pack_step
 from telescope.trainer.worker import Trainer
@@ -146,6 +145,5 @@ def test_a_trainer_without_compilation_reports_it(models, kernels):
     assert compiles(model_dtype="float32")
     assert not compiles(model_dtype="float32", compile_blocks=False)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (fsdp_backend, sharding):
-            patch.setattr(module, "choose_kernel", choose_kernel)
+        patch.setattr(sharding, "choose_kernel", choose_kernel)
         assert not compiles(model_dtype="float32")  # the CPU

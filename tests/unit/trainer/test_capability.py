@@ -37,7 +37,6 @@ def of_family(folder: Path, name: str, **fields: Any) -> str:
         ("mixtral", True),
         ("granite", True),
         ("nemotron", False),
-        ("qwen3_next", False),
     ],
 )
 def test_the_fastest_right_way_is_chosen(tmp_path: Path, name: str, packs: bool) -> None:

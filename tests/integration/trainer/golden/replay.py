@@ -84,6 +84,7 @@ def make_config(**changes: Any) -> TelescopeConfig:
         "group_size": 4,
         "prompts_batch_size_for_trainer": 8,
         "number_of_steps": NUM_STEPS,
+        "compare_first_steps": 0,  # the rollouts are of an earlier model
         "learning_rate": 5e-4,
         "temperature": 0.9,
         "max_tokens": 20,

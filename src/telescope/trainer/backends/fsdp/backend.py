@@ -91,7 +91,7 @@ class FSDPBackend(RLBackend):
 
     def _refuse_uneven_heads(self, num_ranks: int) -> None:
         """Raises `UserError` for sizes that ranks cannot share. They may be unknown before the start."""
-        model = self.policy.causal_lm.config.get_text_config()
+        model = self.hf_config.get_text_config()
         num_kv_heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
         if heads := uneven_heads(num_ranks, model.num_attention_heads, num_kv_heads):
             raise UserError(

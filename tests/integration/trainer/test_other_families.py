@@ -1,0 +1,67 @@
+"""Families with heads, attention, experts or wrappings of their own have the gradient of their samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.families import FAMILIES
+from tests.integration.trainer.test_gradient_contract import LENGTHS, accumulated, reference_gradient
+from tests.integration.trainer.trainer_cases import VOCAB, make_samples, relative_error
+from transformers import AutoConfig
+
+from telescope.errors import UserError
+from telescope.trainer.checkpoint_names import checkpoint_tensors
+from telescope.trainer.model import auto_class
+
+BOUND = 1e-6
+"""Norms and rotary positions are float32 in most families, whatever the dtype."""
+
+
+def save(folder: Path, name: str) -> str:
+    """A tiny random model of a family, with the vocabulary of these tests' samples."""
+    family = next(family for family in FAMILIES if family.name == name)
+    fields = family.fields
+    (fields if family.around is None else fields["text_config"])["vocab_size"] = VOCAB
+    config = AutoConfig.for_model(family.model_type, **fields)
+    torch.manual_seed(0)
+    model = auto_class(config).from_config(config)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", ["granite", "phi3", "glm4", "qwen2_moe", "nemotron"])
+def test_gradient_and_weights_are_those_of_transformers(
+    models: dict[str, str], one_rank: Any, tmp_path: Path, name: str
+) -> None:
+    models[name] = save(tmp_path, name)
+    trainer = one_rank(name)
+    assert trainer.backend.layout.packs is (name != "nemotron")
+    samples = make_samples(LENGTHS)
+    found, _ = accumulated(trainer, samples, pad_to_multiple_of=8)
+    assert relative_error(found, reference_gradient(models[name], samples, 1.0)) < BOUND
+    loaded = auto_class(AutoConfig.from_pretrained(tmp_path)).from_pretrained(tmp_path, dtype=torch.float64)
+    wanted, sent = dict(checkpoint_tensors(loaded)), dict(trainer.backend.named_weights())
+    assert sent.keys() == wanted.keys()
+    assert all(torch.equal(sent[part], wanted[part]) for part in wanted)
+
+
+def test_the_towers_of_a_wrapper_are_frozen_and_saved(models: dict[str, str], one_rank: Any, tmp_path: Path) -> None:
+    models["gemma3"] = save(tmp_path, "gemma3")
+    trainer = one_rank("gemma3")
+    trained = {name for name, parameter in trainer.backend.policy.named_parameters() if parameter.requires_grad}
+    assert trained
+    assert not [name for name in trained if "vision" in name or "projector" in name]
+    found, _ = accumulated(trainer, make_samples(LENGTHS))
+    assert relative_error(found, {n: g for n, g in found.items() if g is not None}) == 0
+    assert any("vision_tower" in name for name, _ in trainer.backend.named_weights())
+
+
+def test_what_needs_a_shared_row_is_refused_where_there_is_none(
+    models: dict[str, str], one_rank: Any, tmp_path: Path
+) -> None:
+    models["nemotron"] = save(tmp_path, "nemotron")
+    with pytest.raises(UserError, match=r"router_replay is set, but samples of .* cannot share a row"):
+        one_rank("nemotron", router_replay=True)
