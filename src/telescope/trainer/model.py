@@ -80,9 +80,10 @@ class PolicyModel(nn.Module):
         causal_lm.set_output_embeddings(head)
         self.causal_lm: PreTrainedModel = causal_lm
         self.packs = packs
-        if self.decoder is not causal_lm.base_model:  # beside the towers of other media, which no text trains
-            causal_lm.base_model.requires_grad_(False)
-            self.decoder.requires_grad_(True)
+        own = set(self.decoder.parameters())
+        for parameter in causal_lm.base_model.parameters():
+            if parameter not in own:  # of a tower for other media, which no text trains
+                parameter.requires_grad_(False)
         # Dropout would make the trainer's logprobs differ from the engine's.
         self.eval()
 
