@@ -7,12 +7,11 @@ import io
 import json
 import re
 from collections.abc import Iterable, Iterator
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from telescope.errors import UserError
-from telescope.utils.text import user_path
+from telescope.utils.text import nearest_name, user_path
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
 NOT_DATA = re.compile(r"(.*/)?(\..*|node_modules/.*|(package(-lock)?|tsconfig[^/]*)\.json)")  # relative paths
@@ -69,10 +68,10 @@ def _data_files(folder: Path) -> list[Path]:
 
 
 def _listed(folder: Path, wanted: str = "") -> str:
-    """Returns a sentence with the data files of a folder, the names close to `wanted` first."""
+    """Returns a sentence with the data files of a folder, the name closest to `wanted` first."""
     names = [str(file.relative_to(folder)) for file in _data_files(folder)]
-    close = get_close_matches(wanted, [Path(name).name for name in names])
-    names.sort(key=lambda name: [*close, Path(name).name].index(Path(name).name))
+    close = nearest_name(wanted, [Path(name).name for name in names])
+    names.sort(key=lambda name: Path(name).name != close)
     more = f" and {len(names) - 20} more" if len(names) > 20 else ""
     return f"Data files in {folder}: {', '.join(names[:20]) or 'none'}{more}."
 
