@@ -35,6 +35,7 @@ import torch
 from measure import provenance
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -65,7 +66,6 @@ TRAINER_BOUND = 1e-5
 ENGINE_BOUNDS = {"float32": 1e-3, "bfloat16": TOLERANCES["bfloat16"].maximum}
 """Measured in float32: 1e-6 to 1e-5 on a CPU. An error of a window or a scale by one causes 1e-2 and more."""
 STEP_OF_WEIGHTS = 0.05
-BUCKET_TENSORS = 3
 
 
 @dataclass
@@ -173,7 +173,7 @@ def largest(one_N: torch.Tensor, other_N: torch.Tensor) -> float:
 
 
 class Engine:
-    """vLLM in this process, with Telescope's part of the weight transfer. Weights are handed over, not sent."""
+    """vLLM in this process, with Telescope's part of the weight transfer. It reads new weights from a folder."""
 
     def __init__(self, folder: str, dtype: str) -> None:
         from vllm import LLM
@@ -213,23 +213,20 @@ class Engine:
     def load(self, sent: list[tuple[str, torch.Tensor]], dtype: str) -> str:
         """Loads tensors as an update does. Returns what is not as sent."""
         metas = [TensorMeta(name, tuple(tensor.shape)) for name, tensor in sent]
-        update = make_update(metas, version=1, dtype=dtype)
+        with tempfile.TemporaryDirectory(prefix="telescope-weights-") as folder:
+            save_file({name: tensor.cpu().contiguous() for name, tensor in sent}, Path(folder) / "model.safetensors")
+            update = make_update(metas, version=1, dtype=dtype, bucket_mb=1, folder=folder)
 
-        def load(worker: Any) -> dict[str, Any]:
-            engine = worker.weight_transfer_engine
-            engine.start_weight_update()
-            with torch.no_grad(), set_current_vllm_config(engine.vllm_config):
-                for first in range(0, len(sent), BUCKET_TENSORS):
-                    part = sent[first : first + BUCKET_TENSORS]
-                    engine._load([(name, tensor.to(engine.device)) for name, tensor in part])
-            engine.update = update
-            engine.finish_weight_update()
-            answer: dict[str, Any] = worker.telescope_fingerprints()
-            return answer
+            def load(worker: Any) -> dict[str, Any]:
+                engine = worker.weight_transfer_engine
+                with torch.no_grad():
+                    engine.start_weight_update()
+                    engine.update_weights(update.to_dict())
+                    engine.finish_weight_update()
+                answer: dict[str, Any] = worker.telescope_fingerprints()
+                return answer
 
-        from vllm.config import set_current_vllm_config
-
-        loaded = self._llm.collective_rpc(load)
+            loaded = self._llm.collective_rpc(load)
         report = compare(sent={name: to_hex(fingerprint(tensor)) for name, tensor in sent}, loaded=loaded)
         return "" if report.ok else str(report)
 

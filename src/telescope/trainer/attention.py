@@ -180,10 +180,10 @@ def packed_attention(
             s_aux = s_aux.chunk(context.size)[context.rank]
         out_THE = _padded(q_THD, k_TKD, v_TKE, packed_layout, scale, sliding_window, softcap, s_aux)
     else:
-        # Kernels want values as wide as keys. Those of latent attention are narrower.
-        width = v_TKE.shape[-1]
-        wide_TKD = F.pad(v_TKE, (0, q_THD.shape[-1] - width))
-        out_THE = _by_offsets(q_THD, k_TKD, wide_TKD, packed_layout, scale, sliding_window)[..., :width]
+        width, missing = v_TKE.shape[-1], q_THD.shape[-1] - v_TKE.shape[-1]
+        if missing:  # of latent attention; kernels want values as wide as keys
+            v_TKE = F.pad(v_TKE, (0, missing))
+        out_THE = _by_offsets(q_THD, k_TKD, v_TKE, packed_layout, scale, sliding_window)[..., :width]
     if context is not None:
         out_THE = heads_to_tokens(out_THE, context)
     return out_THE.unsqueeze(0), None

@@ -16,6 +16,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from telescope.config.model_contents import CAUSAL_LM_CLASSES
+from telescope.config.model_shape import EXPERT_COUNTS
 from telescope.errors import UserError
 from telescope.trainer.attention import register_attention
 from telescope.trainer.model import PACKED, Execution, PolicyModel, auto_class, load_config
@@ -41,7 +42,6 @@ DISTURBANCE = 0.8
 
 DERIVED = (".mamba.A_log", ".mixer.A_log")
 WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")
-EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 INNER_FIELDS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
@@ -139,7 +139,7 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
     text.num_hidden_layers = kept
     if getattr(text, "first_k_dense_replace", None):
         text.first_k_dense_replace = 1
-    for fields, size in ((WINDOW_FIELDS, WINDOW), (INNER_FIELDS, INNER_SIZE), (EXPERT_FIELDS, NUM_EXPERTS)):
+    for fields, size in ((WINDOW_FIELDS, WINDOW), (INNER_FIELDS, INNER_SIZE), (EXPERT_COUNTS, NUM_EXPERTS)):
         for name in fields:
             value = getattr(text, name, None)
             if isinstance(value, int) and value > size:

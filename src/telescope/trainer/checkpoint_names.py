@@ -18,10 +18,15 @@ from telescope.errors import UserError
 
 
 class CheckpointNames:
-    """Converts tensors of one model. Raises `UserError` for one whose tensors cannot be converted by themselves."""
+    """Converts tensors of one model. None: a model of other code, whose checkpoints have its own names.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    Raises `UserError` for a model whose tensors cannot be converted by themselves.
+    """
+
+    def __init__(self, model: PreTrainedModel | None) -> None:
         self._model = model
+        if model is None:
+            return
         own = {name: torch.empty(tensor.shape, device="meta") for name, tensor in named_tensors(model)}
         self._renamed: dict[str, str] = {}
         """Names in checkpoints, of tensors that are stored as they are."""
@@ -41,7 +46,9 @@ class CheckpointNames:
 
     def parts(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the tensors of checkpoints that are in this parameter or persistent buffer."""
-        if name in self._renamed:
+        if self._model is None:
+            yield name, tensor
+        elif name in self._renamed:
             yield self._renamed[name], tensor
         else:
             yield from revert_weight_conversion(self._model, {name: tensor}).items()

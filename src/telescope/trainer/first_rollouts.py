@@ -37,8 +37,9 @@ class FirstRollouts:
         powers = {FIRST_EDGE << k for k in range(32) if FIRST_EDGE << k < config.seq_len}
         self._edges = np.array(sorted({0} | powers | {edge for edge in self._boundaries if edge < config.seq_len}))
         self._sums_K2 = torch.zeros(len(self._edges), 2, dtype=torch.float64, device=device)
-        # An engine that cuts off rare tokens gives the others more probability.
-        self._steps_left = 0 if config.top_p is not None and config.top_p < 1 else config.compare_first_steps
+        # An engine that cuts off rare tokens gives the others more probability. It has no dropout.
+        differs = (config.top_p is not None and config.top_p < 1) or (config.lora_rank and config.lora_dropout)
+        self._steps_left = 0 if differs else config.compare_first_steps
 
     @property
     def allowed(self) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -41,6 +42,13 @@ LOGIT_FACTORS = ("logit_scale", "lm_head_multiplier")
 LOGIT_DIVISOR = "logits_scaling"
 LOGIT_SOFTCAP = "final_logit_softcapping"
 """Config fields with which some architectures change the logits after the output layer."""
+
+
+TABLES: tuple[tuple[Any, Any], ...] = (
+    (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
+    (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText),
+)
+"""Models by config, and the classes that load them, for text alone and with other media."""
 
 
 def compute_dtype(config: Any) -> torch.dtype:
@@ -197,18 +205,18 @@ def load_causal_lm(
 
 def auto_class(config: PretrainedConfig) -> Any:
     """Returns the class of transformers that loads a model with this config, for text and perhaps other media."""
-    wraps = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return AutoModelForImageTextToText if wraps else AutoModelForCausalLM
+    return next((auto for table, auto in TABLES if type(config) in table), AutoModelForCausalLM)
 
 
 def _architecture(config: PretrainedConfig) -> Any:
     """Returns the model's class. None for code that comes with the model, and for other tasks."""
-    tables = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
-    return next((table[type(config)] for table in tables if type(config) in table), None)
+    return next((table[type(config)] for table, _ in TABLES if type(config) in table), None)
 
 
-def skeleton_of(config: dict[str, Any]) -> PreTrainedModel:
-    """Builds the model of a parsed config.json on the meta device."""
+def skeleton_of(config: dict[str, Any]) -> PreTrainedModel | None:
+    """Builds the model of a parsed config.json on the meta device. None for code that comes with the model."""
+    if config.get("model_type") not in CONFIG_MAPPING:
+        return None
     known = AutoConfig.for_model(**config)
     with torch.device("meta"):
         return auto_class(known).from_config(known)

@@ -63,7 +63,7 @@ def engine_weights(
     of the transfer. `reference` has observed the last update, and is needed for quantized models. `tied` are second
     names of parameters that were one when the model was built.
     """
-    named = [(meta, engine_name(model, meta.name)) for meta in metas]
+    named, packing = list(zip(metas, engine_names(model, metas), strict=True)), _packing(model)
     # An engine that serves text alone has left out the towers of other media.
     left_out = {name for name, child in model.named_children() if next(child.parameters(), None) is None}
     sent = {name: meta for meta, name in named if name is not None and name.partition(".")[0] not in left_out}
@@ -75,7 +75,7 @@ def engine_weights(
         quantized = quantized_matrices(module) if is_quantized(module) else []
         if attribute.removesuffix(SCALE) in quantized and attribute.endswith(SCALE):
             continue  # compared with its matrix
-        slices = _locations(model, module, place, attribute, shapes, canonical)
+        slices = _locations(module, place, attribute, shapes, canonical, packing)
         if not slices:
             problem = why_unreadable(module) if is_experts(module) else None
             unaccounted.append(f"{place}.{attribute}" + (f" ({problem})" if problem else ""))
@@ -92,28 +92,33 @@ def engine_weights(
     return {"tensors": shares, "unaccounted": unaccounted, "ignored": ignored}
 
 
-def engine_name(model: nn.Module, name: str) -> str | None:
-    """Returns the name of a tensor in the engine, before layers are fused. None if the engine drops it."""
+def engine_names(model: nn.Module, metas: list[TensorMeta]) -> list[str | None]:
+    """Returns the names of tensors in the engine, before layers are fused. None for those that the engine drops."""
+    tables = []
     for place, module in [("", model), *model.named_children()]:
         mapper = getattr(module, "hf_to_vllm_mapper", None)
-        prefix = f"{place}." if place else ""
-        if mapper is None or not name.startswith(prefix):
-            continue
-        renamed = replace(mapper, orig_to_new_stacked={})._map_name(name.removeprefix(prefix))
-        if renamed is None:
-            return None
-        name = prefix + renamed
-    return name
+        if mapper is not None:
+            tables.append((f"{place}." if place else "", replace(mapper, orig_to_new_stacked={})))
+
+    def rename(name: str | None) -> str | None:
+        for prefix, table in tables:
+            if name is not None and name.startswith(prefix):
+                renamed = table._map_name(name.removeprefix(prefix))
+                name = None if renamed is None else prefix + renamed
+        return name
+
+    return [rename(meta.name) for meta in metas]
 
 
 def quantized_reference(model: nn.Module, metas: list[TensorMeta], quantize: Quantize) -> QuantizedReference | None:
     """Returns an observer of an update of `metas`. None if the model has no quantized layers."""
     if not any(is_quantized(module) for module in model.modules()):
         return None
-    shapes = {name: meta.shape for meta in metas if (name := engine_name(model, meta.name)) is not None}
+    names, packing = engine_names(model, metas), _packing(model)
+    shapes = {name: meta.shape for meta, name in zip(metas, names, strict=True) if name is not None}
     return QuantizedReference(
         model,
-        lambda module, place, attribute: _locations(model, module, place, attribute, shapes, f"{place}.{attribute}"),
+        lambda module, place, attribute: _locations(module, place, attribute, shapes, f"{place}.{attribute}", packing),
         quantize,
     )
 
@@ -157,29 +162,28 @@ def _kinds(module: nn.Module) -> set[str]:
     return {kind.__name__ for kind in type(module).__mro__}
 
 
-def _locations(
-    model: nn.Module,
-    module: nn.Module,
-    place: str,
-    attribute: str,
-    shapes: Mapping[str, tuple[int, ...]],
-    canonical: str,
-) -> Slices:
-    """Returns the trainer tensors in any parameter, and their locations."""
-    if is_experts(module) and attribute in (GATE_UP, DOWN):
-        return expert_slices(module, place, attribute, shapes)
-    packing = {**USUAL_PACKING, **_stacked(model), **(getattr(model, "packed_modules_mapping", None) or {})}
-    return _slices(module, place, attribute, shapes, canonical, packing)
-
-
-def _stacked(model: nn.Module) -> dict[str, list[str]]:
-    """Returns the fused modules of the engine's own tables, and their components in order."""
+def _packing(model: nn.Module) -> dict[str, list[str]]:
+    """Returns the fused modules of an engine and their components in order, by its own tables."""
     tables = [getattr(getattr(m, "hf_to_vllm_mapper", None), "orig_to_new_stacked", None) for m in model.modules()]
     found: dict[str, list[str]] = {}
     for component, (fused, _) in (pair for table in tables if table for pair in table.items()):
         names = found.setdefault(fused.strip("."), [])
         names += [name] if (name := component.strip(".")) not in names else []
-    return found
+    return {**USUAL_PACKING, **found, **(getattr(model, "packed_modules_mapping", None) or {})}
+
+
+def _locations(
+    module: nn.Module,
+    place: str,
+    attribute: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    canonical: str,
+    packing: Mapping[str, list[str]],
+) -> Slices:
+    """Returns the trainer tensors in any parameter, and their locations."""
+    if is_experts(module) and attribute in (GATE_UP, DOWN):
+        return expert_slices(module, place, attribute, shapes)
+    return _slices(module, place, attribute, shapes, canonical, packing)
 
 
 def _slices(

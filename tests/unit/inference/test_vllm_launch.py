@@ -120,6 +120,19 @@ def test_the_engine_runs_all_request_slots(tmp_path: Path) -> None:
     assert value_of(launch(tmp_path, max_num_seqs=5), "--max-num-seqs") == "5"
 
 
+def test_a_wrapper_is_served_for_text_alone(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for config_json, has_flag in (
+        ({"model_type": "gemma3", "text_config": {}}, True),
+        ({"model_type": "llama"}, False),
+    ):
+        (model / "config.json").write_text(json.dumps(config_json))
+        command = launch_on_gpu(tmp_path, str(model), None)
+        assert ("--limit-mm-per-prompt" in command.arguments) is has_flag
+        assert not has_flag or set(json.loads(value_of(command, "--limit-mm-per-prompt")).values()) == {0}
+
+
 def test_the_log_does_not_grow_with_the_number_of_requests(tmp_path: Path) -> None:
     flags = {"--disable-uvicorn-access-log", "--no-enable-log-requests", "--no-log-error-stack"}
     assert flags <= set(launch(tmp_path).arguments)

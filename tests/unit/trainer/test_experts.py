@@ -7,6 +7,7 @@ from transformers.utils import logging
 
 from telescope.config.model_shape import ModelShape
 from telescope.trainer.checkpoint_names import CheckpointNames, checkpoint_tensors
+from telescope.trainer.model import skeleton_of
 
 CONFIG = Qwen3MoeConfig(
     vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
@@ -53,6 +54,12 @@ def test_shapes_are_known_without_the_values(kind):
     on_meta = dict(names.parts(name, torch.empty(shape, device="meta")))
     values = dict(names.parts(name, torch.zeros(shape)))
     assert {n: t.shape for n, t in on_meta.items()} == {n: t.shape for n, t in values.items()}
+
+
+def test_a_model_of_other_code_keeps_its_names():
+    assert skeleton_of({"model_type": "of_their_own"}) is None
+    tensor = torch.zeros(2)
+    assert list(CheckpointNames(None).parts("blocks.0.w", tensor)) == [("blocks.0.w", tensor)]
 
 
 EXPERTS_AND_DENSE = [

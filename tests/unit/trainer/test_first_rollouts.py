@@ -72,7 +72,9 @@ ERRORS: dict[str, tuple[dict[str, Any], Callable[[Any], None] | None]] = {
 }  # fmt: skip
 
 
-def compare(trainer: PreTrainedModel, engine: PreTrainedModel, monkeypatch: Any, version: int = 4) -> FirstRollouts:
+def compare(
+    trainer: PreTrainedModel, engine: PreTrainedModel, monkeypatch: Any, version: int = 4, **fields: Any
+) -> FirstRollouts:
     monkeypatch.setattr(first_rollouts.dist, "all_reduce", lambda tensor: None)
     generator = torch.Generator().manual_seed(2)
     samples, ours = [], []
@@ -95,7 +97,9 @@ def compare(trainer: PreTrainedModel, engine: PreTrainedModel, monkeypatch: Any,
     config = SimpleNamespace(
         engine_precision="float32", compute_dtype="float32", temperature=1.0, seq_len=256, top_p=None,
         compare_first_steps=3,
+        lora_rank=0,
     )  # fmt: skip
+    vars(config).update(fields)
     found = FirstRollouts(config, trainer.config.get_text_config(), CPU)
     host = prepare(lay_out(samples), version)
     found.add(host, torch.cat(ours), torch.from_numpy(host.source.engine_logprob_T[host.predicted_N]))
@@ -134,6 +138,13 @@ def test_equal_sides_and_tokens_of_other_versions_pass(trainer: PreTrainedModel,
     compare(trainer, trainer, monkeypatch).check()
     engine = model_of()  # with other weights, which sampled all of it
     compare(trainer, engine, monkeypatch, version=5).check()
+
+
+@pytest.mark.parametrize("fields", [{"top_p": 0.9}, {"lora_rank": 4, "lora_dropout": 0.1}, {"compare_first_steps": 0}])
+def test_sides_that_are_meant_to_differ_are_not_compared(
+    trainer: PreTrainedModel, monkeypatch: Any, fields: dict[str, Any]
+) -> None:
+    compare(trainer, model_of(), monkeypatch, **fields).check()
 
 
 @given(st.lists(st.tuples(st.integers(0, 10_000), st.floats(0.0, 0.03)), min_size=1, max_size=12))

@@ -58,6 +58,27 @@ def test_values_and_gradients_equal_the_plain_ones(temperature, with_bias, num_t
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize(("scale", "softcap"), [(0.25, None), (1.0, 3.0), (2.0, 5.0)])
+@pytest.mark.parametrize("num_blocks", [1, 4])
+def test_scaled_and_bounded_logits_have_the_values_and_gradients_of_the_definition(
+    scale, softcap, num_blocks, monkeypatch
+):
+    monkeypatch.setitem(logprob.VOCABULARY_BLOCKS, "cpu", num_blocks)
+    monkeypatch.setattr(logprob, "COLUMNS_MULTIPLE", 8)
+    hidden_ND, plain_head, targets_N = make(10, torch.float64)
+    head = LogprobHead(plain_head.weight, None, 3, scale, softcap)
+    logits_NV = (hidden_ND @ head.weight.t()) * scale
+    if softcap is not None:
+        logits_NV = softcap * torch.tanh(logits_NV / softcap)
+    logp_NV = (logits_NV / 0.7).log_softmax(dim=-1)
+    wanted = logp_NV.gather(1, targets_N[:, None]).squeeze(1), -(logp_NV.exp() * logp_NV).sum(dim=-1)
+    found = head(hidden_ND, targets_N, 0.7)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    inputs = [hidden_ND, head.weight]
+    grads = [torch.autograd.grad((logp - 0.3 * entropy).square().sum(), inputs) for logp, entropy in (found, wanted)]
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-11, atol=1e-12)
+
+
 def test_only_one_output_in_the_loss_gives_the_right_gradient():
     hidden_ND, head, targets_N = make(5, torch.float64)
     for pick in (0, 1):

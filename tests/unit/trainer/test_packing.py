@@ -58,6 +58,16 @@ def test_every_trained_token_is_in_one_micro_batch_of_one_rank(lengths, num_rank
     assert found == wanted
 
 
+@given(lengths_strategy, st.integers(1, 4))
+def test_samples_that_do_not_share_a_row_fill_no_more_than_a_row_when_padded(lengths, num_ranks):
+    samples = [make_sample(i, length) for i, length in enumerate(lengths)]
+    rows = rows_of(pack_step(samples, step=0, version=1, seq_len=64, num_ranks=num_ranks, packs=False))
+    for row in rows:
+        segments = np.diff(row.cu_seqlens)
+        assert len(segments) * segments.max() <= 64
+    assert sorted(name for row in rows for name in row.sample_ids) == sorted(sample.sample_id for sample in samples)
+
+
 @given(lengths_strategy, st.integers(1, 4), st.integers(1, 3))
 def test_ranks_have_equal_micro_batch_counts_and_global_denominators(lengths, num_ranks, num_minibatches):
     samples = [make_sample(i, length, group=i // 4) for i, length in enumerate(lengths)]

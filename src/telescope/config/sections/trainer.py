@@ -122,7 +122,7 @@ class TrainerSection(Section):
     compare_first_steps: Annotated[int, Field(ge=0, le=MAX_STEPS)] = 3
     """Training steps, from the start and after each resume, in which the engine's logprobs of tokens that both sides
     computed with equal weights are compared with the trainer's, by position. A difference beyond rounding stops the
-    run. 0 = never. Not with top_p below 1."""
+    run. 0 = never. Not with top_p below 1 or lora_dropout."""
     router_replay: bool = False
     """Train each token of a mixture of experts with the experts that the engine chose for it (R3, arXiv 2510.11370).
     Without it, trainer and engine choose different experts where router logits nearly tie. Costs layers x experts per

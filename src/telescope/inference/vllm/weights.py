@@ -123,6 +123,8 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
                 raise ValueError(f"inference_quantization needs GPUs with FP8; this one has {capability}")
         # Before any reload, which separates tied parameters.
         self.tied = tied_names(model)
+        self.other_names: dict[str, str] = {}
+        """Of parameters of the update in progress, by which they are not loaded, and the ones by which they are."""
         self.addresses = storage_addresses(model)
         self._expert_kernels: list[tuple[Any, Any]] = []
         """Removed during an update in place: expert layers' methods and their kernels."""
@@ -188,7 +190,7 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
             self.staging,
             self._buffers,
             device=self.device,
-            skip=frozenset(self.tied),
+            skip=frozenset(loaded_names(self.tied, set(update.names))),
             pin_memory=self.pin_memory,
         )
 
@@ -227,6 +229,7 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
             return
         self.fingerprints_of_folder = {}
         self.reference = None
+        self.other_names = loaded_names(self.tied, set(update_info.names))
         if update_info.verify or update_info.folder:
             # As vLLM's online quantization does.
             quantize = functools.partial(per_block_cast_to_fp8, block_size=[128, 128], use_ue8m0=False)
@@ -271,7 +274,7 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(self.model, self.model_config)
             restore_kernels(self._expert_kernels)
-            copy_shared_values(self.model, loaded_names(self.tied, set(self.update.names) if self.update else ()))
+            copy_shared_values(self.model, self.other_names)
             reprocess_tied_layers(self.model)
 
     def shutdown(self) -> None:
@@ -308,11 +311,10 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
     def _load(self, tensors: NamedTensors) -> None:
         """Passes a bucket to the model's own loader. The second name of a tied parameter needs no loading."""
         model: Any = self.model
-        others = loaded_names(self.tied, {name for name, _ in tensors})
         if self.reference is not None:
             for name, tensor in tensors:
                 self.reference.observe(name, tensor)
-        model.load_weights((name, tensor) for name, tensor in tensors if name not in others)
+        model.load_weights((name, tensor) for name, tensor in tensors if name not in self.other_names)
 
 
 class WeightsWorkerExtension:
