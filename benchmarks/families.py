@@ -3,6 +3,7 @@
     python benchmarks/families.py --quick                  a few families (two minutes on two CPU cores)
     python benchmarks/families.py --json families.json     all of them (some 15 s each)
     python benchmarks/families.py qwen3 mixtral            those
+    python benchmarks/families.py --tensor-parallel 2      with engines of two workers
     python benchmarks/families.py --docs                   writes docs/models.md from the stored results
 
 Every family is a tiny model with random weights, norms and biases (`tests/families.py`), whose windows are shorter than
@@ -58,7 +59,9 @@ from telescope.weights.fingerprint import fingerprint, to_hex  # noqa: E402
 from telescope.weights.plan import TensorMeta, make_update  # noqa: E402
 from telescope.weights.probe import TOLERANCES, compare  # noqa: E402
 
-RESULTS = [ROOT / "benchmarks" / "results" / name for name in ("families.json", "families_gpu.json")]
+RESULTS = [
+    ROOT / "benchmarks" / "results" / name for name in ("families.json", "families_gpu.json", "families_gpu_tp2.json")
+]
 DOCS = ROOT / "docs" / "models.md"
 LENGTHS = (50, 23, 37, 9, 64)
 TRAINER_BOUND = 1e-5
@@ -84,8 +87,8 @@ class Result:
     seconds: float = 0.0
 
 
-def prove(family: Family, device: torch.device, dtype: str) -> Result:
-    """Compares all that can be compared. Raises what any part raises."""
+def prove(family: Family, device: torch.device, dtype: str, num_workers: int = 1) -> Result:
+    """Compares all that can be compared, with an engine of that many workers. Raises what any part raises."""
     result = Result(family.name, family.model_type)
     samples = make_samples()
     with tempfile.TemporaryDirectory(prefix="telescope-family-") as folder:
@@ -110,7 +113,7 @@ def prove(family: Family, device: torch.device, dtype: str) -> Result:
             for part, value in policy.checkpoint_names.parts(name, tensor.detach())
         ]
         result.tensors = len(sent)
-        with Engine(folder, dtype) as engine:
+        with Engine(folder, dtype, num_workers) as engine:
             result.engine = largest(first_N, engine.logprobs(samples))
             problem = engine.load(sent, dtype)
             result.transfer = largest(second_N, engine.logprobs(samples))
@@ -175,13 +178,13 @@ def largest(one_N: torch.Tensor, other_N: torch.Tensor) -> float:
 class Engine:
     """vLLM in this process, with Telescope's part of the weight transfer. It reads new weights from a folder."""
 
-    def __init__(self, folder: str, dtype: str) -> None:
+    def __init__(self, folder: str, dtype: str, num_workers: int) -> None:
         from vllm import LLM
 
         self._llm = LLM(
             model=folder, dtype=dtype, enforce_eager=True, skip_tokenizer_init=True, max_model_len=128, max_num_seqs=8,
             worker_extension_cls=WORKER_EXTENSION, weight_transfer_config={"backend": "telescope"},
-            enable_prefix_caching=False, gpu_memory_utilization=0.3,
+            enable_prefix_caching=False, gpu_memory_utilization=0.3, tensor_parallel_size=num_workers,
             limit_mm_per_prompt=dict.fromkeys(("image", "video", "audio"), 0),
             **({} if on_cpu() else {"kv_cache_memory_bytes": 1 << 28}),
         )  # fmt: skip
@@ -235,13 +238,15 @@ def on_cpu() -> bool:
     return not torch.cuda.is_available()
 
 
-def run(families: list[Family], device: torch.device, dtype: str, console: Console, path: Path | None) -> list[Result]:
+def run(
+    families: list[Family], device: torch.device, dtype: str, num_workers: int, console: Console, path: Path | None
+) -> list[Result]:
     """Proves one family after the other, and writes the results so far to `path`. A failed one does not end it."""
     results: list[Result] = []
     for family in families:
         started = time.monotonic()
         try:
-            result = prove(family, device, dtype)
+            result = prove(family, device, dtype, num_workers)
         except Exception as error:
             console.print(traceback.format_exc(), style="dim", markup=False)
             result = Result(family.name, family.model_type, problem=f"{type(error).__name__}: {error}"[:500])
@@ -249,7 +254,8 @@ def run(families: list[Family], device: torch.device, dtype: str, console: Conso
         results.append(result)
         console.print(f"{result.name}: {result.problem or 'passed'} ({result.seconds:.0f} s)", markup=False)
         if path is not None:
-            content = {"dtype": dtype, "device": device.type, "results": [asdict(each) for each in results]}
+            content: dict[str, Any] = {"dtype": dtype, "device": device.type, "tensor_parallel": num_workers}
+            content["results"] = [asdict(each) for each in results]
             content["measured"] = provenance(["torch", "transformers"]) | {"vllm": installed_version()}
             path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return results
@@ -270,6 +276,9 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="families by name (default: all)")
     parser.add_argument("--quick", action="store_true", help="the fast families only")
     parser.add_argument("--dtype", choices=sorted(ENGINE_BOUNDS), default=None, help="default: bfloat16 on a GPU")
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=1, metavar="N", help="workers of the engine (default: 1)"
+    )
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--docs", action="store_true", help="write docs/models.md from the stored results, and end")
     arguments = parser.parse_args()
@@ -294,7 +303,7 @@ def main() -> int:
     console = Console(stderr=True)
     device = torch.device("cpu" if on_cpu() else "cuda")
     dtype = arguments.dtype or ("float32" if on_cpu() else "bfloat16")
-    results = run(chosen, device, dtype, console, arguments.json)
+    results = run(chosen, device, dtype, arguments.tensor_parallel, console, arguments.json)
     show(results, Console())
     return int(any(each.problem for each in results))
 
@@ -321,6 +330,9 @@ towers stay as they are. To try a released model on a CPU: `telescope tiny-model
 """
 
 
+PLACES = {("cpu", 1): "a CPU", ("cuda", 1): "a GPU", ("cuda", 2): "two GPUs that share the engine's weights"}
+
+
 def docs(tables: list[dict[str, Any]]) -> str:
     """Returns docs/models.md."""
     parts = [HEADER]
@@ -328,7 +340,7 @@ def docs(tables: list[dict[str, Any]]) -> str:
         measured = stored["measured"]
         versions = ", ".join(f"{name} {version}" for name, version in measured["packages"].items())
         parts += [
-            f"## Proven on a {'CPU' if stored['device'] == 'cpu' else 'GPU'}, in {stored['dtype']}\n",
+            f"## Proven on {PLACES[stored['device'], stored.get('tensor_parallel', 1)]}, in {stored['dtype']}\n",
             f"vLLM {measured['vllm']}, {versions}, commit {measured['commit']}.\n",
             "| `model_type` | released models | samples | trainer | engine | after a transfer |",
             "|---|---|---|---|---|---|",

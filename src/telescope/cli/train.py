@@ -9,6 +9,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -140,7 +141,10 @@ def _train(loaded: LoadedConfig) -> int:
 
 
 def check_before_start(loaded: LoadedConfig) -> list[str]:
-    """Runs all checks that need nothing started. Returns remarks; raises ConfigError for all problems together."""
+    """Runs all checks that need nothing started. Returns remarks; raises ConfigError for all problems together.
+
+    The model is tried, which takes seconds, when nothing else is wrong.
+    """
     from telescope.config import preflight
     from telescope.config.model_files import check_rendering
 
@@ -154,7 +158,7 @@ def check_before_start(loaded: LoadedConfig) -> list[str]:
             find_checkpoint(config, choose_run_dir(config))
 
     def check_components(config: TelescopeConfig) -> None:
-        notices.extend(try_components(config, here=not unusable))
+        notices.extend(try_components(config, here=not (unusable or rest)))
 
     unknown = preflight.find_problems(config, preflight.checks_of_environments())
     unusable = preflight.find_problems(config, (preflight.check_packages, check_rendering, preflight.check_model))
@@ -186,8 +190,10 @@ def try_components(config: TelescopeConfig, *, here: bool = True) -> list[str]:
         try_model,
         check_chat_parsers,
     ]
-    if problems := preflight.find_problems(config, checks):
-        raise ConfigError("\n".join(problems))
+    with ThreadPoolExecutor() as threads:  # each waits for a process of its own
+        found = threads.map(lambda check: preflight.find_problems(config, [check]), checks)
+        if problems := [problem for one in found for problem in one]:
+            raise ConfigError("\n".join(problems))
     return notices
 
 

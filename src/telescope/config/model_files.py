@@ -17,27 +17,15 @@ from telescope.config.chat_template import NO_TEMPLATE, compile_template, render
 from telescope.config.megatron import check_architecture, check_division
 from telescope.config.messages import show
 from telescope.config.model_contents import (
-    CAUSAL_LM_CLASSES,
     SPECIAL_TOKENS,
-    expected_tensors,
     largest_token_id,
     listed,
     quantized_tensors,
     safetensors_tensors,
-    tensor_problem,
     token_text,
     tokenizer_problem,
 )
-from telescope.config.model_shape import (
-    EXPERT_MODEL_TYPES,
-    ModelShape,
-    experts_without_a_layer,
-    has_zero_sparse_step,
-    invalid_size,
-    known_shape,
-    uneven_heads,
-    unsupported_experts,
-)
+from telescope.config.model_shape import ModelShape, known_shape, uneven_heads
 from telescope.config.model_source import TOKENIZER_FILES, HubUnreachableError, ModelFiles, files_here, find_files
 from telescope.errors import ConfigError
 
@@ -45,9 +33,6 @@ if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
-
-GENERATING_CLASSES = ("ForCausalLM", "LMHead", "ForConditionalGeneration")
-"""Parts of the class names of models that generate text. Some of the last kind are refused when they are built."""
 
 QUANTIZATION_FIX = "Choose the model that it was quantized from, or save it dequantized, in bfloat16"
 
@@ -91,15 +76,6 @@ def architecture_of(config: TelescopeConfig) -> str | None:
     return model_type if isinstance(model_type, str) else None
 
 
-def has_unusual_positions(config: TelescopeConfig) -> bool:
-    """Returns whether rotary positions are scaled in a way that trainer and engine may compute differently."""
-    files = files_here(config)
-    data = (files.read_object("config.json") if files is not None else None) or {}
-    rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
-    kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
-    return kind in ("dynamic", "longrope")
-
-
 def check_rendering(config: TelescopeConfig) -> None:
     """Raises `ConfigError` when the chat template renders no prompt."""
     files = files_here(config)
@@ -136,70 +112,16 @@ def _inspect(config: TelescopeConfig, files: ModelFiles) -> ModelReport:
     if data is None:
         problem = "has a config.json that is no JSON object" if "config.json" in files.names else "holds no config.json"
         raise ConfigError(f"model is {config.model!r}, but {files.where} {problem}. Give a model in HuggingFace format")
-    _check_architecture(config, data)
     check_architecture(config, data)
     _check_quantization(config, data)
     _check_tokenizer(config, files, data)
-    shapes = _check_weights(config, files)
-    unsupported = unsupported_experts(data)
-    if unsupported is not None:
-        raise ConfigError(
-            f"model is {config.model!r}, a mixture of experts of type {unsupported}. Of models with experts, the "
-            f"weight transfer knows {', '.join(EXPERT_MODEL_TYPES)} only. Choose one of those, or a dense model"
-        )
-    if has_zero_sparse_step(data):
-        raise ConfigError(
-            f"model is {config.model!r}, whose config.json has decoder_sparse_step 0: loading the model divides by "
-            "it. Set decoder_sparse_step in config.json to 1 if every layer has experts, to 2 if every second one has"
-        )
-    settings = experts_without_a_layer(data)
-    if settings is not None:
-        raise ConfigError(
-            f"model is {config.model!r}, a mixture of experts in which no layer has any: config.json has {settings}. "
-            "vLLM does not load it. Correct these; or, to drop the experts, remove their number and "
-            'set model_type to qwen3 and architectures to ["Qwen3ForCausalLM"]'
-        )
-    if data["model_type"] in CAUSAL_LM_CLASSES and (invalid := invalid_size(data)) is not None:
-        raise ConfigError(
-            f"model is {config.model!r}, whose config.json has {invalid} {show(data[invalid])}, which must be a whole "
-            "number above 0. Download or save the model again"
-        )
+    _check_weights(config, files)
     shape = ModelShape.from_config(data)
     if shape is not None:
         rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
         scaled = isinstance(rope, dict) and rope.get("rope_type", rope.get("type", "default")) != "default"
         _check_against_shape(config, shape, scaled=scaled)
-    expected = expected_tensors(data)
-    if expected is not None and shapes is not None:  # a missing tensor would stay random
-        difference = tensor_problem(expected, shapes, tied=bool(data.get("tie_word_embeddings")))
-        if difference is not None:
-            raise ConfigError(
-                f"model is {config.model!r}, but its weight files in {files.where} {difference}. Download or save the "
-                "model again, or correct config.json"
-            )
     return ModelReport(files.where, shape)
-
-
-def _check_architecture(config: TelescopeConfig, data: Mapping[str, Any]) -> None:
-    model_type = data.get("model_type")
-    if not isinstance(model_type, str) or not model_type:
-        raise ConfigError(
-            f"model is {config.model!r}, whose config.json does not name its architecture (model_type). Download or "
-            "save the model again"
-        )
-    class_name = CAUSAL_LM_CLASSES.get(model_type)
-    named = data.get("architectures")
-    if class_name is not None and class_name not in (named if isinstance(named, list) else []):
-        raise ConfigError(
-            f"model is {config.model!r}, whose config.json has architectures {show(named)}, so that vLLM does not load "
-            f'it as a language model. Set architectures to ["{class_name}"], or choose a model that generates text'
-        )
-    generates = isinstance(named, list) and any(word in str(name) for name in named for word in GENERATING_CLASSES)
-    if data.get("is_encoder_decoder") or not (generates or data.get("auto_map")):
-        raise ConfigError(
-            f"model is {config.model!r}, whose config.json has model_type {show(model_type)} and architectures "
-            f"{show(named)}, which is no causal language model. Choose a model that generates text token by token"
-        )
 
 
 def _check_quantization(config: TelescopeConfig, data: Mapping[str, Any]) -> None:
@@ -256,20 +178,20 @@ def _check_vocabulary(
         )
 
 
-def _check_weights(config: TelescopeConfig, files: ModelFiles) -> dict[str, tuple[int, ...]] | None:
-    """Returns the shapes of all tensors. None where not all headers can be read here."""
+def _check_weights(config: TelescopeConfig, files: ModelFiles) -> None:
     if not any(name.endswith(WEIGHT_SUFFIXES) for name in files.names) and not files.where.startswith("the hub cache"):
         raise ConfigError(
             f"model is {config.model!r}, but {files.where} holds no weights (no *.safetensors). Save the model "
             "there, or give the folder that holds it"
         )
-    return None if files.folder is None else _check_weight_files(config, files, files.folder)
+    if files.folder is not None:
+        _check_weight_files(config, files, files.folder)
 
 
-def _check_weight_files(config: TelescopeConfig, files: ModelFiles, folder: Path) -> dict[str, tuple[int, ...]] | None:
+def _check_weight_files(config: TelescopeConfig, files: ModelFiles, folder: Path) -> None:
     """Checks that a sharded model's files exist and are complete. The index lists them; their header has their length.
 
-    Returns the shapes in the files that transformers loads: `model.safetensors`, else those of the index.
+    transformers loads `model.safetensors`, else the files of the index.
     """
     present = sorted(name for name in files.names if name.endswith(".safetensors"))
     index = files.read_object("model.safetensors.index.json") or {}
@@ -290,7 +212,6 @@ def _check_weight_files(config: TelescopeConfig, files: ModelFiles, folder: Path
             f"model.safetensors.index.json that lists its weight files, such as {present[0]}. Download or save the "
             "model again"
         )
-    shapes: dict[str, tuple[int, ...]] = {}
     for name in present:
         try:
             found = safetensors_tensors(folder / name)
@@ -300,14 +221,11 @@ def _check_weight_files(config: TelescopeConfig, files: ModelFiles, folder: Path
                 f"model is {config.model!r}, but {name} of {files.where} is broken: {problem}. Download or save the "
                 "model again"
             ) from None
-        if name in loaded:
-            if quantized := quantized_tensors(found):
-                raise ConfigError(
-                    f"model is {config.model!r}, but {name} of {files.where} holds {listed(quantized)}: quantized "
-                    f"weights cannot be trained. {QUANTIZATION_FIX}"
-                )
-            shapes |= {tensor: stored.shape for tensor, stored in found.items()}
-    return shapes if loaded and loaded <= set(present) else None
+        if name in loaded and (quantized := quantized_tensors(found)):
+            raise ConfigError(
+                f"model is {config.model!r}, but {name} of {files.where} holds {listed(quantized)}: quantized "
+                f"weights cannot be trained. {QUANTIZATION_FIX}"
+            )
 
 
 def _check_against_shape(config: TelescopeConfig, shape: ModelShape, *, scaled: bool = False) -> None:
@@ -316,6 +234,11 @@ def _check_against_shape(config: TelescopeConfig, shape: ModelShape, *, scaled: 
         raise ConfigError(
             f"max_model_len is {config.max_model_len}, but {config.model} handles at most {longest} tokens "
             f"(max_position_embeddings). Lower max_model_len to {longest} or less"
+        )
+    if shape.num_experts and not shape.num_sparse_layers():
+        raise ConfigError(
+            f"model is {config.model!r}, a mixture of experts in which no layer has any, which vLLM does not load. "
+            "Correct decoder_sparse_step and mlp_only_layers in config.json"
         )
     if shape.num_experts and not 1 <= shape.experts_per_token <= shape.num_experts:
         raise ConfigError(

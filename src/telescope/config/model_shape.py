@@ -11,17 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-EXPERT_MODEL_TYPES = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "glm4_moe", "granitemoe")
-"""Mixtures of experts that `benchmarks/families.py` proves, from the trainer to the weights in the engine."""
-
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What architectures call the number of their experts."""
-
-SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim",
-)  # fmt: skip
-"""Fields of a `config.json` that loading a model needs as positive whole numbers."""
 
 USUAL_EXPERTS_PER_TOKEN = 8  # of Qwen3-MoE, where its `config.json` does not say
 
@@ -169,15 +160,6 @@ class ModelShape:
         return shape if min(*sizes, shape.sparse_step) > 0 else None
 
 
-def invalid_size(config: Mapping[str, Any]) -> str | None:
-    """Returns the first invalid size in a `config.json`, if any. Sizes are positive whole numbers."""
-    for name in SIZES:
-        value = config.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            return name
-    return None
-
-
 def uneven_heads(num_ranks: int, num_heads: int, num_kv_heads: int) -> str | None:
     """Describes the heads that ranks of context parallelism cannot share evenly. None if they can."""
     if num_heads % num_ranks:
@@ -185,37 +167,6 @@ def uneven_heads(num_ranks: int, num_heads: int, num_kv_heads: int) -> str | Non
     if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
         return f"{num_kv_heads} key and value heads, which it must divide or be a multiple of"
     return None
-
-
-def unsupported_experts(config: Mapping[str, Any]) -> str | None:
-    """Returns the `model_type` if the weight transfer lacks its experts."""
-    inner = config.get("text_config")
-    config = inner if isinstance(inner, Mapping) else config
-    feed_forward = config.get("ffn_config")  # of DBRX
-    places = [config, feed_forward] if isinstance(feed_forward, Mapping) else [config]
-    counts = (place.get(name) for place in places for name in EXPERT_COUNTS)
-    model_type = str(config.get("model_type", "without model_type"))
-    return model_type if any(counts) and model_type not in EXPERT_MODEL_TYPES else None
-
-
-def has_zero_sparse_step(config: Mapping[str, Any]) -> bool:
-    """Returns whether `config.json` puts experts in every 0th layer, by which transformers and vLLM divide."""
-    inner = config.get("text_config")
-    config = inner if isinstance(inner, Mapping) else config
-    return config.get("model_type") in EXPERT_MODEL_TYPES and config.get("decoder_sparse_step") == 0
-
-
-def experts_without_a_layer(config: Mapping[str, Any]) -> str | None:
-    """Describes settings that leave a mixture without any experts, which vLLM refuses to load. None for others."""
-    inner = config.get("text_config")
-    config = inner if isinstance(inner, Mapping) else config
-    shape = ModelShape.from_config(config)
-    if shape is None or config.get("model_type") not in EXPERT_MODEL_TYPES or shape.num_sparse_layers():
-        return None
-    decisive = (*EXPERT_COUNTS, "decoder_sparse_step", "mlp_only_layers")
-    settings = [f"{name} {config[name]}" for name in decisive if config.get(name) is not None]
-    has_count = any(config.get(name) is not None for name in EXPERT_COUNTS)  # without one, the type's own holds
-    return ", ".join(settings) if has_count else None
 
 
 def known_shape(model: str) -> ModelShape | None:

@@ -78,6 +78,21 @@ def find_files(config: TelescopeConfig, *, ask_hub: bool) -> ModelFiles:
     return _local_files(config) if is_local_path(config.model) else _hub_files(config.model, ask_hub)
 
 
+def is_downloaded(model: str) -> bool:
+    """Returns whether this machine has all weight files of a model."""
+    if is_local_path(model):
+        return True
+    from huggingface_hub import try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(model, "model.safetensors"), str):
+        return True
+    index = try_to_load_from_cache(model, "model.safetensors.index.json")
+    if not isinstance(index, str):
+        return False
+    names = set(json.loads(Path(index).read_text())["weight_map"].values())
+    return all((Path(index).parent / name).is_file() for name in names)
+
+
 def files_here(config: TelescopeConfig) -> ModelFiles | None:
     """The model's files on this machine. None for a hub identifier that is not in the cache."""
     try:

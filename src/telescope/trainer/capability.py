@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from telescope.config.model_contents import CAUSAL_LM_CLASSES
 from telescope.config.model_shape import EXPERT_COUNTS
 from telescope.errors import UserError
 from telescope.trainer.attention import register_attention
@@ -27,6 +26,12 @@ from telescope.utils.text import single_line
 
 WAYS = (PACKED, Execution("sdpa", packs=False), Execution("eager", packs=False))
 """From the fastest to the slowest."""
+
+PLAIN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""Types that `benchmarks/families.py` shows to be packed right, so that a run does not try them again."""
+
+MIXTURES = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "glm4_moe", "granitemoe")
+"""Types with experts whose way into the engine `benchmarks/families.py` proves."""
 
 MAX_LAYERS = 8
 VOCABULARY = 64
@@ -55,7 +60,7 @@ def choose_execution(
     """
     config = load_config(model, trust_remote_code=trust_remote_code)
     refuse_known_differences(model, config.get_text_config(), max_model_len)
-    if config.model_type in CAUSAL_LM_CLASSES and not plain_too:
+    if config.model_type in PLAIN and not plain_too:
         return PACKED
     register_attention()
     with torch.random.fork_rng([]), torch.no_grad():
@@ -63,20 +68,20 @@ def choose_execution(
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
         try:
             small = shrink(config)
+            with torch.device("meta"):
+                skeleton = auto_class(small).from_config(copy.deepcopy(small), **options)
+            refuse_modules(model, config.get_text_config().model_type, skeleton)
             alone = auto_class(small).from_config(copy.deepcopy(small), attn_implementation="eager", **options)
             _disturb(alone)
             samples = [torch.randint(3, VOCABULARY, (length,)) for length in LENGTHS]
             wanted_N = torch.cat([_logprobs_alone(alone, sample) for sample in samples])
+        except UserError:
+            raise
         except Exception as error:
             raise UserError(
                 f"model: {model!r} ({config.model_type}): a small copy of it cannot be computed: "
                 f"{type(error).__name__}: {single_line(str(error))}. Choose another model"
             ) from error
-        if any(name.endswith(DERIVED) for name, _ in alone.named_parameters()):
-            raise UserError(
-                f"model: {model!r} ({config.model_type}) has Mamba layers, of which vLLM keeps a function of the "
-                "weight A_log, so that the weight transfer cannot be checked. Choose another model"
-            )
         reasons = []
         for way in WAYS:
             try:
@@ -96,6 +101,21 @@ def choose_execution(
         f"model: {model!r} ({config.model_type}) cannot be trained. Packed: {reasons[0]}. Side by side: {reasons[-1]}. "
         "Choose another model"
     )
+
+
+def refuse_modules(model: str, model_type: str, skeleton: PreTrainedModel) -> None:
+    """Raises `UserError` for layers whose way into the engine is not known."""
+    if any(name.endswith(DERIVED) for name, _ in skeleton.named_parameters()):
+        raise UserError(
+            f"model: {model!r} ({model_type}) has Mamba layers, of which vLLM keeps a function of the weight A_log, so "
+            "that the weight transfer cannot be checked. Choose another model"
+        )
+    modules = " ".join(name for name, _ in skeleton.named_modules())
+    if model_type not in MIXTURES and ("expert" in modules or "moe" in modules):
+        raise UserError(
+            f"model: {model!r} is a mixture of experts of type {model_type}. Of models with experts, the weight "
+            f"transfer knows {', '.join(MIXTURES)} only. Choose one of those, or a dense model"
+        )
 
 
 def refuse_known_differences(model: str, config: PretrainedConfig, max_model_len: int) -> None:

@@ -203,6 +203,16 @@ def load_causal_lm(
         return auto_class(config).from_config(config, **options)
 
 
+def check_weight_files(model: str, *, trust_remote_code: bool = False) -> None:
+    """Compares weight files with the architecture by their headers. Raises `UserError` for what does not fit."""
+    config = load_config(model, trust_remote_code=trust_remote_code)
+    _, loaded = auto_class(config).from_pretrained(
+        model, config=config, trust_remote_code=trust_remote_code, local_files_only=True, device_map="meta",
+        output_loading_info=True, ignore_mismatched_sizes=True,
+    )  # fmt: skip
+    refuse_incomplete(model, loaded)
+
+
 def auto_class(config: PretrainedConfig) -> Any:
     """Returns the class of transformers that loads a model with this config, for text and perhaps other media."""
     return next((auto for table, auto in TABLES if type(config) in table), AutoModelForCausalLM)

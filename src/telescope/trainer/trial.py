@@ -11,8 +11,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from telescope.config.model_contents import CAUSAL_LM_CLASSES
-from telescope.config.model_files import architecture_of, has_unusual_positions
 from telescope.errors import ConfigError, UserError
 from telescope.utils.process import describe_exit
 
@@ -33,13 +31,8 @@ def try_backend(config: TelescopeConfig) -> None:
 
 
 def try_model(config: TelescopeConfig) -> None:
-    """Raises `ConfigError` when the trainer cannot compute the model as transformers and vLLM do.
-
-    Plain architectures, whose tensors preflight compares, are known to work and are not tried.
-    """
-    model_type = architecture_of(config)
-    if model_type is not None and (model_type not in CAUSAL_LM_CLASSES or has_unusual_positions(config)):
-        _try("model", config.model, config, f"model: trying {config.model!r} ({model_type})")
+    """Raises `ConfigError` when weight files do not fit config.json, or the trainer cannot compute the model right."""
+    _try("model", config.model, config, f"model: trying {config.model!r}")
 
 
 def _try(what: str, name: str, config: TelescopeConfig, action: str) -> None:
@@ -77,9 +70,14 @@ def _main(what: str, name: str, trust_remote_code: str, max_model_len: str) -> N
 
         find_backend(name)
         return
+    from telescope.config.model_source import is_downloaded
     from telescope.trainer.capability import choose_execution
+    from telescope.trainer.model import check_weight_files
 
-    choose_execution(name, int(max_model_len), trust_remote_code=trust_remote_code == "True")
+    trusted = trust_remote_code == "True"
+    if is_downloaded(name):
+        check_weight_files(name, trust_remote_code=trusted)
+    choose_execution(name, int(max_model_len), trust_remote_code=trusted)
 
 
 if __name__ == "__main__":

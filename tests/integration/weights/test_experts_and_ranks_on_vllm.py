@@ -72,7 +72,7 @@ def test_every_worker_reports_why_it_is_updated_in_place(server: Server) -> None
     assert not server.background
     reasons = {mode["reason"] for mode in server.modes}
     if server.tensor_parallel > 1:
-        assert reasons == {"collectives of a tensor-parallel engine must not run during a transfer"}
+        assert reasons == {"collectives of a tensor-parallel engine must not run beside a transfer"}
     else:
         assert all(reasons)
 

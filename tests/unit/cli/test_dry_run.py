@@ -92,7 +92,7 @@ def test_the_servers_for_evals_are_marked(dry_run):
     ("changes", "expected"),
     [
         ({}, [True]),
-        ({"run_dir": "/proc/x"}, [True]),
+        ({"run_dir": "/proc/x"}, [False]),
         ({"device": "cuda", "gpu": 80}, [False]),
         ({"model": "/nowhere"}, [False]),
         ({"environments": "[{name: countdwn}]"}, []),

@@ -5,10 +5,17 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.model_folder import MODEL_CONFIG, TEMPLATE, safetensors, tensors_of, tokenizer, write_model_folder
+from tests.model_folder import (
+    MODEL_CONFIG,
+    TEMPLATE,
+    safetensors,
+    tensors_of,
+    tokenizer,
+    write_model_folder,
+    write_safetensors,
+)
 
 from telescope.config import TelescopeConfig
 from telescope.config.model_files import inspect_model
@@ -104,8 +111,8 @@ def test_a_tiny_model_that_is_not_there_yet_can_be_made(tmp_path, monkeypatch):
     ("content", "words"),
     [
         (b"", "0 bytes"),
-        (safetensors({})[:9], "cut off"),
-        (safetensors({"a": [4]})[:-1], "cut off"),
+        (safetensors({})[0][:9], "cut off"),
+        (safetensors({"a": [4]})[0], "cut off"),
         (b"\xff" * 8 + b"{}", "damaged"),
         (struct.pack("<Q", 2) + b"[]", "damaged"),
         (struct.pack("<Q", 3) + b"not", "damaged"),
@@ -126,15 +133,12 @@ def test_every_shard_that_the_index_lists_must_be_there_and_whole(tmp_path):
     halves = [dict(list(tensors.items())[:9]), dict(list(tensors.items())[9:])]
     index = {"weight_map": {name: shard for shard, half in zip(shards, halves, strict=True) for name in half}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / shards[0]).write_bytes(safetensors(halves[0]))
+    write_safetensors(folder / shards[0], halves[0])
     assert f"lacks {shards[1]}" in error_of(folder)
-    (folder / shards[1]).write_bytes(safetensors(halves[1])[:-1])
+    write_safetensors(folder / shards[1], halves[1], less=1)
     assert f"{shards[1]} of {folder} is broken" in error_of(folder)
-    (folder / shards[1]).write_bytes(safetensors(halves[1]))
+    write_safetensors(folder / shards[1], halves[1])
     assert inspect_model(config(folder)).unchecked is None
-    del halves[1]["model.norm.weight"]
-    (folder / shards[1]).write_bytes(safetensors(halves[1]))
-    assert "lack 1 tensor that config.json describes: model.norm.weight" in error_of(folder)
 
 
 @pytest.mark.parametrize("index", [None, "[1]", "{}"])
@@ -146,38 +150,10 @@ def test_shards_that_no_index_lists_are_refused(tmp_path, index):
     assert "has neither model.safetensors nor a model.safetensors.index.json that lists" in error_of(folder)
 
 
-def write_tensors(folder: Path, **changes: list[int] | None) -> Path:
-    """A complete model folder, but for some shapes (of the first layer); None leaves the tensor out."""
-    write_model(folder)
-    tensors: dict[str, Any] = tensors_of(MODEL_CONFIG)
-    for name, shape in changes.items():
-        tensors[name] = shape
-    kept = {name: shape for name, shape in tensors.items() if shape is not None}
-    (folder / "model.safetensors").write_bytes(safetensors(kept))
-    return folder
-
-
-QUERY = "model.layers.0.self_attn.q_proj.weight"
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({QUERY: None}, f"lack 1 tensor that config.json describes: {QUERY}. Download or save the model again"),
-        ({QUERY: [64, 32]}, f"hold 1 tensor in sizes that config.json contradicts: {QUERY} with [64, 32] instead of"),
-        ({"model.layers.2.mlp.up_proj.weight": [128, 64]}, "hold 1 tensor that config.json does not describe: model.l"),
-        ({QUERY: None, "x": [1]}, f"describes: {QUERY}; they hold 1 tensor that config.json does not describe: x"),
-        ({"lm_head.weight": [64, 64]}, "lm_head.weight with [64, 64] instead of [128, 64]"),
-    ],
-)
-def test_weights_that_differ_from_the_config_are_refused_by_name(tmp_path, changes, problem):
-    assert problem in error_of(write_tensors(tmp_path / "m", **changes))
-
-
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "I8", "U8"])
 def test_quantized_weights_are_refused_with_tensor_dtype_and_fix(tmp_path, dtype):
     folder = write_model(tmp_path / "m")
-    (folder / "model.safetensors").write_bytes(safetensors(tensors_of(MODEL_CONFIG), dtype=dtype))
+    write_safetensors(folder / "model.safetensors", tensors_of(MODEL_CONFIG), dtype)
     message = error_of(folder)
     assert f"model.safetensors of {folder} holds model.embed_tokens.weight ({dtype}), " in message
     assert "quantized weights cannot be trained. Choose the model that it was quantized from" in message
@@ -186,7 +162,7 @@ def test_quantized_weights_are_refused_with_tensor_dtype_and_fix(tmp_path, dtype
 @pytest.mark.parametrize("dtype", ["F64", "F16", "BF16"])
 def test_weights_in_any_floating_point_dtype_are_accepted(tmp_path, dtype):
     folder = write_model(tmp_path / "m")
-    (folder / "model.safetensors").write_bytes(safetensors(tensors_of(MODEL_CONFIG), dtype=dtype))
+    write_safetensors(folder / "model.safetensors", tensors_of(MODEL_CONFIG), dtype)
     assert inspect_model(config(folder)).unchecked is None
 
 
@@ -204,17 +180,6 @@ def test_a_config_with_quantization_is_refused_by_field(tmp_path, changes, words
     assert words in error_of(folder)
     (folder / "config.json").write_text(json.dumps(MODEL_CONFIG | {"quantization_config": None}))
     assert inspect_model(config(folder)).unchecked is None
-
-
-def test_a_tied_output_layer_and_rotary_buffers_may_be_stored(tmp_path):
-    stored = {"lm_head.weight": [128, 64], "model.layers.0.self_attn.rotary_emb.inv_freq": [8]}
-    assert inspect_model(config(write_tensors(tmp_path / "m", **stored))).unchecked is None
-
-
-def test_an_untied_output_layer_must_be_stored(tmp_path):
-    folder = write_tensors(tmp_path / "m")
-    (folder / "config.json").write_text(json.dumps(MODEL_CONFIG | {"tie_word_embeddings": False}))
-    assert "lack 1 tensor that config.json describes: lm_head.weight" in error_of(folder)
 
 
 @pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"model": {}}', '{"model": {"vocab": {}}}'])
@@ -334,31 +299,11 @@ def test_a_token_cannot_visit_more_experts_than_there_are_nor_none(tmp_path, vis
     assert "Correct config.json" in message
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"mlp_only_layers": [1, 0]}, "num_experts 8, mlp_only_layers [1, 0]"),
-        ({"decoder_sparse_step": 3}, "num_experts 8, decoder_sparse_step 3"),
-        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, "decoder_sparse_step 2, mlp_only_layers [1]"),
-        ({"num_experts": 0}, "num_experts 0"),
-    ],
-)
-def test_a_mixture_of_experts_whose_layers_are_all_dense_is_refused(tmp_path, changes, reason):
+@pytest.mark.parametrize("changes", [{"mlp_only_layers": [1, 0]}, {"decoder_sparse_step": 3}])
+def test_a_mixture_of_experts_whose_layers_are_all_dense_is_refused(tmp_path, changes):
     odd = {**MODEL_CONFIG, **EXPERTS, **changes}
     message = error_of(write_model(tmp_path / "m", config=json.dumps(odd)))
-    assert f"{reason}. vLLM does not load it" in message
-    assert "set model_type to qwen3" in message
-    as_dense = {**odd, "model_type": "qwen3"}
-    del as_dense["num_experts"]
-    assert inspect_model(config(write_model(tmp_path / "dense", config=json.dumps(as_dense)))).shape
-
-
-@pytest.mark.parametrize("changes", [{}, {"num_experts": 0}, {"mlp_only_layers": [0, 1]}])
-def test_experts_in_every_0th_layer_are_refused_before_something_divides_by_it(tmp_path, changes):
-    odd = {**MODEL_CONFIG, **EXPERTS, **changes, "decoder_sparse_step": 0}
-    message = error_of(write_model(tmp_path / "m", config=json.dumps(odd)))
-    assert "config.json has decoder_sparse_step 0: loading the model divides by it" in message
-    assert "Set decoder_sparse_step in config.json to 1" in message
+    assert "no layer has any, which vLLM does not load. Correct decoder_sparse_step and mlp_only_layers" in message
 
 
 @pytest.mark.parametrize("changes", [{"mlp_only_layers": [0, 7]}, {"decoder_sparse_step": 2}])
@@ -370,19 +315,6 @@ def test_a_mixture_of_experts_needs_one_layer_that_has_them(tmp_path, changes):
 def test_key_value_heads_that_are_fewer_than_workers_are_repeated(tmp_path):
     folder = write_model(tmp_path / "m")  # two of them
     assert inspect_model(config(folder, inference_tensor_parallel_size=4, inference_num_workers=4)).shape
-
-
-def test_experts_that_the_weight_transfer_does_not_know_are_refused(tmp_path):
-    assert inspect_model(config(write_model(tmp_path / "m", config=json.dumps({**MODEL_CONFIG, **EXPERTS})))).shape
-    for other in (
-        {"model_type": "phimoe", "num_local_experts": 8},
-        {"model_type": "deepseek_v3", "n_routed_experts": 4},
-        {"model_type": "ernie4_5_moe", "moe_num_experts": 64},
-        {"model_type": "dbrx", "ffn_config": {"moe_num_experts": 16}},
-    ):
-        message = error_of(write_model(tmp_path / other["model_type"], config=json.dumps({**MODEL_CONFIG, **other})))
-        assert f"experts of type {other['model_type']}" in message
-        assert "qwen3_moe" in message
 
 
 def test_experts_cannot_be_sent_in_the_background(tmp_path):
@@ -419,39 +351,6 @@ def test_a_path_that_cannot_exist_is_refused_briefly(model):
     message = error_of(model)
     assert "is not a path: " in message
     assert len(message) < 400
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"model_type": None}, "does not name its architecture (model_type)"),
-        ({"hidden_size": "many"}, 'has hidden_size "many", which must be a whole number above 0'),
-        ({"num_hidden_layers": -1}, "has num_hidden_layers -1"),
-        ({"num_attention_heads": 0}, "has num_attention_heads 0"),
-        ({"architectures": None}, "has architectures null, so that vLLM does not load it as a language model. Set"),
-        ({"architectures": ["Qwen2ForSequenceClassification"]}, 'Set architectures to ["Qwen2ForCausalLM"]'),
-    ],
-)
-def test_a_config_without_a_language_model_is_refused(tmp_path, changes, words):
-    folder = write_model(tmp_path / "m")
-    (folder / "config.json").write_text(json.dumps(MODEL_CONFIG | changes))
-    assert words in error_of(folder)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
-        {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
-        {"model_type": "vit", "architectures": None},
-    ],
-)
-def test_a_model_that_does_not_generate_text_is_refused_whatever_its_tokenizer(tmp_path, values):
-    folder = write_model(tmp_path / "m", without="chat_template.jinja")
-    (folder / "config.json").write_text(json.dumps(MODEL_CONFIG | values))
-    message = error_of(folder)
-    assert f'has model_type "{values["model_type"]}"' in message
-    assert "no causal language model. Choose a model that generates text" in message
 
 
 def test_paths_and_hub_identifiers_are_distinguished(tmp_path, monkeypatch):

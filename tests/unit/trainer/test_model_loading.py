@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.model_folder import write_model_folder
-from transformers import BertConfig, GPT2Config, GPT2LMHeadModel, T5Config
+from tests.model_folder import MODEL_CONFIG, write_model_folder
+from transformers import BertConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, T5Config
 
 from telescope.config import TelescopeConfig
 from telescope.errors import ConfigError, UserError
-from telescope.trainer.model import load_causal_lm
+from telescope.trainer.model import check_weight_files, load_causal_lm
 from telescope.trainer.trial import try_model
 
 QUERY = "transformer.h.1.attn.c_attn.weight"
@@ -22,7 +22,7 @@ QUERY = "transformer.h.1.attn.c_attn.weight"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A saved model of an architecture whose tensors preflight does not know."""
+    """A saved model."""
     config = GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=32, n_positions=32, resid_pdrop=0.0)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     return tmp_path
@@ -38,10 +38,36 @@ def load(folder: Path) -> Any:
     return load_causal_lm(str(folder), torch.float32, with_weights=True)
 
 
+def check(folder: Path) -> None:
+    check_weight_files(str(folder))
+
+
+READERS = pytest.mark.parametrize("read", [load, check])
+"""With the data, and by the headers alone."""
+
+
 def test_a_complete_checkpoint_loads(folder: Path) -> None:
     assert load(folder).get_parameter(QUERY).shape == (16, 48)
+    check(folder)
 
 
+@READERS
+def test_a_tied_output_layer_and_rotary_buffers_may_be_stored(tmp_path: Path, read: Any) -> None:
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
+    )
+    for tied in (True, False):
+        config.tie_word_embeddings = tied
+        LlamaForCausalLM(config).save_pretrained(tmp_path)
+        stored = {"lm_head.weight": torch.zeros(32, 16), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+        change_tensors(tmp_path, **stored)
+        read(tmp_path)
+    change_tensors(tmp_path, **{"lm_head.weight": None})
+    with pytest.raises(UserError, match=r"its weight files lack tensors: lm_head\.weight"):
+        read(tmp_path)
+
+
+@READERS
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -50,19 +76,20 @@ def test_a_complete_checkpoint_loads(folder: Path) -> None:
     ],
 )
 def test_a_tensor_that_is_missing_or_of_another_size_is_refused(
-    folder: Path, change: torch.Tensor | None, problem: str
+    folder: Path, read: Any, change: torch.Tensor | None, problem: str
 ) -> None:
     change_tensors(folder, **{QUERY: change})
     with pytest.raises(UserError, match=problem):
-        load(folder)
+        read(folder)
 
 
-def test_a_tensor_that_the_architecture_does_not_have_is_refused(folder: Path) -> None:
+@READERS
+def test_a_tensor_that_the_architecture_does_not_have_is_refused(folder: Path, read: Any) -> None:
     change_tensors(folder, **{"transformer.h.2.ln_1.weight": torch.zeros(16)})
     with pytest.raises(
         UserError, match=r"does not have: transformer.h.2.ln_1.weight. Download or save the model again"
     ):
-        load(folder)
+        read(folder)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +97,7 @@ def test_a_tensor_that_the_architecture_does_not_have_is_refused(folder: Path) -
     [
         (T5Config(architectures=["T5ForConditionalGeneration"]), "is of type t5, which is no causal language model"),
         (BertConfig(architectures=["BertForMaskedLM"]), "instead of BertLMHeadModel, so that vLLM does not load it"),
+        (Qwen2Config(architectures=None), r"has architectures \[\] in config.json instead of Qwen2ForCausalLM"),
         ({"model_type": "unheard_of"}, "cannot be loaded: The checkpoint you are trying to load has model type"),
     ],
 )
@@ -81,6 +109,7 @@ def test_an_architecture_that_is_no_language_model_is_refused(tmp_path: Path, co
 
 
 def test_the_trial_before_a_start_reports_what_the_trainer_would_refuse(tmp_path: Path) -> None:
-    write_model_folder(tmp_path, model_type="t5")
-    with pytest.raises(ConfigError, match=r"^model: '.*' is of type t5, which is no causal language model$"):
+    write_model_folder(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(MODEL_CONFIG | {"num_hidden_layers": 3}))
+    with pytest.raises(ConfigError, match=r"^model: '.*' cannot be trained, because its weight files lack tensors"):
         try_model(TelescopeConfig(environments=[{"name": "countdown"}], model=str(tmp_path)))

@@ -294,7 +294,7 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         if self._wish.startswith("in_place"):
             return self._wish.partition(": ")[2] or "weight_transfer is in_place"
         if self.parallel_config.world_size > 1:
-            return "collectives of a tensor-parallel engine must not run during a transfer"
+            return "collectives of a tensor-parallel engine must not run beside a transfer"
         for place, layer in self.model.named_modules():
             loaded, _ = get_layerwise_info(layer).restore_metadata
             current = dict(layer.named_parameters(recurse=False))
