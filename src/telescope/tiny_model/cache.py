@@ -26,7 +26,7 @@ from telescope.errors import UserError
 if TYPE_CHECKING:
     from telescope.tiny_model.warm_start import WarmStartProgress
 
-RECIPE_VERSIONS = MappingProxyType({"countdown": 1, "calculator_agent": 2})
+RECIPE_VERSIONS = MappingProxyType({"countdown": 1, "calculator_agent": 2, "mixed": 1})
 """For each task a part of the cache key: raise it when the code makes another model from the same settings."""
 
 TASKS = tuple(RECIPE_VERSIONS)
@@ -61,7 +61,7 @@ def _setting(default: Any, explanation: str, least: float | None = None, most: f
 class TinyModelSettings(ModelRecipe):
     """Shape, data and length of the warm start. The defaults are those that `make demo` trains."""
 
-    task: str = _setting("countdown", "task of the warm start: countdown or calculator_agent")
+    task: str = _setting("countdown", "task of the warm start: countdown, calculator_agent or mixed (both)")
     seed: int = _setting(0, "seed of all random choices of the build")
     tied: bool = _setting(False, "input and output embeddings are one tensor")
     """Weight updates differ between tied and separate embeddings, so both kinds are made."""

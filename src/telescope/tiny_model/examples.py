@@ -97,7 +97,7 @@ def examples_of(settings: TinyModelSettings) -> CalculatorExamples | ExampleSour
 
 def markup_of(settings: TinyModelSettings) -> tuple[str, ...]:
     """Tokens that the settings' task has of its own."""
-    return CALCULATOR_MARKUP if settings.task == "calculator_agent" else ()
+    return () if settings.task == "countdown" else CALCULATOR_MARKUP
 
 
 class ExampleSource:
@@ -107,7 +107,7 @@ class ExampleSource:
     the user too or, in every second conversation, by a tool. A right answer adds some of the numbers and then subtracts
     the others, each in the order of the prompt, so that every choice of signs has one spelling; of several choices that
     reach the target the first in a fixed order is taught. A wrong one has arbitrary signs, and so is right now and
-    then; `wrong_share` is that of answers.
+    then; `wrong_share` is that of answers. Of the task `mixed`, half of the conversations are those of the calculator.
     """
 
     def __init__(self, settings: TinyModelSettings) -> None:
@@ -117,10 +117,13 @@ class ExampleSource:
             signs for signs in itertools.product((1, -1), repeat=settings.num_numbers) if any(s > 0 for s in signs)
         ]
         self._environment = CountdownEnvironment(**countdown_arguments(settings))
+        self._calculator = CalculatorExamples(settings)
 
     def draw(self, wrong_share: float) -> Example:
         """One conversation, each of whose answers is arbitrary with probability `wrong_share`."""
         rng = self._rng
+        if self._settings.task == "mixed" and rng.random() < 0.5:
+            return self._calculator.draw(wrong_share)
         turns: list[Turn] = []
         later_role = rng.choice(("user", "tool")) if self._settings.num_turns > 1 else "user"
         for _ in range(self._settings.num_turns):
