@@ -1,7 +1,7 @@
-"""Measures the dashboard on a generated run: its server, and its pages in Chromium.
+"""Measures the dashboard on the recorded run of the demo, repeated: its server, and its pages in Chromium.
 
-    python benchmarks/dashboard.py --quick                    1,000 steps x 128 samples
-    python benchmarks/dashboard.py                            10,000 steps x 100 samples
+    python benchmarks/dashboard.py --quick                    about 1,000 steps x 150 samples
+    python benchmarks/dashboard.py                            about 10,000 steps x 100 samples
     python benchmarks/dashboard.py --keep /tmp/run            keeps the run, for `telescope ui /tmp/run`
 
 Requests each address that a page reads, in this process and without a network: once, when the tables are read from
@@ -36,7 +36,7 @@ from telescope.record.reader import Run
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="1,000 steps x 128 samples")
+    parser.add_argument("--quick", action="store_true", help="about 1,000 steps x 150 samples")
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--samples", type=int, default=100, help="samples of a step")
     parser.add_argument("--repeats", type=int, default=5)
@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the results here")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.steps, arguments.samples = 1000, 128
+        arguments.steps, arguments.samples = 1000, 150
     where = provenance(["fastapi", "duckdb", "pyarrow"])
     with tempfile.TemporaryDirectory() as folder:
         run_dir = arguments.keep or Path(folder) / "run"
@@ -112,8 +112,8 @@ def measure(run_dir: Path, num_steps: int, repeats: int) -> list[dict[str, Any]]
         [f"{page}&status=kept&step_min={place}" for place in range(repeats + 1)],
         [f"{run}/samples?limit=0&status=kept&step_min={place}" for place in range(repeats + 1)],
         [f"{page}&reward={place % 2}&sort=-completion_tokens" for place in range(repeats + 1)],
-        [f"{page}&search=numbers {place + 10}" for place in range(repeats + 1)],
-        [f"{page}&search=numbers 1&offset={100 * place}" for place in range(repeats + 1)],
+        [f"{page}&search=answer>{place + 10}" for place in range(repeats + 1)],
+        [f"{page}&search=answer>1&offset={100 * place}" for place in range(repeats + 1)],
         [f"{run}/samples/1/{sample}" for sample in ids],
         [f"{run}/spans?limit=40000&buckets=2000"],
         [f"{run}/spans?start={begin}&end={end}"],

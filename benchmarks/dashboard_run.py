@@ -1,85 +1,55 @@
-"""Writes the runs that `benchmarks/dashboard.py` measures.
+"""Writes the runs that `benchmarks/dashboard.py` measures: the recording of `telescope ui --demo`, repeated.
 
-The first steps are generated, as `telescope ui --demo` does it. A longer run repeats them with other steps, times and
-ids, because generating a million samples takes many minutes.
+Groups of samples are repeated within each step, and then all steps with other steps, times and ids.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from telescope.record.reader import Run
+from telescope.record.rollout_tables import ROLLOUT_TABLES
 from telescope.record.table_files import TableFile
 from telescope.record.table_writer import write_block
 from telescope.record.tables import TABLES
-from telescope.testing.demo_run.curves import Story
-from telescope.testing.demo_run.steps import GROUP_SIZE
-from telescope.testing.demo_run.writer import RunWriter
+from telescope.testing.replay import ONCE, Replay, shift
 
-GAUGE_SECONDS = 5.0
-"""Time between two readings of all gauges."""
+OF_SAMPLES = {table.name for table in ROLLOUT_TABLES} | {"spans"}
+"""Tables that grow with the samples of a step."""
 
-MOST_GENERATED = 1000
-"""Steps that are generated."""
-
-GROUP_IDS = 10**7
-"""Distance of the group ids of two repetitions."""
-
-STEPS = ("step", "version", "start_version", "end_version")
-TIMES = ("time", "start", "end", "started_at", "ended_at", "opened_at", "generated_at", "finished_at")
-IDS = ("sample_id", "eval_id")
-ONCE = ("runs", "attempts", "environments", "alerts")
+NOT_REPEATED = {*ONCE, "environments", "alerts"}
 """Tables that do not grow with the steps."""
+
+MOST_COPIES = 100
+"""Copies within a step have smaller numbers than those with later steps: ids differ."""
+
+Copy = tuple[int, int, float]
+"""The number of a copy, and how many steps and seconds later it is."""
 
 
 def write_run(run_dir: Path, num_steps: int, num_samples: int) -> None:
-    """Writes a finished run with that many trained samples in each step, and those of discarded groups.
-
-    More than `MOST_GENERATED` steps must be a multiple of it.
-    """
-    generated = min(num_steps, MOST_GENERATED)
-    if num_steps % generated:
-        raise ValueError(f"{num_steps} steps are no multiple of {MOST_GENERATED}")
-    with RunWriter(run_dir, Story(), num_steps=num_steps, num_groups=num_samples // GROUP_SIZE) as writer:
-        for number in range(generated):
-            writer.write_step(number)
-        writer.write_gauges(generated, GAUGE_SECONDS)
-        seconds = writer.now - writer.origin
-        writer.now += (num_steps // generated - 1) * seconds
-        writer.end()
-    for name in sorted(TABLES.keys() - set(ONCE)):
-        repeat(Run(run_dir), name, num_steps // generated, generated, seconds)
+    """Writes a finished run with about that many steps, and trained samples in each: whole copies of the recording."""
+    with Replay(run_dir) as replay:
+        replay.write_all()
+    recorded, seconds = replay.num_recorded, replay.step_end(replay.num_recorded - 1) - replay.step_end(0)
+    kept = Run(run_dir).sql("select count(*) / count(distinct step) from samples where status = 'kept'").rows[0][0]
+    within = [(copy, 0, 0.0) for copy in range(1, round(num_samples / kept))]
+    later = [(times * MOST_COPIES, times * recorded, times * seconds) for times in range(1, -(-num_steps // recorded))]
+    for name in sorted(OF_SAMPLES):
+        repeat(Run(run_dir), name, within)
+    for name in sorted(TABLES.keys() - NOT_REPEATED):
+        repeat(Run(run_dir), name, later)
 
 
-def repeat(run: Run, name: str, times: int, num_steps: int, seconds: float) -> None:
-    """Appends the rows of a table again, each time `num_steps` steps and `seconds` later."""
+def repeat(run: Run, name: str, copies: Iterable[Copy]) -> None:
+    """Appends copies of all rows of a table."""
     files, num_rows = run.table_files(name), run.num_rows(name)
-    for number in range(1, times):
+    for place, (copy, steps, seconds) in enumerate(copies, 1):
         for file in files:
             rows = pq.read_table(file.path) if file.rows is None else file.rows
-            first = file.first + number * num_rows
-            later = TableFile(file.path, first, first + rows.num_rows, shift(rows, number, num_steps, seconds))
-            write_block(TABLES[name], run.files.table(name), [later])
-
-
-def shift(rows: pa.Table, number: int, num_steps: int, seconds: float) -> pa.Table:
-    """Returns rows with the steps, times and ids of a repetition."""
-    for place, name in enumerate(rows.column_names):
-        column = rows[name]
-        if name in STEPS:
-            column = pc.add(column, number * num_steps)
-        elif name in TIMES:
-            column = pc.add(column, number * seconds)
-        elif name in IDS:
-            column = pc.binary_join_element_wise(f"{number}x", column, "")
-        elif name == "group_id":
-            of_evals = pc.less(column, 0)
-            column = pc.add(column, pc.if_else(of_evals, -number * GROUP_IDS, number * GROUP_IDS))
-        else:
-            continue
-        rows = rows.set_column(place, name, column.cast(rows.schema.field(name).type))
-    return rows
+            first = file.first + place * num_rows
+            shifted = TableFile(file.path, first, first + rows.num_rows, shift(rows, steps, seconds, copy))
+            write_block(TABLES[name], run.files.table(name), [shifted])

@@ -1,4 +1,4 @@
-"""Draws the pictures of the dashboard in README.md and docs/ from a generated run.
+"""Draws the pictures of the dashboard in README.md and docs/ from the recorded runs of `telescope ui --demo`.
 
 python scripts/draw_dashboard.py                  all of them, into docs/images
 python scripts/draw_dashboard.py metrics evals    these alone
@@ -21,8 +21,7 @@ from typing import NamedTuple
 from PIL import Image
 
 from telescope.testing.browser import DashboardProcess, open_browser
-from telescope.testing.demo_run.curves import Story
-from telescope.testing.demo_run.writer import RunWriter
+from telescope.testing.replay import RECORDING, Replay
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 HEIGHTS = {1280: 800, 2560: 1440, 390: 844}
@@ -34,13 +33,8 @@ STATES = ("ended", "live", "failed", "empty")
 NUM_COLORS = 128
 """Colors of a picture: pages have few, and a palette makes a third of the bytes."""
 
-NUM_STEPS = 240
-RUN = "countdown-1.7b"
-OTHERS = {
-    "countdown-lr-3e-6": Story(learning=1.9, learning_rate=3e-6),
-    "countdown-lr-1e-5": Story(learning=2.6, learning_rate=1e-5),
-}
-STORY = Story(server_down=(90, 93), spike=150, slow_from=205)
+RUN = "demo"
+OTHERS = sorted(path.name for path in RECORDING.iterdir() if path.name != RUN)
 
 
 class Picture(NamedTuple):
@@ -56,12 +50,12 @@ PICTURES = {
     "overview": Picture(f"#/{RUN}/overview", "Reward"),
     "overview-dark": Picture(f"#/{RUN}/overview", "Reward", dark=True),
     "metrics": Picture(f"#/{RUN}/metrics?with={','.join(OTHERS)}", "entropy"),
-    "rollouts": Picture(f"#/{RUN}/rollouts?step=180", "All answers"),
-    "timeline": Picture(f"#/{RUN}/timeline?step=221", "Critical path", dark=True),
+    "rollouts": Picture(f"#/{RUN}/rollouts?step=60", "All answers"),
+    "timeline": Picture(f"#/{RUN}/timeline?step=48", "Critical path", dark=True),
     "infra": Picture(f"#/{RUN}/infra", "Machine"),
     "evals": Picture(f"#/{RUN}/evals", "Every item"),
-    "logs": Picture(f"#/{RUN}/logs", "Avg generation throughput"),
-    "compare": Picture(f"#/{RUN}/compare?with={next(iter(OTHERS))}", "learning_rate"),
+    "logs": Picture(f"#/{RUN}/logs", "accuracy"),
+    "compare": Picture(f"#/{RUN}/compare?with={OTHERS[-1]}", "learning_rate"),
 }
 SHOWS_RUN = ("overview", "metrics", "rollouts", "timeline", "infra", "evals", "logs")
 """Pages that differ by the state of their run."""
@@ -144,22 +138,18 @@ def write_states(folder: Path, states: set[str]) -> None:
     """Writes a run for each state, of that name. Without an end, a run is live as long as this process."""
     folder.mkdir()
     for state in states - {"ended"}:
-        with RunWriter(folder / state, STORY, num_steps=60, num_groups=8) as writer:
-            for step in range(0 if state == "empty" else 40):
-                writer.write_step(step)
-            writer.write_gauges(0 if state == "empty" else 40, 2.0)
+        with Replay(folder / state, num_ended=40) as replay:
+            if state != "empty":
+                replay.write_step(39)
             if state == "failed":
-                writer.end("failed", "trainer rank 2 is out of GPU memory: lower max_tokens_per_microbatch")
+                replay.end("trainer rank 1 is out of GPU memory: lower max_tokens_per_microbatch")
 
 
 def write_runs(folder: Path) -> None:
     """Writes the run to draw and those to compare it with."""
-    for seed, (name, story) in enumerate({RUN: STORY, **OTHERS}.items()):
-        with RunWriter(folder / name, story, num_steps=NUM_STEPS, num_groups=8, seed=seed) as writer:
-            for step in range(NUM_STEPS):
-                writer.write_step(step)
-            writer.write_gauges(NUM_STEPS, 2.0)
-            writer.end()
+    for name in (RUN, *OTHERS):
+        with Replay(folder / name, name) as replay:
+            replay.write_all()
 
 
 def save(png: bytes, path: Path) -> None:

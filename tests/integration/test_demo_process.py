@@ -9,7 +9,7 @@ from pathlib import Path
 
 from telescope.cli.main import main
 from telescope.record.reader import Run
-from telescope.testing.demo_run.live import demo_runs
+from telescope.testing.demo import demo_runs
 
 NUM_STEPS = 12
 
@@ -30,7 +30,7 @@ def test_the_demo_is_live_grows_and_leaves_nothing() -> None:
 
 def test_the_writer_ends_when_its_parent_is_gone(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
-    command = [sys.executable, "-m", "telescope.testing.demo_run.live", str(folder), "3"]
+    command = [sys.executable, "-m", "telescope.testing.demo", str(folder), "3"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
         assert writer.stdin is not None

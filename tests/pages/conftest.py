@@ -11,8 +11,7 @@ from tests.pages.page_visit import Visit, profile
 from tests.unit.dashboard.conftest import write_run
 
 from telescope.testing.browser import DashboardProcess, open_browser
-from telescope.testing.demo_run.curves import Story
-from telescope.testing.demo_run.writer import RunWriter
+from telescope.testing.replay import Replay
 
 NUM_STEPS = 12
 
@@ -40,15 +39,11 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="package")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the generated runs `first` and `second`, and the small `resumed`, of two attempts, and `other`."""
+    """A folder with the replays `first` and `second`, and the small `resumed`, of two attempts, and `other`."""
     folder = tmp_path_factory.mktemp("pages")
-    for seed, name in enumerate(("first", "second")):
-        story = Story(server_down=(3, 5), learning_rate=1e-6 * (seed + 1))
-        with RunWriter(folder / name, story, num_steps=NUM_STEPS, seed=seed) as writer:
-            for step in range(NUM_STEPS):
-                writer.write_step(step)
-            writer.write_gauges(NUM_STEPS, 1.0)
-            writer.end()
+    for name, recording in {"first": "demo", "second": "demo-lr-1e-3"}.items():
+        with Replay(folder / name, recording, num_steps=NUM_STEPS) as replay:
+            replay.write_all()
     write_run(folder / "resumed", "grpo", resumed=True)
     write_run(folder / "other", "rloo")
     return folder

@@ -15,8 +15,7 @@ from tests.pages.page_visit import Visit, visit
 
 from telescope.record.reader import Run
 from telescope.testing.browser import DashboardProcess
-from telescope.testing.demo_run.curves import Story
-from telescope.testing.demo_run.writer import RunWriter
+from telescope.testing.replay import Replay
 
 
 def saved(page: Page, chart: Locator) -> list[dict[str, str]]:
@@ -36,10 +35,8 @@ def figure(page: Page, name: str) -> Locator:
 def damaged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DashboardProcess]:
     """A dashboard over a run whose samples are in a broken file."""
     folder = tmp_path_factory.mktemp("damaged")
-    with RunWriter(folder / "run", Story(), num_steps=2) as writer:
-        for step in range(2):
-            writer.write_step(step)
-        writer.end()
+    with Replay(folder / "run", num_steps=2) as replay:
+        replay.write_all()
     for file in Run(folder / "run").table_files("samples"):
         file.path.write_bytes(b"foreign")
     with DashboardProcess(folder) as process:
@@ -166,10 +163,10 @@ def test_infra_charts_end_with_the_last_readings_and_zoom(visitor: Visit, runs: 
     )
     rows = saved(page, chart)
     for row in last.to_dicts():
-        (column,) = (name for name in rows[0] if row["node"] in name and not name.endswith(("min", "max")))
+        (column,) = (name for name in rows[0] if name in (row["node"], "host"))
         assert [float(one[column]) for one in rows if one[column]][-1] == pytest.approx(row["value"], rel=1e-6)
     plot = chart.locator(".u-over")
-    plot.drag_to(plot, source_position={"x": 40, "y": 20}, target_position={"x": 90, "y": 20})
+    plot.drag_to(plot, source_position={"x": 40, "y": 20}, target_position={"x": 240, "y": 20})
     page.wait_for_url("**t=*")
     plot.dblclick()
     page.wait_for_url(lambda address: "t=" not in address)

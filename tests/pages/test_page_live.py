@@ -15,34 +15,30 @@ from tests.unit.dashboard.conftest import write_run
 
 from telescope.record.reader import Run
 from telescope.testing.browser import DashboardProcess
-from telescope.testing.demo_run.curves import Story
-from telescope.testing.demo_run.writer import RunWriter
+from telescope.testing.replay import Replay
 
 
 class LiveRun:
-    """A generated run of this process, a step at a time."""
+    """A replayed run of this process, a step at a time."""
 
-    def __init__(self, writer: RunWriter) -> None:
-        self.run_dir = writer.recorder.files.run_dir
-        self._writer = writer
-        self._steps = 0
+    def __init__(self, replay: Replay) -> None:
+        self.run_dir = replay.recorder.files.run_dir
+        self._replay = replay
 
     def step(self) -> None:
         """Writes the next step; it is on disk when this returns."""
-        self._writer.write_step(self._steps)
-        self._steps += 1
-        assert self._writer.recorder.flush()
+        self._replay.write_step(self._replay.step)
+        assert self._replay.recorder.flush()
 
     def generate(self) -> str:
         """Shows what runs early in the next step. Returns the id of one sample."""
-        begin = self._writer.origin + self._writer.simulation.curves.start(self._steps)
-        self._writer.write_in_flight(self._steps, begin + 0.3)
-        assert self._writer.recorder.flush()
+        self._replay.write_until(self._replay.step_end(self._replay.step - 1) + 0.3)
+        assert self._replay.recorder.flush()
         return Run(self.run_dir).in_flight()["sample_id"][0].as_py()
 
     def end(self) -> None:
-        self._writer.end()
-        assert self._writer.recorder.flush()
+        self._replay.end()
+        assert self._replay.recorder.flush()
 
     def last(self, query: str) -> Any:
         """The only number of a query on what is on disk."""
@@ -53,8 +49,8 @@ class LiveRun:
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[LiveRun]:
     """A run with three steps."""
-    with RunWriter(tmp_path / "live", Story(), num_steps=20) as writer:
-        run = LiveRun(writer)
+    with Replay(tmp_path / "live", num_steps=20) as replay:
+        run = LiveRun(replay)
         for _ in range(3):
             run.step()
         yield run

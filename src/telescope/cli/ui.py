@@ -43,7 +43,7 @@ def add_parser(subparsers: Any) -> None:
         "  telescope ui runs/demo runs/other       these two\n"
         "  telescope ui --root /data/runs          all runs in another folder\n"
         "  telescope ui my-team/my-project         the runs of a W&B project; opened ones are copied here\n"
-        "  telescope ui --demo                     generated runs, to look around without training\n"
+        "  telescope ui --demo                     recorded runs, to look around without training\n"
         "  ssh -L 8005:localhost:8005 MACHINE      then open http://localhost:8005 here\n"
         "  telescope ui --host 0.0.0.0             reachable from other machines; the printed address has a secret\n"
         "  telescope ui --export runs/demo a.html  the run as one file to send",
@@ -54,7 +54,7 @@ def add_parser(subparsers: Any) -> None:
     )
     add_root(parser)
     parser.add_argument(
-        "--demo", action="store_true", help="show generated runs, one of them live, from a temporary folder"
+        "--demo", action="store_true", help="replay recorded runs, one of them live, in a temporary folder"
     )
     parser.add_argument(
         "--port",
@@ -100,10 +100,10 @@ def run(arguments: argparse.Namespace) -> int:
             for remote in remotes:
                 remote.close()
     if arguments.places or arguments.root:
-        raise UserError("--demo shows generated runs only. Leave out --demo, or the folders.")
-    from telescope.testing.demo_run.live import demo_runs
+        raise UserError("--demo shows recorded runs only. Leave out --demo, or the folders.")
+    from telescope.testing.demo import demo_runs
 
-    print("Generating a run of 240 steps takes some seconds.", flush=True)
+    print("This replays the recording of a real run; nothing is trained. It starts in some seconds.", flush=True)
     try:
         with demo_runs() as folder:
             return serve(arguments, [folder])

@@ -79,8 +79,6 @@ class RunStatus:
     messages: deque[str] = field(default_factory=lambda: deque(maxlen=6))
     last_progress_at: float = field(default_factory=time.monotonic)
     token_times: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=4096))
-    clock: Callable[[], float] = time.time
-    """Time of alerts and ends of steps."""
     health: Watch = field(default_factory=Watch)
     engines_idle_seconds: float | None = None
     """Time since the last step that an engine had no request, mean over the engines. None if it is not measured."""
@@ -110,7 +108,7 @@ class RunStatus:
             log.log(logging.getLevelNamesMapping()[level.upper()], "%s", message, extra=REPORTED, stacklevel=2)
         message = plain(message).strip().partition("\n")[0]
         self.messages.append(" ".join(filter(None, (message, more.get("advice")))))
-        row = {"time": self.clock(), "level": level, "kind": kind, "message": message, "step": self.step, **more}
+        row = {"time": time.time(), "level": level, "kind": kind, "message": message, "step": self.step, **more}
         if self._add_alert is None:
             self._alerts.append(row)
         else:

@@ -7,6 +7,7 @@ Makes no decisions. Invariant: a group, its samples and its turns are written on
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -109,7 +110,7 @@ class StepRecorder:
 
     async def trained(self, trained: TrainedStep) -> None:
         """Counts, writes and shows a finished step. Yields to the event loop after each group and environment."""
-        ended_at = self._status.clock()
+        ended_at = time.time()
         generated = self._status.num_tokens_generated - self._num_tokens_at_last_step
         self._num_tokens_at_last_step += generated
         metrics = self._metrics(trained, generated, ended_at)

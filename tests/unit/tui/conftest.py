@@ -1,4 +1,4 @@
-"""A small generated run, and the application over it."""
+"""A short replay of the recorded run, and the application over it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,19 @@ from textual.widgets import Input, RichLog, Static
 from textual.worker import WorkerCancelled
 
 from telescope.record.reader import Run
-from telescope.testing.demo_run.curves import Story
-from telescope.testing.demo_run.writer import RunWriter
+from telescope.testing.replay import Replay
 from telescope.tui.app import RunApp
 
-NUM_STEPS = 12
+NUM_STEPS, NUM_SERVERS = 12, 3
 SIZE = (130, 40)
 
 
 @pytest.fixture(scope="session")
-def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def replayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of 12 steps."""
-    folder = tmp_path_factory.mktemp("runs") / "generated"
-    with RunWriter(folder, Story(server_down=(3, 5)), num_steps=NUM_STEPS) as writer:
-        for number in range(NUM_STEPS):
-            writer.write_step(number)
-        writer.end()
+    folder = tmp_path_factory.mktemp("runs") / "replayed"
+    with Replay(folder, num_steps=NUM_STEPS) as replay:
+        replay.write_all()
     return folder
 
 

@@ -1,0 +1,75 @@
+"""The process behind `telescope ui --demo`: replays the recorded runs, one of them live.
+
+`demo_runs` starts and ends it. It runs as `python -m telescope.testing.demo FOLDER STEPS`, prints a line when the runs
+can be looked at, and ends, and removes the folder, when its standard input is closed.
+"""
+
+from __future__ import annotations
+
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from telescope.errors import RunError
+from telescope.testing.replay import RECORDING, Replay
+
+LIVE = "demo"
+NUM_STEPS, NUM_STEPS_IN_ALL = 55, 400
+"""Steps of the live run at the start, and those that it claims to train."""
+
+END_SECONDS, LOOK_SECONDS = 5.0, 1.0
+"""Time for the end of the process, and between two writes of the live run."""
+
+
+@contextmanager
+def demo_runs(num_steps: int = NUM_STEPS) -> Iterator[Path]:
+    """Replays runs in a temporary folder, which is removed at the end. One run goes on after `num_steps`.
+
+    Raises `RunError` if they cannot be written.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="telescope-demo-"))
+    command = [sys.executable, "-m", "telescope.testing.demo", str(folder), str(num_steps)]
+    # A session of its own: Ctrl-C in the terminal reaches the server alone, which then ends this process.
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        if not process.stdout.readline():
+            raise RunError(f"The recorded run was not written to {folder}. The lines above name the cause.")
+        yield folder
+    finally:
+        process.stdin.close()
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def main(folder: Path, num_steps: int) -> int:
+    """Writes the runs until standard input is closed. One has `num_steps` steps at first. Returns the exit code."""
+    try:
+        others = sorted(path.name for path in RECORDING.iterdir() if path.is_dir() and path.name != LIVE)
+        for days, name in enumerate(others, 1):
+            with Replay(folder / name, name, origin=time.time() - days * 86_400) as ended:
+                ended.write_all()
+        with Replay(folder / LIVE, LIVE, num_steps=NUM_STEPS_IN_ALL, num_ended=num_steps) as live:
+            live.write_step(num_steps - 1)
+            live.recorder.flush()
+            print("ready", flush=True)
+            while not select.select([sys.stdin], [], [], LOOK_SECONDS)[0]:
+                live.write_until(min(time.time(), live.step_end(NUM_STEPS_IN_ALL - 1)))
+        return 0
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))
