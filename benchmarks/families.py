@@ -317,8 +317,9 @@ from end to end with tiny models of the family (`tests/families.py`): the traine
 single ones, the engine with the trainer, and the engine after a weight transfer, tensor by tensor. Numbers are the
 largest differences of a logprob in nats. `make test` repeats some of them, `make test-all` all.
 
-Any other model is tried at the dry run: a copy with few layers is computed as the trainer would, and compared with
-transformers. It is refused with the reason when no way is right. Samples share a row where only attention mixes tokens
+Every model is tried at the dry run: the headers of its weight files are compared with the architecture, and, unless it
+is a plain decoder, a copy with few layers is computed as the trainer would, and compared with transformers. It is
+refused with the reason when no way is right. Samples share a row where only attention mixes tokens
 (*packed*); otherwise, as in hybrids, each has a row of its own (*side by side*), which needs more memory and time for
 samples of different lengths: `seq_len` then bounds their number times the longest. In the first steps of every run the
 engine's logprobs are compared with the trainer's (`compare_first_steps`), so that no difference trains in silence.
