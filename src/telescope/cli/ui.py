@@ -136,7 +136,7 @@ def serve(arguments: argparse.Namespace, folders: list[Path], remotes: Sequence[
     print(f"Telescope shows {shown} at\n\n    {address(arguments.host, port, token, opened)}\n", flush=True)
     print("Press Ctrl-C to end.", flush=True)
     config = uvicorn.Config(
-        app, log_level="critical", access_log=False, server_header=False, timeout_graceful_shutdown=CLOSE_SECONDS
+        app, log_level="error", access_log=False, server_header=False, timeout_graceful_shutdown=CLOSE_SECONDS
     )
     try:
         uvicorn.Server(config).run(sockets=[listener])

@@ -79,6 +79,11 @@ def create_app(
         status = {NotFoundError: 404, ConflictError: 409}.get(type(error), 400)
         return JSONResponse({"detail": str(error)}, status)
 
+    @app.exception_handler(Exception)  # which the server then logs
+    def unexpected(_request: Request, error: Exception) -> JSONResponse:
+        what = f"{type(error).__name__}: {error}"
+        return JSONResponse({"detail": f"The dashboard failed here, and its terminal has the details. {what}"}, 500)
+
     return app
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -118,8 +118,11 @@ class StepMetrics(Mapping[str, list[float]]):
         self.not_finite = not_finite
 
     def __getitem__(self, name: str) -> list[float]:
-        values: list[float] = rounded(self._columns[name][self._rows]).tolist()
-        return values
+        column = self._columns[name]
+        values = np.full(len(self._rows), np.nan)  # a metric that is no longer recorded has a shorter column
+        known = self._rows < len(column)
+        values[known] = column[self._rows[known]]
+        return cast("list[float]", rounded(values).tolist())
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns)

@@ -10,6 +10,7 @@ from fastapi.testclient import TestClient
 from telescope.cli.main import main
 from telescope.dashboard import safety
 from telescope.dashboard.app import _file, create_app
+from telescope.dashboard.store import RunStore
 
 TOKEN = "secret-of-this-start"
 
@@ -140,3 +141,18 @@ def test_the_address_has_a_secret_where_others_reach_it(monkeypatch, tmp_path, c
     monkeypatch.setattr(uvicorn.Server, "run", lambda server, sockets: None)
     assert main(["ui", "--port", "0", *flags, str(tmp_path)]) == (2 if has_token is None else 0)
     assert ("?token=" in capsys.readouterr().out) == bool(has_token)
+
+
+def test_a_fault_of_the_server_is_answered_in_words_and_raised_for_its_log(root, tmp_path, monkeypatch):
+    def fail(_store, _since=0):
+        raise IndexError("column of 257")
+
+    monkeypatch.setattr(RunStore, "steps", fail)
+    app = create_app([root], documents=tmp_path / "user")
+    reply = TestClient(app, "http://localhost", raise_server_exceptions=False).get("/api/runs/first/steps")
+    assert reply.status_code == 500
+    assert reply.json()["detail"] == (
+        "The dashboard failed here, and its terminal has the details. IndexError: column of 257"
+    )
+    with pytest.raises(IndexError):
+        TestClient(app, "http://localhost").get("/api/runs/first/steps")
