@@ -139,7 +139,7 @@ def not_finite(history: History) -> Finding | None:
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             verb, step = "is" if len(names) == 1 else "are", history.steps[-1 - steps_ago]
-            text = f"{', '.join(names[:3])}{more} {verb} not a finite number {_after(step)}."
+            text = f"{', '.join(names[:3])}{more} {verb} not a finite number {after(step)}."
             advice = (
                 "Continue from a checkpoint with a lower learning_rate; mixed_precision_dtype: float32 shows whether "
                 "precision is the cause."
@@ -329,7 +329,7 @@ def reward_hacking(history: History) -> Finding | None:
             then, now = history.before(best.step, metric), history.before(newest.step, metric)
             if then is not None and now is not None and 0 < GROWN * then <= now:
                 text = (
-                    f"{name} fell from {best.accuracy:.3f} ({_after(best.step)}) to {newest.accuracy:.3f} while "
+                    f"{name} fell from {best.accuracy:.3f} ({after(best.step)}) to {newest.accuracy:.3f} while "
                     f"{what.format(then, now)}."
                 )
                 advice = (
@@ -347,7 +347,8 @@ def _has_fallen(best: EvalPoint, newest: EvalPoint) -> bool:
     return best.accuracy - newest.accuracy > LEAST_FALL
 
 
-def _after(step: int) -> str:
+def after(step: int) -> str:
+    """Returns when something was measured, in words. Steps count from 0; -1 is before training."""
     if step < 0:
         return "before training"
     return "after 1 step" if step == 0 else f"after {step + 1} steps"

@@ -72,31 +72,63 @@ def cells(history: History, found: Sequence[Finding]) -> list[dict[str, Any]]:
     return shown
 
 
+HALF, TWICE = 0.5, 2.0
+LEAST_NO_SIGNAL = 30.0
+"""Percent of all groups, from which a run is told what it costs."""
+
+
 def trend(history: History, metric: str) -> str:
-    """Returns `rising`, `falling` or `steady`: the last 10 steps against the 10 before, by twice the standard error."""
-    top = metric.partition(" / ")[0]
-    now, before = history.last(top), history.last(top, WINDOW, WINDOW)
+    """Returns how the last 10 steps differ from the first 10, and whether they still change.
+
+    A difference counts from twice its standard error. `too early` without 20 steps. What still changes is the last 10
+    steps against the 10 before.
+    """
+    now, before = history.last(metric.partition(" / ")[0]), history.last(metric.partition(" / ")[0], WINDOW, WINDOW)
     if len(now) < 2 or len(before) < 2:
         return "too early"
-    error = (statistics.variance(now) / len(now) + statistics.variance(before) / len(before)) ** 0.5
-    difference = (history.mean(metric) or 0.0) - (history.mean(metric, WINDOW, WINDOW) or 0.0)
+    first = max(0, len(history.steps) - WINDOW)
+    overall, recent = (_direction(history, metric, skip) for skip in (first, WINDOW))
+    latest, earliest = history.mean(metric) or 0.0, history.mean(metric, WINDOW, first) or 0.0
+    words = {1: "up", -1: "down", 0: ""}[overall]
+    if overall and earliest > 0 and not HALF < latest / earliest < TWICE:
+        words = "halved" if overall < 0 else "doubled"
+    if not recent:
+        return f"{words}, flat now" if words else "steady"
+    still = "rising" if recent > 0 else "falling"
+    return f"{words}, still {still}" if recent == overall else f"{words}, {still} now" if words else still
+
+
+def _direction(history: History, metric: str, skip: int) -> int:
+    """Returns 1, -1, or 0 for noise: the last 10 steps against the 10 that end `skip` steps before the last."""
+    top = metric.partition(" / ")[0]
+    now, then = history.last(top), history.last(top, WINDOW, skip)
+    if len(then) < 2:
+        return 0
+    error = (statistics.variance(now) / len(now) + statistics.variance(then) / len(then)) ** 0.5
+    difference = (history.mean(metric) or 0.0) - (history.mean(metric, WINDOW, skip) or 0.0)
     if " / " in metric:
         error /= max(history.mean(metric.partition(" / ")[2]) or 0.0, 1e-12)
-    if abs(difference) <= max(2 * error, 1e-12):
-        return "steady"
-    return "rising" if difference > 0 else "falling"
+    return 0 if abs(difference) <= max(2 * error, 1e-12) else 1 if difference > 0 else -1
 
 
 def verdict(history: History, found: Sequence[Finding], state: State) -> list[dict[str, Any]]:
-    """Returns at most two facts and one advice, of an ended run too. The first fact says how the run is."""
+    """Returns what came out, what cost most, and one advice for a run that can still take it.
+
+    An error or a stall comes first.
+    """
     worst = [*_stalled(state), *found]
-    facts = [*_end(state), *(_sentence(each.text, each.metrics) for each in worst)]
-    if not facts:
-        waits = state.status in ("live", "unknown")
-        none = "No step has ended yet." if waits else "The run ended before its first step."
-        facts.append(_sentence("Nothing stands out." if history.steps else none, ()))
-    facts += _reward_change(history)
-    return [*facts[:2], *(_sentence(each.advice, each.metrics) for each in worst[:1])]
+    ended = _end(state)
+    facts = [*ended, *(_sentence(each.text, each.metrics) for each in worst)]
+    urgent = len(ended) or int(any(each.level == "error" for each in worst[:1]))
+    facts[urgent:urgent] = _outcome(history)
+    if not worst and not ended:
+        waits = (
+            "No step has ended yet." if state.status in ("live", "unknown") else "The run ended before its first step."
+        )
+        calm = _sentence("Nothing stands out." if history.steps else waits, ())
+        facts += _no_signal(history) or [calm]
+    advice = [_sentence(each.advice, each.metrics) for each in worst[:1] if state.status != "finished"]
+    return [*facts[: 2 + urgent], *advice]
 
 
 def progress(steps: Sequence[int], started: Values, ended: Values, num_steps: int | None, live: bool) -> dict[str, Any]:
@@ -198,7 +230,12 @@ def _stalled(state: State) -> list[Finding]:
     return [found] if found is not None else []
 
 
-def _reward_change(history: History) -> list[dict[str, Any]]:
+def _outcome(history: History) -> list[dict[str, Any]]:
+    """Returns the newest result of the first eval beside the earliest one; without evals, the change of the reward."""
+    if history.evals:
+        points = [point for point in history.evals if point.name == history.evals[0].name]
+        texts = [_accuracy(point) for point in (points[:1] if len(points) == 1 else (points[0], points[-1]))]
+        return [_sentence(f"{points[0].name}: {', '.join(texts)}.", ())]
     name = rules.REWARD if history.columns.get(rules.REWARD) else rules.TRAINED_REWARD
     values = finite(history.columns.get(name, ()))
     if len(values) < 2:
@@ -209,6 +246,20 @@ def _reward_change(history: History) -> list[dict[str, Any]]:
     texts = [f"{value:.3g}".replace("-", MINUS) for value in (before, now)]
     groups = "all groups" if name == rules.REWARD else "the groups trained on"
     return [_sentence(f"Mean reward of {groups}: {texts[0]} in the first {span}, {texts[1]} in the last.", (name,))]
+
+
+def _accuracy(point: rules.EvalPoint) -> str:
+    interval = ""
+    if point.low is not None and point.high is not None:
+        interval = f" ({100 * point.low:.1f} to {100 * point.high:.1f})"
+    return f"{100 * point.accuracy:.1f} %{interval} {rules.after(point.step)}"
+
+
+def _no_signal(history: History) -> list[dict[str, Any]]:
+    values = finite(history.columns.get(rules.NO_SIGNAL, ()))
+    share = statistics.fmean(values) if values else 0.0
+    text = f"{share:.0f} % of all groups had equal rewards: they were generated and taught nothing."
+    return [_sentence(text, (rules.NO_SIGNAL,))] if share >= LEAST_NO_SIGNAL else []
 
 
 def _sentence(text: str, metrics: Sequence[str]) -> dict[str, Any]:

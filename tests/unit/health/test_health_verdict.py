@@ -8,7 +8,7 @@ import pytest
 from tests.unit.health.series import WAIT, history
 
 from telescope.health import rules, verdict
-from telescope.health.rules import History
+from telescope.health.rules import EvalPoint, History
 from telescope.health.verdict import State
 
 LIVE = State("live", seconds_since_step=5.0, step_seconds=10.0)
@@ -19,9 +19,25 @@ def sentences(changed: dict[str, list[float | None]], state: State = LIVE) -> li
     return verdict.verdict(seen, rules.findings(seen), state)
 
 
-def test_nothing_stands_out_without_a_rule_that_fires() -> None:
-    assert sentences({})[0] == {"text": "Nothing stands out.", "metrics": []}
+def test_a_healthy_run_says_what_came_out_and_that_nothing_stands_out() -> None:
+    outcome, calm = sentences({rules.NO_SIGNAL: [10.0] * 60})
+    assert outcome["text"].startswith("Mean reward of all groups: ")
+    assert calm == {"text": "Nothing stands out.", "metrics": []}
     assert not any(cell["attention"] for cell in verdict.cells(history(), []))
+
+
+def test_evals_are_the_outcome_and_groups_without_signal_are_named_from_a_third() -> None:
+    points = (
+        EvalPoint("countdown", -1, 0.178, 0.15, 0.21),
+        EvalPoint("other", -1, 0.5),
+        EvalPoint("countdown", 59, 0.58),
+    )
+    seen = history({rules.NO_SIGNAL: [45.5] * 60}, points)
+    outcome, cost = verdict.verdict(seen, [], State("finished"))
+    assert outcome["text"] == "countdown: 17.8 % (15.0 to 21.0) before training, 58.0 % after 60 steps."
+    assert cost["text"].startswith("46 % of all groups had equal rewards") and cost["metrics"] == [rules.NO_SIGNAL]
+    (only, _) = verdict.verdict(history({rules.NO_SIGNAL: [0.0] * 60}, points[:1]), [], State("live"))
+    assert only["text"] == "countdown: 17.8 % (15.0 to 21.0) before training."
 
 
 @pytest.mark.parametrize(
@@ -38,21 +54,15 @@ def test_a_finding_marks_the_cell_of_its_metric_alone(name: str, changed: dict[s
     assert [(cell["name"], cell["words"]) for cell in cells if cell["attention"]] == [(name, found[0].words)]
 
 
-@pytest.mark.parametrize("state", [LIVE, State("finished")], ids=["live", "finished"])
-def test_a_run_gets_the_two_worst_facts_and_the_advice_for_the_worst(state: State) -> None:
+def test_a_run_gets_its_outcome_the_worst_fact_and_advice_while_it_can_take_it() -> None:
     wrong = {WAIT: [6.2] * 10, rules.ENTROPY: [0.01] * 10, rules.AGE: [5.0] * 10}
-    entropy, second, advice = sentences(wrong, state)
-    assert "Entropy fell" in entropy["text"] and "learning_rate" in advice["text"]
-    assert second["metrics"] and second["metrics"] != entropy["metrics"]
-
-
-def test_a_single_fact_comes_with_the_change_of_the_reward() -> None:
-    fact, change, _ = sentences({rules.AGE: [5.0] * 10})
-    assert "versions old" in fact["text"] and "Mean reward" in change["text"]
+    outcome, fact, advice = sentences(wrong)
+    assert "Mean reward" in outcome["text"] and "Entropy fell" in fact["text"] and "learning_rate" in advice["text"]
+    assert [one["text"] for one in sentences(wrong, State("finished"))] == [outcome["text"], fact["text"]]
 
 
 def test_a_stall_brings_its_own_advice() -> None:
-    stall, _, advice = sentences({}, State("live", seconds_since_step=900.0, step_seconds=10.0))
+    stall, *_, advice = sentences({}, State("live", seconds_since_step=900.0, step_seconds=10.0))
     assert "py-spy" in advice["text"] and "py-spy" not in stall["text"]
 
 
@@ -70,7 +80,7 @@ def test_the_end_of_a_run_and_a_stall_come_first(state: State, text: str) -> Non
 
 def test_evals_after_the_last_step_are_no_stall() -> None:
     state = State("live", seconds_since_step=900.0, step_seconds=10.0, is_training=False)
-    assert sentences({}, state)[0]["text"] == "Nothing stands out."
+    assert not any("No step has ended" in one["text"] for one in sentences({}, state))
 
 
 def test_a_run_without_steps_says_so() -> None:
@@ -85,13 +95,21 @@ def test_a_ratio_is_one_sum_over_the_other() -> None:
     assert seen.mean("b / missing") is None
 
 
-def test_trends_need_more_than_noise() -> None:
-    def trend(*values: float) -> str:
-        return verdict.trend(History({"x": values}, range(len(values))), "x")
-
-    assert trend(*[0.0, 1.0] * 10) == "steady"
-    assert trend(*map(float, range(20))) == "rising"
-    assert trend(1.0) == "too early"
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([0.0, 1.0] * 10, "steady"),
+        (list(range(20)), "doubled, still rising"),
+        ([10.0 + 0.1 * n for n in range(100)], "up, still rising"),
+        ([0.6 - 0.01 * n for n in range(30)] + [0.25, 0.26] * 15, "halved, flat now"),
+        ([5.0, 5.1] * 20 + [4.0, 4.1] * 5, "down, still falling"),
+        ([1.0, 1.1] * 10 + [3.0, 3.1] * 5 + [2.5, 2.6] * 5, "doubled, falling now"),
+        ([1.0, 1.1] * 5 + [3.0, 3.1] * 10 + [1.0, 1.1] * 5, "falling"),
+        ([1.0], "too early"),
+    ],
+)
+def test_a_trend_is_that_of_the_run_and_whether_it_lasts(values: list[float], words: str) -> None:
+    assert verdict.trend(History({"x": values}, range(len(values))), "x") == words
 
 
 def test_time_left_is_the_remaining_steps_at_the_usual_duration() -> None:
