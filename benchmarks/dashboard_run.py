@@ -17,30 +17,34 @@ from telescope.record.table_writer import write_block
 from telescope.record.tables import TABLES
 from telescope.testing.replay import ONCE, Replay, shift
 
-OF_SAMPLES = {table.name for table in ROLLOUT_TABLES} | {"spans"}
+SAMPLE_TABLES = {table.name for table in ROLLOUT_TABLES} | {"spans"}
 """Tables that grow with the samples of a step."""
 
-NOT_REPEATED = {*ONCE, "environments", "alerts"}
+FIXED_TABLES = {*ONCE, "environments", "alerts"}
 """Tables that do not grow with the steps."""
 
-MOST_COPIES = 100
-"""Copies within a step have smaller numbers than those with later steps: ids differ."""
+MAX_COPIES_IN_STEP = 100
+"""Copies within a step have numbers below this, later steps multiples of it, so that ids differ."""
 
 Copy = tuple[int, int, float]
 """The number of a copy, and how many steps and seconds later it is."""
 
 
 def write_run(run_dir: Path, num_steps: int, num_samples: int) -> None:
-    """Writes a finished run with about that many steps, and trained samples in each: whole copies of the recording."""
+    """Writes a finished run of copies of the recording: about `num_steps` steps, each of `num_samples` samples."""
     with Replay(run_dir) as replay:
         replay.write_all()
-    recorded, seconds = replay.num_recorded, replay.step_end(replay.num_recorded - 1) - replay.step_end(0)
+    recorded, seconds = replay.num_recorded, replay.step_end(replay.num_recorded - 1) - replay.origin
     kept = Run(run_dir).sql("select count(*) / count(distinct step) from samples where status = 'kept'").rows[0][0]
     within = [(copy, 0, 0.0) for copy in range(1, round(num_samples / kept))]
-    later = [(times * MOST_COPIES, times * recorded, times * seconds) for times in range(1, -(-num_steps // recorded))]
-    for name in sorted(OF_SAMPLES):
+    if len(within) >= MAX_COPIES_IN_STEP:
+        raise ValueError(f"{num_samples} samples a step are more than {MAX_COPIES_IN_STEP} copies of the recording")
+    later = [
+        (times * MAX_COPIES_IN_STEP, times * recorded, times * seconds) for times in range(1, -(-num_steps // recorded))
+    ]
+    for name in sorted(SAMPLE_TABLES):
         repeat(Run(run_dir), name, within)
-    for name in sorted(TABLES.keys() - NOT_REPEATED):
+    for name in sorted(TABLES.keys() - FIXED_TABLES):
         repeat(Run(run_dir), name, later)
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/families.py --quick                  a few families (two minutes on two CPU cores)
     python benchmarks/families.py --json families.json     all of them (some 15 s each)
-    python benchmarks/families.py qwen3 mixtral            those
+    python benchmarks/families.py qwen3 mixtral            these families
     python benchmarks/families.py --tensor-parallel 2      with engines of two workers
     python benchmarks/families.py --docs                   writes docs/models.md from the stored results
 
@@ -87,8 +87,8 @@ class Result:
     seconds: float = 0.0
 
 
-def prove(family: Family, device: torch.device, dtype: str, num_workers: int = 1) -> Result:
-    """Compares all that can be compared, with an engine of that many workers. Raises what any part raises."""
+def prove(family: Family, device: torch.device, dtype: str, num_workers: int) -> Result:
+    """Compares trainer, engine and weight transfer, with an engine of `num_workers` workers. Raises what they raise."""
     result = Result(family.name, family.model_type)
     samples = make_samples()
     with tempfile.TemporaryDirectory(prefix="telescope-family-") as folder:
@@ -317,12 +317,13 @@ from end to end with tiny models of the family (`tests/families.py`): the traine
 single ones, the engine with the trainer, and the engine after a weight transfer, tensor by tensor. Numbers are the
 largest differences of a logprob in nats. `make test` repeats some of them, `make test-all` all.
 
-Every model is tried at the dry run: the headers of its weight files are compared with the architecture, and, unless it
-is a plain decoder, a copy with few layers is computed as the trainer would, and compared with transformers. It is
-refused with the reason when no way is right. Samples share a row where only attention mixes tokens
-(*packed*); otherwise, as in hybrids, each has a row of its own (*side by side*), which needs more memory and time for
-samples of different lengths: `seq_len` then bounds their number times the longest. In the first steps of every run the
-engine's logprobs are compared with the trainer's (`compare_first_steps`), so that no difference trains in silence.
+Every model is tried at the dry run on the machine of the run: the headers of its weight files are compared with the
+architecture, and, unless it is a plain decoder, a copy with few layers is computed as the trainer would, and compared
+with transformers. It is refused with the reason when no way is right. Samples share a row where only attention mixes
+tokens (*packed*); otherwise, as in hybrids, each has a row of its own (*side by side*), which needs more memory and
+time for samples of different lengths: `seq_len` then bounds their number times the longest. In the first steps of every
+run the engine's logprobs are compared with the trainer's (`compare_first_steps`), so that no difference trains in
+silence.
 
 Not supported: rotary positions of `rope_type: dynamic`; lengths beyond `original_max_position_embeddings` with longrope
 or Ministral 3's scaled queries, and beyond the window of Cohere 2, where vLLM and transformers differ; Mamba layers;

@@ -39,8 +39,8 @@ from telescope.record.tables import TABLES
 from telescope.testing.replay import ONCE, RECORDING, TIMES, shift
 
 ROOT = Path(__file__).resolve().parent.parent
-MODEL = Path("models/tiny-mixed")
-RUNS = Path("runs/recording")
+MODEL = ROOT / "models/tiny-mixed"
+RUNS = ROOT / "runs/recording"
 NUM_STEPS = 70
 
 COUNTDOWN = {
@@ -72,11 +72,11 @@ CONFIG: dict[str, Any] = {
     "system_metrics_collection_interval_seconds": 4.0, "torch_memory_sample_interval_seconds": 4.0,
 }  # fmt: skip
 
-TICKS = 1024.0
-"""Recorded times are whole numbers of so many in a second, which compress well."""
+TICKS_PER_SECOND = 1024.0
+"""Times are rounded to 1/1024 s, which compresses well."""
 
 Event = tuple[float, Callable[[int], None]]
-"""After which share of the steps something is done to a run, by the process id of its driver."""
+"""The share of the steps after which the function is called with the driver's process id."""
 
 
 def send(sent: signal.Signals, word: str, seconds: float, driver: int) -> None:
@@ -98,7 +98,7 @@ RECORDED: dict[str, tuple[dict[str, Any], float, list[Event]]] = {
     "demo": (SAVES, 1.0, [
         (0.13, partial(send, signal.SIGKILL, SERVER, 0.0)), (0.70, partial(send, signal.SIGSTOP, RANK, 15.0)),
     ]),
-    "demo-lr-1e-3": ({**COMPARED, "learning_rate": 1e-3, "seed": 1, "compare_first_steps": 0}, 0.4, []),
+    "demo-lr-1e-3": ({**COMPARED, "learning_rate": 1e-3, "seed": 1}, 0.4, []),
     "demo-lr-1e-4": (
         {**COMPARED, "learning_rate": 1e-4, "seed": 2}, 0.3, [(0.2, partial(send, signal.SIGKILL, RANK, 0.0))],
     ),
@@ -127,7 +127,7 @@ def main() -> int:
 
 
 def train(telescope: list[str], name: str, fields: dict[str, Any], num_steps: int, events: list[Event]) -> None:
-    """Trains a run, and does what happens to it."""
+    """Trains a run and calls its events."""
     run_dir = RUNS / name
     shutil.rmtree(run_dir, ignore_errors=True)
     RUNS.mkdir(parents=True, exist_ok=True)
@@ -180,17 +180,17 @@ def without_names(rows: pa.Table) -> pa.Table:
     for place, field in enumerate(rows.schema):
         column = rows[field.name]
         if field.name in TIMES:
-            column = pc.divide(pc.round(pc.multiply(column, TICKS)), TICKS)
+            column = pc.divide(pc.round(pc.multiply(column, TICKS_PER_SECOND)), TICKS_PER_SECOND)
         elif pa.types.is_floating(field.type):
             column = column.cast(pa.float32()).cast(field.type)
-        elif mentions_text(field.type):
+        elif has_text(field.type):
             column = pa.array(scrub(column.to_pylist()), field.type)
         rows = rows.set_column(place, field, column)
     return rows
 
 
 def written_at(tables: Mapping[str, pa.Table]) -> dict[str, list[float]]:
-    """Returns when rows were written that do not say it: most belong to a step, an eval or a sample."""
+    """Returns the write times of rows that record none: those of their step, eval or sample."""
 
     def column(table: str, *names: str) -> list[Any]:
         found = tables[table].select(names).to_pydict().values()
@@ -209,24 +209,28 @@ def written_at(tables: Mapping[str, pa.Table]) -> dict[str, list[float]]:
     return times
 
 
-def mentions_text(kind: pa.DataType) -> bool:
+def has_text(kind: pa.DataType) -> bool:
     """Returns whether a column has texts, also as keys or values."""
-    return pa.types.is_string(kind) or any(mentions_text(kind.field(n).type) for n in range(kind.num_fields))
+    return pa.types.is_string(kind) or any(has_text(kind.field(n).type) for n in range(kind.num_fields))
 
 
-NAMES = {
+PATH_REPLACEMENTS = {
     str(Path(sys.prefix).parent): "/opt/telescope", str(ROOT): "/opt/telescope", str(Path.home()): "/home/user",
 }  # fmt: skip
-HOST = re.compile(rf"\b{re.escape(socket.gethostname())}\b")
-NAME = re.compile("|".join(rf"{re.escape(name)}\b" for name in sorted(NAMES, key=len, reverse=True)))
+HOST_PATTERN = re.compile(rf"\b{re.escape(socket.gethostname())}\b")
+PATH_PATTERN = re.compile(
+    "|".join(rf"{re.escape(name)}\b" for name in sorted(PATH_REPLACEMENTS, key=len, reverse=True))
+)
 
 
 def scrub(value: Any) -> Any:
     """Replaces the names of this machine in a text, or in all texts of a list, a tuple or a dictionary."""
     if isinstance(value, str):
-        text = re.sub(r"/tmp/[^\s'\",:)]+", "/tmp/telescope", NAME.sub(lambda match: NAMES[match[0]], value))
+        text = re.sub(
+            r"/tmp/[^\s'\",:)]+", "/tmp/telescope", PATH_PATTERN.sub(lambda match: PATH_REPLACEMENTS[match[0]], value)
+        )
         text = re.sub(r"(\d\.\d{4})\d+", r"\1", text)  # more digits compress badly
-        return HOST.sub("node-1", text.replace(f"{getpass.getuser()}@", "user@"))
+        return HOST_PATTERN.sub("node-1", text.replace(f"{getpass.getuser()}@", "user@"))
     if isinstance(value, list | tuple):
         return type(value)(scrub(one) for one in value)
     return {key: scrub(one) for key, one in value.items()} if isinstance(value, dict) else value

@@ -55,9 +55,9 @@ def print_dry_run(
 ) -> None:
     """Prints the plan. `gpu_memory_gib`: plan for a machine with GPUs of that size.
 
-    `try_user_code(here)` is called if the environments are found; `here`: the run is for this machine, where no model
-    or package is missing. It returns remarks. Raises one `ConfigError` for all that a run would refuse, after the plan,
-    which is left out if the model's files cannot be read. A problem of this machine (too small, a port in use) is a
+    `try_user_code(here)` is called if the environments are found; `here`: the run is for this machine, where nothing
+    else is wrong. It returns remarks. Raises one `ConfigError` for all problems that were found, after the plan, which
+    is left out if the model's files cannot be read. A problem of this machine (too small, a port in use) is a
     remark on a run that is meant for another, or for assumed GPUs.
     """
     config = loaded.config

@@ -143,7 +143,7 @@ def _train(loaded: LoadedConfig) -> int:
 def check_before_start(loaded: LoadedConfig) -> list[str]:
     """Runs all checks that need nothing started. Returns remarks; raises ConfigError for all problems together.
 
-    The model is tried, which takes seconds, when nothing else is wrong.
+    Backend, model and parsers are tried, which takes seconds, only if nothing else is wrong.
     """
     from telescope.config import preflight
     from telescope.config.model_files import check_rendering
@@ -172,7 +172,7 @@ def check_before_start(loaded: LoadedConfig) -> list[str]:
 def try_components(config: TelescopeConfig, *, here: bool = True) -> list[str]:
     """Loads the environments and evals in a separate process. Returns their notices.
 
-    Where the run is meant for this machine (`here`), tries the backend, the model's architecture, and vLLM's parsers
+    Where the run is meant for this machine (`here`), tries the backend, the model, and vLLM's parsers
     too: those need packages that another machine may have.
     """
     from telescope.config import preflight
@@ -184,16 +184,15 @@ def try_components(config: TelescopeConfig, *, here: bool = True) -> list[str]:
     from telescope.trainer.trial import try_backend, try_model
 
     notices: list[str] = []
-    checks: list[preflight.Check] = [
-        lambda config: notices.extend(try_environments_of(config, environment_keys(config))),
-        try_backend,
-        try_model,
-        check_chat_parsers,
-    ]
+    keys = environment_keys(config)
+    checks: list[preflight.Check] = [try_backend, try_model, check_chat_parsers]
     with ThreadPoolExecutor() as threads:  # each waits for a process of its own
-        found = threads.map(lambda check: preflight.find_problems(config, [check]), checks)
-        if problems := [problem for one in found for problem in one]:
-            raise ConfigError("\n".join(problems))
+        others = [threads.submit(preflight.find_problems, config, [check]) for check in checks]
+        # In this thread: the process of the environments ends with the thread that started it.
+        problems = preflight.find_problems(config, [lambda one: notices.extend(try_environments_of(one, keys))])
+        problems += [problem for other in others for problem in other.result()]
+    if problems:
+        raise ConfigError("\n".join(problems))
     return notices
 
 

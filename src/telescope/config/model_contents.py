@@ -1,7 +1,7 @@
 """Checks a tokenizer, and that weight files are complete and not quantized.
 
 Pure functions of parsed JSON and of the files' first bytes; no weights are read. `model_files` finds the files and
-words the errors. Whether the tensors are those of the architecture is found out by `trainer.trial`.
+words the errors. `trainer.trial` compares the tensors with the architecture.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 HEADER_LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # limit of the format: https://github.com/huggingface/safetensors#format
+
+MAX_NAMES_IN_MESSAGE = 4
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -107,9 +109,6 @@ def token_text(token: Any) -> str | None:
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else None
-
-
-MAX_NAMES_IN_MESSAGE = 4
 
 
 def listed(names: Iterable[str]) -> str:

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
 
+GENERATING_CLASSES = ("ForCausalLM", "LMHead", "ForConditionalGeneration")
+"""Parts of the class names of models that generate text."""
+
 QUANTIZATION_FIX = "Choose the model that it was quantized from, or save it dequantized, in bfloat16"
 
 
@@ -112,6 +115,7 @@ def _inspect(config: TelescopeConfig, files: ModelFiles) -> ModelReport:
     if data is None:
         problem = "has a config.json that is no JSON object" if "config.json" in files.names else "holds no config.json"
         raise ConfigError(f"model is {config.model!r}, but {files.where} {problem}. Give a model in HuggingFace format")
+    _check_language_model(config, data)
     check_architecture(config, data)
     _check_quantization(config, data)
     _check_tokenizer(config, files, data)
@@ -122,6 +126,18 @@ def _inspect(config: TelescopeConfig, files: ModelFiles) -> ModelReport:
         scaled = isinstance(rope, dict) and rope.get("rope_type", rope.get("type", "default")) != "default"
         _check_against_shape(config, shape, scaled=scaled)
     return ModelReport(files.where, shape)
+
+
+def _check_language_model(config: TelescopeConfig, data: Mapping[str, Any]) -> None:
+    """Refuses what certainly generates no text. `trainer.trial` judges the rest."""
+    named, model_type = data.get("architectures"), data.get("model_type")
+    names = map(str, named) if isinstance(named, list) else ()
+    generates = any(part in name for name in names for part in GENERATING_CLASSES)
+    if data.get("is_encoder_decoder") or not isinstance(model_type, str) or not (generates or data.get("auto_map")):
+        raise ConfigError(
+            f"model is {config.model!r}, whose config.json has model_type {show(model_type)} and architectures "
+            f"{show(named)}, which is no causal language model. Choose a model that generates text token by token"
+        )
 
 
 def _check_quantization(config: TelescopeConfig, data: Mapping[str, Any]) -> None:
@@ -238,7 +254,7 @@ def _check_against_shape(config: TelescopeConfig, shape: ModelShape, *, scaled: 
     if shape.num_experts and not shape.num_sparse_layers():
         raise ConfigError(
             f"model is {config.model!r}, a mixture of experts in which no layer has any, which vLLM does not load. "
-            "Correct decoder_sparse_step and mlp_only_layers in config.json"
+            "Correct decoder_sparse_step, mlp_only_layers or first_k_dense_replace in config.json"
         )
     if shape.num_experts and not 1 <= shape.experts_per_token <= shape.num_experts:
         raise ConfigError(

@@ -89,8 +89,8 @@ def is_downloaded(model: str) -> bool:
     index = try_to_load_from_cache(model, "model.safetensors.index.json")
     if not isinstance(index, str):
         return False
-    names = set(json.loads(Path(index).read_text())["weight_map"].values())
-    return all((Path(index).parent / name).is_file() for name in names)
+    names = set(json.loads(Path(index).read_text()).get("weight_map", {}).values())
+    return bool(names) and all((Path(index).parent / name).is_file() for name in names)
 
 
 def files_here(config: TelescopeConfig) -> ModelFiles | None:

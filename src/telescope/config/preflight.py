@@ -55,7 +55,7 @@ SHARED_MEMORY = Path("/dev/shm")
 VLLM_QUEUE_BYTES = 160 << 20
 """Shared memory that vLLM allocates for the queue to the workers of one server: ten messages of 16 MiB."""
 FP8_CAPABILITY = 8.9  # compute capability of the first GPUs with FP8 (Ada)
-TRAINING_PACKAGES = ("torch", "transformers", "ray", "msgspec", "vllm")
+TRAINING_PACKAGES = ("torch", "transformers", "ray", "msgspec", "vllm", "accelerate")
 
 Check = Callable[["TelescopeConfig"], None]  # Looks at one thing. Raises `UserError`.
 

@@ -64,8 +64,12 @@ def main(folder: Path, num_steps: int) -> int:
             live.write_step(num_steps - 1)
             live.recorder.flush()
             print("ready", flush=True)
+            last = live.step_end(NUM_STEPS_IN_ALL - 1)
             while not select.select([sys.stdin], [], [], LOOK_SECONDS)[0]:
-                live.write_until(min(time.time(), live.step_end(NUM_STEPS_IN_ALL - 1)))
+                live.write_until(now := min(time.time(), last))
+                if now == last:
+                    live.end()
+                    sys.stdin.read()
         return 0
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -3,7 +3,8 @@
     recording/RUN/TABLE.parquet --> Replay --> Recorder
 
 `scripts/record_demo.py` trains and packs the recordings. Their times begin at 0, when the run started. After the last
-recorded step, the last ones are repeated with other steps, times and ids, so a replay can be of any length.
+recorded step, the last ones are repeated with other steps, times and ids, so a replay can be of any length. Alerts and
+log lines, whose texts name steps, are not repeated.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ STEPS = ("step", "version", "start_version", "end_version")
 TIMES = ("time", "start", "end", "started_at", "ended_at", "opened_at", "generated_at", "finished_at")
 IDS = ("sample_id", "eval_id")
 ONCE = {"runs", "attempts"}
-"""Tables with rows of the start and the end alone."""
+"""Tables that are written only at the start and the end of a run."""
 
 DUE = ("due", "ended_at", "end", "time")
 """The first of these columns that a recorded table has is when its rows are written. Only recordings have `due`."""
@@ -68,8 +69,8 @@ def shift(rows: pa.Table, steps: int, seconds: float, copy: int = 0) -> pa.Table
 class Replay:
     """Writes a recorded run again. Use it as a context manager; `end` first, unless the run remains live.
 
-    `num_steps` is the number that the run claims to train. `origin` is when it started; by default, `num_ended` of its
-    steps have ended now, or all.
+    `num_steps` is the number that the run claims to train. `origin` is the Unix time of the start; by default
+    `num_ended` steps, or all, have ended by now.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Replay:
         self._config["values"] |= {
             "run_dir": str(run_dir), "wandb_run_name": run_dir.name, "number_of_steps": self.num_steps,
         }  # fmt: skip
-        self._written, self._times = -np.inf, 0
+        self._written, self._repetition = -np.inf, 0
         self.step = 0
         """The next step."""
         self._now: dict[str, Any] = {"phase": "starting", "step": 0, "num_steps": self.num_steps}
@@ -114,7 +115,7 @@ class Replay:
         self.recorder.close()
 
     def step_end(self, step: int) -> float:
-        """Returns when a step ends."""
+        """Returns the Unix time at which a step ends."""
         times = 0
         if step >= self.num_recorded:
             times = 1 + (step - self.num_recorded) // self._repeated
@@ -122,8 +123,9 @@ class Replay:
         return self._ends[step] + times * self._period + self.origin
 
     def write_all(self) -> None:
-        """Writes all steps and the end."""
-        self.write_step(min(self.num_steps, self.num_recorded) - 1)
+        """Writes all steps and the end. A recorded failure is not repeated."""
+        failed = self._recorded["info"]["status"] == "failed"
+        self.write_step((min(self.num_steps, self.num_recorded) if failed else self.num_steps) - 1)
         self.end()
 
     def write_step(self, step: int) -> None:
@@ -132,8 +134,9 @@ class Replay:
 
     def write_until(self, until: float) -> None:
         """Writes the rows up to a time, and what the run does then."""
+        until = max(until, self._written)
         while True:
-            times, seconds = self._times, self._times * self._period + self.origin
+            times, seconds = self._repetition, self._repetition * self._period + self.origin
             after, shifted = self._written - seconds, (times * self._repeated, seconds, times)
             self._written = min(until, self._ends[-1] + seconds)
             for *_, name, row in self._rows(after, self._written - seconds, *shifted):
@@ -141,7 +144,7 @@ class Replay:
                 self.step += name == "steps"
             if self._written == until:
                 return self._describe(until - seconds, *shifted)
-            self._times += 1
+            self._repetition += 1
 
     def end(self, error: str | None = None) -> None:
         """Writes the end of the run: that of the recording after its last step, or an `error` instead."""
@@ -159,6 +162,8 @@ class Replay:
         """Returns the rows that were recorded in a span of time, shifted, in the order of writing."""
         found = []
         for place, (name, rows) in enumerate(self._tables.items()):
+            if copy and name in ("alerts", "logs"):
+                continue
             due = rows[next(key for key in DUE if key in rows.column_names)].to_numpy()
             chosen = (due > after) & (due <= until)
             columns = [column for column in rows.column_names if column != "due"]
@@ -170,6 +175,7 @@ class Replay:
         return sorted(found, key=lambda row: row[:2])
 
     def _describe(self, now: float, *shifted: Any) -> None:
+        """Sets what the run does now: samples in flight, phase and speed."""
         begun, ended, samples = pc.field("started_at"), pc.field("finished_at"), self._tables["samples"]
         running = shift(samples.filter((begun <= now) & (ended > now)), *shifted)
         self.recorder.set_in_flight(running.select(IN_FLIGHT).to_pylist())

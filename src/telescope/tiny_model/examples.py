@@ -107,7 +107,7 @@ class ExampleSource:
     the user too or, in every second conversation, by a tool. A right answer adds some of the numbers and then subtracts
     the others, each in the order of the prompt, so that every choice of signs has one spelling; of several choices that
     reach the target the first in a fixed order is taught. A wrong one has arbitrary signs, and so is right now and
-    then; `wrong_share` is that of answers. Of the task `mixed`, half of the conversations are those of the calculator.
+    then; `wrong_share` is that of answers. In the task `mixed`, half of the conversations come from the calculator.
     """
 
     def __init__(self, settings: TinyModelSettings) -> None:

@@ -27,11 +27,11 @@ from telescope.utils.text import single_line
 WAYS = (PACKED, Execution("sdpa", packs=False), Execution("eager", packs=False))
 """From the fastest to the slowest."""
 
-PLAIN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-"""Types that `benchmarks/families.py` shows to be packed right, so that a run does not try them again."""
+PACKED_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""Model types that are packed correctly (`benchmarks/families.py`), so that a run does not try them."""
 
-MIXTURES = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "glm4_moe", "granitemoe")
-"""Types with experts whose way into the engine `benchmarks/families.py` proves."""
+EXPERT_MODEL_TYPES = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "glm4_moe", "granitemoe")
+"""Mixture-of-experts types whose weight transfer `benchmarks/families.py` proves."""
 
 MAX_LAYERS = 8
 VOCABULARY = 64
@@ -60,17 +60,17 @@ def choose_execution(
     """
     config = load_config(model, trust_remote_code=trust_remote_code)
     refuse_known_differences(model, config.get_text_config(), max_model_len)
-    if config.model_type in PLAIN and not plain_too:
+    if config.model_type in PACKED_TYPES and not plain_too:
         return PACKED
     register_attention()
     with torch.random.fork_rng([]), torch.no_grad():
         torch.manual_seed(0)
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
         try:
-            small = shrink(config)
             with torch.device("meta"):
-                skeleton = auto_class(small).from_config(copy.deepcopy(small), **options)
+                skeleton = auto_class(config).from_config(copy.deepcopy(config), attn_implementation="eager", **options)
             refuse_modules(model, config.get_text_config().model_type, skeleton)
+            small = shrink(config)
             alone = auto_class(small).from_config(copy.deepcopy(small), attn_implementation="eager", **options)
             _disturb(alone)
             samples = [torch.randint(3, VOCABULARY, (length,)) for length in LENGTHS]
@@ -104,17 +104,17 @@ def choose_execution(
 
 
 def refuse_modules(model: str, model_type: str, skeleton: PreTrainedModel) -> None:
-    """Raises `UserError` for layers whose way into the engine is not known."""
+    """Raises `UserError` for layers that the weight transfer does not support."""
     if any(name.endswith(DERIVED) for name, _ in skeleton.named_parameters()):
         raise UserError(
             f"model: {model!r} ({model_type}) has Mamba layers, of which vLLM keeps a function of the weight A_log, so "
             "that the weight transfer cannot be checked. Choose another model"
         )
     modules = " ".join(name for name, _ in skeleton.named_modules())
-    if model_type not in MIXTURES and ("expert" in modules or "moe" in modules):
+    if model_type not in EXPERT_MODEL_TYPES and ("expert" in modules or "moe" in modules):
         raise UserError(
             f"model: {model!r} is a mixture of experts of type {model_type}. Of models with experts, the weight "
-            f"transfer knows {', '.join(MIXTURES)} only. Choose one of those, or a dense model"
+            f"transfer supports only {', '.join(EXPERT_MODEL_TYPES)}. Choose one of those, or a dense model"
         )
 
 
@@ -150,8 +150,8 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
     small = copy.deepcopy(config)
     text = small.get_text_config()
     num_layers = int(text.num_hidden_layers)
-    kinds = list(getattr(text, "layer_types", None) or ())
-    needed = max((kinds.index(kind) for kind in set(kinds)), default=1) + 1
+    lists = [list(getattr(text, name, None) or ()) for name in ("layer_types", "mlp_layer_types")]
+    needed = max((kinds.index(kind) for kinds in lists for kind in set(kinds)), default=1) + 1
     kept = min(num_layers, max(2, min(needed, MAX_LAYERS)))
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == num_layers and name != "architectures":

@@ -48,12 +48,12 @@ class FirstRollouts:
 
     @torch.no_grad()
     def add(self, host: HostMicroBatch, logp_N: torch.Tensor, engine_logprob_N: torch.Tensor) -> None:
-        """Adds a micro-batch's samples of the step's weights alone, which must not have changed since."""
+        """Adds differences of samples that only the step's weights sampled. They must not have changed since."""
         if not self._steps_left or not logp_N.numel():
             return
         position_N = host.source.position_ids_T[host.predicted_N] - 1  # of the token that predicts
         place_N = torch.from_numpy(np.searchsorted(self._edges, position_N, side="right") - 1).to(logp_N.device)
-        # A sample that older weights began keeps what they computed of it (`inflight_kv`).
+        # `inflight_kv` keeps keys and values of older weights, which samples that they began are computed from.
         counted_N = torch.from_numpy(host.on_policy_N).to(logp_N.device)
         difference_N = (logp_N.detach() - engine_logprob_N).double().abs()
         values_N2 = torch.stack([counted_N.double(), torch.where(counted_N, difference_N, 0.0)], dim=1)

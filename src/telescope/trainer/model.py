@@ -148,11 +148,14 @@ class PolicyModel(nn.Module):
             return self.head(predicting_ND, row.target_N, temperature)
 
 
-def load_config(model: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Loads the config of a causal language model, for training. Raises `UserError` for anything else."""
+def load_config(model: str, *, trust_remote_code: bool = False, local: bool = False) -> PretrainedConfig:
+    """Loads the config of a causal language model, for training. Raises `UserError` for anything else.
+
+    `local`: from this machine, even if the hub has a newer one.
+    """
     try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, local_files_only=local)
+    except Exception as error:  # of a class of its own for each kind of invalid value
         raise UserError(f"model: {model!r} cannot be loaded: {single_line(str(error))}") from error
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False  # only needed for a loss that balances experts
@@ -205,11 +208,17 @@ def load_causal_lm(
 
 def check_weight_files(model: str, *, trust_remote_code: bool = False) -> None:
     """Compares weight files with the architecture by their headers. Raises `UserError` for what does not fit."""
-    config = load_config(model, trust_remote_code=trust_remote_code)
-    _, loaded = auto_class(config).from_pretrained(
-        model, config=config, trust_remote_code=trust_remote_code, local_files_only=True, device_map="meta",
-        output_loading_info=True, ignore_mismatched_sizes=True,
-    )  # fmt: skip
+    config = load_config(model, trust_remote_code=trust_remote_code, local=True)
+    try:
+        _, loaded = auto_class(config).from_pretrained(
+            model, config=config, trust_remote_code=trust_remote_code, local_files_only=True, device_map="meta",
+            attn_implementation="eager", output_loading_info=True, ignore_mismatched_sizes=True,
+        )  # fmt: skip
+    except Exception as error:
+        raise UserError(
+            f"model: {model!r}: config.json and weight files do not fit: {type(error).__name__}: "
+            f"{single_line(str(error))}. Download or save the model again, or correct config.json"
+        ) from error
     refuse_incomplete(model, loaded)
 
 

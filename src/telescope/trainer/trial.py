@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
 
 TRIAL_TIMEOUT_SECONDS = 300.0
-"""Importing torch and a backend from a cold disk."""
+"""Importing torch, and a backend or a small copy of the model, from a cold disk."""
 
 
 def try_backend(config: TelescopeConfig) -> None:
@@ -27,16 +27,17 @@ def try_backend(config: TelescopeConfig) -> None:
     The folder that the run is started from is searched as well, as it is in the trainer's processes.
     """
     if ":" in config.train_backend:
-        _try("backend", config.train_backend, config, f"train_backend: importing {config.train_backend!r}")
+        fix = "Move slow work from its module into functions"
+        _try("backend", config.train_backend, config, f"train_backend: importing {config.train_backend!r}", fix)
 
 
 def try_model(config: TelescopeConfig) -> None:
     """Raises `ConfigError` when weight files do not fit config.json, or the trainer cannot compute the model right."""
-    _try("model", config.model, config, f"model: trying {config.model!r}")
+    _try("model", config.model, config, f"model: trying {config.model!r}", "Check the disk, or the way to the hub")
 
 
-def _try(what: str, name: str, config: TelescopeConfig, action: str) -> None:
-    """Runs this module in a process with the same import paths."""
+def _try(what: str, name: str, config: TelescopeConfig, action: str, fix: str) -> None:
+    """Runs this module in a process with the same import paths. `fix`: of what takes too long."""
     try:
         done = subprocess.run(
             [
@@ -55,9 +56,7 @@ def _try(what: str, name: str, config: TelescopeConfig, action: str) -> None:
             env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path.cwd())])},
         )
     except subprocess.TimeoutExpired as error:
-        raise ConfigError(
-            f"{action} took more than {TRIAL_TIMEOUT_SECONDS:.0f} s. Move slow work from its module into functions"
-        ) from error
+        raise ConfigError(f"{action} took more than {TRIAL_TIMEOUT_SECONDS:.0f} s. {fix}") from error
     if done.returncode == 2:
         raise ConfigError(done.stderr.strip().splitlines()[-1])
     if done.returncode:

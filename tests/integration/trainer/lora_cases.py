@@ -1,6 +1,6 @@
 """What peft computes for one tiny model with adapters, stored in `golden/lora_peft.safetensors`.
 
-`python -m tests.integration.trainer.lora_cases` writes the file again. It needs peft and accelerate, which nothing else
+`python -m tests.integration.trainer.lora_cases` writes the file again. It needs peft, which nothing else
 here does; the file was written by peft 0.21.2. It has, for each choice of modules in `CASES`: the adapter that peft
 saved, after two random matrices for each layer (`adapter/`), the logprobs of `TOKENS` (`logprobs`), the gradient of
 their sum (`gradient/`), and the weights after `merge_and_unload` (`merged/`).

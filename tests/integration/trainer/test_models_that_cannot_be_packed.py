@@ -54,7 +54,10 @@ def test_models_of_attention_alone_are_packed(tmp_path: Path, architecture: str)
 
 MOST_OF_A_DEFAULT = 2048
 """A layer of the usual default, 4,096, takes gigabytes in some families; `SMALL` replaces it."""
-SIZES = {"mamba2": {"hidden_size": 64, "num_heads": 2, "head_dim": 64, "n_groups": 1}}
+SIZES: dict[str, dict[str, Any]] = {
+    "mamba2": {"hidden_size": 64, "num_heads": 2, "head_dim": 64, "n_groups": 1},
+    **{name: {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4} for name in ("zamba", "zamba2")},
+}
 """Of types whose sizes depend on each other."""
 NOT_OF_TEXT = {"musicgen", "musicgen_melody"}
 """Types whose configs are made of those of other models."""

@@ -18,6 +18,7 @@ from tests.model_folder import (
 )
 
 from telescope.config import TelescopeConfig
+from telescope.config.model_contents import listed
 from telescope.config.model_files import inspect_model
 from telescope.config.model_source import is_local_path, read_meta_files
 from telescope.errors import ConfigError, UserError
@@ -303,7 +304,7 @@ def test_a_token_cannot_visit_more_experts_than_there_are_nor_none(tmp_path, vis
 def test_a_mixture_of_experts_whose_layers_are_all_dense_is_refused(tmp_path, changes):
     odd = {**MODEL_CONFIG, **EXPERTS, **changes}
     message = error_of(write_model(tmp_path / "m", config=json.dumps(odd)))
-    assert "no layer has any, which vLLM does not load. Correct decoder_sparse_step and mlp_only_layers" in message
+    assert "no layer has any, which vLLM does not load. Correct decoder_sparse_step, mlp_only_layers" in message
 
 
 @pytest.mark.parametrize("changes", [{"mlp_only_layers": [0, 7]}, {"decoder_sparse_step": 2}])
@@ -351,6 +352,27 @@ def test_a_path_that_cannot_exist_is_refused_briefly(model):
     message = error_of(model)
     assert "is not a path: " in message
     assert len(message) < 400
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+        {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
+        {"model_type": "vit", "architectures": None},
+        {"model_type": None},
+    ],
+)
+def test_a_model_that_does_not_generate_text_is_refused_whatever_its_tokenizer(tmp_path, values):
+    folder = write_model(tmp_path / "m", without="chat_template.jinja")
+    (folder / "config.json").write_text(json.dumps(MODEL_CONFIG | values))
+    message = error_of(folder)
+    assert f"has model_type {json.dumps(values['model_type'])}" in message
+    assert "no causal language model. Choose a model that generates text" in message
+
+
+def test_long_lists_of_tensors_are_cut() -> None:
+    assert listed("abcdef") == "a, b, c, d and 2 more"
 
 
 def test_paths_and_hub_identifiers_are_distinguished(tmp_path, monkeypatch):

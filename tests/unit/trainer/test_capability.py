@@ -85,7 +85,7 @@ def test_lengths_at_which_trainer_and_engine_differ_are_refused_and_shorter_ones
         assert choose_execution(folder, 64).packs
 
 
-@pytest.mark.parametrize("model_type", ["phimoe", "deepseek_v3", "ernie4_5_moe"])
+@pytest.mark.parametrize("model_type", ["phimoe", "deepseek_v3", "ernie4_5_moe", "deepseek_v32", "glm_moe_dsa"])
 def test_experts_that_the_weight_transfer_does_not_know_are_refused(tmp_path: Path, model_type: str) -> None:
     with pytest.raises(UserError, match=f"experts of type {model_type}. Of models with experts, the weight"):
         choose_execution(save(tmp_path, model_type), 16)

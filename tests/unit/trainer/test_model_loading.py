@@ -10,7 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.model_folder import MODEL_CONFIG, write_model_folder
-from transformers import BertConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, T5Config
+from transformers import (
+    BertConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    T5Config,
+)
 
 from telescope.config import TelescopeConfig
 from telescope.errors import ConfigError, UserError
@@ -106,6 +116,40 @@ def test_an_architecture_that_is_no_language_model_is_refused(tmp_path: Path, co
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(UserError, match=problem):
         load_causal_lm(str(tmp_path), torch.float32, with_weights=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"num_attention_heads": 0}, "ZeroDivisionError"),
+        ({"hidden_size": "many"}, "hidden_size"),
+        ({"num_hidden_layers": -1}, "cannot be loaded: Class validation error"),
+        ({"vocab_size": -3}, "RuntimeError"),
+        ({"attn_implementation": "flash_attention_2"}, ""),
+        ({"model_type": ["x"]}, "cannot be loaded: unhashable type"),
+    ],
+)
+def test_values_that_no_model_can_have_are_refused_in_one_line(
+    tmp_path: Path, changes: dict[str, Any], problem: str
+) -> None:
+    write_model_folder(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(MODEL_CONFIG | changes))
+    if not problem:
+        return check(tmp_path)
+    with pytest.raises(UserError, match=rf"^model: '.*{problem}.*$"):
+        check(tmp_path)
+
+
+@pytest.mark.parametrize("part", [None, torch.zeros(8, 9)])
+def test_an_expert_that_is_missing_or_of_another_size_is_refused(tmp_path: Path, part: torch.Tensor | None) -> None:
+    config = Qwen3MoeConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, num_experts=2,
+        num_experts_per_tok=1, moe_intermediate_size=8, vocab_size=32,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    change_tensors(tmp_path, **{"model.layers.0.mlp.experts.1.up_proj.weight": part})
+    with pytest.raises(UserError, match=r"^model: '.*': config\.json and weight files do not fit: .*"):
+        check(tmp_path)
 
 
 def test_the_trial_before_a_start_reports_what_the_trainer_would_refuse(tmp_path: Path) -> None:
