@@ -528,7 +528,7 @@ export interface Server {
   doing: string;
 }
 
-/** Intervals as columns. `merged`: rows stand for `count` spans of one lane and kind. */
+/** Intervals as columns. `merged`: rows stand for `count` spans of one lane and kind, and last as long as these. */
 export interface Spans {
   merged: boolean;
   count: number[];

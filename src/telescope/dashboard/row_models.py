@@ -179,7 +179,7 @@ class Sample(SampleNumbers):
 
 
 class Spans(BaseModel):
-    """Intervals as columns. `merged`: rows stand for `count` spans of one lane and kind."""
+    """Intervals as columns. `merged`: rows stand for `count` spans of one lane and kind, and last as long as these."""
 
     merged: bool
     count: list[int]

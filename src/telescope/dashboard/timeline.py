@@ -20,7 +20,7 @@ def spans(store: RunStore, start: float | None, end: float | None, limit: int, b
     """Returns the spans that overlap a range, as columns.
 
     When there are more than `limit`, those shorter than one of at most `buckets` parts of the range are merged per lane
-    and kind: `count` spans from the first start to the last end.
+    and kind: `count` spans, as long as all of them together, from the first start on.
     """
     store.refresh("spans")
     ((first, last),) = store.fetch('SELECT min(start), max("end") FROM spans')
@@ -41,7 +41,7 @@ def spans(store: RunStore, start: float | None, end: float | None, limit: int, b
         merged = (
             f"SELECT {LANE}, any_value(step) AS step, NULL::BIGINT AS micro_batch, "
             "CASE WHEN count(*) = 1 THEN any_value(sample_id) END AS sample_id, any_value(attempt) AS attempt, "
-            'min(start) AS start, max("end") AS "end", '
+            'min(start) AS start, min(start) + sum("end" - start) AS "end", '
             f"count(*) AS count FROM ({short}) GROUP BY {LANE}, floor((start - $low) / $width)"
         )
         long = f'SELECT {columns}, 1 AS count FROM spans WHERE {where} AND "end" - start >= $width'

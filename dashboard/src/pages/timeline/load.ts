@@ -6,8 +6,10 @@ import { criticalPath, type CriticalPath, type StepSample, type StepSpan } from 
 import { buildLanes, type Lanes, type SpanColumns } from "./spans";
 import type { View } from "./viewport";
 
-/** Spans read at once; the server merges them per lane and pixel when there are more. */
+/** Spans read at once; the server merges them per lane, kind and part of the view when there are more. */
 const MOST_SPANS = 40_000;
+/** Width of a part of the view whose spans are merged: room for a share of every kind. */
+const SHARE_PIXELS = 8;
 const STEP_SPANS = 100_000;
 const EXPORT_SPANS = 500_000;
 const WAIT_MS = 90;
@@ -45,7 +47,7 @@ export function useSpans(run: string, view: View | null, buckets: number, versio
       if (state.current.reading) return;
       state.current.reading = true;
       const [from, to] = [view.from - width / 2, view.to + width / 2];
-      get<SpanColumns>(runPath(run, "spans"), { start: from, end: to, limit: MOST_SPANS, buckets: 2 * buckets })
+      get<SpanColumns>(runPath(run, "spans"), { start: from, end: to, limit: MOST_SPANS, buckets: Math.ceil((2 * buckets) / SHARE_PIXELS) })
         .then((columns) => {
           if (state.current.run !== run) return;
           state.current.version = version;

@@ -88,7 +88,7 @@ class Builder {
   readonly rows: number[] = [];
   constructor(private readonly columns: SpanColumns) {}
   build(): Track {
-    const { start, end, component, name } = this.columns;
+    const { start, end, component, name, count } = this.columns;
     const rows = this.rows.sort((a, b) => start[a]! - start[b]! || end[b]! - end[a]!);
     const track: Track = {
       start: Float64Array.from(rows, (row) => start[row]!),
@@ -97,7 +97,15 @@ class Builder {
       row: Int32Array.from(rows),
       longest: 0,
     };
-    for (let i = 0; i < rows.length; i++) track.longest = Math.max(track.longest, track.end[i]! - track.start[i]!);
+    let stacked = -Infinity; // merged spans of several kinds took turns: each has its share, one after the other
+    for (let i = 0; i < rows.length; i++) {
+      if ((count?.[rows[i]!] ?? 1) > 1) {
+        const shift = Math.max(0, stacked - track.start[i]!);
+        track.start[i]! += shift;
+        stacked = track.end[i]! += shift;
+      }
+      track.longest = Math.max(track.longest, track.end[i]! - track.start[i]!);
+    }
     return track;
   }
 }

@@ -44,6 +44,18 @@ test("requests lie in the lane of their slot, with the request under its phases"
   expect(lanes.trainer[0]!.stripe.start.length).toBe(1);
 });
 
+test("merged spans of several kinds are drawn one after the other, as long as they are together", () => {
+  const merged: Row[] = [
+    ["trainer", "forward", { rank: 0, start: 0, end: 3 }],
+    ["trainer", "backward", { rank: 0, start: 0.1, end: 4.1 }],
+    ["trainer", "optimizer", { rank: 0, start: 0.2, end: 0.7 }],
+    ["trainer", "forward", { rank: 0, start: 8, end: 9 }],
+  ];
+  const { start, end } = buildLanes({ ...columns(merged), count: [30, 30, 5, 1] }).trainer[0]!.main;
+  expect([...start]).toEqual([0, 3, 7, 8]);
+  expect([...end].map((at, i) => at - start[i]!)).toEqual([3, 4, expect.closeTo(0.5), 1]);
+});
+
 test("every known name has a kind", () => {
   expect(kindOf("trainer", "weight_broadcast_wait")).toBe("weight sync");
   expect(kindOf("environment", "turn")).toBe("environment");
