@@ -5,6 +5,7 @@ import { ApiError } from "../api";
 import { embedded } from "../embedded";
 import { ROUTES, routeOf } from "../routes";
 import { useConnection, useEvents, useRemote } from "../state/live";
+import { mayPass, RETRY_MS } from "../state/resource";
 import { useRunInfo } from "../state/run";
 import { useTheme } from "../state/theme";
 import { elsewhere, go, usePlace } from "../state/url";
@@ -109,9 +110,17 @@ export function Quiet({ title, text, children }: { title: string; text?: ReactNo
 /** Says why a read failed. `wasThere`: the page has shown the run. */
 export function Failure({ error, wasThere = false }: { error: Error; wasThere?: boolean }) {
   const status = error instanceof ApiError ? error.status : 0;
-  const title = wasThere ? "This run was removed or moved." : status === 404 ? "This run was not found." : status === 400 ? "The address has a value that is not valid." : "The server did not answer.";
+  const title = wasThere ? "This run was removed or moved." : status === 404 ? "This run was not found." : status === 400 ? "The address has a value that is not valid." : status >= 500 ? "The server failed." : "The server did not answer.";
   return (
     <Quiet title={title} text={error.message}>
+      {mayPass(error) && (
+        <p>
+          It is asked again every {RETRY_MS / 1000} seconds.{" "}
+          <button className="link" onClick={() => location.reload()}>
+            Try again
+          </button>
+        </p>
+      )}
       <p>
         <a className="link" href="#/">
           All runs

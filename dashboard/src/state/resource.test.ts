@@ -1,7 +1,7 @@
 import { afterEach, beforeEach, expect, test, vi } from "vitest";
 import { ApiError } from "../api";
 import { fakeFetch } from "../testing/server";
-import { known, listen, read, Reader } from "./resource";
+import { known, listen, read, Reader, RETRY_MS } from "./resource";
 import { knownSteps, NO_STEPS, readSteps } from "./steps";
 
 let asked: ReturnType<typeof fakeFetch>;
@@ -53,6 +53,23 @@ test("an error keeps the data, says why, and goes with the next read", async () 
   void read("/b", "3");
   await asked[2]!.answer([3]);
   expect(known("/b")).toEqual({ data: [3], error: null, loading: false });
+});
+
+test("what the server could not answer is read again while somebody needs it", async () => {
+  const stop = listen("/d", () => {});
+  void read("/d", "1");
+  await asked[0]!.answer({ detail: "The dashboard failed here." }, 500);
+  expect(known("/d").error).toEqual(new ApiError(500, "The dashboard failed here."));
+  await vi.advanceTimersByTimeAsync(RETRY_MS);
+  await asked[1]!.answer([1]);
+  expect(known("/d")).toEqual({ data: [1], error: null, loading: false });
+  await vi.advanceTimersByTimeAsync(2 * RETRY_MS);
+  expect(asked).toHaveLength(2);
+  stop();
+  void read("/d", "2");
+  await asked[2]!.answer({}, 500);
+  await vi.advanceTimersByTimeAsync(RETRY_MS);
+  expect(asked).toHaveLength(3);
 });
 
 const rows = (next: number, step: number[]) => ({ ...NO_STEPS, next, step, attempt: step.map(() => 1) });

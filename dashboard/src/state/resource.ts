@@ -3,13 +3,22 @@
 import { useCallback, useEffect, useSyncExternalStore } from "react";
 import { address, ApiError, get, type Query } from "../api";
 
+/** Time between two reads of what the server could not answer. */
+export const RETRY_MS = 5_000;
+
+/** Returns whether the same request may be answered later. */
+export const mayPass = (error: unknown): boolean => !(error instanceof ApiError) || error.status >= 500;
+
 /** Reads again when a newer version is wanted, one read at a time. */
 export class Reader {
   private wanted: string | null = null;
   private running = false;
 
-  /** `read` handles its own errors. It gets called once for each version that is the newest when a read begins. */
-  constructor(private readonly read: () => Promise<void>) {}
+  /**
+   * `read` handles its own errors, and returns whether it is to be repeated later. It gets called once for each version that
+   * is the newest when a read begins.
+   */
+  constructor(private readonly read: () => Promise<boolean | void>) {}
 
   /** Reads, unless this version is the last one that was asked for. */
   async want(version: string): Promise<void> {
@@ -17,11 +26,13 @@ export class Reader {
     this.wanted = version;
     if (this.running) return;
     this.running = true;
+    let again: boolean | void = false;
     for (let done: string | null = null; done !== this.wanted; ) {
       done = this.wanted;
-      await this.read();
+      again = await this.read();
     }
     this.running = false;
+    if (again) setTimeout(() => this.wanted === version && ((this.wanted = null), void this.want(version)), RETRY_MS);
   }
 }
 
@@ -56,13 +67,14 @@ function entryOf(key: string): Entry {
   return entry;
 }
 
-async function load(key: string, entry: Entry): Promise<void> {
+async function load(key: string, entry: Entry): Promise<boolean> {
   try {
     entry.state = { data: await get(key), error: null, loading: false };
   } catch (error) {
     entry.state = { data: entry.state.data, error: error as Error, loading: false };
   }
   for (const listener of entry.listeners) listener();
+  return entry.state.error !== null && mayPass(entry.state.error) && entry.listeners.size > 0;
 }
 
 /** Reads an address, unless this version of it was read; keeps the old data meanwhile. */

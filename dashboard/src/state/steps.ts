@@ -4,7 +4,7 @@ import { useCallback, useEffect, useSyncExternalStore } from "react";
 import { get, runPath } from "../api";
 import type { StepColumns, Value } from "../types";
 import { useEvents, useVersions } from "./live";
-import { Reader } from "./resource";
+import { mayPass, Reader } from "./resource";
 
 export const NO_STEPS: StepColumns = {
   next: 0,
@@ -69,7 +69,7 @@ function entryOf(run: string): Entry {
   return entry;
 }
 
-async function load(run: string, entry: Entry): Promise<void> {
+async function load(run: string, entry: Entry): Promise<boolean> {
   try {
     const old = entry.steps ?? NO_STEPS;
     const fresh = await get<StepColumns>(runPath(run, "steps"), { since: old.next || null });
@@ -81,6 +81,7 @@ async function load(run: string, entry: Entry): Promise<void> {
   }
   revision += 1;
   for (const listener of entry.listeners) listener();
+  return entry.error !== null && mayPass(entry.error) && entry.listeners.size > 0;
 }
 
 /** Reads the new steps of a run, unless this version of them was read. */
