@@ -21,7 +21,7 @@ OVERSUBSCRIBED := -n $(shell expr $(JOBS) \* 3 / 2) $(BY_FILE)
 # tests/conftest.py puts the longest first.
 E2E := tests/integration/weights tests/e2e
 SLOW := tests/e2e/stack tests/integration tests/e2e
-WITHOUT_BROWSER = $(shell $(PY) -m telescope.testing.browser > /dev/null || echo and not browser)
+WITHOUT_BROWSER = $(shell $(PY) -m tests.browser > /dev/null || echo and not browser)
 # Bytecode that is not kept would be compiled again by every process of every run.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -101,5 +101,5 @@ run-dashboard:
 # In processes of their own: Playwright's event loop would be in the way of asynchronous tests.
 run-pages:
 	@if [ ! -f src/telescope/dashboard/static/index.html ]; then echo "the pages are not built (make dashboard): their tests are left out"; \
-	elif $(PY) -m telescope.testing.browser; then $(PYTEST) $(PARALLEL) tests/pages $(ARGS); \
+	elif $(PY) -m tests.browser; then $(PYTEST) $(PARALLEL) tests/pages $(ARGS); \
 	else echo "the tests of the pages in a browser are left out"; fi

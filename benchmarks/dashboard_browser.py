@@ -9,6 +9,7 @@ effect. Frames come every 16.7 ms.
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,10 @@ import psutil
 from playwright.sync_api import Browser, Page
 
 from telescope.dashboard.store import COMPRESS_SECONDS
-from telescope.testing.browser import DashboardProcess, open_browser
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.browser import DashboardProcess, open_browser
 
 PAGES = ("overview", "metrics", "rollouts", "timeline", "infra", "evals", "logs")
 CALM_MS = 500

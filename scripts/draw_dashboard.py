@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,8 +21,11 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from telescope.testing.browser import DashboardProcess, open_browser
 from telescope.testing.replay import RECORDING, Replay
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.browser import DashboardProcess, open_browser
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 HEIGHTS = {1280: 800, 2560: 1440, 390: 844}

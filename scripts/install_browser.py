@@ -11,8 +11,11 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
-from telescope.testing.browser import MISSING, find_chromium
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.browser import MISSING, find_chromium
 
 TIMEOUT_SECONDS = 600
 PACKAGES = ("chromium", "fonts-dejavu-core")

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from tests.browser import DashboardProcess, open_browser
 from tests.e2e.train_command import Command
 
 from telescope.record.reader import Run
-from telescope.testing.browser import DashboardProcess, open_browser
 
 pytestmark = pytest.mark.e2e
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, expect
+from tests.browser import DashboardProcess, open_browser
 from tests.pages.page_visit import Visit, profile
 from tests.unit.dashboard.conftest import write_run
 
-from telescope.testing.browser import DashboardProcess, open_browser
 from telescope.testing.replay import Replay
 
 NUM_STEPS = 12

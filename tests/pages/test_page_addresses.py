@@ -9,10 +9,10 @@ from urllib.parse import parse_qs
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect
+from tests.browser import DashboardProcess
 from tests.pages.page_visit import PLACES, Visit, groups_of, profile, visit
 
 from telescope.record.reader import Run
-from telescope.testing.browser import DashboardProcess
 
 TALL = {"width": 1280, "height": 2400}
 """A window without a lower edge: charts are drawn when they come near it, and stay."""

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, expect
+from tests.browser import DashboardProcess
 from tests.pages.page_visit import Visit, visit
 from tests.unit.dashboard.conftest import write_run
 
 from telescope.record.reader import Run
-from telescope.testing.browser import DashboardProcess
 from telescope.testing.replay import Replay
 
 

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, expect
+from tests.browser import DashboardProcess
 from tests.pages.hostile_record import HIDDEN, write_hostile_run
 from tests.pages.page_visit import Visit, profile, visit
-
-from telescope.testing.browser import DashboardProcess
 
 PAGES = ("overview", "metrics", "rollouts", "timeline", "infra", "evals", "logs", "code")
 LONGEST_ELEMENTS = 30_000

@@ -1,6 +1,6 @@
 """Chromium and a dashboard in processes of their own, for tests, screenshots and benchmarks of the pages.
 
-    python -m telescope.testing.browser     prints the path of Chromium, or what to install
+    python -m tests.browser     prints the path of Chromium, or what to install
 
 Owns how the two are found, started and ended. Playwright drives the browser of the system, or the one that
 `playwright install chromium` downloaded.
