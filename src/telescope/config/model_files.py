@@ -32,7 +32,7 @@ from telescope.errors import ConfigError
 if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
+WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 GENERATING_CLASSES = ("ForCausalLM", "LMHead", "ForConditionalGeneration")
 """Parts of the class names of models that generate text."""
@@ -114,6 +114,8 @@ def _inspect(config: TelescopeConfig, files: ModelFiles) -> ModelReport:
     data = files.read_object("config.json")
     if data is None:
         problem = "has a config.json that is no JSON object" if "config.json" in files.names else "holds no config.json"
+        if base := (files.read_object("adapter_config.json") or {}).get("base_model_name_or_path"):
+            problem = f"holds an adapter of {base}: merge it (merge_and_unload of peft, then save_pretrained)"
         raise ConfigError(f"model is {config.model!r}, but {files.where} {problem}. Give a model in HuggingFace format")
     _check_language_model(config, data)
     check_architecture(config, data)
@@ -218,7 +220,16 @@ def _check_weight_files(config: TelescopeConfig, files: ModelFiles, folder: Path
         raise ConfigError(
             f"model is {config.model!r}, but {files.where} lacks {', '.join(missing[:3])}"
             f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}, which model.safetensors.index.json lists. "
-            "Download or save the model again"
+            + (
+                "Remove that index, which is of an earlier save"
+                if "model.safetensors" in present
+                else "Download or save the model again"
+            )
+        )
+    if indexed and "model.safetensors" in set(present) - indexed:
+        raise ConfigError(
+            f"model is {config.model!r}, but {files.where} has both model.safetensors, which the trainer would load, "
+            "and a model.safetensors.index.json of other files, which vLLM would. Remove one of the two"
         )
     loaded = {"model.safetensors"} & set(present) or indexed
     complete = not files.where.startswith("the hub cache") and not any(name.endswith(".bin") for name in files.names)

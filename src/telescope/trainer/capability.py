@@ -18,11 +18,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from telescope.config.model_shape import EXPERT_COUNTS
 from telescope.errors import UserError
 from telescope.trainer.attention import register_attention
-from telescope.trainer.model import PACKED, Execution, PolicyModel, auto_class, load_config
+from telescope.trainer.model import PACKED, Execution, PolicyModel, auto_class, load_config, reason
 from telescope.trainer.model_input import model_input
 from telescope.trainer.packing import lay_out, untrained_sample
 from telescope.trainer.timeline import Timeline
-from telescope.utils.text import single_line
 
 WAYS = (PACKED, Execution("sdpa", packs=False), Execution("eager", packs=False))
 """From the fastest to the slowest."""
@@ -79,8 +78,8 @@ def choose_execution(
             raise
         except Exception as error:
             raise UserError(
-                f"model: {model!r} ({config.model_type}): a small copy of it cannot be computed: "
-                f"{type(error).__name__}: {single_line(str(error))}. Choose another model"
+                f"model: {model!r} ({config.model_type}): a small copy of it cannot be computed: {reason(error)}. "
+                "Choose another model"
             ) from error
         reasons = []
         for way in WAYS:
@@ -92,7 +91,7 @@ def choose_execution(
                 policy = PolicyModel(other, VOCABULARY, packs=way.packs)
                 difference = float((_logprobs_together(policy, samples) - wanted_N).abs().max())
             except Exception as error:
-                reasons.append(single_line(str(error)))
+                reasons.append(reason(error))
                 continue
             if difference <= TOLERANCE:
                 return way
@@ -138,6 +137,9 @@ def refuse_known_differences(model: str, config: PretrainedConfig, max_model_len
         boundary, why = original, "vLLM and transformers scale the queries behind them differently"
     elif config.model_type == "cohere2" and config.sliding_window:
         boundary, why = int(config.sliding_window), "the window of vLLM is one token longer than that of transformers"
+    longest = getattr(config, "max_position_embeddings", None)
+    if not rope and longest and longest < boundary:
+        boundary, why = longest, "it has no position embeddings for more"
     if max_model_len > boundary:
         raise UserError(
             f"max_model_len is {max_model_len}, but beyond {boundary} tokens {model!r} cannot be trained: {why}. Lower "
@@ -153,10 +155,18 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
     lists = [list(getattr(text, name, None) or ()) for name in ("layer_types", "mlp_layer_types")]
     needed = max((kinds.index(kind) for kinds in lists for kind in set(kinds)), default=1) + 1
     kept = min(num_layers, max(2, min(needed, MAX_LAYERS)))
+    shared = getattr(text, "num_kv_shared_layers", 0)  # the last ones: they use keys and values of layers of their kind
+    if shared:
+        kept = 2 * len(set(lists[0]))
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == num_layers and name != "architectures":
             setattr(text, name, value[:kept])
     text.num_hidden_layers = kept
+    if shared:
+        text.layer_types = list(dict.fromkeys(lists[0])) * 2
+        text.num_kv_shared_layers = kept // 2
+    if getattr(text, "vocab_size_per_layer_input", None):
+        text.vocab_size_per_layer_input = VOCABULARY
     if getattr(text, "first_k_dense_replace", None):
         text.first_k_dense_replace = 1
     for fields, size in ((WINDOW_FIELDS, WINDOW), (INNER_FIELDS, INNER_SIZE), (EXPERT_COUNTS, NUM_EXPERTS)):

@@ -156,10 +156,10 @@ def load_config(model: str, *, trust_remote_code: bool = False, local: bool = Fa
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, local_files_only=local)
     except Exception as error:  # of a class of its own for each kind of invalid value
-        raise UserError(f"model: {model!r} cannot be loaded: {single_line(str(error))}") from error
+        raise UserError(f"model: {model!r} cannot be loaded: {reason(error)}. Correct config.json") from error
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False  # only needed for a loss that balances experts
-    architecture = _architecture(config)
+    architecture = next((known for known, _ in _classes(config)), None)
     if isinstance(architecture, type):
         named = list(config.architectures or ())
         if architecture.__name__ not in named:  # such as an encoder
@@ -201,6 +201,12 @@ def load_causal_lm(
         found: Any = auto_class(config).from_pretrained(model, config=config, **options)
         causal_lm, loaded = found
         refuse_incomplete(model, loaded)
+        tied = getattr(config.get_text_config(), "tie_word_embeddings", False)
+        if tied and causal_lm.get_output_embeddings().weight is not causal_lm.get_input_embeddings().weight:
+            raise UserError(
+                f"model: {model!r}: config.json has tie_word_embeddings true, but the output layer in the weight files "
+                "differs from the embedding. Set tie_word_embeddings to false in config.json"
+            )
         return causal_lm
     with torch.device("meta"):
         return auto_class(config).from_config(config, **options)
@@ -216,20 +222,29 @@ def check_weight_files(model: str, *, trust_remote_code: bool = False) -> None:
         )  # fmt: skip
     except Exception as error:
         raise UserError(
-            f"model: {model!r}: config.json and weight files do not fit: {type(error).__name__}: "
-            f"{single_line(str(error))}. Download or save the model again, or correct config.json"
+            f"model: {model!r}: config.json and weight files do not fit: {reason(error)}. Download or save the model "
+            "again, or correct config.json"
         ) from error
     refuse_incomplete(model, loaded)
 
 
 def auto_class(config: PretrainedConfig) -> Any:
     """Returns the class of transformers that loads a model with this config, for text and perhaps other media."""
-    return next((auto for table, auto in TABLES if type(config) in table), AutoModelForCausalLM)
+    return next((auto for _, auto in _classes(config)), AutoModelForCausalLM)
 
 
-def _architecture(config: PretrainedConfig) -> Any:
-    """Returns the model's class. None for code that comes with the model, and for other tasks."""
-    return next((table[type(config)] for table, _ in TABLES if type(config) in table), None)
+def _classes(config: PretrainedConfig) -> list[tuple[Any, Any]]:
+    """Returns the model's classes and what loads them: the one that config.json names comes first.
+
+    Empty for code that comes with the model, and for other tasks.
+    """
+    found = [(table[type(config)], auto) for table, auto in TABLES if type(config) in table]
+    return sorted(found, key=lambda pair: getattr(pair[0], "__name__", "") not in (config.architectures or ()))
+
+
+def reason(error: Exception) -> str:
+    """Returns the text of an error of transformers in one line; some begin with a line that says little."""
+    return single_line(" ".join(f"{type(error).__name__}: {error}".split()))
 
 
 def skeleton_of(config: dict[str, Any]) -> PreTrainedModel | None:

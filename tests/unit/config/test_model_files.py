@@ -371,6 +371,25 @@ def test_a_model_that_does_not_generate_text_is_refused_whatever_its_tokenizer(t
     assert "no causal language model. Choose a model that generates text" in message
 
 
+def test_an_adapter_is_refused_with_its_base(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    assert "holds an adapter of org/base: merge it" in error_of(tmp_path)
+
+
+def test_weights_that_trainer_and_engine_would_take_from_other_files_are_refused(tmp_path):
+    folder = write_model(tmp_path / "m")
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "Remove that index, which is of an earlier save" in error_of(folder)
+    write_safetensors(folder / "model-00001-of-00001.safetensors", tensors_of(MODEL_CONFIG))
+    assert "has both model.safetensors, which the trainer would load" in error_of(folder)
+
+
+def test_a_home_directory_may_be_written_as_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert config("~/m").model == str(tmp_path / "m")
+
+
 def test_long_lists_of_tensors_are_cut() -> None:
     assert listed("abcdef") == "a, b, c, d and 2 more"
 

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from tests.families import FAMILIES
-from transformers import AutoConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from telescope.errors import UserError
 from telescope.trainer import capability
 from telescope.trainer.capability import choose_execution, shrink
+from telescope.trainer.model import auto_class, load_config
 
 
 def save(folder: Path, model_type: str, **fields: Any) -> str:
@@ -89,6 +90,37 @@ def test_lengths_at_which_trainer_and_engine_differ_are_refused_and_shorter_ones
 def test_experts_that_the_weight_transfer_does_not_know_are_refused(tmp_path: Path, model_type: str) -> None:
     with pytest.raises(UserError, match=f"experts of type {model_type}. Of models with experts, the weight"):
         choose_execution(save(tmp_path, model_type), 16)
+
+
+@pytest.mark.parametrize("model_type", ["gemma4_text", "gemma3n_text"])
+def test_layers_that_share_keys_and_values_are_in_the_small_copy(tmp_path: Path, model_type: str) -> None:
+    kinds = (["sliding_attention"] * 4 + ["full_attention"]) * 2
+    fields = {
+        "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 10,
+        "intermediate_size": 64, "layer_types": kinds, "num_kv_shared_layers": 5, "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 300, "vocab_size": 300, "global_head_dim": 16, "laurel_rank": 4,
+    }  # fmt: skip
+    if model_type == "gemma3n_text":
+        fields |= {"intermediate_size": [64] * 10, "activation_sparsity_pattern": [0.5] * 4 + [0.0] * 6}
+    assert choose_execution(save(tmp_path, model_type, **fields), 16).packs
+
+
+def test_a_wrapper_is_loaded_by_the_class_that_its_config_names(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("qwen3_5")
+    for name, auto in (
+        ("Qwen3_5ForConditionalGeneration", AutoModelForImageTextToText), ("Qwen3_5ForCausalLM", AutoModelForCausalLM),
+    ):  # fmt: skip
+        config.architectures = [name]
+        config.save_pretrained(tmp_path)
+        assert auto_class(load_config(str(tmp_path))) is auto
+
+
+def test_positions_that_a_model_has_not_learned_are_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path, "gpt2", n_positions=32, n_embd=32, n_layer=2, n_head=2, vocab_size=99)
+    with pytest.raises(
+        UserError, match=r"max_model_len is 33, but beyond 32 tokens .* no position embeddings for more"
+    ):
+        choose_execution(folder, 33)
 
 
 def test_a_small_copy_has_every_kind_of_layer(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
@@ -45,7 +46,7 @@ class GeneralSection(Section):
 class ModelSection(Section):
     TITLE: ClassVar[str] = "Model"
 
-    model: Text = "Qwen/Qwen2.5-3B"
+    model: Annotated[Text, AfterValidator(os.path.expanduser)] = "Qwen/Qwen2.5-3B"
     """HuggingFace model identifier or local path. A path must contain `config.json`, weights and a tokenizer."""
     model_dtype: Dtype = "float32"
     """Model weight precision: the dtype of the trainer's own weights, gradients and optimizer state. Choose float32
