@@ -156,3 +156,17 @@ def test_arrows_go_through_the_steps_of_the_heat_strip(visitor: Visit):
         page.keyboard.press(key)
         page.wait_for_url(f"**step={step}*")
     expect(page.get_by_label("Steps and groups")).to_contain_text("Step 0")
+
+
+def test_escape_closes_a_menu_before_it_does_anything_else(visitor: Visit):
+    page = visitor.open("first/overview", {"step": "3"})
+    chart = page.locator("figure.chart").first
+    chart.hover()
+    chart.locator(".over").click()
+    menu = page.locator("[popover]:popover-open")
+    expect(menu).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(menu).to_have_count(0)
+    assert "step=3" in page.url
+    page.keyboard.press("Escape")
+    page.wait_for_url(lambda address: "step=3" not in address)

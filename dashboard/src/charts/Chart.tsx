@@ -237,20 +237,22 @@ function useChartKeys(plot: React.RefObject<uPlot | null>, xs: number[], latest:
   };
 }
 
-/** The values at the crosshair, or the last ones. They are measured, so above a smoothed line they are labeled. */
+/** The last measured values, or those at the crosshair: of a smoothed line the value on it, and the measured one in grey. */
 function Values(props: ChartProps & { axis: string; format: (value: Value) => string }) {
   const at = useCursor(props.axis);
   const label = at === null && (props.read || props.lines.some((line) => line.raw)) && <span className="u">last </span>;
   if (props.read) return <span className="v">{label}{props.read(at)}</span>;
   const spoken = props.lines.filter((line) => !line.silent);
-  const text = (line: Line) => {
-    const values = line.raw ?? line.values;
+  const text = (line: Line, values = at === null ? (line.raw ?? line.values) : line.values) => {
     const xs = line.x ?? props.x;
-    const row = at === null ? lastRow(values) : nearest(xs, at);
+    const row = at === null ? lastRow(line.raw ?? line.values) : nearest(xs, at);
     const beyond = at !== null && xs.length > 0 && at > xs[xs.length - 1]!;
     return props.format(row < 0 || beyond ? null : (values[row] ?? null));
   };
-  if (spoken.length === 1) return <span className="v">{label}{text(spoken[0]!)}</span>;
+  if (spoken.length === 1) {
+    const [line] = spoken as [Line];
+    return <span className="v">{label}{text(line)}{at !== null && line.raw && <span className="u" title="measured"> {text(line, line.raw)}</span>}</span>;
+  }
   return (
     <span className="v many">
       {label}

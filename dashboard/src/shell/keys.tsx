@@ -35,6 +35,7 @@ function pressed(event: KeyboardEvent): void {
   const chord = `${event.ctrlKey ? "Control+" : ""}${event.metaKey ? "Meta+" : ""}${event.altKey ? "Alt+" : ""}${event.key}`;
   if (typing && event.key === "Escape") target.blur();
   if (typing && !event.ctrlKey && !event.metaKey) return;
+  if (event.key === "Escape" && document.querySelector(":popover-open")) return; // the browser closes the menu
   // These press the control that has the focus.
   if ((event.key === "Enter" || event.key === " ") && target.matches("a[href], button, summary")) return;
   if (document.querySelector("dialog[open]") && !event.ctrlKey && !event.metaKey) return;
