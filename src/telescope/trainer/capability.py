@@ -137,8 +137,8 @@ def refuse_known_differences(model: str, config: PretrainedConfig, max_model_len
         boundary, why = original, "vLLM and transformers scale the queries behind them differently"
     elif config.model_type == "cohere2" and config.sliding_window:
         boundary, why = int(config.sliding_window), "the window of vLLM is one token longer than that of transformers"
-    longest = getattr(config, "max_position_embeddings", None)
-    if not rope and longest and longest < boundary:
+    longest = getattr(config, "max_position_embeddings", None) or -1  # -1: relative positions, of any length
+    if not rope and 0 < longest < boundary:
         boundary, why = longest, "it has no position embeddings for more"
     if max_model_len > boundary:
         raise UserError(
