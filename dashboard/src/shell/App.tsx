@@ -115,7 +115,7 @@ export function Failure({ error, wasThere = false }: { error: Error; wasThere?: 
     <Quiet title={title} text={error.message}>
       {mayPass(error) && (
         <p>
-          It is asked again every {RETRY_MS / 1000} seconds.{" "}
+          Retrying every {RETRY_MS / 1000} seconds.{" "}
           <button className="link" onClick={() => location.reload()}>
             Try again
           </button>

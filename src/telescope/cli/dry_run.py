@@ -92,9 +92,9 @@ def print_dry_run(
     notices: list[str] = []
 
     def try_components(config: TelescopeConfig) -> None:
-        is_complete = not (problems or here or preflight.find_problems(config, [preflight.check_packages]))
+        is_right = not (problems or here or preflight.find_problems(config, [preflight.check_packages]))
         try:
-            notices.extend(try_user_code(is_complete and elsewhere is None))
+            notices.extend(try_user_code(is_right and elsewhere is None))
         except UnreachableError as error:
             if elsewhere is None:
                 raise

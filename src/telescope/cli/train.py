@@ -172,8 +172,8 @@ def check_before_start(loaded: LoadedConfig) -> list[str]:
 def try_components(config: TelescopeConfig, *, here: bool = True) -> list[str]:
     """Loads the environments and evals in a separate process. Returns their notices.
 
-    Where the run is meant for this machine (`here`), tries the backend, the model, and vLLM's parsers
-    too: those need packages that another machine may have.
+    Where the run is meant for this machine (`here`), tries the backend, the model, and vLLM's parsers too: those need
+    packages that another machine may have.
     """
     from telescope.config import preflight
     from telescope.config.environments import environment_keys

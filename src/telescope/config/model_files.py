@@ -217,14 +217,11 @@ def _check_weight_files(config: TelescopeConfig, files: ModelFiles, folder: Path
     indexed = set(map(str, weight_map.values())) if isinstance(weight_map, Mapping) else set()
     missing = sorted(indexed - set(present))
     if missing and not files.where.startswith("the hub cache"):  # what the cache lacks is downloaded
+        is_old = "model.safetensors" in present
+        fix = "Remove that index, which is of an earlier save" if is_old else "Download or save the model again"
         raise ConfigError(
-            f"model is {config.model!r}, but {files.where} lacks {', '.join(missing[:3])}"
-            f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}, which model.safetensors.index.json lists. "
-            + (
-                "Remove that index, which is of an earlier save"
-                if "model.safetensors" in present
-                else "Download or save the model again"
-            )
+            f"model is {config.model!r}, but {files.where} lacks {listed(missing)}, which model.safetensors.index.json "
+            f"lists. {fix}"
         )
     if indexed and "model.safetensors" in set(present) - indexed:
         raise ConfigError(

@@ -74,14 +74,14 @@ def cells(history: History, found: Sequence[Finding]) -> list[dict[str, Any]]:
 
 HALF, TWICE = 0.5, 2.0
 LEAST_NO_SIGNAL = 30.0
-"""Percent of all groups, from which a run is told what it costs."""
+"""Percent of groups without a signal from which the verdict names them."""
 
 
 def trend(history: History, metric: str) -> str:
     """Returns how the last 10 steps differ from the first 10, and whether they still change.
 
-    A difference counts from twice its standard error. `too early` without 20 steps. What still changes is the last 10
-    steps against the 10 before.
+    A difference counts from twice its standard error. `too early` without 12 steps. Whether it still changes is read
+    from the last 10 steps against the 10 before.
     """
     now, before = history.last(metric.partition(" / ")[0]), history.last(metric.partition(" / ")[0], WINDOW, WINDOW)
     if len(now) < 2 or len(before) < 2:

@@ -155,7 +155,7 @@ def load_config(model: str, *, trust_remote_code: bool = False, local: bool = Fa
     """
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, local_files_only=local)
-    except Exception as error:  # of a class of its own for each kind of invalid value
+    except Exception as error:  # transformers raises many classes for invalid values
         raise UserError(f"model: {model!r} cannot be loaded: {reason(error)}. Correct config.json") from error
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False  # only needed for a loss that balances experts
@@ -220,7 +220,7 @@ def check_weight_files(model: str, *, trust_remote_code: bool = False) -> None:
             model, config=config, trust_remote_code=trust_remote_code, local_files_only=True, device_map="meta",
             attn_implementation="eager", output_loading_info=True, ignore_mismatched_sizes=True,
         )  # fmt: skip
-    except Exception as error:
+    except Exception as error:  # from a damaged file to a size of 0
         raise UserError(
             f"model: {model!r}: config.json and weight files do not fit: {reason(error)}. Download or save the model "
             "again, or correct config.json"

@@ -20,7 +20,7 @@ from tests.model_folder import (
 from telescope.config import TelescopeConfig
 from telescope.config.model_contents import listed
 from telescope.config.model_files import inspect_model
-from telescope.config.model_source import is_local_path, read_meta_files
+from telescope.config.model_source import is_downloaded, is_local_path, read_meta_files
 from telescope.errors import ConfigError, UserError
 
 
@@ -383,6 +383,20 @@ def test_weights_that_trainer_and_engine_would_take_from_other_files_are_refused
     assert "Remove that index, which is of an earlier save" in error_of(folder)
     write_safetensors(folder / "model-00001-of-00001.safetensors", tensors_of(MODEL_CONFIG))
     assert "has both model.safetensors, which the trainer would load" in error_of(folder)
+
+
+def test_a_hub_model_is_downloaded_once_all_files_of_its_index_are_here(tmp_path, monkeypatch):
+    def cached(model, name):
+        return str(tmp_path / name) if (tmp_path / name).exists() else None
+
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", cached)
+    assert not is_downloaded("org/model")
+    shards = ["model-1.safetensors", "model-2.safetensors"]
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict(enumerate(shards))}))
+    for shard in shards:
+        assert not is_downloaded("org/model")
+        (tmp_path / shard).write_bytes(b"")
+    assert is_downloaded("org/model")
 
 
 def test_a_home_directory_may_be_written_as_a_tilde(tmp_path, monkeypatch):

@@ -139,6 +139,9 @@ def test_equal_sides_and_tokens_of_other_versions_pass(trainer: PreTrainedModel,
     compare(trainer, trainer, monkeypatch).check()
     engine = model_of()  # with other weights, which sampled all of it
     compare(trainer, engine, monkeypatch, version=5).check()
+    without_tokens = compare(trainer, engine, monkeypatch, version=5, compare_first_steps=1)
+    without_tokens.check()
+    assert without_tokens._steps_left == 1
     # Keys and values of the old weights remain behind a sample's later tokens.
     compare(trainer, engine, monkeypatch, old=3).check()
 
