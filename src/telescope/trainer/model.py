@@ -6,6 +6,7 @@ images and sound. Does not own sharding. Invariant: parameter names without `PRE
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -132,7 +133,7 @@ class PolicyModel(nn.Module):
     @property
     def is_tied(self) -> bool:
         """Returns whether the output layer's weight is the embedding's."""
-        return self.head.weight is self.causal_lm.get_input_embeddings().weight
+        return is_tied(self.causal_lm)
 
     def forward(
         self, row: ModelInput, temperature: float, timeline: Timeline, micro_batch: int | None = None
@@ -201,8 +202,9 @@ def load_causal_lm(
         found: Any = auto_class(config).from_pretrained(model, config=config, **options)
         causal_lm, loaded = found
         refuse_incomplete(model, loaded)
-        tied = getattr(config.get_text_config(), "tie_word_embeddings", False)
-        if tied and causal_lm.get_output_embeddings().weight is not causal_lm.get_input_embeddings().weight:
+        with torch.device("meta"):
+            described = auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+        if is_tied(described) and not is_tied(causal_lm):
             raise UserError(
                 f"model: {model!r}: config.json has tie_word_embeddings true, but the output layer in the weight files "
                 "differs from the embedding. Set tie_word_embeddings to false in config.json"
@@ -254,6 +256,11 @@ def skeleton_of(config: dict[str, Any]) -> PreTrainedModel | None:
     known = AutoConfig.for_model(**config)
     with torch.device("meta"):
         return auto_class(known).from_config(known)
+
+
+def is_tied(causal_lm: PreTrainedModel) -> bool:
+    """Returns whether the output layer's weight is the embedding's."""
+    return causal_lm.get_output_embeddings().weight is causal_lm.get_input_embeddings().weight
 
 
 def refuse_incomplete(model: str, loaded: Mapping[str, Any]) -> None:
