@@ -147,3 +147,16 @@ def test_a_trainer_without_compilation_reports_it(models, kernels):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharding, "choose_kernel", choose_kernel)
         assert not compiles(model_dtype="float32")  # the CPU
+
+
+def test_memory_for_checkpoints_is_there_from_the_start_and_changes_no_bit_of_training(one_rank, kernels, tmp_path):
+    trainer = one_rank("tied", **SETTINGS, compile_blocks=False)
+    plain = train(trainer)
+    trainer.config.checkpoint_every = 1  # the backend has the same object
+    trainer.restart()
+    stager = trainer.backend.saver._copies._stager
+    allocated = {id(copy) for copy in stager._cached_storage_mapping.values()}
+    assert same(train(trainer), plain)
+    trainer.save_checkpoint(4, tmp_path / "step_4")
+    trainer.finish_checkpoint()
+    assert {id(copy) for copy in stager._cached_storage_mapping.values()} == allocated != set()

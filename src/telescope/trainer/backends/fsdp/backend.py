@@ -13,6 +13,7 @@ backward pass reduces its gradients into shards, so that no full gradient exists
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -51,6 +52,8 @@ from telescope.trainer.step import GradientPart, RLBackend, RowLoss
 from telescope.trainer.timeline import Timeline
 from telescope.weights.plan import TensorMeta
 
+logger = logging.getLogger(__name__)
+
 CLIP_EPSILON = 1e-6
 """Added to the norm before dividing by it, as in torch's clipping."""
 
@@ -87,7 +90,7 @@ class FSDPBackend(RLBackend):
         self.reduction.measure(self.policy)
         self._keeps_gathered = not reshards_after_forward(config.fsdp_reshard_after_forward, self.device.type)
         if self.config.checkpoint_every:
-            _ = self.saver  # its process starts meanwhile
+            self._prepare_checkpoints()
 
     def _refuse_uneven_heads(self, num_ranks: int) -> None:
         """Raises `UserError` for sizes that ranks cannot share. They may be unknown before the start."""
@@ -260,9 +263,22 @@ class FSDPBackend(RLBackend):
     def hf_config(self) -> PretrainedConfig:
         return self.policy.causal_lm.config
 
+    def _prepare_checkpoints(self) -> None:
+        """Starts the writer and allocates the copy, for which the first checkpoint would pause training."""
+        saver, state = self.saver, self._saved_state()
+        # torch made the state of the new optimizer by a step without gradients and learning rate, and counted it.
+        for values in self.optimizer.state.values():
+            values["step"].zero_()
+        try:
+            saver.prepare(state)
+        except OSError as error:  # each checkpoint will fail with it, and the run goes on
+            logger.warning("checkpoints will fail: %s", error)
+
+    def _saved_state(self) -> dict[str, Any]:
+        return training_state(self.policy, self.optimizer if self.config.checkpoint_save_training_state else None)
+
     def save_checkpoint(self, step: int, directory: Path) -> None:
-        optimizer = self.optimizer if self.config.checkpoint_save_training_state else None
-        self.saver.start(training_state(self.policy, optimizer), directory)
+        self.saver.start(self._saved_state(), directory)
 
     def finish_checkpoint(self) -> None:
         self.saver.wait()

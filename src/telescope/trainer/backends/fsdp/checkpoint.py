@@ -48,6 +48,10 @@ class BackgroundSaver:
         self._writer = self._make_writer()
         self._is_writing = False
 
+    def prepare(self, state: dict[str, Any]) -> None:
+        """Allocates the memory of the copies, which takes longer than a copy. Raises `OSError` if there is none."""
+        self._copies.copy(state)
+
     def start(self, state: dict[str, Any], directory: Path) -> None:
         """Copies `state` and starts to write it. Collective. The last save must have been waited for.
 
