@@ -114,7 +114,11 @@ async def measure(
         shares = device.type == "cuda" and torch.cuda.device_count() < num_ranks + arguments.engines
         fields = argparse.Namespace(
             engines=arguments.engines, trainers=num_ranks, requests=arguments.requests, bucket_mb=256,
-            set=["checkpoint_every=1", "checkpoint_keep_last=1", f"share_gpus={str(shares).lower()}", *arguments.set],
+            set=[
+                "checkpoint_every=1", "checkpoint_keep_last=1", f"share_gpus={str(shares).lower()}",
+                "compare_first_steps=0",  # the step's logprobs are random
+                *arguments.set,
+            ],
         )  # fmt: skip
         config = configuration(model, device, str(folder / "run"), fields)
         reaper = stack.enter_context(Reaper())

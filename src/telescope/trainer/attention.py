@@ -159,7 +159,7 @@ def packed_attention(
     takes probability and has no value (an attention sink). Raises `UserError` for unknown arguments, and for the last
     two with a kernel that lacks them.
     """
-    unknown = sorted(name for name in others.keys() - KNOWN_ARGUMENTS if others[name] is not None)
+    unknown = sorted([name for name, value in others.items() if name not in KNOWN_ARGUMENTS and value is not None])
     if others.get("is_causal") is False:
         unknown.append("is_causal: false")
     if unknown or ((softcap is not None or s_aux is not None) and packed_layout.kernel != "padded"):

@@ -80,6 +80,8 @@ class CheckpointWriter:
 def _serve(pipe: Connection, address: tuple[str, int], generation: int, rank: int, world_size: int) -> None:
     """Runs the writing process until the rank closes the pipe, or exits."""
     ignore_sigterm()
+    # torch's writer would open a context on the rank's GPU, which may be full.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     threading.Thread(target=_exit_with_the_rank, daemon=True).start()
     logging.disable(logging.INFO)  # torch would log every request to the terminal
     host, port = address
