@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from telescope.cli.live_view import progress
 from telescope.errors import UserError
 from telescope.orchestrator import conversion
 from telescope.orchestrator.checkpoints import read_meta
+from telescope.tui.live import progress
 from telescope.utils.text import pluralize, user_path
 
 GB = 10**9

@@ -110,11 +110,11 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _measure(job: EvalJob, run_path: str | None) -> EvalOutcome:
-    from telescope.cli.live_view import PhaseView
     from telescope.cli.train import try_environments_of
     from telescope.orchestrator.eval_run import keys_of_evals, run_evals
     from telescope.orchestrator.status import Interrupted
     from telescope.trackers.sink import TrackerSink
+    from telescope.tui.live import PhaseView
 
     notices = try_environments_of(job.config, keys_of_evals(job.config))
     view = PhaseView(Console(stderr=True))

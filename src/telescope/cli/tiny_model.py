@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from telescope.cli.live_view import progress
 from telescope.errors import UserError
 from telescope.tiny_model.cache import ModelRecipe, TinyModelSettings, ensure_model, write_tiny_model
 from telescope.tiny_model.released import RELEASED
+from telescope.tui.live import progress
 from telescope.utils.text import user_path
 
 if TYPE_CHECKING:

@@ -120,9 +120,9 @@ def _read_gib(value: str) -> float:
 def _train(loaded: LoadedConfig) -> int:
     notes = [*check_before_start(loaded), *remarks_on_resuming(loaded.config)]
 
-    from telescope.cli.live_view import LiveView
     from telescope.orchestrator.checkpoints import CheckpointFolder
     from telescope.orchestrator.run import run_training
+    from telescope.tui.live import LiveView
 
     try:
         summary = run_training(loaded.config, notes, LiveView(watch=watch_command))

@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from telescope.cli.live_view import PhaseView
 from telescope.cli.main import EXIT_FAILED, EXIT_INTERRUPTED, OwnParser, file_to_write, make_console
 from telescope.config import LoadedConfig, TelescopeConfig, load_config
 from telescope.errors import InfrastructureError, RunError
+from telescope.tui.live import PhaseView
 from telescope.utils.text import user_path
 
 if TYPE_CHECKING:

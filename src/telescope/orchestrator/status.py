@@ -84,6 +84,7 @@ class RunStatus:
     """Time since the last step that an engine had no request, mean over the engines. None if it is not measured."""
     last_step_at: float | None = None
     """When the last step ended, in monotonic time. None outside training."""
+    _recorded: set[str] = field(default_factory=set)
     _alerts: list[dict[str, Any]] = field(default_factory=list)
     _add_alert: Callable[[dict[str, Any]], None] | None = None
 
@@ -91,7 +92,8 @@ class RunStatus:
         """Returns what the run does now, for `now.json`. May be called from any thread."""
         numbers = (
             *("phase", "step", "num_steps", "version", "num_generating", "num_slots", "num_open_groups"),
-            *("num_finished_groups", "eval_done", "eval_total"),
+            *("num_finished_groups", "num_discarded_groups", "num_masked_samples", "num_long_prompts"),
+            *("eval_done", "eval_total"),
         )
         rest = {"tokens_per_second": self.tokens_per_second(), "seconds_left": self.seconds_left()}
         return {name: getattr(self, name) for name in numbers} | rest | {"components": dict(self.components)}
@@ -107,12 +109,18 @@ class RunStatus:
         if log is not None:
             log.log(logging.getLevelNamesMapping()[level.upper()], "%s", message, extra=REPORTED, stacklevel=2)
         message = plain(message).strip().partition("\n")[0]
-        self.messages.append(" ".join(filter(None, (message, more.get("advice")))))
+        shown = " ".join(filter(None, (message, more.get("advice"))))
+        self._recorded.add(shown)
+        self.messages.append(shown)
         row = {"time": time.time(), "level": level, "kind": kind, "message": message, "step": self.step, **more}
         if self._add_alert is None:
             self._alerts.append(row)
         else:
             self._add_alert(row)
+
+    def unrecorded(self) -> list[str]:
+        """Returns the messages that are no alerts: those of trackers, which cannot report through themselves."""
+        return [message for message in list(self.messages) if message not in self._recorded]
 
     def record_alerts(self, add: Callable[[dict[str, Any]], None]) -> None:
         """Records all alerts, also those from before this call. `add` is that of `record.alerts`."""

@@ -7,25 +7,46 @@ when one of its tables has grown.
 from __future__ import annotations
 
 import asyncio
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from textual import work
+from textual import on, work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal
-from textual.widgets import ContentSwitcher, Footer, Static
+from textual.containers import VerticalScroll
+from textual.widgets import Footer, Static, TabbedContent, Tabs
 
-from telescope.dashboard.events import ENDED_SECONDS, LIVE_SECONDS, TableSizes
+from telescope.dashboard.events import ENDED_SECONDS, IN_FLIGHT, LIVE_SECONDS, TableSizes
 from telescope.dashboard.registry import Registry
 from telescope.record.reader import Run
 from telescope.tui.logs import LogsPage
 from telescope.tui.metrics import MetricsPage
-from telescope.tui.overview import OverviewPage
+from telescope.tui.overview import draw, read_overview
 from telescope.tui.page import Page
 from telescope.tui.rollouts import RolloutsPage
 from telescope.utils.text import single_line
 
-PAGES = ("overview", "metrics", "rollouts", "logs")
+
+class OverviewPage(Page):
+    """Whether the run is healthy, how far it is, and what it does."""
+
+    TABLES: ClassVar[frozenset[str]] = frozenset({"steps", "alerts", "evals", "status", "attempts", IN_FLIGHT})
+    FIRST = "VerticalScroll"
+
+    def compose(self) -> ComposeResult:
+        """Creates the text."""
+        with VerticalScroll():
+            yield Static(id="about")
+
+    def read(self) -> dict[str, Any]:
+        """Returns what is shown."""
+        return read_overview(self.view.registry, self.view.run_id)
+
+    def show(self, found: dict[str, Any]) -> None:
+        """Draws the page."""
+        self.query_one("#about", Static).update(draw(found, width=max(60, self.size.width - 4)))
+
+
+PAGES = {"overview": OverviewPage, "metrics": MetricsPage, "rollouts": RolloutsPage, "logs": LogsPage}
 
 
 class RunApp(App[None]):
@@ -35,16 +56,15 @@ class RunApp(App[None]):
     ENABLE_COMMAND_PALETTE = False
     CSS = """
     Screen { background: $background; }
-    #head { height: 1; padding: 0 1; }
-    #name { width: 1fr; text-style: bold; }
-    #tabs { width: auto; }
+    #name { height: 1; width: auto; max-width: 50%; dock: right; padding: 0 1; text-style: bold; }
     #problem { height: auto; padding: 0 1; color: $warning; display: none; }
-    ContentSwitcher { height: 1fr; }
+    TabbedContent, ContentSwitcher, TabPane { height: 1fr; }
+    #about { padding: 0 1; }
     Input { border: none; height: 1; padding: 0 1; background: $surface; }
     * { scrollbar-size: 1 1; scrollbar-background: $background; scrollbar-color: $surface-lighten-2; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        *(Binding(str(place + 1), f"show('{name}')", show=False) for place, name in enumerate(PAGES)),
+        *(Binding(str(number), f"open('{name}')", show=False) for number, name in enumerate(PAGES, 1)),
         Binding("slash", "filter", "Filter", key_display="/"),
         Binding("escape", "leave", "Back", show=False),
         Binding("q", "quit", "Quit"),
@@ -55,7 +75,7 @@ class RunApp(App[None]):
         self.registry = Registry([run.files.run_dir])
         self.run_id = next(iter(self.registry.stores()))
         self.store = self.registry.store(self.run_id)
-        self._run = run
+        self._label = run.label
         self._sizes = TableSizes(self.store.run)
         self._seen: dict[str, int] = {}
         self._state: str | None = None
@@ -63,42 +83,39 @@ class RunApp(App[None]):
 
     def compose(self) -> ComposeResult:
         """Creates the pages."""
-        with Horizontal(id="head"):
-            yield Static(single_line(self._run.label), id="name", markup=False)
-            yield Static(id="tabs", markup=False)
         yield Static(id="problem", markup=False)
-        with ContentSwitcher(initial=PAGES[0]):
-            yield OverviewPage(id="overview")
-            yield MetricsPage(id="metrics")
-            yield RolloutsPage(id="rollouts")
-            yield LogsPage(id="logs")
+        with TabbedContent():
+            for number, (name, page) in enumerate(PAGES.items(), 1):
+                yield page(f"{number} {name}", id=name)
+        yield Static(single_line(self._label), id="name", markup=False)
         yield Footer()
 
     def on_mount(self) -> None:
         """Begins to look for new rows."""
-        self.action_show(PAGES[0])
+        self.query_one(Tabs).can_focus = False  # their keys are 1 to 4
         self.set_interval(LIVE_SECONDS, self._tick)
 
     @property
     def page(self) -> Page:
         """The page that is seen."""
-        return self.query_one(f"#{self.query_one(ContentSwitcher).current}", Page)
+        return self.query_one(f"#{self.query_one(TabbedContent).active or 'overview'}", Page)
 
-    def action_show(self, name: str) -> None:
-        """Shows a page."""
-        self.query_one(ContentSwitcher).current = name
-        named = [(one, f"{place + 1} {one}") for place, one in enumerate(PAGES)]
-        marks = [f"[{text}]" if one == name else f" {text} " for one, text in named]
-        self.query_one("#tabs", Static).update(" ".join(marks))
+    @on(TabbedContent.TabActivated)
+    def page_opened(self) -> None:
+        """Reads the page that is seen."""
         self.page.open()
 
+    def action_open(self, name: str) -> None:
+        """Shows a page."""
+        self.query_one(TabbedContent).active = name
+
     def action_filter(self) -> None:
-        """Goes to the filter of the page."""
-        self.page.go_to_filter()
+        """Moves the focus to the filter of the page."""
+        self.page.focus_filter()
 
     def action_leave(self) -> None:
         """Leaves the filter."""
-        self.page.leave()
+        self.page.focus_first()
 
     def say(self, problem: str) -> None:
         """Shows why something could not be read; an empty text removes it."""

@@ -29,6 +29,7 @@ class LogsPage(Page):
     """The lines of all processes of a run."""
 
     TABLES: ClassVar[frozenset[str]] = frozenset({"logs"})
+    FIRST = "RichLog"
     DEFAULT_CSS = """
     LogsPage RichLog { height: 1fr; background: $background; padding: 0 1; }
     LogsPage #log-state { height: 1; padding: 0 1; color: $text-muted; }
@@ -38,22 +39,16 @@ class LogsPage(Page):
         Binding("e", "level", "Level"),
     ]
 
-    def __init__(self, id: str) -> None:
-        super().__init__(id=id)
-        self._level = ""
-        self._search = ""
-        self._follows = True
-        self._next: int | None = None
+    _level = ""
+    _search = ""
+    _follows = True
+    _next: int | None = None
 
     def compose(self) -> ComposeResult:
         """Creates filter and lines."""
         yield Input(placeholder=f"/ search, or {COMPONENT}trainer-0", id="log-filter")
         yield Static(id="log-state", markup=False)
         yield RichLog(max_lines=MOST_LINES, wrap=True, markup=False, highlight=False, auto_scroll=False)
-
-    def focus_first(self) -> None:
-        """Puts the cursor into the lines."""
-        self.query_one(RichLog).focus()
 
     def read(self) -> dict[str, Any]:
         """Returns the newest lines at first, and those since then later."""
@@ -105,7 +100,7 @@ class LogsPage(Page):
 
     def on_resize(self) -> None:
         """Wraps the lines anew."""
-        if self._next is not None and self.is_in_front:
+        if self._next is not None and self.view.page is self:
             self._again()
 
     def _again(self) -> None:

@@ -1,4 +1,4 @@
-"""What the pages of the terminal view share: when they read, and where their filter is."""
+"""What the pages of the terminal view share: when they read, and where their keys work."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from textual.containers import Vertical
-from textual.widgets import Input
+from textual.binding import Binding, BindingType
+from textual.widgets import Input, TabPane
 
 from telescope.errors import UserError
 
@@ -15,11 +15,18 @@ if TYPE_CHECKING:
     from telescope.tui.app import RunApp
 
 
-class Page(Vertical):
+class Page(TabPane):
     """A page over some tables. `read` runs in a thread, `show` gets what it returned."""
 
     TABLES: ClassVar[frozenset[str]] = frozenset()
     """Tables whose growth makes the page read again."""
+    FIRST: ClassVar[str] = ""
+    """Selector of the widget in which the keys of the page work."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("j", "move('down')", show=False),
+        Binding("k", "move('up')", show=False),
+    ]
 
     is_stale = True
 
@@ -27,11 +34,6 @@ class Page(Vertical):
     def view(self) -> RunApp:
         """The application."""
         return cast("RunApp", self.app)
-
-    @property
-    def is_in_front(self) -> bool:
-        """Returns whether this page is in front."""
-        return self.view.page is self
 
     def read(self) -> Any:
         """Returns what the page shows. Runs in a thread; must not touch widgets."""
@@ -42,17 +44,15 @@ class Page(Vertical):
         raise NotImplementedError
 
     def open(self) -> None:
-        """Brings the page to the front and reads what is new."""
+        """Moves the focus here and reads what is new."""
         self.focus_first()
-        if self.is_stale:
-            self.refresh_data()
+        self.read_grown(set())
 
     def read_grown(self, tables: set[str]) -> None:
         """Reads again if one of its tables has grown, now or when it is opened."""
-        if self.TABLES & tables:
-            self.is_stale = True
-            if self.is_in_front:
-                self.refresh_data()
+        self.is_stale |= bool(self.TABLES & tables)
+        if self.is_stale and self.view.page is self:
+            self.refresh_data()
 
     def refresh_data(self) -> None:
         """Reads in a thread and shows the result. A newer request replaces one that runs."""
@@ -64,26 +64,28 @@ class Page(Vertical):
 
         async def run() -> None:
             try:
-                found, problem = await asyncio.to_thread(read), None
+                found, problem = await asyncio.to_thread(read), ""
             except UserError as error:
-                found, problem = None, error
+                found, problem = None, str(error)
             if not self.view.is_running:  # the application ended meanwhile, and its widgets are gone
                 return
-            self.view.say("" if problem is None else str(problem))
-            if problem is None:
+            self.view.say(problem)
+            if not problem:
                 show(found)
 
         # Not `run()`: one that is replaced before it begins would be a coroutine that nobody awaits.
         self.run_worker(run, exclusive=True, group=f"{self.id} {group}")  # type: ignore[arg-type]
 
     def focus_first(self) -> None:
-        """Puts the cursor where the keys of the page work."""
+        """Moves the focus to where the keys of the page work."""
+        self.query_one(self.FIRST).focus()
 
-    def go_to_filter(self) -> None:
-        """Puts the cursor into the filter, if there is one."""
+    def focus_filter(self) -> None:
+        """Moves the focus to the filter, if there is one."""
         for field in self.query(Input):
             field.focus()
 
-    def leave(self) -> None:
-        """Leaves the filter."""
-        self.focus_first()
+    async def action_move(self, way: str) -> None:
+        """Moves the cursor of the list, or scrolls the text."""
+        first = self.query_one(self.FIRST)
+        await first.run_action(f"cursor_{way}" if hasattr(first, "action_cursor_down") else f"scroll_{way}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -23,10 +23,8 @@ from telescope.tui.text import number, prompt_messages, safe, without_end
 from telescope.utils.text import single_line
 
 NUM_ROWS = 300
-COLUMN_GAP = 2
-"""Columns that a table adds to the width of each column."""
-FIRST_COLUMNS = ("step", "reward", "tokens", "status", "adv.", "environment", "sample")
-"""Columns of the table, those that a narrow one keeps first."""
+COLUMNS = ("step", "reward", "tokens", "status", "adv.", "environment", "sample")
+"""Columns of the table. A narrow one shows the first; the arrows show the others."""
 
 ORDERS = {
     "-step": "newest first",
@@ -76,6 +74,7 @@ class RolloutsPage(Page):
     """A table of samples, and the selected conversation."""
 
     TABLES: ClassVar[frozenset[str]] = frozenset({"samples", "attempts"})
+    FIRST = "#samples"
     DEFAULT_CSS = """
     RolloutsPage #list { width: 50%; max-width: 68; border-right: solid $surface-lighten-2; }
     RolloutsPage #found { height: auto; padding: 0 1; color: $text-muted; }
@@ -83,22 +82,16 @@ class RolloutsPage(Page):
     RolloutsPage #conversation { width: 1fr; padding: 0 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("j", "move(1)", show=False),
-        Binding("k", "move(-1)", show=False),
         Binding("s", "sort", "Sort"),
         Binding("e", "kind", "Evals"),
         Binding("f", "follow", "Newest"),
     ]
 
-    def __init__(self, id: str) -> None:
-        super().__init__(id=id)
-        self._filter = ""
-        self._order = next(iter(ORDERS))
-        self._kind = next(iter(KINDS))
-        self._columns: list[str] = []
-        self._total = 0
-        self._rows: list[dict[str, Any]] = []
-        self._chosen: tuple[int, str] | None = None
+    _filter = ""
+    _order = next(iter(ORDERS))
+    _kind = next(iter(KINDS))
+    _rows: Sequence[dict[str, Any]] = ()
+    _chosen: tuple[int, str] | None = None
 
     def compose(self) -> ComposeResult:
         """Creates table and conversation."""
@@ -110,10 +103,6 @@ class RolloutsPage(Page):
             with VerticalScroll(id="conversation"):
                 yield Static(id="sample", markup=False)
 
-    def focus_first(self) -> None:
-        """Puts the cursor into the table."""
-        self.query_one(DataTable).focus()
-
     def read(self) -> dict[str, Any]:
         """Returns the first samples of the filter. Raises `UserError` for a wrong one."""
         filters = parse_filter(self._filter)
@@ -122,46 +111,22 @@ class RolloutsPage(Page):
         return samples(self.view.store, filters, sort=self._order, offset=0, limit=NUM_ROWS, with_facets=False)
 
     def show(self, found: dict[str, Any]) -> None:
-        """Fills the table."""
-        self._rows, self._total = found["rows"], found["total"]
-        self._fill()
-
-    def on_resize(self) -> None:
-        """Chooses the columns for the new width."""
-        if self._rows and self._fitting() != self._columns:
-            self._fill()
-
-    def _fill(self) -> None:
-        """Fills the table with the columns that fit. The cursor stays on its sample."""
+        """Fills the table. The cursor stays on its sample."""
         table = self.query_one(DataTable)
-        # Before the rows change: the table moves its cursor to the first row meanwhile.
-        chosen = self._chosen
-        columns = self._fitting()
-        table.clear(columns=columns != self._columns)
-        if columns != self._columns:
-            table.add_columns(*columns)
-            self._columns = columns
-        for row in map(_cells, self._rows):
-            table.add_row(*(row[name] for name in columns))
+        chosen = self._chosen  # before the rows change: the table moves its cursor to the first row meanwhile
+        self._rows = found["rows"]
+        if not table.columns:
+            table.add_columns(*COLUMNS)
+        table.clear()
+        table.add_rows(map(_cells, self._rows))
         keys = [(row["attempt"], row["sample_id"]) for row in self._rows]
         if keys:
             table.move_cursor(row=keys.index(chosen) if chosen in keys else 0)
         else:
             hint = "; e shows others" if self._shown_kind else ""
             self.query_one("#sample", Static).update(Text(f"No {self._what} passes the filter{hint}.", "dim"))
-        first = f"{len(keys)} of " if self._total > len(keys) else ""
-        self.query_one("#found", Static).update(f"{first}{self._total:,} {self._what}s, {ORDERS[self._order]}")
-
-    def _fitting(self) -> list[str]:
-        """Returns the columns of `FIRST_COLUMNS` that fit, in that order."""
-        width, rows = self.query_one("#list").size.width, [_cells(row) for row in self._rows]
-        columns: list[str] = []
-        for name in FIRST_COLUMNS:
-            width -= max([len(name), *(row[name].cell_len for row in rows)]) + COLUMN_GAP
-            if width < 0:
-                break
-            columns.append(name)
-        return columns or [FIRST_COLUMNS[0]]
+        first = f"{len(keys)} of " if found["total"] > len(keys) else ""
+        self.query_one("#found", Static).update(f"{first}{found['total']:,} {self._what}s, {ORDERS[self._order]}")
 
     @property
     def _shown_kind(self) -> str:
@@ -191,11 +156,6 @@ class RolloutsPage(Page):
             self._chosen = key
             self.in_thread(lambda: detail(self.view.store, *key), self._show_sample, "sample")
 
-    def action_move(self, by: int) -> None:
-        """Moves the cursor of the table."""
-        table = self.query_one(DataTable)
-        table.action_cursor_down() if by > 0 else table.action_cursor_up()
-
     def action_sort(self) -> None:
         """Takes the next order."""
         self._order = _next(ORDERS, self._order)
@@ -223,16 +183,14 @@ def _next(values: Iterable[str], value: str) -> str:
     return every[(every.index(value) + 1) % len(every)]
 
 
-def _cells(row: dict[str, Any]) -> dict[str, Text]:
-    return {
-        "step": Text(number(row["step"]), justify="right"),
-        "reward": Text(number(row["reward"], 3), justify="right"),
-        "tokens": Text(number(row["completion_tokens"]), justify="right"),
-        "status": Text(single_line(row["status"])),
-        "adv.": Text(number(row["advantage"], 3), justify="right"),
-        "environment": Text(single_line(row["environment"])[:12]),
-        "sample": Text(single_line(row["sample_id"])),
-    }
+def _cells(row: dict[str, Any]) -> tuple[Text, ...]:
+    """Returns the cells of `COLUMNS`."""
+    step, reward, tokens, advantage = (
+        Text(number(row[name], digits), justify="right")
+        for name, digits in (("step", 4), ("reward", 3), ("completion_tokens", 4), ("advantage", 3))
+    )
+    status, environment, sample = (Text(single_line(row[name])) for name in ("status", "environment", "sample_id"))
+    return step, reward, tokens, status, advantage, environment, sample
 
 
 def draw_sample(sample: dict[str, Any]) -> RenderableType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from datetime import timedelta
 from typing import Any
 
 from rich.text import Text
@@ -60,3 +61,11 @@ def number(value: Any, digits: int = 4) -> str:
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:.{digits}g}"
+
+
+def clock(seconds: float | None) -> str:
+    """Formats `1:02:03`, `2:03`, or a dash if unknown."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    text = str(timedelta(seconds=max(int(seconds), 0)))
+    return text.removeprefix("0:").removeprefix("0") if seconds < 3600 else text

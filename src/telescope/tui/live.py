@@ -1,0 +1,189 @@
+"""What commands show while they work: `telescope train` its overview, others their phase or a bar.
+
+Each prints plain lines where stderr is no terminal. A view has its own thread, only reads, and can be stopped at any
+time without affecting the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.rule import Rule
+from rich.text import Text
+
+from telescope.orchestrator.status import RunStatus, StepSummary
+from telescope.tui.text import clock, safe
+from telescope.utils.text import plain, single_line
+
+logger = logging.getLogger(__name__)
+
+REFRESH_SECONDS = 0.25
+READ_SECONDS = 2.0
+"""Time between two looks at the record, the time between two flushes of a run."""
+MOST_COLUMNS = 130
+HINT = "Ctrl-C ends the run after the step in progress"
+
+
+def step_line(summary: StepSummary, num_steps: int) -> str:
+    """Formats a finished step as one line, for logs and pipes."""
+    return (
+        f"step {summary.step} ({summary.step + 1} of {num_steps})  reward {summary.reward_mean:.3f} "
+        f"({summary.reward_trained:.3f} trained)  "
+        f"{summary.tokens_per_second:,.0f} tokens/s  staleness {summary.staleness_mean:.2f}  "
+        f"KL {summary.kl_inference:.1e}  grad norm {summary.grad_norm:.3f}  "
+        f"waited {summary.waited_share:.0%}  {summary.seconds:.2f} s"
+    )
+
+
+class PhaseView:
+    """Shows the phase of a command until `stop`: a redrawn line, or lines."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, status: RunStatus) -> None:
+        """Starts showing `status`."""
+        target = self._redraw if self._console.is_terminal else self._print_lines
+        self._thread = threading.Thread(target=target, args=(status,), name="live view", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Draws the last state and releases the terminal."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+            self._thread = None
+
+    def say(self, text: str) -> None:
+        """Prints one line, above a redrawn one."""
+        self._console.print(plain(text), highlight=False, markup=False, soft_wrap=True)
+
+    def _redraw(self, status: RunStatus) -> None:
+        with self._console.status("") as line:
+            while not self._stop.wait(REFRESH_SECONDS):
+                parts = ", ".join(f"{part}: {doing}" for part, doing in sorted(status.components.items()))
+                starting = f" ({parts})" if status.phase.startswith("starting the") else ""
+                done = f": {status.eval_done}/{status.eval_total}" if status.eval_total else ""
+                seconds = time.time() - status.started_at
+                line.update(Text(f"{seconds:.0f} s  {status.phase}{done}{starting}"))
+
+    def _print_lines(self, status: RunStatus) -> None:
+        """Prints phases, messages and steps. A step comes after the phase in which it ended."""
+        shown_phase, num_steps, shown_messages = "", 0, set[str]()
+
+        def show_phase(phase: str) -> None:
+            nonlocal shown_phase
+            if phase != shown_phase:
+                shown_phase = phase
+                self.say(f"[{clock(time.time() - status.started_at)}] {phase}")
+
+        stopping = False
+        while not stopping:
+            stopping = self._stop.wait(REFRESH_SECONDS)
+            phase = status.phase
+            history = status.history[num_steps:]  # read after the phase, so that it has all steps before it
+            num_steps += len(history)
+            show_phase(history[0].phase if history else phase)
+            for message in list(status.messages):
+                if message not in shown_messages:
+                    shown_messages.add(message)
+                    self.say(message)
+            for summary in history:
+                show_phase(summary.phase)
+                self.say(step_line(summary, status.num_steps))
+            if status.phase == phase:  # if it changed meanwhile, the next iteration prints the steps before it
+                show_phase(phase)
+
+
+class LiveView(PhaseView):
+    """Shows the overview of a run that trains. `watch` returns the command that opens a folder in the dashboard."""
+
+    def __init__(self, console: Console | None = None, watch: Callable[[str], str] = lambda run_dir: "") -> None:
+        super().__init__(console)
+        self._watch = watch
+
+    def start(self, status: RunStatus) -> None:
+        """Starts showing `status`, and names the command that shows more."""
+        if not self._console.is_terminal and (watch := self._watch(status.run_dir)):
+            self.say(f"Watch it with {watch}")
+        super().start(status)
+
+    def _redraw(self, status: RunStatus) -> None:
+        reader = _Reader(status)
+        with Live(console=self._console, auto_refresh=False) as live:
+            while not self._stop.wait(REFRESH_SECONDS):
+                live.update(self._frame(status, reader.read()), refresh=True)
+            live.update(self._frame(status, reader.read(again=True)), refresh=True)
+
+    def _frame(self, status: RunStatus, found: dict[str, Any] | None) -> RenderableType:
+        from telescope.tui.overview import draw
+
+        width, height = min(self._console.width, MOST_COLUMNS), self._console.height
+        where = " · ".join(filter(None, (self._watch(status.run_dir), HINT)))
+        title = Text.assemble(("telescope", "bold"), f" · {single_line(status.run_name)}")
+        shown: RenderableType = safe(status.phase, "green")
+        if found is not None:
+            shown = draw({**found, "now": status.now()}, width, height)
+        notes = [safe(f"· {single_line(note)}", "yellow") for note in status.unrecorded()]
+        return Group(Rule(title, align="left", style="dim"), safe(where, "dim"), Text(), shown, *notes)
+
+
+class _Reader:
+    """Reads the overview of a run from its record, again when a second has passed."""
+
+    def __init__(self, status: RunStatus) -> None:
+        self._status = status
+        self._registry: Any = None
+        self._found: dict[str, Any] | None = None
+        self._next = 0.0
+
+    def read(self, again: bool = False) -> dict[str, Any] | None:
+        """Returns the newest overview, None before the first. A record that cannot be read leaves the last one."""
+        if not again and time.monotonic() < self._next:
+            return self._found
+        from telescope.dashboard.registry import Registry
+        from telescope.tui.overview import read_overview
+
+        try:
+            self._registry = self._registry or Registry([Path(self._status.run_dir)])
+            self._found = read_overview(self._registry, next(iter(self._registry.stores())))
+        except Exception as error:  # the run goes on without its view
+            logger.debug("the record of the run cannot be read: %r", error)
+        self._next = time.monotonic() + READ_SECONDS
+        return self._found
+
+
+LINE_SECONDS = 5.0  # between two lines where there is no terminal
+
+
+@contextmanager
+def progress(name: str, unit: str = "", per_unit: float = 1) -> Iterator[Callable[..., None]]:
+    """Yields a function that shows amount and total, over `per_unit`, and a note: as a bar, or as lines in a pipe."""
+    console = Console(stderr=True)
+    amount = TextColumn("{task.completed:.4g}/{task.total:.4g}" + unit)
+    columns = (TextColumn(name), BarColumn(), amount, TextColumn("{task.fields[note]}"), TimeRemainingColumn())
+    last = time.monotonic()
+
+    def report(done: float, total: float, note: str = "") -> None:
+        nonlocal last
+        done, total = done / per_unit, total / per_unit
+        bar.update(task, completed=done, total=total, note=note, visible=True)
+        if not console.is_terminal and (done == total or time.monotonic() - last >= LINE_SECONDS):
+            last = time.monotonic()
+            text = f"{name}: {done:.4g}/{total:.4g}{unit}"
+            console.print(f"{text}, {note}" if note else text, markup=False, highlight=False, soft_wrap=True)
+
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(name, total=0, note="", visible=False)
+        yield report
