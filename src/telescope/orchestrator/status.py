@@ -44,7 +44,6 @@ class StepSummary:
     tokens_per_second: float
     kl_inference: float
     grad_norm: float
-    entropy: float
     waited_share: float
     phase: str = "training"
     """Phase of the run when it finished."""

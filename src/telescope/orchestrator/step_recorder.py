@@ -181,7 +181,7 @@ class StepRecorder:
             staleness_mean=metrics.get("staleness/steps/mean", 0.0),
             tokens_per_second=metrics["performance/trained_tokens_per_second"],
             kl_inference=metrics.get("kl_divergence_inference", 0.0), grad_norm=metrics.get("grad_norm", 0.0),
-            entropy=metrics.get("entropy", 0.0), waited_share=trained.waited / seconds, phase=self._status.phase,
+            waited_share=trained.waited / seconds, phase=self._status.phase,
         )  # fmt: skip
         self._status.history.append(summary)
         self._status.trained(trained.step, metrics, seconds)

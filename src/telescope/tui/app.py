@@ -1,7 +1,7 @@
 """The application: its pages, keys and the look for new rows.
 
-Reading runs in threads, because a query may take a second over a slow disk. A page reads when it is seen, and again
-when one of its tables has grown.
+Reading runs in threads, because a query may take a second over a slow disk. The page that is seen reads when it is
+opened, and again when the run has grown.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import Footer, Static, TabbedContent, Tabs
 
-from telescope.dashboard.events import ENDED_SECONDS, IN_FLIGHT, LIVE_SECONDS, TableSizes
+from telescope.dashboard.events import LIVE_SECONDS, TableSizes
 from telescope.dashboard.registry import Registry
 from telescope.record.reader import Run
 from telescope.tui.logs import LogsPage
@@ -29,7 +29,6 @@ from telescope.utils.text import single_line
 class OverviewPage(Page):
     """Whether the run is healthy, how far it is, and what it does."""
 
-    TABLES: ClassVar[frozenset[str]] = frozenset({"steps", "alerts", "evals", "status", "attempts", IN_FLIGHT})
     FIRST = "VerticalScroll"
 
     def compose(self) -> ComposeResult:
@@ -52,12 +51,10 @@ PAGES = {"overview": OverviewPage, "metrics": MetricsPage, "rollouts": RolloutsP
 class RunApp(App[None]):
     """Shows one run."""
 
-    TITLE = "Telescope"
     ENABLE_COMMAND_PALETTE = False
     CSS = """
     Screen { background: $background; }
     #name { height: 1; width: auto; max-width: 50%; dock: right; padding: 0 1; text-style: bold; }
-    #problem { height: auto; padding: 0 1; color: $warning; display: none; }
     TabbedContent, ContentSwitcher, TabPane { height: 1fr; }
     #about { padding: 0 1; }
     Input { border: none; height: 1; padding: 0 1; background: $surface; }
@@ -65,8 +62,6 @@ class RunApp(App[None]):
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(str(number), f"open('{name}')", show=False) for number, name in enumerate(PAGES, 1)),
-        Binding("slash", "filter", "Filter", key_display="/"),
-        Binding("escape", "leave", "Back", show=False),
         Binding("q", "quit", "Quit"),
     ]
 
@@ -77,13 +72,10 @@ class RunApp(App[None]):
         self.store = self.registry.store(self.run_id)
         self._label = run.label
         self._sizes = TableSizes(self.store.run)
-        self._seen: dict[str, int] = {}
-        self._state: str | None = None
-        self._since_look = 0.0
+        self._seen: object = None
 
     def compose(self) -> ComposeResult:
         """Creates the pages."""
-        yield Static(id="problem", markup=False)
         with TabbedContent():
             for number, (name, page) in enumerate(PAGES.items(), 1):
                 yield page(f"{number} {name}", id=name)
@@ -93,7 +85,7 @@ class RunApp(App[None]):
     def on_mount(self) -> None:
         """Begins to look for new rows."""
         self.query_one(Tabs).can_focus = False  # their keys are 1 to 4
-        self.set_interval(LIVE_SECONDS, self._tick)
+        self.set_interval(LIVE_SECONDS, self.look)
 
     @property
     def page(self) -> Page:
@@ -103,43 +95,22 @@ class RunApp(App[None]):
     @on(TabbedContent.TabActivated)
     def page_opened(self) -> None:
         """Reads the page that is seen."""
-        self.page.open()
+        self.page.action_focus_first()
+        self.page.refresh_data()
 
     def action_open(self, name: str) -> None:
         """Shows a page."""
         self.query_one(TabbedContent).active = name
 
-    def action_filter(self) -> None:
-        """Moves the focus to the filter of the page."""
-        self.page.focus_filter()
+    def look(self) -> None:
+        """Reads again what has grown, unless a read is in progress: on a slow disk, none would end."""
+        if not any(self.workers):
+            self.read_grown()
 
-    def action_leave(self) -> None:
-        """Leaves the filter."""
-        self.page.focus_first()
-
-    def say(self, problem: str) -> None:
-        """Shows why something could not be read; an empty text removes it."""
-        line = self.query_one("#problem", Static)
-        line.display = bool(problem)
-        line.update(single_line(problem))
-
-    def _tick(self) -> None:
-        self._since_look += LIVE_SECONDS
-        if any(self.workers):
-            return  # on a slow disk, a new look or read of a page would replace it each time, and none would end
-        if self._state in (None, "live") or self._since_look >= ENDED_SECONDS:
-            self._since_look = 0.0
-            self._look()
-
-    @work(exclusive=True, group="look")
-    async def _look(self) -> None:
-        """Reads which tables have grown, and tells the pages."""
-        sizes, state = await asyncio.to_thread(lambda: (self._sizes.read(), self.store.run.status))
-        if not self.is_running:
-            return
-        grown = {name for name, rows in sizes.items() if self._seen.get(name) != rows}
-        if state != self._state:
-            grown.add("status")
-        self._seen, self._state = sizes, state
-        for page in self.query(Page):
-            page.read_grown(grown)
+    @work
+    async def read_grown(self) -> None:
+        """Reads the page that is seen if the run has grown."""
+        seen = await asyncio.to_thread(lambda: (self._sizes.read(), self.store.run.status))
+        if self.is_running and seen != self._seen:
+            self._seen = seen
+            self.page.refresh_data()

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -46,6 +45,8 @@ def step_line(summary: StepSummary, num_steps: int) -> str:
 
 class PhaseView:
     """Shows the phase of a command until `stop`: a redrawn line, or lines."""
+
+    _says_messages = False
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
@@ -95,7 +96,7 @@ class PhaseView:
             history = status.history[num_steps:]  # read after the phase, so that it has all steps before it
             num_steps += len(history)
             show_phase(history[0].phase if history else phase)
-            for message in list(status.messages):
+            for message in list(status.messages) if self._says_messages else ():
                 if message not in shown_messages:
                     shown_messages.add(message)
                     self.say(message)
@@ -109,6 +110,8 @@ class PhaseView:
 class LiveView(PhaseView):
     """Shows the overview of a run that trains. `watch` returns the command that opens a folder in the dashboard."""
 
+    _says_messages = True
+
     def __init__(self, console: Console | None = None, watch: Callable[[str], str] = lambda run_dir: "") -> None:
         super().__init__(console)
         self._watch = watch
@@ -120,48 +123,31 @@ class LiveView(PhaseView):
         super().start(status)
 
     def _redraw(self, status: RunStatus) -> None:
-        reader = _Reader(status)
-        with Live(console=self._console, auto_refresh=False) as live:
-            while not self._stop.wait(REFRESH_SECONDS):
-                live.update(self._frame(status, reader.read()), refresh=True)
-            live.update(self._frame(status, reader.read(again=True)), refresh=True)
+        with Live(safe(status.phase, "green"), console=self._console, auto_refresh=False) as live:
+            from telescope.dashboard.registry import Registry
+            from telescope.tui.overview import draw, read_overview
 
-    def _frame(self, status: RunStatus, found: dict[str, Any] | None) -> RenderableType:
-        from telescope.tui.overview import draw
+            registry = Registry([Path(status.run_dir)])
+            due, stopping = 0.0, False
+            shown: RenderableType = ""
+            while not stopping:
+                stopping = self._stop.wait(REFRESH_SECONDS)
+                try:
+                    if stopping or time.monotonic() >= due:
+                        due = time.monotonic() + READ_SECONDS
+                        found = read_overview(registry, next(iter(registry.stores())))
+                    width, height = min(self._console.width, MOST_COLUMNS), self._console.height
+                    shown = draw({**found, "now": status.now()}, width, height)
+                except Exception as error:  # the run goes on without its view
+                    logger.debug("the record of the run cannot be shown: %r", error)
+                    shown = safe(status.phase, "green")
+                live.update(self._frame(status, shown), refresh=True)
 
-        width, height = min(self._console.width, MOST_COLUMNS), self._console.height
-        where = " · ".join(filter(None, (self._watch(status.run_dir), HINT)))
+    def _frame(self, status: RunStatus, shown: RenderableType) -> RenderableType:
         title = Text.assemble(("telescope", "bold"), f" · {single_line(status.run_name)}")
-        shown: RenderableType = safe(status.phase, "green")
-        if found is not None:
-            shown = draw({**found, "now": status.now()}, width, height)
+        where = " · ".join(filter(None, (self._watch(status.run_dir), HINT)))
         notes = [safe(f"· {single_line(note)}", "yellow") for note in status.unrecorded()]
         return Group(Rule(title, align="left", style="dim"), safe(where, "dim"), Text(), shown, *notes)
-
-
-class _Reader:
-    """Reads the overview of a run from its record, again when a second has passed."""
-
-    def __init__(self, status: RunStatus) -> None:
-        self._status = status
-        self._registry: Any = None
-        self._found: dict[str, Any] | None = None
-        self._next = 0.0
-
-    def read(self, again: bool = False) -> dict[str, Any] | None:
-        """Returns the newest overview, None before the first. A record that cannot be read leaves the last one."""
-        if not again and time.monotonic() < self._next:
-            return self._found
-        from telescope.dashboard.registry import Registry
-        from telescope.tui.overview import read_overview
-
-        try:
-            self._registry = self._registry or Registry([Path(self._status.run_dir)])
-            self._found = read_overview(self._registry, next(iter(self._registry.stores())))
-        except Exception as error:  # the run goes on without its view
-            logger.debug("the record of the run cannot be read: %r", error)
-        self._next = time.monotonic() + READ_SECONDS
-        return self._found
 
 
 LINE_SECONDS = 5.0  # between two lines where there is no terminal

@@ -16,33 +16,26 @@ from telescope.tui.page import Page
 from telescope.tui.text import safe
 from telescope.utils.text import single_line
 
-NUM_LINES = 500
-"""Newest lines that are read at first."""
-MOST_LINES = 5000
-"""Lines that are kept."""
+NUM_LINES, MOST_LINES = 500, 5000
+"""Newest lines that are read at first, and lines that are kept."""
 LEVELS = ("", "INFO", "WARNING", "ERROR")
-STYLES = {"WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red", "DEBUG": "dim"}
+STYLES = {"WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
 COMPONENT = "component="
 
 
 class LogsPage(Page):
     """The lines of all processes of a run."""
 
-    TABLES: ClassVar[frozenset[str]] = frozenset({"logs"})
     FIRST = "RichLog"
     DEFAULT_CSS = """
     LogsPage RichLog { height: 1fr; background: $background; padding: 0 1; }
     LogsPage #log-state { height: 1; padding: 0 1; color: $text-muted; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("f", "follow", "Follow"),
-        Binding("e", "level", "Level"),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("f", "follow", "Follow"), Binding("e", "level", "Level")]
 
-    _level = ""
-    _search = ""
-    _follows = True
-    _next: int | None = None
+    level = search = ""
+    follows = True
+    next_row: int | None = None
 
     def compose(self) -> ComposeResult:
         """Creates filter and lines."""
@@ -52,60 +45,59 @@ class LogsPage(Page):
 
     def read(self) -> dict[str, Any]:
         """Returns the newest lines at first, and those since then later."""
-        words = self._search.split()
+        asked = (self.level, self.search)
+        words = self.search.split()
         component = next((word.removeprefix(COMPONENT) for word in words if word.startswith(COMPONENT)), "")
         search = " ".join(word for word in words if not word.startswith(COMPONENT))
-        asked = (self._level, self._search)
+        limit = NUM_LINES if self.next_row is None else MOST_LINES
         found = logs(
-            self.view.store, since=self._next, before=None, level=self._level, component=component, search=search,
-            limit=NUM_LINES if self._next is None else MOST_LINES,
-        )  # fmt: skip
+            self.view.store, since=self.next_row, level=self.level, component=component, search=search, limit=limit
+        )
         return {**found, "asked": asked}
 
     def show(self, found: dict[str, Any]) -> None:
         """Adds the lines."""
-        if found["asked"] != (self._level, self._search):
+        if found["asked"] != (self.level, self.search):
             return
         lines = self.query_one(RichLog)
-        if self._next is None:
+        if self.next_row is None:
             lines.clear()
-        self._next = found["next"]
-        width = max(20, lines.scrollable_content_region.width)
+        self.next_row = found["next"]
         for row in found["rows"]:
-            lines.write(draw_line(row), width=width, scroll_end=False)
-        if self._follows:
+            lines.write(draw_line(row), width=max(20, lines.scrollable_content_region.width), scroll_end=False)
+        if self.follows:
             lines.scroll_end(animate=False)
-        level = f"{self._level.lower()} and above" if self._level else "all levels"
-        follows = "follows" if self._follows else "stands still, f follows"
-        self.query_one("#log-state", Static).update(
-            f"{level}, {follows}; components: {', '.join(map(single_line, found['components']))}"
-        )
+        level = f"{self.level.lower()} and above" if self.level else "all levels"
+        follows = "follows" if self.follows else "stands still, f follows"
+        components = ", ".join(map(single_line, found["components"]))
+        self.query_one("#log-state", Static).update(f"{level}, {follows}; components: {components}")
 
     @on(Input.Submitted, "#log-filter")
-    def filter_submitted(self, event: Input.Submitted) -> None:
+    def search_submitted(self, event: Input.Submitted) -> None:
         """Reads the lines of the search."""
-        self._search = event.value
-        self.focus_first()
-        self._again()
+        self.search = event.value
+        self.action_focus_first()
+        self.read_anew()
 
     def action_level(self) -> None:
         """Takes the next lowest level."""
-        self._level = LEVELS[(LEVELS.index(self._level) + 1) % len(LEVELS)]
-        self._again()
+        self.level = LEVELS[(LEVELS.index(self.level) + 1) % len(LEVELS)]
+        self.read_anew()
 
     def action_follow(self) -> None:
         """Follows new lines, or stands still."""
-        self._follows = not self._follows
+        self.follows = not self.follows
+        self.refresh_data()
+
+    def read_anew(self) -> None:
+        """Reads the newest lines again."""
+        self.next_row = None
         self.refresh_data()
 
     def on_resize(self) -> None:
         """Wraps the lines anew."""
-        if self._next is not None and self.view.page is self:
-            self._again()
-
-    def _again(self) -> None:
-        self._next = None
-        self.refresh_data()
+        if self.next_row is not None and self.view.page is self:
+            self.read_anew()
 
 
 def draw_line(row: dict[str, Any]) -> Text:

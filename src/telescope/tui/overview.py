@@ -6,30 +6,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from rich.color import Color
 from rich.console import Group, RenderableType
 from rich.progress import BarColumn, Progress
 from rich.table import Column, Table
 from rich.text import Text
-from textual.renderables.sparkline import Sparkline
 
 from telescope.dashboard.registry import Registry
 from telescope.dashboard.runs import eval_points, health_of, run_info
 from telescope.health import rules
 from telescope.health.rules import EvalPoint
-from telescope.tui.text import clock, number, safe
+from telescope.tui.text import clock, curve, number, safe
 from telescope.utils.text import single_line
 
 SPARK_COLUMNS = 32
 OTHER_COLUMNS = 68
 """Columns of the health table besides the sparkline."""
-SPARK_COLORS = (Color.parse("#3a8f9a"), Color.parse("#5fd7e7"))
-MOST_DRAWN = 1e300
-"""Magnitude from which a sparkline leaves a value out, so that the range of all stays finite."""
 FIXED_LINES = 12
 """Lines besides health, activities and alerts, which share the rest of a terminal."""
 NUM_RESOLVED = 8
@@ -79,92 +73,80 @@ def draw(found: dict[str, Any], width: int, height: int | None = None) -> Render
     ]
     if health["cells"] or found["evals"]:
         parts += [Text(), _health(found, width, most)]
-    if activities := _activities(found, most):
+    if (activities := _activities(found, most)).row_count:
         parts += [Text(), activities]
     return Group(*parts, Text(), *_alerts(health["alerts"], most), Text(), _facts(about))
 
 
 def _progress(progress: dict[str, Any], run: dict[str, Any], now: dict[str, Any]) -> RenderableType:
     words = {"live": "training", "dead": "its process is gone"}.get(run["status"], run["status"])
+    phase = Text(single_line(now.get("phase")) or words, "green" if run["live"] else "bold")
     duration = time.time() - run["started_at"] if run["live"] and run["started_at"] else run["duration"]
     left = f"  {clock(progress['seconds_left'])} left" if progress["seconds_left"] is not None else ""
-    total = progress["num_steps"]
-    bars = Progress(
-        "{task.description}", BarColumn(None, complete_style="cyan", finished_style="cyan"), "{task.fields[rest]}",
-        expand=True,
-    )  # fmt: skip
-    count = f"{progress['step']}{f' of {total}' if total else ''} steps"
-    bars.add_task(count, completed=progress["step"], total=total or 1, rest=f"{clock(duration)} in{left}")
+    step, total = progress["step"], progress["num_steps"]
+    bar = BarColumn(None, complete_style="cyan", finished_style="cyan")
+    bars = Progress("{task.description}", bar, "{task.fields[rest]}", expand=True)
+    count = f"{step} of {total} steps" if total else f"{step} steps"
+    bars.add_task(count, completed=step, total=total or 1, rest=f"{clock(duration)} in{left}")
     done, of = now.get("eval_done") or 0, now.get("eval_total") or 0
     if done < of:
         bars.add_task("eval", completed=done, total=of, rest=f"{done} of {of} samples")
-    phase = Text(single_line(now.get("phase")) or words, "green" if run["live"] else "bold", no_wrap=True)
-    phase.overflow = "ellipsis"
     return Group(phase, bars)
 
 
 def _health(found: dict[str, Any], width: int, most: int | None) -> Table:
+    """Returns a row of each eval and health cell: newest value, curve and words."""
     columns = max(8, min(SPARK_COLUMNS, width - OTHER_COLUMNS))
-    table = Table(
-        Column(no_wrap=True), Column("last 10 steps", justify="right", no_wrap=True), Column(no_wrap=True),
-        Column(width=columns), Column(no_wrap=True), box=None, padding=(0, 2, 0, 0), header_style="dim",
-    )  # fmt: skip
-
-    def add(title: str, latest: str, unit: str, values: Sequence[float], words: str, attention: bool = False) -> None:
-        style = ATTENTION if attention else ""
-        known = [value for value in values if abs(value) < MOST_DRAWN]
-        means = [part.mean() for part in np.array_split(known, min(len(known), columns) or 1)]
-        low, high = SPARK_COLORS
-        spark = Sparkline(means, width=len(means), min_color=low, max_color=high)
-        table.add_row(
-            Text(title, style or "bold"), Text(latest, style), Text(unit, "dim"), spark if len(known) > 1 else "",
-            Text(("! " if attention else "") + words, style),
-        )  # fmt: skip
-
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name, side in (("", "left"), ("last 10 steps", "right"), ("", "left"), ("", "left"), ("", "left")):
+        table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
+    table.columns[3].width = columns
     for name, points in found["evals"].items():
         low, high = points[-1].low, points[-1].high
         between = f"{100 * low:.1f} to {100 * high:.1f}" if low is not None and high is not None else ""
-        values = [point.accuracy for point in points]
-        add(single_line(name), f"{100 * values[-1]:.1f} %", "", values, between)
+        line = curve([point.accuracy for point in points], columns) or ""
+        table.add_row(Text(single_line(name), "bold"), f"{100 * points[-1].accuracy:.1f} %", "", line, between)
     cells = found["health"]["cells"]
     if most is not None:  # the reward, then what needs attention
         cells = sorted(cells, key=lambda cell: cell["name"] != "reward" and not cell["attention"])[:most]
     for cell in cells:
-        is_share = cell["unit"] == "%"
-        latest = number(cell["latest"], 3) + (" %" if is_share else "")
-        curve = found["curves"][cell["name"]]
-        add(cell["title"], latest, "" if is_share else cell["unit"], curve, cell["words"], cell["attention"])
+        style, mark = (ATTENTION, "! ") if cell["attention"] else ("", "")
+        unit, percent = ("", " %") if cell["unit"] == "%" else (cell["unit"], "")
+        table.add_row(
+            Text(cell["title"], style or "bold"), Text(number(cell["latest"], 3) + percent, style), Text(unit, "dim"),
+            curve(found["curves"][cell["name"]], columns) or "", Text(mark + cell["words"], style),
+        )  # fmt: skip
     return table
 
 
-def _activities(found: dict[str, Any], most: int | None) -> Table | None:
-    """Returns the newest step, the rollouts in progress and what each component does. None before the first of them."""
-    now = found["now"]
-    rows: dict[str, str] = {}
+def _activities(found: dict[str, Any], most: int | None) -> Table:
+    """Returns the newest step, and of a live run the rollouts in progress and what each component does."""
+    now = found["now"] if found["about"]["info"]["live"] else {}
+    table = Table.grid(Column(style="dim", no_wrap=True), "", padding=(0, 2))
     if found["step"] is not None:
-        rows[f"step {found['step']}"] = " · ".join(f"{name} {number(value)}" for name, value in found["newest"].items())
+        newest = " · ".join(f"{name} {number(value)}" for name, value in found["newest"].items())
+        table.add_row(f"step {found['step']}", newest)
     if now.get("num_slots"):
-        shown = [f"{value:,} {words}" for name, words in COUNTS.items() if (value := now.get(f"num_{name}"))]
-        used = f"{now['num_generating']} of {now['num_slots']} slots"
-        rows["rollouts"] = " · ".join((used, *shown, f"{now['tokens_per_second']:,.0f} tokens/s"))
+        counts = [f"{value:,} {words}" for name, words in COUNTS.items() if (value := now.get(f"num_{name}"))]
+        used, speed = (
+            f"{now['num_generating']} of {now['num_slots']} slots",
+            f"{now['tokens_per_second']:,.0f} tokens/s",
+        )
+        table.add_row("rollouts", " · ".join((used, *counts, speed)))
     components = sorted((now.get("components") or {}).items())
-    shown_components = components[:most]
-    rows |= {single_line(name): single_line(doing) for name, doing in shown_components}
-    if more := len(components) - len(shown_components):
-        rows["…"] = f"and {more} more"
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    for name, doing in rows.items():
-        table.add_row(name, Text(doing))
-    return table if rows else None
+    for name, doing in components[:most]:
+        table.add_row(single_line(name), Text(single_line(doing), no_wrap=True, overflow="ellipsis"))
+    if most is not None and len(components) > most:
+        table.add_row("…", f"and {len(components) - most} more")
+    return table
 
 
 def _alerts(alerts: list[dict[str, Any]], most: int | None) -> list[RenderableType]:
     unresolved = [alert for alert in alerts if not alert["resolved"]]
     resolved = [alert for alert in alerts if alert["resolved"] and alert["level"] != "info"]
     notices = [alert for alert in alerts if alert["level"] == "info"]
-    named = ((unresolved, "open"), (resolved, "resolved"), (notices, "notice" if len(notices) == 1 else "notices"))
-    counts = [f"{len(some)} {word}" for some, word in named if some]
+    named = {"open": unresolved, "resolved": resolved, "notice" if len(notices) == 1 else "notices": notices}
+    counts = [f"{len(some)} {word}" for word, some in named.items() if some]
     out: list[RenderableType] = [Text.assemble(("Alerts  ", "bold"), (", ".join(counts) or "none", "dim"))]
     for alert in unresolved:
         out.append(Text.assemble(("! ", ATTENTION), single_line(alert["title"]), (f"  {_moment(alert)}", "dim")))
@@ -177,10 +159,9 @@ def _alerts(alerts: list[dict[str, Any]], most: int | None) -> list[RenderableTy
 
 
 def _moment(alert: dict[str, Any]) -> str:
-    if alert["step"] is not None:
-        since = f"steps {alert['first_step']} to " if alert["count"] > 1 else "step "
-        return f"{since}{alert['step']}"
-    return time.strftime("%H:%M:%S", time.localtime(alert["time"])) if alert["time"] is not None else ""
+    if alert["step"] is None:
+        return "" if alert["time"] is None else time.strftime("%H:%M:%S", time.localtime(alert["time"]))
+    return f"steps {alert['first_step']} to {alert['step']}" if alert["count"] > 1 else f"step {alert['step']}"
 
 
 def _facts(about: dict[str, Any]) -> Table:
@@ -190,8 +171,7 @@ def _facts(about: dict[str, Any]) -> Table:
         "machine": newest.get("host"), "code": (newest.get("git_commit") or "")[:7],
         "attempt": run["attempt"] if run["attempt"] > 1 else "", "error": run["error"],
     }  # fmt: skip
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
+    table = Table.grid(Column(style="dim"), "", padding=(0, 2))
     for name, value in facts.items():
         if value:
             table.add_row(name, safe(str(value)))

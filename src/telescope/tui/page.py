@@ -10,25 +10,23 @@ from textual.binding import Binding, BindingType
 from textual.widgets import Input, TabPane
 
 from telescope.errors import UserError
+from telescope.utils.text import single_line
 
 if TYPE_CHECKING:
     from telescope.tui.app import RunApp
 
 
 class Page(TabPane):
-    """A page over some tables. `read` runs in a thread, `show` gets what it returned."""
+    """A page of a run. `read` runs in a thread, `show` gets what it returned."""
 
-    TABLES: ClassVar[frozenset[str]] = frozenset()
-    """Tables whose growth makes the page read again."""
-    FIRST: ClassVar[str] = ""
+    FIRST: ClassVar[str]
     """Selector of the widget in which the keys of the page work."""
-
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("j", "move('down')", show=False),
         Binding("k", "move('up')", show=False),
+        Binding("slash", "filter", "Filter", key_display="/"),
+        Binding("escape", "focus_first", "Back", show=False),
     ]
-
-    is_stale = True
 
     @property
     def view(self) -> RunApp:
@@ -43,20 +41,8 @@ class Page(TabPane):
         """Shows what `read` returned."""
         raise NotImplementedError
 
-    def open(self) -> None:
-        """Moves the focus here and reads what is new."""
-        self.focus_first()
-        self.read_grown(set())
-
-    def read_grown(self, tables: set[str]) -> None:
-        """Reads again if one of its tables has grown, now or when it is opened."""
-        self.is_stale |= bool(self.TABLES & tables)
-        if self.is_stale and self.view.page is self:
-            self.refresh_data()
-
     def refresh_data(self) -> None:
         """Reads in a thread and shows the result. A newer request replaces one that runs."""
-        self.is_stale = False
         self.in_thread(self.read, self.show, "read")
 
     def in_thread(self, read: Callable[[], Any], show: Callable[[Any], None], group: str) -> None:
@@ -64,23 +50,21 @@ class Page(TabPane):
 
         async def run() -> None:
             try:
-                found, problem = await asyncio.to_thread(read), ""
+                found = await asyncio.to_thread(read)
             except UserError as error:
-                found, problem = None, str(error)
-            if not self.view.is_running:  # the application ended meanwhile, and its widgets are gone
+                self.notify(single_line(str(error)), severity="warning", markup=False)
                 return
-            self.view.say(problem)
-            if not problem:
+            if self.view.is_running:  # otherwise the application ended meanwhile, and its widgets are gone
                 show(found)
 
         # Not `run()`: one that is replaced before it begins would be a coroutine that nobody awaits.
         self.run_worker(run, exclusive=True, group=f"{self.id} {group}")  # type: ignore[arg-type]
 
-    def focus_first(self) -> None:
+    def action_focus_first(self) -> None:
         """Moves the focus to where the keys of the page work."""
         self.query_one(self.FIRST).focus()
 
-    def focus_filter(self) -> None:
+    def action_filter(self) -> None:
         """Moves the focus to the filter, if there is one."""
         for field in self.query(Input):
             field.focus()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -23,8 +22,12 @@ from telescope.tui.text import number, prompt_messages, safe, without_end
 from telescope.utils.text import single_line
 
 NUM_ROWS = 300
-COLUMNS = ("step", "reward", "tokens", "status", "adv.", "environment", "sample")
-"""Columns of the table. A narrow one shows the first; the arrows show the others."""
+TEXTS = ("status", "environment", "sample_id")
+COLUMNS = {
+    "step": "step", "reward": "reward", "tokens": "completion_tokens", "status": "status", "adv.": "advantage",
+    "environment": "environment", "sample": "sample_id",
+}  # fmt: skip
+"""Columns of the table by title. A narrow one shows the first; the arrows show the others."""
 
 ORDERS = {
     "-step": "newest first",
@@ -37,8 +40,6 @@ KINDS = {"training": "kept,discarded,masked,cancelled", "eval": "eval", "": ""}
 
 ROLES = {"system": "dim", "user": "bold cyan", "assistant": "bold green", "tool": "bold yellow"}
 
-_RANGE = re.compile(r"^(-?[\d.]*)\.\.(-?[\d.]*)$")
-
 
 def parse_filter(text: str) -> Filters:
     """Reads a filter: `step=40..50 status=kept reward=0..0.5 some words`. What names no column is searched for.
@@ -46,13 +47,19 @@ def parse_filter(text: str) -> Filters:
     Raises `UserError` for a step that is no number or range.
     """
     words, facets, ranges = list[str](), dict[str, str](), list[str]()
-    steps: tuple[int | None, int | None] = (None, None)
+    steps: list[int | None] = [None, None]
     for part in text.split():
         name, equals, value = part.partition("=")
+        low, dots, high = value.partition("..")
         if equals and name == "step":
-            steps = _steps(value)
-        elif equals and name in NUMBERS and (_RANGE.match(value) or name not in FACETS):
-            ranges.append(f"{name}={value}" if _RANGE.match(value) else f"{name}={value}..{value}")
+            try:
+                steps = [int(end) if end else None for end in (low, high if dots else low)]
+            except ValueError:
+                raise UserError(
+                    f"step={value!r} is neither a step nor a range. Write step=40, step=40..50 or step=40.."
+                ) from None
+        elif equals and name in NUMBERS and (dots or name not in FACETS):
+            ranges.append(f"{name}={low}..{high if dots else low}")
         elif equals and name in FACETS:
             facets[name] = value
         else:
@@ -60,20 +67,9 @@ def parse_filter(text: str) -> Filters:
     return Filters(search=" ".join(words), facets=facets, ranges=ranges, step_min=steps[0], step_max=steps[1])
 
 
-def _steps(value: str) -> tuple[int | None, int | None]:
-    low, dots, high = value.partition("..")
-    try:
-        return (int(low) if low else None), (int(high) if high else None) if dots else int(low)
-    except ValueError:
-        raise UserError(
-            f"step={value!r} is neither a step nor a range. Write step=40, step=40..50 or step=40.."
-        ) from None
-
-
 class RolloutsPage(Page):
     """A table of samples, and the selected conversation."""
 
-    TABLES: ClassVar[frozenset[str]] = frozenset({"samples", "attempts"})
     FIRST = "#samples"
     DEFAULT_CSS = """
     RolloutsPage #list { width: 50%; max-width: 68; border-right: solid $surface-lighten-2; }
@@ -120,13 +116,14 @@ class RolloutsPage(Page):
         table.clear()
         table.add_rows(map(_cells, self._rows))
         keys = [(row["attempt"], row["sample_id"]) for row in self._rows]
+        what = f"{self._shown_kind} sample".strip()
         if keys:
             table.move_cursor(row=keys.index(chosen) if chosen in keys else 0)
         else:
             hint = "; e shows others" if self._shown_kind else ""
-            self.query_one("#sample", Static).update(Text(f"No {self._what} passes the filter{hint}.", "dim"))
+            self.query_one("#sample", Static).update(Text(f"No {what} passes the filter{hint}.", "dim"))
         first = f"{len(keys)} of " if found["total"] > len(keys) else ""
-        self.query_one("#found", Static).update(f"{first}{found['total']:,} {self._what}s, {ORDERS[self._order]}")
+        self.query_one("#found", Static).update(f"{first}{found['total']:,} {what}s, {ORDERS[self._order]}")
 
     @property
     def _shown_kind(self) -> str:
@@ -134,16 +131,12 @@ class RolloutsPage(Page):
         chooses = any(word.startswith(("status=", "eval_name=")) for word in self._filter.split())
         return "" if chooses else self._kind
 
-    @property
-    def _what(self) -> str:
-        return f"{self._shown_kind} sample".strip()
-
     @on(Input.Submitted, "#sample-filter")
     def filter_submitted(self, event: Input.Submitted) -> None:
         """Reads the samples of the filter."""
-        self._filter, self._chosen = event.value, None
-        self.focus_first()
-        self.refresh_data()
+        self._filter = event.value
+        self.action_focus_first()
+        self._read_anew()
 
     @on(DataTable.RowHighlighted)
     def row_chosen(self, event: DataTable.RowHighlighted) -> None:
@@ -159,18 +152,20 @@ class RolloutsPage(Page):
     def action_sort(self) -> None:
         """Takes the next order."""
         self._order = _next(ORDERS, self._order)
-        self._chosen = None
-        self.refresh_data()
+        self._read_anew()
 
     def action_kind(self) -> None:
         """Takes the next kind: training, evals, both."""
         self._kind = _next(KINDS, self._kind)
-        self._chosen = None
-        self.refresh_data()
+        self._read_anew()
 
     def action_follow(self) -> None:
         """Goes to the newest sample."""
-        self._order, self._chosen = next(iter(ORDERS)), None
+        self._order = next(iter(ORDERS))
+        self._read_anew()
+
+    def _read_anew(self) -> None:
+        self._chosen = None
         self.refresh_data()
 
     def _show_sample(self, sample: dict[str, Any]) -> None:
@@ -183,14 +178,11 @@ def _next(values: Iterable[str], value: str) -> str:
     return every[(every.index(value) + 1) % len(every)]
 
 
-def _cells(row: dict[str, Any]) -> tuple[Text, ...]:
+def _cells(row: dict[str, Any]) -> list[Text]:
     """Returns the cells of `COLUMNS`."""
-    step, reward, tokens, advantage = (
-        Text(number(row[name], digits), justify="right")
-        for name, digits in (("step", 4), ("reward", 3), ("completion_tokens", 4), ("advantage", 3))
-    )
-    status, environment, sample = (Text(single_line(row[name])) for name in ("status", "environment", "sample_id"))
-    return step, reward, tokens, status, advantage, environment, sample
+    texts = [single_line(row[name]) if name in TEXTS else number(row[name], 3) for name in COLUMNS.values()]
+    sides = ("left" if name in TEXTS else "right" for name in COLUMNS.values())
+    return [Text(text, justify=side) for text, side in zip(texts, sides, strict=True)]  # type: ignore[arg-type]
 
 
 def draw_sample(sample: dict[str, Any]) -> RenderableType:

@@ -1,18 +1,24 @@
-"""Texts of a run for a terminal: without control sequences, markup or characters that reorder a line."""
+"""Texts, numbers and curves of a run for a terminal, without control sequences or markup."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
+from rich.color import Color
 from rich.text import Text
+from textual.renderables.sparkline import Sparkline
 
 from telescope.utils.text import plain
 
 LONGEST = 20_000
 """Characters of a text that are shown; a terminal lays out all of them."""
+MOST_DRAWN = 1e300
+"""Magnitude from which a curve leaves a value out, so that the range of all stays finite."""
 
 _TEMPLATES = (
     (re.compile(r"<\|im_start\|>([a-z_]+)\n?"), "<|im_end|>"),
@@ -27,11 +33,8 @@ _BEGINNING = re.compile(r"<\|begin_of_text\|>|<bos>")
 def safe(text: str | None, style: str = "") -> Text:
     """Returns untrusted text as it can be shown. A long one is cut, and says so."""
     text = text or ""
-    cut = len(text) - LONGEST
     made = Text(plain(text[:LONGEST]), style=style)
-    if cut > 0:
-        made.append(f"\n({cut:,} more characters)", "dim")
-    return made
+    return made.append(f"\n({len(text) - LONGEST:,} more characters)", "dim") if len(text) > LONGEST else made
 
 
 def prompt_messages(prompt: str) -> list[tuple[str, str]]:
@@ -41,11 +44,12 @@ def prompt_messages(prompt: str) -> list[tuple[str, str]]:
     """
     for opening, close in _TEMPLATES:
         before, *found = opening.split(prompt)
-        if not found:
-            continue
-        messages = [("prompt", before)] if _BEGINNING.sub("", before).strip() else []
-        messages += [(role, text.partition(close)[0].strip()) for role, text in zip(*[iter(found)] * 2, strict=True)]
-        return messages if messages[-1][1] else messages[:-1]
+        if found:
+            messages = [("prompt", before)] if _BEGINNING.sub("", before).strip() else []
+            messages += [
+                (role, text.partition(close)[0].strip()) for role, text in zip(*[iter(found)] * 2, strict=True)
+            ]
+            return messages if messages[-1][1] else messages[:-1]
     return [("prompt", prompt)] if prompt else []
 
 
@@ -69,3 +73,15 @@ def clock(seconds: float | None) -> str:
         return "-"
     text = str(timedelta(seconds=max(int(seconds), 0)))
     return text.removeprefix("0:").removeprefix("0") if seconds < 3600 else text
+
+
+def curve(values: Sequence[float], width: int, height: int = 1, color: str = "#5fd7e7") -> Sparkline[float] | None:
+    """Returns a curve of means, with straight lines over missing values. None without any finite value."""
+    every = np.array(values, float)
+    known = np.flatnonzero(np.abs(every) < MOST_DRAWN)
+    if not len(known):
+        return None
+    line = np.interp(np.arange(len(every)), known, every[known])
+    means = [float(part.mean()) for part in np.array_split(line, min(len(line), width))]
+    shade = Color.parse(color)
+    return Sparkline(means, width=len(means) if height == 1 else width, height=height, min_color=shade, max_color=shade)

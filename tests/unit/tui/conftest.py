@@ -56,7 +56,7 @@ class View:
 
     async def look(self) -> None:
         """Looks for new rows, as the application does every second."""
-        self.app._look()
+        self.app.read_grown()
         await self.settle()
 
     async def settle(self) -> None:
