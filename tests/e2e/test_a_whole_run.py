@@ -70,7 +70,7 @@ def command(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     (folder / "own_backend.py").write_text(BACKEND)
     command = Command(tiny_model, folder, 20000, *FLAGS.split())
     try:
-        command.wait_for("third step", command.printed("step 3/500"), 400)
+        command.wait_for("third step", command.printed("step 2 (3 of 500)"), 400)
         yield command
     finally:
         command.process.kill()

@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepSummary:
-    """One finished training step, for the live view and the log."""
+    """One finished training step, for lines in a pipe and the summary."""
 
     step: int
-    """Counts from 0, as in the tables. People see it from 1."""
+    """Counts from 0, as in the tables."""
     reward_mean: float
     """Over all samples scored since the step before, those of discarded groups included."""
     reward_trained: float

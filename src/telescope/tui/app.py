@@ -7,43 +7,19 @@ opened, and again when the run has grown.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from textual import on, work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import VerticalScroll
 from textual.widgets import Footer, Static, TabbedContent, Tabs
 
 from telescope.dashboard.events import LIVE_SECONDS, TableSizes
 from telescope.dashboard.registry import Registry
 from telescope.record.reader import Run
-from telescope.tui.logs import LogsPage
-from telescope.tui.metrics import MetricsPage
-from telescope.tui.overview import draw, read_overview
-from telescope.tui.page import Page
+from telescope.tui.pages import LogsPage, MetricsPage, OverviewPage, Page
 from telescope.tui.rollouts import RolloutsPage
 from telescope.utils.text import single_line
-
-
-class OverviewPage(Page):
-    """Whether the run is healthy, how far it is, and what it does."""
-
-    FIRST = "VerticalScroll"
-
-    def compose(self) -> ComposeResult:
-        """Creates the text."""
-        with VerticalScroll():
-            yield Static(id="about")
-
-    def read(self) -> dict[str, Any]:
-        """Returns what is shown."""
-        return read_overview(self.view.registry, self.view.run_id)
-
-    def show(self, found: dict[str, Any]) -> None:
-        """Draws the page."""
-        self.query_one("#about", Static).update(draw(found, width=max(60, self.size.width - 4)))
-
 
 PAGES = {"overview": OverviewPage, "metrics": MetricsPage, "rollouts": RolloutsPage, "logs": LogsPage}
 

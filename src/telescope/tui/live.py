@@ -68,7 +68,7 @@ class PhaseView:
 
     def say(self, text: str) -> None:
         """Prints one line, above a redrawn one."""
-        self._console.print(plain(text), highlight=False, markup=False, soft_wrap=True)
+        self._console.out(plain(text), highlight=False)
 
     def _redraw(self, status: RunStatus) -> None:
         with self._console.status("") as line:
@@ -81,30 +81,28 @@ class PhaseView:
 
     def _print_lines(self, status: RunStatus) -> None:
         """Prints phases, messages and steps. A step comes after the phase in which it ended."""
-        shown_phase, num_steps, shown_messages = "", 0, set[str]()
+        shown_phase, num_steps, said, stopping = "", 0, set[str](), False
 
-        def show_phase(phase: str) -> None:
+        def show(phase: str, *lines: str) -> None:
             nonlocal shown_phase
             if phase != shown_phase:
                 shown_phase = phase
                 self.say(f"[{clock(time.time() - status.started_at)}] {phase}")
+            for line in lines:
+                self.say(line)
 
-        stopping = False
         while not stopping:
             stopping = self._stop.wait(REFRESH_SECONDS)
             phase = status.phase
             history = status.history[num_steps:]  # read after the phase, so that it has all steps before it
             num_steps += len(history)
-            show_phase(history[0].phase if history else phase)
-            for message in list(status.messages) if self._says_messages else ():
-                if message not in shown_messages:
-                    shown_messages.add(message)
-                    self.say(message)
+            messages = [message for message in list(status.messages) if message not in said and self._says_messages]
+            said.update(messages)
+            show(history[0].phase if history else phase, *messages)
             for summary in history:
-                show_phase(summary.phase)
-                self.say(step_line(summary, status.num_steps))
+                show(summary.phase, step_line(summary, status.num_steps))
             if status.phase == phase:  # if it changed meanwhile, the next iteration prints the steps before it
-                show_phase(phase)
+                show(phase)
 
 
 class LiveView(PhaseView):
@@ -168,7 +166,7 @@ def progress(name: str, unit: str = "", per_unit: float = 1) -> Iterator[Callabl
         if not console.is_terminal and (done == total or time.monotonic() - last >= LINE_SECONDS):
             last = time.monotonic()
             text = f"{name}: {done:.4g}/{total:.4g}{unit}"
-            console.print(f"{text}, {note}" if note else text, markup=False, highlight=False, soft_wrap=True)
+            console.out(f"{text}, {note}" if note else text, highlight=False)
 
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(name, total=0, note="", visible=False)

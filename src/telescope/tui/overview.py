@@ -6,19 +6,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from rich.color import Color
 from rich.console import Group, RenderableType
 from rich.progress import BarColumn, Progress
 from rich.table import Column, Table
 from rich.text import Text
+from textual.renderables.sparkline import Sparkline
 
 from telescope.dashboard.registry import Registry
 from telescope.dashboard.runs import eval_points, health_of, run_info
 from telescope.health import rules
 from telescope.health.rules import EvalPoint
-from telescope.tui.text import clock, curve, number, safe
+from telescope.tui.text import clock, number, safe
 from telescope.utils.text import single_line
 
 SPARK_COLUMNS = 32
@@ -29,6 +32,8 @@ FIXED_LINES = 12
 NUM_RESOLVED = 8
 """Resolved alerts and notices that are shown."""
 ATTENTION = "yellow"
+MOST_DRAWN = 1e300
+"""Magnitude from which a curve leaves a value out, so that the range of all stays finite."""
 NEWEST = {
     "reward": rules.REWARD, "trained": rules.TRAINED_REWARD, "tokens/s": "performance/trained_tokens_per_second",
     "seconds": "timing_step_total",
@@ -176,3 +181,15 @@ def _facts(about: dict[str, Any]) -> Table:
         if value:
             table.add_row(name, safe(str(value)))
     return table
+
+
+def curve(values: Sequence[float], width: int, height: int = 1, color: str = "#5fd7e7") -> Sparkline[float] | None:
+    """Returns a curve of means, with straight lines over missing values. None without any finite value."""
+    every = np.array(values, float)
+    known = np.flatnonzero(np.abs(every) < MOST_DRAWN)
+    if not len(known):
+        return None
+    line = np.interp(np.arange(len(every)), known, every[known])
+    means = [float(part.mean()) for part in np.array_split(line, min(len(line), width))]
+    shade = Color.parse(color)
+    return Sparkline(means, width=len(means) if height == 1 else width, height=height, min_color=shade, max_color=shade)

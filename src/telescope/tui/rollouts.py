@@ -17,7 +17,7 @@ from textual.widgets import DataTable, Input, Static
 from telescope.dashboard.rollouts import detail
 from telescope.dashboard.samples import FACETS, NUMBERS, Filters, samples
 from telescope.errors import UserError
-from telescope.tui.page import Page
+from telescope.tui.pages import Page
 from telescope.tui.text import number, prompt_messages, safe, without_end
 from telescope.utils.text import single_line
 

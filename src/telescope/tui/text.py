@@ -1,24 +1,18 @@
-"""Texts, numbers and curves of a run for a terminal, without control sequences or markup."""
+"""Texts and numbers of a run for a terminal, without control sequences or markup."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
-from rich.color import Color
 from rich.text import Text
-from textual.renderables.sparkline import Sparkline
 
 from telescope.utils.text import plain
 
 LONGEST = 20_000
 """Characters of a text that are shown; a terminal lays out all of them."""
-MOST_DRAWN = 1e300
-"""Magnitude from which a curve leaves a value out, so that the range of all stays finite."""
 
 _TEMPLATES = (
     (re.compile(r"<\|im_start\|>([a-z_]+)\n?"), "<|im_end|>"),
@@ -73,15 +67,3 @@ def clock(seconds: float | None) -> str:
         return "-"
     text = str(timedelta(seconds=max(int(seconds), 0)))
     return text.removeprefix("0:").removeprefix("0") if seconds < 3600 else text
-
-
-def curve(values: Sequence[float], width: int, height: int = 1, color: str = "#5fd7e7") -> Sparkline[float] | None:
-    """Returns a curve of means, with straight lines over missing values. None without any finite value."""
-    every = np.array(values, float)
-    known = np.flatnonzero(np.abs(every) < MOST_DRAWN)
-    if not len(known):
-        return None
-    line = np.interp(np.arange(len(every)), known, every[known])
-    means = [float(part.mean()) for part in np.array_split(line, min(len(line), width))]
-    shade = Color.parse(color)
-    return Sparkline(means, width=len(means) if height == 1 else width, height=height, min_color=shade, max_color=shade)

@@ -18,7 +18,8 @@ from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 from telescope.record.run_info import begin_run
 from telescope.testing.replay import Replay
-from telescope.tui.app import OverviewPage, RunApp
+from telescope.tui.app import RunApp
+from telescope.tui.pages import OverviewPage
 from telescope.tui.rollouts import COLUMNS
 
 

@@ -13,9 +13,10 @@ from rich.console import Console
 
 from telescope.cli.main import main
 from telescope.errors import UserError
-from telescope.tui.metrics import LABEL_COLUMNS, plot
+from telescope.tui.overview import curve
+from telescope.tui.pages import LABEL_COLUMNS, plot
 from telescope.tui.rollouts import parse_filter
-from telescope.tui.text import LONGEST, curve, number, prompt_messages, safe
+from telescope.tui.text import LONGEST, number, prompt_messages, safe
 
 
 def lines_of(values: list[float], width: int = 60, height: int = 11) -> list[str]:
