@@ -226,7 +226,7 @@ async def test_ranks_are_replaced_before_the_newest_checkpoint_is_loaded_and_sen
     bench = Bench(tmp_path)
     await bench.saving.steps(2)
     bench.status.step = bench.status.version = 3
-    numbers = [0.0] * 9
+    numbers = [0.0] * 8
     bench.status.history = [StepSummary(step, *numbers) for step in range(3)]
     with bench.directory.open_record(console=False) as recorder:
         bench.directory.started({}, 0)
