@@ -82,7 +82,7 @@ MOST_USED = (
 def print_train_help(console: Console, *, all_fields: bool = False) -> None:
     """Prints the help of `telescope train`, with few or all fields."""
     usage = "[bold]telescope train[/] --config FILE|--resume RUN_DIR [--dry-run] [--FIELD VALUE ...]\n"
-    console.print(usage, highlight=False)
+    console.print(usage)
     console.print("Trains a model with reinforcement learning, configured by the YAML file and the flags.\n")
     options = _grid()
     options.add_row("--config FILE", "YAML file with the fields of this run; -c for short")
@@ -97,11 +97,10 @@ def print_train_help(console: Console, *, all_fields: bool = False) -> None:
         "\nEvery field is a flag. --learning_rate 5e-7, --learning-rate 5e-7 and --learning_rate=5e-7 are the "
         "same; values are YAML (true, null, [a, b], {key: value}); a boolean alone means true. Later wins: defaults, "
         "environment variables, the YAML file, flags.\n",
-        highlight=False,
         markup=False,
         width=WIDEST,
     )
-    console.print("[bold]Example[/]", highlight=False)
+    console.print("[bold]Example[/]")
     console.print("  telescope train --config configs/examples/demo_countdown.yaml --number_of_steps 50 --seed 1\n")
     if all_fields:
         print_sections(console, SECTIONS)
@@ -171,7 +170,7 @@ def explain(console: Console, name: str) -> None:
 
 def _print_field(console: Console, field: FieldDescription) -> None:
     console.print(Text.assemble((field.name, "bold"), ("  ", ""), (field.section, "dim")))
-    console.print(field.text, width=WIDEST, highlight=False, markup=False)
+    console.print(field.text, width=WIDEST, markup=False)
     grid = _grid()
     grid.add_row("type", Text(field.type))
     grid.add_row("default", Text(field.default_text))

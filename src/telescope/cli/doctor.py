@@ -43,6 +43,7 @@ from telescope.inference.vllm import support
 from telescope.trackers.wandb import has_credentials
 from telescope.utils.packages import installed_version, is_installed
 from telescope.utils.process import describe_exit
+from telescope.utils.text import pluralize
 
 GIB = 1 << 30
 TORCH_DEADLINE_SECONDS = 120.0  # the first import on a slow disk
@@ -64,6 +65,11 @@ class Check:
     status: Status
     found: str
     fix: str | None = None
+
+
+def judge(name: str, found: str, *problems: tuple[object, Status, str]) -> Check:
+    """Returns the first problem whose condition holds, with its status and fix, or `ok`."""
+    return next((Check(name, status, found, fix) for holds, status, fix in problems if holds), Check(name, "ok", found))
 
 
 def run_checks(*, hub: bool = True) -> list[Check]:
@@ -105,39 +111,30 @@ def can_train(checks: list[Check]) -> bool:
 def check_machine(gpus: list[str]) -> Iterator[Check]:
     """Checks Python, the system, its processors, memory, compiler and GPUs."""
     yield Check("telescope", "ok", f"{telescope.__version__} in {Path(telescope.__file__).parent}")
-    found = f"{platform.python_version()} ({sys.executable})"
-    if (3, 11) <= sys.version_info[:2] <= (3, 13):
-        yield Check("Python", "ok", found)
-    else:
-        yield Check("Python", "bad", found, "use CPython 3.11, 3.12 or 3.13: Ray and vLLM have builds for those")
-    found = f"{platform.system()} {platform.release()} {platform.machine()}"
-    if platform.system() != "Linux":
-        yield Check("system", "bad", found, "train on Linux; reading runs works everywhere")
-    elif platform.machine() != "x86_64":
-        yield Check("system", "note", found, "untested: the pinned packages were tried on x86_64")
-    else:
-        yield Check("system", "ok", found)
-    if (cores := len(os.sched_getaffinity(0))) < 2:
-        yield Check("processor", "note", "1 core", "two or more, or the engine and the trainer take turns")
-    else:
-        yield Check("processor", "ok", f"{cores} cores")
+    is_supported = (3, 11) <= sys.version_info[:2] <= (3, 13)
+    fix = "use CPython 3.11, 3.12 or 3.13: Ray and vLLM have builds for those"
+    yield judge("Python", f"{platform.python_version()} ({sys.executable})", (not is_supported, "bad", fix))
+    system, machine = platform.system(), platform.machine()
+    yield judge(
+        "system", f"{system} {platform.release()} {machine}",
+        (system != "Linux", "bad", "train on Linux; reading runs works everywhere"),
+        (machine != "x86_64", "note", "untested: the pinned packages were tried on x86_64"),
+    )  # fmt: skip
+    cores = len(os.sched_getaffinity(0))
+    fix = "two or more, or the engine and the trainer take turns"
+    yield judge("processor", pluralize(cores, "core"), (cores < 2, "note", fix))
     pages = [os.sysconf(name) for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES")]
     total, free = (os.sysconf("SC_PAGE_SIZE") * number for number in pages)
+    fix = f"{ENOUGH_MEMORY_BYTES // GIB} GiB for the demo on CPU"
     found = f"{total / GIB:.1f} GiB, {free / GIB:.1f} GiB of it unused"
-    if total < ENOUGH_MEMORY_BYTES:
-        yield Check("memory", "note", found, f"{ENOUGH_MEMORY_BYTES // GIB} GiB for the demo on CPU")
-    else:
-        yield Check("memory", "ok", found)
+    yield judge("memory", found, (total < ENOUGH_MEMORY_BYTES, "note", fix))
     names = filter(None, (os.environ.get("CC"), "gcc", "cc", "clang"))
-    if compiler := next(filter(None, map(shutil.which, names)), None):
-        yield Check("C compiler", "ok", compiler)
-    else:
-        yield Check("C compiler", "note", "none", "install gcc: vLLM on GPU and torch.compile build kernels with it")
-    if gpus:
-        yield Check("GPU", "ok", ", ".join(f"{gpus.count(kind)} x {kind}" for kind in dict.fromkeys(gpus)))
-    else:
-        fix = "none is needed for `make demo`; models of more than a few million parameters want one"
-        yield Check("GPU", "note", "no NVIDIA GPU", fix)
+    compiler = next(filter(None, map(shutil.which, names)), None)
+    fix = "install gcc: vLLM on GPU and torch.compile build kernels with it"
+    yield judge("C compiler", compiler or "none", (not compiler, "note", fix))
+    found = ", ".join(f"{gpus.count(kind)} x {kind}" for kind in dict.fromkeys(gpus))
+    fix = "none is needed for `make demo`; models of more than a few million parameters want one"
+    yield judge("GPU", found or "no NVIDIA GPU", (not gpus, "note", fix))
 
 
 def check_shared_memory(path: Path = SHARED_MEMORY, *, has_gpus: bool = False) -> Check:
@@ -145,12 +142,13 @@ def check_shared_memory(path: Path = SHARED_MEMORY, *, has_gpus: bool = False) -
         return Check("shared memory", "bad", f"{path} is missing", f"mount a tmpfs on {path}: Ray and vLLM need it")
     usage = shutil.disk_usage(path)
     found = f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB free in {path}"
-    if usage.free < VLLM_QUEUE_BYTES:
-        fix = f"docker run --shm-size=16g: vLLM needs {VLLM_QUEUE_BYTES >> 20} MiB for each server without a GPU"
-        return Check("shared memory", "note" if has_gpus else "bad", found, fix)
-    if usage.free < ENOUGH_SHARED_MEMORY_BYTES:
-        return Check("shared memory", "note", found, "docker run --shm-size=16g: Ray uses slower files on disk instead")
-    return Check("shared memory", "ok", found)
+    queues = f"docker run --shm-size=16g: vLLM needs {VLLM_QUEUE_BYTES >> 20} MiB for each server without a GPU"
+    store = "docker run --shm-size=16g: Ray uses slower files on disk instead"
+    return judge(
+        "shared memory", found,
+        (usage.free < VLLM_QUEUE_BYTES, "note" if has_gpus else "bad", queues),
+        (usage.free < ENOUGH_SHARED_MEMORY_BYTES, "note", store),
+    )  # fmt: skip
 
 
 def check_open_files() -> Check:
@@ -196,19 +194,18 @@ def check_torch(answer: dict[str, object], gpus: list[str]) -> Check:
     build = f"CUDA {answer['cuda']}" if answer["cuda"] else "CPU build"
     backends = [name for name in ("gloo", "nccl") if answer[name]]
     found = f"{answer['version']}, {build}, {' and '.join(backends) or 'no process groups'}"
-    if not answer["gloo"]:
-        return Check("torch", "bad", found, "a torch with torch.distributed and gloo: " + SET_UP)
-    if gpus and not answer["cuda"]:
-        return Check("torch", "note", found, "runs on CPU although there is a GPU: make setup ACCELERATOR=cuda")
-    if gpus and not answer["gpus"]:
-        fix = "update the NVIDIA driver, or check CUDA_VISIBLE_DEVICES"
-        return Check("torch", "bad", f"{found}; it sees none of {len(gpus)} GPUs", fix)
-    return Check("torch", "ok", found)
+    is_blind = bool(gpus and answer["cuda"] and not answer["gpus"])
+    return judge(
+        "torch", f"{found}; it sees none of {len(gpus)} GPUs" if is_blind else found,
+        (not answer["gloo"], "bad", "a torch with torch.distributed and gloo: " + SET_UP),
+        (gpus and not answer["cuda"], "note", "runs on CPU although there is a GPU: make setup ACCELERATOR=cuda"),
+        (is_blind, "bad", "update the NVIDIA driver, or check CUDA_VISIBLE_DEVICES"),
+    )  # fmt: skip
 
 
 def check_package(name: str) -> Check:
     version = installed_version(name)
-    return Check(name, "ok", version) if version else Check(name, "bad", "not installed", SET_UP)
+    return judge(name, version or "not installed", (not version, "bad", SET_UP))
 
 
 def check_vllm(gpus: list[str]) -> Check:
@@ -221,11 +218,11 @@ def check_vllm(gpus: list[str]) -> Check:
         return Check("vllm", "bad", f"{version or 'not installed'} ({supported})", f"{error} ({SET_UP})")
     cpu = support.is_cpu_build()
     found = f"{version}, {'CPU' if cpu else 'CUDA'} build ({supported})"
-    if not cpu and not gpus:
-        return Check("vllm", "bad", found, "this build needs an NVIDIA GPU: make setup ACCELERATOR=cpu")
-    if cpu and gpus:
-        return Check("vllm", "note", found, "generates on CPU although there is a GPU: make setup ACCELERATOR=cuda")
-    return Check("vllm", "ok", found)
+    return judge(
+        "vllm", found,
+        (not cpu and not gpus, "bad", "this build needs an NVIDIA GPU: make setup ACCELERATOR=cpu"),
+        (cpu and gpus, "note", "generates on CPU although there is a GPU: make setup ACCELERATOR=cuda"),
+    )  # fmt: skip
 
 
 def check_plugin() -> Check:
@@ -249,9 +246,9 @@ def check_torchvision() -> Check:
 
 def check_megatron() -> Check:
     """Checks megatron-core, which `train_backend: megatron` needs."""
-    if (core := installed_version("megatron-core")) is None:
-        return Check("megatron-core", "note", "not installed", "make setup MEGATRON=1, for train_backend megatron")
-    return Check("megatron-core", "ok", core)
+    core = installed_version("megatron-core")
+    fix = "make setup MEGATRON=1, for train_backend megatron"
+    return judge("megatron-core", core or "not installed", (not core, "note", fix))
 
 
 def check_transformer_engine() -> Check:
@@ -274,10 +271,8 @@ def check_writable(name: str, folder: Path) -> Check:
         fix = "name another with run_dir or TELESCOPE_RUN_DIR (runs), RAY_TMPDIR or TMPDIR (temporary files)"
         return Check(name, "bad", f"{folder}: {error.strerror}", fix)
     free = shutil.disk_usage(folder).free
-    found = f"{folder} is writable, {free / GIB:.0f} GiB free"
-    if free < ENOUGH_DISK_BYTES:
-        return Check(name, "note", found, f"{ENOUGH_DISK_BYTES // GIB} GiB and more for runs and checkpoints")
-    return Check(name, "ok", found)
+    fix = f"{ENOUGH_DISK_BYTES // GIB} GiB and more for runs and checkpoints"
+    return judge(name, f"{folder} is writable, {free / GIB:.0f} GiB free", (free < ENOUGH_DISK_BYTES, "note", fix))
 
 
 def check_ray_cluster() -> Check:
@@ -292,10 +287,9 @@ def check_ray_cluster() -> Check:
 def check_port() -> Check:
     """Checks the first port that a run reserves for servers."""
     port = int(str(default_of("inference_base_port")))
-    if (problem := listen_problem(LOOPBACK, port)) is not None:
-        fix = f"stop the process using port {port}, perhaps another run, or set --inference_base_port N"
-        return Check("inference port", "note", f"{port}: {problem}", fix)
-    return Check("inference port", "ok", f"{port} is free")
+    problem = listen_problem(LOOPBACK, port)
+    fix = f"stop the process using port {port}, perhaps another run, or set --inference_base_port N"
+    return judge("inference port", f"{port}: {problem}" if problem else f"{port} is free", (problem, "note", fix))
 
 
 def default_of(field: str) -> object:

@@ -176,14 +176,13 @@ def _print_config(loaded: LoadedConfig, console: Console, *, all_fields: bool) -
         "everything else is a default" if all_fields else f"--all shows all {len(values)} fields, with their defaults"
     )
     console.print(Text.assemble(("* ", "green"), f"set by you; {rest}.", style="dim"))
-    console.print(f"\n[bold]config hash[/]    {config.hash}", highlight=False)
+    console.print(f"\n[bold]config hash[/]    {config.hash}")
     console.print(Text.assemble(("run directory  ", "bold"), str(choose_run_dir(config))), soft_wrap=True)
     prompts, answers = config.prompts_batch_size_for_trainer, config.group_size
     in_flight = config.num_inference_servers * config.lanes_per_server
     console.print(
         f"[bold]a step[/]         {prompts} prompts x {answers} answers = {prompts * answers} samples, at most "
-        f"{in_flight} in flight; {pluralize(config.number_of_steps, 'step')}",
-        highlight=False,
+        f"{in_flight} in flight; {pluralize(config.number_of_steps, 'step')}"
     )
 
 
@@ -196,8 +195,7 @@ def _print_resumed(checkpoint: Checkpoint, console: Console) -> None:
                        f"{datetime.fromtimestamp(meta['time']):%Y-%m-%d %H:%M}"), soft_wrap=True)  # fmt: skip
     console.print(
         f"  {pluralize(len(state.groups), 'finished group')} to train; "
-        f"{pluralize(len(state.sampler.unfinished), 'prompt')} to sample again",
-        highlight=False,
+        f"{pluralize(len(state.sampler.unfinished), 'prompt')} to sample again"
     )
 
 
@@ -267,8 +265,7 @@ def _print_memory(
     estimate = estimate_memory(config, report.shape, device=placement.device, device_memory_bytes=memory)
     console.print(
         f"  {config.model}: {report.shape.num_parameters / 1e6:,.1f} M parameters, {report.shape.num_layers} layers, "
-        f"from {report.source}",
-        highlight=False,
+        f"from {report.source}"
     )
     worker = "GPU" if placement.device == "cuda" else "process"
     table = Table(box=None, padding=(0, 3, 0, 2))
@@ -283,11 +280,9 @@ def _print_memory(
         table.add_row(*left, *right)
     console.print(table)
     if memory is None and placement.device == "cuda":
-        console.print(
-            "  GPU memory is not known here: --gpu-memory-gib 80 checks the plan for such GPUs.", highlight=False
-        )
+        console.print("  GPU memory is not known here: --gpu-memory-gib 80 checks the plan for such GPUs.")
     if sentence := preflight.checkpoint_sentence(config, report):
-        console.print(f"  {sentence}", highlight=False, soft_wrap=True)
+        console.print(f"  {sentence}", soft_wrap=True)
     remarks = list(_remarks(config, estimate))
     in_place = plan_staging(config, report.shape, memory).in_place_because
     # For a dense model on one GPU it depends on the GPU; on the CPU there is no choice.

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from telescope.cli.main import EXIT_FAILED, EXIT_INTERRUPTED, OwnParser, file_to_write, make_console
-from telescope.errors import InfrastructureError, RunError, UserError
+from telescope.cli.main import EXIT_FAILED, OwnParser, file_to_write, make_console
+from telescope.errors import UserError
 from telescope.utils.text import user_path
 
 if TYPE_CHECKING:
@@ -112,26 +110,17 @@ def run(argv: Sequence[str]) -> int:
 def _measure(job: EvalJob, run_path: str | None) -> EvalOutcome:
     from telescope.cli.train import try_environments_of
     from telescope.orchestrator.eval_run import keys_of_evals, run_evals
-    from telescope.orchestrator.status import Interrupted
     from telescope.trackers.sink import TrackerSink
-    from telescope.tui.live import PhaseView
+    from telescope.tui.live import phases
 
     notices = try_environments_of(job.config, keys_of_evals(job.config))
-    view = PhaseView(Console(stderr=True))
-    for note in (*job.notes, *notices):
-        view.say(f"· {note}")
-    sink = TrackerSink(job.config, job.output, run_path=run_path)
-    sink.tell = view.say
-    try:
-        return run_evals(job, view, sink.log_step)
-    except Interrupted:
-        print("Interrupted; every process was ended. The same command continues", file=sys.stderr)
-        raise SystemExit(EXIT_INTERRUPTED) from None
-    except InfrastructureError as error:
-        raise RunError(f"the evaluation could not go on: {error}. The same command continues") from error
-    finally:
-        view.stop()
-        sink.close()
+    with phases("evaluation", (*job.notes, *notices), ". The same command continues") as view:
+        sink = TrackerSink(job.config, job.output, run_path=run_path)
+        sink.tell = view.say
+        try:
+            return run_evals(job, view, sink.log_step)
+        finally:
+            sink.close()
 
 
 def as_json(outcome: EvalOutcome) -> dict[str, Any]:
@@ -186,7 +175,7 @@ def print_outcome(outcome: EvalOutcome, plot: Path) -> None:
         console.print(Text(problem, style="red"), soft_wrap=True)
     job = outcome.job
     where = f"{job.output}, and in the record of {job.run_dir}" if job.run_dir else str(job.output)
-    console.print(f"results in {where}; plot in {plot}", highlight=False, soft_wrap=True)
+    console.print(f"results in {where}; plot in {plot}", soft_wrap=True)
 
 
 def _write_plot(outcome: EvalOutcome, path: Path) -> None:

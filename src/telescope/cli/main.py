@@ -192,8 +192,8 @@ def make_console() -> Console:
     """Returns a console of standard output, which is `PIPE_WIDTH` wide in a pipe or a file."""
     from rich.console import Console
 
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPE_WIDTH)
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(width=PIPE_WIDTH, highlight=False)
 
 
 def _print_error(error: Exception) -> None:

@@ -217,56 +217,45 @@ def print_summary(summary: RunSummary, console: Console, *, last_checkpoint: int
     from telescope.weights.model_folder import read_origin
 
     can_continue = last_checkpoint > 0
-
     run_dir = _short(summary.run_dir)
-    console.print()
-    console.print(f"[bold]{summary.run_name}[/] {summary.sentence}", highlight=False)
+
+    def row(name: str, text: str) -> None:
+        console.print(f"  {name:<19}{text}", soft_wrap=True)
+
+    console.print(f"\n[bold]{escape(summary.run_name)}[/] {summary.sentence}")
     failed = " and ".join(map(str, summary.heldout_failed)) if any(summary.heldout_failed) else ""
     items = f"{summary.heldout_items} items" + (f" ({failed} samples failed)" if failed else "")
-    if summary.heldout_before is not None and summary.heldout_after is not None:
-        gain = summary.heldout_after - summary.heldout_before
+    before, after = summary.heldout_before, summary.heldout_after
+    if before is not None and after is not None:
         interval = summary.heldout_gain_interval
         between = "" if interval is None else f", 95 % interval {interval[0]:+.3f} to {interval[1]:+.3f}"
-        console.print(
-            f"  held-out accuracy  {summary.heldout_before:.3f} → [bold]{summary.heldout_after:.3f}[/] "
-            f"({gain:+.3f}{between}; {items}, temperature {summary.heldout_temperature:g})",
-            highlight=False,
-        )
-    elif summary.heldout_before is not None:
-        console.print(f"  held-out accuracy  {summary.heldout_before:.3f} before training ({items})", highlight=False)
+        gain = f"{after - before:+.3f}{between}; {items}, temperature {summary.heldout_temperature:g}"
+        row("held-out accuracy", f"{before:.3f} → [bold]{after:.3f}[/] ({gain})")
+    elif before is not None:
+        row("held-out accuracy", f"{before:.3f} before training ({items})")
     if summary.reward_first is not None and summary.reward_last is not None:
         scope = f", in the last {summary.steps_of_attempt} steps" if summary.is_continued else ""
         trained = f"{summary.reward_trained_first:.3f} → {summary.reward_trained_last:.3f}"
-        console.print(
-            f"  reward             {summary.reward_first:.3f} → [bold]{summary.reward_last:.3f}[/] "
-            f"(all samples{scope}; {trained} in the groups that were trained)",
-            highlight=False,
-        )
+        change = f"{summary.reward_first:.3f} → [bold]{summary.reward_last:.3f}[/]"
+        row("reward", f"{change} (all samples{scope}; {trained} in the groups that were trained)")
     if summary.eval_problems:
         count, last = len(summary.eval_problems), summary.eval_problems[-1]
-        problems = f"{pluralize(count, 'problem')}, the last: {last}"
-        console.print(f"  evals              {problems}", highlight=False, soft_wrap=True, markup=False)
+        row("evals", f"{pluralize(count, 'problem')}, the last: {escape(last)}")
     if summary.record_error is not None:
-        console.print(
-            f"  [bold red]the record is incomplete[/]: {escape(summary.record_error)}", highlight=False, soft_wrap=True
-        )
+        console.print(f"  [bold red]the record is incomplete[/]: {escape(summary.record_error)}", soft_wrap=True)
     is_there = RunFiles(summary.run_dir).run_json.exists()
     where = run_dir if is_there else f"{run_dir} was removed during the run; its record is lost"
-    console.print(f"  run directory      {where}", highlight=False, soft_wrap=True)
+    row("run directory", escape(where))
     if summary.model_dir is not None:
         origin = read_origin(Path(summary.model_dir))
-        model = f"{_short(summary.model_dir)}{f' ({origin})' if origin else ''}"
-        console.print(f"  trained model      {model}", highlight=False, soft_wrap=True, markup=False)
+        row("trained model", escape(f"{_short(summary.model_dir)}{f' ({origin})' if origin else ''}"))
     if 0 < last_checkpoint < summary.steps:
         repeated = pluralize(summary.steps - last_checkpoint, "step")
-        newest = f"the newest is after step {last_checkpoint}: a resume begins there and repeats {repeated}"
-        console.print(f"  checkpoints        {newest}", highlight=False, soft_wrap=True)
-    if not is_there:
-        sys.stdout.flush()
-        return
-    console.print("\nNext:", highlight=False)
-    for arguments in next_commands(summary, run_dir, can_continue=can_continue, has_evals=has_evals):
-        console.print(f"  {_own_command()} {arguments}", highlight=False, soft_wrap=True, markup=False)
+        row("checkpoints", f"the newest is after step {last_checkpoint}: a resume begins there and repeats {repeated}")
+    if is_there:
+        console.print("\nNext:")
+        for arguments in next_commands(summary, run_dir, can_continue=can_continue, has_evals=has_evals):
+            console.print(f"  {_own_command()} {arguments}", soft_wrap=True, markup=False)
     sys.stdout.flush()
 
 

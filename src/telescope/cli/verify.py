@@ -17,10 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from telescope.cli.main import EXIT_FAILED, EXIT_INTERRUPTED, OwnParser, file_to_write, make_console
+from telescope.cli.main import EXIT_FAILED, OwnParser, file_to_write, make_console
 from telescope.config import LoadedConfig, TelescopeConfig, load_config
-from telescope.errors import InfrastructureError, RunError
-from telescope.tui.live import PhaseView
+from telescope.tui.live import phases
 from telescope.utils.text import user_path
 
 if TYPE_CHECKING:
@@ -85,21 +84,10 @@ def _load(config_file: Path | None, overrides: list[str]) -> LoadedConfig:
 
 
 def _verify(config: TelescopeConfig, notes: Sequence[str], target: Path | None) -> int:
-    from telescope.orchestrator.status import Interrupted
     from telescope.verify.run import run_verification
 
-    view = PhaseView(Console(stderr=True))
-    for note in notes:
-        view.say(f"· {note}")
-    try:
+    with phases("verification", notes) as view:
         report, logs = run_verification(config, view, lambda check: view.say(_line(check)))
-    except Interrupted:
-        print("Interrupted; every process was ended", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except InfrastructureError as error:
-        raise RunError(f"the verification could not go on: {error}") from error
-    finally:
-        view.stop()
     if target is not None:
         target.write_text(json.dumps(report.to_json(), indent=1) + "\n")
     print_report(report, make_console(), logs)
@@ -108,7 +96,7 @@ def _verify(config: TelescopeConfig, notes: Sequence[str], target: Path | None) 
 
 def print_report(report: Report, console: Console, logs: Path | None) -> None:
     """Prints the table of checks and a summary line."""
-    table = Table("check", "measured", "bound", "verdict", "s", highlight=False)
+    table = Table("check", "measured", "bound", "verdict", "s")
     for check in report.checks:
         verdict = Text("holds", style="green") if check.ok else Text("FAILS", style="bold red")
         table.add_row(Text(check.name), Text(check.measured), Text(check.bound), verdict, f"{check.seconds:.1f}")
@@ -117,9 +105,9 @@ def print_report(report: Report, console: Console, logs: Path | None) -> None:
     said = (
         f"{num_failed} of {len(report.checks)} checks FAIL" if num_failed else f"all {len(report.checks)} checks hold"
     )
-    console.print(f"{said}; config {report.config_hash}, {report.seconds:.0f} s", highlight=False)
+    console.print(f"{said}; config {report.config_hash}, {report.seconds:.0f} s")
     if logs is not None:
-        console.print(f"logs of its processes: {logs / 'logs'}", highlight=False, soft_wrap=True)
+        console.print(f"logs of its processes: {logs / 'logs'}", soft_wrap=True)
 
 
 def _line(check: Check) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,7 +19,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.rule import Rule
 from rich.text import Text
 
-from telescope.orchestrator.status import RunStatus, StepSummary
+from telescope.cli.main import EXIT_INTERRUPTED
+from telescope.errors import InfrastructureError, RunError
+from telescope.orchestrator.status import Interrupted, RunStatus, StepSummary
 from telescope.tui.text import clock, safe
 from telescope.utils.text import plain, single_line
 
@@ -103,6 +105,23 @@ class PhaseView:
                 show(summary.phase, step_line(summary, status.num_steps))
             if status.phase == phase:  # if it changed meanwhile, the next iteration prints the steps before it
                 show(phase)
+
+
+@contextmanager
+def phases(what: str, notes: Iterable[str], again: str = "") -> Iterator[PhaseView]:
+    """Shows notes, then the phases of a command. Its interruption ends the command, its failure is a `RunError`."""
+    view = PhaseView()
+    for note in notes:
+        view.say(f"· {note}")
+    try:
+        yield view
+    except Interrupted:
+        view.say(f"Interrupted; every process was ended{again}")
+        raise SystemExit(EXIT_INTERRUPTED) from None
+    except InfrastructureError as error:
+        raise RunError(f"the {what} could not go on: {error}{again}") from error
+    finally:
+        view.stop()
 
 
 class LiveView(PhaseView):
