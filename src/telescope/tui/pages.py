@@ -234,13 +234,11 @@ class LogsPage(Page):
     def read(self) -> dict[str, Any]:
         """Returns the newest lines at first, and those since then later."""
         asked = (self.level, self.search)
-        words = self.search.split()
-        component = next((word.removeprefix(COMPONENT) for word in words if word.startswith(COMPONENT)), "")
-        search = " ".join(word for word in words if not word.startswith(COMPONENT))
-        limit = NUM_LINES if self.next_row is None else MOST_LINES
-        found = logs(
-            self.view.store, since=self.next_row, level=self.level, component=component, search=search, limit=limit
-        )
+        components = [word for word in asked[1].split() if word.startswith(COMPONENT)]
+        component = components[0].removeprefix(COMPONENT) if components else ""
+        search = " ".join(word for word in asked[1].split() if word not in components)
+        since, limit = self.next_row, NUM_LINES if self.next_row is None else MOST_LINES
+        found = logs(self.view.store, since=since, level=asked[0], component=component, search=search, limit=limit)
         return {**found, "asked": asked}
 
     def show(self, found: dict[str, Any]) -> None:

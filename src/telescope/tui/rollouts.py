@@ -30,11 +30,9 @@ COLUMNS = {
 """Columns of the table by title. A narrow one shows the first; the arrows show the others."""
 
 ORDERS = {
-    "-step": "newest first",
-    "-reward": "highest reward first",
-    "reward": "lowest reward first",
+    "-step": "newest first", "-reward": "highest reward first", "reward": "lowest reward first",
     "-completion_tokens": "longest first",
-}
+}  # fmt: skip
 KINDS = {"training": "kept,discarded,masked,cancelled", "eval": "eval", "": ""}
 """Which samples are shown, and their statuses. The evals of a step are often more than its training samples."""
 
@@ -179,10 +177,11 @@ def _next(values: Iterable[str], value: str) -> str:
 
 
 def _cells(row: dict[str, Any]) -> list[Text]:
-    """Returns the cells of `COLUMNS`."""
-    texts = [single_line(row[name]) if name in TEXTS else number(row[name], 3) for name in COLUMNS.values()]
-    sides = ("left" if name in TEXTS else "right" for name in COLUMNS.values())
-    return [Text(text, justify=side) for text, side in zip(texts, sides, strict=True)]  # type: ignore[arg-type]
+    """Returns the cells of `COLUMNS`: texts at the left, numbers at the right."""
+    return [
+        Text(single_line(row[name])) if name in TEXTS else Text(number(row[name], 3), justify="right")
+        for name in COLUMNS.values()
+    ]
 
 
 def draw_sample(sample: dict[str, Any]) -> RenderableType:
@@ -202,9 +201,6 @@ def draw_sample(sample: dict[str, Any]) -> RenderableType:
     prompt = prompt_messages(sample["prompt_text"] or "")
     for role, text in prompt:
         parts += [Text(), Text(single_line(role), ROLES.get(role, "bold")), safe(text)]
-    calls: dict[int, list[dict[str, Any]]] = {}
-    for call in sample["tool_calls"]:
-        calls.setdefault(call["turn"], []).append(call)
     answers = 0
     for turn in sample["turns"]:
         role, text = turn["role"] or "", without_end(turn["text"] or "")
@@ -213,7 +209,7 @@ def draw_sample(sample: dict[str, Any]) -> RenderableType:
         shown = f"{role} ({kind})" if (kind := turn["turn_type"]) else role
         parts += [Text(), Text(single_line(shown), ROLES.get(role, "bold")), safe(text)]
         if role == "assistant":
-            parts += [_call(call) for call in calls.get(answers, [])]
+            parts += [_call(call) for call in sample["tool_calls"] if call["turn"] == answers]
             answers += 1
     if not sample["turns"]:
         parts += [Text(), Text("assistant", ROLES["assistant"]), safe(without_end(sample["completion_text"] or ""))]
@@ -223,9 +219,6 @@ def draw_sample(sample: dict[str, Any]) -> RenderableType:
 
 
 def _call(call: dict[str, Any]) -> Text:
-    outcome = single_line(call["error"]) or single_line(call["result"])
-    style = "yellow" if call["error"] else "dim"
-    text = (
-        f"  {single_line(call['name'])} {single_line(call['arguments'])} → {outcome} ({number(call['seconds'], 2)} s)"
-    )
-    return Text(text, style)
+    name, asked, answered, error = (single_line(call[key]) for key in ("name", "arguments", "result", "error"))
+    seconds = number(call["seconds"], 2)
+    return Text(f"  {name} {asked} → {error or answered} ({seconds} s)", "yellow" if error else "dim")
