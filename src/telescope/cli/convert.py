@@ -11,7 +11,7 @@ from telescope.errors import UserError
 from telescope.orchestrator import conversion
 from telescope.orchestrator.checkpoints import read_meta
 from telescope.tui.live import progress
-from telescope.utils.text import pluralize, user_path
+from telescope.utils.text import user_path
 
 GB = 10**9
 EPILOG = """examples:
@@ -34,14 +34,13 @@ def add_parser(subparsers: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", nargs="?", type=user_path, metavar="RUN_DIR", help="run directory")
+    source, target = parser.add_mutually_exclusive_group(required=True), parser.add_mutually_exclusive_group()
+    source.add_argument("run", nargs="?", type=user_path, metavar="RUN_DIR", help="run directory")
+    source.add_argument("--checkpoint-dir", type=user_path, metavar="D", help="one checkpoint: its step_N folder")
+    source.add_argument("--checkpoint-root", type=user_path, metavar="R", help="folder with step_N folders, for all")
+    target.add_argument("--output-dir", type=user_path, metavar="O", help="folder of one model")
+    target.add_argument("--output-root", type=user_path, metavar="O", help="folder for step_N folders of models")
     parser.add_argument("--step", metavar="N|all", help="checkpoint of RUN_DIR (default: the newest)")
-    parser.add_argument("--checkpoint-dir", type=user_path, metavar="D", help="one checkpoint: its step_N folder")
-    parser.add_argument("--output-dir", type=user_path, metavar="O", help="folder of one model")
-    parser.add_argument(
-        "--checkpoint-root", type=user_path, metavar="R", help="folder with step_N folders, for all of them"
-    )
-    parser.add_argument("--output-root", type=user_path, metavar="O", help="folder for step_N folders of models")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a weight file (default: 5GB)")
     parser.add_argument("--dtype", choices=conversion.DTYPES, help="cast the weights (default: as they were saved)")
     parser.add_argument("--adapter", action="store_true", help="of a LoRA run: write the adapter alone, as peft does")
@@ -89,35 +88,25 @@ def run(arguments: argparse.Namespace) -> int:
 
 def choose_jobs(arguments: argparse.Namespace) -> list[tuple[Path, Path]]:
     """Returns the checkpoints and the folder of each model. Raises `UserError` for arguments that do not fit."""
-    given = [name for name in ("run", "checkpoint_dir", "checkpoint_root") if getattr(arguments, name) is not None]
-    if len(given) != 1:
-        shown = ", ".join("RUN_DIR" if name == "run" else f"--{name.replace('_', '-')}" for name in given)
-        raise UserError(
-            f"Give one of RUN_DIR, --checkpoint-dir and --checkpoint-root{f', not {shown}' if given else ''}. "
-            "`telescope convert --help` has examples"
-        )
     if arguments.step is not None and arguments.run is None:
         raise UserError("--step chooses a checkpoint of RUN_DIR. With --checkpoint-dir, give the folder of that step")
     if arguments.step is not None and arguments.step != "all" and not arguments.step.isdigit():
         raise UserError(f"--step is {arguments.step!r}. Give the number of a step, or all")
     output, root = arguments.output_dir, arguments.output_root
     if arguments.checkpoint_dir is not None:
-        if output is None or root is not None:
+        if output is None:
             raise UserError("--checkpoint-dir needs --output-dir, the folder of the model")
         read_meta(arguments.checkpoint_dir)
         return [(arguments.checkpoint_dir, output)]
     if arguments.checkpoint_root is not None:
-        if root is None or output is not None:
+        if root is None:
             raise UserError("--checkpoint-root needs --output-root, the folder for the models")
         found = conversion.find_checkpoints(arguments.checkpoint_root, "all")
     else:
         found = conversion.find_checkpoints(arguments.run, arguments.step)
         if output is not None:
-            if root is not None or len(found) > 1:
-                raise UserError(
-                    f"--output-dir is the folder of one model, and there are {pluralize(len(found), 'checkpoint')}. "
-                    "Give --output-root alone"
-                )
+            if len(found) > 1:
+                raise UserError(f"--output-dir is one folder for {len(found)} checkpoints. Give --output-root")
             return [(next(iter(found.values())), output)]
         root = root or arguments.run / (conversion.CONVERTED_ADAPTERS if arguments.adapter else conversion.CONVERTED)
     return [(checkpoint, root / checkpoint.name) for checkpoint in found.values()]

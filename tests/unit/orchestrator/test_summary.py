@@ -25,9 +25,7 @@ def result(version: int, correct: float, *, name: str = "countdown", held_out: b
 
 def summary_of(evals: list[EvalResult] | None = None, **changes: Any) -> RunSummary:
     status = RunStatus("demo", 100, step=2)
-    status.history.extend(
-        StepSummary(step, 0.25 + step / 4, 0.5, 1.5, 0.0, 100.0, 0.0, 1.0, 0.1) for step in range(2)
-    )
+    status.history.extend(StepSummary(step, 0.25 + step / 4, 0.5, 1.5, 0.0, 100.0, 0.0, 1.0, 0.1) for step in range(2))
     arguments: dict[str, Any] = {
         "seconds": 12.34567, "training_seconds": 10.0, "error": None, "interrupted": False, **changes
     }  # fmt: skip
