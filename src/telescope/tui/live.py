@@ -31,7 +31,7 @@ REFRESH_SECONDS = 0.25
 READ_SECONDS = 2.0
 """Time between two looks at the record, the time between two flushes of a run."""
 MOST_COLUMNS = 130
-HINT = "Ctrl-C ends the run after the step in progress"
+HINT = "Ctrl-C ends it cleanly"
 
 
 def step_line(summary: StepSummary, num_steps: int) -> str:

@@ -27,7 +27,7 @@ from telescope.utils.text import single_line
 SPARK_COLUMNS = 32
 OTHER_COLUMNS = 68
 """Columns of the health table besides the sparkline."""
-FIXED_LINES = 12
+FIXED_LINES = 18
 """Lines besides health, activities and alerts, which share the rest of a terminal."""
 NUM_RESOLVED = 8
 """Resolved alerts and notices that are shown."""
@@ -68,7 +68,7 @@ def read_overview(registry: Registry, run_id: str) -> dict[str, Any]:
 def draw(found: dict[str, Any], width: int, height: int | None = None) -> RenderableType:
     """Returns the overview, `width` columns wide. With `height`, lists are cut so that a terminal shows the start."""
     health, now, about = found["health"], found["now"], found["about"]
-    most = None if height is None else max(3, (height - FIXED_LINES) // 3)
+    most = None if height is None else max(2, (height - FIXED_LINES) // 3)
     first, *rest = health["verdict"] or [{"text": ""}]
     parts: list[RenderableType] = [
         safe(first["text"], "bold"),
