@@ -12,12 +12,13 @@ from rich.console import Console
 
 from telescope.dashboard.registry import Registry
 from telescope.dashboard.runs import health_of
-from telescope.orchestrator.status import RunStatus, StepSummary
+from telescope.errors import InfrastructureError, RunError
+from telescope.orchestrator.status import Interrupted, RunStatus, StepSummary
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 from telescope.record.run_info import begin_run
 from telescope.testing.replay import Replay
-from telescope.tui.live import HINT, LiveView, step_line
+from telescope.tui.live import HINT, LiveView, phases, step_line
 from telescope.tui.overview import draw, read_overview
 from telescope.tui.text import clock
 
@@ -170,3 +171,28 @@ def test_control_sequences_in_what_a_run_reports_do_not_reach_the_terminal(tmp_p
 def test_the_clock_counts_hours_only_when_there_are_any() -> None:
     moments = (None, math.nan, 0, 61, 3723.9, 90_061)
     assert [clock(seconds) for seconds in moments] == ["-", "-", "0:00", "1:01", "1:02:03", "1 day, 1:01:01"]
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "words"),
+    [
+        (Interrupted(), SystemExit, "Interrupted; every process was ended. The same command continues"),
+        (InfrastructureError("a server is gone"), RunError, "the evaluation could not go on: a server is gone. The"),
+    ],
+)
+def test_a_command_that_shows_phases_ends_with_what_to_do(
+    error: Exception, raised: type[BaseException], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = RunStatus("eval", 0, phase="measuring")
+    status.messages.append("a message")
+
+    def work() -> None:
+        with phases("evaluation", ["a note"], ". The same command continues") as view:
+            view.start(status)
+            raise error
+
+    with pytest.raises(raised) as caught:
+        work()
+    shown = capsys.readouterr().err
+    assert shown.startswith("· a note") and "] measuring" in shown and "a message" not in shown
+    assert words in shown + str(caught.value)
