@@ -27,7 +27,7 @@ from telescope.utils.text import plain, single_line
 
 logger = logging.getLogger(__name__)
 
-REFRESH_SECONDS = 0.25
+REFRESH_SECONDS = 0.5
 READ_SECONDS = 2.0
 """Time between two looks at the record, the time between two flushes of a run."""
 MOST_COLUMNS = 130
