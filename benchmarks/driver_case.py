@@ -21,14 +21,14 @@ from typing import Any
 
 from fake_servers import SECRET, VOCABULARY, ServerProcess, fake_servers
 from measure import LagMeter, TimedSelector, cpu_seconds, cpu_seconds_of, lag_of_turns, peak_rss_mib, percentile
+from tests.fakes.app import AnswerWriter
+from tests.fakes.engine import FakeEngineSettings, FakeRequest
+from tests.fakes.run import FakeRun, FakeTrainer, fake_run
 
 from telescope.config import TelescopeConfig
 from telescope.inference.client import EngineClient
 from telescope.inference.vllm.adapter import read_generate
 from telescope.orchestrator.supervision import Supervisor
-from telescope.testing.fake_app import AnswerWriter
-from telescope.testing.fake_engine import FakeEngineSettings, FakeRequest
-from telescope.testing.fake_run import FakeRun, FakeTrainer, fake_run
 
 GROUP_SIZE = 16
 NUM_SERVERS = 2

@@ -47,7 +47,7 @@ from unittest.mock import patch
 
 from forced_lengths import Lengths, forced
 from loaded_engine import Sample, Server, started, under_generator, work
-from measure import positive, provenance, require_gpus
+from measure import REPOSITORY, positive, provenance, require_gpus
 from paired import Estimate, estimate, order_of_pair
 from rich.console import Console
 from rich.table import Table
@@ -65,13 +65,16 @@ from whole_run import (
     write_report,
 )
 
+sys.path.insert(0, str(REPOSITORY))
+
+from tests.fakes.run import FakeWeightSync, fake_run
+
 from telescope.config import TelescopeConfig
 from telescope.environments.worker_pool.launcher import Launcher
 from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.inference.client import EngineClient
 from telescope.inference.vllm import adapter as wire
 from telescope.orchestrator.supervision import Supervisor
-from telescope.testing.fake_run import FakeWeightSync, fake_run
 
 AIM = 0.97
 LOADS = ("orchestrator", "bare")

@@ -1,4 +1,4 @@
-"""Fake inference servers in separate processes, and a tokenizer with long ids.
+"""Fake inference servers (`tests/fakes`) in separate processes, and a tokenizer with long ids.
 
 Separate processes keep their cost apart from the driver's.
 """
@@ -16,9 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+from measure import REPOSITORY
+
+sys.path.insert(0, str(REPOSITORY))
+
+from tests.fakes.engine import FakeEngineSettings
 
 from telescope.inference.auth import SECRET_VARIABLE
-from telescope.testing.fake_engine import FakeEngineSettings
 from telescope.tiny_model.build import TURN_END, build_tokenizer
 from telescope.utils.child_guard import SUPERVISOR_PID_VARIABLE
 
@@ -51,12 +55,12 @@ class ServerProcess:
 @asynccontextmanager
 async def fake_servers(count: int, settings: FakeEngineSettings) -> AsyncIterator[list[ServerProcess]]:
     """Starts `count` servers on free loopback ports, and kills them at the end."""
-    command = [sys.executable, "-m", "telescope.testing.fake_server"]
+    command = [sys.executable, "-m", "tests.fakes.server"]
     text = msgspec.json.encode(settings).decode()
     environment = {**os.environ, SECRET_VARIABLE: SECRET, SUPERVISOR_PID_VARIABLE: str(os.getpid())}
     processes = [
         await asyncio.create_subprocess_exec(
-            *command, "--settings", text, stdout=asyncio.subprocess.PIPE, env=environment
+            *command, "--settings", text, stdout=asyncio.subprocess.PIPE, env=environment, cwd=REPOSITORY
         )
         for _ in range(count)
     ]

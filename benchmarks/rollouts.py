@@ -29,13 +29,13 @@ from measure import REPOSITORY, provenance
 
 sys.path.insert(0, str(REPOSITORY))  # the simulation belongs to the tests
 
+from tests.fakes.engine import FakeRequest
 from tests.unit.orchestrator.fakes import StrictRecorder, config_of
 from tests.unit.orchestrator.simulated_clock import run_simulated
 from tests.unit.orchestrator.simulation import Pace, Simulation
 
 from telescope.orchestrator.async_window import MAX_REQUEUES
 from telescope.orchestrator.step_recorder import RUN_ENDED
-from telescope.testing.fake_engine import FakeRequest
 from telescope.trainer.batch import StepInput
 
 GROUP_SIZE = 8

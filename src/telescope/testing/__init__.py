@@ -1,1 +1,1 @@
-"""Fakes of engine, trainer and whole run, for tests without a GPU."""
+"""The recorded runs of `telescope ui --demo`."""

@@ -11,13 +11,13 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from tests.fakes.engine import FakeEngineSettings
+from tests.fakes.server import FakeEngineServer
 
 from telescope.errors import InfrastructureError
 from telescope.inference.client import EngineClient, EngineRequestError
 from telescope.inference.vllm import adapter as wire
 from telescope.rollout.types import GenerateRequest
-from telescope.testing.fake_engine import FakeEngineSettings
-from telescope.testing.fake_server import FakeEngineServer
 from telescope.weights.probe import compare_logprobs
 
 SLOW = {"mean_tokens": 400, "tokens_per_second": 200.0}

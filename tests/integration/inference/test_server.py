@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.fakes.engine import FakeEngineSettings
 
 from telescope.config import TelescopeConfig, load_config
 from telescope.config.machine import listen_problem
@@ -29,7 +30,6 @@ from telescope.inference.server import EngineStartError, InferenceServer, Superv
 from telescope.inference.vllm.launch import ROUNDING_BYTES, LaunchCommand
 from telescope.inference.vllm.policy_version import REQUIRE_UPDATE_VARIABLE
 from telescope.rollout.types import GenerateRequest
-from telescope.testing.fake_engine import FakeEngineSettings
 
 SECRET = "a-secret"
 QUICK = SupervisionLimits(
@@ -53,7 +53,7 @@ def make_server(config: TelescopeConfig, tmp_path: Path) -> Iterator[Callable[..
         encoded = msgspec.json.encode(settings or FakeEngineSettings(spawn_child=True)).decode()
 
         def launch(restarted: bool) -> LaunchCommand:
-            arguments = [sys.executable, "-m", "telescope.testing.fake_server", "--port", str(port)]
+            arguments = [sys.executable, "-m", "tests.fakes.server", "--port", str(port)]
             environment = {SECRET_VARIABLE: SECRET}
             if restarted:
                 environment[REQUIRE_UPDATE_VARIABLE] = "1"
@@ -128,7 +128,7 @@ def test_a_killed_server_on_a_shared_gpu_restarts_with_its_cache_size(
     config = load_config(None, [*shared, "--inference_num_workers=1", "--trainer_num_workers=1"]).config
     port = free_port()
     words = "print('Available KV cache memory: 7.50 GiB', flush=True)"
-    script = f"{words}; import runpy; runpy.run_module('telescope.testing.fake_server', run_name='__main__')"
+    script = f"{words}; import runpy; runpy.run_module('tests.fakes.server', run_name='__main__')"
     given: list[int | None] = []
 
     def launch(_: TelescopeConfig, **fields: object) -> LaunchCommand:
@@ -346,7 +346,7 @@ time.sleep(600)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_the_engine_exits_with_its_parent(tmp_path: Path, how: signal.Signals) -> None:
     port = free_port()
-    command = [sys.executable, "-m", "telescope.testing.fake_server", "--port", str(port)]
+    command = [sys.executable, "-m", "tests.fakes.server", "--port", str(port)]
     command += ["--settings", '{"spawn_child": true}']
     arguments = json.dumps([port, str(tmp_path), command, {SECRET_VARIABLE: SECRET}])
     parent = subprocess.Popen([sys.executable, "-c", PARENT, arguments], stdout=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""Runs of the real loops (`telescope.testing.fake_run`) over fake engines in the test's own process, which tests
+"""Runs of the real loops (`tests.fakes.run`) over fake engines in the test's own process, which tests
 may kill, with a small environment that fails on demand."""
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.fakes.engine import FakeEngineSettings
+from tests.fakes.run import FakeRun, FakeTrainer, fake_run
+from tests.fakes.server import FakeEngineServer
+
 from telescope.config import TelescopeConfig
 from telescope.environments.worker_pool.launcher import Launcher
 from telescope.inference.client import EngineClient
-from telescope.testing.fake_engine import FakeEngineSettings
-from telescope.testing.fake_run import FakeRun, FakeTrainer, fake_run
-from telescope.testing.fake_server import FakeEngineServer
 
 ENVIRONMENTS = Path(__file__).parent / "environments"
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.fakes.engine import FakeEngineSettings
 from tests.integration.orchestrator.harness import Ground, Harness, harness
 from transformers import AutoTokenizer
 
 from telescope.record.reader import Run
-from telescope.testing.fake_engine import FakeEngineSettings
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")  # the fork server of the environments belongs to one loop
 

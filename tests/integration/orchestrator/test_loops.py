@@ -6,11 +6,11 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from tests.fakes.engine import FakeEngineSettings
+from tests.fakes.run import FakeTrainer
 from tests.integration.orchestrator.harness import Ground, Harness, harness
 
 from telescope.record.reader import Run
-from telescope.testing.fake_engine import FakeEngineSettings
-from telescope.testing.fake_run import FakeTrainer
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")  # the fork server of the environments belongs to one loop
 

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.engine import FakeEngineSettings
+from tests.fakes.server import FakeEngineServer
 from tests.integration.orchestrator.harness import FakeHandle, Ground, config_for
 from tests.repository_modules import benchmarks_importable
 
 from telescope.environments.worker_pool.launcher import Launcher
 from telescope.inference.client import EngineClient
 from telescope.inference.vllm.step_meter import StepReading
-from telescope.testing.fake_engine import FakeEngineSettings
-from telescope.testing.fake_server import FakeEngineServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")  # the fork server of the environments belongs to one loop
 

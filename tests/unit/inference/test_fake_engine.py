@@ -9,11 +9,11 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.fakes.app import AnswerWriter
+from tests.fakes.engine import FakeEngine, FakeEngineSettings, FakeRequest
 
 from telescope.inference.vllm import adapter as wire
 from telescope.rollout.types import Generation
-from telescope.testing.fake_app import AnswerWriter
-from telescope.testing.fake_engine import FakeEngine, FakeEngineSettings, FakeRequest
 
 
 async def sample(engine: FakeEngine, name: str, *, seed: int | None = 1, max_tokens: int = 10_000) -> FakeRequest:

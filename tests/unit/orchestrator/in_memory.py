@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from tests.fakes.run import VOCAB_SIZE
 from tests.unit.orchestrator.fakes import StepLog, StrictRecorder
 from tests.unit.rollout.fakes import generation, tick
 
@@ -21,7 +22,6 @@ from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import Supervisor
 from telescope.rollout.sample import RolloutSettings
 from telescope.rollout.types import GenerateRequest, Generation
-from telescope.testing.fake_run import VOCAB_SIZE
 from telescope.trainer.batch import StepInput, StepResult
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
+from tests.fakes.engine import AnswerFunction, FakeEngine, FakeEngineSettings, FakeRequest
 from tests.unit.orchestrator.fakes import StepLog, StrictRecorder
 
 from telescope.config import TelescopeConfig
@@ -37,7 +38,6 @@ from telescope.orchestrator.supervision import Supervisor
 from telescope.rollout.sample import Rollout, RolloutSettings
 from telescope.rollout.trajectory import Trajectory
 from telescope.rollout.types import GenerateRequest, Generation
-from telescope.testing.fake_engine import AnswerFunction, FakeEngine, FakeEngineSettings, FakeRequest
 from telescope.trainer.batch import StepInput, StepResult
 
 FATES = {

@@ -2,7 +2,7 @@
 
 Real: the loops, request slots, the server pool, environment processes, the record, and the HTTP clients. Fake: the
 trainer, which counts, and the weight sync, which takes every server through an update without weights. The caller
-provides the servers: `telescope.testing.fake_server` in this process or in others.
+provides the servers: `tests.fakes.server` in this process or in others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Fake vLLM server without a model, for tests and benchmarks.
 
 `FakeEngineServer` runs inside a test's own event loop; with `python -m` this module runs as a process, for tests that
-kill it. The middlewares are those of vLLM's server, so secrets, salts and pauses take the real path. `fake_app` answers
+kill it. The middlewares are those of vLLM's server, so secrets, salts and pauses take the real path. `app` answers
 the routes.
 """
 
@@ -16,14 +16,14 @@ from typing import Any
 
 import msgspec
 import uvicorn
+from tests.fakes.app import FakeEngineApp, WorkerFunction
+from tests.fakes.engine import AnswerFunction, FakeEngine, FakeEngineSettings
 
 from telescope.inference.auth import SECRET_VARIABLE, Application, Receive, RunSecretMiddleware, Scope, Send
 from telescope.inference.client import raise_file_limit
 from telescope.inference.vllm.binary_responses import BinaryResponseMiddleware
 from telescope.inference.vllm.policy_version import PolicyVersionMiddleware
 from telescope.inference.vllm.support import parse_version, reports_version_spans
-from telescope.testing.fake_app import FakeEngineApp, WorkerFunction
-from telescope.testing.fake_engine import AnswerFunction, FakeEngine, FakeEngineSettings
 from telescope.utils.child_guard import SUPERVISOR_PID_VARIABLE, die_with
 
 
@@ -124,7 +124,7 @@ def _with_app(app: FakeEngineApp, outermost: Application) -> Application:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the fake engine as a process. The secret comes from the environment, as vLLM's does."""
-    parser = argparse.ArgumentParser(prog="python -m telescope.testing.fake_server", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.fakes.server", description=main.__doc__)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--settings", default="{}", help="JSON of FakeEngineSettings")

@@ -1,6 +1,6 @@
 """ASGI application with vLLM's routes over a fake engine.
 
-Owns the answers of the routes, and faults on demand; `fake_engine` is the engine, `fake_server` the server. Routes and
+Owns the answers of the routes, and faults on demand; `engine` is the engine, `server` the server. Routes and
 JSON follow vLLM 0.32 or 0.26 (`FakeEngineSettings.vllm_version`).
 """
 
@@ -16,12 +16,12 @@ from urllib.parse import parse_qs
 
 import msgspec
 import numpy as np
+from tests.fakes.engine import AnswerFunction, FakeEngine, FakeEngineSettings, FakeRequest
 
 from telescope.inference.auth import Receive, Scope, Send, answer_json
 from telescope.inference.vllm import adapter as wire
 from telescope.inference.vllm.policy_version import read_body, wait_for_disconnect
 from telescope.inference.vllm.support import parse_version, reports_version_spans
-from telescope.testing.fake_engine import AnswerFunction, FakeEngine, FakeEngineSettings, FakeRequest
 
 WorkerFunction = Callable[[str, list[Any]], list[Any]]
 
