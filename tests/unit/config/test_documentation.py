@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.repository_modules import load_script
 
 import telescope
 from telescope.config import EnvironmentEntry, EvalEntry, TelescopeConfig
@@ -18,7 +19,6 @@ from telescope.config.generate import (
     default_yaml,
     describe_all,
     describe_section,
-    generated_files,
     resolved_yaml,
     yaml_text,
 )
@@ -29,6 +29,10 @@ from telescope.config.schema import SECTIONS
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = Path(telescope.__file__).parent
 ENTRIES = {"environments": EnvironmentEntry, "evals": EvalEntry}
+
+
+with load_script("generate_references") as script:
+    generated_files = script.generated_files
 
 
 def all_descriptions() -> list[FieldDescription]:
@@ -45,14 +49,14 @@ def test_every_field_is_described_in_sentences():
 
 
 def test_the_command_writes_the_generated_files(tmp_path):
-    subprocess.run([sys.executable, "-m", "telescope.config.generate", str(tmp_path)], check=True)
+    subprocess.run([sys.executable, ROOT / "scripts" / "generate_references.py", str(tmp_path)], check=True)
     assert {name: (tmp_path / name).read_text() for name in generated_files()} == generated_files()
 
 
 @pytest.mark.parametrize("path", sorted(generated_files()))
 def test_generated_files_are_current(path):
     committed = (ROOT / path).read_text(encoding="utf-8")
-    assert committed == generated_files()[path], "run `python -m telescope.config.generate`"
+    assert committed == generated_files()[path], "run `python scripts/generate_references.py`"
 
 
 def test_the_documentation_names_every_field_and_every_rule():
