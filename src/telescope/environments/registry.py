@@ -62,17 +62,16 @@ class Packages:
 
 @dataclass(slots=True, frozen=True)
 class Discovery:
-    """The search for one kind of class.
-
-    `kind` is its name in messages, `file_name` the file that marks a folder, `root` the base class.
-    """
+    """The search for one kind of class: its name in messages, the package that ships some, and their base class."""
 
     kind: str
     package: str
-    file_name: str
-    group: str
-    path_field: str
     root: type
+
+    @property
+    def file_name(self) -> str:
+        """The file that marks a folder."""
+        return f"{self.kind}.py"
 
     def names(self, folders: Sequence[str | Path] = ()) -> list[str]:
         """All names that can be found, sorted."""
@@ -100,7 +99,7 @@ class Discovery:
             problem = f"The {self.kind} {name!r} does not ship with this version yet."
         return (
             f"{problem} Known: {', '.join(known)}. To add your own, put a folder "
-            f"<name>/{self.file_name} into a folder named in {self.path_field}, or write package.module:Class."
+            f"<name>/{self.file_name} into a folder named in environments_path, or write package.module:Class."
         )
 
     def packages(self, source: Source) -> Packages:
@@ -147,12 +146,12 @@ class Discovery:
             for folder in self._marked_folders(Path(place)):
                 module = f"{self.package}.{folder.name}.{Path(self.file_name).stem}"
                 sources[folder.name] = Source(folder.name, module, None, folder / self.file_name)
-        for point in importlib.metadata.entry_points(group=self.group):
+        for point in importlib.metadata.entry_points(group=self.package):
             sources[point.name] = Source(point.name, point.module, point.attr or None, None)
         for named in reversed(folders):
             root = user_path(named).resolve()
             if not root.is_dir():
-                raise UserError(f"{self.path_field} names {str(named)!r}, which is not a folder.")
+                raise UserError(f"environments_path names {str(named)!r}, which is not a folder.")
             for folder in self._marked_folders(root):
                 module = f"{_synthetic_package(folder)}.{Path(self.file_name).stem}"
                 sources[folder.name] = Source(folder.name, module, None, folder / self.file_name, folder)
@@ -285,14 +284,7 @@ def _install_alias(name: str, package: ModuleType) -> None:
         setattr(sys.modules[parent], folder, package)
 
 
-ENVIRONMENTS = Discovery(
-    kind="environment",
-    package="telescope.environments",
-    file_name="environment.py",
-    group="telescope.environments",
-    path_field="environments_path",
-    root=Environment,
-)
+ENVIRONMENTS = Discovery("environment", "telescope.environments", Environment)
 
 
 def list_environments(environments_path: Sequence[str | Path] = ()) -> list[str]:

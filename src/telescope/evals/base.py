@@ -159,14 +159,7 @@ class _Question(SingleTurnEnvironment):
         raise AssertionError("scores nothing")
 
 
-EVALS = Discovery(
-    kind="eval",
-    package="telescope.evals",
-    file_name="eval.py",
-    group="telescope.evals",
-    path_field="environments_path",
-    root=Eval,
-)
+EVALS = Discovery("eval", "telescope.evals", Eval)
 
 
 def list_evals(environments_path: Sequence[str | Path] = ()) -> list[str]:
