@@ -166,14 +166,7 @@ class Run:
 
     def now(self) -> dict[str, Any] | None:
         """Returns what a live run does: `time`, `phase`, `components`, ... None if it is not live or does not say."""
-        if self.status != "live":
-            return None
-        try:
-            value = read_json(self.files.now)
-        except (OSError, ValueError) as error:
-            logger.warning("record: %s cannot be read: %s", self.files.now, error)
-            return None
-        return value if isinstance(value, dict) else None
+        return (_read_object(self.files.now) or None) if self.status == "live" else None
 
     def attempts(self) -> list[dict[str, Any]]:
         """Returns the attempts, oldest first."""
@@ -233,12 +226,7 @@ class Run:
     @property
     def result(self) -> dict[str, Any]:
         """Content of `summary.json`, or an empty dictionary."""
-        try:
-            value = read_json(self.files.summary)
-        except (OSError, ValueError) as error:
-            logger.warning("record: %s cannot be read: %s", self.files.summary, error)
-            return {}
-        return value if isinstance(value, dict) else {}
+        return _read_object(self.files.summary)
 
     @property
     def config_problem(self) -> str | None:
@@ -259,9 +247,7 @@ class Run:
         return None if isinstance(value, dict) else f"{path} must hold `field: value` lines"
 
     def table_files(self, name: str, cursor: int = 0) -> list[TableFile]:
-        """Returns the files with the rows from `cursor` on.
-
-        They are in order and have each row once.
+        """Returns the files with the rows from `cursor` on, in order, each row once.
 
         Warns of lost and damaged ones and leaves them out.
         """
@@ -466,6 +452,16 @@ def _sample_key(data: pa.Table) -> pa.ChunkedArray:
     """Returns attempt and sample as one text. It is empty for rows without a sample."""
     key = pc.binary_join_element_wise(data["attempt"].cast(pa.string()), data["sample_id"], ":")
     return pc.fill_null(key, "").combine_chunks()
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Returns the content of a JSON file. Empty without one, or with a warning if it cannot be read."""
+    try:
+        value = read_json(path)
+    except (OSError, ValueError) as error:
+        logger.warning("record: %s cannot be read: %s", path, error)
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _number(value: Any) -> float | None:
