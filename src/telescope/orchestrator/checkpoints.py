@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
 import shutil
 import time
@@ -34,7 +33,7 @@ from telescope.config.messages import show
 from telescope.errors import UserError
 from telescope.orchestrator.run_state import RunState
 from telescope.orchestrator.status import RunStatus
-from telescope.record.files import read_json, replace_json
+from telescope.record.files import read_json, replace_json, sync
 from telescope.utils.digests import damage, digests_of, files_below
 from telescope.utils.text import pluralize, single_line
 from telescope.weights.model_folder import base_weights
@@ -171,11 +170,7 @@ class CheckpointFolder:
         replace_json(partial / META, meta)
         folder = self.folder_of(step)
         partial.rename(folder)
-        descriptor = os.open(self.path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(self.path)
         return folder
 
     def prune(self, keep_last: int | None, keep_every: int | None) -> list[int]:

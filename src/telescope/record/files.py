@@ -28,6 +28,8 @@ import pydantic_core
 
 from telescope.errors import UserError
 
+logger = logging.getLogger(__name__)
+
 TEMPORARY_PREFIX = ".writing-"
 """Name prefix of incomplete files. Readers ignore them, and the next writer removes them."""
 
@@ -84,9 +86,7 @@ class FileState:
 
 
 def record_files(run_dir: str | os.PathLike[str]) -> dict[str, FileState]:
-    """Returns the files of a record by their path:
-
-    what a copy of the run needs.
+    """Returns the files that a copy of the run needs, by their path.
 
     Leaves out checkpoints, weights, the folders of trackers, and incomplete files.
     """
@@ -132,6 +132,15 @@ def replace_json(path: Path, value: Any, *, indent: int | None = 1) -> int:
     return len(content)
 
 
+def sync(path: Path) -> None:
+    """Makes a file or a folder's names survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def overwrite_json(path: Path, value: Any) -> None:
     """Writes `value` as JSON over an existing file, in place: a full disk has no space for another file.
 
@@ -166,9 +175,6 @@ def read_json(path: Path) -> Any:
         return None
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply") from None
-
-
-logger = logging.getLogger(__name__)
 
 
 class WriterLock:

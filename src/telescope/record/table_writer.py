@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from telescope.record.convert import conform, rows_to_table
-from telescope.record.files import TEMPORARY_PREFIX, replace_file, temporary_name
+from telescope.record.files import TEMPORARY_PREFIX, replace_file, sync, temporary_name
 from telescope.record.pending import Row
 from telescope.record.schema import Table
 from telescope.record.table_files import (
@@ -161,13 +161,8 @@ def set_aside_foreign_files(table: Table, directory: Path) -> None:
         while os.path.lexists(target):
             target, number = path.with_name(f"{SET_ASIDE_PREFIX}{number}-{name}"), number + 1
         os.rename(path, target)
-        logger.warning(
-            "record: %s is no file of table %s (%s). It was renamed to %s",
-            path,
-            table.name,
-            problem,
-            target.name,
-        )
+        what = "record: %s is no file of table %s (%s). It was renamed to %s"
+        logger.warning(what, path, table.name, problem, target.name)
 
 
 def why_foreign(table: Table, path: Path) -> str | None:
@@ -235,15 +230,6 @@ def write_at(path: Path, offset: int, content: bytes) -> None:
     with path.open("r+b") as file:
         file.seek(offset)
         file.write(content)
-
-
-def sync(path: Path) -> None:
-    """Makes a file or a folder's names survive a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _row_groups(files: Iterable[TableFile], schema: pa.Schema) -> Iterator[pa.Table]:
