@@ -180,21 +180,9 @@ def _locations(
     canonical: str,
     packing: Mapping[str, list[str]],
 ) -> Slices:
-    """Returns the trainer tensors in any parameter, and their locations."""
+    """Returns the trainer tensors in this parameter and their locations. Empty if there is no explanation."""
     if is_experts(module) and attribute in (GATE_UP, DOWN):
         return expert_slices(module, place, attribute, shapes)
-    return _slices(module, place, attribute, shapes, canonical, packing)
-
-
-def _slices(
-    module: nn.Module,
-    place: str,
-    attribute: str,
-    shapes: Mapping[str, tuple[int, ...]],
-    canonical: str,
-    packing: Mapping[str, list[str]],
-) -> Slices:
-    """Returns the trainer tensors in this parameter and their locations. Empty if there is no explanation."""
     parent, _, last = place.rpartition(".")
     own = f"{place}.{attribute}" if place else attribute
     name = own if own in shapes else canonical
