@@ -97,6 +97,20 @@ class NoGpusError(Exception):
     """No NVIDIA GPU can be read here. The message gives the reason."""
 
 
+GPU_QUANTITIES: dict[str, Callable[[Any, Any], float]] = {
+    "gpu_utilization_percent": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
+    "gpu_memory_utilization_percent": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).memory,
+    "gpu_memory_used_bytes": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used,
+    "gpu_memory_total_bytes": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).total,
+    "gpu_temperature_celsius": lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+    "gpu_power_watts": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) * WATTS_PER_MILLIWATT,
+    "gpu_power_limit_watts": lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) * WATTS_PER_MILLIWATT,
+    "gpu_sm_clock_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+    "gpu_memory_clock_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM),
+}
+"""Gauges of a GPU, and how NVML is asked. Utilizations are shares of recent time with kernels and memory access."""
+
+
 class GpuReader:
     """Reads every GPU of this machine. Raises `NoGpusError` without a GPU or without NVML."""
 
@@ -124,47 +138,14 @@ class GpuReader:
         readings = []
         for index, device in enumerate(self._devices):
             now = time.time()
-            for call in (self._utilization, self._memory, self._temperature, self._power, self._clocks):
-                for name, value in self._read(index, device, call).items():
-                    readings.append(Reading(now, name, value, gpu=index))
+            for name, ask in GPU_QUANTITIES.items():
+                if (index, name) in self._unsupported:
+                    continue
+                try:
+                    readings.append(Reading(now, name, float(ask(self._nvml, device)), gpu=index))
+                except (self._nvml.NVMLError_NotSupported, self._nvml.NVMLError_NoPermission):
+                    self._unsupported.add((index, name))  # not asked again
         return readings
-
-    def _read(self, index: int, device: Any, call: Callable[[Any], dict[str, float]]) -> dict[str, float]:
-        """Returns the values of one call. A call that the GPU does not support is not repeated."""
-        key = (index, call.__name__)
-        if key in self._unsupported:
-            return {}
-        try:
-            return call(device)
-        except (self._nvml.NVMLError_NotSupported, self._nvml.NVMLError_NoPermission):
-            self._unsupported.add(key)
-            return {}
-
-    def _utilization(self, device: Any) -> dict[str, float]:
-        """Reads the shares of recent time with kernels and memory access."""
-        rates = self._nvml.nvmlDeviceGetUtilizationRates(device)
-        return {"gpu_utilization_percent": float(rates.gpu), "gpu_memory_utilization_percent": float(rates.memory)}
-
-    def _memory(self, device: Any) -> dict[str, float]:
-        memory = self._nvml.nvmlDeviceGetMemoryInfo(device)
-        return {"gpu_memory_used_bytes": float(memory.used), "gpu_memory_total_bytes": float(memory.total)}
-
-    def _temperature(self, device: Any) -> dict[str, float]:
-        sensor = self._nvml.NVML_TEMPERATURE_GPU
-        return {"gpu_temperature_celsius": float(self._nvml.nvmlDeviceGetTemperature(device, sensor))}
-
-    def _power(self, device: Any) -> dict[str, float]:
-        return {
-            "gpu_power_watts": self._nvml.nvmlDeviceGetPowerUsage(device) * WATTS_PER_MILLIWATT,
-            "gpu_power_limit_watts": self._nvml.nvmlDeviceGetEnforcedPowerLimit(device) * WATTS_PER_MILLIWATT,
-        }
-
-    def _clocks(self, device: Any) -> dict[str, float]:
-        nvml = self._nvml
-        return {
-            "gpu_sm_clock_mhz": float(nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_SM)),
-            "gpu_memory_clock_mhz": float(nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_MEM)),
-        }
 
 
 def _text(value: str | bytes) -> str:

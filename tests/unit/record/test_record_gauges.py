@@ -143,6 +143,9 @@ class FakeNvml(ModuleType):
         self.power_asked += 1
         raise self.NVMLError_NotSupported
 
+    def nvmlDeviceGetEnforcedPowerLimit(self, device: int) -> int:
+        raise self.NVMLError_NotSupported
+
 
 def test_a_call_that_a_gpu_does_not_support_is_not_repeated(monkeypatch: pytest.MonkeyPatch):
     nvml = FakeNvml(num_gpus=2)
