@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from telescope.config import TelescopeConfig
@@ -48,12 +49,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.tx
 """Files that decide which id a token has."""
 
 MOST = 8  # differences that are listed
-
-SCHEDULE = {
-    "base": "learning_rate", "schedule": "lr_scheduler", "warmup_steps": "warmup_steps",
-    "total_steps": "number_of_steps", "min_ratio": "min_lr_ratio",
-}  # fmt: skip
-"""Arguments of `learning_rate`, and their fields."""
 
 FORCE = "resume_force: true overrides this (docs/checkpoints.md names what no longer holds)"
 
@@ -197,16 +192,14 @@ def _change_of_rate(step: int, before: Mapping[str, Any], now: Mapping[str, Any]
     """Returns a remark if the learning rate after the checkpoint is not what the run had planned."""
     from telescope.trainer.step import learning_rate  # imports torch
 
-    def rate(values: Mapping[str, Any], step: int) -> float:
-        return learning_rate(step, **{argument: values[field] for argument, field in SCHEDULE.items()})
-
-    planned, rate_now = rate(before, step), rate(now, step)
+    earlier = SimpleNamespace(**before)
+    planned, rate_now = learning_rate(step, earlier), learning_rate(step, SimpleNamespace(**now))
     if math.isclose(planned, rate_now, rel_tol=1e-6):
         return None
     return (
-        f"The learning rate was {rate(before, step - 1):.3g} in step {step} and is {rate_now:.3g} in step {step + 1}, "
-        f'by lr_scheduler "{now["lr_scheduler"]}" over {now["number_of_steps"]} steps. For a rate of your choice, set '
-        'lr_scheduler to "constant" and learning_rate to it'
+        f"The learning rate was {learning_rate(step - 1, earlier):.3g} in step {step} and is {rate_now:.3g} in step "
+        f'{step + 1}, by lr_scheduler "{now["lr_scheduler"]}" over {now["number_of_steps"]} steps. For a rate of your '
+        'choice, set lr_scheduler to "constant" and learning_rate to it'
     )
 
 

@@ -108,7 +108,7 @@ class RLBackend(TrainingBackend):
     def train_step(self, trainer_data: dict[str, Any]) -> dict[str, float]:
         step, version = int(trainer_data["step"]), int(trainer_data["version"])
         minibatches: list[OptimizerStepBatch] = trainer_data["minibatches"]
-        rate = self.learning_rate(step)
+        rate = learning_rate(step, self.config)
         timeline = Timeline(self.device, self.rank)
         sums = StepMetrics(self.device, self.environments)
         norms = []
@@ -153,18 +153,6 @@ class RLBackend(TrainingBackend):
     def first_rollouts(self) -> FirstRollouts:
         """Compares the engine with this trainer in the first steps."""
         return FirstRollouts(self.config, self.hf_config.get_text_config(), self.device)
-
-    def learning_rate(self, step: int) -> float:
-        """Returns the learning rate of training step `step`."""
-        config = self.config
-        return learning_rate(
-            step,
-            base=config.learning_rate,
-            schedule=config.lr_scheduler,
-            warmup_steps=config.warmup_steps,
-            total_steps=config.number_of_steps,
-            min_ratio=config.min_lr_ratio,
-        )
 
     def accumulate(
         self,
@@ -257,22 +245,22 @@ class RLBackend(TrainingBackend):
         return tokens
 
 
-def learning_rate(
-    step: int, *, base: float, schedule: str, warmup_steps: int, total_steps: int, min_ratio: float
-) -> float:
-    """Computes the rate of training step `step`, counted from 0.
+def learning_rate(step: int, config: Any) -> float:
+    """Computes the rate of training step `step`, counted from 0, by the fields of a run.
 
-    `none` ignores the warm-up; `constant` warms up and stays; `linear` and `cosine` warm up, then decay from `base` at
-    step `warmup_steps` to `base * min_ratio`, which they would reach at step `total_steps`. A pure function: there is
-    no scheduler to save or to lose at a resume, and no step has a rate of 0.
+    `none` ignores the warm-up; `constant` warms up and stays; `linear` and `cosine` warm up, then decay from
+    `learning_rate` at step `warmup_steps` to `min_lr_ratio` of it, which they would reach at `number_of_steps`. A pure
+    function: there is no scheduler to save or to lose at a resume, and no step has a rate of 0.
     """
+    base: float = config.learning_rate
+    schedule, warmup_steps, min_ratio = config.lr_scheduler, config.warmup_steps, config.min_lr_ratio
     if schedule == "none":
         return base
     if step < warmup_steps:
         return base * (step + 1) / warmup_steps
     if schedule == "constant":
         return base
-    decay_steps = max(1, total_steps - warmup_steps)
+    decay_steps = max(1, config.number_of_steps - warmup_steps)
     progress = min(1.0, (step - warmup_steps) / decay_steps)
     remaining = 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return base * (min_ratio + (1.0 - min_ratio) * remaining)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,11 +11,15 @@ from hypothesis import strategies as st
 from telescope.trainer.step import learning_rate
 
 
+def fields(schedule: str, *, warmup: int, total: int, min_ratio: float, rate: float = 1.0) -> SimpleNamespace:
+    return SimpleNamespace(
+        lr_scheduler=schedule, warmup_steps=warmup, number_of_steps=total, min_lr_ratio=min_ratio, learning_rate=rate
+    )
+
+
 def rates(schedule: str, *, warmup: int, total: int, min_ratio: float = 0.0) -> list[float]:
-    return [
-        learning_rate(s, base=1.0, schedule=schedule, warmup_steps=warmup, total_steps=total, min_ratio=min_ratio)  # type: ignore[arg-type]
-        for s in range(total)
-    ]
+    config = fields(schedule, warmup=warmup, total=total, min_ratio=min_ratio)
+    return [learning_rate(step, config) for step in range(total)]
 
 
 def test_warm_up_starts_above_zero_and_ends_at_the_rate():
@@ -36,7 +42,7 @@ def test_cosine_is_halfway_in_the_middle_and_respects_its_floor():
 
 
 def test_steps_past_the_planned_end_stay_at_the_floor():
-    rate = learning_rate(25, base=2.0, schedule="linear", warmup_steps=0, total_steps=10, min_ratio=0.1)
+    rate = learning_rate(25, fields("linear", warmup=0, total=10, min_ratio=0.1, rate=2.0))
     assert rate == pytest.approx(0.2)
 
 
