@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from telescope.errors import DeadlineExceeded
 from telescope.weights.control_channel import ControlChannel, Rendezvous, TransferError, join, listen
+from telescope.weights.plan import InitInfo
 
 Backend = Literal["gloo", "nccl"]
 
@@ -82,23 +83,14 @@ class Communicator:
 
     @classmethod
     def connect(
-        cls,
-        host: str,
-        port: int,
-        rank: int,
-        world_size: int,
-        *,
-        backend: Backend,
-        timeout: float,
-        token: str,
-        device: torch.device | None = None,
-        rendezvous: Rendezvous | None = None,
+        cls, info: InitInfo, rank: int, device: torch.device, rendezvous: Rendezvous | None = None
     ) -> Communicator:
-        """Connects to the other ranks at `host:port` and builds the group. All ranks call it within `timeout` seconds.
+        """Connects to the other ranks and builds the group. All ranks call it within `info.timeout_seconds`.
 
-        Rank 0 passes the `Rendezvous` that listens there. `device` is the CUDA device for NCCL. A first broadcast
-        tests the connection. Raises `DeadlineExceeded` or `TransferError`.
+        Rank 0 passes the `Rendezvous` that listens there. `device` is for NCCL. A first broadcast tests the connection.
+        Raises `DeadlineExceeded` or `TransferError`.
         """
+        host, world_size, backend, timeout = info.host, info.world_size, info.backend, info.timeout_seconds
         deadline = time.monotonic() + timeout
         if rank == 0:
             assert rendezvous is not None, "rank 0 connects through its own rendezvous"
@@ -110,7 +102,7 @@ class Communicator:
             )
             channel = rendezvous.accept(world_size, {"kind": "welcome", "store_port": store_port}, timeout)
         else:
-            channel, greeting = join(host, port, rank, token, timeout)
+            channel, greeting = join(host, info.port, rank, info.token, timeout)
             store = dist.TCPStore(
                 host, int(greeting["store_port"]), world_size, False, timedelta(seconds=timeout), False
             )
@@ -247,7 +239,7 @@ def _broadcast_options(src: int) -> Any:
 
 
 def _build_group(
-    backend: Backend, store: Any, rank: int, world_size: int, local_address: str, device: torch.device | None
+    backend: Backend, store: Any, rank: int, world_size: int, local_address: str, device: torch.device
 ) -> Any:
     """Builds a separate process group and tests it with one broadcast. Blocks; the caller limits the time."""
     if backend == "gloo":
@@ -258,7 +250,7 @@ def _build_group(
         group: Any = dist.ProcessGroupGloo(store, rank, world_size, options)
         token = torch.full((1,), float(rank == 0))
     else:
-        if device is None or device.type != "cuda":
+        if device.type != "cuda":
             raise ValueError(f"the NCCL backend needs a CUDA device, got {device}")
         torch.cuda.set_device(device)
         options = dist.ProcessGroupNCCL.Options()

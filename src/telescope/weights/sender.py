@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -52,23 +52,17 @@ class SendReport:
     `weight_broadcast_wait`, then `weight_broadcast_conclude`."""
 
 
+@dataclass(kw_only=True, eq=False)
 class WeightSender:
     """Sends from one trainer rank to its engines. One thread calls the methods; any thread may `abort`."""
 
-    def __init__(
-        self,
-        *,
-        device: torch.device | str = "cpu",
-        cpu_staging: bool = False,
-        pin_memory: bool = True,
-        rank: int = 0,
-        track_spans: bool = True,
-    ) -> None:
-        self._rank = rank
-        self._track_spans = track_spans
-        self._device = torch.device(device)
-        self._cpu_staging = cpu_staging
-        self._pin_memory = pin_memory
+    device: torch.device | str = "cpu"
+    cpu_staging: bool = False
+    pin_memory: bool = True
+    rank: int = 0
+    track_spans: bool = True
+
+    def __post_init__(self) -> None:
         self._rendezvous: dict[int, tuple[Rendezvous, InitInfo]] = {}
         self._communicators: dict[int, Communicator] = {}
 
@@ -87,7 +81,7 @@ class WeightSender:
             world_size=num_workers + 1,
             backend=backend,
             timeout_seconds=timeout_seconds,
-            pin_memory=self._pin_memory,
+            pin_memory=self.pin_memory,
         )
         self._rendezvous[engine] = rendezvous, info
         return info
@@ -99,17 +93,8 @@ class WeightSender:
         """
         announced = rendezvous, info = self._rendezvous[engine]
         try:
-            communicator = self._communicators[engine] = Communicator.connect(
-                info.host,
-                info.port,
-                0,
-                info.world_size,
-                backend=info.backend,
-                timeout=info.timeout_seconds,
-                token=info.token,
-                device=self._device if info.backend == "nccl" else None,
-                rendezvous=rendezvous,
-            )
+            device = torch.device(self.device)
+            communicator = self._communicators[engine] = Communicator.connect(info, 0, device, rendezvous)
         finally:
             if self._rendezvous.get(engine) is announced:
                 del self._rendezvous[engine]
@@ -163,35 +148,32 @@ class WeightSender:
         return _Send(self, named_weights, update, engines, fingerprints, corrupt).run()
 
 
+@dataclass(eq=False)
 class _Send:
     """One sync in progress on one rank."""
 
-    def __init__(
-        self,
-        sender: WeightSender,
-        named_weights: Iterator[tuple[str, torch.Tensor]],
-        update: UpdateInfo,
-        engines: list[int],
-        fingerprints: bool,
-        corrupt: str | None,
-    ) -> None:
-        self.update = update
-        self.corrupt = corrupt
-        self.named_weights = named_weights
+    sender: InitVar[WeightSender]
+    named_weights: Iterator[tuple[str, torch.Tensor]]
+    update: UpdateInfo
+    engines: InitVar[list[int]]
+    fingerprints: InitVar[bool]
+    corrupt: str | None
+
+    def __post_init__(self, sender: WeightSender, engines: list[int], fingerprints: bool) -> None:
         # Without engines the tensors are only fingerprinted, on the first rank.
-        self.want_fingerprints = fingerprints and (bool(engines) or sender._rank == 0)
+        self.want_fingerprints = fingerprints and (bool(engines) or sender.rank == 0)
         self.only_fingerprints = self.want_fingerprints and not engines
         self.live = {e: c for e, c in sender._communicators.items() if e in engines}
         self.start = time.monotonic()
-        self.deadline = self.start + update.timeout_seconds
-        self.report = SendReport(update.version, update.num_bytes, 0.0, 0.0)
-        self.weights_device = sender._device
-        self.device = torch.device("cpu") if sender._cpu_staging else sender._device
-        self.staged_from_gpu = sender._cpu_staging and sender._device.type == "cuda"
-        self.pinned = self.staged_from_gpu and sender._pin_memory
+        self.deadline = self.start + self.update.timeout_seconds
+        self.report = SendReport(self.update.version, self.update.num_bytes, 0.0, 0.0)
+        self.weights_device = torch.device(sender.device)
+        self.device = torch.device("cpu") if sender.cpu_staging else self.weights_device
+        self.staged_from_gpu = sender.cpu_staging and self.weights_device.type == "cuda"
+        self.pinned = self.staged_from_gpu and sender.pin_memory
         self.buffers: list[torch.Tensor] = []
         self.in_flight: list[list[tuple[int, Broadcast]]] = [[] for _ in range(_NUM_BUFFERS)]
-        self.timeline = Timeline(sender._device, sender._rank, enabled=sender._track_spans)
+        self.timeline = Timeline(self.weights_device, sender.rank, enabled=sender.track_spans)
 
     def run(self) -> SendReport:
         buckets = plan_buckets(self.update)

@@ -69,16 +69,7 @@ def run_peer(
     info: InitInfo, rank: int, updates: list[UpdateInfo], fault: str, device: str, answers: Connection
 ) -> None:
     """Receives the updates into a dict, or fails as `fault` says. Sends one mapping per update."""
-    communicator = Communicator.connect(
-        info.host,
-        info.port,
-        rank,
-        info.world_size,
-        backend=info.backend,
-        timeout=info.timeout_seconds,
-        token=info.token,
-        device=torch.device(device),
-    )
+    communicator = Communicator.connect(info, rank, torch.device(device))
     for update in updates:
         loaded: dict[str, str] = {}
 

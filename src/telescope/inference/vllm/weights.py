@@ -145,16 +145,7 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         """Joins the sender's communicator and drops an earlier one. All workers of the engine do this at once."""
         self.shutdown()
         self.pin_memory = init_info.pin_memory
-        self.communicator = Communicator.connect(
-            init_info.host,
-            init_info.port,
-            self.parallel_config.rank + 1,
-            init_info.world_size,
-            backend=init_info.backend,
-            timeout=init_info.timeout_seconds,
-            token=init_info.token,
-            device=self.device if init_info.backend == "nccl" else None,
-        )
+        self.communicator = Communicator.connect(init_info, self.parallel_config.rank + 1, self.device)
 
     def make_staging(self) -> str | None:
         """Allocates the staging buffer if allowed. Returns why weights come in place, else None.
