@@ -18,6 +18,7 @@ import math
 import resource
 import time
 from collections import defaultdict
+from dataclasses import KW_ONLY, InitVar, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ class EngineRequestError(RuntimeError):
     """The engine refused a request (4xx). The message is the server's own explanation."""
 
 
+@dataclass(eq=False)
 class EngineClient:
     """`Engine` of one server, with its control calls. Use it from one event loop.
 
@@ -51,24 +53,21 @@ class EngineClient:
     server without them sends JSON. `num_workers` is the server's tensor-parallel size. All times in seconds.
     """
 
-    def __init__(
-        self,
-        base_url: str,
-        secret: str,
-        server_index: int = 0,
-        *,
-        request_timeout: float = 1800.0,
-        update_timeout: float = 600.0,
-        abort_grace: float = ABORT_GRACE_SECONDS,
-        with_priority: bool = True,
-        initial_version: int = 0,
-        binary_responses: bool = True,
-        num_workers: int = 1,
-    ) -> None:
-        self.base_url = base_url.rstrip("/")
-        self.server_index = server_index
-        self.initial_version = initial_version
-        self.loaded_version = initial_version
+    base_url: str
+    secret: InitVar[str]
+    server_index: int = 0
+    _: KW_ONLY
+    request_timeout: float = 1800.0
+    update_timeout: float = 600.0
+    abort_grace: float = ABORT_GRACE_SECONDS
+    with_priority: bool = True
+    initial_version: int = 0
+    binary_responses: InitVar[bool] = True
+    num_workers: int = 1
+
+    def __post_init__(self, secret: str, binary_responses: bool) -> None:
+        self.base_url = self.base_url.rstrip("/")
+        self.loaded_version = self.initial_version
         """Version of the newest finished update. A request sent now is sampled by it or a newer one."""
         self._http = HttpClient(
             self.base_url,
@@ -80,11 +79,6 @@ class EngineClient:
             keep_alive=KEEP_ALIVE_SECONDS,
             connect_timeout=CONNECT_TIMEOUT_SECONDS,
         )
-        self._request_timeout = request_timeout
-        self._update_timeout = update_timeout
-        self._abort_grace = abort_grace
-        self._with_priority = with_priority
-        self._num_workers = num_workers
         self._in_flight: dict[str, asyncio.Timeout] = {}
         self._aborted: set[str] = set()
         raise_file_limit()
@@ -101,9 +95,9 @@ class EngineClient:
         request_id = request.request_id
         if request_id in self._in_flight:
             raise EngineRequestError(f"request id {request_id} is already in flight on server {self.server_index}")
-        body = wire.encode_generate(request, with_priority=self._with_priority)
+        body = wire.encode_generate(request, with_priority=self.with_priority)
         try:
-            async with asyncio.timeout(self._request_timeout) as deadline:
+            async with asyncio.timeout(self.request_timeout) as deadline:
                 self._in_flight[request_id] = deadline
                 answer = await self._exchange("POST", wire.GENERATE_ROUTE, body, f"request {request_id}")
         except TimeoutError as error:
@@ -112,7 +106,7 @@ class EngineClient:
                 return Generation(*empty, "abort", [], server_index=self.server_index)
             raise InfrastructureError(
                 f"{self._name}: request {request_id} ({len(request.prompt_token_ids)} prompt tokens, max_tokens "
-                f"{request.max_tokens}) had no answer within {self._request_timeout:.0f} s"
+                f"{request.max_tokens}) had no answer within {self.request_timeout:.0f} s"
             ) from error
         finally:
             self._in_flight.pop(request_id, None)
@@ -134,8 +128,8 @@ class EngineClient:
                 continue
             self._aborted.add(request_id)
             when = deadline.when()
-            if when is None or when > now + self._abort_grace:
-                deadline.reschedule(now + self._abort_grace)
+            if when is None or when > now + self.abort_grace:
+                deadline.reschedule(now + self.abort_grace)
         await self._control("POST", wire.ABORT_ROUTE, wire.encode_abort(request_ids))
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
@@ -157,7 +151,7 @@ class EngineClient:
 
     async def init_weight_transfer(self, info: dict[str, Any]) -> None:
         """Connects the server's workers to the trainer's communicator. Returns when they have joined."""
-        await self._control("POST", wire.INIT_TRANSFER_ROUTE, {"init_info": info}, within=self._update_timeout)
+        await self._control("POST", wire.INIT_TRANSFER_ROUTE, {"init_info": info}, within=self.update_timeout)
         await self._check_workers()
 
     async def pause(self, mode: str = "keep", *, drop_caches: bool = False) -> None:
@@ -177,18 +171,18 @@ class EngineClient:
         return bool(answer["is_paused"])
 
     async def start_update(self) -> None:
-        await self._control("POST", wire.START_UPDATE_ROUTE, within=self._update_timeout)
+        await self._control("POST", wire.START_UPDATE_ROUTE, within=self.update_timeout)
         await self._check_workers()
 
     async def update_weights(self, info: dict[str, Any]) -> None:
         """Receives and loads the weights that `info` describes. Returns when all workers have them."""
-        await self._control("POST", wire.UPDATE_WEIGHTS_ROUTE, {"update_info": info}, within=self._update_timeout)
+        await self._control("POST", wire.UPDATE_WEIGHTS_ROUTE, {"update_info": info}, within=self.update_timeout)
         await self._check_workers()
 
     async def finish_update(self, version: int) -> None:
         """Ends the update. Tokens of later steps have policy `version`, and the cache salt changes with it."""
         body = {"weight_version": str(version)}
-        await self._control("POST", wire.FINISH_UPDATE_ROUTE, body, within=self._update_timeout)
+        await self._control("POST", wire.FINISH_UPDATE_ROUTE, body, within=self.update_timeout)
         await self._check_workers()
         self.loaded_version = version
 
@@ -196,7 +190,7 @@ class EngineClient:
         """Loads a LoRA adapter in place of the one before. Running requests use it too. Call it inside a pause."""
         body = {"lora_name": wire.ADAPTER_NAME, "lora_path": str(folder), "load_inplace": True}
         try:
-            await self._control("POST", wire.LOAD_ADAPTER_ROUTE, body, within=self._update_timeout)
+            await self._control("POST", wire.LOAD_ADAPTER_ROUTE, body, within=self.update_timeout)
         except EngineRequestError as error:
             # The server does not see the folder, or vLLM cannot load the adapter.
             raise InfrastructureError(str(error)) from error
@@ -207,12 +201,12 @@ class EngineClient:
         vLLM passes dicts and lists through and turns every other result into a string.
         """
         body = {"method": method, "args": args or []}
-        answer = await self._control("POST", wire.COLLECTIVE_RPC_ROUTE, body, within=self._update_timeout)
+        answer = await self._control("POST", wire.COLLECTIVE_RPC_ROUTE, body, within=self.update_timeout)
         return list(msgspec.json.decode(answer)["results"]) if answer else []
 
     async def _check_workers(self) -> None:
         """Raises `InfrastructureError` for failures in one of several workers. A single worker raises itself."""
-        if self._num_workers == 1:
+        if self.num_workers == 1:
             return
         answers = await self.call_worker("telescope_failure")
         failures = [f"worker {rank}: {each['failure']}" for rank, each in enumerate(answers) if each.get("failure")]

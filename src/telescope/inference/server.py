@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from pathlib import Path
 
 from telescope.config import TelescopeConfig
@@ -62,7 +62,6 @@ class ServerStatus:
     state: str
     restarts: int = 0
     pid: int | None = None
-    exit_code: int | None = None
     last_log_lines: list[str] = field(default_factory=list)
     error: str | None = None
     start_seconds: float | None = None
@@ -86,40 +85,32 @@ Launch = Callable[[bool], LaunchCommand]
 """Returns the command; the argument is True for a restart."""
 
 
+@dataclass(eq=False, repr=False)
 class InferenceServer:
     """Supervises one engine process on `host`:`port`.
 
-    `model_path` is a local folder or hub id; the log goes to `run_dir/logs/inference-<index>.log`. `traces` is where it
+    `model` is a local folder or hub id; the log goes to `run_dir/logs/inference-<index>.log`. `traces` is where it
     sends request traces. `node_address` is this machine's address for others, when the server listens on all
     interfaces. `launch` replaces vLLM with another command (tests).
     """
 
-    def __init__(
-        self,
-        config: TelescopeConfig,
-        index: int,
-        port: int,
-        host: str,
-        secret: str,
-        model_path: str,
-        run_dir: Path | str,
-        *,
-        limits: SupervisionLimits | None = None,
-        traces: TraceTarget | None = None,
-        node_address: str | None = None,
-        launch: Launch | None = None,
-    ) -> None:
-        self.index = index
-        self.host = host
-        self._node_address = node_address
-        self.port = port
-        self.log_path = Path(run_dir) / "logs" / f"inference-{index}.log"
-        self._config = config
-        self._secret = secret
-        self._model = str(model_path)
+    config: TelescopeConfig
+    index: int
+    port: int
+    host: str
+    secret: str
+    model: str
+    run_dir: InitVar[Path | str]
+    _: KW_ONLY
+    limits: InitVar[SupervisionLimits | None] = None
+    traces: TraceTarget | None = None
+    node_address: str | None = None
+    launch: InitVar[Launch | None] = None
+
+    def __post_init__(self, run_dir: Path | str, limits: SupervisionLimits | None, launch: Launch | None) -> None:
+        self.log_path = Path(run_dir) / "logs" / f"inference-{self.index}.log"
         self._directory = Path(run_dir) / "inference"
-        self._traces = traces
-        self._limits = limits or SupervisionLimits(start_timeout=config.inference_start_timeout_seconds)
+        self._limits = limits or SupervisionLimits(start_timeout=self.config.inference_start_timeout_seconds)
         self._launch = launch or self._launch_vllm
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -129,7 +120,6 @@ class InferenceServer:
         self._state = "new"
         self._starts = 0
         self._start_seconds: float | None = None
-        self._exit_code: int | None = None
         self._error: str | None = None
         self._restart_times: list[float] = []
         self._kv_cache_bytes: int | None = None
@@ -137,7 +127,7 @@ class InferenceServer:
     @property
     def url(self) -> str:
         """URL of this server for processes on this and other machines."""
-        host = advertised_host(self.host, self._node_address)
+        host = advertised_host(self.host, self.node_address)
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def start(self) -> ServerInfo:
@@ -148,7 +138,7 @@ class InferenceServer:
         """
         if self._state != "new":
             raise RuntimeError(f"inference server {self.index} was started before (state {self._state})")
-        self._hold = hold_port(self.host, self.port, server=self.index, num_servers=self._config.num_inference_servers)
+        self._hold = hold_port(self.host, self.port, server=self.index, num_servers=self.config.num_inference_servers)
         self._state = "starting"
         try:
             self._start_process(restarted=False)
@@ -167,7 +157,7 @@ class InferenceServer:
         """Returns the current process."""
         assert self._process is not None, "the server has not been started"
         version = installed_version() or "none"
-        return ServerInfo(self.url, self._process.pid, version, self._config.hash, self._starts)
+        return ServerInfo(self.url, self._process.pid, version, self.config.hash, self._starts)
 
     def status(self) -> ServerStatus:
         """Returns a snapshot; callable from any thread at any time."""
@@ -176,7 +166,6 @@ class InferenceServer:
             state=self._state,
             restarts=max(0, self._starts - 1),
             pid=process.pid if process is not None and self._state in ("starting", "ready") else None,
-            exit_code=self._exit_code,
             last_log_lines=process.log_tail() if process is not None else [],
             error=self._error,
             start_seconds=self._start_seconds,
@@ -199,7 +188,7 @@ class InferenceServer:
         self._stopping.set()
         with self._lock:  # a start in progress notices the event and lets go
             if self._process is not None:
-                self._exit_code = self._process.terminate(self._limits.stop_grace)
+                self._process.terminate(self._limits.stop_grace)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=self._limits.stop_grace + 30)
         if self._hold is not None:
@@ -213,32 +202,32 @@ class InferenceServer:
         version = installed_version()
         check_supported(version)
         assert version is not None
-        on_cpu = runs_on_cpu(self._config)
+        on_cpu = runs_on_cpu(self.config)
         return launch_command(
-            self._config,
+            self.config,
             host=self.host,
             port=self.port,
-            secret=self._secret,
-            model=self._model,
+            secret=self.secret,
+            model=self.model,
             directory=self._directory,
             vllm_version=version,
             on_cpu=on_cpu,
             restarted=restarted,
             gpu_memory_bytes=None if on_cpu else min(visible_gpu_memory(), default=None),
             kv_cache_bytes=self._kv_cache_bytes if restarted else None,
-            traces=self._traces,
+            traces=self.traces,
             index=self.index,
         )
 
     def _kv_cache_of_a_restart(self) -> int | None:
         """Returns the KV cache size for restarts beside a trainer."""
-        if not self._config.share_gpus or runs_on_cpu(self._config):
+        if not self.config.share_gpus or runs_on_cpu(self.config):
             return None
         assert self._process is not None
-        shape, memory = shape_of(self._model), min(visible_gpu_memory(), default=None)
+        shape, memory = shape_of(self.model), min(visible_gpu_memory(), default=None)
         estimate = None
         if shape is not None and memory is not None:
-            estimate = estimate_memory(self._config, shape, device_memory_bytes=memory).engine
+            estimate = estimate_memory(self.config, shape, device_memory_bytes=memory).engine
         return kv_cache_of_a_restart(self._process.log_tail(2000), estimate)
 
     def _start_process(self, *, restarted: bool) -> None:
@@ -254,13 +243,12 @@ class InferenceServer:
         while self._health(timeout=2.0)[0] != 200:
             code = process.poll()
             if code is not None:
-                self._exit_code = code
                 process.kill()
                 if self._stopping.is_set():
                     raise EngineStartError(f"inference server {self.index} was stopped while it started")
                 raise self._start_error(process, describe_exit(code), ended=True)
             if time.monotonic() > deadline:
-                self._exit_code = process.kill()
+                process.kill()
                 seconds = self._limits.start_timeout
                 raise self._start_error(
                     process, f"did not answer within {seconds:.0f} s (inference_start_timeout_seconds)", ended=False
@@ -307,7 +295,7 @@ class InferenceServer:
             return False
         self._error = what
         self._state = "restarting"
-        self._exit_code = process.kill()
+        process.kill()
         while True:
             now = time.monotonic()
             self._restart_times = [t for t in self._restart_times if now - t < self._limits.restart_window_seconds]
@@ -351,7 +339,7 @@ class InferenceServer:
         host = LOOPBACK if self.host in WILDCARD_HOSTS else self.host
         connection = http.client.HTTPConnection(host, self.port, timeout=timeout)
         try:
-            connection.request("GET", route, headers={"Authorization": f"Bearer {self._secret}"})
+            connection.request("GET", route, headers={"Authorization": f"Bearer {self.secret}"})
             answer = connection.getresponse()
             return answer.status, answer.read()
         finally:

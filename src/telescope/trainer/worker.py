@@ -13,7 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class TrainerInfo:
     layout: Layout
 
 
+@dataclass(eq=False)
 class Trainer:
     """One rank. `config` is a `TelescopeConfig`, the same object on every rank.
 
@@ -55,22 +56,15 @@ class Trainer:
     other ranks connect to it.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        rank: int,
-        world_size: int,
-        master_addr: str,
-        master_port: int,
-        *,
-        listener: socket.socket | None = None,
-    ) -> None:
-        self.config = config
-        self.rank = rank
-        self.world_size = world_size
-        self._store_address = master_addr, master_port
-        self._listener = listener
-        self._is_loopback = master_addr.startswith("127.") or master_addr in ("localhost", "::1")
+    config: Any
+    rank: int
+    world_size: int
+    master_addr: str
+    master_port: int
+    _: KW_ONLY
+    listener: socket.socket | None = None
+
+    def __post_init__(self) -> None:
         self._backend: TrainingBackend | None = None
         self._idle_since = 0.0
         self._sync_seconds = self._checkpoint_seconds = 0.0
@@ -89,7 +83,7 @@ class Trainer:
         device = choose_device(config.device, self.rank)
         if config.trainer_threads is not None:
             torch.set_num_threads(config.trainer_threads)
-        if self._is_loopback:
+        if self.master_addr.startswith("127.") or self.master_addr in ("localhost", "::1"):
             # All ranks are on this host. By default gloo listens on the address of the host's name.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         torch.manual_seed(config.seed)
@@ -125,11 +119,11 @@ class Trainer:
 
     def _open_store(self) -> dist.TCPStore:
         """Opens the store through which the ranks find each other. Waits for rank 0."""
-        host, port = self._store_address
+        host, port = self.master_addr, self.master_port
         descriptor = None
         if self.rank == 0:
             # By default the store listens on every interface; it takes over a given socket.
-            listener = self._listener or socket.create_server(
+            listener = self.listener or socket.create_server(
                 (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
             )
             port = listener.getsockname()[1]

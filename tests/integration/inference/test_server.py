@@ -93,7 +93,7 @@ def test_start_answers_and_stop_leaves_no_process(make_server) -> None:
     info = server.start()
     assert server.status().state == "ready"
     assert info.url == f"http://127.0.0.1:{server.port}"
-    assert info.config_hash == server._config.hash
+    assert info.config_hash == server.config.hash
     assert len(group_members(info.pid)) == 3  # shim, engine, the engine's child
     server.stop()
     assert group_members(info.pid) == []
@@ -365,7 +365,7 @@ def test_a_ready_server_reports_metrics_only_with_the_secret(make_server) -> Non
     server.start()
     names = {reading.name for reading in metrics_reader(server.metrics_text)()}
     assert "vllm:num_requests_running" in names
-    server._secret = "another"
+    server.secret = "another"
     with pytest.raises(OSError, match="401"):
         server.metrics_text()
     server.stop()
