@@ -140,39 +140,21 @@ def in_flight_rows(groups: Iterable[Group]) -> list[dict[str, Any]]:
 def turn_rows(sample: Trajectory) -> list[dict[str, Any]]:
     """Returns the rows of `turns`: messages of model and environment in order."""
     rows: list[dict[str, Any]] = []
+
+    def add(role: str, text: str, num_tokens: int, started_at: float, ended_at: float, **of_reply: Any) -> None:
+        message = {"role": role, "text": text, "num_tokens": num_tokens, "started_at": started_at, "ended_at": ended_at}
+        joined = {"turn_type": None, "restarts": None, "divergence": None} | of_reply
+        rows.append({"sample_id": sample.sample_id, "turn": len(rows), **message, **joined})
+
     for index, turn in enumerate(sample.turns):
         asked_at = sample.turns[index - 1].ended_at if index else turn.started_at
         for number, (role, text, *turn_type) in enumerate(turn.replies):
             # Messages of one reply are tokenized together.
             added = turn.added_token_ids if number == 0 else []
-            rows.append(
-                {
-                    "sample_id": sample.sample_id,
-                    "turn": len(rows),
-                    "role": role,
-                    "turn_type": (turn_type[0] or None) if turn_type else None,
-                    "text": text,
-                    "num_tokens": len(added),
-                    "started_at": asked_at,
-                    "ended_at": turn.started_at,
-                    "restarts": turn.restarts,
-                    "divergence": turn.divergence,
-                }
-            )
-        rows.append(
-            {
-                "sample_id": sample.sample_id,
-                "turn": len(rows),
-                "role": "assistant",
-                "turn_type": None,
-                "text": turn.text,
-                "num_tokens": len(turn.generation.token_ids_N),
-                "started_at": turn.started_at,
-                "ended_at": turn.ended_at,
-                "restarts": None,
-                "divergence": None,
-            }
-        )
+            kind = (turn_type[0] or None) if turn_type else None
+            of_reply = {"turn_type": kind, "restarts": turn.restarts, "divergence": turn.divergence}
+            add(role, text, len(added), asked_at, turn.started_at, **of_reply)
+        add("assistant", turn.text, len(turn.generation.token_ids_N), turn.started_at, turn.ended_at)
     return rows
 
 
