@@ -285,10 +285,7 @@ class SingleTurnEnvironment(Environment):
         self, completion: str, sample: Sample, eos_token: str = ""
     ) -> EvalMetricsResult | Awaitable[EvalMetricsResult]:
         """Metrics of an evaluation; by default the reward and its `sample_metrics`."""
-        result = self.compute_reward(completion, sample, eos_token)
-        if isinstance(result, RewardResult):
-            return eval_metrics_of(result)
-        return _eval_metrics_later(result)
+        return _as_eval_metrics(self.compute_reward(completion, sample, eos_token))
 
     def build_messages(self, question: str | Sequence[ChatMessage]) -> list[ChatMessage]:
         """The conversation before the completion.
@@ -392,10 +389,7 @@ class MultiTurnEnvironment(Environment):
     def get_next_prompt_messages(
         self, state: RolloutState, env_response_messages: list[ChatMessage]
     ) -> list[ChatMessage]:
-        """Returns the conversation of the next turn.
-
-        By default it is everything so far and the environment's response.
-        """
+        """Returns the conversation of the next turn, by default everything so far and the environment's response."""
         return [*conversation(state), *env_response_messages]
 
     @abstractmethod
@@ -406,10 +400,7 @@ class MultiTurnEnvironment(Environment):
         self, state: RolloutState, eos_token: str = ""
     ) -> EvalMetricsResult | Awaitable[EvalMetricsResult]:
         """Metrics of an evaluation; by default the reward and its `sample_metrics`."""
-        result = self.compute_reward(state, eos_token)
-        if isinstance(result, RewardResult):
-            return eval_metrics_of(result)
-        return _eval_metrics_later(result)
+        return _as_eval_metrics(self.compute_reward(state, eos_token))
 
     def end_rollout(self, state: RolloutState) -> Awaitable[None] | None:
         """Releases resources in `state`. Called once when a rollout was scored, failed or cancelled."""
@@ -467,8 +458,13 @@ def eval_metrics_of(result: RewardResult) -> EvalMetricsResult:
     )
 
 
-async def _eval_metrics_later(pending: Awaitable[RewardResult]) -> EvalMetricsResult:
-    return eval_metrics_of(await pending)
+def _as_eval_metrics(
+    result: RewardResult | Awaitable[RewardResult],
+) -> EvalMetricsResult | Awaitable[EvalMetricsResult]:
+    async def later(pending: Awaitable[RewardResult]) -> EvalMetricsResult:
+        return eval_metrics_of(await pending)
+
+    return eval_metrics_of(result) if isinstance(result, RewardResult) else later(result)
 
 
 BaseEnvironment = Environment
