@@ -112,11 +112,8 @@ class TrainerGroup:
         self._loss = None
         self._has_loss.clear()
         self._start()
-        await self._all(
-            "starting the ranks again, within ray_placement_timeout_s",
-            self.config.ray_placement_timeout_s,
-            "dump_stacks",
-        )
+        what = "starting the ranks again, within ray_placement_timeout_s"
+        await self._all(what, self.config.ray_placement_timeout_s, "dump_stacks")
 
     def _names_of_nodes(self) -> list[str]:
         return [self._node_names.get(node, node) for node in self._placement.rank_nodes]

@@ -54,12 +54,8 @@ def _problem(rule: Rule, config: TelescopeConfig) -> str:
 
 
 def _because(rule: Rule, config: TelescopeConfig) -> str:
-    others = [f"{name} is {show(getattr(config, name))}" for name in rule.fields[1:] if not _is_list_of_entries(name)]
-    return f" ({', '.join(others)})" if others else ""
-
-
-def _is_list_of_entries(name: str) -> bool:
-    return name in ("environments", "evals")
+    others = [name for name in rule.fields[1:] if name not in ("environments", "evals")]
+    return f" ({', '.join(f'{name} is {show(getattr(config, name))}' for name in others)})" if others else ""
 
 
 def _facts(config: TelescopeConfig) -> AlgorithmFacts:

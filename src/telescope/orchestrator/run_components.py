@@ -18,7 +18,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from telescope.cluster.inference_group import InferenceGroup
@@ -224,7 +223,14 @@ async def connect_cluster(
     """Joins or starts Ray, until `stack` ends. See `start_components`."""
     status.phase = "starting Ray"
     cluster = await _connect(config, directory, temporary)
-    stack.push(partial(_disconnect, cluster, config, directory, temporary))
+
+    def leave(_: object, error: BaseException | None, *__: object) -> None:
+        """Leaves Ray. After an error its logs are kept in the run directory."""
+        if cluster.started_here and isinstance(error, Exception) and not isinstance(error, Interrupted | UserError):
+            keep_logs(temporary, directory.path)
+        disconnect(cluster, config)
+
+    stack.push(leave)
     on_ray_started()
     return cluster
 
@@ -245,21 +251,6 @@ async def _connect(config: TelescopeConfig, directory: RunDirectory, temporary: 
         stopped.set()
         abandon()
         raise
-
-
-def _disconnect(
-    cluster: Cluster,
-    config: TelescopeConfig,
-    directory: RunDirectory,
-    temporary: Path,
-    error_type: type[BaseException] | None,
-    error: BaseException | None,
-    traceback: TracebackType | None,
-) -> None:
-    """Leaves Ray. After an error its logs are kept in the run directory."""
-    if cluster.started_here and isinstance(error, Exception) and not isinstance(error, Interrupted | UserError):
-        keep_logs(temporary, directory.path)
-    disconnect(cluster, config)
 
 
 def _receive_traces(
@@ -288,7 +279,6 @@ async def start_workers(
     loopback: bool,
 ) -> None:
     """Loads the trainer and starts the servers, concurrently unless they share GPUs. Raises the first failure."""
-
     servers = start_servers(config, inference, status)
     if config.share_gpus:
         # A server measures free memory; a trainer that loads meanwhile would be counted as the server's.

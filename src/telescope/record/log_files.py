@@ -72,11 +72,6 @@ _WARNING = re.compile(r":\d+: \w*Warning: ")
 _ERROR = re.compile(r"(?:[\w.]+\.)?\w*(?:Error|Exception)\b(?::|$)|Fatal Python error")
 
 
-def process_of(file: str) -> dict[str, str]:
-    """Returns the columns `component` and `source` of a log file: `trainer-0` and `trainer-0.log`."""
-    return {"component": file.removesuffix(".log"), "source": file}
-
-
 @dataclass(slots=True)
 class _Entry:
     """An entry that may continue. `header` is what all its lines have in common; None without a header."""
@@ -207,7 +202,7 @@ class LogFiles:
         for path in self._paths():
             file = self._files.setdefault(path, _File(path, 0))
             for row in self._new_entries(file, now, last):
-                self._write("logs", {**process_of(path.name), **row})
+                self._write("logs", {"component": path.stem, "source": path.name, **row})
 
     def _paths(self) -> list[Path]:
         return sorted(path for path in self._folder.glob("*.log") if path.name != OWN)

@@ -168,11 +168,7 @@ def _visible_rows(
 
 
 def all_rows(
-    connection: duckdb.DuckDBPyConnection,
-    run: Run,
-    name: str,
-    place: int,
-    files: list[tuple[Run, Path]],
+    connection: duckdb.DuckDBPyConnection, run: Run, name: str, place: int, files: list[tuple[Run, Path]]
 ) -> str:
     """Returns a query for all rows, of which it loads the newest.
 

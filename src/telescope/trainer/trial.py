@@ -38,23 +38,11 @@ def try_model(config: TelescopeConfig) -> None:
 
 def _try(what: str, name: str, config: TelescopeConfig, action: str, fix: str) -> None:
     """Runs this module in a process with the same import paths. `fix`: of what takes too long."""
+    command = [sys.executable, "-P", "-m", "telescope.trainer.trial", what, name]
+    command += [str(config.trust_remote_code), str(config.max_model_len)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path.cwd())])}
     try:
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                "telescope.trainer.trial",
-                what,
-                name,
-                str(config.trust_remote_code),
-                str(config.max_model_len),
-            ],
-            capture_output=True,
-            text=True,
-            timeout=TRIAL_TIMEOUT_SECONDS,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path.cwd())])},
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TRIAL_TIMEOUT_SECONDS, env=environment)
     except subprocess.TimeoutExpired as error:
         raise ConfigError(f"{action} took more than {TRIAL_TIMEOUT_SECONDS:.0f} s. {fix}") from error
     if done.returncode == 2:

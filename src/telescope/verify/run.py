@@ -23,17 +23,7 @@ from telescope.orchestrator.run_components import RunComponents, start_component
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import Interrupt, Supervisor
-from telescope.verify.checks import (
-    check_corrupted_tensor,
-    check_first_step,
-    check_gradient,
-    check_packed_attention,
-    check_parity,
-    check_top_p,
-    check_weights,
-    packed,
-    sample_groups,
-)
+from telescope.verify import checks
 from telescope.verify.report import Check, Report
 
 
@@ -92,8 +82,7 @@ async def _verify(
                     report.checks.append(check)
                     on_check(check)
 
-                checks = run_checks(components, status, keep_check)
-                await interrupt.run_until_first(supervisor.run_until(checks))
+                await interrupt.run_until_first(supervisor.run_until(run_checks(components, status, keep_check)))
                 status.phase = "shutting down"
     finally:
         report.seconds = time.monotonic() - started_at
@@ -113,18 +102,18 @@ async def run_checks(components: RunComponents, status: RunStatus, on_check: Cal
         on_check(replace(check, seconds=time.monotonic() - started_at))
         status.progressed()
 
-    await run("sending the first weights", check_weights(components, "at the start"))
+    await run("sending the first weights", checks.check_weights(components, "at the start"))
     status.phase = "sampling"
-    samples = await sample_groups(components, top_p=None, on_sample=status.progressed)
-    inputs = packed(components, samples)
-    await run("comparing logprobs of engine and trainer", check_parity(components, samples, inputs))
+    samples = await checks.sample_groups(components, top_p=None, on_sample=status.progressed)
+    inputs = checks.packed(components, samples)
+    await run("comparing logprobs of engine and trainer", checks.check_parity(components, samples, inputs))
     if components.config.top_p is not None and components.config.top_p < 1:
         status.phase = "sampling with top_p"
-        cut = await sample_groups(components, top_p=components.config.top_p, on_sample=status.progressed)
-        await run("comparing logprobs under top_p", check_top_p(components, cut, packed(components, cut)))
-    await run("computing samples one by one", check_packed_attention(components, samples, inputs))
-    await run("computing one gradient in two packings", check_gradient(components, samples))
-    await run("training one step", check_first_step(components, inputs))
-    await run("sending the new weights", check_weights(components, "after a training step"))
+        cut = await checks.sample_groups(components, top_p=components.config.top_p, on_sample=status.progressed)
+        await run("comparing logprobs under top_p", checks.check_top_p(components, cut, checks.packed(components, cut)))
+    await run("computing samples one by one", checks.check_packed_attention(components, samples, inputs))
+    await run("computing one gradient in two packings", checks.check_gradient(components, samples))
+    await run("training one step", checks.check_first_step(components, inputs))
+    await run("sending the new weights", checks.check_weights(components, "after a training step"))
     if components.config.lora_sync == "merged":  # of an adapter in an engine only the logprobs are compared
-        await run("corrupting a tensor on purpose", check_corrupted_tensor(components))
+        await run("corrupting a tensor on purpose", checks.check_corrupted_tensor(components))
