@@ -1,6 +1,4 @@
-"""The current state of a run, and its summary.
-
-The live view, the watchdog and errors show it.
+"""The current state of a run, for the live view, the watchdog and errors, and its summary.
 
 Only the orchestrator's event loop writes the fields of `RunStatus`. Readers on other threads see plain numbers and
 strings, possibly a moment old.

@@ -1,6 +1,4 @@
-"""Supervises a run's loops.
-
-Notifies them of changes, and handles stop signals.
+"""Supervises a run's loops, notifies them of changes, and handles stop signals.
 
 A failure of any task ends the run at once with that error. A run in which nothing finishes for `watchdog_seconds` ends
 with a report of what each component waited for. `ChangeNotifier` is the condition that loops wait on.

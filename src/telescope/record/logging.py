@@ -50,10 +50,9 @@ def setup_logging(
 ) -> LogHandlers:
     """Sends this process's log lines to its log file and the record.
 
-    The file is `logs/<component>.log`; the table `logs` needs a `recorder`, the alerts of warnings
-    need `alerts`. `level` applies to Telescope's own loggers;
-    others log from WARNING on. With `console`, warnings also go to stderr. Replaces the handlers of an earlier call.
-    Never raises because of the disk.
+    The file is `logs/<component>.log`; the table `logs` needs a `recorder`, the alerts of warnings need `alerts`.
+    `debug` applies to Telescope's own loggers; others log from WARNING on. With `console`, warnings also go to stderr.
+    Replaces the handlers of an earlier call. Never raises because of the disk.
     """
     root = logging.getLogger()
     LogHandlers(tuple(handler for handler in root.handlers if isinstance(handler, _TelescopeHandler))).close()

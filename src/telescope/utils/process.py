@@ -180,9 +180,7 @@ def _exit_by_signal(number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def run_and_exit(command: Callable[[], int]) -> NoReturn:
-    """Runs `command` and exits with its code.
-
-    An exception is a traceback and code 1.
+    """Runs `command` and exits with its code. An exception is a traceback and code 1.
 
     SIGTERM and SIGHUP end it with 128 plus their number, after it has removed its temporary files. A run has its own
     handlers.
