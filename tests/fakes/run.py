@@ -178,12 +178,7 @@ async def fake_run(
         await environments.start()
         weights = FakeWeightSync(trainer)
         status = RunStatus("fake", config.number_of_steps)
-        slots = make_request_slots(
-            individual=config.enable_individual_sample_lanes,
-            num_servers=len(clients),
-            groups_per_server=config.max_concurrent_prompts_per_server,
-            group_size=config.group_size,
-        )
+        slots = make_request_slots(config, len(clients))
         servers = ServerPool(
             handles, clients, slots, status,
             start_timeout=SERVER_START_SECONDS, hang_timeout=0.0,

@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from telescope.config import TelescopeConfig
 from telescope.errors import DeadlineExceeded
 from telescope.rollout.types import Lease
 
@@ -205,10 +206,8 @@ class GroupSlotPool(RequestSlotPool):
             future.cancel()
 
 
-def make_request_slots(
-    *, individual: bool, num_servers: int, groups_per_server: int, group_size: int
-) -> RequestSlotPool:
-    """Creates request slots, one per sample or one per group."""
-    if individual:
-        return RequestSlotPool([groups_per_server * group_size] * num_servers)
-    return GroupSlotPool([groups_per_server] * num_servers)
+def make_request_slots(config: TelescopeConfig, num_servers: int) -> RequestSlotPool:
+    """Creates the request slots of servers, one per sample or one per group."""
+    if config.enable_individual_sample_lanes:
+        return RequestSlotPool([config.lanes_per_server] * num_servers)
+    return GroupSlotPool([config.max_concurrent_prompts_per_server] * num_servers)

@@ -128,12 +128,7 @@ async def start_components(
     await start_workers(config, directory, trainer, inference, status, loopback=loopback)
     stack.push_async_callback(inference.close_clients)
 
-    slots = make_request_slots(
-        individual=config.enable_individual_sample_lanes,
-        num_servers=config.num_inference_servers,
-        groups_per_server=config.max_concurrent_prompts_per_server,
-        group_size=config.group_size,
-    )
+    slots = make_request_slots(config, config.num_inference_servers)
     probe_prompt = await environments.prepare(keys.training[0], 0)
     servers = make_server_pool(config, inference, slots, status)
     topology = {"driver": cluster.node_names[cluster.driver_node], **trainer.topology}

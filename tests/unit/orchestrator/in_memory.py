@@ -157,12 +157,7 @@ class InMemoryRun:
         self.recorder = cast(Any, StrictRecorder())
         self.step_log = StepLog(start.step if start else 0)
         self.status = RunStatus("test", config.number_of_steps)
-        self.slots = make_request_slots(
-            individual=config.enable_individual_sample_lanes,
-            num_servers=1,
-            groups_per_server=config.max_concurrent_prompts_per_server,
-            group_size=config.group_size,
-        )
+        self.slots = make_request_slots(config, 1)
         self.slots.set_up(0, True)
         self.failures: list[tuple[int, InfrastructureError]] = []
         size = self.environments.num_items

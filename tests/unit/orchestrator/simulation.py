@@ -259,12 +259,7 @@ class Simulation:
         self.recorder = recorder or StrictRecorder()
         self.step_log = StepLog()
         self.status = RunStatus("simulation", config.number_of_steps)
-        self.slots = make_request_slots(
-            individual=config.enable_individual_sample_lanes,
-            num_servers=num_servers,
-            groups_per_server=config.max_concurrent_prompts_per_server,
-            group_size=config.group_size,
-        )
+        self.slots = make_request_slots(config, num_servers)
         for index in range(num_servers):
             self.slots.set_up(index, True)
         self.begun: list[tuple[Group, Rollout]] = []

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from tests.unit.orchestrator.fakes import config_of
 
 from telescope.errors import DeadlineExceeded
 from telescope.orchestrator.request_slots import GroupSlotPool, RequestSlotPool, make_request_slots
@@ -135,9 +136,10 @@ async def test_a_recovered_server_gets_new_groups_while_moved_groups_wait() -> N
 
 
 def test_slots_count_samples_or_groups_as_configured() -> None:
-    shape = {"num_servers": 2, "groups_per_server": 3, "group_size": 4}
-    assert [s.capacity for s in make_request_slots(individual=True, **shape).servers] == [12, 12]
-    assert [s.capacity for s in make_request_slots(individual=False, **shape).servers] == [3, 3]
+    config = config_of(max_concurrent_prompts_per_server=3, group_size=4, enable_individual_sample_lanes=True)
+    assert [s.capacity for s in make_request_slots(config, 2).servers] == [12, 12]
+    config = config.replace(enable_individual_sample_lanes=False, free_lane_after_generation=False)
+    assert [s.capacity for s in make_request_slots(config, 2).servers] == [3, 3]
 
 
 async def test_a_group_slot_is_shared_by_its_samples_and_released_by_the_last() -> None:
