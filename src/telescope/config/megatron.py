@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from telescope.config.base import MAX_WORKERS, Rule, up_to_multiple
@@ -57,10 +58,6 @@ def megatron_model_parallel_size(config: TelescopeConfig) -> int:
     return math.prod(getattr(config, name) for name in MODEL_PARALLEL_SIZES)
 
 
-def _megatron(config: TelescopeConfig) -> bool:
-    return config.train_backend == "megatron"
-
-
 def _ranks_share_parameters(config: TelescopeConfig) -> bool:
     return config.trainer_num_workers > config.megatron_tensor_parallel_size * config.megatron_pipeline_parallel_size
 
@@ -73,7 +70,7 @@ def _needs_bfloat16(field: str) -> Rule:
     return Rule(
         (field, "mixed_precision_dtype", "model_dtype"),
         "requires weights in bfloat16",
-        lambda c: _megatron(c) and getattr(c, field) and c.compute_dtype != "bfloat16",
+        lambda c: getattr(c, field) and c.compute_dtype != "bfloat16",
         lambda c: f"Set mixed_precision_dtype to bfloat16, or {field} to false",
     )
 
@@ -82,12 +79,7 @@ def _needs_distributed_optimizer(field: str) -> Rule:
     return Rule(
         (field, "megatron_use_distributed_optimizer"),
         "requires megatron_use_distributed_optimizer where several ranks have the same parameters",
-        lambda c: (
-            _megatron(c)
-            and getattr(c, field)
-            and _ranks_share_parameters(c)
-            and not c.megatron_use_distributed_optimizer
-        ),
+        lambda c: getattr(c, field) and _ranks_share_parameters(c) and not c.megatron_use_distributed_optimizer,
         lambda c: f"Set megatron_use_distributed_optimizer to true, or {field} to false",
     )
 
@@ -96,22 +88,22 @@ def _needs_precision_aware_optimizer(field: str) -> Rule:
     return Rule(
         (field, "megatron_use_precision_aware_optimizer"),
         "must be float32 without megatron_use_precision_aware_optimizer",
-        lambda c: _megatron(c) and not c.megatron_use_precision_aware_optimizer and getattr(c, field) != "float32",
+        lambda c: not c.megatron_use_precision_aware_optimizer and getattr(c, field) != "float32",
         lambda c: f"Set megatron_use_precision_aware_optimizer to true, or {field} to float32",
     )
 
 
-MEGATRON_RULES: tuple[Rule, ...] = (
+_RULES: tuple[Rule, ...] = (
     Rule(
         MODEL_PARALLEL_SIZES,
         f"times the pipeline and context parallel sizes must be at most {MAX_WORKERS} trainer ranks",
-        lambda c: _megatron(c) and megatron_model_parallel_size(c) > MAX_WORKERS,
+        lambda c: megatron_model_parallel_size(c) > MAX_WORKERS,
         lambda c: "Lower one of them",
     ),
     Rule(
         ("trainer_num_workers", *MODEL_PARALLEL_SIZES),
         "must be divisible by the product of the megatron tensor, pipeline and context parallel sizes",
-        lambda c: _megatron(c) and c.trainer_num_workers % megatron_model_parallel_size(c) != 0,
+        lambda c: c.trainer_num_workers % megatron_model_parallel_size(c) != 0,
         lambda c: (
             "Set trainer_num_workers to "
             f"{up_to_multiple(c.trainer_num_workers, megatron_model_parallel_size(c))}, or lower a parallel size"
@@ -121,7 +113,7 @@ MEGATRON_RULES: tuple[Rule, ...] = (
     Rule(
         ("megatron_sequence_parallel", "megatron_tensor_parallel_size"),
         "requires megatron_tensor_parallel_size above 1",
-        lambda c: _megatron(c) and c.megatron_sequence_parallel and c.megatron_tensor_parallel_size == 1,
+        lambda c: c.megatron_sequence_parallel and c.megatron_tensor_parallel_size == 1,
         lambda c: "Set megatron_sequence_parallel to false, or raise megatron_tensor_parallel_size",
         lambda c: False,
     ),
@@ -129,7 +121,7 @@ MEGATRON_RULES: tuple[Rule, ...] = (
         ("megatron_use_distributed_optimizer", "trainer_num_workers"),
         "requires several ranks with the same parameters: trainer_num_workers above the product of the megatron tensor "
         "and pipeline parallel sizes",
-        lambda c: _megatron(c) and c.megatron_use_distributed_optimizer and not _ranks_share_parameters(c),
+        lambda c: c.megatron_use_distributed_optimizer and not _ranks_share_parameters(c),
         lambda c: "Set megatron_use_distributed_optimizer to false, or raise trainer_num_workers",
         lambda c: False,
     ),
@@ -137,8 +129,7 @@ MEGATRON_RULES: tuple[Rule, ...] = (
         ("megatron_expert_parallel_size", "megatron_pipeline_parallel_size", "trainer_num_workers"),
         "times megatron_pipeline_parallel_size must divide trainer_num_workers",
         lambda c: (
-            _megatron(c)
-            and c.megatron_expert_parallel_size > 1
+            c.megatron_expert_parallel_size > 1
             and c.trainer_num_workers % (c.megatron_expert_parallel_size * c.megatron_pipeline_parallel_size) != 0
         ),
         lambda c: (
@@ -149,23 +140,19 @@ MEGATRON_RULES: tuple[Rule, ...] = (
     Rule(
         ("megatron_global_batch_size", "prompts_batch_size_for_trainer"),
         "must be null or prompts_batch_size_for_trainer, since a step trains the whole batch",
-        lambda c: (
-            _megatron(c)
-            and c.megatron_global_batch_size is not None
-            and c.megatron_global_batch_size != c.prompts_batch_size_for_trainer
-        ),
+        lambda c: c.megatron_global_batch_size not in (None, c.prompts_batch_size_for_trainer),
         lambda c: "Set megatron_global_batch_size to null, or change prompts_batch_size_for_trainer",
     ),
     Rule(
         ("mixed_precision_dtype", "model_dtype"),
         "cannot be float16 with train_backend megatron, which would scale its losses",
-        lambda c: _megatron(c) and c.compute_dtype == "float16",
+        lambda c: c.compute_dtype == "float16",
         lambda c: "Set it to bfloat16",
     ),
     Rule(
         ("megatron_fp8", "megatron_use_transformer_engine"),
         "requires megatron_use_transformer_engine",
-        lambda c: _megatron(c) and c.megatron_fp8 and not c.megatron_use_transformer_engine,
+        lambda c: c.megatron_fp8 and not c.megatron_use_transformer_engine,
         lambda c: "Set megatron_use_transformer_engine to true, or megatron_fp8 to false",
     ),
     *map(_needs_bfloat16, ("megatron_fp8", *OWN_WEIGHTS)),
@@ -173,28 +160,34 @@ MEGATRON_RULES: tuple[Rule, ...] = (
     Rule(
         ("megatron_use_precision_aware_optimizer", "megatron_optimizer_cpu_offload"),
         "cannot be combined with megatron_optimizer_cpu_offload, whose states are all float32",
-        lambda c: _megatron(c) and c.megatron_use_precision_aware_optimizer and c.megatron_optimizer_cpu_offload,
+        lambda c: c.megatron_use_precision_aware_optimizer and c.megatron_optimizer_cpu_offload,
         lambda c: "Set one of them to false",
     ),
     *map(_needs_precision_aware_optimizer, OPTIMIZER_DTYPE_FIELDS),
     Rule(
         ("megatron_main_params_dtype",),
         "must be float32 or float16, which the optimizer of Transformer Engine has for weights",
-        lambda c: _megatron(c) and c.megatron_main_params_dtype not in ("float32", "float16"),
+        lambda c: c.megatron_main_params_dtype not in ("float32", "float16"),
         lambda c: "Set it to float32",
     ),
     Rule(
         ("megatron_main_grads_dtype", "megatron_grad_reduce_in_fp32"),
         "must be the dtype that gradients are summed in: float32 with megatron_grad_reduce_in_fp32, else bfloat16",
         lambda c: (
-            _megatron(c)
-            and c.megatron_use_precision_aware_optimizer
+            c.megatron_use_precision_aware_optimizer
             and c.megatron_main_grads_dtype != ("float32" if c.megatron_grad_reduce_in_fp32 else "bfloat16")
         ),
         lambda c: "Change megatron_main_grads_dtype or megatron_grad_reduce_in_fp32",
         lambda c: "float32" if c.megatron_grad_reduce_in_fp32 else "bfloat16",
     ),
 )
+
+
+def _only_with_megatron(rule: Rule) -> Rule:
+    return replace(rule, broken=lambda c: c.train_backend == "megatron" and rule.broken(c))
+
+
+MEGATRON_RULES = tuple(map(_only_with_megatron, _RULES))
 
 
 def check_transformer_engine(config: TelescopeConfig) -> None:
