@@ -138,16 +138,12 @@ def require_port(host: str, port: int, *, server: int, num_servers: int) -> None
 def listen_problem(host: str, port: int) -> str | None:
     """Returns why a server could not listen there; None if it could."""
     # In this order: a probe must not disturb the server whose port is reserved.
-    return IN_USE if _is_reserved(port) else _bind_problem(host, port)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        return IN_USE if probe.connect_ex(_name(port)) == 0 else _bind_problem(host, port)
 
 
 def _name(port: int) -> str:
     return f"\0telescope/inference-port/{port}"
-
-
-def _is_reserved(port: int) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
-        return probe.connect_ex(_name(port)) == 0
 
 
 def _bind_problem(host: str, port: int) -> str | None:
