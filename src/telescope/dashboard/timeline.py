@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from telescope.dashboard.store import RunStore
+from telescope.dashboard.store import Row, RunStore
 from telescope.errors import UserError
 
 SPAN_COLUMNS = (
@@ -94,6 +94,7 @@ def logs(
     *,
     since: int | None = None,
     before: int | None = None,
+    after: int | None = None,
     at: float | None = None,
     start: float | None = None,
     end: float | None = None,
@@ -103,11 +104,12 @@ def logs(
     search: str = "",
     limit: int,
 ) -> dict[str, Any]:
-    """Returns log lines, oldest first: those from row `since` on, those around the time `at`, or the newest ones.
+    """Returns log lines by time, lines of one time in the order of the record: the newest, or those around `at`.
 
-    The newest ones are before row `before` if it is given. With `start` or `end`, of this time alone. `level` is
-    the lowest one. `component` is one process (`trainer-0`) or all of a kind (`trainer`). Raises `UserError` for an
-    unknown level.
+    With `before` or `after`, those next to this row. With `since`, those that were recorded from this row on: lines of
+    several files arrive a second or two late, so the newest rows are not the latest lines. With `start` or `end`, of
+    this time alone. `level` is the lowest one. `component` is one process (`trainer-0`) or all of a kind (`trainer`).
+    Raises `UserError` for an unknown level.
     """
     (num_rows,) = store.refresh("logs").values()
     where = ["true"]
@@ -131,26 +133,38 @@ def logs(
         where.append("contains(lower(message), lower(?))")
         parameters.append(search.strip())
     chosen = f"SELECT rowid AS row, * FROM logs WHERE {' AND '.join(where)}"
+
+    def page(condition: str, *values: float, order: str = "", most: int = limit) -> list[Row]:
+        by_time = f"ORDER BY coalesce(time, 0) {order}, rowid {order}"
+        return store.rows(f"{chosen} AND {condition} {by_time} LIMIT {most}", [*parameters, *values])
+
+    def beside(row: int, sign: str, order: str = "") -> list[Row]:
+        ((time,),) = store.fetch("SELECT coalesce(min(time), 0) FROM logs WHERE rowid = ?", [row])
+        return page(
+            f"(coalesce(time, 0) {sign} ? OR coalesce(time, 0) = ? AND rowid {sign} ?)", time, time, row, order=order
+        )
+
     if since is not None:
-        rows = store.rows(f"{chosen} AND rowid >= ? ORDER BY rowid LIMIT {int(limit)}", [*parameters, since])
+        rows = store.rows(f"{chosen} AND rowid >= ? ORDER BY rowid LIMIT {limit}", [*parameters, since])
+        if len(rows) == limit:
+            num_rows = rows[-1]["row"] + 1
+    elif after is not None:
+        rows = beside(after, ">")
+    elif before is not None:
+        rows = beside(before, "<", "DESC")[::-1]
     elif at is not None:
-        ((place,),) = store.fetch("SELECT coalesce(min(rowid), ?) FROM logs WHERE time >= ?", [num_rows, at])
         half = max(1, limit // 2)
-        older = store.rows(f"{chosen} AND rowid < ? ORDER BY rowid DESC LIMIT {half}", [*parameters, place])
-        rows = older[::-1] + store.rows(
-            f"{chosen} AND rowid >= ? ORDER BY rowid LIMIT {limit - half}", [*parameters, place]
+        rows = page("coalesce(time, 0) < ?", at, order="DESC", most=half)[::-1] + page(
+            "time >= ?", at, most=limit - half
         )
     else:
-        last = num_rows if before is None else before
-        rows = store.rows(f"{chosen} AND rowid < ? ORDER BY rowid DESC LIMIT {int(limit)}", [*parameters, last])[::-1]
-    # A full page of later lines may have more behind it.
-    full = (since is not None or at is not None) and len(rows) > 0 and len(rows) >= (limit if at is None else 1)
+        rows = page("true", order="DESC")[::-1]
     names = store.seen("logs", "component, source")
     # Kinds that have several are offered too: trainer, trainer-0, trainer-1.
     components = {name for name, _ in names if name is not None}
     kinds = Counter(name.rpartition("-")[0] for name in components)
     return {
-        "next": rows[-1]["row"] + 1 if full else num_rows,
+        "next": num_rows,
         "rows": rows,
         "components": sorted(components | {kind for kind, number in kinds.items() if kind and number > 1}),
         "sources": sorted({name for _, name in names if name is not None}),

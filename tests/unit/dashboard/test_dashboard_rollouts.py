@@ -329,7 +329,8 @@ def test_logs_are_paged_filtered_and_followed(client):
     assert client.get(f"{run}?level=LOUD").status_code == 400
     around = client.get(f"{run}?at={T0 + 5}&limit=4").json()
     assert [row["time"] - T0 for row in around["rows"]] == [3, 4, 5, 6]
-    assert client.get(f"{run}?since={around['next']}&limit=1").json()["rows"][0]["time"] == T0 + 7
+    later = client.get(f"{run}?after={around['rows'][-1]['row']}&limit=1").json()
+    assert [row["time"] - T0 for row in later["rows"]] == [7]
     late = client.get(f"{run}?at={T0 + 99}&limit=4").json()
     assert [row["time"] - T0 for row in late["rows"]] == [10, 11]
     assert client.get(f"{run}?since={late['next']}").json()["rows"] == []
@@ -385,6 +386,34 @@ def test_a_log_filter_chooses_one_process_or_all_of_a_kind(tmp_path):
     assert client.get("/api/runs/run/logs").json()["components"] == [
         *("environment", "environment-0", "environment-server", "inference-0", "trainer", "trainer-1", "trainer-10"),
     ]
+
+
+def test_logs_are_in_the_order_of_time_whenever_they_were_recorded(tmp_path):
+    times = [3, 1, None, 2, 2, 9, 4, 8]
+    with Recorder(tmp_path / "run") as recorder:
+        client = TestClient(create_app([tmp_path]), base_url="http://localhost")
+
+        def page(**query: float) -> list[tuple[float | None, int]]:
+            rows = client.get("/api/runs/run/logs", params=query).json()["rows"]
+            return [(row["time"] and row["time"] - T0, row["row"]) for row in rows]
+
+        for time in times[:6]:
+            recorder.write("logs", {"time": time and T0 + time, "message": "m"})
+        recorder.flush()
+        assert page() == [(None, 2), (1, 1), (2, 3), (2, 4), (3, 0), (9, 5)]
+        for time in times[6:]:
+            recorder.write("logs", {"time": T0 + time, "message": "m"})
+        recorder.flush()
+        assert page(since=6) == [(4, 6), (8, 7)], "what was recorded meanwhile, with lines before the newest one"
+    every = [(None, 2), (1, 1), (2, 3), (2, 4), (3, 0), (4, 6), (8, 7), (9, 5)]
+    pages = [page(limit=3)]
+    while pages[0][0] != every[0]:
+        pages.insert(0, page(limit=3, before=pages[0][0][1]))
+    assert sum(pages, []) == every
+    pages = [page(limit=3, at=T0 + 2)]
+    while last := pages[-1]:
+        pages.append(page(limit=3, after=last[-1][1]))
+    assert sum(pages, []) == every[1:]
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, 1e308, -1.7e308])

@@ -13,18 +13,20 @@ import { elsewhere, format, place, setParams, usePlace, useRange, useSearchText 
 import { visible } from "../../text/hostile";
 import { Plain } from "../../text/SafeText";
 import type { LogLine, Logs as LogPage } from "../../types";
-import { clockTime, fold, join, LEVELS } from "./lines";
+import { clockTime, fold, isBefore, join, LEVELS } from "./lines";
 import "../panes.css";
 import "./logs.css";
 
 const PAGE_ROWS = 400;
+/** Rows of one look at what was recorded meanwhile, the most that the server gives. */
+const FRESH_ROWS = 10_000;
 const AROUND_SECONDS = 5;
 const LINE = 20;
 
 interface State {
   query: object;
   rows: LogLine[];
-  /** Where the next page begins. */
+  /** The first row that was not recorded yet at the last look. */
   next: number;
   /** Whether the first line of the record, or of what the filters leave, is among the rows. */
   begin: boolean;
@@ -57,49 +59,53 @@ export function Logs() {
 
   const [draft, setDraft] = useSearchText();
 
-  const readOn = (from: State | null, signal?: AbortSignal) =>
-    get<LogPage>(runPath(run, "logs"), { ...(from ? { ...filters, since: from.next } : query), limit: PAGE_ROWS }, signal).then((page) => {
-      setNames(page);
-      setState((old) => {
-        const base = old?.query === query ? old : null;
-        const full = page.rows.length >= PAGE_ROWS;
-        return {
-          query,
-          rows: join(base?.rows ?? [], page.rows),
-          next: page.next,
-          begin: base?.begin ?? (query.at ? page.rows.length === 0 : !full),
-          more: base ? full : query.at !== "",
-          error: null,
-        };
-      });
-    });
+  const read = (query: object, rows: number, signal?: AbortSignal) => get<LogPage>(runPath(run, "logs"), { ...query, limit: rows }, signal);
+  const change = (changed: (old: State) => Partial<State>) => setState((old) => (old?.query === query ? { ...old, ...changed(old) } : old));
 
-  // The first page of a query; then, when the table grows, what came after it.
+  const first = async (signal: AbortSignal) => {
+    const page = await read(query, PAGE_ROWS, signal);
+    setNames(page);
+    const early = query.at ? page.rows.filter((row) => (row.time ?? 0) < Number(query.at)).length : page.rows.length;
+    const half = query.at ? PAGE_ROWS / 2 : PAGE_ROWS;
+    setState({ query, rows: page.rows, next: page.next, begin: early < half, more: page.rows.length - early >= half, error: null });
+  };
+  // Lines of several files arrive out of order; those after a gap come when the page is scrolled there.
+  const fresh = async (since: number, signal: AbortSignal): Promise<void> => {
+    const page = await read({ ...filters, since }, FRESH_ROWS, signal);
+    setNames(page);
+    change((old) => ({ next: page.next, rows: join(old.rows, old.more ? page.rows.filter((row) => isBefore(row, old.rows.at(-1)!)) : page.rows) }));
+    if (page.rows.length === FRESH_ROWS) await fresh(page.next, signal);
+  };
+
+  // The first page of a query; then, when the table grows, what was recorded since.
   useEffect(() => {
     const abort = new AbortController();
-    readOn(current && !current.error ? current : null, abort.signal).catch(
+    (current && !current.error ? fresh(current.next, abort.signal) : first(abort.signal)).catch(
       (error: Error) => error.name !== "AbortError" && setState((old) => ({ query, rows: old?.query === query ? old.rows : [], next: 0, begin: true, more: false, error })),
     );
     return () => abort.abort();
   }, [run, query, version]);
 
-  const once = (read: () => Promise<void>) => {
+  const once = (start: () => Promise<void>) => {
     if (busy.current) return;
     busy.current = true;
     // A page that failed is asked for again at the next movement.
-    read().catch(() => undefined).finally(() => (busy.current = false));
+    start().catch(() => undefined).finally(() => (busy.current = false));
   };
   const older = () => {
     const first = current?.rows[0];
     if (!first || current.begin) return;
     const height = rows.getTotalSize();
     once(() =>
-      get<LogPage>(runPath(run, "logs"), { ...filters, before: first.row, limit: PAGE_ROWS }).then((page) => {
-        setState((old) => (old?.query === query ? { ...old, rows: join(page.rows, old.rows), begin: page.rows.length < PAGE_ROWS } : old));
+      read({ ...filters, before: first.row }, PAGE_ROWS).then((page) => {
+        change((old) => ({ rows: join(page.rows, old.rows), begin: page.rows.length < PAGE_ROWS }));
         requestAnimationFrame(() => box.current && (box.current.scrollTop += rows.getTotalSize() - height));
       }),
     );
   };
+
+  const later = () =>
+    once(() => read({ ...filters, after: current!.rows.at(-1)!.row }, PAGE_ROWS).then((page) => change((old) => ({ rows: join(old.rows, page.rows), more: page.rows.length === PAGE_ROWS }))));
 
   const box = useRef<HTMLDivElement>(null);
   const lines = shown?.rows ?? [];
@@ -126,7 +132,7 @@ export function Logs() {
     const below = element.scrollHeight - element.scrollTop - element.clientHeight;
     setAtEnd(below < 2 * LINE && !current?.more);
     if (element.scrollTop < 10 * LINE) older();
-    if (below < 10 * LINE && current?.more) once(() => readOn(current));
+    if (below < 10 * LINE && current?.more) later();
   };
   const toEnd = () => {
     setParams({ at: null }, true);

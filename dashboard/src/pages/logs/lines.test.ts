@@ -1,13 +1,14 @@
 import { expect, test } from "vitest";
 import type { LogLine } from "../../types";
-import { FOLDED_LINES, fold, join, } from "./lines";
+import { FOLDED_LINES, fold, join } from "./lines";
 
 const row = (n: number): LogLine => ({ row: n, attempt: 1, time: n, level: "INFO", component: "driver", message: `m${n}`, process: 1, place: null, source: null });
 
-test("pages join with every row once, in order", () => {
+test("pages join by time with every row once, rows of one time as in the record", () => {
   expect(join([row(3), row(4)], [row(1), row(2), row(3)]).map((one) => one.row)).toEqual([1, 2, 3, 4]);
-  expect(join([row(1)], [row(2)]).map((one) => one.row)).toEqual([1, 2]);
-  const old = [row(1)];
+  const late = { ...row(5), time: 2 };
+  const old = join([row(1), row(2), row(3)], [late]);
+  expect(old.map((one) => one.row)).toEqual([1, 2, 5, 3]);
   expect(join(old, [])).toBe(old);
 });
 

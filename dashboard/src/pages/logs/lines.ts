@@ -4,12 +4,14 @@ import type { LogLine } from "../../types";
 
 export const LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] as const;
 
-/** Joins pages of rows, each row once, in the order of the record. */
+/** Whether a line stands before another one: by time, lines of one time in the order of the record. */
+export const isBefore = (one: LogLine, other: LogLine): boolean => ((one.time ?? 0) - (other.time ?? 0) || one.row - other.row) < 0;
+
+/** Joins pages of rows, each row once, by time. */
 export function join(old: readonly LogLine[], fresh: readonly LogLine[]): LogLine[] {
   if (fresh.length === 0) return old as LogLine[];
-  if (old.length === 0 || fresh[0]!.row > old.at(-1)!.row) return [...old, ...fresh];
   const byRow = new Map([...old, ...fresh].map((row) => [row.row, row]));
-  return [...byRow.values()].sort((a, b) => a.row - b.row);
+  return [...byRow.values()].sort((a, b) => (isBefore(a, b) ? -1 : 1));
 }
 
 /** Lines of a message that are shown before a traceback is unfolded. */
