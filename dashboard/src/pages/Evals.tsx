@@ -1,7 +1,8 @@
 /** Evals of a run: accuracy over checkpoints, and the items gained and lost between two of them. */
 
-import { useEffect, useMemo } from "react";
+import { useEffect, useMemo, useState } from "react";
 import { runPath } from "../api";
+import { embedded } from "../embedded";
 import { type Band, Chart, type Line } from "../charts/Chart";
 import { nearest, wilson } from "../charts/math";
 import { Spark } from "../charts/Spark";
@@ -9,7 +10,7 @@ import { count, duration, NONE, number, percent } from "../format";
 import { Failure, Quiet } from "../shell/App";
 import { useKeys } from "../shell/keys";
 import { useVersion } from "../state/live";
-import { useResource } from "../state/resource";
+import { type Resource, useResource } from "../state/resource";
 import { useSelected } from "../state/cursor";
 import { curveOf, useEvals, useEvalsOf, useRunId, useRunInfo, useRuns, useStatus } from "../state/run";
 import { COLORS, useRunColors } from "../state/colors";
@@ -51,9 +52,12 @@ function Loaded({ rows }: { rows: EvalRow[] }) {
   const before = curve.find((row) => String(row.version) === a) ?? curve[0];
   const after = curve.find((row) => String(row.version) === b) ?? curve.at(-1);
   useSelected("version", after?.version ?? null);
-  const samplesBefore = useSamples(before);
-  const samplesAfter = useSamples(after);
+  const answers = { before: useSamples(before), after: useSamples(after) };
+  const [samplesBefore, samplesAfter] = [answers.before.data, answers.after.data];
+  const isRead = !answers.before.loading && !answers.after.loading;
   const items = useMemo(() => (samplesBefore && samplesAfter && before !== after ? joinItems(samplesBefore, samplesAfter) : []), [samplesBefore, samplesAfter, before, after]);
+  const without = [before, after].filter((row, i) => row && !(i === 0 ? samplesBefore : samplesAfter)?.length);
+  const whyNoItems = !after || before === after ? "Items appear here when two checkpoints were measured on the same ones." : without.length > 0 ? notRecorded(without as EvalRow[]) : "The two evals have no item in common.";
   const [item, setItem] = useParam("item");
   const sorted = useMemo(() => BLOCKS.flatMap((block) => items.filter((one) => blockOf(one) === block)), [items]);
   const current = sorted.find((one) => String(one.item) === item) ?? sorted[0];
@@ -76,7 +80,7 @@ function Loaded({ rows }: { rows: EvalRow[] }) {
         </section>
         {curve.length > 1 && <Checkpoints curve={curve} before={before} after={after} />}
         {items.length > 0 && <Slices items={items} />}
-        <EveryEval rows={mine} />
+        {(isRead || !after) && <EveryEval rows={mine} />}
       </aside>
       <section className="middle">
         <Verdict name={name} curve={curve} first={first} range={range} before={before} after={after} items={items} />
@@ -85,18 +89,27 @@ function Loaded({ rows }: { rows: EvalRow[] }) {
           {after && after.num_completions > 1 && <Passes before={before} after={after} samplesBefore={samplesBefore} samplesAfter={samplesAfter} />}
           <OtherMetrics curve={curve} />
         </div>
-        {before && after && before !== after && <Field items={items} before={before} after={after} current={current} choose={(one) => setItem(String(one.item))} />}
+        {before && after && before !== after && isRead && (
+          items.length > 0 ? <Field items={items} before={before} after={after} current={current} choose={(one) => setItem(String(one.item))} /> : <p className="fl d">{whyNoItems}</p>
+        )}
       </section>
-      <ItemPane items={sorted} current={current} before={before} after={after} choose={(one) => setItem(String(one.item))} />
+      <ItemPane items={sorted} why={isRead ? whyNoItems : ""} current={current} before={before} after={after} choose={(one) => setItem(String(one.item))} />
     </div>
   );
 }
 
-function useSamples(row: EvalRow | undefined): EvalSample[] | undefined {
+function useSamples(row: EvalRow | undefined): Resource<EvalSample[]> {
   const run = useRunId();
   const version = useVersion(run, "eval_samples");
-  return useResource<EvalSample[]>(row ? runPath(run, "evals", row.attempt, row.eval_id, "samples") : null, {}, row?.status === "finished" ? "" : version).data;
+  // Those of a finished eval do not change, but in a copy they may come after its row.
+  const [isEmpty, setEmpty] = useState(false);
+  const known = useResource<EvalSample[]>(row ? runPath(run, "evals", row.attempt, row.eval_id, "samples") : null, {}, row?.status === "finished" && !isEmpty ? "" : version);
+  useEffect(() => setEmpty(known.data?.length === 0), [known.data]);
+  return known.error && !known.data ? { ...known, data: [] } : known;
 }
+
+/** Which answers there are none of. */
+const notRecorded = (rows: EvalRow[]): string => `The answers of the eval${rows.length > 1 ? "s" : ""} after ${rows.map((row) => count(row.version)).join(" and ")} steps ${embedded ? "are not in this file" : "were not recorded"}, so what changed is not known item by item.`;
 
 const short = (row: EvalRow): string => [`${count(row.num_items)} items${row.num_completions > 1 ? ` × ${row.num_completions}` : ""}`, row.held_out && "held out", failed(row)].filter(Boolean).join(", ");
 const words = (row: EvalRow): string => `${count(row.num_items)} ${row.held_out ? "held-out " : ""}items${row.num_completions > 1 ? `, ${row.num_completions} answers each` : ""}${failed(row) && `, ${failed(row)} and count as wrong`}`;
@@ -264,12 +277,12 @@ function Verdict({ name, curve, first, range, before, after, items }: VerdictPro
   return (
     <div className="verdict">
       <h1>
-        Accuracy went from {percent(before.accuracy)} to {percent(after.accuracy)}
+        {name} went from {percent(before.accuracy)} to {percent(after.accuracy)}
         {result ? `: ${count(gained)} ${gained === 1 ? "item" : "items"} gained, ${count(lost)} lost.` : "."}
       </h1>
-      {result && shown && (
+      {shown && (
         <p>
-          The difference is <b>{points(shown.gain)}</b> points, 95 % interval {points(shown.low)} to {points(shown.high)} {recorded ? "by the run's bootstrap" : "(normal)"} on the same {count(result.items)} items.{" "}
+          The difference is <b>{points(shown.gain)}</b> points, 95 % interval {points(shown.low)} to {points(shown.high)} {recorded ? "by the run's bootstrap" : "(normal)"} on the same {count(result?.items ?? after.num_items)} items.{" "}
           {sure ? "" : "It may be chance: measure more items or answers. "}
           {lost > 0 && gained > 0 ? `Of the items that were right before, ${percent(lost / Math.max(1, items.filter((item) => ["lost", "right"].includes(blockOf(item))).length), 0)} are wrong now.` : ""}
         </p>
@@ -377,7 +390,7 @@ function Field({ items, before, after, current, choose }: { items: Item[]; befor
     <div className="fl">
       <h2>
         Every item, {before.version} against {after.version} steps
-        <span>{before.num_completions > 1 ? "right: at least half of the answers" : ""}</span>
+        <span>{[items.length < Math.max(before.num_items, after.num_items) && `${count(items.length)} of ${count(Math.max(before.num_items, after.num_items))} items have answers of both`, before.num_completions > 1 && "right: at least half of the answers"].filter(Boolean).join("; ")}</span>
       </h2>
       {blocks.map(({ block, items: some }) => (
         <div key={block} className="blk">

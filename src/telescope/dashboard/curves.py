@@ -133,7 +133,7 @@ def evals(store: RunStore) -> list[Row]:
 def eval_samples(store: RunStore, attempt: int, eval_id: str) -> list[Row]:
     """Returns the answers of one eval by item. `score` is its metric, None of those that failed.
 
-    One that was sampled again replaces the one that failed. Raises `NotFoundError`.
+    One that was sampled again replaces the one that failed; one whose row of `samples` is lost is left out. Raises `NotFoundError`.
     """
     visible = store.visible()
     store.refresh("evals", "eval_samples", "samples")
@@ -144,7 +144,7 @@ def eval_samples(store: RunStore, attempt: int, eval_id: str) -> list[Row]:
     rows = store.rows(
         "SELECT e.attempt, e.sample_id, e.item, e.completion, s.step, s.tags, s.stop_reason, s.completion_tokens, "
         "CASE WHEN s.status = 'masked' THEN NULL WHEN ? = 'reward' THEN s.reward ELSE s.metrics[?] END AS score "
-        "FROM eval_samples e LEFT JOIN samples s USING (attempt, sample_id) WHERE e.attempt = ? AND e.eval_id = ? "
+        "FROM eval_samples e JOIN samples s USING (attempt, sample_id) WHERE e.attempt = ? AND e.eval_id = ? "
         "QUALIFY row_number() OVER (PARTITION BY e.item, e.completion ORDER BY score IS NULL) = 1 "
         "ORDER BY e.item, e.completion",
         [metric, metric, attempt, eval_id],

@@ -12,6 +12,8 @@ import { type Answered, type Block, BLOCKS, blockOf, isRight, type Item } from "
 
 interface ItemPaneProps {
   items: Item[];
+  /** Why there are no items. */
+  why: string;
   current?: Item;
   before?: EvalRow;
   after?: EvalRow;
@@ -24,7 +26,7 @@ const MOST_ANSWERS = 8;
 
 type Row = { block: Block; number: number } | { item: Item };
 
-export function ItemPane({ items, current, before, after, choose }: ItemPaneProps) {
+export function ItemPane({ items, why, current, before, after, choose }: ItemPaneProps) {
   const list = useRef<HTMLDivElement>(null);
   const rows = useMemo(
     () =>
@@ -43,7 +45,7 @@ export function ItemPane({ items, current, before, after, choose }: ItemPaneProp
   if (items.length === 0 || !current)
     return (
       <aside className="third" aria-label="Items">
-        <p className="sec f">Items appear here when two checkpoints were measured on the same ones.</p>
+        <p className="sec f">{why}</p>
       </aside>
     );
   return (
@@ -55,7 +57,7 @@ export function ItemPane({ items, current, before, after, choose }: ItemPaneProp
           </span>
           <span>item {current.item}</span>
         </h2>
-        <div className="pair">
+        <div className={`pair ${isShort(current) ? "" : "stacked"}`}>
           <Answers row={before} answered={current.before} />
           <Answers row={after} answered={current.after} />
         </div>
@@ -94,6 +96,11 @@ export function ItemPane({ items, current, before, after, choose }: ItemPaneProp
 
 /** An answer without its thinking and the marks of its template. Thinking without an end is all there is. */
 const clean = (text: string): string => text.replace(/^[\s\S]*<\/think>/, "").replace(/<\|[a-z_]+\|>/g, "").replace(/<\/?(answer|think)>/g, "").trim();
+
+/** Longest answer that fits half of the pane. */
+const SHORT = 24;
+
+const isShort = ({ before, after }: Item): boolean => [before, after].every(({ answers }) => answers.every(({ answer }) => clean(answer).length <= SHORT));
 
 function Short({ answered }: { answered: Answered }) {
   const text = clean(answered.answers[0]?.answer ?? "");

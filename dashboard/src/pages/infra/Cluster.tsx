@@ -50,7 +50,7 @@ function Map({ nodes, live }: { nodes: readonly Machine[]; live: boolean }) {
             </span>
           );
         })}
-        <span className="f">height: load, line: its mean, stripe: memory</span>
+        <span className="f">height: load, mark: its mean, stripe: memory</span>
       </p>
       <div className={`map ${nodes.length > MOST_NODES ? "small" : ""}`}>
         {nodes.map((node) => (

@@ -132,7 +132,7 @@ export function Infra() {
             </div>
           </section>
         ))}
-        {others.size > 0 && <Others specs={others} />}
+        {gauges.data && others.size > 0 && <Others specs={others} />}
       </div>
       {info && <Topology info={info} />}
     </div>
@@ -164,6 +164,7 @@ function Others({ specs }: { specs: ReadonlyMap<string, ChartSpec> }) {
 }
 
 function Topology({ info }: { info: RunInfo }) {
+  const model = useResource(runPath(info.info.id, "model"));
   const attempt = info.attempts.at(-1);
   const topology = Object.entries(attempt?.topology ?? {});
   return (
@@ -184,17 +185,19 @@ function Topology({ info }: { info: RunInfo }) {
         )}
       </section>
       <Model run={info.info.id} />
-      <section className="sec">
-        <h2>Versions</h2>
-        <dl className="kv">
-          {Object.entries(attempt?.versions ?? {}).map(([name, value]) => (
-            <div key={name}>
-              <dt>{name}</dt>
-              <dd className="m">{value}</dd>
-            </div>
-          ))}
-        </dl>
-      </section>
+      {!model.loading && (
+        <section className="sec">
+          <h2>Versions</h2>
+          <dl className="kv">
+            {Object.entries(attempt?.versions ?? {}).map(([name, value]) => (
+              <div key={name}>
+                <dt>{name}</dt>
+                <dd className="m">{value}</dd>
+              </div>
+            ))}
+          </dl>
+        </section>
+      )}
     </aside>
   );
 }
