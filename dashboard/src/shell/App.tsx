@@ -35,15 +35,15 @@ export function App() {
   const [opened, open] = useState<Opened>(null);
   useEffect(startKeys, []);
   useKeys("Everywhere", [
-    { keys: ["Control+k", "Meta+k"], does: "search pages, runs, metrics, commands", run: () => open("palette") },
+    { keys: ["Control+k", "Meta+k"], does: "search pages, runs, steps, metrics, settings", run: () => open("palette") },
     { keys: ["?"], does: "this list", run: () => open("keys") },
-    { keys: ["/"], does: "search on this page", run: () => focusSearch() || open("palette") },
-    ...ROUTES.map((other) => ({
+    { keys: ["/"], does: "search on this page, or everything", run: () => focusSearch() || open("palette") },
+    ...ROUTES.filter((other) => !other.ofRun || place.run !== null).map((other) => ({
       keys: [`g ${other.key}`],
       does: other.title,
       run: () => {
         if (!other.ofRun) go(elsewhere(place, { run: null, page: other.page }));
-        else if (place.run !== null) go(elsewhere(place, { page: other.page }));
+        else go(elsewhere(place, { page: other.page }));
       },
     })),
   ]);

@@ -1,16 +1,18 @@
-/** Ctrl-K: pages, runs, metrics and commands by name. */
+/** Ctrl-K: pages, runs, steps, metrics, settings and commands by name. */
 
 import { useEffect, useMemo, useRef, useState } from "react";
 import { runPath } from "../api";
 import { embedded } from "../embedded";
+import { setting } from "../format";
 import { ROUTES } from "../routes";
-import { useRuns } from "../state/run";
+import { useRunInfo, useRuns } from "../state/run";
 import { useSteps } from "../state/steps";
 import { setTheme, THEMES } from "../state/theme";
-import { elsewhere, go, setParams, usePlace } from "../state/url";
+import { elsewhere, go, type Place, setParams, usePlace } from "../state/url";
 import type { Opened } from "./App";
 import { Dialog } from "./Dialog";
 import { statusWord } from "./Header";
+import { openNote } from "./NoteDialog";
 import { visible } from "../text/hostile";
 
 interface Command {
@@ -20,6 +22,9 @@ interface Command {
 }
 
 const SHOWN = 12;
+
+/** The number of a step: "120" or "step 120". */
+const STEP = /^\s*(?:steps?\s*)?(\d+)\s*$/i;
 
 /** Returns how well all words are found in the text: less is better, null is not at all. */
 function matchWords(text: string, words: string[]): number | null {
@@ -33,6 +38,15 @@ function matchWords(text: string, words: string[]): number | null {
   return sum + low.length / 100;
 }
 
+/** A step where the page is, and on the pages that show what happened in it. */
+function stepCommands(place: Place, step: string): Command[] {
+  const others = ROUTES.filter((route) => ["rollouts", "answers", "timeline"].includes(route.page) && route.page !== place.page);
+  return [
+    { title: `Step ${step}`, hint: "step, on this page", run: () => setParams({ step }) },
+    ...others.map((route): Command => ({ title: `Step ${step}`, hint: `step, ${route.title}`, run: () => go(elsewhere(place, { page: route.page }, { step })) })),
+  ];
+}
+
 export function Palette({ opened, close, openOther }: { opened: boolean; close: () => void; openOther: (what: Opened) => void }) {
   return (
     <Dialog opened={opened} close={close} title="Search everything" bare>
@@ -44,6 +58,7 @@ export function Palette({ opened, close, openOther }: { opened: boolean; close: 
 function Search({ close, openOther }: { close: () => void; openOther: (what: Opened) => void }) {
   const place = usePlace();
   const runs = useRuns().data?.runs;
+  const config = useRunInfo(place.run).data?.config;
   const { steps } = useSteps(place.run);
   const [text, setText] = useState("");
   const [at, setAt] = useState(0);
@@ -60,26 +75,32 @@ function Search({ close, openOther }: { close: () => void; openOther: (what: Ope
     if (place.run !== null)
       for (const metric of Object.keys(steps?.metrics ?? {}))
         out.push({ title: metric, hint: "metric", run: () => go(elsewhere(place, { page: "metrics" }, { metric })) });
+    for (const [name, value] of Object.entries(config ?? {}))
+      out.push({ title: visible(name), hint: `setting, ${setting(value)}`, run: () => go(elsewhere(place, { page: "overview" }, { config: "all", setting: name })) });
     for (const theme of THEMES) out.push({ title: `Theme: ${theme}`, hint: "command", run: () => setTheme(theme) });
     if (place.run !== null && !embedded) {
       const run = place.run;
+      out.push({ title: "Write a note", hint: "command", run: () => openNote(null) });
       out.push({ title: "Compare with other runs", hint: "command", run: () => openOther("compare") });
       out.push({ title: "Export the run as one HTML file", hint: "command", run: () => location.assign(runPath(run, "export")) });
     }
     if (place.run !== null) {
       out.push({ title: "Clear range and step", hint: "command", run: () => setParams({ range: null, step: null }) });
     }
+    out.push({ title: "Keys of this page", hint: "command", run: () => openOther("keys") });
     return out;
-  }, [place, runs, steps, openOther]);
+  }, [place, runs, steps, config, openOther]);
   const found = useMemo(() => {
     const words = text.toLowerCase().split(/\s+/).filter(Boolean);
-    return commands
+    const step = STEP.exec(text)?.[1];
+    const ofStep = step !== undefined && steps?.step.includes(Number(step)) ? stepCommands(place, String(Number(step))) : [];
+    const named = commands
       .map((command) => ({ command, rank: matchWords(`${command.title} ${command.hint}`, words) }))
       .filter((entry): entry is { command: Command; rank: number } => entry.rank !== null)
       .sort((a, b) => (words.length ? a.rank - b.rank : 0))
-      .slice(0, SHOWN)
       .map((entry) => entry.command);
-  }, [commands, text]);
+    return [...ofStep, ...named].slice(0, SHOWN);
+  }, [commands, text, place, steps]);
   useEffect(() => setAt(0), [text]);
   useEffect(() => {
     list.current?.children[at]?.scrollIntoView({ block: "nearest" });
@@ -100,7 +121,7 @@ function Search({ close, openOther }: { close: () => void; openOther: (what: Ope
     <div className="palette">
       <input
         className="field"
-        placeholder="A page, run, metric or command"
+        placeholder={place.run === null ? "A page, run or command" : "A page, run, step, metric, setting or command"}
         aria-label="Search everything"
         role="combobox"
         aria-expanded

@@ -9,9 +9,42 @@ export interface Key {
   run: () => unknown;
 }
 
+type Listed = Omit<Key, "run">;
+
 interface Group {
   title: string;
   keys: Key[];
+}
+
+/** Keys that parts of a page handle themselves while they have the focus, by their selectors. */
+const FOCUSED: { of: string; title: string; keys: Listed[] }[] = [
+  {
+    of: ".chart .p",
+    title: "A chart with the focus",
+    keys: [
+      { keys: ["ArrowLeft", "ArrowRight"], does: "read it" },
+      { keys: ["PageUp", "PageDown"], does: "in large steps" },
+      { keys: ["Home", "End"], does: "its first and last value" },
+      { keys: ["Shift+ArrowLeft", "Shift+ArrowRight"], does: "select a range" },
+      { keys: ["Enter"], does: "zoom to the range, or select the step" },
+    ],
+  },
+  { of: ".ruler a", title: "A mark of the ruler", keys: [{ keys: ["ArrowLeft", "ArrowRight"], does: "other marks" }, { keys: ["Enter"], does: "open what it marks" }] },
+  { of: ".heat", title: "The heat strip", keys: [{ keys: ["ArrowLeft", "ArrowRight", "Home", "End"], does: "other steps" }] },
+  { of: ".tree .ls", title: "The tree of metrics", keys: [{ keys: ["ArrowUp", "ArrowDown"], does: "other metrics" }] },
+  { of: ".grip", title: "A grip", keys: [{ keys: [" "], does: "take and put down" }, { keys: ["ArrowLeft", "ArrowRight"], does: "move what it holds" }] },
+  { of: "[aria-label^='Tokens:']", title: "Tokens", keys: [{ keys: ["ArrowLeft", "ArrowRight", "Home", "End"], does: "other tokens" }] },
+];
+
+/** Returns what works here: a key of two groups does what the one that came last says. */
+function listed(): { title: string; keys: Listed[] }[] {
+  const taken = new Set<string>();
+  const own = [...groups].reverse().map(({ current }) => {
+    const keys = current.keys.map((key) => ({ ...key, keys: key.keys.filter((one) => !taken.has(one)) })).filter((key) => key.keys.length > 0);
+    for (const key of keys) for (const one of key.keys) taken.add(one);
+    return { title: current.title, keys };
+  });
+  return [...own.reverse(), ...FOCUSED.filter(({ of }) => document.querySelector(of))].filter((group) => group.keys.length > 0);
 }
 
 const groups = new Set<{ current: Group }>();
@@ -56,18 +89,18 @@ export function startKeys(): () => void {
 }
 
 const SHOWN: Record<string, string> = { ArrowLeft: "←", ArrowRight: "→", ArrowUp: "↑", ArrowDown: "↓", Escape: "Esc", " ": "space" };
-const show = (key: string) => key.replace("Control+", "Ctrl ").replace("Meta+", "⌘ ").replace(/Arrow\w+|Escape|^ $/g, (name) => SHOWN[name] ?? name);
+const show = (key: string) => key.replace("Control+", "Ctrl ").replace("Meta+", "⌘ ").replace("Shift+", "⇧ ").replace("Page", "Pg").replace(/Arrow\w+|Escape|^ $/g, (name) => SHOWN[name] ?? name);
 
 export function KeysDialog({ opened, close }: { opened: boolean; close: () => void }) {
   return (
-    <Dialog opened={opened} close={close} title="Keys">
+    <Dialog opened={opened} close={close} title="Keys" wide>
       <div className="keys">
         {opened &&
-          [...groups].map(({ current }) => (
-            <section key={current.title}>
-              <h3>{current.title}</h3>
+          listed().map((group) => (
+            <section key={group.title}>
+              <h3>{group.title}</h3>
               <dl>
-                {current.keys.map((key) => (
+                {group.keys.map((key) => (
                   <div key={key.keys.join()}>
                     <dt>
                       {key.keys

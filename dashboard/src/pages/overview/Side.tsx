@@ -1,6 +1,6 @@
 /** Alerts, what changed, the config, attempts and environments of a run. */
 
-import { Fragment, useState } from "react";
+import { Fragment, useEffect, useRef, useState } from "react";
 import { embedded } from "../../embedded";
 import { count, moment, number, setting } from "../../format";
 import { useResource } from "../../state/resource";
@@ -45,8 +45,12 @@ function Config({ info }: { info: RunInfo }) {
   const [search, setSearch] = useParam("setting");
   const names = tab === "all" ? Object.keys(info.config) : info.user_set;
   const shown = names.filter((name) => name.includes(search.trim())).sort();
+  const place = useRef<HTMLElement>(null);
+  useEffect(() => {
+    if (search) place.current?.scrollIntoView({ block: "nearest" });
+  }, [search]);
   return (
-    <section className="sec">
+    <section className="sec" ref={place}>
       <h2>
         Config
         <span className="tabs" role="group" aria-label="Which settings">
