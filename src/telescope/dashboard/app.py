@@ -9,13 +9,15 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from fastapi import Depends, FastAPI, HTTPException, Request
-from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.staticfiles import StaticFiles
+from starlette.exceptions import HTTPException
 from starlette.middleware.gzip import GZipMiddleware
+from starlette.types import Scope
 
 from telescope import __version__
 from telescope.dashboard.api import check_parameters, code, runs, samples, timeline, user
-from telescope.dashboard.code import Snapshots
 from telescope.dashboard.documents import ConflictError, Documents, user_folder
 from telescope.dashboard.registry import Registry
 from telescope.dashboard.remote import WandbRuns
@@ -66,7 +68,6 @@ def create_app(
     )  # fmt: skip
     app.state.registry = Registry(roots, remotes)
     app.state.documents = Documents(documents or user_folder())
-    app.state.snapshots = Snapshots()
     app.state.static = static
     for subject in (runs, code, samples, timeline, user):
         app.include_router(subject.router, dependencies=[Depends(check_parameters)])
@@ -88,8 +89,6 @@ def create_app(
 
 
 def _add_pages(app: FastAPI, static: Path) -> None:
-    base = static.resolve()
-
     @app.get("/api/docs", include_in_schema=False)
     def docs() -> HTMLResponse:
         return HTMLResponse(_api_page(app))
@@ -98,32 +97,28 @@ def _add_pages(app: FastAPI, static: Path) -> None:
     def nothing(rest: str) -> Response:
         raise HTTPException(404, f"There is no address /api/{rest}. /api/docs lists them.")
 
-    @app.get("/{path:path}", include_in_schema=False)
-    def page(path: str) -> Response:
-        found = _file(base, path)
-        if found is not None:
-            hashed = path.startswith("assets/")
-            cache = "public, max-age=31536000, immutable" if hashed else "no-cache"
-            return FileResponse(found, headers={"Cache-Control": cache})
-        if path.startswith("assets/"):
-            raise HTTPException(404, "There is no such file.")
-        if path:  # pages are named behind the #
-            text = '<p>There is no page at this address.</p><p><a href="/">All runs</a></p>'
-            return HTMLResponse(f"<!doctype html><title>Telescope</title>{text}", 404)
-        index = base / "index.html"
-        if index.is_file():
-            return FileResponse(index, headers={"Cache-Control": "no-cache"})
-        text = f"<p>The pages are not built. Build them with</p><pre>{BUILD_COMMAND}</pre><p>and reload this page.</p>"
-        return HTMLResponse(f"<!doctype html><title>Telescope</title>{text}", 503)
+    pages = Pages(directory=static, check_dir=False)
+    pages.config_checked = True  # they may be built later
+    app.mount("/", pages)
 
 
-def _file(base: Path, path: str) -> Path | None:
-    """Returns a file of the built pages, or None. Any path that is none or leads elsewhere has none."""
-    try:
-        found = (base / path.lstrip("/")).resolve()
-        return found if found.is_relative_to(base) and found.is_file() else None
-    except (OSError, ValueError):
-        return None
+class Pages(StaticFiles):
+    """The built pages. The name of a file below `assets` has its digest, so browsers keep it."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        """Returns a file, or a page that says why there is none."""
+        try:
+            answer = await super().get_response("index.html" if path == "." else path, scope)
+        except (HTTPException, OSError, ValueError):
+            title = "<!doctype html><title>Telescope</title>"
+            if path != ".":  # pages are named behind the #
+                text = '<p>There is no page at this address.</p><p><a href="/">All runs</a></p>'
+                return HTMLResponse(title + text, 404)
+            text = f"<p>The pages are not built. Build them with</p><pre>{BUILD_COMMAND}</pre><p>and reload.</p>"
+            return HTMLResponse(title + text, 503)
+        hashed = path.startswith("assets/")
+        answer.headers["Cache-Control"] = "public, max-age=31536000, immutable" if hashed else "no-cache"
+        return answer
 
 
 def _api_page(app: FastAPI) -> str:

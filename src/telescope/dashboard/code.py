@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import re
 import tarfile
-import threading
 import zlib
-from collections import OrderedDict
 from dataclasses import dataclass
 from difflib import unified_diff
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -51,32 +50,18 @@ class Snapshot:
     files: dict[str, bytes]
 
 
-class Snapshots:
-    """Reads archives. Safe to use from several threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[Path, int], Snapshot] = OrderedDict()
-
-    def of(self, run: Run, attempt: int | None = None) -> Snapshot:
-        """Returns the code of an attempt, by default the newest that has any. Raises `NotFoundError`."""
-        found = archives(run)
-        chosen = max(found, default=0) if attempt is None else attempt
-        if chosen not in found:
-            which = f"attempt {attempt}" if attempt is not None else "this run"
-            raise NotFoundError(f"The record has no code of {which}.")
-        path = found[chosen]
-        try:
-            key = (path, path.stat().st_mtime_ns)
-            with self._lock:
-                if key not in self._known:
-                    self._known[key] = _read(path, chosen)
-                self._known.move_to_end(key)
-                while len(self._known) > NUM_ARCHIVES:
-                    self._known.popitem(last=False)
-                return self._known[key]
-        except (OSError, EOFError, zlib.error, tarfile.TarError, ValueError) as error:
-            raise UserError(f"{path.name} cannot be read: {error}") from error
+def snapshot_of(run: Run, attempt: int | None = None) -> Snapshot:
+    """Returns the code of an attempt, by default the newest that has any. Raises `NotFoundError`."""
+    found = archives(run)
+    chosen = max(found, default=0) if attempt is None else attempt
+    if chosen not in found:
+        which = f"attempt {attempt}" if attempt is not None else "this run"
+        raise NotFoundError(f"The record has no code of {which}.")
+    path = found[chosen]
+    try:
+        return _read(path, chosen, path.stat().st_mtime_ns)
+    except (OSError, EOFError, zlib.error, tarfile.TarError, ValueError) as error:
+        raise UserError(f"{path.name} cannot be read: {error}") from error
 
 
 def archives(run: Run) -> dict[int, Path]:
@@ -86,12 +71,12 @@ def archives(run: Run) -> dict[int, Path]:
     return {int(match[1]): path for match, path in named}
 
 
-def overview(snapshots: Snapshots, run: Run, attempt: int | None) -> dict[str, Any]:
+def overview(run: Run, attempt: int | None) -> dict[str, Any]:
     """Returns git state, uncommitted changes and the list of files. Without any code, `attempt` is null."""
     found = sorted(archives(run))
     if not found and attempt is None:
         return {"attempts": [], "attempt": None, "git": {}, "left_out": [], "changes": "", "files": []}
-    snapshot = snapshots.of(run, attempt)
+    snapshot = snapshot_of(run, attempt)
     git = {name: value for name, value in snapshot.git.items() if name != "left_out"}
     return {
         "attempts": found,
@@ -103,18 +88,18 @@ def overview(snapshots: Snapshots, run: Run, attempt: int | None) -> dict[str, A
     }
 
 
-def file(snapshots: Snapshots, run: Run, attempt: int | None, path: str) -> dict[str, Any]:
+def file(run: Run, attempt: int | None, path: str) -> dict[str, Any]:
     """Returns the text of a file. It is null if the file is not UTF-8 or too large. Raises `NotFoundError`."""
-    snapshot = snapshots.of(run, attempt)
+    snapshot = snapshot_of(run, attempt)
     if path not in snapshot.files:
         raise NotFoundError(f"The code of attempt {snapshot.attempt} has no file {path!r}.")
     content = snapshot.files[path]
     return {"path": path, "size": len(content), "text": _text(content)}
 
 
-def difference(snapshots: Snapshots, old: Run, new: Run, path: str = "") -> dict[str, Any]:
+def difference(old: Run, new: Run, path: str = "") -> dict[str, Any]:
     """Returns files that differ between two runs, with diffs. `path` limits them to one file of their newest code."""
-    before, after = snapshots.of(old).files, snapshots.of(new).files
+    before, after = snapshot_of(old).files, snapshot_of(new).files
     paths = sorted(before.keys() | after.keys())
     changed = [name for name in paths if before.get(name) != after.get(name)]
     room = MAX_ANSWER_BYTES
@@ -151,7 +136,8 @@ def _text(content: bytes) -> str | None:
         return None
 
 
-def _read(path: Path, attempt: int) -> Snapshot:
+@lru_cache(NUM_ARCHIVES)
+def _read(path: Path, attempt: int, _modified: int) -> Snapshot:
     """Reads an archive. Raises `ValueError` for one that is too large."""
     files: dict[str, bytes] = {}
     total = 0

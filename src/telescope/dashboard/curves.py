@@ -133,7 +133,8 @@ def evals(store: RunStore) -> list[Row]:
 def eval_samples(store: RunStore, attempt: int, eval_id: str) -> list[Row]:
     """Returns the answers of one eval by item. `score` is its metric, None of those that failed.
 
-    One that was sampled again replaces the one that failed; one whose row of `samples` is lost is left out. Raises `NotFoundError`.
+    One that was sampled again replaces the one that failed; one without a row of `samples` is left out. Raises
+    `NotFoundError`.
     """
     visible = store.visible()
     store.refresh("evals", "eval_samples", "samples")

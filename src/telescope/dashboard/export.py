@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
+import numpy as np
+
 from telescope.dashboard import code, curves, rollouts, runs
 from telescope.dashboard.architecture import architecture_of
-from telescope.dashboard.code import Snapshots
 from telescope.dashboard.models import to_json
 from telescope.dashboard.registry import Registry
 from telescope.dashboard.store import Row, RunStore
@@ -145,7 +146,7 @@ def address(path: str, **query: str) -> str:
 def _code(store: RunStore, left_out: list[str]) -> dict[str, Any]:
     """Returns git state and uncommitted changes, without files."""
     try:
-        found = code.overview(Snapshots(), store.run, None)
+        found = code.overview(store.run, None)
     except UserError as error:
         left_out.append(f"the code ({error})")
         return {"attempts": [], "attempt": None, "git": {}, "left_out": [], "changes": "", "files": []}
@@ -242,9 +243,7 @@ def _cut(value: Any) -> Any:
 
 def _evenly(number: int, most: int) -> list[int]:
     """Returns at most `most` places of a list, evenly. The first and the last are among them."""
-    if number <= most:
-        return list(range(number))
-    return sorted({round(place * (number - 1) / (most - 1)) for place in range(most)}) if most > 1 else [number - 1]
+    return np.linspace(0, number - 1, min(number, most)).round().astype(int).tolist()
 
 
 def _picked(values: Sequence[Any], places: Iterable[int]) -> list[Any]:

@@ -13,11 +13,11 @@ import pwd
 import secrets
 import socket
 from collections.abc import Iterable
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders, QueryParams
+from starlette.requests import cookie_parser
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -127,19 +127,14 @@ class Safety:
     def _without_token(self, scope: Scope, headers: Headers) -> Response | None:
         assert self._token is not None
         name = f"telescope-{(scope.get('server') or ('', 0))[1]}"
-        query = parse_qsl(scope["query_string"].decode("latin-1"))
-        given = dict(query).get("token")
-        if given is not None and _equal(given, self._token):
-            rest = urlencode([(key, value) for key, value in query if key != "token"])
+        query = QueryParams(scope["query_string"])
+        if _equal(query.get("token"), self._token):
+            rest = QueryParams([(key, value) for key, value in query.multi_items() if key != "token"])
             path = "/" + scope["path"].lstrip("/\\")  # never the address of another host
             answer = RedirectResponse(f"{path}?{rest}" if rest else path, status_code=303)
             answer.set_cookie(name, self._token, httponly=True, samesite="strict", path="/")
             return answer
-        try:
-            cookie = SimpleCookie(headers.get("cookie", "")).get(name)
-        except CookieError:
-            cookie = None
-        if cookie is not None and _equal(cookie.value, self._token):
+        if _equal(cookie_parser(headers.get("cookie", "")).get(name), self._token):
             return None
         return _refuse(401, "The token is missing or from another start. Open the address that `telescope ui` printed.")
 
@@ -151,8 +146,8 @@ def _place(origin: str) -> str | None:
         return None
 
 
-def _equal(given: str, expected: str) -> bool:
-    return secrets.compare_digest(given.encode(errors="replace"), expected.encode())
+def _equal(given: str | None, expected: str) -> bool:
+    return given is not None and secrets.compare_digest(given.encode(errors="replace"), expected.encode())
 
 
 def _refuse(status: int, message: str) -> Response:

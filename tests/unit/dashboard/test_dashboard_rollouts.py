@@ -409,11 +409,11 @@ def test_logs_are_in_the_order_of_time_whenever_they_were_recorded(tmp_path):
     pages = [page(limit=3)]
     while pages[0][0] != every[0]:
         pages.insert(0, page(limit=3, before=pages[0][0][1]))
-    assert sum(pages, []) == every
+    assert [row for rows in pages for row in rows] == every
     pages = [page(limit=3, at=T0 + 2)]
     while last := pages[-1]:
         pages.append(page(limit=3, after=last[-1][1]))
-    assert sum(pages, []) == every[1:]
+    assert [row for rows in pages for row in rows] == every[1:]
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, 1e308, -1.7e308])
