@@ -46,12 +46,15 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 def is_loopback(host: str) -> bool:
     """Returns whether only this machine reaches an address that is bound."""
-    if host == "localhost":
-        return True
+    found = _address(host)
+    return host == "localhost" or (found is not None and found.is_loopback)
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
+        return None
 
 
 def is_shared() -> bool:
@@ -103,7 +106,7 @@ class Safety:
                 403, f"Host {host!r} is not allowed. Open the address that `telescope ui` printed, or use --allow-host."
             )
         origin = headers.get("origin")
-        if origin is not None and _place(origin) != host:
+        if origin is not None and origin.partition("://")[2] != host:
             return _refuse(403, f"Origin {origin!r} is not this dashboard.")
         if headers.get("sec-fetch-site") == "cross-site" and scope["path"].startswith("/api"):
             return _refuse(403, "Another site may not use the API.")
@@ -114,15 +117,7 @@ class Safety:
             name = (urlsplit(f"//{host}").hostname or "").lower()
         except ValueError:
             return False
-        if name in self._hosts:
-            return True
-        if self._token is None:
-            return False
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
+        return name in self._hosts or (self._token is not None and _address(name) is not None)
 
     def _without_token(self, scope: Scope, headers: Headers) -> Response | None:
         assert self._token is not None
@@ -137,13 +132,6 @@ class Safety:
         if _equal(cookie_parser(headers.get("cookie", "")).get(name), self._token):
             return None
         return _refuse(401, "The token is missing or from another start. Open the address that `telescope ui` printed.")
-
-
-def _place(origin: str) -> str | None:
-    try:
-        return urlsplit(origin).netloc
-    except ValueError:
-        return None
 
 
 def _equal(given: str | None, expected: str) -> bool:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Annotated, Any
 
+from fastapi import Query
+from pydantic import BaseModel
+
+from telescope.dashboard.api import OptionalRow
 from telescope.dashboard.store import Row, RunStore
 from telescope.errors import UserError
 
@@ -12,6 +16,9 @@ SPAN_COLUMNS = (
     *("attempt", "component", "name", "rank", "server", "lane", "step", "micro_batch", "sample_id", "start", "end"),
 )
 LANE = "component, name, rank, server, lane"
+
+TIME = "coalesce(time, 0)"
+"""When a log line was written. Those of a record without times come first."""
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -89,74 +96,67 @@ def gauges(
     ]
 
 
-def logs(
-    store: RunStore,
-    *,
-    since: int | None = None,
-    before: int | None = None,
-    after: int | None = None,
-    at: float | None = None,
-    start: float | None = None,
-    end: float | None = None,
-    level: str = "",
-    component: str = "",
-    source: str = "",
-    search: str = "",
-    limit: int,
-) -> dict[str, Any]:
-    """Returns log lines by time, lines of one time in the order of the record: the newest, or those around `at`.
+class LogQuery(BaseModel):
+    """Which log lines are meant: the newest, those around the time `at`, or those beside the row `before` or `after`.
 
-    With `before` or `after`, those next to this row. With `since`, those that were recorded from this row on: lines of
-    several files arrive a second or two late, so the newest rows are not the latest lines. With `start` or `end`, of
-    this time alone. `level` is the lowest one. `component` is one process (`trainer-0`) or all of a kind (`trainer`).
-    Raises `UserError` for an unknown level.
+    `since`: those that were recorded from this row on. `start`, `end`: of this time alone. `level`: the lowest one.
+    `component`: one process (`trainer-0`) or all of a kind (`trainer`).
+    """
+
+    since: OptionalRow = None
+    before: OptionalRow = None
+    after: OptionalRow = None
+    at: float | None = None
+    start: float | None = None
+    end: float | None = None
+    level: str = ""
+    component: str = ""
+    source: str = ""
+    search: str = ""
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 400
+
+
+def logs(store: RunStore, query: LogQuery) -> dict[str, Any]:
+    """Returns log lines by time, lines of one time in the order of the record.
+
+    Lines of several files arrive a second or two late, so the newest rows are not the latest lines.
     """
     (num_rows,) = store.refresh("logs").values()
-    where = ["true"]
-    parameters: list[Any] = []
-    if level:
-        if level not in LEVELS:
-            raise UserError(f"level={level!r} is not a level. Use one of {', '.join(LEVELS)}.")
-        where.append("list_contains(?, level)")
-        parameters.append(list(LEVELS[LEVELS.index(level) :]))
-    if component:
-        where.append("(component = ? OR starts_with(component, ?))")
-        parameters += [component, f"{component}-"]
-    if source:
-        where.append("source = ?")
-        parameters.append(source)
-    for condition, moment in (("time >= ?", start), ("time < ?", end)):
-        if moment is not None:
-            where.append(condition)
-            parameters.append(moment)
-    if search.strip():
-        where.append("contains(lower(message), lower(?))")
-        parameters.append(search.strip())
-    chosen = f"SELECT rowid AS row, * FROM logs WHERE {' AND '.join(where)}"
+    if query.level and query.level not in LEVELS:
+        raise UserError(f"level={query.level!r} is not a level. Use one of {', '.join(LEVELS)}.")
+    levels, search = list(LEVELS[LEVELS.index(query.level) :]) if query.level else None, query.search.strip()
+    conditions: dict[str, Any] = {
+        "list_contains(?, level)": levels,
+        "(component = ? OR starts_with(component, ? || '-'))": query.component or None,
+        "source = ?": query.source or None,
+        "time >= ?": query.start,
+        "time < ?": query.end,
+        "contains(lower(message), lower(?))": search or None,
+    }
+    chosen = {text: value for text, value in conditions.items() if value is not None}
+    parameters = [value for text, value in chosen.items() for _ in range(text.count("?"))]
 
-    def page(condition: str, *values: float, order: str = "", most: int = limit) -> list[Row]:
-        by_time = f"ORDER BY coalesce(time, 0) {order}, rowid {order}"
-        return store.rows(f"{chosen} AND {condition} {by_time} LIMIT {most}", [*parameters, *values])
+    def page(condition: str, *values: float, order: str = "", by: str = TIME, most: int = query.limit) -> list[Row]:
+        where = " AND ".join([*chosen, condition])
+        ordered = f"ORDER BY {by} {order}, rowid {order} LIMIT {most}"
+        return store.rows(f"SELECT rowid AS row, * FROM logs WHERE {where} {ordered}", [*parameters, *values])
 
     def beside(row: int, sign: str, order: str = "") -> list[Row]:
-        ((time,),) = store.fetch("SELECT coalesce(min(time), 0) FROM logs WHERE rowid = ?", [row])
-        return page(
-            f"(coalesce(time, 0) {sign} ? OR coalesce(time, 0) = ? AND rowid {sign} ?)", time, time, row, order=order
-        )
+        ((time,),) = store.fetch(f"SELECT coalesce(min({TIME}), 0) FROM logs WHERE rowid = ?", [row])
+        return page(f"({TIME} {sign} ? OR {TIME} = ? AND rowid {sign} ?)", time, time, row, order=order)
 
-    if since is not None:
-        rows = store.rows(f"{chosen} AND rowid >= ? ORDER BY rowid LIMIT {limit}", [*parameters, since])
-        if len(rows) == limit:
+    if query.since is not None:
+        rows = page("rowid >= ?", query.since, by="rowid")
+        if len(rows) == query.limit:
             num_rows = rows[-1]["row"] + 1
-    elif after is not None:
-        rows = beside(after, ">")
-    elif before is not None:
-        rows = beside(before, "<", "DESC")[::-1]
-    elif at is not None:
-        half = max(1, limit // 2)
-        rows = page("coalesce(time, 0) < ?", at, order="DESC", most=half)[::-1] + page(
-            "time >= ?", at, most=limit - half
-        )
+    elif query.after is not None:
+        rows = beside(query.after, ">")
+    elif query.before is not None:
+        rows = beside(query.before, "<", "DESC")[::-1]
+    elif query.at is not None:
+        half = max(1, query.limit // 2)
+        rows = page(f"{TIME} < ?", query.at, order="DESC", most=half)[::-1]
+        rows += page("time >= ?", query.at, most=query.limit - half)
     else:
         rows = page("true", order="DESC")[::-1]
     names = store.seen("logs", "component, source")

@@ -17,7 +17,7 @@ from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widgets import Input, OptionList, RichLog, Static, TabPane
 from textual.widgets.option_list import Option
 
-from telescope.dashboard.timeline import logs
+from telescope.dashboard.timeline import LogQuery, logs
 from telescope.errors import UserError
 from telescope.health import rules
 from telescope.tui.overview import curve, draw, read_overview
@@ -238,8 +238,8 @@ class LogsPage(Page):
         component = components[0].removeprefix(COMPONENT) if components else ""
         search = " ".join(word for word in asked[1].split() if word not in components)
         since, limit = self.next_row, NUM_LINES if self.next_row is None else MOST_LINES
-        found = logs(self.view.store, since=since, level=asked[0], component=component, search=search, limit=limit)
-        return {**found, "asked": asked}
+        query = LogQuery(since=since, level=asked[0], component=component, search=search, limit=limit)
+        return {**logs(self.view.store, query), "asked": asked}
 
     def show(self, found: dict[str, Any]) -> None:
         """Adds the lines."""

@@ -59,7 +59,9 @@ def check_parameters(request: Request) -> None:
         if count > limit:
             raise HTTPException(400, f"The request has {count:,} {what}. At most {limit:,} are possible.")
     dependant = get_flat_dependant(request.scope["route"].dependant)
-    known = [parameter.alias for parameter in dependant.query_params]
+    # Parameters of an address are its own, or the fields of a model.
+    models = [getattr(one.field_info.annotation, "model_fields", (one.alias,)) for one in dependant.query_params]
+    known = [name for names in models for name in names]
     for name in request.query_params:
         if name not in known:
             raise HTTPException(400, f"There is no parameter {name!r} here. The parameters are {', '.join(known)}.")

@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 
 from telescope.dashboard import row_models, timeline
-from telescope.dashboard.api import OptionalRow, Reply, Store
+from telescope.dashboard.api import Reply, Store
 
 router = APIRouter(prefix="/api/runs/{run}", tags=["Timeline"])
 
@@ -42,33 +42,5 @@ def gauge_names(request: Request, store: Store) -> Reply:
 
 
 @router.get("/logs", response_model=row_models.Logs, summary="Log lines")
-def logs(
-    request: Request,
-    store: Store,
-    since: OptionalRow = None,
-    before: OptionalRow = None,
-    after: OptionalRow = None,
-    at: float | None = None,
-    start: float | None = None,
-    end: float | None = None,
-    level: str = "",
-    component: str = "",
-    source: str = "",
-    search: str = "",
-    limit: Annotated[int, Query(ge=1, le=10_000)] = 400,
-) -> Reply:
-    found = timeline.logs(
-        store,
-        since=since,
-        before=before,
-        after=after,
-        at=at,
-        start=start,
-        end=end,
-        level=level,
-        component=component,
-        source=source,
-        search=search,
-        limit=limit,
-    )
-    return Reply(request, found)
+def logs(request: Request, store: Store, query: Annotated[timeline.LogQuery, Query()]) -> Reply:
+    return Reply(request, timeline.logs(store, query))
