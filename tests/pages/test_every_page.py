@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, expect
-from tests.pages.page_visit import PLACES, Visit
+from playwright.sync_api import Browser, Page, expect
+from tests.pages.page_visit import PLACES, Visit, visit
+
+from telescope.cli.ui import export
 
 AXE = Path(__file__).parents[2] / "dashboard" / "node_modules" / "axe-core" / "axe.min.js"
 PHONE = {"width": 390, "height": 844}
@@ -37,6 +39,7 @@ OPENED = {
     "columns": ("", "role=button[name='Columns']"),
     "groups": ("", "[title='Group runs']"),
     "tags": ("?chosen=first", "role=button[name='Tags']"),
+    "color": ("first/metrics?with=second", "[class=swatch] >> nth=0"),
 }
 """What opens over a page: where, and the key or the control that opens it."""
 
@@ -49,9 +52,36 @@ def test_what_opens_over_a_page_is_accessible(visitor: Visit, name: str):
         page.locator(opener).press("Enter")
     else:
         page.keyboard.press(opener)
-    expect(page.locator("dialog[open], [popover]:popover-open")).to_have_count(1)
-    visitor.settle()
-    assert findings(page) == []
+    for theme in ("light", "dark"):
+        page.evaluate(f"() => {{ location.hash += `${{location.hash.includes('?') ? '&' : '?'}}theme={theme}` }}")
+        visitor.settle()
+        assert page.evaluate("() => document.documentElement.dataset.theme") == theme
+        expect(page.locator("dialog[open], [popover]:popover-open")).to_have_count(1)
+        assert findings(page) == []
+
+
+def test_pages_of_an_exported_file_are_accessible(browser: Browser, runs: Path, tmp_path: Path):
+    export(runs / "first", tmp_path / "run.html")
+    with visit(browser, "") as opened:
+        for place in ("overview", "metrics", "answers", "evals", "gone"):
+            for theme in ("light", "dark"):
+                opened.page.goto(f"{(tmp_path / 'run.html').as_uri()}#/first/{place}?theme={theme}")
+                opened.settle()
+                assert findings(opened.page) == [], (place, theme)
+
+
+LARGEST_SHIFT = 0.1
+"""Of Core Web Vitals: a page that moves less is good."""
+
+
+@pytest.mark.parametrize("name", ["evals", "infra", "logs"])
+def test_a_page_stands_still_while_it_loads(visitor: Visit, name: str):
+    visitor.page.add_init_script(
+        "window.shift = 0; new PerformanceObserver((list) => list.getEntries().forEach((one) => "
+        "{ window.shift += one.value })).observe({ type: 'layout-shift', buffered: true })"
+    )
+    page = visitor.open(*PLACES[name])
+    assert page.evaluate("() => window.shift") < LARGEST_SHIFT
 
 
 @pytest.mark.parametrize("name", PLACES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,8 @@ def test_the_palette_opens_a_page_a_metric_and_a_run(visitor: Visit):
     for text, url in (
         ("timeline", "#/first/timeline"),
         ("grad_norm", "metric=grad_norm"),
+        ("step 7", "#/first/metrics?metric=grad_norm&step=7"),
+        ("learning_rate setting", "setting=learning_rate"),
         ("second", "#/second/overview"),
     ):
         page.keyboard.press("Control+k")
@@ -76,6 +79,21 @@ def test_the_palette_opens_a_page_a_metric_and_a_run(visitor: Visit):
         page.keyboard.press("Enter")
         page.wait_for_url(lambda address, url=url: url in address)
         visitor.settle()
+
+
+def test_each_key_of_the_list_does_one_thing_of_its_page(visitor: Visit):
+    for place, named in {
+        "": "next run", "first/rollouts": "next group", "first/timeline": "zoom in", "first/evals": "next item",
+        "first/logs": "follow the newest line", "first/metrics": "log scale", "first/infra": "select a range",
+    }.items():  # fmt: skip
+        page = visitor.open(place)
+        page.keyboard.press("?")
+        keys = page.get_by_role("dialog", name="Keys")
+        expect(keys).to_contain_text(named)
+        own = keys.locator("section", has_not=page.get_by_role("heading", name=re.compile("^(A |The |Tokens)")))
+        listed = own.locator("dt > span").all_inner_texts()
+        assert len(listed) == len(set(listed)), place
+        assert ("Overview" in keys.inner_text()) == bool(place), "without a run, no key leads to the page of one"
 
 
 def test_keys_lead_to_every_page_and_are_listed(visitor: Visit):

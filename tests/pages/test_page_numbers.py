@@ -219,6 +219,14 @@ def test_evals_show_accuracy_and_the_items_that_changed(visitor: Visit, record: 
     assert said[2:4] == pytest.approx([100 * after["gain_low"], 100 * after["gain_high"]], abs=0.051)
 
 
+def test_answers_that_were_not_recorded_are_named_and_no_zeros(visitor: Visit):
+    visitor.page.route("**/evals/1/eval0-countdown-v70/samples", lambda route: route.fulfill(json=[]))
+    page = visitor.open("first/evals", {"eval": "countdown"})
+    expect(page.locator(".verdict h1")).to_have_text(re.compile(r"^countdown went from [\d.]+\s%* to [\d.]+\s%*\.$"))
+    expect(page.get_by_label("Items")).to_contain_text("after 12 steps were not recorded")
+    expect(page.get_by_role("listbox")).to_have_count(0)
+
+
 def test_infra_shows_the_last_reading_of_each_machine(visitor: Visit, record: Run):
     page = visitor.open("first/infra", {"machines": "table"})
     machines = {row["Machine"].split()[0]: row for row in table(page.get_by_label("Machines").locator("table"))}

@@ -388,6 +388,17 @@ def test_a_log_filter_chooses_one_process_or_all_of_a_kind(tmp_path):
     ]
 
 
+def test_an_answer_of_an_eval_whose_sample_is_not_recorded_is_left_out(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        for item in (0, 1):
+            recorder.write("eval_samples", {"eval_id": "e", "sample_id": f"e-{item}", "item": item, "completion": 0})
+        recorder.write("samples", {"sample_id": "e-1", "group_id": -1, "status": "eval", "step": 3, "reward": 1.0})
+        recorder.write("evals", {"eval_id": "e", "name": "e", "status": "finished", "step": 3, "metric": "reward"})
+    client = TestClient(create_app([tmp_path]), base_url="http://localhost")
+    found = client.get("/api/runs/run/evals/1/e/samples").json()
+    assert [(row["item"], row["score"]) for row in found] == [(1, 1.0)]
+
+
 def test_logs_are_in_the_order_of_time_whenever_they_were_recorded(tmp_path):
     times = [3, 1, None, 2, 2, 9, 4, 8]
     with Recorder(tmp_path / "run") as recorder:

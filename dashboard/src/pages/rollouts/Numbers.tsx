@@ -122,7 +122,7 @@ export function Numbers({ detail, group, scale, pinned, origin = null }: Numbers
   const status = detail.status === "kept" ? `kept, step ${detail.step}` : [detail.status, detail.reason?.replaceAll("_", " ")].filter(Boolean).join(", ");
 
   return (
-    <aside className="p3" aria-label="Numbers">
+    <aside className="p3" aria-label="Numbers" tabIndex={0}>
       {pinned && <Both first={pinned} second={detail} />}
       <div className="sec top3">
         <div><span className="s f">reward</span><b className="big">{number(detail.reward)}</b></div>
