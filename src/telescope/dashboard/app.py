@@ -28,8 +28,6 @@ from telescope.errors import UserError
 STATIC = Path(__file__).parent / "static"
 """The built pages."""
 
-BUILD_COMMAND = "make dashboard"
-
 ABOUT_API = (
     "What the pages of telescope ui read: runs, their steps, samples, spans and logs, as JSON. "
     "Times are Unix seconds, steps are numbered from 0, and a number that was not measured is null."
@@ -71,7 +69,18 @@ def create_app(
     app.state.static = static
     for subject in (runs, code, samples, timeline, user):
         app.include_router(subject.router, dependencies=[Depends(check_parameters)])
-    _add_pages(app, static)
+
+    @app.get("/api/docs", include_in_schema=False)
+    def docs() -> HTMLResponse:
+        return HTMLResponse(_api_page(app))
+
+    @app.get("/api/{rest:path}", include_in_schema=False)
+    def nothing(rest: str) -> Response:
+        raise HTTPException(404, f"There is no address /api/{rest}. /api/docs lists them.")
+
+    pages = Pages(directory=static, check_dir=False)
+    pages.config_checked = True  # they may be built later
+    app.mount("/", pages)
     app.add_middleware(GZipMiddleware, minimum_size=COMPRESSED_BYTES, compresslevel=1)
     app.add_middleware(Safety, token=token, hosts=tuple(hosts))
 
@@ -88,20 +97,6 @@ def create_app(
     return app
 
 
-def _add_pages(app: FastAPI, static: Path) -> None:
-    @app.get("/api/docs", include_in_schema=False)
-    def docs() -> HTMLResponse:
-        return HTMLResponse(_api_page(app))
-
-    @app.get("/api/{rest:path}", include_in_schema=False)
-    def nothing(rest: str) -> Response:
-        raise HTTPException(404, f"There is no address /api/{rest}. /api/docs lists them.")
-
-    pages = Pages(directory=static, check_dir=False)
-    pages.config_checked = True  # they may be built later
-    app.mount("/", pages)
-
-
 class Pages(StaticFiles):
     """The built pages. The name of a file below `assets` has its digest, so browsers keep it."""
 
@@ -114,7 +109,7 @@ class Pages(StaticFiles):
             if path != ".":  # pages are named behind the #
                 text = '<p>There is no page at this address.</p><p><a href="/">All runs</a></p>'
                 return HTMLResponse(title + text, 404)
-            text = f"<p>The pages are not built. Build them with</p><pre>{BUILD_COMMAND}</pre><p>and reload.</p>"
+            text = "<p>The pages are not built. Build them with</p><pre>make dashboard</pre><p>and reload.</p>"
             return HTMLResponse(title + text, 503)
         hashed = path.startswith("assets/")
         answer.headers["Cache-Control"] = "public, max-age=31536000, immutable" if hashed else "no-cache"
@@ -128,10 +123,10 @@ def _api_page(app: FastAPI) -> str:
     for path, methods in schema["paths"].items():
         for method, operation in methods.items():
             term = path if method == "get" else f"{method.upper()} {path}"
+            query = [one for one in operation.get("parameters", ()) if one["in"] == "query"]
             given = [
-                f"{one['name']} ({one['description'].rstrip('.')})" if one.get("description") else one["name"]
-                for one in operation.get("parameters", ())
-                if one["in"] == "query"
+                f"{one['name']} ({text.rstrip('.')})" if (text := one.get("description")) else one["name"]
+                for one in query
             ]
             about = f"{operation['summary']}." + (f" Parameters: {', '.join(given)}." if given else "")
             (tag,) = operation["tags"]

@@ -37,6 +37,9 @@ MAX_ANSWER_BYTES = 4 * 2**20
 
 GIT, CHANGES = "git.json", "changes.diff"
 
+NOTHING: dict[str, Any] = {"attempts": [], "attempt": None, "git": {}, "left_out": [], "changes": "", "files": []}
+"""What is answered of a run without code."""
+
 _NAME = re.compile(r"attempt-(\d+)\.tar\.gz")
 
 
@@ -75,7 +78,7 @@ def overview(run: Run, attempt: int | None) -> dict[str, Any]:
     """Returns git state, uncommitted changes and the list of files. Without any code, `attempt` is null."""
     found = sorted(archives(run))
     if not found and attempt is None:
-        return {"attempts": [], "attempt": None, "git": {}, "left_out": [], "changes": "", "files": []}
+        return NOTHING
     snapshot = snapshot_of(run, attempt)
     git = {name: value for name, value in snapshot.git.items() if name != "left_out"}
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from telescope.dashboard.samples import NUMBERS
+from telescope.dashboard.samples import NUMBERS, Filters
 from telescope.dashboard.store import NotFoundError, Row, RunStore
 from telescope.errors import UserError
 from telescope.record.query import sql_text
@@ -32,6 +32,8 @@ def distribution(
     statistics, and all steps of a tag or of a number without any, are computed from the samples. Raises `UserError` for
     an unknown metric or a malformed tag. The columns of the histogram are empty unless `histogram` is true.
     """
+    _, tags = Filters(tags=[tag] if tag else []).conditions()
+    chosen = " AND ".join(tags.values()) or "true"
     visible = store.visible()
     store.refresh("step_stats")
     names = ", ".join((*STATISTICS, *(HISTOGRAM if histogram else ())))
@@ -40,7 +42,7 @@ def distribution(
         f"SELECT step, {names} FROM step_stats "
         f"WHERE {visible} AND metric = $metric AND coalesce(environment, '') = $environment AND {not tag}"
     )
-    computed = _computed(metric, f"{visible} AND {_tag_condition(tag)}", histogram)
+    computed = _computed(metric, f"{visible} AND {chosen}", histogram)
     found = store.columns(f"{recorded} ORDER BY step", given)
     without = f"SELECT 1 FROM steps ANTI JOIN step_stats USING (attempt, step) WHERE {visible} LIMIT 1"
     if not found.num_rows or store.fetch(without):
@@ -102,16 +104,6 @@ _BINS = (
     f"FROM (SELECT step, histogram(least({NUM_BINS - 1}, floor({NUM_BINS} * (x - low) / (high - low)))::BIGINT) "
     "AS counts FROM v JOIN stats USING (step) GROUP BY step)"
 )
-
-
-def _tag_condition(tag: str) -> str:
-    """Returns an SQL condition for samples with a tag, written `name=value`. Raises `UserError`."""
-    if not tag:
-        return "true"
-    name, equals, value = tag.partition("=")
-    if not equals:
-        raise UserError(f"tag={tag!r} has no value. Write it as NAME=VALUE.")
-    return f"tags[{sql_text(name)}] = {sql_text(value)}"
 
 
 KNOWN = (

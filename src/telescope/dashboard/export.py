@@ -54,21 +54,8 @@ POLICY = (
     "img-src data: blob:; base-uri 'none'; form-action 'none'"
 )
 
-LOADER = """
-(async () => {
-  const bytes = Uint8Array.from(atob(document.getElementById("payload").textContent), (c) => c.charCodeAt(0));
-  const unpacked = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  const { entry, modules, style, content } = JSON.parse(await new Response(unpacked).text());
-  globalThis.telescopeExport = content;
-  document.head.append(Object.assign(document.createElement("style"), { textContent: style }));
-  const source = (text) => URL.createObjectURL(new Blob([text], { type: "text/javascript" }));
-  const imports = Object.fromEntries(Object.entries(modules).map(([name, text]) => [name, source(text)]));
-  const map = { type: "importmap", textContent: JSON.stringify({ imports }) };
-  document.head.append(Object.assign(document.createElement("script"), map));
-  await import(entry);
-})().catch((error) => (document.getElementById("root").textContent = `This browser cannot show the file: ${error}`));
-"""
-"""Unpacks modules, styles and data, and starts the pages. Modules become blobs, which an import map names."""
+LOADER = "loader.js"
+"""File of the built pages that starts those of an exported one."""
 
 _ENTRY = re.compile(r'<script type="module"[^>]*src="\./assets/([^"]+)"')
 _IMPORT = re.compile(r"""(from|import|import\()(\s*["'`])\./([\w.-]+\.js)(["'`])""")
@@ -92,7 +79,7 @@ def export_run(registry: Registry, run_id: str, static: Path, now: float | None 
         '<meta name="color-scheme" content="light dark">\n'
         f'<title>{title}</title>\n<body><div id="root"></div>\n'
         f'<script id="payload" type="application/gzip">{base64.b64encode(packed).decode()}</script>\n'
-        f"<script>{LOADER}</script>\n"
+        f"<script>{(static / LOADER).read_text()}</script>\n"
     ).encode()
 
 
@@ -149,7 +136,7 @@ def _code(store: RunStore, left_out: list[str]) -> dict[str, Any]:
         found = code.overview(store.run, None)
     except UserError as error:
         left_out.append(f"the code ({error})")
-        return {"attempts": [], "attempt": None, "git": {}, "left_out": [], "changes": "", "files": []}
+        return code.NOTHING
     changes = found["changes"]
     if len(changes) > 10 * MAX_TEXT:
         left_out.append("the end of the uncommitted changes")

@@ -24,6 +24,7 @@ def static(tmp_path):
     index = '<script type="module" crossorigin src="./assets/index-a.js"></script>'
     (tmp_path / "static" / "index.html").write_text(index)
     preload = "go(()=>import(`./Page-b.js`),__vite__mapDeps([0,1]),import.meta.url)"
+    (tmp_path / "static" / "loader.js").write_text("start()")
     (assets / "index-a.js").write_text(f'import"./side-c.js";{preload};let x="from ./nowhere.js"')
     (assets / "Page-b.js").write_text('import{a}from"./index-a.js"')
     (assets / "side-c.js").write_text("")
