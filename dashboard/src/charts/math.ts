@@ -1,20 +1,13 @@
 /** What charts compute: ticks, smoothing, ranges, stacks. No drawing here. */
 
+import { bisectCenter, bisectLeft, quantileSorted, ticks as roundTicks } from "d3-array";
 import type { Value } from "../types";
 
 /** Returns round numbers between two ends, about `wanted` of them. */
 export function ticks(low: number, high: number, wanted: number): number[] {
-  const rough = (high - low) / wanted;
   // Ends that differ by rounding alone have no ticks between them.
-  if (!Number.isFinite(rough) || !(rough > 1e-12 * Math.max(Math.abs(low), Math.abs(high)))) return [low];
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const first = rough / power;
-  const step = (first < 1.5 ? 1 : first < 3 ? 2 : first < 7 ? 5 : 10) * power;
-  const out: number[] = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-6; i += 1) {
-    out.push(Number((i * step).toPrecision(12)));
-  }
-  return out;
+  const apart = high - low > 1e-12 * wanted * Math.max(Math.abs(low), Math.abs(high));
+  return Number.isFinite(high - low) && apart ? roundTicks(low, high, wanted) : [low];
 }
 
 const CLOCK_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 43200, 86400];
@@ -65,44 +58,23 @@ export function rollingMedian(values: Value[], window: number): Value[] {
   const half = Math.floor(window / 2);
   const sorted: number[] = [];
   const add = (value: Value | undefined) => {
-    if (value != null) sorted.splice(lowerBound(sorted, value), 0, value);
+    if (value != null) sorted.splice(bisectLeft(sorted, value), 0, value);
   };
   const remove = (value: Value | undefined) => {
-    if (value != null) sorted.splice(lowerBound(sorted, value), 1);
+    if (value != null) sorted.splice(bisectLeft(sorted, value), 1);
   };
   values.slice(0, half).forEach(add);
   return values.map((value, i) => {
     add(values[i + half]);
     remove(values[i - half - 1]);
-    return value === null ? null : quantile(sorted, 0.5);
+    return value === null ? null : quantileSorted(sorted, 0.5)!;
   });
-}
-
-/** Returns the index of the first sorted value that is at least `value`. */
-function lowerBound(sorted: number[], value: number): number {
-  let [low, high] = [0, sorted.length];
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (sorted[middle]! < value) low = middle + 1;
-    else high = middle;
-  }
-  return low;
 }
 
 const KEEP = 0.6;
 
 /** Returns the smoothing of a line that was not chosen: up to 100 steps a little, then so that it bends as often. */
 export const smoothingFor = (steps: number): number => Math.min(0.98, 1 - (1 - KEEP) * Math.min(1, 100 / Math.max(1, steps)));
-
-/** Returns the value below which a share `q` of the sorted values lies, between neighbors. */
-function quantile(sorted: ArrayLike<number>, q: number): number {
-  if (sorted.length === 0) return NaN;
-  const at = (sorted.length - 1) * q;
-  const below = Math.floor(at);
-  const low = sorted[below]!;
-  const high = sorted[Math.min(below + 1, sorted.length - 1)]!;
-  return low + (high - low) * (at - below);
-}
 
 export interface RangeOptions {
   low?: number;
@@ -119,9 +91,9 @@ export function valueRange(lines: Value[][], options: RangeOptions = {}): [numbe
   for (const line of lines) for (const value of line) if (value !== null && value > above && value < Infinity) all.push(value);
   if (all.length === 0) return options.log ? [0.1, 1] : [options.low ?? 0, options.high ?? 1];
   const cut = options.withoutOutliers && all.length >= 20;
-  const sorted = cut ? Float64Array.from(all).sort() : null;
-  const first = sorted ? quantile(sorted, 0.02) : all.reduce((least, value) => Math.min(least, value));
-  const last = sorted ? quantile(sorted, 0.98) : all.reduce((most, value) => Math.max(most, value));
+  const sorted = cut ? [...Float64Array.from(all).sort()] : null;
+  const first = sorted ? quantileSorted(sorted, 0.02)! : all.reduce((least, value) => Math.min(least, value));
+  const last = sorted ? quantileSorted(sorted, 0.98)! : all.reduce((most, value) => Math.max(most, value));
   let low = options.low ?? first;
   let high = options.high ?? last;
   if (options.log) {
@@ -162,17 +134,7 @@ export function stdBand(mean: Value[], std: Value[], min?: Value[], max?: Value[
 }
 
 /** Returns the row whose x is nearest; -1 without rows. x rises. */
-export function nearest(xs: number[], x: number): number {
-  if (xs.length === 0) return -1;
-  let low = 0;
-  let high = xs.length - 1;
-  while (high - low > 1) {
-    const middle = (low + high) >> 1;
-    if (xs[middle]! <= x) low = middle;
-    else high = middle;
-  }
-  return Math.abs(xs[low]! - x) <= Math.abs(xs[high]! - x) ? low : high;
-}
+export const nearest = (xs: number[], x: number): number => (xs.length === 0 ? -1 : bisectCenter(xs, x));
 
 /** Returns the last row with a value; -1 without one. */
 export function lastRow(values: (Value | undefined)[]): number {
