@@ -1,37 +1,57 @@
-/** Colors of runs. A run has the same color in every view: the one that the user chose, else by its place in the order of starts. */
+/** Colors of runs. A run has the same color in every view and at any time: the one that the user chose, else the one that it was given first. */
 
-import { useMemo } from "react";
+import { useEffect, useMemo } from "react";
 import { embedded } from "../embedded";
 import type { RunRow } from "../types";
 import { useDocument } from "./documents";
 import { useRuns } from "./run";
 
-/** Color tokens of runs, by the names that a menu shows. Neighbors in the order of starts differ. */
+/** Color tokens of runs, by the names that a menu shows. */
 export const COLORS: Record<string, string> = { blue: "--c1", orange: "--c2", green: "--c3", violet: "--c4", olive: "--c5", pink: "--c6" };
 const TOKENS = Object.values(COLORS);
 
-/** Returns the color token of each run by its id. `chosen` has those of the user by the run's key. */
-export function colorsOf(runs: RunRow[], chosen: Record<string, unknown>): Map<string, string> {
+/**
+ * Returns the color token of each run by its id. `kept` has those that runs were given before, by the run's key: runs that come
+ * or go change no color. The others get the color that the fewest runs have, in the order of their starts.
+ */
+export function colorsOf(runs: RunRow[], kept: Record<string, unknown>): Map<string, string> {
   const byStart = [...runs].sort((a, b) => (a.started_at ?? 0) - (b.started_at ?? 0) || (a.id < b.id ? -1 : 1));
-  return new Map(byStart.map((run, i) => [run.id, TOKENS.find((token) => token === chosen[run.key]) ?? TOKENS[i % TOKENS.length]!]));
+  const colors = new Map<string, string>();
+  const uses = new Map(TOKENS.map((token) => [token, 0]));
+  const give = (run: RunRow, token: string) => void (colors.set(run.id, token), uses.set(token, uses.get(token)! + 1));
+  const known = (run: RunRow) => TOKENS.find((token) => token === kept[run.key]);
+  for (const run of byStart) if (known(run)) give(run, known(run)!);
+  for (const run of byStart) if (!known(run)) give(run, TOKENS.reduce((least, token) => (uses.get(token)! < uses.get(least)! ? token : least)));
+  return colors;
 }
 
-/** Returns the colors of all runs and how to choose one; null until they are known. */
+/** Runs whose colors this page has asked to keep: once each, also where the folder cannot be written. */
+const asked = new Set<string>();
+
+/** Returns the colors of all runs and how to choose one; null until they are known. Each run keeps the first that it is given. */
 export function useRunColors() {
   const { data, error } = useRuns();
-  const kept = useDocument<Record<string, unknown>>("colors");
-  const chosen = kept.value && typeof kept.value === "object" ? kept.value : {};
-  const isKnown = embedded !== null || ((data !== undefined || error !== null) && (kept.value !== undefined || kept.error !== null));
-  return useMemo(() => {
-    const colors = colorsOf(data?.runs ?? [], chosen);
-    return {
+  const { value, error: failure, change } = useDocument<Record<string, unknown>>("colors");
+  const kept = value && typeof value === "object" ? value : {};
+  const isKnown = (data !== undefined || error !== null) && (value !== undefined || failure !== null);
+  const colors = useMemo(() => colorsOf(data?.runs ?? [], kept), [data, value]);
+  useEffect(() => {
+    if (embedded || !isKnown || failure) return;
+    const fresh = (data?.runs ?? []).filter((run) => kept[run.key] === undefined && !asked.has(run.key));
+    if (fresh.length === 0) return;
+    for (const run of fresh) asked.add(run.key);
+    change((old) => ({ ...Object.fromEntries(fresh.map((run) => [run.key, colors.get(run.id)])), ...old }));
+  }, [colors, isKnown]);
+  return useMemo(
+    () => ({
       isKnown,
       of: (id: string): string => colors.get(id) ?? TOKENS[0]!,
       choose: (id: string, token: string) => {
         const key = data?.runs.find((run) => run.id === id)?.key;
-        if (key !== undefined) kept.change((old) => ({ ...old, [key]: token }));
+        if (key !== undefined) change((old) => ({ ...old, [key]: token }));
       },
-    };
+    }),
     // `change` is a new function on every call, and always the same one.
-  }, [data, kept.value, isKnown]);
+    [colors, isKnown],
+  );
 }

@@ -21,6 +21,7 @@ import numpy as np
 
 from telescope.dashboard import code, curves, rollouts, runs
 from telescope.dashboard.architecture import architecture_of
+from telescope.dashboard.documents import Documents, user_folder
 from telescope.dashboard.models import to_json
 from telescope.dashboard.registry import Registry
 from telescope.dashboard.store import Row, RunStore
@@ -110,6 +111,7 @@ def content_of(registry: Registry, run_id: str, now: float) -> dict[str, Any]:
         f"{base}/code": _code(store, left_out),
         f"{base}/tags": {},
         f"{base}/evals": evals,
+        "/api/user/colors": {"value": _color(info["info"]["key"]), "version": ""},
     }
     answers |= _distributions(store, base, kept_steps)
     answers |= _eval_answers(store, base, evals, left_out)
@@ -128,6 +130,15 @@ def address(path: str, **query: str) -> str:
     text = urlencode(sorted((name, value) for name, value in query.items() if value))
     text = text.replace("~", "%7E").replace("%2A", "*")  # as URLSearchParams writes them
     return f"{path}?{text}" if text else path
+
+
+def _color(key: str) -> dict[str, Any]:
+    """Returns the color that the pages have given to the run."""
+    try:
+        kept = Documents(user_folder()).read("colors").value
+    except UserError:
+        kept = None
+    return {key: kept[key]} if isinstance(kept, dict) and key in kept else {}
 
 
 def _code(store: RunStore, left_out: list[str]) -> dict[str, Any]:
