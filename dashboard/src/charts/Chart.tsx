@@ -2,15 +2,16 @@
 
 import { type ReactNode, useEffect, useMemo, useRef, useState } from "react";
 import type uPlot from "uplot";
-import { number } from "../format";
+import { number, signed } from "../format";
 import { type Item, Menu } from "../shell/Menu";
 import { cursorOn, onCursor, setCursor, useCursor } from "../state/cursor";
 import { useTheme } from "../state/theme";
 import { place } from "../state/url";
 import type { Value } from "../types";
-import { download, downloadPng, fileName, linesCsv } from "./export";
+import { download, fileName, linesCsv } from "./export";
 import type { Heat } from "./heat";
 import { lastRow, nearest } from "./math";
+import { downloadPng } from "./picture";
 import { align, draw, placeCrosshair } from "./plot";
 
 export interface Band {
@@ -46,6 +47,10 @@ export interface Line {
   whiskers?: { low: Value[]; high: Value[] };
   /** Written at the head of the line. */
   direct?: string;
+  /** What the title line has without a crosshair, instead of the last value. */
+  last?: Value;
+  /** The others show how far they are from this one. */
+  baseline?: boolean;
 }
 
 export interface ChartProps {
@@ -55,6 +60,15 @@ export interface ChartProps {
   unit?: string;
   /** Beside the unit where there is room. */
   note?: string;
+  /** Which samples are drawn, where these are not those of the page's choice. It is never left out. */
+  scope?: string;
+  /** The step of the values of the title line, where that is not the last one of each line: `step 57`. */
+  until?: string;
+  /** Lines have their names in the title line. */
+  named?: boolean;
+  /** What the axes measure; a saved picture has it. */
+  xTitle?: string;
+  yTitle?: string;
   /** Histograms under the lines, in the color of the first line. */
   heat?: Heat | null;
   x: number[];
@@ -147,7 +161,7 @@ export function Chart(props: ChartProps) {
     ...(props.menu ?? []),
     {
       title: "Save as PNG",
-      run: () => plot.current && downloadPng(`${file}.png`, whole, plot.current.ctx.canvas, lines.map((line) => ({ text: line.label, color: line.color }))),
+      run: () => void downloadPng(`${file}.png`, latest.current),
     },
     {
       title: "Save as CSV",
@@ -175,6 +189,7 @@ export function Chart(props: ChartProps) {
         )}
         <span className="u">{unit}</span>
         {props.note && <span className="u note">{props.note}</span>}
+        {props.scope && <span className="scope">{props.scope}</span>}
         <Values {...props} axis={axis} format={format} />
         <Menu label={`More for ${whole}`} button="⋯" className="over" items={items} />
       </figcaption>
@@ -240,28 +255,36 @@ function useChartKeys(plot: React.RefObject<uPlot | null>, xs: number[], latest:
 /** The last measured values, or those at the crosshair: of a smoothed line the value on it, and the measured one in grey. */
 function Values(props: ChartProps & { axis: string; format: (value: Value) => string }) {
   const at = useCursor(props.axis);
-  const label = at === null && (props.read || props.lines.some((line) => line.raw)) && <span className="u">last </span>;
+  const label = at === null && (props.until || props.read || props.lines.some((line) => line.raw)) && <span className="u">{props.until ?? "last"} </span>;
   if (props.read) return <span className="v">{label}{props.read(at)}</span>;
   const spoken = props.lines.filter((line) => !line.silent);
-  const text = (line: Line, values = at === null ? (line.raw ?? line.values) : line.values) => {
+  const valueOf = (line: Line, values = at === null ? (line.raw ?? line.values) : line.values): Value => {
+    if (at === null && line.last !== undefined) return line.last;
     const xs = line.x ?? props.x;
     const row = at === null ? lastRow(line.raw ?? line.values) : nearest(xs, at);
     const beyond = at !== null && xs.length > 0 && at > xs[xs.length - 1]!;
-    return props.format(row < 0 || beyond ? null : (values[row] ?? null));
+    return row < 0 || beyond ? null : (values[row] ?? null);
   };
   if (spoken.length === 1) {
     const [line] = spoken as [Line];
-    return <span className="v">{label}{text(line)}{at !== null && line.raw && <span className="u" title="measured"> {text(line, line.raw)}</span>}</span>;
+    return <span className="v">{label}{props.format(valueOf(line))}{at !== null && line.raw && <span className="u" title="measured"> {props.format(valueOf(line, line.raw))}</span>}</span>;
   }
+  const baseline = spoken.find((line) => line.baseline);
+  const base = baseline ? valueOf(baseline) : null;
   return (
     <span className="v many">
       {label}
-      {spoken.slice(0, 6).map((line) => (
-        <span key={line.label} title={line.label}>
-          <i className="dot small" style={{ background: `var(${line.color})` }} />
-          {text(line)}
-        </span>
-      ))}
+      {spoken.slice(0, props.named ? spoken.length : 6).map((line) => {
+        const value = valueOf(line);
+        return (
+          <span key={line.label} title={line.label}>
+            <i className="dot small" style={{ background: `var(${line.color})` }} />
+            {props.named && <b>{line.label} </b>}
+            {props.format(value)}
+            {base !== null && value !== null && line !== baseline && <span className="u" title={`minus ${baseline!.label}`}> {signed(value - base)}</span>}
+          </span>
+        );
+      })}
     </span>
   );
 }

@@ -5,7 +5,7 @@ import type { Band, Line } from "./Chart";
 import type { Heat } from "./heat";
 import { rollingMedian, smooth, stdBand, windowOf } from "./math";
 import { type Column, columnBy, type DrawnRun, leafColumn } from "./runs";
-import type { Statistic } from "./sources";
+import { isSparse, type Statistic } from "./sources";
 
 /** How the samples of a step spread around the line: as bands, or as a heat map. */
 export const BANDS = ["none", "std", "percentiles", "range", "heat"] as const;
@@ -87,12 +87,21 @@ export function drawnLines(runs: DrawnRun[], of: (run: DrawnRun) => Column | und
       return own && { ...own, values: run.members && sparse ? carried(values!) : values! };
     })!;
     const { x, values, low, high } = drawn;
-    const line: Line = { label: run.name, color: run.color, dash: run.dash, x, values, width: order === 0 ? 2 : 1.5 };
+    const line: Line = { label: run.name, color: run.color, dash: run.dash, x, values, width: order === 0 ? 2 : 1.5, last: lastOf(column, run.until), baseline: run.baseline };
     if (keep > 0) line.raw = column.values;
     if (low && high) line.bands = [{ low, high, opacity: 0.16, measured: { names: ["95 % low", "95 % high"], low: column.low!, high: column.high! } }];
     else if (order === 0 && bands.length > 0) line.bands = bands;
     return [sparse ? withoutGaps(line, column.values) : line];
   });
+}
+
+/** Returns the value at the last step that has one, up to a step. */
+function lastOf({ at, values }: Column, until = Infinity): Value {
+  let last = -1;
+  at.forEach((step, row) => {
+    if (values[row] != null && step <= until && (last < 0 || step >= at[last]!)) last = row;
+  });
+  return values[last] ?? null;
 }
 
 /** Returns values with gaps filled by the last one before them. */
@@ -118,9 +127,11 @@ function withoutGaps(line: Line, values: Value[]): Line {
 export const isEval = (metric: string): boolean => metric.startsWith("eval/");
 
 /** Returns one line a run for a metric. */
-export function linesOf(runs: DrawnRun[], metric: string, keep: number, bands: Band[] = [], sparse = false): Line[] {
-  const lines = drawnLines(runs, (run) => leafColumn(run, metric), isEval(metric) ? 0 : keep, bands, sparse);
-  return isEval(metric) ? lines.map((line) => ({ ...line, dots: true, whiskers: line.bands?.[0] })) : lines;
+export function linesOf(runs: DrawnRun[], metric: string, keep: number, bands: Band[] = []): Line[] {
+  if (!isEval(metric)) return drawnLines(runs, (run) => leafColumn(run, metric), keep, bands, isSparse(metric));
+  // An eval is at the number of finished steps.
+  const finished = runs.map((run) => (run.until === undefined ? run : { ...run, until: run.until + 1 }));
+  return drawnLines(finished, (run) => leafColumn(run, metric), 0, bands).map((line) => ({ ...line, dots: true, whiskers: line.bands?.[0] }));
 }
 
 /** Returns seconds as `m:ss` or `h:mm` for an axis. */

@@ -1,6 +1,5 @@
-/** Charts as files: PNG with the title, CSV with a column a line. */
+/** Files that the pages make: CSV of charts and tables. */
 
-import { color } from "../state/theme";
 import type { Value } from "../types";
 
 /** Hands a file to the browser's downloads. */
@@ -32,31 +31,4 @@ export function linesCsv(axis: string, lines: { label: string; x: number[]; valu
     [axis, ...lines.map((line) => line.label)],
     places.map((x) => [x, ...maps.map((map) => map.get(x))]),
   );
-}
-
-const EDGE = 12;
-const TITLE = 28;
-
-export function downloadPng(name: string, title: string, plot: HTMLCanvasElement, labels: { text: string; color: string }[]): void {
-  const ratio = devicePixelRatio || 1;
-  const canvas = document.createElement("canvas");
-  canvas.width = plot.width + 2 * EDGE * ratio;
-  canvas.height = plot.height + (2 * EDGE + TITLE) * ratio;
-  const context = canvas.getContext("2d")!;
-  context.fillStyle = color("--ground");
-  context.fillRect(0, 0, canvas.width, canvas.height);
-  context.drawImage(plot, EDGE * ratio, (EDGE + TITLE) * ratio);
-  const sans = getComputedStyle(document.documentElement).getPropertyValue("--sans");
-  context.textBaseline = "top";
-  context.font = `600 ${13 * ratio}px ${sans}`;
-  context.fillStyle = color("--ink");
-  context.fillText(title, EDGE * ratio, EDGE * ratio);
-  let x = EDGE * ratio + context.measureText(title).width + 16 * ratio;
-  context.font = `${12 * ratio}px ${sans}`;
-  for (const label of labels) {
-    context.fillStyle = color(label.color);
-    context.fillText(label.text, x, EDGE * ratio);
-    x += context.measureText(label.text).width + 14 * ratio;
-  }
-  canvas.toBlob((blob) => blob && download(name, blob));
 }

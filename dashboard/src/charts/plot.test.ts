@@ -15,8 +15,9 @@ test("lines of other places share an axis: a gap is null, a place of another lin
     { label: "b", color: "--c2", x: [1, 2], values: [3, 4], raw: [5, 6], bands: [{ low: [0, 0], high: [9, 9], opacity: 1 }] },
   ]);
   expect(x).toEqual([0, 1, 2]);
-  expect(data.slice(1)).toEqual([[1, undefined, null], [undefined, 9, 9], [undefined, 0, 0], [undefined, 5, 6], [undefined, 3, 4]]);
-  expect(rows).toEqual([1, 5]);
+  // Bands lie under measured lines, and these under the lines, of which the first is on top.
+  expect(data.slice(1)).toEqual([[undefined, 9, 9], [undefined, 0, 0], [undefined, 5, 6], [undefined, 3, 4], [1, undefined, null]]);
+  expect(rows).toEqual([5, 4]);
 });
 
 test("lines of the same places are taken as they are", () => {

@@ -5,7 +5,7 @@ import { number } from "../format";
 import { cursorOn } from "../state/cursor";
 import { color } from "../state/theme";
 import type { Value } from "../types";
-import type { ChartProps, Line } from "./Chart";
+import type { Band, ChartProps, Line } from "./Chart";
 import { type Heat, heatGrid } from "./heat";
 import { lastRow, logTicks, nearest, stepTicks, ticks, valueRange } from "./math";
 
@@ -17,7 +17,9 @@ const LEAST_LEFT = 30;
 const MANY = 300;
 const LEAST_RIGHT = 8;
 const LABEL_HEIGHT = 13;
-const FONT = '12px -apple-system, "Segoe UI", Inter, Roboto, system-ui, "Noto Sans", sans-serif';
+/** Room for the title of an axis. */
+const TITLE_HEIGHT = 20;
+export const FONT = '12px -apple-system, "Segoe UI", Inter, Roboto, system-ui, "Noto Sans", sans-serif';
 
 export interface Drawn {
   x: number[];
@@ -26,16 +28,32 @@ export interface Drawn {
   rows: number[];
 }
 
+interface Layer {
+  line: Line;
+  order: number;
+  what: Band | "raw" | "values";
+}
+
+/** Returns what is painted, from below: bands, measured lines, lines. The first line, the chosen run's, is on top; areas keep their order. */
+function layers(lines: Line[]): Layer[] {
+  const all = lines.map((line, order) => ({ line, order }));
+  const painted = lines.some((line) => line.area) ? all : [...all.slice(1), ...all.slice(0, 1)];
+  return [
+    ...painted.flatMap((one) => (one.line.bands ?? []).map((what): Layer => ({ ...one, what }))),
+    ...painted.filter((one) => one.line.raw).map((one): Layer => ({ ...one, what: "raw" })),
+    ...painted.map((one): Layer => ({ ...one, what: "values" })),
+  ];
+}
+
 /** Puts all lines on one x axis. A gap of a line is null; a place that belongs to another line alone is undefined. */
 export function align(x: number[], lines: Line[]): Drawn {
   const columns: { x: number[]; values: Value[] }[] = [];
   const rows: number[] = [];
-  for (const line of lines) {
+  for (const { line, order, what } of layers(lines)) {
     const own = line.x ?? x;
-    for (const band of line.bands ?? []) columns.push({ x: own, values: band.high }, { x: own, values: band.low });
-    if (line.raw) columns.push({ x: own, values: line.raw });
-    rows.push(columns.length + 1);
-    columns.push({ x: own, values: line.values });
+    if (what === "values") rows[order] = columns.length + 1;
+    if (typeof what === "object") columns.push({ x: own, values: what.high }, { x: own, values: what.low });
+    else columns.push({ x: own, values: what === "raw" ? line.raw! : line.values });
   }
   if (columns.every((column) => column.x === columns[0]?.x)) {
     const own = columns[0]?.x ?? x;
@@ -88,8 +106,8 @@ export function placeCrosshair(plot: uPlot, overlay: HTMLElement, props: ChartPr
   add("tag", { left: `${middle}px`, top: `${top + height + 3}px` }, text);
 }
 
-/** Draws with uPlot; the sizes of axes and the colors come from the tokens. */
-export function draw(host: HTMLElement, latest: { current: ChartProps }, drawn: Drawn, size: { width: number; height: number }): uPlot {
+/** Draws with uPlot; the colors come from the tokens. `scale` enlarges type and lines, for a picture. */
+export function draw(host: HTMLElement, latest: { current: ChartProps }, drawn: Drawn, size: { width: number; height: number }, scale = 1): uPlot {
   const props = latest.current;
   const { lines } = props;
   const inZoom = (values: Value[], xs: number[]) =>
@@ -111,7 +129,8 @@ export function draw(host: HTMLElement, latest: { current: ChartProps }, drawn: 
   const first = props.zoom?.from ?? props.xStart ?? drawn.x[0] ?? 0;
   const last = props.zoom?.to ?? Math.max(props.xEnd ?? -Infinity, drawn.x.at(-1) ?? 1);
   const xRange: [number, number] = last > first ? [first, last] : [first - 0.5, first + 0.5];
-  const plotHeight = size.height - TOP - AXIS_HEIGHT;
+  const titleHeight = (given?: string) => (given ? TITLE_HEIGHT : 0);
+  const plotHeight = size.height / scale - TOP - AXIS_HEIGHT - titleHeight(props.xTitle);
   const wanted = plotHeight > 170 ? 4 : plotHeight > 90 ? 3 : 2;
   const yTicks = props.log ? logTicks(yLow, yHigh) : ticks(yLow, yHigh, wanted);
   const step = yTicks.length > 1 ? yTicks[1]! - yTicks[0]! : 1;
@@ -121,39 +140,44 @@ export function draw(host: HTMLElement, latest: { current: ChartProps }, drawn: 
   const labelWidth = Math.max(...yTicks.map((value) => context.measureText(write(value)).width), 8);
   const left = Math.max(LEAST_LEFT, Math.ceil(labelWidth) + 8);
   const xTicks = props.xTicks ?? stepTicks;
-  const xSplits = xTicks(xRange[0], xRange[1], Math.max(2, Math.min(6, Math.floor(size.width / 75))));
+  const xSplits = xTicks(xRange[0], xRange[1], Math.max(2, Math.min(6, Math.floor(size.width / scale / 75))));
   const writeX = props.xFormat ?? String;
-  const right = Math.max(props.right ?? LEAST_RIGHT, overhang(xSplits.at(-1), xRange, size.width - left - LEAST_RIGHT, (value) => context.measureText(writeX(value)).width));
+  const right = Math.max(props.right ?? LEAST_RIGHT, overhang(xSplits.at(-1), xRange, size.width / scale - left - LEAST_RIGHT - titleHeight(props.yTitle), (value) => context.measureText(writeX(value)).width));
 
   const series: uPlot.Series[] = [{}];
   const bands: uPlot.Band[] = [];
   let below = -1;
-  for (const line of lines) {
+  for (const { line, what } of layers(lines)) {
     const stroke = color(line.color);
-    for (const band of line.bands ?? []) {
-      const at = series.length;
-      series.push({ stroke: "transparent", points: { show: false } }, { stroke: "transparent", points: { show: false } });
-      bands.push({ series: [at, at + 1], fill: faded(stroke, band.opacity) });
-    }
-    if (line.raw) series.push({ stroke: faded(stroke, line.raw.length > MANY ? 0.16 : 0.3), width: 1, points: { show: false } });
     const at = series.length;
+    if (typeof what === "object") {
+      series.push({ stroke: "transparent", points: { show: false } }, { stroke: "transparent", points: { show: false } });
+      bands.push({ series: [at, at + 1], fill: faded(stroke, what.opacity) });
+      continue;
+    }
+    if (what === "raw") {
+      series.push({ stroke: faded(stroke, line.raw!.length > MANY ? 0.16 : 0.3), width: scale, points: { show: false } });
+      continue;
+    }
     series.push({
       stroke: line.area ? "transparent" : stroke,
-      width: line.width ?? 1.5,
-      dash: line.dash,
-      points: { show: !line.area && (line.dots || line.values.filter((value) => value !== null).length === 1), size: 5, fill: stroke },
+      width: (line.width ?? 1.5) * scale,
+      dash: line.dash?.map((length) => length * scale),
+      points: { show: !line.area && (line.dots || line.values.filter((value) => value !== null).length === 1), size: 5 * scale, fill: stroke },
       fill: line.area && below < 0 ? faded(stroke, 0.85) : undefined,
       fillTo: yLow > 0 ? yLow : 0,
     });
     if (line.area && below >= 0) bands.push({ series: [at, below], fill: faded(stroke, 0.85) });
     if (line.area) below = at;
   }
+  const font = FONT.replace("12px", `${12 * scale}px`);
+  const titled = (label?: string) => (label ? { label, labelFont: font, labelSize: TITLE_HEIGHT * scale, labelGap: 2 * scale } : {});
 
   return new uPlot(
     {
       width: size.width,
       height: size.height,
-      padding: [TOP, right, 0, 0],
+      padding: [TOP * scale, right * scale, 0, 0],
       legend: { show: false },
       cursor: {
         x: false,
@@ -167,22 +191,24 @@ export function draw(host: HTMLElement, latest: { current: ChartProps }, drawn: 
       },
       axes: [
         {
-          size: AXIS_HEIGHT,
-          font: FONT,
+          size: AXIS_HEIGHT * scale,
+          font,
+          ...titled(props.xTitle),
           stroke: color("--ink3"),
-          gap: 3,
+          gap: 3 * scale,
           grid: { show: false },
-          ticks: { stroke: color("--line2"), width: 1, size: 4 },
-          border: { show: true, stroke: color("--line2"), width: 1 },
+          ticks: { stroke: color("--line2"), width: scale, size: 4 * scale },
+          border: { show: true, stroke: color("--line2"), width: scale },
           splits: () => xSplits,
           values: (_, splits) => splits.map((value) => writeX(value)),
         },
         {
-          size: left,
-          font: FONT,
+          size: left * scale,
+          font,
+          ...titled(props.yTitle),
           stroke: color("--ink3"),
-          gap: 6,
-          grid: { stroke: color("--line"), width: 1 },
+          gap: 6 * scale,
+          grid: { stroke: color("--line"), width: scale },
           ticks: { show: false },
           splits: () => yTicks,
           values: () => yTicks.map(write),
@@ -193,7 +219,7 @@ export function draw(host: HTMLElement, latest: { current: ChartProps }, drawn: 
       hooks: {
         // uPlot draws in the next microtask: the page may have got other lines by then, which `drawn` does not have.
         drawAxes: [(u) => props.heat && paintHeat(u, props.heat)],
-        draw: [(u) => decorate(u, props, drawn)],
+        draw: [(u) => decorate(u, props, drawn, scale)],
         setSelect: [
           (u) => {
             const { left: from, width } = u.select;
@@ -259,9 +285,9 @@ function tickText(value: number, digits: number): string {
 }
 
 /** Marks, whiskers, heads and direct labels, over the lines. */
-function decorate(plot: uPlot, props: ChartProps, drawn: Drawn): void {
+function decorate(plot: uPlot, props: ChartProps, drawn: Drawn, scale: number): void {
   const context = plot.ctx;
-  const ratio = devicePixelRatio || 1;
+  const ratio = (devicePixelRatio || 1) * scale;
   const X = (value: number) => plot.valToPos(value, "x", true);
   const Y = (value: number) => plot.valToPos(value, "y", true);
   const { left, top, width, height } = plot.bbox;
@@ -282,7 +308,8 @@ function decorate(plot: uPlot, props: ChartProps, drawn: Drawn): void {
   const { min, max } = plot.scales.x!;
   const inside = (value: number) => value >= (min ?? -Infinity) && value <= (max ?? Infinity);
   const labels: { x: number; y: number; text: string; color: string }[] = [];
-  props.lines.forEach((line, i) => {
+  for (const { line, order: i, what } of layers(props.lines)) {
+    if (what !== "values") continue;
     const xs = line.x ?? props.x;
     if (line.whiskers) {
       context.strokeStyle = color(line.color);
@@ -299,7 +326,7 @@ function decorate(plot: uPlot, props: ChartProps, drawn: Drawn): void {
     const values = drawn.data[drawn.rows[i]!] as (Value | undefined)[];
     let row = lastRow(values);
     while (row >= 0 && (!inside(drawn.x[row]!) || values[row] == null)) row -= 1;
-    if (row < 0) return;
+    if (row < 0) continue;
     const x = X(drawn.x[row]!);
     const y = Y(values[row]!);
     const under = i > 0 && line.area ? (drawn.data[drawn.rows[i - 1]!] as (Value | undefined)[])[row] : undefined;
@@ -310,7 +337,7 @@ function decorate(plot: uPlot, props: ChartProps, drawn: Drawn): void {
       context.fillRect(x, y, 6 * ratio, bottom - y);
     }
     if (line.direct) labels.push({ x: x + 9 * ratio, y: line.area ? (y + bottom) / 2 : y, text: line.direct, color: line.area ? "--ink2" : line.color });
-    if (line.head === false || line.area) return;
+    if (line.head === false || line.area) continue;
     context.beginPath();
     context.arc(x, y, 3.4 * ratio, 0, 2 * Math.PI);
     context.fillStyle = color(line.color);
@@ -318,7 +345,7 @@ function decorate(plot: uPlot, props: ChartProps, drawn: Drawn): void {
     context.lineWidth = 1.5 * ratio;
     context.fill();
     context.stroke();
-  });
+  }
   // Labels keep their distance from each other and stay above the axis.
   labels.sort((a, b) => a.y - b.y);
   const apart = LABEL_HEIGHT * ratio;
@@ -327,7 +354,7 @@ function decorate(plot: uPlot, props: ChartProps, drawn: Drawn): void {
   context.font = FONT.replace("12px", `${12 * ratio}px`);
   for (const label of labels) {
     const wide = context.measureText(label.text).width;
-    const over = label.x + wide - (plot.width * ratio - 2);
+    const over = label.x + wide - ((plot.width * ratio) / scale - 2);
     write(context, label.text, over > 0 ? label.x - 12 * ratio : label.x, label.y + (over > 0 ? -6 : 4) * ratio, label.color, over > 0 ? "right" : "left", ratio);
   }
   context.restore();

@@ -7,7 +7,7 @@ import { groupFields, groupRuns, groupTitle } from "../state/groups";
 import { useResource } from "../state/resource";
 import { curveOf, useEvalsOf, useRuns } from "../state/run";
 import { NO_STEPS, trainedTokens, trainingSeconds, useStepsOf } from "../state/steps";
-import { place, setParams, useOthers, usePlace, useRange } from "../state/url";
+import { place, type Range, setParams, useOthers, usePlace, useRange } from "../state/url";
 import { visible } from "../text/hostile";
 import type { EvalRow, RunInfo, Runs, StepColumns, Value } from "../types";
 import type { ChartProps } from "./Chart";
@@ -36,6 +36,10 @@ export interface DrawnRun {
   x: number[];
   evals: Map<string, Column>;
   members?: DrawnRun[];
+  /** Drawn in grey, and what the others are compared with. */
+  baseline?: boolean;
+  /** The last step whose values are read, where that is not its own last one. */
+  until?: number;
 }
 
 export const leavesOf = (run: DrawnRun): DrawnRun[] => run.members ?? [run];
@@ -105,6 +109,42 @@ export function metricNames(runs: DrawnRun[]): string[] {
 export function groupOf(id: string, name: string, members: DrawnRun[]): DrawnRun {
   const steps = meanColumn(members.map((run) => ({ at: run.steps.step, x: run.x, values: run.x })));
   return { ...members[0]!, id, name, members, steps: { ...NO_STEPS, step: steps.at }, x: steps.x };
+}
+
+/** Returns the last step that all runs have; null if there is none. */
+export function commonStep(runs: DrawnRun[]): number | null {
+  const [first, ...rest] = runs.flatMap(leavesOf).map((run) => run.steps.step);
+  const others = rest.map((steps) => new Set(steps));
+  return first?.findLast((step) => others.every((steps) => steps.has(step))) ?? null;
+}
+
+/** Returns the number of steps of the longest run: the smoothing of all is chosen by it. */
+export const longest = (runs: DrawnRun[]): number => Math.max(0, ...runs.flatMap(leavesOf).map((run) => run.steps.step.length));
+
+/**
+ * Returns a run whose axis is a metric: its steps in the order of that metric's values, in a range of steps. Of an eval each
+ * step has the newest result. Null for a run without the metric.
+ */
+export function overMetric(run: DrawnRun, metric: string, range: Range | null = null): DrawnRun | null {
+  const column = leafColumn(run, metric);
+  if (!column) return null;
+  const isEval = !(metric in run.steps.metrics);
+  const placeOf = (step: number): Value => {
+    const row = isEval ? column.at.findLastIndex((version) => version <= step + 1) : column.at.indexOf(step);
+    return column.values[row] ?? null;
+  };
+  const places = isEval ? run.steps.step.map(placeOf) : column.values;
+  const inRange = (step: number) => !range || (step >= range.from && step <= range.to);
+  const rows = places.map((_, row) => row).filter((row) => places[row] != null && inRange(run.steps.step[row]!)).sort((a, b) => places[a]! - places[b]!);
+  const pick = <T>(values: T[]): T[] => rows.map((row) => values[row]!);
+  const metrics = Object.fromEntries(Object.entries(run.steps.metrics).map(([name, values]) => [name, pick(values)]));
+  const evals = new Map<string, Column>();
+  for (const [name, { at, values, low, high }] of run.evals) {
+    const there = at.map((version, i) => ({ i, x: placeOf(Math.max(0, version - 1)) })).filter((one) => one.x !== null && inRange(at[one.i]!)).sort((a, b) => a.x! - b.x!);
+    const take = <T>(from: T[]): T[] => there.map(({ i }) => from[i]!);
+    evals.set(name, { at: take(at), x: there.map(({ x }) => x!), values: take(values), low: low && take(low), high: high && take(high) });
+  }
+  return { ...run, steps: { ...NO_STEPS, step: pick(run.steps.step), metrics }, x: pick(places as number[]), evals };
 }
 
 const DASHES: (number[] | undefined)[] = [undefined, [6, 3], [2, 3]];

@@ -2,16 +2,17 @@
 
 import { useMemo, useState } from "react";
 import { axisEnd, type BandKind, clock } from "../charts/data";
-import { type DrawnRun, leavesOf, metricNames, useDrawnRuns, useStepAxis, type XAxis } from "../charts/runs";
+import { commonStep, type DrawnRun, leavesOf, longest, metricNames, useDrawnRuns, useStepAxis, type XAxis } from "../charts/runs";
 import { clockTicks, smoothingFor, ticks } from "../charts/math";
 import { sourceOf } from "../charts/sources";
 import { number } from "../format";
 import { Failure, Quiet } from "../shell/App";
+import { Dialog } from "../shell/Dialog";
 import { useKeys } from "../shell/keys";
 import { addSection, sectionFor, toggleMetric } from "../state/layouts";
 import { useRunId, useRunInfo } from "../state/run";
 import { useSteps } from "../state/steps";
-import { setParams, useParam } from "../state/url";
+import { setParams, useParam, useRange } from "../state/url";
 import type { Environment } from "../types";
 import { ChartSection } from "./metrics/ChartSection";
 import { LayoutChoice, useLayout } from "./metrics/LayoutChoice";
@@ -20,7 +21,7 @@ import { MetricTree } from "./metrics/MetricTree";
 import { RunTable } from "./metrics/RunTable";
 import type { View } from "./metrics/series";
 import { Toolbar } from "./metrics/Toolbar";
-import { place as placeOfMetric } from "./metrics/tree";
+import { fitsSearch, place as placeOfMetric } from "./metrics/tree";
 import "./metrics.css";
 
 export function Metrics() {
@@ -29,7 +30,13 @@ export function Metrics() {
   const { steps, error } = useSteps(run);
   const [axis] = useParam("axis", "step");
   const [grouping] = useParam("group");
-  const runs = useDrawnRuns(info, steps, axis as XAxis, grouping);
+  const drawn = useDrawnRuns(info, steps, axis as XAxis, grouping);
+  const [baseline] = useParam("baseline");
+  const [last] = useParam("last");
+  const runs = useMemo(() => {
+    const until = last === "common" && drawn.length > 1 ? (commonStep(drawn) ?? undefined) : undefined;
+    return drawn.map((one) => ({ ...one, until, ...(drawn.length > 1 && leavesOf(one).some((leaf) => leaf.id === baseline) ? { color: "--ink3", baseline: true } : {}) }));
+  }, [drawn, baseline, last]);
 
   if (error && !steps) return <Failure error={error} />;
   if (!steps || !info || runs.length === 0) return null;
@@ -52,8 +59,13 @@ function Loaded({ runs, axis, environments, planned }: { runs: DrawnRun[]; axis:
   const [tree, setTree] = useState(false);
   const [made, setMade] = useState(-1);
   const [focus, setFocus] = useParam("metric");
-  const { layout, edited, choose, change } = useLayout(names);
-  const keep = smoothing === "" ? smoothingFor(first.steps.step.length) : Math.min(0.99, Math.max(0, Number(smoothing) || 0));
+  const [full, setFull] = useParam("full");
+  const [search] = useParam("search");
+  const [x] = useParam("x");
+  const [range] = useRange();
+  const { layout, edited, choose, change, setScale } = useLayout(names);
+  const keep = smoothing === "" ? smoothingFor(longest(runs)) : Math.min(0.99, Math.max(0, Number(smoothing) || 0));
+  const found = useMemo(() => (metric: string) => fitsSearch(metric, search), [search]);
 
   const view: View = {
     ...useStepAxis(first, axis),
@@ -65,6 +77,12 @@ function Loaded({ runs, axis, environments, planned }: { runs: DrawnRun[]; axis:
     full: fit !== "1",
     filter,
     environments,
+    x,
+    scales: layout.scales,
+    setScale,
+    names: measured,
+    range,
+    until: first.until === undefined ? undefined : `step ${first.until}`,
     xEnd: axis === "step" && planned ? axisEnd((first.steps.step.at(-1) ?? -1) + 1, planned) : undefined,
     xStart: axis === "step" ? undefined : 0,
     xTicks: axis === "time" ? clockTicks : axis === "tokens" ? ticks : undefined,
@@ -72,12 +90,14 @@ function Loaded({ runs, axis, environments, planned }: { runs: DrawnRun[]; axis:
   };
   useKeys("Metrics", [
     { keys: ["l"], does: "log scale", run: () => setLog(log === "1" ? null : "1") },
+    { keys: ["f"], does: "the large or the first chart on the whole screen", run: () => setFull(focus || (layout.sections.flatMap((section) => section.metrics).find(found) ?? null)) },
     {
       keys: ["Escape"],
       does: "close the large chart, then clear the range",
       run: () => (tree ? setTree(false) : focus ? setFocus(null) : setParams({ step: null, range: null })),
     },
   ]);
+  const others = search.trim() ? names.filter((metric) => found(metric) && !layout.sections.some((section) => section.metrics.includes(metric))) : [];
   const shown = new Set(layout.sections.flatMap((section) => section.metrics));
   return (
     <div className="metrics">
@@ -92,19 +112,33 @@ function Loaded({ runs, axis, environments, planned }: { runs: DrawnRun[]; axis:
         close={() => setTree(false)}
       />
       <div className="wrapped">
-        <Toolbar run={leavesOf(first)[0]!.id} environments={environments} keep={keep} openTree={() => setTree(true)}>
+        <Toolbar run={leavesOf(first)[0]!.id} environments={environments} keep={keep} names={measured} openTree={() => setTree(true)}>
           <LayoutChoice layout={layout} edited={edited} choose={choose} />
         </Toolbar>
         <RunTable runs={runs} axis={axis} />
         <div className="charts">
           {focus && names.includes(focus) && (
             <div className="focus">
-              <MetricChart metric={focus} runs={runs} view={view} close={() => setFocus(null)} />
+              <MetricChart metric={focus} runs={runs} view={view} fill={() => setFull(focus)} close={() => setFocus(null)} />
             </div>
           )}
-          {layout.sections.map((_, i) => (
-            <ChartSection key={i} index={i} layout={layout} change={change} isNew={i === made} runs={runs} view={view} open={setFocus} />
-          ))}
+          {layout.sections.map((section, i) =>
+            search.trim() && !section.metrics.some(found) ? null : (
+              <ChartSection key={i} index={i} layout={layout} change={change} isNew={i === made} runs={runs} view={view} open={setFocus} fill={setFull} found={found} />
+            ),
+          )}
+          {others.length > 0 && (
+            <section aria-label="Other metrics that the search finds">
+              <h2>
+                Not in this layout <span>{others.length === 1 ? "1 chart" : `${others.length} charts`}</span>
+              </h2>
+              <div className="row">
+                {others.map((metric) => (
+                  <MetricChart key={metric} metric={metric} runs={runs} view={view} open={() => setFocus(metric)} fill={() => setFull(metric)} />
+                ))}
+              </div>
+            </section>
+          )}
           {layout.sections.length === 0 && <p className="none d">No charts. Choose metrics at the left.</p>}
           <p className="more">
             <button
@@ -119,6 +153,11 @@ function Loaded({ runs, axis, environments, planned }: { runs: DrawnRun[]; axis:
           </p>
         </div>
       </div>
+      {full && names.includes(full) && (
+        <Dialog opened bare full close={() => setFull(null)} title={full}>
+          <MetricChart metric={full} runs={runs} view={view} close={() => setFull(null)} named />
+        </Dialog>
+      )}
     </div>
   );
 }

@@ -8,10 +8,12 @@ interface DialogProps {
   title: string;
   bare?: boolean;
   wide?: boolean;
+  /** As large as the window. */
+  full?: boolean;
   children: ReactNode;
 }
 
-export function Dialog({ opened, close, title, bare = false, wide = false, children }: DialogProps) {
+export function Dialog({ opened, close, title, bare = false, wide = false, full = false, children }: DialogProps) {
   const dialog = useRef<HTMLDialogElement>(null);
   useEffect(() => {
     const element = dialog.current!;
@@ -22,7 +24,7 @@ export function Dialog({ opened, close, title, bare = false, wide = false, child
     if (!opened && element.open) element.close();
   }, [opened]);
   return (
-    <dialog ref={dialog} className={wide ? "wide" : undefined} aria-label={title} onClose={close} onClick={(event) => event.target === dialog.current && close()}>
+    <dialog ref={dialog} className={full ? "full" : wide ? "wide" : undefined} aria-label={title} onClose={close} onClick={(event) => event.target === dialog.current && close()}>
       <div className="in">
         {!bare && (
           <h2>

@@ -2,15 +2,28 @@
 
 import { useMemo } from "react";
 import { useDocument } from "./documents";
+import { decode } from "./url";
 
 export interface Section {
   title: string;
   metrics: string[];
 }
 
+/** The axes of one chart, where they differ from those of all. */
+export interface Scale {
+  log?: boolean;
+  low?: number;
+  high?: number;
+  /** The metric of the x axis. */
+  x?: string;
+}
+
+export type Scales = Record<string, Scale>;
+
 export interface Layout {
   name: string;
   sections: Section[];
+  scales?: Scales;
 }
 
 interface Kept {
@@ -26,6 +39,7 @@ export function parseKept(value: unknown): Kept {
     .map((layout) => ({
       name: layout.name,
       sections: layout.sections.map((section) => ({ title: String(section?.title ?? ""), metrics: strings(section?.metrics) })),
+      ...(layout.scales ? { scales: parseScales(formatScales(layout.scales)) } : {}),
     }));
   return { layouts };
 }
@@ -109,13 +123,6 @@ export const formatSections = (sections: Section[]): string =>
   sections.map((section) => [encodeURIComponent(section.title), section.metrics.map(encodeURIComponent).join(",")].join(":")).join(";");
 
 export function parseSections(text: string): Section[] {
-  const decode = (part: string): string => {
-    try {
-      return decodeURIComponent(part);
-    } catch {
-      return part;
-    }
-  };
   return text
     .split(";")
     .filter(Boolean)
@@ -123,4 +130,34 @@ export function parseSections(text: string): Section[] {
       const [title = "", metrics = ""] = part.split(":");
       return { title: decode(title), metrics: metrics.split(",").filter(Boolean).map(decode) };
     });
+}
+
+const NO_SCALES = "none";
+
+/** Returns the axes of charts as one text for the address: `entropy:log;grad_norm:0..2;reward/total/mean:linear,x=entropy`. */
+export function formatScales(scales: Scales): string {
+  const parts = Object.entries(scales).flatMap(([metric, scale]) => {
+    const { log, low, high, x } = scale ?? {};
+    const range = low === undefined && high === undefined ? "" : `${low ?? ""}..${high ?? ""}`;
+    const own = [log === undefined ? "" : log ? "log" : "linear", range, x ? `x=${encodeURIComponent(x)}` : ""].filter(Boolean);
+    return own.length > 0 ? [`${encodeURIComponent(metric)}:${own.join(",")}`] : [];
+  });
+  return parts.join(";") || NO_SCALES;
+}
+
+export function parseScales(text: string): Scales {
+  const scales: Scales = {};
+  for (const part of text.split(";")) {
+    const [metric = "", own = ""] = part.split(":");
+    const scale: Scale = {};
+    for (const one of own.split(",")) {
+      const [, low = "", high = ""] = /^(.*)\.\.(.*)$/.exec(one) ?? [];
+      if (one === "log" || one === "linear") scale.log = one === "log";
+      if (low.trim() && Number.isFinite(Number(low))) scale.low = Number(low);
+      if (high.trim() && Number.isFinite(Number(high))) scale.high = Number(high);
+      if (one.startsWith("x=")) scale.x = decode(one.slice(2));
+    }
+    if (Object.keys(scale).length > 0) scales[decode(metric)] = scale;
+  }
+  return scales;
 }

@@ -15,7 +15,7 @@ export interface Range {
 }
 
 /** Parameters that stay when the page changes. */
-const SHARED = ["range", "theme", "with", "step", "group"] as const;
+const SHARED = ["range", "theme", "with", "step", "group", "baseline"] as const;
 
 export function parse(hash: string): Place {
   const [path = "", query = ""] = hash.replace(/^#/, "").split(/\?(.*)/s);

@@ -3,7 +3,7 @@
 import { useState } from "react";
 import type { DrawnRun } from "../../charts/runs";
 import { type Layout, moveMetric, moveSection, removeSection, renameSection, stepMetric, toggleMetric } from "../../state/layouts";
-import { DRAGGED_METRIC, DRAGGED_SECTION, Grip } from "./Grip";
+import { DRAGGED_METRIC, DRAGGED_SECTION, Grip, useDrop } from "./Grip";
 import { MetricChart } from "./MetricChart";
 import type { View } from "./series";
 
@@ -17,35 +17,28 @@ interface SectionProps {
   runs: DrawnRun[];
   view: View;
   open: (metric: string) => void;
+  fill: (metric: string) => void;
+  /** Whether the search finds a chart. */
+  found: (metric: string) => boolean;
 }
 
-export function ChartSection({ index, layout, change, isNew, runs, view, open }: SectionProps) {
-  const { title, metrics } = layout.sections[index]!;
+export function ChartSection({ index, layout, change, isNew, runs, view, open, fill, found }: SectionProps) {
+  const { title, metrics: all } = layout.sections[index]!;
+  const metrics = all.filter(found);
   const [naming, setNaming] = useState(isNew);
-  const [target, setTarget] = useState(false);
   const rename = (name: string) => {
     setNaming(false);
     if (name.trim() && name.trim() !== title) change(renameSection(layout, index, name.trim()));
   };
-  const drop = (event: React.DragEvent) => {
-    setTarget(false);
-    const metric = event.dataTransfer.getData(DRAGGED_METRIC);
-    const section = event.dataTransfer.getData(DRAGGED_SECTION);
+  const { isOver, handlers } = useDrop([DRAGGED_METRIC, DRAGGED_SECTION], (data) => {
+    const metric = data.getData(DRAGGED_METRIC);
+    const section = data.getData(DRAGGED_SECTION);
     if (metric) change(moveMetric(layout, metric, index, null));
     else if (section) change(moveSection(layout, Number(section), index));
-  };
+    return true;
+  });
   return (
-    <section
-      aria-label={title}
-      className={target ? "target" : undefined}
-      onDragOver={(event) => {
-        if (!event.dataTransfer.types.some((type) => type === DRAGGED_METRIC || type === DRAGGED_SECTION)) return;
-        event.preventDefault();
-        setTarget(true);
-      }}
-      onDragLeave={() => setTarget(false)}
-      onDrop={drop}
-    >
+    <section aria-label={title} className={isOver ? "target" : undefined} {...handlers}>
       <h2>
         <Grip kind={DRAGGED_SECTION} name={String(index)} label={`the section ${title}`} move={(by) => change(moveSection(layout, index, index + by))} />
         {naming ? (
@@ -68,12 +61,12 @@ export function ChartSection({ index, layout, change, isNew, runs, view, open }:
             {title}
           </button>
         )}
-        <span>{metrics.length === 1 ? "1 chart" : `${metrics.length} charts`}</span>
+        <span>{metrics.length < all.length ? `${metrics.length} of ` : ""}{all.length === 1 ? "1 chart" : `${all.length} charts`}</span>
         <button className="take f" aria-label={`Remove the section ${title}`} title="Remove the section with its charts" onClick={() => change(removeSection(layout, index))}>
           ×
         </button>
       </h2>
-      {metrics.length === 0 && <p className="none f">Drag metrics or charts here, or choose them at the left.</p>}
+      {all.length === 0 && <p className="none f">Drag metrics or charts here, or choose them at the left.</p>}
       <div className="row">
         {metrics.map((metric) => (
           <MetricChart
@@ -82,6 +75,7 @@ export function ChartSection({ index, layout, change, isNew, runs, view, open }:
             runs={runs}
             view={view}
             open={() => open(metric)}
+            fill={() => fill(metric)}
             remove={() => change(toggleMetric(layout, metric))}
             drop={(moved) => change(moveMetric(layout, moved, index, metric))}
             move={(by) => change(stepMetric(layout, metric, by))}

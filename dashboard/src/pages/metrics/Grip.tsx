@@ -1,6 +1,6 @@
-/** The handle of a chart or a section: dragged, or moved by space, arrows, space. */
+/** The handle of a chart or a section: dragged, or moved by space, arrows, space; and where it can be dropped. */
 
-import { useLayoutEffect, useRef, useState } from "react";
+import { useEffect, useLayoutEffect, useRef, useState } from "react";
 
 export const DRAGGED_METRIC = "application/x-telescope-metric";
 export const DRAGGED_SECTION = "application/x-telescope-section";
@@ -56,4 +56,31 @@ export function Grip({ kind, name, label = name, move }: GripProps) {
       }}
     />
   );
+}
+
+/** Returns whether something lies over a place where it can be dropped, and the handlers of that place. `drop` tells whether it took it. */
+export function useDrop(kinds: string[], drop: (data: DataTransfer) => boolean) {
+  const [isOver, setOver] = useState(false);
+  useEffect(() => {
+    if (!isOver) return;
+    // A drag may end anywhere, and a place inside of this one may take what is dropped.
+    const end = () => setOver(false);
+    for (const name of ["dragend", "drop"]) addEventListener(name, end, true);
+    return () => ["dragend", "drop"].forEach((name) => removeEventListener(name, end, true));
+  }, [isOver]);
+  return {
+    isOver,
+    handlers: {
+      onDragOver: (event: React.DragEvent) => {
+        if (!event.dataTransfer.types.some((type) => kinds.includes(type))) return;
+        event.preventDefault();
+        setOver(true);
+      },
+      onDragLeave: (event: React.DragEvent) => !event.currentTarget.contains(event.relatedTarget as Node | null) && setOver(false),
+      onDrop: (event: React.DragEvent) => {
+        setOver(false);
+        if (drop(event.dataTransfer)) event.stopPropagation();
+      },
+    },
+  };
 }

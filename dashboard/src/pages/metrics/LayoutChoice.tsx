@@ -2,7 +2,7 @@
 
 import { useMemo, useState } from "react";
 import { Menu } from "../../shell/Menu";
-import { formatSections, type Layout, parseSections, useLayouts } from "../../state/layouts";
+import { formatScales, formatSections, type Layout, parseScales, parseSections, type Scale, useLayouts } from "../../state/layouts";
 import { setParams, useParam } from "../../state/url";
 import { allSections, mainSections } from "./tree";
 
@@ -14,17 +14,25 @@ export function useLayout(names: string[]) {
   const { layouts } = useLayouts();
   const [name] = useParam("layout", MAIN);
   const [charts] = useParam("charts");
+  const [scales] = useParam("scales");
   const base: Layout = useMemo(() => {
     const own = layouts.find((layout) => layout.name === name);
     if (own) return own;
     return name === ALL ? { name: ALL, sections: allSections(names) } : { name: MAIN, sections: mainSections(names) };
   }, [name, layouts, names]);
-  const layout = useMemo(() => (charts ? { name: base.name, sections: parseSections(charts) } : base), [base, charts]);
+  const layout = useMemo((): Layout & { scales: Record<string, Scale> } => {
+    const sections = charts ? parseSections(charts) : base.sections;
+    return { name: base.name, sections, scales: scales ? parseScales(scales) : (base.scales ?? {}) };
+  }, [base, charts, scales]);
   return {
     layout,
-    edited: charts !== "",
-    choose: (next: string) => setParams({ layout: next === MAIN ? null : next, charts: null }),
+    edited: charts !== "" || scales !== "",
+    choose: (next: string) => setParams({ layout: next === MAIN ? null : next, charts: null, scales: null }),
     change: (next: Layout) => setParams({ charts: formatSections(next.sections) }),
+    setScale: (metric: string, scale: Scale) => {
+      const text = formatScales({ ...layout.scales, [metric]: scale });
+      setParams({ scales: text === formatScales(base.scales ?? {}) ? null : text });
+    },
   };
 }
 
@@ -37,7 +45,7 @@ export function LayoutChoice({ layout, edited, choose }: { layout: Layout; edite
   const keep = (name: string) => {
     const clean = name.trim();
     if (!clean || clean === MAIN || clean === ALL) return;
-    save({ name: clean, sections: layout.sections });
+    save({ name: clean, sections: layout.sections, scales: layout.scales });
     setNaming(null);
     choose(clean);
   };

@@ -1,8 +1,8 @@
 /** The runs on the page, with their values at the crosshair and the settings in which they differ. */
 
-import { columnOf, type DrawnRun, leavesOf, type XAxis } from "../../charts/runs";
+import { columnOf, commonStep, type DrawnRun, leavesOf, type XAxis } from "../../charts/runs";
 import { lastRow, nearest } from "../../charts/math";
-import { count, number, setting } from "../../format";
+import { count, number, setting, signed } from "../../format";
 import { Menu } from "../../shell/Menu";
 import { COLORS, useRunColors } from "../../state/colors";
 import { useCursor } from "../../state/cursor";
@@ -26,14 +26,19 @@ export function RunTable({ runs, axis }: { runs: DrawnRun[]; axis: XAxis }) {
   const others = useOthers();
   const colors = useRunColors();
   const [grouping, setGrouping] = useParam("group");
+  const [last, setLast] = useParam("last");
+  const [, setBaseline] = useParam("baseline");
   const comparison = useResource<Comparison>(others.length > 0 && runs.length > 1 ? "/api/compare" : null, { runs: runs.map((run) => leavesOf(run)[0]!.id).join(",") }).data;
   if (others.length === 0) return null;
   const differing = (comparison?.config ?? []).filter((row) => !row.bookkeeping).slice(0, MOST_SETTINGS);
   const value = (run: DrawnRun, metric: string) => {
     const { x, values } = columnOf(run, metric) ?? { x: [], values: [] };
     if (at !== null && at > (x.at(-1) ?? -Infinity)) return null;
-    return values[at === null ? lastRow(values) : nearest(x, at)] ?? null;
+    const end = at === null && run.until !== undefined ? run.steps.step.indexOf(run.until) + 1 : undefined;
+    return values[at === null ? lastRow(values.slice(0, end)) : nearest(x, at)] ?? null;
   };
+  const base = runs.find((run) => run.baseline);
+  const common = commonStep(runs);
   return (
     <div className="runtable">
       <table>
@@ -48,7 +53,15 @@ export function RunTable({ runs, axis }: { runs: DrawnRun[]; axis: XAxis }) {
                   means, 95 % interval
                 </button>
               </span>{" "}
-              {at === null ? "at the end" : axis === "step" ? `at step ${at}` : "at the crosshair"}
+              <span className="tabs" role="group" aria-label="Values">
+                <button aria-pressed={last !== "common"} onClick={() => setLast(null)} title="Of each run the last values that it has">
+                  at the end
+                </button>
+                <button aria-pressed={last === "common"} disabled={common === null} onClick={() => setLast("common")} title="At the last step that all runs have, here and in the titles of the charts">
+                  {common === null ? "no common step" : `at common step ${common}`}
+                </button>
+              </span>
+              {at === null ? "" : axis === "step" ? `now at step ${at}` : "now at the crosshair"}
             </th>
             {differing.map((row) => (
               <th key={row.key}>{row.key}</th>
@@ -59,6 +72,9 @@ export function RunTable({ runs, axis }: { runs: DrawnRun[]; axis: XAxis }) {
               </th>
             ))}
             <th className="r">length</th>
+            <th>
+              <span className="vh">Baseline</span>
+            </th>
             <th>
               <span className="vh">Take away</span>
             </th>
@@ -92,9 +108,15 @@ export function RunTable({ runs, axis }: { runs: DrawnRun[]; axis: XAxis }) {
               {COLUMNS.map(([metric]) => (
                 <td key={metric} className="r">
                   {number(value(run, metric))}
+                  {base && base !== run && <Difference value={value(run, metric)} from={value(base, metric)} />}
                 </td>
               ))}
               <td className="r f">{count(run.steps.step.length)} steps</td>
+              <td>
+                <button className={run.baseline ? "" : "f"} aria-pressed={run.baseline ?? false} title="Draw it in grey, and show how far the others are from it" aria-label={`${run.name} is the baseline`} onClick={() => setBaseline(run.baseline ? null : leavesOf(run)[0]!.id)}>
+                  baseline
+                </button>
+              </td>
               <td className="r">
                 {i > 0 && !run.members && (
                   <button className="f" aria-label={`Take ${run.name} away`} title="Take away" onClick={() => setOthers(others.filter((other) => other !== run.id))}>
@@ -108,4 +130,9 @@ export function RunTable({ runs, axis }: { runs: DrawnRun[]; axis: XAxis }) {
       </table>
     </div>
   );
+}
+
+/** How far a value is from that of the baseline. */
+export function Difference({ value, from }: { value: number | null; from: number | null }) {
+  return <span className="delta f">{value === null || from === null ? "" : signed(value - from)}</span>;
 }

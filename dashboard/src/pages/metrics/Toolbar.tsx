@@ -1,14 +1,17 @@
 /** What all charts of the page share: axis, smoothing, spread, scale, and which samples they show. */
 
-import type { ReactNode } from "react";
+import { type ReactNode, useState } from "react";
 import { runPath } from "../../api";
 import type { BandKind } from "../../charts/data";
 import type { XAxis } from "../../charts/runs";
+import { Dialog } from "../../shell/Dialog";
 import { Menu } from "../../shell/Menu";
 import { useVersion } from "../../state/live";
 import { useResource } from "../../state/resource";
-import { useParam } from "../../state/url";
+import { setParams, useParam } from "../../state/url";
 import type { Environment } from "../../types";
+import { MetricField } from "./ScaleDialog";
+import { titleOf } from "./tree";
 
 const AXES: [XAxis, string][] = [
   ["step", "Step"],
@@ -27,12 +30,15 @@ interface ToolbarProps {
   run: string;
   environments: readonly Environment[];
   keep: number;
+  names: string[];
   openTree: () => void;
   children: ReactNode;
 }
 
-export function Toolbar({ run, environments, keep, openTree, children }: ToolbarProps) {
-  const [axis, setAxis] = useParam("axis", "step");
+export function Toolbar({ run, environments, keep, names, openTree, children }: ToolbarProps) {
+  const [axis] = useParam("axis", "step");
+  const [x] = useParam("x");
+  const [asked, setAsked] = useState(false);
   const [, setSmoothing] = useParam("smooth");
   const [band, setBand] = useParam("band", "percentiles");
   return (
@@ -43,10 +49,13 @@ export function Toolbar({ run, environments, keep, openTree, children }: Toolbar
       {children}
       <span className="seg" role="group" aria-label="Axis">
         {AXES.map(([name, title]) => (
-          <button key={name} aria-pressed={axis === name} onClick={() => setAxis(name)}>
+          <button key={name} aria-pressed={!x && axis === name} onClick={() => setParams({ axis: name === "step" ? null : name, x: null })}>
             {title}
           </button>
         ))}
+        <button aria-pressed={x !== ""} title={x ? `All charts over ${x}` : "Any metric as the x axis of all charts"} onClick={() => setAsked(true)}>
+          {x ? titleOf(x).title : "Metric…"}
+        </button>
       </span>
       <label className="smooth">
         Smooth
@@ -60,7 +69,31 @@ export function Toolbar({ run, environments, keep, openTree, children }: Toolbar
         <Toggle name="trim" title="Trim" hint="Axes leave out the outermost 2 % on each side" />
         <Toggle name="fit" title="Fit" hint="Axes follow the values, also where an environment declares a range" />
       </span>
+      {asked && <AxisDialog names={names} x={x} close={() => setAsked(false)} />}
     </div>
+  );
+}
+
+/** Asks for the metric of the x axis of all charts. */
+function AxisDialog({ names, x, close }: { names: string[]; x: string; close: () => void }) {
+  const [name, setName] = useState(x);
+  return (
+    <Dialog opened close={close} title="Metric of the x axis">
+      <form
+        className="naming"
+        onSubmit={(event) => {
+          event.preventDefault();
+          setParams({ x: name || null });
+          close();
+        }}
+      >
+        <MetricField names={names} value={name} change={setName} placeholder="Name of a metric" />
+        <button className="btn" disabled={name !== "" && !names.includes(name)}>
+          Apply
+        </button>
+      </form>
+      <p className="f s">Each point is a step, in the order of this metric's values. Smoothing goes along it, and the range of the ruler chooses the steps.</p>
+    </Dialog>
   );
 }
 

@@ -5,10 +5,12 @@ import { address, runPath } from "../../api";
 import type { ChartProps, Line } from "../../charts/Chart";
 import { type BandKind, bandsOf, drawnLines, heatOf, isEval, isTwoValued, linesOf, statisticColumn } from "../../charts/data";
 import type { Heat } from "../../charts/heat";
-import { type DrawnRun, leavesOf, type XAxis } from "../../charts/runs";
-import { type DeclaredRange, declaredRange, type Filter, isSparse, sourceOf, statisticOf } from "../../charts/sources";
+import { type DrawnRun, leavesOf, overMetric, type XAxis } from "../../charts/runs";
+import { type DeclaredRange, declaredRange, type Filter, isAll, sourceOf, statisticOf } from "../../charts/sources";
 import { useVersions } from "../../state/live";
+import type { Scale, Scales } from "../../state/layouts";
 import { useResources } from "../../state/resource";
+import type { Range } from "../../state/url";
 import type { Distribution, Environment, Value } from "../../types";
 
 /** What the toolbar and the ruler decide for all charts. */
@@ -22,20 +24,43 @@ export interface View extends Pick<ChartProps, "zoom" | "onZoom" | "onPick" | "x
   full: boolean;
   filter: Filter;
   environments: readonly Environment[];
+  /** A metric as the x axis of all charts; empty for that of `axis`. */
+  x: string;
+  /** Axes of single charts, by metric. */
+  scales: Scales;
+  setScale: (metric: string, scale: Scale) => void;
+  /** All metrics: any may be an x axis. */
+  names: string[];
+  /** The steps that the ruler chooses; null for all. */
+  range: Range | null;
+  /** The step of the values in the title lines, if that is not the last one: `step 57`. */
+  until?: string;
 }
+
+const NO_SCALE: Scale = {};
 
 interface Series extends DeclaredRange {
   lines: Line[];
   heat: Heat | null;
-  /** What the bands are, and which samples are meant. */
+  /** What the bands are. */
   note: string;
+  /** Which samples are meant, where these are not those of the filter. */
+  scope: string;
 }
 
 const WORDS: Record<BandKind, string> = { none: "", std: "mean ± std", percentiles: "p5 to p95, p25 to p75", range: "min to max", heat: "share of samples" };
 
-export function useSeries(metric: string, runs: DrawnRun[], view: View): Series {
+/** Returns the runs as a chart draws them: with its own metric as the x axis, if it has one. */
+export function usePlaced(runs: DrawnRun[], x: string, range: Range | null): DrawnRun[] {
+  return useMemo(() => (x ? runs.flatMap(leavesOf).flatMap((run) => overMetric(run, x, range) ?? []) : runs), [runs, x, x ? range?.from : 0, x ? range?.to : 0]);
+}
+
+export function useSeries(metric: string, runs: DrawnRun[], view: View, x: string): Series {
   const first = runs[0]!;
-  const { filter, band, keep } = view;
+  const { filter, keep } = view;
+  const scale = view.scales[metric] ?? NO_SCALE;
+  // Histograms lie beside each other: on an axis of a metric they would cover each other.
+  const band = x && view.band === "heat" ? "none" : view.band;
   const source = sourceOf(metric, filter, (name) => leavesOf(first).some((leaf) => name in leaf.steps.metrics));
   const statistic = source?.kind === "samples" ? source : statisticOf(metric);
   // A group of runs has the interval of its mean instead.
@@ -56,20 +81,22 @@ export function useSeries(metric: string, runs: DrawnRun[], view: View): Series 
     const bands = bandsOf(first, found[0], spread, keep);
     const heat = spread === "heat" ? heatOf(first, found[0]) : null;
     const lines = filtered
-      ? drawnLines(runs, (leaf) => statisticColumn(leaf, found[read.indexOf(leaf)], statistic!.statistic), keep, bands, isSparse(metric))
+      ? // The samples of one environment or tag: steps may lack them.
+        drawnLines(runs, (leaf) => statisticColumn(leaf, found[read.indexOf(leaf)], statistic!.statistic), keep, bands, true)
       : source?.kind === "metric"
-        ? linesOf(runs, source.name, keep, bands, isSparse(metric))
+        ? linesOf(runs, source.name, keep, bands)
         : [];
     // The color of the first run is that of the cells under it.
     if (heat && lines[0]) lines[0] = { ...lines[0], color: "--ink" };
     const two = found[0] !== undefined && (spread === "std" || spread === "percentiles") && isTwoValued(found[0]);
     const words = isEval(metric) ? "after steps, 95 % interval" : two ? "two values" : bands.length > 0 || heat ? `${WORDS[spread]}${runs.length > 1 ? ` of ${first.name}` : ""}` : "";
-    const note = [words, source?.kind === "metric" && !source.filtered ? "all samples" : ""].filter(Boolean).join(", ");
+    const scope = !isAll(filter) && source?.kind === "metric" && !source.filtered ? "all samples" : "";
     const declared = declaredRange(metric, filter, view.environments);
     const bounded = lines.map((line, i) => (runs[i]?.members ? within(line, declared) : line));
-    return { lines: bounded, heat, note, ...(view.full && !view.trim && !view.log ? reached(declared, bounded) : {}) };
+    const own = { ...(scale.low === undefined ? {} : { low: scale.low }), ...(scale.high === undefined ? {} : { high: scale.high }) };
+    return { lines: bounded, heat, note: words, scope, ...(view.full && !view.trim && !(scale.log ?? view.log) ? reached(declared, bounded) : {}), ...own };
     // The parts of `found` are stable, the array is not; `source` follows from the others.
-  }, [runs, metric, keep, spread, view.full, view.trim, view.log, view.environments, filter.environment, filter.tag, ...found]);
+  }, [runs, metric, keep, spread, view.full, view.trim, view.log, scale, view.environments, filter.environment, filter.tag, ...found]);
 }
 
 /** Returns a line whose bands end where the declared range does: a mean cannot lie outside. */

@@ -43,7 +43,7 @@ export function titleOf(name: string): { title: string; unit: string; name: stri
 }
 
 /** Returns the unit that a metric's name tells. */
-function unitOf(metric: string): string {
+export function unitOf(metric: string): string {
   if (metric.startsWith("timing_") || /_seconds(\/|$)/.test(metric)) return "s";
   if (/_pct$/.test(metric)) return "%";
   if (/(^|\/)tokens(_mean|_std|_min|_max)?$|rollouts\/tokens_/.test(metric)) return "tokens";
@@ -56,12 +56,14 @@ function order(a: string, b: string): number {
   return at(a) - at(b) || a.localeCompare(b);
 }
 
+/** Returns whether a name has all words of a search. */
+export const fitsSearch = (name: string, search: string): boolean => search.toLowerCase().split(/\s+/).every((word) => name.toLowerCase().includes(word));
+
 /** Returns the rows of the tree that fit the search, without those of closed sections. */
 export function treeRows(names: string[], search: string, closed: Set<string>): TreeRow[] {
-  const words = search.toLowerCase().split(/\s+/).filter(Boolean);
   const sections = new Map<string, Map<string, [string, string][]>>();
   for (const name of [...names].sort()) {
-    if (!words.every((word) => name.toLowerCase().includes(word))) continue;
+    if (!fitsSearch(name, search)) continue;
     const [section, group, metric] = place(name);
     const groups = sections.get(section) ?? new Map<string, [string, string][]>();
     sections.set(section, groups);
@@ -72,7 +74,7 @@ export function treeRows(names: string[], search: string, closed: Set<string>): 
     const groups = sections.get(section)!;
     const count = [...groups.values()].reduce((sum, metrics) => sum + metrics.length, 0);
     out.push({ kind: "section", label: section, name: section, depth: 0, count });
-    if (closed.has(section) && words.length === 0) continue;
+    if (closed.has(section) && !search.trim()) continue;
     for (const group of [...groups.keys()].sort()) {
       if (group) out.push({ kind: "group", label: group, name: `${section}/${group}`, depth: 1 });
       for (const [metric, name] of groups.get(group)!) out.push({ kind: "metric", label: metric, name, depth: group ? 2 : 1 });

@@ -1,0 +1,86 @@
+/** Axes of one chart: ends and scale of y, and the metric of x. Fields that are left empty follow all charts. */
+
+import { useId, useState } from "react";
+import { Dialog } from "../../shell/Dialog";
+import type { Scale } from "../../state/layouts";
+
+interface ScaleDialogProps {
+  metric: string;
+  scale: Scale;
+  names: string[];
+  set: (scale: Scale) => void;
+  close: () => void;
+}
+
+export function ScaleDialog({ metric, scale, names, set, close }: ScaleDialogProps) {
+  const [low, setLow] = useState(String(scale.low ?? ""));
+  const [high, setHigh] = useState(String(scale.high ?? ""));
+  const [log, setLog] = useState(scale.log);
+  const [x, setX] = useState(scale.x ?? "");
+  const ends = [low, high].map((text) => (text.trim() === "" ? undefined : Number(text.replace(",", "."))));
+  const problem = problemOf(ends, log === true) ?? (x && !names.includes(x) ? `There is no metric ${x}.` : null);
+  return (
+    <Dialog opened close={close} title={`Axes of ${metric}`}>
+      <form
+        className="axes"
+        onSubmit={(event) => {
+          event.preventDefault();
+          if (problem) return;
+          set({ low: ends[0], high: ends[1], log, x: x || undefined });
+          close();
+        }}
+      >
+        <label>
+          <span className="d">y from</span>
+          <input className="field" inputMode="decimal" placeholder="values" value={low} onChange={(event) => setLow(event.target.value)} />
+        </label>
+        <label>
+          <span className="d">to</span>
+          <input className="field" inputMode="decimal" placeholder="values" value={high} onChange={(event) => setHigh(event.target.value)} />
+        </label>
+        <span className="seg" role="group" aria-label="Scale of y">
+          {([undefined, false, true] as const).map((value) => (
+            <button type="button" key={String(value)} aria-pressed={log === value} onClick={() => setLog(value)}>
+              {value === undefined ? "As all charts" : value ? "Log" : "Linear"}
+            </button>
+          ))}
+        </span>
+        <label className="long">
+          <span className="d">x</span>
+          <MetricField names={names} value={x} change={setX} placeholder="As all charts" />
+        </label>
+        <p className="long w" role="status">{problem}</p>
+        <p className="long ends">
+          <button className="btn" disabled={problem !== null}>
+            Apply
+          </button>
+          <button type="button" className="link" onClick={() => (set({ low: undefined, high: undefined, log: undefined, x: undefined }), close())}>
+            Reset
+          </button>
+        </p>
+      </form>
+    </Dialog>
+  );
+}
+
+/** Returns why two ends are no axis; null if they are one. */
+function problemOf([low, high]: (number | undefined)[], log: boolean): string | null {
+  if (Number.isNaN(low) || Number.isNaN(high)) return "An end is a number, or empty.";
+  if (low !== undefined && high !== undefined && low >= high) return "The axis ends below its begin.";
+  return log && (low ?? 1) <= 0 ? "A log scale begins above 0." : null;
+}
+
+/** A field for the name of a metric, with all names to choose from. */
+export function MetricField({ names, value, change, placeholder }: { names: string[]; value: string; change: (name: string) => void; placeholder: string }) {
+  const id = useId();
+  return (
+    <>
+      <input className="field" list={id} aria-label="Metric of the x axis" placeholder={placeholder} value={value} onChange={(event) => change(event.target.value)} />
+      <datalist id={id}>
+        {names.map((name) => (
+          <option key={name} value={name} />
+        ))}
+      </datalist>
+    </>
+  );
+}
