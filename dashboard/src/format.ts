@@ -38,6 +38,12 @@ export function signed(value: number | null, digits?: number): string {
   return value !== null && value > 0 ? `+${number(value, digits)}` : number(value, digits);
 }
 
+/** Returns a difference with its sign and two significant digits. */
+export function difference(value: number): string {
+  const digits = value === 0 ? 0 : 1 - Math.floor(Math.log10(Math.abs(value)));
+  return digits > 4 ? signed(value) : signed(value, Math.max(0, digits));
+}
+
 /** Returns a whole number with thin spaces between thousands. */
 export function count(value: number | null | undefined): string {
   if (value === null || value === undefined || Number.isNaN(value)) return NONE;

@@ -2,7 +2,7 @@
 
 import { type ReactNode, useEffect, useMemo, useRef, useState } from "react";
 import type uPlot from "uplot";
-import { number, signed } from "../format";
+import { difference, number } from "../format";
 import { type Item, Menu } from "../shell/Menu";
 import { cursorOn, onCursor, setCursor, useCursor } from "../state/cursor";
 import { useTheme } from "../state/theme";
@@ -66,9 +66,10 @@ export interface ChartProps {
   until?: string;
   /** Lines have their names in the title line. */
   named?: boolean;
-  /** What the axes measure; a saved picture has it. */
+  /** What the axes measure. It is drawn where there is room: in a saved picture, and on the whole screen. */
   xTitle?: string;
   yTitle?: string;
+  titled?: boolean;
   /** Histograms under the lines, in the color of the first line. */
   heat?: Heat | null;
   x: number[];
@@ -281,7 +282,7 @@ function Values(props: ChartProps & { axis: string; format: (value: Value) => st
             <i className="dot small" style={{ background: `var(${line.color})` }} />
             {props.named && <b>{line.label} </b>}
             {props.format(value)}
-            {base !== null && value !== null && line !== baseline && <span className="u" title={`minus ${baseline!.label}`}> {signed(value - base)}</span>}
+            {base !== null && value !== null && line !== baseline && <span className="u" title={`minus ${baseline!.label}`}> {difference(value - base)}</span>}
           </span>
         );
       })}

@@ -67,7 +67,7 @@ export async function downloadPng(name: string, props: ChartProps): Promise<void
   // uPlot makes as many pixels as the screen has for one of the page: type and lines make up for the difference.
   const ratio = devicePixelRatio || 1;
   const size = { width: ((WIDTH - 2 * EDGE) * SCALE) / ratio, height: ((HEIGHT - top - EDGE) * SCALE) / ratio };
-  const titled = { ...props, xTitle: props.xTitle ?? axis, yTitle: props.yTitle ?? [title, unit].filter(Boolean).join(", ") };
+  const titled = { ...props, titled: true, xTitle: props.xTitle ?? axis, yTitle: props.yTitle ?? [title, unit].filter(Boolean).join(", ") };
   const plot = draw(document.createElement("div"), { current: titled }, align(x, lines), size, SCALE / ratio);
   await new Promise((done) => setTimeout(done)); // uPlot draws in a microtask
   context.drawImage(plot.ctx.canvas, EDGE, top, WIDTH - 2 * EDGE, HEIGHT - top - EDGE);

@@ -129,8 +129,8 @@ export function draw(host: HTMLElement, latest: { current: ChartProps }, drawn: 
   const first = props.zoom?.from ?? props.xStart ?? drawn.x[0] ?? 0;
   const last = props.zoom?.to ?? Math.max(props.xEnd ?? -Infinity, drawn.x.at(-1) ?? 1);
   const xRange: [number, number] = last > first ? [first, last] : [first - 0.5, first + 0.5];
-  const titleHeight = (given?: string) => (given ? TITLE_HEIGHT : 0);
-  const plotHeight = size.height / scale - TOP - AXIS_HEIGHT - titleHeight(props.xTitle);
+  const [xTitle, yTitle] = props.titled ? [props.xTitle, props.yTitle] : [];
+  const plotHeight = size.height / scale - TOP - AXIS_HEIGHT - (xTitle ? TITLE_HEIGHT : 0);
   const wanted = plotHeight > 170 ? 4 : plotHeight > 90 ? 3 : 2;
   const yTicks = props.log ? logTicks(yLow, yHigh) : ticks(yLow, yHigh, wanted);
   const step = yTicks.length > 1 ? yTicks[1]! - yTicks[0]! : 1;
@@ -142,7 +142,7 @@ export function draw(host: HTMLElement, latest: { current: ChartProps }, drawn: 
   const xTicks = props.xTicks ?? stepTicks;
   const xSplits = xTicks(xRange[0], xRange[1], Math.max(2, Math.min(6, Math.floor(size.width / scale / 75))));
   const writeX = props.xFormat ?? String;
-  const right = Math.max(props.right ?? LEAST_RIGHT, overhang(xSplits.at(-1), xRange, size.width / scale - left - LEAST_RIGHT - titleHeight(props.yTitle), (value) => context.measureText(writeX(value)).width));
+  const right = Math.max(props.right ?? LEAST_RIGHT, overhang(xSplits.at(-1), xRange, size.width / scale - left - LEAST_RIGHT - (yTitle ? TITLE_HEIGHT : 0), (value) => context.measureText(writeX(value)).width));
 
   const series: uPlot.Series[] = [{}];
   const bands: uPlot.Band[] = [];
@@ -193,7 +193,7 @@ export function draw(host: HTMLElement, latest: { current: ChartProps }, drawn: 
         {
           size: AXIS_HEIGHT * scale,
           font,
-          ...titled(props.xTitle),
+          ...titled(xTitle),
           stroke: color("--ink3"),
           gap: 3 * scale,
           grid: { show: false },
@@ -205,7 +205,7 @@ export function draw(host: HTMLElement, latest: { current: ChartProps }, drawn: 
         {
           size: left * scale,
           font,
-          ...titled(props.yTitle),
+          ...titled(yTitle),
           stroke: color("--ink3"),
           gap: 6 * scale,
           grid: { stroke: color("--line"), width: scale },

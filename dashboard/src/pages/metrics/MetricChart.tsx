@@ -85,6 +85,7 @@ function Placed({ metric, runs, view, open, fill, close, remove, move, named, ov
     <>
       <Chart
         {...{ title, name, note, scope, heat, lines, named, ...axes }}
+        titled={named}
         unit={[unit, scale.x && `over ${titleOf(over).title}`].filter(Boolean).join(", ")}
         yTitle={unitOf(metric) ? `${name} (${unitOf(metric)})` : name}
         low={log && (low ?? 1) <= 0 ? undefined : low}

@@ -2,7 +2,7 @@
 
 import { columnOf, commonStep, type DrawnRun, leavesOf, type XAxis } from "../../charts/runs";
 import { lastRow, nearest } from "../../charts/math";
-import { count, number, setting, signed } from "../../format";
+import { count, difference, number, setting } from "../../format";
 import { Menu } from "../../shell/Menu";
 import { COLORS, useRunColors } from "../../state/colors";
 import { useCursor } from "../../state/cursor";
@@ -41,27 +41,30 @@ export function RunTable({ runs, axis }: { runs: DrawnRun[]; axis: XAxis }) {
   const common = commonStep(runs);
   return (
     <div className="runtable">
+      <p className="choices s">
+        <span className="tabs" role="group" aria-label="Lines">
+          <button aria-pressed={!grouping} onClick={() => setGrouping(null)}>
+            each run
+          </button>
+          <button aria-pressed={Boolean(grouping)} onClick={() => setGrouping(grouping || SEEDS)} title="Runs whose settings are equal but for the seed, or as they are grouped on Runs: their mean with its 95 % interval">
+            means, 95 % interval
+          </button>
+        </span>
+        <span className="tabs" role="group" aria-label="Values">
+          <button aria-pressed={last !== "common"} onClick={() => setLast(null)} title="Of each run the last values that it has">
+            at the end
+          </button>
+          <button aria-pressed={last === "common"} disabled={common === null} onClick={() => setLast("common")} title="At the last step that all runs have, here and in the titles of the charts">
+            {common === null ? "no common step" : `at common step ${common}`}
+          </button>
+        </span>
+        {at !== null && <span className="f">{axis === "step" ? `now at step ${at}` : "now at the crosshair"}</span>}
+      </p>
       <table>
         <thead>
           <tr>
             <th>
-              <span className="tabs" role="group" aria-label="Lines">
-                <button aria-pressed={!grouping} onClick={() => setGrouping(null)}>
-                  each run
-                </button>
-                <button aria-pressed={Boolean(grouping)} onClick={() => setGrouping(grouping || SEEDS)} title="Runs whose settings are equal but for the seed, or as they are grouped on Runs: their mean with its 95 % interval">
-                  means, 95 % interval
-                </button>
-              </span>{" "}
-              <span className="tabs" role="group" aria-label="Values">
-                <button aria-pressed={last !== "common"} onClick={() => setLast(null)} title="Of each run the last values that it has">
-                  at the end
-                </button>
-                <button aria-pressed={last === "common"} disabled={common === null} onClick={() => setLast("common")} title="At the last step that all runs have, here and in the titles of the charts">
-                  {common === null ? "no common step" : `at common step ${common}`}
-                </button>
-              </span>
-              {at === null ? "" : axis === "step" ? `now at step ${at}` : "now at the crosshair"}
+              <span className="vh">Run</span>
             </th>
             {differing.map((row) => (
               <th key={row.key}>{row.key}</th>
@@ -72,9 +75,6 @@ export function RunTable({ runs, axis }: { runs: DrawnRun[]; axis: XAxis }) {
               </th>
             ))}
             <th className="r">length</th>
-            <th>
-              <span className="vh">Baseline</span>
-            </th>
             <th>
               <span className="vh">Take away</span>
             </th>
@@ -99,6 +99,9 @@ export function RunTable({ runs, axis }: { runs: DrawnRun[]; axis: XAxis }) {
                     <b>{run.name}</b> <span className="f">{run.id === run.name ? "" : run.id}</span>
                   </a>
                 )}
+                <button className="base f s" aria-pressed={run.baseline ?? false} title="Draw it in grey, and show how far the others are from it" aria-label={`${run.name} is the baseline`} onClick={() => setBaseline(run.baseline ? null : leavesOf(run)[0]!.id)}>
+                  {run.baseline ? "baseline" : "as baseline"}
+                </button>
               </td>
               {differing.map((row) => (
                 <td key={row.key} className="cut" title={setting(row.values[i])}>
@@ -112,11 +115,6 @@ export function RunTable({ runs, axis }: { runs: DrawnRun[]; axis: XAxis }) {
                 </td>
               ))}
               <td className="r f">{count(run.steps.step.length)} steps</td>
-              <td>
-                <button className={run.baseline ? "" : "f"} aria-pressed={run.baseline ?? false} title="Draw it in grey, and show how far the others are from it" aria-label={`${run.name} is the baseline`} onClick={() => setBaseline(run.baseline ? null : leavesOf(run)[0]!.id)}>
-                  baseline
-                </button>
-              </td>
               <td className="r">
                 {i > 0 && !run.members && (
                   <button className="f" aria-label={`Take ${run.name} away`} title="Take away" onClick={() => setOthers(others.filter((other) => other !== run.id))}>
@@ -134,5 +132,5 @@ export function RunTable({ runs, axis }: { runs: DrawnRun[]; axis: XAxis }) {
 
 /** How far a value is from that of the baseline. */
 export function Difference({ value, from }: { value: number | null; from: number | null }) {
-  return <span className="delta f">{value === null || from === null ? "" : signed(value - from)}</span>;
+  return <span className="delta f">{value === null || from === null ? "" : difference(value - from)}</span>;
 }
