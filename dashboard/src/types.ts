@@ -385,7 +385,9 @@ export interface RunInfo {
   version: string;
 }
 
-/** A run in the list of runs. `key` stays when its folder moves; runs of one `experiment` differ in their seed. */
+/** A run in the list of runs. `key` stays when its folder moves; runs of one `experiment` differ in their seed.
+
+`heldout_after` is measured after `heldout_step` steps; `best_checkpoint` is the kept one of the highest accuracy. */
 export interface RunRow {
   id: string;
   key: string;
@@ -401,6 +403,8 @@ export interface RunRow {
   reward_last: Value;
   heldout_before: Value;
   heldout_after: Value;
+  heldout_step: Value;
+  best_checkpoint: Value;
   error: string | null;
   project: string;
   tags: string[];

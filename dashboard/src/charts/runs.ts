@@ -5,7 +5,7 @@ import { useRunColors } from "../state/colors";
 import { useSelected } from "../state/cursor";
 import { groupFields, groupRuns, groupTitle } from "../state/groups";
 import { useResource } from "../state/resource";
-import { curveOf, useEvalsOf, useRuns } from "../state/run";
+import { curveOf, useEvalsOf, useNamed, useRuns } from "../state/run";
 import { NO_STEPS, trainedTokens, trainingSeconds, useStepsOf } from "../state/steps";
 import { place, type Range, setParams, useOthers, usePlace, useRange } from "../state/url";
 import { visible } from "../text/hostile";
@@ -162,7 +162,7 @@ export function useDrawnRuns(info: RunInfo | undefined, steps: StepColumns | nul
   const evals = useEvalsOf(ids);
   const colors = useRunColors();
   const fields = groupFields(grouping).join(",");
-  const withFields = useResource<Runs>(fields ? "/api/runs" : null, { fields }).data?.runs;
+  const withFields = useNamed(useResource<Runs>(fields ? "/api/runs" : null, { fields })).data?.runs;
   const plain = useRuns().data?.runs;
   const listed = fields ? withFields : plain;
   return useMemo(() => {

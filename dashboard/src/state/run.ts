@@ -3,6 +3,7 @@
 import { useMemo, useRef } from "react";
 import { runPath } from "../api";
 import type { EvalRow, Health, RunInfo, Runs } from "../types";
+import { named, useLabels } from "./labels";
 import { useConnection, useEvents, useVersion, useVersions, versionOf } from "./live";
 import { read, type Resource, useResource, useResources } from "./resource";
 import { readSteps } from "./steps";
@@ -13,7 +14,15 @@ import { usePlace } from "./url";
 const FOLLOW_MS = 3000;
 
 export function useRuns(): Resource<Runs> {
-  return useResource<Runs>("/api/runs");
+  return useNamed(useResource<Runs>("/api/runs"));
+}
+
+/** Returns a list of runs under the names that the user gave them. */
+export function useNamed(listed: Resource<Runs>): Resource<Runs> {
+  const { labels } = useLabels();
+  const { data } = listed;
+  const renamed = useMemo(() => data && { ...data, runs: data.runs.map((run) => named(run, labels)) }, [data, labels]);
+  return { ...listed, data: renamed };
 }
 
 /** Returns the runs with fields, read again while the page is seen. A new choice of fields keeps the old rows meanwhile. */
@@ -21,7 +30,7 @@ export function useLiveRuns(fields: string[]): Resource<Runs> {
   const listed = useResource<Runs>("/api/runs", { fields: fields.join(",") }, useTick(FOLLOW_MS));
   const before = useRef<Runs | undefined>(undefined);
   if (listed.data) before.current = listed.data;
-  return { ...listed, data: listed.data ?? before.current };
+  return useNamed({ ...listed, data: listed.data ?? before.current });
 }
 
 /** Returns the id of the run in the address. Pages of a run call it. */
@@ -40,7 +49,10 @@ export function readAhead(run: string): void {
 }
 
 export function useRunInfo(run: string | null): Resource<RunInfo> {
-  return useResource<RunInfo>(run === null ? null : runPath(run), {}, useVersion(run, "attempts", "runs", "steps"));
+  const read = useResource<RunInfo>(run === null ? null : runPath(run), {}, useVersion(run, "attempts", "runs", "steps"));
+  const { labels } = useLabels();
+  const { data } = read;
+  return { ...read, data: useMemo(() => data && { ...data, info: named(data.info, labels) }, [data, labels]) };
 }
 
 export function useHealth(run: string | null): Resource<Health> {

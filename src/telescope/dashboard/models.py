@@ -77,9 +77,11 @@ RemoteCopy: Any = model(
 )
 RunRow: Any = model(
     "RunRow",
-    "A run in the list of runs. `key` stays when its folder moves; runs of one `experiment` differ in their seed.",
+    "A run in the list of runs. `key` stays when its folder moves; runs of one `experiment` differ in their seed. "
+    "`heldout_after` is measured after `heldout_step` steps; `best_checkpoint` is the kept one of the highest accuracy.",
     id=str, key=str, name=str, status=str, live=bool, started_at=Number, duration=Number, attempt=int, steps=int,
     num_steps=int | None, reward_first=Number, reward_last=Number, heldout_before=Number, heldout_after=Number,
+    heldout_step=int | None, best_checkpoint=int | None,
     error=str | None, project=str, tags=list[str], model=str | None, algorithm=str | None, environments=list[str],
     rewards=list[Number], experiment=str, fields=dict[str, Any], remote=RemoteCopy | None,
 )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import re
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +12,15 @@ from typing import Any
 import pyarrow.compute as pc
 
 import telescope
-from telescope.dashboard.registry import BOOKKEEPING, Listing, Registry, config_of, json_object, known_fields
+from telescope.dashboard.registry import (
+    BOOKKEEPING,
+    Listing,
+    Registry,
+    checkpoints_of,
+    config_of,
+    json_object,
+    known_fields,
+)
 from telescope.dashboard.remote import RunCopy
 from telescope.dashboard.steps import StepMetrics
 from telescope.dashboard.store import RunStore
@@ -24,9 +30,6 @@ from telescope.record.reader import Run
 
 MAPS = ("versions", "topology")
 """Columns of `attempts` that are maps."""
-
-CHECKPOINT = re.compile(r"step_(\d+)")
-"""Name of the folder of a checkpoint."""
 
 NEWEST_GAUGES = 4000
 """Rows of gauges, from the end, that are looked through: those of about 20 seconds."""
@@ -65,6 +68,9 @@ def run_row(run_id: str, listing: Listing, copy: RunCopy | None) -> dict[str, An
         "environments": [
             entry.get("name", "") for entry in config.get("environments") or [] if isinstance(entry, dict)
         ],
+        "heldout_step": None,
+        "best_checkpoint": None,
+        **{name: value for name, value in listing.heldout.items() if value is not None},
         "rewards": listing.rewards,
         "experiment": listing.experiment,
         "fields": {},
@@ -102,15 +108,6 @@ def run_info(registry: Registry, run_id: str) -> dict[str, Any]:
         "unreadable": [path.as_posix() for path in store.run.unreadable],
         "version": telescope.__version__,
     }
-
-
-def checkpoints_of(run: Run) -> list[int]:
-    """Returns the checkpoints in the run directory. Each is a number of finished steps."""
-    try:
-        names = [entry.name for entry in os.scandir(run.files.checkpoints) if entry.is_dir()]
-    except OSError:
-        return []  # no folder, or one that is not readable here: the run keeps its checkpoints elsewhere
-    return sorted(int(match[1]) for name in names if (match := CHECKPOINT.fullmatch(name)))
 
 
 def steps(store: RunStore, since: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import { useVirtualizer } from "@tanstack/react-virtual";
 import { useEffect, useMemo, useRef, useState } from "react";
+import { download } from "../../charts/export";
 import { meanOf } from "../../charts/math";
 import { count } from "../../format";
 import { Quiet } from "../../shell/App";
@@ -10,19 +11,23 @@ import { useKeys } from "../../shell/keys";
 import { Menu } from "../../shell/Menu";
 import { useDocument } from "../../state/documents";
 import { useResource } from "../../state/resource";
+import { useLabels } from "../../state/labels";
 import { useLiveRuns } from "../../state/run";
 import { useTags } from "../../state/tags";
 import { useRunColors } from "../../state/colors";
 import { compare, groupFields, groupRuns, groupTitle, type RunGroup, SEEDS, type Sortable } from "../../state/groups";
 import { decode, elsewhere, format, go, MOST_RUNS, setParams, useParam, usePlace, useSearchText } from "../../state/url";
 import type { Field, Problem, RunRow, Runs as RunList } from "../../types";
-import { type Column, columnOptions, columnsOf, DEFAULT_COLUMNS, DEFAULT_SORT, serverFields, shown } from "./columns";
-import { fieldName, matches, parseFilter, toggleTerm, valueOf } from "./filter";
+import { type Column, columnOptions, columnsOf, DEFAULT_COLUMNS, DEFAULT_SORT, fromBaseline, runsCsv, serverFields, shown } from "./columns";
+import { fieldName, matches, parseFilter, toggleTerm, unknownFields, valueOf } from "./filter";
+import { PlotView, usePlotFields, ViewChoice } from "./PlotView";
+import { RenameDialog } from "./RenameDialog";
 import { TagDialog } from "./TagDialog";
 import { visible } from "../../text/hostile";
 import "./runs.css";
 
 const ROW = 32;
+const NO_FIELDS: Field[] = [];
 /** Settings that the menu of groups offers. */
 const MOST_OFFERED = 12;
 
@@ -36,12 +41,14 @@ export function Runs() {
   const { ids } = useColumns();
   const terms = useMemo(() => parseFilter(search), [search]);
   const named = [...terms.flatMap((term) => (term.field ? [term.field] : [])), ...groupFields(grouping)];
-  const fields = serverFields([...ids, sort.replace(/^-/, ""), ...named.flatMap((name) => fieldName(name) ?? [])]);
+  const known = useResource<Field[]>("/api/fields").data ?? NO_FIELDS;
+  const plotted = usePlotFields(known);
+  const fields = serverFields([...ids, ...plotted, sort.replace(/^-/, ""), ...named.flatMap((name) => fieldName(name) ?? [])]);
   const runs = useLiveRuns(fields);
   if (runs.error && !runs.data) return <Quiet title="The server did not answer." text={runs.error.message} />;
   if (!runs.data) return null;
   if (runs.data.runs.length === 0) return <Nothing list={runs.data} />;
-  return <Table list={runs.data} ids={ids} lost={runs.error !== null} />;
+  return <Table list={runs.data} ids={ids} known={known} lost={runs.error !== null} />;
 }
 
 /** The ids of the columns: of the address, else those that the user keeps. */
@@ -66,14 +73,20 @@ function useListParam(name: string): [string[], (list: string[]) => void] {
   return [list, (next) => set(next.map(encodeURIComponent).join(","))];
 }
 
-function Table({ list, ids, lost }: { list: RunList; ids: string[]; lost: boolean }) {
-  const all = list.runs;
+function Table({ list, ids, known, lost }: { list: RunList; ids: string[]; known: Field[]; lost: boolean }) {
+  const labels = useLabels();
+  const [archived, setArchived] = useParam("archived");
+  const numArchived = list.runs.filter(labels.isArchived).length;
+  const all = useMemo(() => (archived ? list.runs : list.runs.filter((run) => !labels.isArchived(run))), [list, archived, labels]);
+  const [view] = useParam("view", "table");
+  const [baselineId, setBaseline] = useParam("baseline");
+  const baseline = list.runs.find((run) => run.id === baselineId);
   const place = usePlace();
   const [search] = useParam("search");
   const [sort, setSort] = useParam("sort", DEFAULT_SORT);
   const [grouping] = useParam("group");
   const [chosen, setChosen] = useListParam("chosen");
-  const [opened, setOpened] = useState<"columns" | "tags" | null>(null);
+  const [opened, setOpened] = useState<"columns" | "tags" | "name" | null>(null);
   const [folds, setUnfolded] = useListParam("open");
   const unfolded = useMemo(() => new Set(folds), [folds]);
   const colors = useRunColors();
@@ -98,7 +111,15 @@ function Table({ list, ids, lost }: { list: RunList; ids: string[]; lost: boolea
   const link = (id: string) => elsewhere(place, { run: id, page: "overview" });
   const leave = (page: string) => {
     const [first, ...rest] = picked.slice(0, MOST_RUNS);
-    if (first !== undefined) go(elsewhere(place, { run: first, page }, { with: rest.map(encodeURIComponent).join(","), group: page === "metrics" ? grouping : "" }));
+    const others = page === "metrics" && baseline && !picked.includes(baseline.id) ? [...rest, baseline.id] : rest;
+    if (first !== undefined) go(elsewhere(place, { run: first, page }, { with: others.map(encodeURIComponent).join(","), group: page === "metrics" ? grouping : "", baseline: page === "metrics" ? (baseline?.id ?? "") : "" }));
+  };
+  const chosenRuns = all.filter((run) => picked.includes(run.id));
+  const [single] = chosenRuns.length === 1 ? chosenRuns : [];
+  const areArchived = chosenRuns.length > 0 && chosenRuns.every(labels.isArchived);
+  const save = () => {
+    const rows = lines.flatMap((line) => (line.run ? [line.run] : unfolded.has(line.group.key) ? [] : line.group.runs));
+    download("runs.csv", new Blob([runsCsv(rows, columns)], { type: "text/csv" }));
   };
   const pick = (members: RunRow[], on: boolean) => {
     const own = new Set(members.map((run) => run.id));
@@ -121,6 +142,9 @@ function Table({ list, ids, lost }: { list: RunList; ids: string[]; lost: boolea
     { keys: ["c"], does: "draw the chosen runs in Metrics", run: () => leave("metrics") },
     { keys: ["d"], does: "compare config and code of the chosen runs", run: () => picked.length > 1 && leave("compare") },
     { keys: ["t"], does: "tags of the chosen runs", run: () => picked.length > 0 && setOpened("tags") },
+    { keys: ["r"], does: "rename the chosen run", run: () => single && setOpened("name") },
+    { keys: ["a"], does: "archive the chosen runs, or take them back", run: () => chosenRuns.length > 0 && labels.archive(chosenRuns, !areArchived) },
+    { keys: ["b"], does: "take the chosen run as the baseline", run: () => single && setBaseline(single === baseline ? null : single.id) },
   ]);
   const live = all.filter((run) => run.live).length;
   const sortedBy = sort.replace(/^-/, "");
@@ -136,11 +160,21 @@ function Table({ list, ids, lost }: { list: RunList; ids: string[]; lost: boolea
           {lost && <span className="w">, the server does not answer</span>}
         </span>
         <span className="grow" />
+        {numArchived > 0 && (
+          <button className="btn" aria-pressed={archived === "1"} onClick={() => setArchived(archived ? null : "1")}>
+            {archived ? "Hide" : "Show"} {count(numArchived)} archived
+          </button>
+        )}
+        <ViewChoice />
         <Grouping grouping={grouping} />
         <button className="btn" onClick={() => setOpened("columns")}>
           Columns
         </button>
+        <button className="btn" onClick={save} title="Save the listed runs with these columns">
+          CSV
+        </button>
       </div>
+      <Unknown terms={search} known={known} />
       {picked.length > 0 && (
         <div className="toolbar chosen">
           <b>
@@ -155,6 +189,15 @@ function Table({ list, ids, lost }: { list: RunList; ids: string[]; lost: boolea
           <button className="btn" onClick={() => setOpened("tags")} title="t">
             Tags
           </button>
+          <button className="btn" disabled={!single} onClick={() => setOpened("name")} title={single ? "r" : "Choose one run"}>
+            Rename
+          </button>
+          <button className="btn" onClick={() => labels.archive(chosenRuns, !areArchived)} title="a">
+            {areArchived ? "Take back from the archive" : "Archive"}
+          </button>
+          <button className="btn" disabled={!single} aria-pressed={single !== undefined && single === baseline} onClick={() => setBaseline(single === baseline ? null : single!.id)} title={single ? "b" : "Choose one run"}>
+            Baseline
+          </button>
           <button className="link" onClick={() => setChosen([])}>
             Clear
           </button>
@@ -165,7 +208,10 @@ function Table({ list, ids, lost }: { list: RunList; ids: string[]; lost: boolea
           )}
         </div>
       )}
-      <div className="scroll" ref={body} tabIndex={-1}>
+      {view !== "table" && (
+        <PlotView runs={found} fields={known} tagColumn={tagColumn} colorOf={(run) => (run === baseline ? "--ink3" : colors.of(run.id))} hrefOf={(run) => format(link(run.id))} />
+      )}
+      <div className="scroll" ref={body} tabIndex={-1} hidden={view !== "table"}>
         <table>
           <thead>
             <tr>
@@ -220,10 +266,17 @@ function Table({ list, ids, lost }: { list: RunList; ids: string[]; lost: boolea
                   </td>
                   {run
                     ? columns.map((column) => {
-                        const shown = column === NAME ? <Name run={run} color={colors.of(run.id)} href={format(link(run.id))} /> : column.show(run);
+                        const shown = column === NAME ? <Name run={run} color={run === baseline ? "--ink3" : colors.of(run.id)} href={format(link(run.id))} isArchived={labels.isArchived(run)} /> : column.show(run);
+                        const delta = baseline && run !== baseline ? fromBaseline(column, run, baseline) : null;
                         return (
                           <td key={column.id} className={column.right ? "r" : undefined} title={typeof shown === "string" ? shown : undefined}>
                             {shown}
+                            {delta && <span className="f s" title={`minus ${visible(baseline!.name)}`}> {delta}</span>}
+                            {column === NAME && run === baseline && (
+                              <button className="base s" title="The others show how far they are from it. Take it away" onClick={() => setBaseline(null)}>
+                                baseline ×
+                              </button>
+                            )}
                           </td>
                         );
                       })
@@ -249,7 +302,8 @@ function Table({ list, ids, lost }: { list: RunList; ids: string[]; lost: boolea
         <Problems problems={list.problems} />
       </div>
       <ColumnChooser ids={ids} tagColumn={tagColumn} opened={opened === "columns"} close={() => setOpened(null)} />
-      <TagDialog runs={all.filter((run) => picked.includes(run.id))} all={all} opened={opened === "tags"} close={() => setOpened(null)} />
+      {opened === "name" && single && <RenameDialog run={single} close={() => setOpened(null)} />}
+      <TagDialog runs={chosenRuns} all={all} opened={opened === "tags"} close={() => setOpened(null)} />
     </div>
   );
 }
@@ -274,11 +328,12 @@ function linesOf(runs: RunRow[], sort: string, grouping: string, columns: Column
   return [...groups].sort((a, b) => compare(key(a), key(b), down)).flatMap(lines);
 }
 
-function Name({ run, color, href }: { run: RunRow; color: string; href: string }) {
+function Name({ run, color, href, isArchived }: { run: RunRow; color: string; href: string; isArchived: boolean }) {
   return (
     <a href={href} title={run.id}>
       <i className="dot" style={{ background: `var(${color})` }} />
       <b>{visible(run.name)}</b> <span className="f">{run.id === run.name ? "" : run.id}</span>
+      {isArchived && <span className="f"> archived</span>}
     </a>
   );
 }
@@ -321,6 +376,28 @@ function Filter() {
       value={text}
       onChange={(event) => setText(event.target.value)}
     />
+  );
+}
+
+/** Names the fields of the filter that no run has. */
+function Unknown({ terms, known }: { terms: string; known: Field[] }) {
+  const missing = useMemo(() => (known.length > 0 ? unknownFields(parseFilter(terms), known.map((field) => field.name)) : []), [terms, known]);
+  if (missing.length === 0) return null;
+  return (
+    <p className="unknown w" role="status">
+      {missing.map(({ field, meant }) => (
+        <span key={field}>
+          No field named {visible(field)}
+          {meant === null ? "." : "; did you mean "}
+          {meant !== null && (
+            <button className="link" onClick={() => setParams({ search: terms.replace(field, meant) })}>
+              {meant}
+            </button>
+          )}
+          {meant !== null && "? "}
+        </span>
+      ))}
+    </p>
   );
 }
 

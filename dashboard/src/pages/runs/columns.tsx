@@ -1,6 +1,7 @@
 /** Columns of the table of runs: those of every run, and any field that the server knows. */
 
 import type { ReactNode } from "react";
+import { csv } from "../../charts/export";
 import { meanOf } from "../../charts/math";
 import { Spark } from "../../charts/Spark";
 import { count, duration, megabytes, moment, NONE, number, percent, setting, signed } from "../../format";
@@ -22,11 +23,14 @@ export interface Column {
   show: (run: RunRow) => ReactNode;
   /** Writes a mean of its values; without it, runs of a group have no mean. */
   write?: (value: number) => string;
+  /** Whether it is an outcome: its difference to the baseline is shown. */
+  isOutcome?: boolean;
   /** Shows it for several runs. */
   together?: (runs: RunRow[]) => ReactNode;
 }
 
-export const DEFAULT_COLUMNS = ["status", "started_at", "duration", "steps", "reward", "heldout", "gain", "algorithm", "tags", "model", "environments"];
+/** The outcome comes first. */
+export const DEFAULT_COLUMNS = ["heldout", "gain", "reward", "status", "steps", "started_at", "duration", "algorithm", "tags", "model", "environments"];
 export const DEFAULT_SORT = "-started_at";
 
 const shortModel = (model: string | null): string => model?.split("/").filter(Boolean).at(-1) ?? NONE;
@@ -77,6 +81,19 @@ function Steps({ run }: { run: RunRow }) {
   );
 }
 
+/** The newest held-out accuracy, from the first; of a run that has trained on, with the step that it is of. */
+function HeldOut({ run }: { run: RunRow }) {
+  const { heldout_before: before, heldout_after: after, heldout_step: step } = run;
+  if (before === null && after === null) return NONE;
+  return (
+    <span className="headline">
+      {after !== null && before !== null && <span className="f">{percent(before)} → </span>}
+      <b>{percent(after ?? before)}</b>
+      {(run.live || (step !== null && step < run.steps)) && <span className="f s"> as of step {count(after === null ? 0 : step)}</span>}
+    </span>
+  );
+}
+
 function Reward({ run }: { run: RunRow }) {
   if (run.reward_last === null) return NONE;
   return (
@@ -97,9 +114,11 @@ const OWN: Column[] = [
   },
   quantity("duration", "took", (run) => run.duration, duration),
   { ...quantity("steps", "steps", (run) => run.steps, (value) => number(value)), show: (run) => <Steps run={run} /> },
-  { ...quantity("reward", "reward", (run) => run.reward_last, (value) => number(value, 3)), show: (run) => <Reward run={run} />, hint: "mean of all scored samples, first 10 steps → last 10; runs of earlier versions have that of the samples trained on" },
-  quantity("heldout", "held out", (run) => run.heldout_after ?? run.heldout_before, (value) => percent(value)),
+  { ...quantity("reward", "reward", (run) => run.reward_last, (value) => number(value, 3)), isOutcome: true, show: (run) => <Reward run={run} />, hint: "mean of all scored samples, first 10 steps → last 10; runs of earlier versions have that of the samples trained on" },
+  { ...quantity("heldout", "held out", (run) => run.heldout_after ?? run.heldout_before, (value) => percent(value)), isOutcome: true, show: (run) => <HeldOut run={run} />, hint: "accuracy of the first eval with held-out items, before training → newest" },
   quantity("gain", "gain, points", gain, (value) => signed(100 * value, 1)),
+  { ...quantity("checkpoint", "best checkpoint", (run) => run.best_checkpoint, (value) => `step ${count(value)}`), write: undefined, hint: "the checkpoint with the highest held-out accuracy, of those that are there" },
+  { ...quantity("heldout_step", "held out at step", (run) => run.heldout_step, (value) => number(value)), hint: "finished steps of the newest held-out accuracy" },
   text("algorithm", "algorithm", (run) => run.algorithm ?? ""),
   { ...text("model", "model", (run) => shortModel(run.model)), show: (run) => <span title={visible(run.model ?? "")}>{visible(shortModel(run.model))}</span> },
   text("environments", "environments", (run) => run.environments.join(", ")),
@@ -120,8 +139,8 @@ function fieldColumn(id: string): Column {
   const title = id.slice(prefix.length);
   const raw = (run: RunRow): unknown => run.fields[id] ?? null;
   const asNumber = (run: RunRow): number | null => (typeof raw(run) === "number" ? (raw(run) as number) : null);
-  if (prefix === "eval.") return quantity(id, title, asNumber, (value) => percent(value));
-  if (prefix === "last.") return quantity(id, title, asNumber, (value) => number(value));
+  if (prefix === "eval.") return { ...quantity(id, title, asNumber, (value) => percent(value)), isOutcome: true };
+  if (prefix === "last.") return { ...quantity(id, title, asNumber, (value) => number(value)), isOutcome: true };
   const one = (run: RunRow): Sortable => {
     const value = raw(run);
     return value === null || typeof value === "number" ? (value as number | null) : setting(value);
@@ -172,3 +191,27 @@ export function shown(column: Column, runs: RunRow[]): ReactNode {
   const different = new Set(runs.map((run) => column.value(run)));
   return different.size === 1 ? column.show(runs[0]!) : <span className="f">{different.size} values</span>;
 }
+
+/** Returns how an outcome differs from the baseline's, with its sign; null where one of them is missing. */
+export function fromBaseline(column: Column, run: RunRow, baseline: RunRow): string | null {
+  const [value, base] = [column.value(run), column.value(baseline)];
+  if (!column.isOutcome || !column.write || typeof value !== "number" || typeof base !== "number") return null;
+  return `${value > base ? "+" : ""}${column.write(value - base)}`;
+}
+
+/** Returns the table as CSV: the values as they are measured, in the order of the runs. */
+export function runsCsv(runs: RunRow[], columns: Column[]): string {
+  return csv(["id", ...columns.map((column) => column.id)], runs.map((run) => [run.id, ...columns.map((column) => column.value(run))]));
+}
+
+/** Settings that name a run and its places: they explain no outcome. */
+const BOOKKEEPING = /^config\.(run_dir|wandb_\w+|resume_\w+|\w*_port)$/;
+
+/** Returns the settings that differ between runs, those of fewer values first. */
+export const differingSettings = (fields: Field[]): string[] =>
+  fields
+    .filter((field) => field.name.startsWith("config.") && field.values > 1 && !BOOKKEEPING.test(field.name))
+    .sort((a, b) => Number(isNumeric(b)) - Number(isNumeric(a)) || a.values - b.values)
+    .map((field) => field.name);
+
+const isNumeric = (field: Field): boolean => field.examples.every((value) => typeof value === "number");

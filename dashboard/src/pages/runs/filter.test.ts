@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 import type { RunRow } from "../../types";
-import { fieldName, fits, matches, parseFilter, toggleTerm } from "./filter";
+import { fieldName, fits, matches, parseFilter, toggleTerm, unknownFields } from "./filter";
 
 const run = {
   id: "a~b", name: "grpo-s1", status: "finished", model: "models/Qwen3-4B", algorithm: "grpo", project: "math", environments: ["countdown", "wordle"],
@@ -68,4 +68,16 @@ test("a field is a setting, a metric if it has a slash, and else what it says", 
 test("a condition is added and taken away", () => {
   expect(toggleTerm("grpo", "tag=a")).toBe("grpo tag=a");
   expect(toggleTerm("grpo tag=a", "tag=a")).toBe("grpo");
+});
+
+test("a field that no run has is named with the one that was meant", () => {
+  const fields = ["config.learning_rate", "config.seed", "last.entropy", "last.reward/total/mean", "eval.math500"];
+  const unknown = (text: string) => unknownFields(parseFilter(text), fields);
+  expect(unknown("lerning_rate=1 seed=2 reward>0 tag=a words eval.math500>0.2 reward/total/mean>0")).toEqual([{ field: "lerning_rate", meant: "learning_rate" }]);
+  expect(unknown("rewrad>0.5 eval.math50>0 entropy<1")).toEqual([
+    { field: "rewrad", meant: "reward" },
+    { field: "eval.math50", meant: "eval.math500" },
+    { field: "entropy", meant: "last.entropy" },
+  ]);
+  expect(unknown("zzzzzzzzzz=1")).toEqual([{ field: "zzzzzzzzzz", meant: null }]);
 });

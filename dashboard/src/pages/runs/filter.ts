@@ -31,6 +31,8 @@ const OWN: Record<string, (run: RunRow) => unknown> = {
   duration: (run) => run.duration,
   reward: (run) => run.reward_last,
   heldout: (run) => run.heldout_after ?? run.heldout_before,
+  heldout_step: (run) => run.heldout_step,
+  checkpoint: (run) => run.best_checkpoint,
   gain: (run) => gain(run),
 };
 
@@ -88,4 +90,28 @@ export function matches(run: RunRow, terms: Term[], tags: string[]): boolean {
 export function toggleTerm(text: string, term: string): string {
   const parts = partsOf(text);
   return (parts.includes(term) ? parts.filter((part) => part !== term) : [...parts, term]).join(" ");
+}
+
+/** Returns the fields of a filter that no run has, each with the known name that is most like it; null where none is. */
+export function unknownFields(terms: Term[], fields: string[]): { field: string; meant: string | null }[] {
+  const known = new Set(fields);
+  const names = ["tag", ...Object.keys(OWN), ...fields.map((name) => name.replace(/^(config\.|last\.(?=.*\/))/, ""))];
+  const missing = new Set(terms.flatMap(({ field }) => (field !== null && fieldName(field) !== null && !known.has(fieldName(field)!) ? [field] : [])));
+  return [...missing].map((field) => {
+    const same = ["last.", "eval."].map((prefix) => prefix + field).find((name) => known.has(name));
+    if (same) return { field, meant: same };
+    const [meant] = names.map((name) => ({ name, far: distance(field, name) })).sort((a, b) => a.far - b.far);
+    return { field, meant: meant && meant.far <= Math.max(2, field.length / 3) ? meant.name : null };
+  });
+}
+
+/** Returns how many letters are to be put in, taken out or replaced to make one text of the other. */
+function distance(a: string, b: string): number {
+  let row = Array.from({ length: b.length + 1 }, (_, i) => i);
+  for (let i = 0; i < a.length; i += 1) {
+    const next = [i + 1];
+    for (let j = 0; j < b.length; j += 1) next.push(Math.min(next[j]! + 1, row[j + 1]! + 1, row[j]! + (a[i] === b[j] ? 0 : 1)));
+    row = next;
+  }
+  return row[b.length]!;
 }

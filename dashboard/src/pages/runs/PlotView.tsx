@@ -1,0 +1,105 @@
+/** The choice between the table of runs and its plots, and of the fields that these show. The address holds both. */
+
+import { useMemo, useState } from "react";
+import { Chooser, type Option } from "../../shell/Chooser";
+import { decode, setParams, useParam, usePlace } from "../../state/url";
+import type { Field, RunRow } from "../../types";
+import { type Column, columnOptions, columnsOf, differingSettings } from "./columns";
+import { Parallel, Scatter } from "./Plots";
+
+const VIEWS: [string, string][] = [
+  ["table", "Table"],
+  ["scatter", "Scatter"],
+  ["parallel", "Parallel"],
+];
+const FIRST_AXES = 6;
+
+/** Returns the fields of the chosen plot: of x and y, or of the axes, whose last one is the outcome. None for the table. */
+export function usePlotFields(fields: Field[]): string[] {
+  const { params } = usePlace();
+  const { view, x, y, axes, outcome } = params;
+  return useMemo(() => {
+    const differing = differingSettings(fields);
+    const main = fields.some((field) => field.name.startsWith("eval.")) ? "heldout" : "reward";
+    if (view === "scatter") return [x ?? differing[0] ?? "steps", y ?? main];
+    if (view === "parallel") return [...(axes === undefined ? differing.slice(0, FIRST_AXES) : axes.split(",").filter(Boolean).map(decode)), outcome ?? main];
+    return [];
+  }, [fields, view, x, y, axes, outcome]);
+}
+
+export function ViewChoice() {
+  const [view, setView] = useParam("view", "table");
+  return (
+    <span className="seg" role="group" aria-label="View">
+      {VIEWS.map(([name, title]) => (
+        <button key={name} aria-pressed={view === name} onClick={() => setView(name)}>
+          {title}
+        </button>
+      ))}
+    </span>
+  );
+}
+
+interface PlotViewProps {
+  runs: RunRow[];
+  fields: Field[];
+  tagColumn: Column;
+  colorOf: (run: RunRow) => string;
+  hrefOf: (run: RunRow) => string;
+}
+
+export function PlotView({ runs, fields, tagColumn, colorOf, hrefOf }: PlotViewProps) {
+  const [view] = useParam("view", "table");
+  const ids = usePlotFields(fields);
+  const columns = useMemo(() => columnsOf(ids, tagColumn), [ids, tagColumn]);
+  const options = useMemo(() => columnOptions(fields, tagColumn), [fields, tagColumn]);
+  const [opened, setOpened] = useState(false);
+  const offered = options.filter((option) => !option.section.startsWith("Settings, the same"));
+  if (view === "scatter") {
+    const [x, y] = columns as [Column, Column];
+    const choices = (
+      <>
+        <FieldSelect label="x" id={x.id} options={offered} choose={(id) => setParams({ x: id })} />
+        <FieldSelect label="y" id={y.id} options={offered} choose={(id) => setParams({ y: id })} />
+      </>
+    );
+    return <Scatter {...{ runs, x, y, choices, colorOf, hrefOf }} />;
+  }
+  const axes = ids.slice(0, -1);
+  const choices = (
+    <>
+      <button className="btn" onClick={() => setOpened(true)}>
+        Settings
+      </button>
+      <FieldSelect label="outcome" id={ids.at(-1)!} options={offered} choose={(id) => setParams({ outcome: id })} />
+    </>
+  );
+  const choose = (chosen: string[] | null) => setParams({ axes: chosen && chosen.map(encodeURIComponent).join(",") });
+  return (
+    <>
+      <Parallel {...{ runs, columns, choices, hrefOf }} />
+      <Chooser title="Axes" opened={opened} close={() => setOpened(false)} options={options} chosen={axes} onChange={choose} reset={() => choose(null)} />
+    </>
+  );
+}
+
+function FieldSelect({ label, id, options, choose }: { label: string; id: string; options: Option[]; choose: (id: string) => void }) {
+  const sections = [...new Set(options.map((option) => option.section))];
+  return (
+    <label className="nb">
+      <span className="d">{label} </span>
+      <select className="field" value={id} onChange={(event) => choose(event.target.value)}>
+        {!options.some((option) => option.id === id) && <option value={id}>{id}</option>}
+        {sections.map((section) => (
+          <optgroup key={section} label={section}>
+            {options.filter((option) => option.section === section).map((option) => (
+              <option key={option.id} value={option.id}>
+                {option.title}
+              </option>
+            ))}
+          </optgroup>
+        ))}
+      </select>
+    </label>
+  );
+}

@@ -1,0 +1,36 @@
+/** Gives a run another name. It is the user's own: the run does not change. */
+
+import { useState } from "react";
+import { Dialog } from "../../shell/Dialog";
+import { useLabels } from "../../state/labels";
+import type { RunRow } from "../../types";
+
+export function RenameDialog({ run, close }: { run: RunRow; close: () => void }) {
+  const { rename, error } = useLabels();
+  const [name, setName] = useState(run.name);
+  const keep = (next: string) => {
+    rename(run, next);
+    close();
+  };
+  return (
+    <Dialog opened close={close} title={`Name of ${run.id}`}>
+      <form
+        className="naming"
+        onSubmit={(event) => {
+          event.preventDefault();
+          keep(name);
+        }}
+      >
+        <input className="field" maxLength={120} aria-label="Name" value={name} onChange={(event) => setName(event.target.value)} />
+        <button className="btn" disabled={!name.trim()}>
+          Rename
+        </button>
+        <button type="button" className="btn" onClick={() => keep("")}>
+          Its own name
+        </button>
+      </form>
+      {error && <p className="w">{error.message}</p>}
+      <p className="f s">The name is yours, on all pages. The run keeps its own.</p>
+    </Dialog>
+  );
+}

@@ -1,0 +1,49 @@
+/** Names that the user gives to runs, and runs that the user has put away. The server keeps both by the run's key; runs do not change. */
+
+import { useMemo } from "react";
+import type { RunRow } from "../types";
+import { useDocument } from "./documents";
+
+export interface Label {
+  name?: string;
+  archived?: true;
+}
+
+export type Labels = Record<string, Label>;
+
+/** Returns what is kept; what has another form is left out. */
+export function parseLabels(value: unknown): Labels {
+  const known = value && typeof value === "object" && !Array.isArray(value) ? Object.entries(value as Record<string, Partial<Label> | null>) : [];
+  const clean = known.map(([key, label]): [string, Label] => [
+    key,
+    { ...(typeof label?.name === "string" && label.name ? { name: label.name } : {}), ...(label?.archived === true ? { archived: true } : {}) },
+  ]);
+  return Object.fromEntries(clean.filter(([, label]) => Object.keys(label).length > 0));
+}
+
+/** Returns the labels with a change to those of some runs; null without any. */
+export function setLabels(labels: Labels, keys: string[], change: { name?: string; archived?: boolean }): Labels | null {
+  const next: Record<string, unknown> = { ...labels };
+  for (const key of keys) next[key] = { ...labels[key], ...change };
+  const clean = parseLabels(next);
+  return Object.keys(clean).length > 0 ? clean : null;
+}
+
+/** Returns a run under the name that the user gave it. */
+export const named = (run: RunRow, labels: Labels): RunRow => (labels[run.key]?.name === undefined ? run : { ...run, name: labels[run.key]!.name! });
+
+export function useLabels() {
+  const { value, change, error } = useDocument<unknown>("labels");
+  return useMemo(() => {
+    const labels = parseLabels(value);
+    return {
+      labels,
+      error,
+      isArchived: (run: RunRow): boolean => labels[run.key]?.archived ?? false,
+      /** An empty name is the run's own again. */
+      rename: (run: RunRow, name: string) => change((old) => setLabels(parseLabels(old), [run.key], { name: name.trim() })),
+      archive: (runs: RunRow[], archived: boolean) => change((old) => setLabels(parseLabels(old), runs.map((run) => run.key), { archived })),
+    };
+    // `change` is a new function on every call, and always the same one.
+  }, [value, error]);
+}
