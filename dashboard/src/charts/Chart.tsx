@@ -273,7 +273,7 @@ function Values(props: ChartProps & { axis: string; format: (value: Value) => st
   const baseline = spoken.find((line) => line.baseline);
   const base = baseline ? valueOf(baseline) : null;
   return (
-    <span className="v many">
+    <span className={`v many ${baseline ? "deltas" : ""}`}>
       {label}
       {spoken.slice(0, props.named ? spoken.length : 6).map((line) => {
         const value = valueOf(line);

@@ -1,8 +1,8 @@
 import { expect, test } from "vitest";
 import { NO_STEPS } from "../state/steps";
 import type { EvalRow } from "../types";
-import { drawnLines } from "./data";
-import { columnOf, dashed, type DrawnRun, evalColumns, groupOf, metricNames } from "./runs";
+import { drawnLines, linesOf } from "./data";
+import { columnOf, commonStep, dashed, type DrawnRun, evalColumns, groupOf, longest, metricNames, overMetric } from "./runs";
 
 const run = (id: string, step: number[], m: number[]): DrawnRun => ({ id, name: id, color: "--c1", steps: { ...NO_STEPS, step, metrics: { m } }, x: step, evals: new Map() });
 
@@ -34,4 +34,38 @@ test("evals lie at their numbers of finished steps, or where these ended", () =>
 
 test("runs of one color differ by their dashes", () => {
   expect(dashed([run("a", [], []), run("b", [], [])]).map((one) => one.dash)).toEqual([undefined, [6, 3]]);
+});
+
+test("the common step is the last that all runs have, also those of a group", () => {
+  const runs = [run("a", [0, 1, 2, 5], []), run("b", [0, 1, 2, 3, 4], [])];
+  expect(commonStep(runs)).toBe(2);
+  expect(commonStep([groupOf("g", "g", runs), run("c", [1], [])])).toBe(1);
+  expect(commonStep([run("a", [0], []), run("b", [1], [])])).toBeNull();
+  expect(longest([groupOf("g", "g", runs)])).toBe(5);
+});
+
+test("values up to a common step are read there, those of evals after it", () => {
+  const accuracy = { at: [0, 2, 3], x: [0, 2, 3], values: [0.1, 0.2, 0.3] };
+  const both = { ...run("a", [0, 1, 2], [5, 6, 7]), evals: new Map([["eval/math/accuracy", accuracy]]) };
+  const last = (until?: number) => ["m", "eval/math/accuracy"].map((metric) => linesOf([{ ...both, until }], metric, 0)[0]!.last);
+  expect(last()).toEqual([7, 0.3]);
+  expect(last(1)).toEqual([6, 0.2]);
+});
+
+test("over a metric, steps lie in the order of its values, and the last value is still that of the last step", () => {
+  const both = { ...run("a", [0, 1, 2], [1, 2, 3]), evals: new Map([["eval/math/accuracy", { at: [0, 2], x: [0, 2], values: [0.1, 0.4] }]]) };
+  both.steps.metrics.kl = [0.3, null, 0.1];
+  const over = overMetric(both, "kl")!;
+  expect([over.x, over.steps.step, over.steps.metrics.m]).toEqual([[0.1, 0.3], [2, 0], [3, 1]]);
+  expect(linesOf([over], "m", 0)[0]).toMatchObject({ x: [0.1, 0.3], values: [3, 1], last: 3 });
+  expect(overMetric(both, "kl", { from: 0, to: 1 })!.x).toEqual([0.3]);
+  // Each step has the newest result before it.
+  expect(overMetric(both, "eval/math/accuracy")!.x).toEqual([0.1, 0.4, 0.4]);
+  expect(overMetric(both, "nothing")).toBeNull();
+});
+
+test("a metric of one environment is joined over its gaps, whatever the name of the chart", () => {
+  const gaps = { ...run("a", [0, 1, 2], []), steps: { ...NO_STEPS, step: [0, 1, 2], metrics: { "environment/math/entropy": [1, null, 3], entropy: [1, null, 3] } } };
+  expect(linesOf([gaps], "environment/math/entropy", 0)[0]!.values).toEqual([1, 3]);
+  expect(linesOf([gaps], "entropy", 0)[0]!.values).toEqual([1, null, 3]);
 });

@@ -1,5 +1,5 @@
 import { expect, test } from "vitest";
-import { addSection, formatSections, moveMetric, moveSection, parseKept, parseSections, removeSection, renameSection, saveLayout, sectionFor, stepMetric, toggleMetric } from "./layouts";
+import { addSection, formatScales, formatSections, moveMetric, moveSection, parseKept, parseScales, parseSections, removeSection, renameSection, saveLayout, sectionFor, stepMetric, toggleMetric } from "./layouts";
 
 const layout = {
   name: "mine",
@@ -66,4 +66,17 @@ test("what is kept is read, and nonsense is nothing", () => {
 test("sections survive the address", () => {
   const sections = [{ title: "Time: a;b", metrics: ["x/y,z", "entropy"] }];
   expect(parseSections(formatSections(sections))).toEqual(sections);
+});
+
+test("axes of charts are one text of the address", () => {
+  const scales = { entropy: { log: true }, "reward/total/mean": { low: -1, high: 2.5, x: "eval/math,500/accuracy" }, grad_norm: { log: false, high: 1e-3 } };
+  expect(parseScales(formatScales(scales))).toEqual(scales);
+  expect(formatScales({ entropy: { low: undefined } })).toBe("none");
+  expect(parseScales("none")).toEqual({});
+  expect(parseScales("entropy:what,a..b;:;x")).toEqual({});
+});
+
+test("a kept layout has the axes of its charts", () => {
+  const layout = { name: "mine", sections: [], scales: { entropy: { log: true, low: 1 } } };
+  expect(parseKept({ layouts: [layout] })).toEqual({ layouts: [layout] });
 });

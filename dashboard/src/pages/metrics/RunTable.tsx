@@ -111,7 +111,7 @@ export function RunTable({ runs, axis }: { runs: DrawnRun[]; axis: XAxis }) {
               {COLUMNS.map(([metric]) => (
                 <td key={metric} className="r">
                   {number(value(run, metric))}
-                  {base && base !== run && <Difference value={value(run, metric)} from={value(base, metric)} />}
+                  {base && <Difference value={base === run ? null : value(run, metric)} from={value(base, metric)} />}
                 </td>
               ))}
               <td className="r f">{count(run.steps.step.length)} steps</td>
@@ -130,7 +130,7 @@ export function RunTable({ runs, axis }: { runs: DrawnRun[]; axis: XAxis }) {
   );
 }
 
-/** How far a value is from that of the baseline. */
-export function Difference({ value, from }: { value: number | null; from: number | null }) {
-  return <span className="delta f">{value === null || from === null ? "" : difference(value - from)}</span>;
+/** How far a value is from that of the baseline; its room where it has none. */
+function Difference({ value, from }: { value: number | null; from: number | null }) {
+  return <span className="delta f">{value === null || from === null ? "\u00a0" : difference(value - from)}</span>;
 }

@@ -73,6 +73,7 @@ export function Scatter({ runs, x, y, choices, colorOf, hrefOf }: Shared & { x: 
         const left = 24 + 6.6 * Math.max(4, ...up.ticks.map((tick) => short(tick.text).length));
         const X = (place: number) => left + place * (width - left - EDGE);
         const Y = (place: number) => 8 + (1 - place) * (height - 8 - BELOW);
+        const labeled = apart(points.map(({ run, left: place, bottom }) => ({ id: run.id, x: X(place), y: Y(bottom), room: 24 + 7 * short(visible(run.name)).length })));
         return (
           <svg width={width} height={height} role="group" aria-label={`${y.title} by ${x.title}`}>
             {up.ticks.map((tick) => (
@@ -97,10 +98,10 @@ export function Scatter({ runs, x, y, choices, colorOf, hrefOf }: Shared & { x: 
               {y.title}
               {up.log ? ", log" : ""}
             </text>
-            {points.map(({ run, left: place, bottom }) => (
+            {points.toReversed().map(({ run, left: place, bottom }) => (
               <a key={run.id} href={hrefOf(run)} aria-label={`${visible(run.name)}: ${x.title} ${textOf(x, run)}, ${y.title} ${textOf(y, run)}`} onFocus={() => setAt(run.id)} onBlur={() => setAt(null)} onPointerEnter={() => setAt(run.id)} onPointerLeave={() => setAt(null)}>
                 <circle cx={X(place)} cy={Y(bottom)} r={run.id === at ? 8 : 5.5} style={{ fill: `var(${colorOf(run)})` }} />
-                {(points.length <= 12 || run.id === at) && (
+                {(at === null ? labeled.has(run.id) : run.id === at) && (
                   <text className="name" x={X(place) + (place > 0.85 ? -10 : 10)} y={Y(bottom) + 4} textAnchor={place > 0.85 ? "end" : "start"}>
                     {short(visible(run.name))}
                   </text>
@@ -112,6 +113,13 @@ export function Scatter({ runs, x, y, choices, colorOf, hrefOf }: Shared & { x: 
       }}
     />
   );
+}
+
+/** Returns the points whose names do not cover each other. */
+function apart(points: { id: string; x: number; y: number; room: number }[]): Set<string> {
+  const kept: typeof points = [];
+  for (const point of points) if (kept.every((other) => Math.abs(other.x - point.x) > Math.max(other.room, point.room) || Math.abs(other.y - point.y) > 16)) kept.push(point);
+  return new Set(kept.map((point) => point.id));
 }
 
 /** Colors of outcomes from low to high; the lowest ones would not be seen as lines. */

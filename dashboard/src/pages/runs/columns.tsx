@@ -4,7 +4,7 @@ import type { ReactNode } from "react";
 import { csv } from "../../charts/export";
 import { meanOf } from "../../charts/math";
 import { Spark } from "../../charts/Spark";
-import { count, duration, megabytes, moment, NONE, number, percent, setting, signed } from "../../format";
+import { count, difference, duration, megabytes, moment, NONE, number, percent, setting, signed } from "../../format";
 import type { Option } from "../../shell/Chooser";
 import { statusClass, statusWord } from "../../shell/Header";
 import type { Sortable } from "../../state/groups";
@@ -23,14 +23,14 @@ export interface Column {
   show: (run: RunRow) => ReactNode;
   /** Writes a mean of its values; without it, runs of a group have no mean. */
   write?: (value: number) => string;
-  /** Whether it is an outcome: its difference to the baseline is shown. */
-  isOutcome?: boolean;
+  /** Writes a difference to the baseline: it is an outcome. */
+  difference?: (value: number) => string;
   /** Shows it for several runs. */
   together?: (runs: RunRow[]) => ReactNode;
 }
 
 /** The outcome comes first. */
-export const DEFAULT_COLUMNS = ["heldout", "gain", "reward", "status", "steps", "started_at", "duration", "algorithm", "tags", "model", "environments"];
+export const DEFAULT_COLUMNS = ["heldout", "reward", "status", "steps", "checkpoint", "started_at", "duration", "algorithm", "tags", "model", "environments"];
 export const DEFAULT_SORT = "-started_at";
 
 const shortModel = (model: string | null): string => model?.split("/").filter(Boolean).at(-1) ?? NONE;
@@ -48,6 +48,8 @@ const quantity = (id: string, title: string, value: (run: RunRow) => number | nu
   },
   write,
 });
+
+const points = (share: number): string => signed(100 * share, 1);
 
 /** Returns how many of the runs are in each state: `2 training, 1 failed`. */
 function states(runs: RunRow[]): string {
@@ -114,10 +116,10 @@ const OWN: Column[] = [
   },
   quantity("duration", "took", (run) => run.duration, duration),
   { ...quantity("steps", "steps", (run) => run.steps, (value) => number(value)), show: (run) => <Steps run={run} /> },
-  { ...quantity("reward", "reward", (run) => run.reward_last, (value) => number(value, 3)), isOutcome: true, show: (run) => <Reward run={run} />, hint: "mean of all scored samples, first 10 steps → last 10; runs of earlier versions have that of the samples trained on" },
-  { ...quantity("heldout", "held out", (run) => run.heldout_after ?? run.heldout_before, (value) => percent(value)), isOutcome: true, show: (run) => <HeldOut run={run} />, hint: "accuracy of the first eval with held-out items, before training → newest" },
-  quantity("gain", "gain, points", gain, (value) => signed(100 * value, 1)),
-  { ...quantity("checkpoint", "best checkpoint", (run) => run.best_checkpoint, (value) => `step ${count(value)}`), write: undefined, hint: "the checkpoint with the highest held-out accuracy, of those that are there" },
+  { ...quantity("reward", "reward", (run) => run.reward_last, (value) => number(value, 3)), difference, show: (run) => <Reward run={run} />, hint: "mean of all scored samples, first 10 steps → last 10; runs of earlier versions have that of the samples trained on" },
+  { ...quantity("heldout", "held out", (run) => run.heldout_after ?? run.heldout_before, (value) => percent(value)), difference: points, show: (run) => <HeldOut run={run} />, hint: "accuracy of the first eval with held-out items, before training → newest" },
+  quantity("gain", "gain, points", gain, points),
+  { ...quantity("checkpoint", "best saved", (run) => run.best_checkpoint, (value) => `step ${count(value)}`), write: undefined, hint: "the checkpoint with the highest held-out accuracy, of those that are there" },
   { ...quantity("heldout_step", "held out at step", (run) => run.heldout_step, (value) => number(value)), hint: "finished steps of the newest held-out accuracy" },
   text("algorithm", "algorithm", (run) => run.algorithm ?? ""),
   { ...text("model", "model", (run) => shortModel(run.model)), show: (run) => <span title={visible(run.model ?? "")}>{visible(shortModel(run.model))}</span> },
@@ -139,8 +141,8 @@ function fieldColumn(id: string): Column {
   const title = id.slice(prefix.length);
   const raw = (run: RunRow): unknown => run.fields[id] ?? null;
   const asNumber = (run: RunRow): number | null => (typeof raw(run) === "number" ? (raw(run) as number) : null);
-  if (prefix === "eval.") return { ...quantity(id, title, asNumber, (value) => percent(value)), isOutcome: true };
-  if (prefix === "last.") return { ...quantity(id, title, asNumber, (value) => number(value)), isOutcome: true };
+  if (prefix === "eval.") return { ...quantity(id, title, asNumber, (value) => percent(value)), difference: points };
+  if (prefix === "last.") return { ...quantity(id, title, asNumber, (value) => number(value)), difference };
   const one = (run: RunRow): Sortable => {
     const value = raw(run);
     return value === null || typeof value === "number" ? (value as number | null) : setting(value);
@@ -195,8 +197,7 @@ export function shown(column: Column, runs: RunRow[]): ReactNode {
 /** Returns how an outcome differs from the baseline's, with its sign; null where one of them is missing. */
 export function fromBaseline(column: Column, run: RunRow, baseline: RunRow): string | null {
   const [value, base] = [column.value(run), column.value(baseline)];
-  if (!column.isOutcome || !column.write || typeof value !== "number" || typeof base !== "number") return null;
-  return `${value > base ? "+" : ""}${column.write(value - base)}`;
+  return column.difference && typeof value === "number" && typeof base === "number" ? column.difference(value - base) : null;
 }
 
 /** Returns the table as CSV: the values as they are measured, in the order of the runs. */
@@ -207,11 +208,11 @@ export function runsCsv(runs: RunRow[], columns: Column[]): string {
 /** Settings that name a run and its places: they explain no outcome. */
 const BOOKKEEPING = /^config\.(run_dir|wandb_\w+|resume_\w+|\w*_port)$/;
 
-/** Returns the settings that differ between runs, those of fewer values first. */
+/** Returns the settings that differ between runs: numbers of many values first, as a sweep has, then others of few. */
 export const differingSettings = (fields: Field[]): string[] =>
   fields
     .filter((field) => field.name.startsWith("config.") && field.values > 1 && !BOOKKEEPING.test(field.name))
-    .sort((a, b) => Number(isNumeric(b)) - Number(isNumeric(a)) || a.values - b.values)
+    .sort((a, b) => Number(isNumeric(b)) - Number(isNumeric(a)) || (isNumeric(a) ? b.values - a.values : a.values - b.values))
     .map((field) => field.name);
 
 const isNumeric = (field: Field): boolean => field.examples.every((value) => typeof value === "number");
