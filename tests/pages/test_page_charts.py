@@ -130,10 +130,13 @@ def test_sections_are_made_named_filled_and_removed(visitor: Visit):
     page.get_by_role("searchbox", name="Filter metrics").fill("learning_rate")
     page.locator(".tree .mm[title='learning_rate']").drag_to(mine)
     expect(mine.locator("figure")).to_have_count(1)
+    expect(page.locator(".charts .target")).to_have_count(0)
     for key in ("Space", "ArrowUp", "Space"):
         mine.get_by_role("button", name="Move the section Mine: space").focus()
         page.keyboard.press(key)
+    page.get_by_role("searchbox", name="Filter metrics").fill("")
     headings = page.locator(".charts h2")
+    expect(headings.nth(1)).to_be_visible()
     before = headings.count()
     mine.get_by_role("button", name="Remove the section Mine").click()
     expect(headings).to_have_count(before - 1)

@@ -64,13 +64,13 @@ let before: { key: string; time: number } | null = null;
 
 function pressed(event: KeyboardEvent): void {
   const target = event.target as HTMLElement;
-  const typing = target.matches("input, textarea, select, [contenteditable]");
+  const typing = target.matches('input:not([type="checkbox"]), textarea, select, [contenteditable]');
   const chord = `${event.ctrlKey ? "Control+" : ""}${event.metaKey ? "Meta+" : ""}${event.altKey ? "Alt+" : ""}${event.key}`;
   if (typing && event.key === "Escape") target.blur();
   if (typing && !event.ctrlKey && !event.metaKey) return;
   if (event.key === "Escape" && document.querySelector(":popover-open")) return; // the browser closes the menu
   // These press the control that has the focus.
-  if ((event.key === "Enter" || event.key === " ") && target.matches("a[href], button, summary")) return;
+  if ((event.key === "Enter" || event.key === " ") && target.matches("a[href], button, summary, input")) return;
   if (document.querySelector("dialog[open]") && !event.ctrlKey && !event.metaKey) return;
   const inRow = before && Date.now() - before.time < FOLLOW_MS ? `${before.key} ${chord}` : null;
   const all = [...groups].reverse().flatMap((group) => group.current.keys);

@@ -88,7 +88,7 @@ function FieldSelect({ label, id, options, choose }: { label: string; id: string
   return (
     <label className="nb">
       <span className="d">{label} </span>
-      <select className="field" value={id} onChange={(event) => choose(event.target.value)}>
+      <select className="field" aria-label={label} value={id} onChange={(event) => choose(event.target.value)}>
         {!options.some((option) => option.id === id) && <option value={id}>{id}</option>}
         {sections.map((section) => (
           <optgroup key={section} label={section}>

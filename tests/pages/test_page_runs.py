@@ -1,0 +1,115 @@
+"""Several runs beside each other: in charts of Metrics, and as the list, the plots and the names of Runs."""
+
+from __future__ import annotations
+
+import csv
+import re
+import struct
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect
+from tests.pages.conftest import NUM_STEPS
+from tests.pages.page_text import numbers
+from tests.pages.page_visit import Visit
+
+from telescope.record.reader import Run
+
+
+def test_runs_are_compared_with_a_baseline(visitor: Visit, runs: Path):
+    page = visitor.open("first/metrics", {"with": "second", "baseline": "second"})
+    query = "select metrics['entropy'] as value from steps order by step desc limit 1"
+    first, second = (Run(runs / name).sql(query).to_dicts()[0]["value"] for name in ("first", "second"))
+    table = page.locator(".runtable")
+    column = [text.strip() for text in table.locator("th").all_inner_texts()].index("entropy")
+    shown = numbers(table.locator("tbody tr", has_text="first").locator("td").nth(column).inner_text())
+    assert shown == [pytest.approx(first, rel=1e-2), pytest.approx(first - second, rel=5e-2)]
+    swatch = page.get_by_role("button", name="Color of second").locator("i")
+    expect(swatch).to_have_attribute("style", re.compile("--ink3"))
+    page.get_by_role("button", name=f"at common step {NUM_STEPS - 1}").click()
+    expect(page.locator(".charts .v", has_text=f"step {NUM_STEPS - 1}").first).to_be_visible()
+    page.get_by_role("button", name="second is the baseline").click()
+    page.wait_for_url(lambda address: "baseline" not in address)
+    expect(swatch).not_to_have_attribute("style", re.compile("--ink3"))
+
+
+def test_a_search_leaves_the_charts_that_it_finds_and_one_fills_the_screen(visitor: Visit):
+    page = visitor.open("first/metrics", {"with": "second"})
+    page.get_by_role("searchbox", name="Filter metrics").fill("grad_norm")
+    figures = page.locator(".charts figure")
+    expect(figures.first).to_have_attribute("aria-label", re.compile("grad_norm"))
+    assert all("norm" in (figure.get_attribute("aria-label") or "") for figure in figures.all())
+    page.keyboard.press("Escape")
+    page.keyboard.press("f")
+    large = page.locator("dialog[open] figure")
+    expect(large.get_by_text("second")).to_be_visible()
+    large.get_by_title(re.compile("^More for")).click()
+    with page.expect_download() as begun:
+        page.get_by_role("menuitem", name="Save as PNG").click()
+    assert struct.unpack(">II", begun.value.path().read_bytes()[16:24]) == (1920, 1200)
+    page.keyboard.press("Escape")
+    expect(large).to_have_count(0)
+    page.wait_for_url(lambda address: "full=" not in address)
+
+
+def test_a_chart_has_its_own_axes(visitor: Visit):
+    page = visitor.open("first/metrics", {"metric": "entropy"})
+    chart = page.locator(".focus figure")
+    chart.get_by_title(re.compile("^More for")).click()
+    page.get_by_role("menuitem", name="Axes…").click()
+    page.get_by_label("y from").fill("0.5")
+    page.get_by_label("to", exact=True).fill("0.1")
+    expect(page.get_by_role("button", name="Apply")).to_be_disabled()
+    page.get_by_label("to", exact=True).fill("2")
+    page.get_by_label("Metric of the x axis").fill("grad_norm")
+    page.get_by_role("button", name="Apply").click()
+    page.wait_for_url("**scales=entropy*grad_norm*")
+    expect(chart.get_by_text("over grad_norm")).to_be_visible()
+    expect(page.get_by_role("button", name="Save", exact=True)).to_be_visible()
+
+
+def test_the_user_names_and_archives_runs_without_changing_them(visitor: Visit, runs: Path):
+    before = (runs / "other" / "run.json").read_bytes()
+    page = visitor.open("")
+    page.get_by_role("checkbox", name="Choose other").check()
+    page.keyboard.press("r")
+    page.get_by_label("Name", exact=True).fill("my own name")
+    page.get_by_role("button", name="Rename", exact=True).last.click()
+    renamed = page.get_by_role("checkbox", name="Choose my own name")
+    expect(renamed).to_be_visible()
+    page.get_by_role("button", name="Archive").click()
+    expect(renamed).to_have_count(0)
+    page.get_by_role("button", name="Show 1 archived").click()
+    expect(renamed).to_be_visible()
+    page.get_by_role("button", name="Take back from the archive").click()
+    visitor.settle()
+    page = visitor.open("other/overview")
+    expect(page.locator("header b", has_text="my own name")).to_be_visible()
+    page = visitor.open("", {"chosen": "other"})
+    page.keyboard.press("r")
+    page.get_by_role("button", name="Its own name").click()
+    expect(page.get_by_role("checkbox", name="Choose other")).to_be_visible()
+    visitor.settle()
+    assert (runs / "other" / "run.json").read_bytes() == before
+
+
+def test_runs_are_plotted_saved_and_searched_by_their_fields(visitor: Visit, runs: Path):
+    page = visitor.open("", {"view": "scatter", "x": "config.learning_rate", "y": "reward"})
+    dots = page.locator(".plots svg a")
+    expect(dots.first).to_be_visible()
+    page.get_by_role("combobox", name="y", exact=True).select_option("steps")
+    expect(page.get_by_role("link", name=re.compile(rf"first: learning_rate .*steps {NUM_STEPS}"))).to_be_visible()
+    page.get_by_role("button", name="Parallel").click()
+    line = page.get_by_role("link", name=re.compile("first: .*held out"))
+    line.focus()
+    expect(page.get_by_role("status").filter(has_text="first:")).to_be_visible()
+    page.get_by_role("button", name="Table").click()
+    with page.expect_download() as begun:
+        page.get_by_role("button", name="CSV").click()
+    saved = {row["id"]: row for row in csv.DictReader(begun.value.path().read_text().splitlines())}
+    result = Run(runs / "first").result
+    assert float(saved["first"]["heldout"]) == pytest.approx(result["heldout_after"])
+    page.get_by_role("searchbox", name="Filter runs").fill("lerning_rate>0")
+    page.get_by_role("button", name="learning_rate", exact=True).click()
+    page.wait_for_url("**search=learning_rate*")
+    expect(page.get_by_role("checkbox", name="Choose first")).to_be_visible()
