@@ -2,9 +2,11 @@
 
 import { useState } from "react";
 import { moment } from "../format";
+import { useLabels } from "../state/labels";
 import { useRuns } from "../state/run";
 import { useRunColors } from "../state/colors";
 import { elsewhere, format, MOST_RUNS, setOthers, useOthers, usePlace } from "../state/url";
+import type { RunRow } from "../types";
 import { Dialog } from "./Dialog";
 import { statusWord } from "./Header";
 import { visible } from "../text/hostile";
@@ -15,7 +17,9 @@ export function CompareDialog({ opened, close }: { opened: boolean; close: () =>
   const runs = useRuns().data?.runs ?? [];
   const colors = useRunColors();
   const [text, setText] = useState("");
-  const shown = runs.filter((run) => run.id !== place.run && `${run.name} ${run.id}`.toLowerCase().includes(text.toLowerCase()));
+  const { isArchived } = useLabels();
+  const offered = (run: RunRow) => run.id !== place.run && (!isArchived(run) || others.includes(run.id));
+  const shown = runs.filter((run) => offered(run) && `${run.name} ${run.id}`.toLowerCase().includes(text.toLowerCase()));
   const toggle = (id: string) => setOthers(others.includes(id) ? others.filter((other) => other !== id) : [...others, id]);
   return (
     <Dialog opened={opened} close={close} title="Draw other runs over this one">

@@ -25,6 +25,9 @@ export function colorsOf(runs: RunRow[], kept: Record<string, unknown>): Map<str
   return colors;
 }
 
+/** Colors that are kept: a document has 256 KiB. */
+const MOST_KEPT = 5000;
+
 /** Runs whose colors this page has asked to keep: once each, also where the folder cannot be written. */
 const asked = new Set<string>();
 
@@ -40,7 +43,11 @@ export function useRunColors() {
     const fresh = (data?.runs ?? []).filter((run) => kept[run.key] === undefined && !asked.has(run.key));
     if (fresh.length === 0) return;
     for (const run of fresh) asked.add(run.key);
-    change((old) => ({ ...Object.fromEntries(fresh.map((run) => [run.key, colors.get(run.id)])), ...old }));
+    change((old) => {
+      const known = Object.entries(old ?? {});
+      const added = fresh.filter((run) => !(run.key in (old ?? {}))).map((run): [string, unknown] => [run.key, colors.get(run.id)]);
+      return Object.fromEntries([...known, ...added].slice(-MOST_KEPT));
+    });
   }, [colors, isKnown]);
   return useMemo(
     () => ({

@@ -12,6 +12,7 @@ from tests.unit.dashboard.conftest import NUM_STEPS
 from telescope.cli.ui import export as export_command
 from telescope.dashboard import export
 from telescope.dashboard.app import create_app
+from telescope.dashboard.documents import Documents, user_folder
 from telescope.dashboard.registry import Registry
 from telescope.errors import UserError
 
@@ -43,6 +44,14 @@ def payload(content):
 @pytest.fixture
 def written(root, static):
     return export.export_run(Registry([root]), "first", static, now=1.0)
+
+
+def test_the_file_has_the_color_of_its_run_and_of_no_other(client, root, static, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    keys = {run["id"]: run["key"] for run in client.get("/api/runs").json()["runs"]}
+    Documents(user_folder()).write("colors", {keys["first"]: "--c4", keys["below~second"]: "--c2"}, "")
+    content = export.export_run(Registry([root]), "first", static, now=1.0)
+    assert payload(content)["content"]["answers"]["/api/user/colors"]["value"] == {keys["first"]: "--c4"}
 
 
 def test_the_file_has_the_answers_that_the_api_gives(client, written):

@@ -22,6 +22,7 @@ from telescope.dashboard.store import RunStore
 from telescope.errors import UserError
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
+from telescope.record.run_info import begin_run
 
 
 def test_runs_below_the_root_are_listed_with_config_and_status(client):
@@ -33,6 +34,23 @@ def test_runs_below_the_root_are_listed_with_config_and_status(client):
     config = {"model": "tiny", "algorithm": "grpo", "environments": ["countdown", "wordle"]}
     assert rows["first"].items() >= {**expected, "steps": 12, "heldout_after": 0.5}.items()
     assert {name: rows["first"][name] for name in config} == config
+
+
+def test_the_list_has_the_newest_held_out_accuracy_of_a_live_run_and_its_best_checkpoint(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        begin_run(recorder, name="run", config_hash="c", config_json="{}", first_step=0, num_steps=40)
+        for version, accuracy in ((0, 0.1), (10, 0.4), (20, 0.3)):
+            row = {"step": version - 1, "version": version, "source": "live"}
+            recorder.write("evals", {**row, "eval_id": f"a{version}", "number": 0, "name": "train", "accuracy": 0.9})
+            held_out = {"number": 1, "name": "test", "held_out": True, "accuracy": accuracy}
+            recorder.write("evals", {**row, "eval_id": f"b{version}", **held_out})
+            (recorder.files.checkpoints / f"step_{version}").mkdir(parents=True)
+        later = {"eval_id": "c", "step": 29, "version": 30, "source": "standalone", "name": "test", "accuracy": 1.0}
+        recorder.write("evals", later)
+        recorder.flush()
+        (row,) = TestClient(create_app([tmp_path]), base_url="http://localhost").get("/api/runs").json()["runs"]
+    shown = (row["live"], row["heldout_before"], row["heldout_after"], row["heldout_step"], row["best_checkpoint"])
+    assert shown == (True, pytest.approx(0.1), pytest.approx(0.3), 20, 10)
 
 
 def test_a_run_shows_config_user_choices_attempts_and_environments(client):
