@@ -41,6 +41,8 @@ export interface Line {
   head?: boolean;
   /** A dot on each value: there are few. */
   dots?: boolean;
+  /** Measured values are points that no line joins: their order on the axis is not that of the steps. */
+  cloud?: boolean;
   /** Left out of the title line. */
   silent?: boolean;
   /** Short ticks at each point from low to high: intervals. */

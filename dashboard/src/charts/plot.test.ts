@@ -25,6 +25,11 @@ test("lines of the same places are taken as they are", () => {
   expect(align(x, [{ label: "a", color: "--c1", x, values: [1, 2] }])).toEqual({ x, data: [x, [1, 2]], rows: [1] });
 });
 
+test("areas of a stack keep their order", () => {
+  const area = (label: string) => ({ label, color: "--c1", x: [0], values: [1], area: true });
+  expect(align([0], [area("below"), area("above")]).rows).toEqual([1, 2]);
+});
+
 test("a label at the end of the axis gets room for its half, one before it needs none", () => {
   const wide = () => 30;
   expect(overhang(10, [0, 10], 100, wide)).toBe(16);

@@ -155,6 +155,10 @@ export function draw(host: HTMLElement, latest: { current: ChartProps }, drawn: 
       bands.push({ series: [at, at + 1], fill: faded(stroke, what.opacity) });
       continue;
     }
+    if (line.cloud && (what === "raw" || !line.raw)) {
+      series.push({ stroke, paths: () => null, points: { show: true, size: 4 * scale, width: 0, fill: faded(stroke, line.raw ? 0.4 : 0.8) } });
+      continue;
+    }
     if (what === "raw") {
       series.push({ stroke: faded(stroke, line.raw!.length > MANY ? 0.16 : 0.3), width: scale, points: { show: false } });
       continue;

@@ -59,8 +59,8 @@ export function useSeries(metric: string, runs: DrawnRun[], view: View, x: strin
   const first = runs[0]!;
   const { filter, keep } = view;
   const scale = view.scales[metric] ?? NO_SCALE;
-  // Histograms lie beside each other: on an axis of a metric they would cover each other.
-  const band = x && view.band === "heat" ? "none" : view.band;
+  // Steps that lie beside each other on an axis of a metric do not follow each other: nothing joins how their samples spread.
+  const band = x ? "none" : view.band;
   const source = sourceOf(metric, filter, (name) => leavesOf(first).some((leaf) => name in leaf.steps.metrics));
   const statistic = source?.kind === "samples" ? source : statisticOf(metric);
   // A group of runs has the interval of its mean instead.
@@ -80,12 +80,13 @@ export function useSeries(metric: string, runs: DrawnRun[], view: View, x: strin
   return useMemo(() => {
     const bands = bandsOf(first, found[0], spread, keep);
     const heat = spread === "heat" ? heatOf(first, found[0]) : null;
-    const lines = filtered
+    const joined = filtered
       ? // The samples of one environment or tag: steps may lack them.
         drawnLines(runs, (leaf) => statisticColumn(leaf, found[read.indexOf(leaf)], statistic!.statistic), keep, bands, true)
       : source?.kind === "metric"
         ? linesOf(runs, source.name, keep, bands)
         : [];
+    const lines = x && !isEval(metric) ? joined.map((line) => ({ ...line, cloud: true, head: false })) : joined;
     // The color of the first run is that of the cells under it.
     if (heat && lines[0]) lines[0] = { ...lines[0], color: "--ink" };
     const two = found[0] !== undefined && (spread === "std" || spread === "percentiles") && isTwoValued(found[0]);
@@ -96,7 +97,7 @@ export function useSeries(metric: string, runs: DrawnRun[], view: View, x: strin
     const own = { ...(scale.low === undefined ? {} : { low: scale.low }), ...(scale.high === undefined ? {} : { high: scale.high }) };
     return { lines: bounded, heat, note: words, scope, ...(view.full && !view.trim && !(scale.log ?? view.log) ? reached(declared, bounded) : {}), ...own };
     // The parts of `found` are stable, the array is not; `source` follows from the others.
-  }, [runs, metric, keep, spread, view.full, view.trim, view.log, scale, view.environments, filter.environment, filter.tag, ...found]);
+  }, [runs, metric, keep, spread, view.full, view.trim, view.log, scale, view.environments, filter.environment, filter.tag, x, ...found]);
 }
 
 /** Returns a line whose bands end where the declared range does: a mean cannot lie outside. */
