@@ -95,7 +95,7 @@ def test_the_user_names_and_archives_runs_without_changing_them(visitor: Visit, 
 
 def test_runs_are_plotted_saved_and_searched_by_their_fields(visitor: Visit, runs: Path):
     page = visitor.open("", {"view": "scatter", "x": "config.learning_rate", "y": "reward"})
-    dots = page.locator(".plots svg a")
+    dots = page.locator(".fieldplot svg a")
     expect(dots.first).to_be_visible()
     page.get_by_role("combobox", name="y", exact=True).select_option("steps")
     expect(page.get_by_role("link", name=re.compile(rf"first: learning_rate .*steps {NUM_STEPS}"))).to_be_visible()

@@ -41,7 +41,7 @@ function useSize() {
 function Plot({ words, choices, draw }: { words: ReactNode; choices: ReactNode; draw: (width: number, height: number) => ReactNode }) {
   const { host, width, height } = useSize();
   return (
-    <div className="plots">
+    <div className="fieldplot">
       <div className="choices">
         {choices}
         <span className="d cut" role="status">
@@ -78,7 +78,7 @@ export function Scatter({ runs, x, y, choices, colorOf, hrefOf }: Shared & { x: 
           <svg width={width} height={height} role="group" aria-label={`${y.title} by ${x.title}`}>
             {up.ticks.map((tick) => (
               <g key={tick.text}>
-                <line className="grid" x1={left} x2={width - EDGE} y1={Y(tick.at)} y2={Y(tick.at)} />
+                <line x1={left} x2={width - EDGE} y1={Y(tick.at)} y2={Y(tick.at)} />
                 <text x={left - 8} y={Y(tick.at) + 4} textAnchor="end">
                   {short(tick.text)}
                 </text>
