@@ -13,8 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -65,9 +63,6 @@ BOOKKEEPING = frozenset(
 )
 """Settings that say where a run is and what it is called, not what it does."""
 
-CHECKPOINT = re.compile(r"step_(\d+)")
-"""Name of the folder of a checkpoint."""
-
 MOST_EXAMPLES = 4
 """Values of a field that the choice of columns shows."""
 
@@ -76,13 +71,13 @@ MOST_EXAMPLES = 4
 class Listing:
     """What the list of runs shows of a run. `rewards` are mean rewards of at most `LINE_POINTS` parts of the steps.
 
-    `heldout` has the fields of `heldout_of`.
+    `heldout` is what `heldout_of` returns.
     """
 
     summary: RunSummary
     config: dict[str, Any]
     rewards: list[float | None]
-    heldout: dict[str, Any]
+    heldout: dict[int, float]
     experiment: str
     config_problem: str | None
 
@@ -287,41 +282,16 @@ def values_of(run: Run, config: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def checkpoints_of(run: Run) -> list[int]:
-    """Returns the checkpoints in the run directory. Each is a number of finished steps."""
-    try:
-        names = [entry.name for entry in os.scandir(run.files.checkpoints) if entry.is_dir()]
-    except OSError:
-        return []  # no folder, or one that is not readable here: the run keeps its checkpoints elsewhere
-    return sorted(int(match[1]) for name in names if (match := CHECKPOINT.fullmatch(name)))
-
-
-def heldout_of(run: Run) -> dict[str, Any]:
-    """Returns the first and the newest accuracy of the first held-out eval (else of the first), also of a live run.
-
-    `heldout_step` is the number of finished steps of the newest, `best_checkpoint` that of the best one that is kept.
-    """
+def heldout_of(run: Run) -> dict[int, float]:
+    """Returns the accuracies of the run's first held-out eval (else of its first) by the number of finished steps."""
     names = ["attempt", "step", "source", "number", "name", "held_out", "version", "accuracy"]
     rows, _ = run.rows_since("evals", 0, names)
     if rows.num_rows:
         rows = rows.filter(pc.invert(superseded(rows, run.cutoffs())))
     own = [row for row in rows.to_pylist() if row["accuracy"] is not None and row["source"] != "standalone"]
-    first = min(own, key=lambda row: (not row["held_out"], row["number"] or 0), default=None)
-    if first is None:
-        return {}
-    curve = {
-        row["version"] or 0: row["accuracy"]
-        for row in own
-        if (row["number"], row["name"]) == (first["number"], first["name"])
-    }
-    after = max(curve) or None
-    best = max(set(checkpoints_of(run)) & curve.keys(), key=lambda step: (curve[step], step), default=None)
-    return {
-        "heldout_before": curve.get(0),
-        "heldout_after": after and curve[after],
-        "heldout_step": after,
-        "best_checkpoint": best,
-    }
+    own.sort(key=lambda row: (not row["held_out"], row["number"] or 0))  # stable: a later attempt stays behind
+    first = [own[0][name] for name in ("number", "name")] if own else []
+    return {row["version"] or 0: row["accuracy"] for row in own if [row["number"], row["name"]] == first}
 
 
 def _mean(values: list[float]) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -12,24 +14,20 @@ from typing import Any
 import pyarrow.compute as pc
 
 import telescope
-from telescope.dashboard.registry import (
-    BOOKKEEPING,
-    Listing,
-    Registry,
-    checkpoints_of,
-    config_of,
-    json_object,
-    known_fields,
-)
+from telescope.dashboard.registry import BOOKKEEPING, Listing, Registry, config_of, json_object, known_fields
 from telescope.dashboard.remote import RunCopy
 from telescope.dashboard.steps import StepMetrics
 from telescope.dashboard.store import RunStore
 from telescope.health import rules, verdict
 from telescope.health.rules import EvalPoint, History
+from telescope.record.files import RunFiles
 from telescope.record.reader import Run
 
 MAPS = ("versions", "topology")
 """Columns of `attempts` that are maps."""
+
+CHECKPOINT = re.compile(r"step_(\d+)")
+"""Name of the folder of a checkpoint."""
 
 NEWEST_GAUGES = 4000
 """Rows of gauges, from the end, that are looked through: those of about 20 seconds."""
@@ -57,10 +55,16 @@ def run_row(run_id: str, listing: Listing, copy: RunCopy | None) -> dict[str, An
     summary, config = listing.summary, listing.config
     kept = ("name", "status", "started_at", "duration", "attempt", "steps", "num_steps", "reward_first", "reward_last")
     rest = ("heldout_before", "heldout_after", "error", "project")
+    curve, after = listing.heldout, max(listing.heldout, default=0)
+    saved = set(checkpoints_of(RunFiles(summary.path))) & curve.keys()
+    heldout = {"heldout_before": curve.get(0), "heldout_after": curve[after] if after else None}
     return {
         "id": run_id,
         "key": summary.run_id or summary.label,
         **{name: getattr(summary, name) for name in (*kept, *rest)},
+        **{name: value for name, value in heldout.items() if value is not None},
+        "heldout_step": after or None,
+        "best_checkpoint": max(saved, key=lambda step: (curve[step], step), default=None),
         "live": summary.status == "live",
         "tags": list(summary.tags),
         "model": config.get("model"),
@@ -68,9 +72,6 @@ def run_row(run_id: str, listing: Listing, copy: RunCopy | None) -> dict[str, An
         "environments": [
             entry.get("name", "") for entry in config.get("environments") or [] if isinstance(entry, dict)
         ],
-        "heldout_step": None,
-        "best_checkpoint": None,
-        **{name: value for name, value in listing.heldout.items() if value is not None},
         "rewards": listing.rewards,
         "experiment": listing.experiment,
         "fields": {},
@@ -104,10 +105,19 @@ def run_info(registry: Registry, run_id: str) -> dict[str, Any]:
         ],
         "environments": [row for row in environments if row["attempt"] == newest],
         "result": store.run.result,
-        "checkpoints": checkpoints_of(store.run),
+        "checkpoints": checkpoints_of(store.run.files),
         "unreadable": [path.as_posix() for path in store.run.unreadable],
         "version": telescope.__version__,
     }
+
+
+def checkpoints_of(files: RunFiles) -> list[int]:
+    """Returns the checkpoints in the run directory. Each is a number of finished steps."""
+    try:
+        names = [entry.name for entry in os.scandir(files.checkpoints) if entry.is_dir()]
+    except OSError:
+        return []  # no folder, or one that is not readable here: the run keeps its checkpoints elsewhere
+    return sorted(int(match[1]) for name in names if (match := CHECKPOINT.fullmatch(name)))
 
 
 def steps(store: RunStore, since: int) -> dict[str, Any]:
