@@ -227,14 +227,14 @@ export interface GaugeSeries {
 /** A prompt that was opened for training, with its samples. */
 export interface Group {
   attempt: number;
+  id: number;
   environment: string | null;
+  prompt: string;
   status: string | null;
   reason: string | null;
   step: Value;
   reward_mean: Value;
   reward_std: Value;
-  id: number;
-  prompt: string;
   samples: GroupSample[];
 }
 
@@ -275,8 +275,8 @@ export interface InFlight {
   group_id: Value;
   sample_index: Value;
   environment: string | null;
-  prompt_tokens: Value;
   start_version: Value;
+  prompt_tokens: Value;
   server: Value;
   lane: Value;
   started_at: Value;
@@ -534,40 +534,40 @@ export interface Server {
 
 /** Intervals as columns. `merged`: rows stand for `count` spans of one lane and kind, and last as long as these. */
 export interface Spans {
+  merged: boolean;
+  count: number[];
   attempt: Value[];
-  name: string[];
   component: string[];
+  name: string[];
   rank: Value[];
   server: Value[];
+  lane: Value[];
   step: Value[];
   micro_batch: Value[];
   sample_id: (string | null)[];
   start: number[];
   end: number[];
-  merged: boolean;
-  count: number[];
-  lane: Value[];
 }
 
 /** Code and machines of the newest attempt of a run. */
 export interface Start {
+  run: string;
   started_at: Value;
   git_commit: string | null;
   git_dirty: boolean | null;
+  host: string | null;
   versions: Record<string, string>;
   topology: Record<string, string>;
-  host: string | null;
-  run: string;
 }
 
 /** Rows of steps as columns. `next` is the cursor of the next request. */
 export interface StepColumns {
+  next: number;
   attempt: number[];
   step: number[];
   started_at: Value[];
   ended_at: Value[];
   num_tokens_trained: Value[];
-  next: number;
   metrics: Record<string, Value[]>;
 }
 

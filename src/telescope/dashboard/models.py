@@ -9,9 +9,8 @@ import pyarrow as pa
 import pydantic_core
 from pydantic import BaseModel, create_model
 
-from telescope.dashboard.steps import NAMES
 from telescope.record.schema import INT32_LIST, NUMBERS, TEXT_LIST, TEXTS, Table
-from telescope.record.tables import ATTEMPTS, ENVIRONMENTS, STEPS
+from telescope.record.tables import ATTEMPTS, ENVIRONMENTS
 
 Number = float | None
 
@@ -21,25 +20,24 @@ TYPES: dict[pa.DataType, Any] = {
 }  # fmt: skip
 
 
-def model(
-    title: str, about: str, /, *, of: Table | None = None, names: Sequence[str] = (), known: str = "",
-    in_lists: bool = False, base: type[BaseModel] = BaseModel, **fields: Any,
-) -> Any:  # fmt: skip
-    """Returns the model of an answer: the columns of a table, by default all, or the fields of a base, and more.
+def columns_of(table: Table, *, known: str, names: Sequence[str] = ()) -> Any:
+    """Returns a base class with columns of a table, by default all. Only `known` ones and maps are never null."""
+    types = {column.name: column.type for column in table.columns}
+    fields: dict[str, Any] = {}
+    for name in names or table.column_names:
+        required = name in known.split() or types[name] in (NUMBERS, TEXTS)
+        fields[name] = (TYPES[types[name]] if required else TYPES[types[name]] | None, ...)
+    return create_model(table.name, **fields)
 
-    Only `known` columns and maps are never null. `in_lists`: of many rows, a list per column. A field that may be
-    missing is a tuple of its type and its default.
-    """
-    columns: dict[str, Any] = {}
-    for column in of.columns if of is not None else ():
-        if not names or column.name in names:
-            kind = TYPES[column.type]
-            kind = kind if column.name in known.split() or column.type in (NUMBERS, TEXTS) else kind | None
-            columns[column.name] = list[kind] if in_lists else kind  # type: ignore[valid-type]
-    typed: dict[str, Any] = {
-        name: kind if isinstance(kind, tuple) else (kind, ...) for name, kind in (columns | fields).items()
-    }
-    return create_model(title, __base__=base, __doc__=about, **typed)
+
+class RemoteCopy(BaseModel):
+    """How far the copy of a run on W&B is. `listed`: no page has asked for it, and it has no tables."""
+
+    phase: Literal["listed", "syncing", "synced", "failed"]
+    source: str
+    done_bytes: int
+    total_bytes: int
+    message: str | None
 
 
 def to_json(value: Any) -> bytes:
@@ -67,118 +65,296 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-# Fields of a model share lines.
-# fmt: off
+class RunRow(BaseModel):
+    """A run in the list of runs. `key` stays when its folder moves; runs of one `experiment` differ in their seed.
 
-RemoteCopy: Any = model(
-    "RemoteCopy", "How far the copy of a run on W&B is. `listed`: no page has asked for it, and it has no tables.",
-    phase=Literal["listed", "syncing", "synced", "failed"], source=str, done_bytes=int, total_bytes=int,
-    message=str | None,
+    `heldout_after` is measured after `heldout_step` steps; `best_checkpoint` is the kept one of the highest accuracy.
+    """
+
+    id: str
+    key: str
+    name: str
+    status: str
+    live: bool
+    started_at: Number
+    duration: Number
+    attempt: int
+    steps: int
+    num_steps: int | None
+    reward_first: Number
+    reward_last: Number
+    heldout_before: Number
+    heldout_after: Number
+    heldout_step: int | None
+    best_checkpoint: int | None
+    error: str | None
+    project: str
+    tags: list[str]
+    model: str | None
+    algorithm: str | None
+    environments: list[str]
+    rewards: list[Number]
+    experiment: str
+    fields: dict[str, Any]
+    remote: RemoteCopy | None
+
+
+class Field(BaseModel):
+    """A field of runs: `config.NAME`, `last.METRIC` or `eval.NAME`, with how many runs and values it has."""
+
+    name: str
+    runs: int
+    values: int
+    examples: list[Any]
+
+
+class Problem(BaseModel):
+    """A folder that could not be read, and why."""
+
+    path: str
+    problem: str
+
+
+class Runs(BaseModel):
+    """The list of runs, newest first."""
+
+    runs: list[RunRow]
+    problems: list[Problem]
+    roots: list[str]
+
+
+_Attempt: Any = columns_of(
+    ATTEMPTS, known="attempt notes", names=[name for name in ATTEMPTS.column_names if name != "model_config"]
 )
-RunRow: Any = model(
-    "RunRow",
-    "A run in the list of runs. `key` stays when its folder moves; runs of one `experiment` differ in their seed. "
-    "`heldout_after` is measured after `heldout_step` steps; `best_checkpoint` is the kept one of the highest accuracy.",
-    id=str, key=str, name=str, status=str, live=bool, started_at=Number, duration=Number, attempt=int, steps=int,
-    num_steps=int | None, reward_first=Number, reward_last=Number, heldout_before=Number, heldout_after=Number,
-    heldout_step=int | None, best_checkpoint=int | None,
-    error=str | None, project=str, tags=list[str], model=str | None, algorithm=str | None, environments=list[str],
-    rewards=list[Number], experiment=str, fields=dict[str, Any], remote=RemoteCopy | None,
-)
-Field: Any = model(
-    "Field", "A field of runs: `config.NAME`, `last.METRIC` or `eval.NAME`, with how many runs and values it has.",
-    name=str, runs=int, values=int, examples=list[Any],
-)
-Problem: Any = model("Problem", "A folder that could not be read, and why.", path=str, problem=str)
-Runs: Any = model("Runs", "The list of runs, newest first.", runs=list[RunRow], problems=list[Problem], roots=list[str])
-Attempt: Any = model(
-    "Attempt", "A start of a run: a row of the table `attempts`.", of=ATTEMPTS, known="attempt notes",
-    names=[name for name in ATTEMPTS.column_names if name != "model_config"],
-)
-MetricRange: Any = model("MetricRange", "Smallest and largest expected value of a metric.", min=Number, max=Number)
-Environment: Any = model(
-    "Environment", "An environment of a run: a row of the table `environments`.", of=ENVIRONMENTS,
-    known="attempt key name purpose", metrics_ranges=dict[str, MetricRange], tags_options=dict[str, list[str]],
-)
-RunInfo: Any = model(
-    "RunInfo",
-    "A run. `user_set`: settings that the user wrote. `unreadable`: files of its record. `version`: of the server.",
-    info=RunRow, config=dict[str, Any], user_set=list[str], attempts=list[Attempt], environments=list[Environment],
-    result=dict[str, Any], checkpoints=list[int], unreadable=list[str], version=str,
-)
-Server: Any = model("Server", "An inference server and its current activity.", name=str, doing=str)
-Now: Any = model(
-    "Now", "What a run does right now. Everything but `live` is empty when it has ended or does not say.", live=bool,
-    time=Number, phase=str | None, step=int | None, version=int | None, num_generating=int | None, num_slots=int | None,
-    num_waiting=int | None, num_open_groups=int | None, num_finished_groups=int | None, tokens_per_second=Number,
-    seconds_left=Number, eval_done=int | None, eval_total=int | None, oldest_seconds=Number, trainer=str | None,
-    servers=list[Server], components=dict[str, str],
-)
-ModelPart: Any = model(
-    "ModelPart", "A part of a model: how many there are, their sizes in words, and the parameters of one.", part=str,
-    count=int, sizes=str, parameters=int,
-)
-Architecture: Any = model(
-    "Architecture", "The model of a run. `kv_bytes_per_token` is of keys and values in bfloat16, over all layers.",
-    name=str | None, source=str | None, model_type=str | None, layers=int | None, parameters=int | None,
-    active_parameters=int | None, kv_bytes_per_token=int | None, max_position_embeddings=int | None,
-    parts=list[ModelPart],
-)
-StepColumns: Any = model(
-    "StepColumns", "Rows of steps as columns. `next` is the cursor of the next request.", of=STEPS, names=NAMES,
-    known="attempt step", in_lists=True, next=int, metrics=dict[str, list[Number]],
-)
-Sentence: Any = model(
-    "Sentence", "A sentence of the verdict, and the metrics that it read.", text=str, metrics=list[str],
-)
-HealthCell: Any = model(
-    "HealthCell", "One number of the health strip: mean of the last 10 steps, in words.", name=str, title=str,
-    metric=str, latest=Number, unit=str, words=str, attention=bool,
-)
-Alert: Any = model(
-    "Alert", "Something that a person should know. Reported `count` times, from `first_step` and `first_time` on.",
-    step=int | None, time=Number, first_step=int | None, first_time=Number, count=int, kind=str | None,
-    level=str | None, title=str, text=str, advice=str | None, metrics=list[str], resolved=bool,
-)
-Progress: Any = model(
-    "Progress", "How far the run is. `step` is the number of finished steps.", step=int, num_steps=int | None,
-    seconds_left=Number,
-)
-Health: Any = model(
-    "Health", "What the first page says about a run.", verdict=list[Sentence], cells=list[HealthCell],
-    alerts=list[Alert], progress=Progress,
-)
-ConfigDifference: Any = model(
-    "ConfigDifference",
-    "A setting: one value per run, in the order of the request. `bookkeeping`: a name, folder or port.", key=str,
-    values=list[Any], bookkeeping=bool,
-)
-Start: Any = model(
-    "Start", "Code and machines of the newest attempt of a run.", of=ATTEMPTS, run=str,
-    names=("started_at", "git_commit", "git_dirty", "host", "versions", "topology"),
-)
-Comparison: Any = model(
-    "Comparison",
-    "Settings of runs, those that differ or all. It also has the code and machines of their newest attempts.",
-    runs=list[str], config=list[ConfigDifference], num_differing=int, attempts=list[Start],
-)
-CodePath: Any = model("CodePath", "A file of the code, and its bytes.", path=str, size=int)
-Code: Any = model(
-    "Code", "Code of an attempt: git state, uncommitted changes as a diff, files. `attempts` are those that have code.",
-    attempts=list[int], attempt=int | None, git=dict[str, Any], left_out=list[str], changes=str, files=list[CodePath],
-)
-CodeFile: Any = model(
-    "CodeFile", "A file of the code. `text` is null if it is binary or too large.", path=str, size=int, text=str | None,
-)
-FileDifference: Any = model(
-    "FileDifference",
-    "A file that was `added`, `removed` or `changed`. `diff` is null if it is not compared line by line.", path=str,
-    status=str, added=int | None, removed=int | None, diff=str | None,
-)
-CodeDifference: Any = model(
-    "CodeDifference", "Differences of the newest code of two runs.", files=list[FileDifference], num_equal=int,
-)
-Document: Any = model(
-    "Document", "A document that the user keeps. `value` is null and `version` empty if there is none yet.", value=Any,
-    version=str,
-)
+
+
+class Attempt(_Attempt):
+    """A start of a run: a row of the table `attempts`."""
+
+
+class MetricRange(BaseModel):
+    """Smallest and largest expected value of a metric."""
+
+    min: Number
+    max: Number
+
+
+_Environment: Any = columns_of(ENVIRONMENTS, known="attempt key name purpose")
+
+
+class Environment(_Environment):
+    """An environment of a run: a row of the table `environments`."""
+
+    metrics_ranges: dict[str, MetricRange]
+    tags_options: dict[str, list[str]]
+
+
+class RunInfo(BaseModel):
+    """A run. `user_set`: settings that the user wrote. `unreadable`: files of its record. `version`: of the server."""
+
+    info: RunRow
+    config: dict[str, Any]
+    user_set: list[str]
+    attempts: list[Attempt]
+    environments: list[Environment]
+    result: dict[str, Any]
+    checkpoints: list[int]
+    unreadable: list[str]
+    version: str
+
+
+class Server(BaseModel):
+    """An inference server and its current activity."""
+
+    name: str
+    doing: str
+
+
+class Now(BaseModel):
+    """What a run does right now. Everything but `live` is empty when it has ended or does not say."""
+
+    live: bool
+    time: Number
+    phase: str | None
+    step: int | None
+    version: int | None
+    num_generating: int | None
+    num_slots: int | None
+    num_waiting: int | None
+    num_open_groups: int | None
+    num_finished_groups: int | None
+    tokens_per_second: Number
+    seconds_left: Number
+    eval_done: int | None
+    eval_total: int | None
+    oldest_seconds: Number
+    trainer: str | None
+    servers: list[Server]
+    components: dict[str, str]
+
+
+class ModelPart(BaseModel):
+    """A part of a model: how many there are, their sizes in words, and the parameters of one."""
+
+    part: str
+    count: int
+    sizes: str
+    parameters: int
+
+
+class Architecture(BaseModel):
+    """The model of a run. `kv_bytes_per_token` is of keys and values in bfloat16, over all layers."""
+
+    name: str | None
+    source: str | None
+    model_type: str | None
+    layers: int | None
+    parameters: int | None
+    active_parameters: int | None
+    kv_bytes_per_token: int | None
+    max_position_embeddings: int | None
+    parts: list[ModelPart]
+
+
+class StepColumns(BaseModel):
+    """Rows of steps as columns. `next` is the cursor of the next request."""
+
+    next: int
+    attempt: list[int]
+    step: list[int]
+    started_at: list[Number]
+    ended_at: list[Number]
+    num_tokens_trained: list[Number]
+    metrics: dict[str, list[Number]]
+
+
+class Sentence(BaseModel):
+    """A sentence of the verdict, and the metrics that it read."""
+
+    text: str
+    metrics: list[str]
+
+
+class HealthCell(BaseModel):
+    """One number of the health strip: mean of the last 10 steps, in words."""
+
+    name: str
+    title: str
+    metric: str
+    latest: Number
+    unit: str
+    words: str
+    attention: bool
+
+
+class Alert(BaseModel):
+    """Something that a person should know. Reported `count` times, from `first_step` and `first_time` on."""
+
+    step: int | None
+    time: Number
+    first_step: int | None
+    first_time: Number
+    count: int
+    kind: str | None
+    level: str | None
+    title: str
+    text: str
+    advice: str | None
+    metrics: list[str]
+    resolved: bool
+
+
+class Progress(BaseModel):
+    """How far the run is. `step` is the number of finished steps."""
+
+    step: int
+    num_steps: int | None
+    seconds_left: Number
+
+
+class Health(BaseModel):
+    """What the first page says about a run."""
+
+    verdict: list[Sentence]
+    cells: list[HealthCell]
+    alerts: list[Alert]
+    progress: Progress
+
+
+class ConfigDifference(BaseModel):
+    """A setting: one value per run, in the order of the request. `bookkeeping`: a name, folder or port."""
+
+    key: str
+    values: list[Any]
+    bookkeeping: bool
+
+
+class Start(BaseModel):
+    """Code and machines of the newest attempt of a run."""
+
+    run: str
+    started_at: Number
+    git_commit: str | None
+    git_dirty: bool | None
+    host: str | None
+    versions: dict[str, str]
+    topology: dict[str, str]
+
+
+class Comparison(BaseModel):
+    """Settings of runs, those that differ or all. It also has the code and machines of their newest attempts."""
+
+    runs: list[str]
+    config: list[ConfigDifference]
+    num_differing: int
+    attempts: list[Start]
+
+
+class CodePath(BaseModel):
+    """A file of the code, and its bytes."""
+
+    path: str
+    size: int
+
+
+class Code(BaseModel):
+    """Code of an attempt: git state, uncommitted changes as a diff, files. `attempts` are those that have code."""
+
+    attempts: list[int]
+    attempt: int | None
+    git: dict[str, Any]
+    left_out: list[str]
+    changes: str
+    files: list[CodePath]
+
+
+class CodeFile(BaseModel):
+    """A file of the code. `text` is null if it is binary or too large."""
+
+    path: str
+    size: int
+    text: str | None
+
+
+class FileDifference(BaseModel):
+    """A file that was `added`, `removed` or `changed`. `diff` is null if it is not compared line by line."""
+
+    path: str
+    status: str
+    added: int | None
+    removed: int | None
+    diff: str | None
+
+
+class CodeDifference(BaseModel):
+    """Differences of the newest code of two runs."""
+
+    files: list[FileDifference]
+    num_equal: int
+
+
+class Document(BaseModel):
+    """A document that the user keeps. `value` is null and `version` empty if there is none yet."""
+
+    value: Any
+    version: str
