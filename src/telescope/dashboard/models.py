@@ -145,7 +145,10 @@ class Environment(_Environment):
 
 
 class RunInfo(BaseModel):
-    """A run. `user_set`: settings that the user wrote. `unreadable`: files of its record. `version`: of the server."""
+    """A run. `path`: as a shell takes it. `user_set`: settings that the user wrote. `unreadable`: files of its record.
+
+    `version` is that of the server.
+    """
 
     info: RunRow
     config: dict[str, Any]
@@ -154,6 +157,7 @@ class RunInfo(BaseModel):
     environments: list[Environment]
     result: dict[str, Any]
     checkpoints: list[int]
+    path: str
     unreadable: list[str]
     version: str
 
@@ -224,10 +228,11 @@ class StepColumns(BaseModel):
 
 
 class Sentence(BaseModel):
-    """A sentence of the verdict, and the metrics that it read."""
+    """A sentence of the verdict, and the metrics that it read. `is_outcome`: the result of an eval, or the reward."""
 
     text: str
     metrics: list[str]
+    is_outcome: bool
 
 
 class HealthCell(BaseModel):
@@ -353,3 +358,12 @@ class Document(BaseModel):
 
     value: Any
     version: str
+
+
+class Costs(BaseModel):
+    """Where the time of engines and ranks went: seconds by use, of `unit` (GPU or process). Tokens by outcome."""
+
+    unit: str
+    tokens: dict[str, int]
+    engines: dict[str, float]
+    trainer: dict[str, float]

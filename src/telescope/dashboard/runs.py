@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
@@ -99,9 +101,16 @@ def run_info(registry: Registry, run_id: str) -> dict[str, Any]:
         "environments": [row for row in environments if row["attempt"] == newest],
         "result": store.run.result,
         "checkpoints": checkpoints_of(store.run),
+        "path": shlex.quote(_shown_path(store.run.files.run_dir)),
         "unreadable": [path.as_posix() for path in store.run.unreadable],
         "version": telescope.__version__,
     }
+
+
+def _shown_path(path: Path) -> str:
+    """Returns a path as it is typed in the server's folder."""
+    here = Path.cwd()
+    return str(path.absolute().relative_to(here) if path.absolute().is_relative_to(here) else path.absolute())
 
 
 def checkpoints_of(run: Run) -> list[int]:
