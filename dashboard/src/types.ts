@@ -52,7 +52,7 @@ export interface ChangedAnswer {
   attempt: number;
   sample_id: string;
   group_id: Value;
-  step: Value;
+  step: number;
   environment: string | null;
   cell: string;
   value: Value;
@@ -436,7 +436,7 @@ export interface RemoteCopy {
   message: string | null;
 }
 
-/** A run. `path`: as a shell takes it. `user_set`: settings that the user wrote. `unreadable`: files of its record.
+/** A run. `path` and `final_model` are as a shell takes them. `user_set`: settings that the user wrote. `unreadable`: files of its record.
 
 `version` is that of the server. */
 export interface RunInfo {
@@ -448,6 +448,7 @@ export interface RunInfo {
   result: Record<string, unknown>;
   checkpoints: number[];
   path: string;
+  final_model: string | null;
   unreadable: string[];
   version: string;
 }

@@ -145,9 +145,9 @@ class Environment(_Environment):
 
 
 class RunInfo(BaseModel):
-    """A run. `path`: as a shell takes it. `user_set`: settings that the user wrote. `unreadable`: files of its record.
+    """A run. `path` and `final_model`: as a shell takes them. `user_set`: settings that the user wrote.
 
-    `version` is that of the server.
+    `unreadable`: files of its record. `version` is that of the server.
     """
 
     info: RunRow
@@ -158,6 +158,7 @@ class RunInfo(BaseModel):
     result: dict[str, Any]
     checkpoints: list[int]
     path: str
+    final_model: str | None
     unreadable: list[str]
     version: str
 

@@ -278,7 +278,7 @@ class ChangedAnswer(BaseModel):
     attempt: int
     sample_id: str
     group_id: int | None
-    step: int | None
+    step: int
     environment: str | None
     cell: str
     value: Number

@@ -101,16 +101,17 @@ def run_info(registry: Registry, run_id: str) -> dict[str, Any]:
         "environments": [row for row in environments if row["attempt"] == newest],
         "result": store.run.result,
         "checkpoints": checkpoints_of(store.run),
-        "path": shlex.quote(_shown_path(store.run.files.run_dir)),
+        "path": _shell_path(store.run.files.run_dir),
+        "final_model": _shell_path(model) if any((model := store.run.files.model).glob("*.safetensors")) else None,
         "unreadable": [path.as_posix() for path in store.run.unreadable],
         "version": telescope.__version__,
     }
 
 
-def _shown_path(path: Path) -> str:
+def _shell_path(path: Path) -> str:
     """Returns a path as it is typed in the server's folder."""
-    here = Path.cwd()
-    return str(path.absolute().relative_to(here) if path.absolute().is_relative_to(here) else path.absolute())
+    here, path = Path.cwd(), path.absolute()
+    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
 def checkpoints_of(run: Run) -> list[int]:

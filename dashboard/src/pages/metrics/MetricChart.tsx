@@ -3,6 +3,7 @@
 import { useEffect, useRef, useState } from "react";
 import type { DrawnRun } from "../../charts/runs";
 import { Chart } from "../../charts/Chart";
+import { isEval } from "../../charts/data";
 import { useOverviewCharts } from "../../state/overviewCharts";
 import type { Value } from "../../types";
 import { DRAGGED_METRIC, Grip } from "./Grip";
@@ -79,6 +80,8 @@ function Seen({ metric, runs, view, open, close, remove, move }: MetricChartProp
       withoutOutliers={view.trim}
       onTitle={open}
       onPick={view.onPick}
+      stepOf={view.stepOf}
+      metric={isEval(metric) ? undefined : metric}
       before={move && <Grip kind={DRAGGED_METRIC} name={metric} move={move} />}
       menu={[
         ...(open ? [{ title: "Open large", run: open }] : []),

@@ -12,7 +12,7 @@ import { useResources } from "../../state/resource";
 import type { Distribution, Environment, Value } from "../../types";
 
 /** What the toolbar and the ruler decide for all charts. */
-export interface View extends Pick<ChartProps, "zoom" | "onZoom" | "onPick" | "xEnd" | "xStart" | "xFormat" | "xTicks"> {
+export interface View extends Pick<ChartProps, "zoom" | "onZoom" | "onPick" | "stepOf" | "xEnd" | "xStart" | "xFormat" | "xTicks"> {
   axis: XAxis;
   keep: number;
   band: BandKind;
