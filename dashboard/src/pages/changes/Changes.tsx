@@ -114,7 +114,7 @@ function Body({ found, step, window, metric }: { found: Found; step: number; win
           <h2>
             Other numbers <span>means, difference in standard deviations</span>
           </h2>
-          <table>
+          <table className="effects">
             <tbody>
               {effects.slice(0, all ? undefined : FEW).map((effect) => (
                 <EffectRow key={effect.name} effect={effect} most={most} href={effect.kind === "metric" ? format(elsewhere(place, {}, { step: String(step), window: String(window), metric: effect.name })) : null} />
@@ -205,7 +205,7 @@ function EffectRow({ effect, most, href }: { effect: Effect; most: number; href:
   return (
     <tr>
       <td className="cut" title={name}>{href ? <a href={href} title={`What changed of ${name}`}>{name}</a> : name}</td>
-      <td className="r" colSpan={4}>{write(effect.before)} → {write(effect.after)}</td>
+      <td className="r">{write(effect.before)} → {write(effect.after)}</td>
       <td className="r">{Math.abs(effect.effect) >= 99 ? (effect.effect > 0 ? "> 99" : "< −99") : signed(effect.effect, 1)} σ</td>
       <Bar share={effect.effect / most} />
     </tr>

@@ -7,8 +7,9 @@ import { lastedOf, momentOf, placeOf } from "../../state/alerts";
 import { elsewhere, format, usePlace } from "../../state/url";
 import type { Alert } from "../../types";
 
-/** Closed alerts and notes that are shown at first. */
+/** Closed alerts and notes, and results of evals, that are shown at first. */
 const FEW = 6;
+const FEW_RESULTS = 2;
 
 /** `live`: without it nothing is open any more. What was open at the end says so. */
 export function Alerts({ alerts, live }: { alerts: Alert[]; live: boolean }) {
@@ -25,30 +26,30 @@ export function Alerts({ alerts, live }: { alerts: Alert[]; live: boolean }) {
         <h2>
           Alerts <span>{words || "none"}</span>
         </h2>
-        <List always={open} rest={[...resolved, ...notes]} live={live} />
+        <List always={open} rest={[...resolved, ...notes]} few={FEW} live={live} />
       </section>
       {results.length > 0 && (
         <section className="sec">
           <h2>
             Eval results <span>{results.length}</span>
           </h2>
-          <List always={[]} rest={results} live={live} />
+          <List always={[]} rest={results} few={FEW_RESULTS} live={live} />
         </section>
       )}
     </>
   );
 }
 
-function List({ always, rest, live }: { always: Alert[]; rest: Alert[]; live: boolean }) {
+function List({ always, rest, few, live }: { always: Alert[]; rest: Alert[]; few: number; live: boolean }) {
   const [all, showAll] = useState(false);
   return (
     <>
-      {[...always, ...(all ? rest : rest.slice(0, FEW))].map((alert, i) => (
+      {[...always, ...(all ? rest : rest.slice(0, few))].map((alert, i) => (
         <One key={i} alert={alert} live={live} />
       ))}
-      {rest.length > FEW && (
+      {rest.length > few && (
         <button className="link s f" aria-pressed={all} onClick={() => showAll(!all)}>
-          {all ? "Show fewer" : `Show ${rest.length - FEW} more`}
+          {all ? "Show fewer" : `Show ${rest.length - few} more`}
         </button>
       )}
     </>

@@ -51,9 +51,11 @@ export function Costs({ run }: { run: string }) {
           </label>
         </span>
       </h2>
-      {bars.map((bar) => (
-        <Row key={bar.title} bar={bar} price={price} />
-      ))}
+      <div className="bars">
+        {bars.map((bar) => (
+          <Row key={bar.title} bar={bar} price={price} />
+        ))}
+      </div>
     </section>
   );
 }
@@ -62,25 +64,24 @@ function Row({ bar, price }: { bar: Bar; price: number | null }) {
   const write = (value: number) => (bar.unit === "tokens" ? `${number(value)} tokens` : `${number(value)} h${price === null ? "" : `, ${number(value * price, 2)}`}`);
   return (
     <div className="cost">
-      <span className="d">{bar.title}</span>
-      <div>
-        <div className="bar2" role="img" aria-label={bar.parts.map((part) => `${part.name} ${percent(part.value / bar.total, 0)}`).join(", ")}>
-          {bar.parts.map((part) => (
-            <i key={part.name} title={`${part.name}: ${part.title}, ${write(part.value)}, ${percent(part.value / bar.total)}`} style={{ width: `${(100 * part.value) / bar.total}%`, background: `var(${part.color})` }} />
-          ))}
-        </div>
-        <p className="s d legend">
-          {bar.parts
-            .filter((part) => part.value / bar.total >= LEAST_SHARE)
-            .map((part) => (
-              <span key={part.name} title={`${part.title}: ${write(part.value)}`}>
-                <i className="dot small" style={{ background: `var(${part.color})` }} />
-                {part.name} {percent(part.value / bar.total, 0)}
-              </span>
-            ))}
-        </p>
+      <p>
+        <span className="d">{bar.title}</span> <span className="f">{write(bar.total)}</span>
+      </p>
+      <div className="bar2" role="img" aria-label={bar.parts.map((part) => `${part.name} ${percent(part.value / bar.total, 0)}`).join(", ")}>
+        {bar.parts.map((part) => (
+          <i key={part.name} title={`${part.name}: ${part.title}, ${write(part.value)}, ${percent(part.value / bar.total)}`} style={{ width: `${(100 * part.value) / bar.total}%`, background: `var(${part.color})` }} />
+        ))}
       </div>
-      <span className="r f">{write(bar.total)}</span>
+      <p className="s d legend">
+        {bar.parts
+          .filter((part) => part.value / bar.total >= LEAST_SHARE)
+          .map((part) => (
+            <span key={part.name} title={`${part.title}: ${write(part.value)}`}>
+              <i className="dot small" style={{ background: `var(${part.color})` }} />
+              {part.name} {percent(part.value / bar.total, 0)}
+            </span>
+          ))}
+      </p>
     </div>
   );
 }

@@ -39,8 +39,9 @@ function Result({ curve, live, first, more }: { curve: EvalCurve; live: boolean;
   const [before, newest] = [curve.rows[0]!, curve.rows.at(-1)!];
   const when = newest.step < 0 ? "before training" : live ? `as of step ${newest.step}` : `after step ${newest.step}`;
   const Tag = first ? "h1" : "p";
+  const gain = newest.gain !== null && before !== newest ? `, gain ${signed(100 * newest.gain, 1)} (${number(100 * (newest.gain_low ?? NaN), 1)} to ${number(100 * (newest.gain_high ?? NaN), 1)}) points` : "";
   return (
-    <div title={`${visible(newest.metric ?? "reward")} of ${newest.num_items} items, 95 % interval`}>
+    <div title={`${visible(newest.metric ?? "reward")} of ${newest.num_items} items, with 95 % interval${gain}`}>
       <a className="l cut" href={format(elsewhere(place, { page: "evals" }))}>
         {visible(curve.name)}
         {more > 0 ? `, ${more} more` : ""}
@@ -52,7 +53,6 @@ function Result({ curve, live, first, more }: { curve: EvalCurve; live: boolean;
       <span className="s d">
         {newest.accuracy_low !== null && newest.accuracy_high !== null && `${number(100 * newest.accuracy_low, 1)} to ${number(100 * newest.accuracy_high, 1)} %, `}
         {when}
-        {newest.gain !== null && newest.gain_low !== null && before !== newest && `, gain ${signed(100 * newest.gain, 1)} (${number(100 * newest.gain_low, 1)} to ${number(100 * newest.gain_high!, 1)})`}
       </span>
     </div>
   );
