@@ -392,6 +392,20 @@ export interface ModelPart {
   parameters: number;
 }
 
+/** A machine of a run: a row of the table `nodes`. */
+export interface Node {
+  attempt: number;
+  time: Value;
+  node: string;
+  cpu: string | null;
+  num_cores: Value;
+  memory_bytes: Value;
+  os: string | null;
+  gpus: string[];
+  gpu_driver: string | null;
+  links: string[];
+}
+
 /** What a run does right now. Everything but `live` is empty when it has ended or does not say. */
 export interface Now {
   live: boolean;
@@ -436,15 +450,16 @@ export interface RemoteCopy {
   message: string | null;
 }
 
-/** A run. `path` and `final_model` are as a shell takes them. `user_set`: settings that the user wrote. `unreadable`: files of its record.
+/** A run. `path` and `final_model`: as a shell takes them. `user_set`: settings that the user wrote.
 
-`version` is that of the server. */
+`unreadable`: files of its record. `version` is that of the server. */
 export interface RunInfo {
   info: RunRow;
   config: Record<string, unknown>;
   user_set: string[];
   attempts: Attempt[];
   environments: Environment[];
+  nodes: Node[];
   result: Record<string, unknown>;
   checkpoints: number[];
   path: string;

@@ -10,7 +10,7 @@ import pydantic_core
 from pydantic import BaseModel, create_model
 
 from telescope.record.schema import INT32_LIST, NUMBERS, TEXT_LIST, TEXTS, Table
-from telescope.record.tables import ATTEMPTS, ENVIRONMENTS
+from telescope.record.tables import ATTEMPTS, ENVIRONMENTS, NODES
 
 Number = float | None
 
@@ -144,6 +144,13 @@ class Environment(_Environment):
     tags_options: dict[str, list[str]]
 
 
+_Node: Any = columns_of(NODES, known="attempt node gpus links")
+
+
+class Node(_Node):
+    """A machine of a run: a row of the table `nodes`."""
+
+
 class RunInfo(BaseModel):
     """A run. `path` and `final_model`: as a shell takes them. `user_set`: settings that the user wrote.
 
@@ -155,6 +162,7 @@ class RunInfo(BaseModel):
     user_set: list[str]
     attempts: list[Attempt]
     environments: list[Environment]
+    nodes: list[Node]
     result: dict[str, Any]
     checkpoints: list[int]
     path: str

@@ -79,7 +79,10 @@ def run_info(registry: Registry, run_id: str) -> dict[str, Any]:
     """Returns everything about a run that does not change with its steps."""
     store = registry.store(run_id)
     config, user_set = config_of(store.run)
-    store.refresh("environments")
+    store.refresh("environments", "nodes")
+    nodes = store.rows(
+        "SELECT * FROM nodes QUALIFY row_number() OVER (PARTITION BY node ORDER BY time DESC) = 1 ORDER BY node"
+    )
     environments = store.rows("SELECT * FROM environments ORDER BY attempt, key")
     newest = max((row["attempt"] for row in environments), default=None)
     for row in environments:
@@ -99,6 +102,7 @@ def run_info(registry: Registry, run_id: str) -> dict[str, Any]:
             for row in attempts
         ],
         "environments": [row for row in environments if row["attempt"] == newest],
+        "nodes": [{**row, "gpus": row["gpus"] or [], "links": row["links"] or []} for row in nodes],
         "result": store.run.result,
         "checkpoints": checkpoints_of(store.run),
         "path": _shell_path(store.run.files.run_dir),

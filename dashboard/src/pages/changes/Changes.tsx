@@ -1,6 +1,6 @@
 /** What changed at a step: the steps before it against as many from it on, ranked by their part in the change. */
 
-import { useMemo } from "react";
+import { useMemo, useRef } from "react";
 import { runPath } from "../../api";
 import { Chart } from "../../charts/Chart";
 import { linesOf } from "../../charts/data";
@@ -34,7 +34,9 @@ export function Changes() {
   const [metric] = useParam("metric", REWARD);
   const last = steps?.step.at(-1) ?? 0;
   const step = /^\d+$/.test(stepText) ? Number(stepText) : last;
-  const { data, error } = useResource<Found>(steps ? runPath(run, "changes") : null, { step, window, metric });
+  const kept = useRef<Found | undefined>(undefined);
+  const { data = kept.current, error } = useResource<Found>(steps ? runPath(run, "changes") : null, { step, window, metric });
+  kept.current = data;
   const to = (next: number) => setStep(String(Math.min(Math.max(0, next), last)));
   useKeys("What changed", [
     { keys: ["ArrowLeft", "h"], does: "a step earlier", run: () => to(step - 1) },
@@ -58,12 +60,15 @@ export function Changes() {
         <span className="grow" />
         {metric !== REWARD && <button className="link" onClick={() => setParams({ metric: null })}>Of the reward</button>}
       </div>
-      {data && steps && info && <Body found={data} step={step} window={Number(window)} metric={metric} />}
+      {data && steps && info && <Body found={data} step={step} last={last} window={Number(window)} metric={metric} />}
+      {!data && <p className="quiet">Comparing steps…</p>}
     </div>
   );
 }
 
-function Body({ found, step, window, metric }: { found: Found; step: number; window: number; metric: string }) {
+const span = (from: number, to: number): string => (from === to ? `Step ${from}` : `Steps ${from} to ${to}`);
+
+function Body({ found, step, last, window, metric }: { found: Found; step: number; last: number; window: number; metric: string }) {
   const run = useRunId();
   const place = usePlace();
   const isDecomposed = found.decomposed === metric;
@@ -78,7 +83,7 @@ function Body({ found, step, window, metric }: { found: Found; step: number; win
         <section className="verdict">
           <h1>{sentence(metric, change, step)}</h1>
           <p>
-            {unbroken(`Steps ${Math.max(0, step - window)} to ${step - 1} against ${step} to ${step + window - 1}.`)}
+            {step === 0 ? "No step lies before it." : unbroken(`${span(Math.max(0, step - window), step - 1)} against ${span(step, Math.min(last, step + window - 1)).toLowerCase()}.`)}
             {isDecomposed && change && ` ${parts(found.cells)}`}
           </p>
         </section>
