@@ -79,7 +79,8 @@ def changes(store: RunStore, step: int, window: int, metric: str) -> dict[str, A
     far = f"sign(m1 - m0) * {far}" if _of_samples(metric) else f"abs({far})"
     order = "far DESC, abs(completion_tokens - length_before) DESC NULLS LAST, sample_id"
     answers = store.rows(
-        f"{samples} SELECT s.*, mean_before, {far} AS far FROM s JOIN c USING (environment, cell), t WHERE later "
+        f"{samples}, f AS (SELECT s.*, mean_before, {far} AS far, length_before "
+        "FROM s JOIN c USING (environment, cell), t WHERE later) SELECT * EXCLUDE (later, far, length_before) FROM f "
         f"QUALIFY row_number() OVER (PARTITION BY attempt, group_id ORDER BY {order}) = 1 "
         f"ORDER BY {order} LIMIT {NUM_ANSWERS}"
     )
