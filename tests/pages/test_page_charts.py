@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -227,9 +228,11 @@ PLACES_OF_TABLES = {
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DashboardProcess]:
     """A dashboard over runs with one broken table each: cut off, or foreign bytes."""
     folder = tmp_path_factory.mktemp("broken")
+    whole = tmp_path_factory.mktemp("whole") / "run"
+    with Replay(whole, num_steps=3) as replay:
+        replay.write_all()
     for number, (page, (table, _)) in enumerate(PLACES_OF_TABLES.items()):
-        with Replay(folder / page, num_steps=3) as replay:
-            replay.write_all()
+        shutil.copytree(whole, folder / page)
         for file in Run(folder / page).table_files(table):
             file.path.write_bytes(file.path.read_bytes()[: file.path.stat().st_size // 2] if number % 2 else b"foreign")
     with DashboardProcess(folder) as process:

@@ -94,6 +94,9 @@ export interface ChartProps {
 /** The largest way of the pointer between press and release of a click, in pixels. */
 const CLICK_PX = 4;
 
+/** Room for the button that says what changed. */
+const WHY_WIDTH = 196;
+
 export function Chart(props: ChartProps) {
   const { title, unit, x, lines, axis = "step", format = number } = props;
   const { dark } = useTheme();
@@ -221,7 +224,7 @@ export function Chart(props: ChartProps) {
         <div className="plot" ref={host} />
         <div className="cross" ref={overlay} aria-hidden />
         {picked && explain && (
-          <button className="why" style={size && picked.left > size.width / 2 ? { right: size.width - picked.left + 4 } : { left: picked.left + 4 }} onClick={(event) => (event.stopPropagation(), explain(picked.step))}>
+          <button className="why" style={{ left: Math.max(0, Math.min(picked.left + 4, (size?.width ?? 0) - WHY_WIDTH)) }} onClick={(event) => (event.stopPropagation(), explain(picked.step))}>
             What changed at step {picked.step} <kbd>w</kbd>
           </button>
         )}

@@ -53,7 +53,7 @@ def changes(store: RunStore, step: int, window: int, metric: str) -> dict[str, A
     earlier, later = (steps >= step - window) & (steps < step), (steps >= step) & (steps < step + window)
     known = {name: np.array(metrics[name]) for name in (*COMPARED, metric) if name in metrics and len(steps)}
     effects = [_effect(name, "metric", *_moments(x[earlier]), *_moments(x[later])) for name, x in known.items()]
-    store.refresh("samples", "alerts", "spans")
+    store.refresh("samples", "alerts")
     effects += _spans(store, columns["started_at"], columns["ended_at"], np.flatnonzero(earlier), np.flatnonzero(later))
     value, where = _of_samples(metric) or _of_samples(REWARD) or ("reward", "true")
     tags = [f"{sql_text(f'{name}=')} || tags[{sql_text(name)}]" for name, values in store.tags().items() if values]
@@ -129,12 +129,11 @@ def _spans(store: RunStore, started: list[Any], ended: list[Any], earlier: Any, 
     times = [started[earlier[0]], started[later[0]], ended[later[-1]]] if len(earlier) and len(later) else [None]
     if None in times:
         return []
-    tests = [f"FILTER (start {sign} $first)" for sign in ("<", ">=")]
-    moments = ", ".join(f"avg(seconds) {test}, coalesce(var_pop(seconds) {test}, 0)" for test in tests)
-    rows = store.fetch(
-        f"SELECT name || coalesce(' server ' || server, ''), 'span', {moments} FROM "
-        '(SELECT *, "end" - start AS seconds FROM spans WHERE start BETWEEN $low AND $last AND '
-        "(component <> 'trainer' OR name = 'checkpoint')) GROUP BY name, server",
-        dict(zip(("low", "first", "last"), times, strict=True)),
+    low, first, last = (float(time) for time in times if time is not None)
+    moments = ", ".join(
+        f'avg("end" - start) FILTER ({test}) AS m{i}, coalesce(var_pop("end" - start) FILTER ({test}), 0) AS v{i}'
+        for i, test in enumerate((f"start < {first!r}", f"start >= {first!r}"))
     )
-    return [_effect(*row) for row in rows]
+    columns = f"name || coalesce(' server ' || server, '') AS name, 'span' AS kind, {moments}"
+    where = f"start BETWEEN {low!r} AND {last!r} AND (component <> 'trainer' OR name = 'checkpoint')"
+    return [_effect(**row) for row in store.aggregate("spans", columns, "name, server", where)]

@@ -7,7 +7,9 @@ by the phases of the steps; what lies outside of the steps is the start, evals b
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -26,34 +28,36 @@ PHASES = {
 }
 """Step metrics of each phase of a rank, in seconds."""
 
-TOKENS = """
-SELECT CASE WHEN status = 'discarded' AND reason = 'max_async' THEN 'stale' ELSE status END AS part,
-    sum(completion_tokens) AS tokens FROM samples WHERE completion_tokens > 0 GROUP BY part
-UNION ALL SELECT 'lost', sum(wasted_tokens) FROM samples HAVING sum(wasted_tokens) > 0
-"""
+PART = "CASE WHEN status = 'discarded' AND reason = 'max_async' THEN 'stale' ELSE status END"
+SUMS = (
+    "min(started_at) AS first, max(finished_at) AS last, sum(completion_tokens) AS tokens, sum(wasted_tokens) AS lost"
+)
 
 
 def costs(store: RunStore) -> dict[str, Any]:
     """Returns generated tokens by outcome, and the seconds of engines and ranks, in GPUs (else processes), by use."""
-    store.refresh("samples")
     _, columns, metrics = store.steps()
-    times = store.fetch("SELECT attempt, min(started_at), max(finished_at) FROM samples GROUP BY attempt")
-    seen = {attempt: (first, last) for attempt, first, last in times}
-    tokens = dict(store.fetch(TOKENS))
+    times: dict[int, list[float]] = {}
+    for number, end in zip(columns["attempt"], columns["ended_at"], strict=True):
+        times.setdefault(number, []).append(end or 0.0)
+    first: dict[int, float] = {}
+    tokens: Counter[str] = Counter()
+    for row in store.aggregate("samples", f"attempt, {PART} AS part, {SUMS}", "attempt, part"):
+        tokens.update({row["part"]: int(row["tokens"] or 0), "lost": int(row["lost"] or 0)})
+        times.setdefault(row["attempt"], []).append(row["last"] or 0.0)
+        first[row["attempt"]] = min(row["first"] or math.inf, first.get(row["attempt"], math.inf))
     engines, ranks, starting, num_engines, num_ranks, on_gpus = 0.0, 0.0, 0.0, 0.0, 0, False
     for attempt in store.run.attempts():
         began, topology = attempt["started_at"], dict(attempt["topology"] or ())
-        first, last = seen.get(attempt["attempt"], (None, None))
-        ended = [end for number, end in zip(columns["attempt"], columns["ended_at"], strict=True)
-                 if number == attempt["attempt"] and end is not None]  # fmt: skip
-        wall = max([*ended, last or 0.0]) - began if began and (ended or last) else 0.0
+        number = attempt["attempt"]
+        wall = max(0.0, max(times.get(number, ()), default=0.0) - began) if began else 0.0
         places = [place for name, place in topology.items() if name.startswith("inference server")]
         counts = [GPUS.search(place) for place in places]
         on_gpus = on_gpus or any(counts)
         num_engines = sum(float(found[1]) if found else 1.0 for found in counts)
         num_ranks = sum(name.startswith("trainer rank") for name in topology)
         engines, ranks = engines + wall * num_engines, ranks + wall * num_ranks
-        starting += num_engines * max(0.0, first - began) if first and began else 0.0
+        starting += num_engines * min(wall, max(0.0, first.get(number, math.inf) - (began or 0.0)))
 
     def seconds(name: str) -> float:
         values = np.array(metrics.get(name, ()))
@@ -66,11 +70,11 @@ def costs(store: RunStore) -> dict[str, Any]:
     phases["other"] = max(0.0, in_steps - sum(phases.values()))
     return {
         "unit": "GPU" if on_gpus else "process",
-        "tokens": tokens,
+        "tokens": {part: count for part, count in tokens.items() if count},
         "engines": {
             **{part: busy * share / generated for part, share in tokens.items()},
             "idle": idle,
             "start": starting,
         },
-        "trainer": {**phases, "outside": max(0.0, ranks - sum(phases.values()))},
+        "trainer": {**phases, "outside steps": max(0.0, ranks - sum(phases.values()))},
     }

@@ -101,7 +101,7 @@ def test_the_hours_of_engines_and_ranks_are_divided_completely(store: RunStore) 
     assert (found["engines"]["idle"], found["engines"]["start"]) == (6 * 2 * 3, 10 * 3)
     assert found["engines"]["kept"] == pytest.approx(found["engines"]["lost"])
     assert sum(found["trainer"].values()) == pytest.approx(70)
-    assert (found["trainer"]["forward"], found["trainer"]["other"], found["trainer"]["outside"]) == (24, 36, 10)
+    assert (found["trainer"]["forward"], found["trainer"]["other"], found["trainer"]["outside steps"]) == (24, 36, 10)
 
 
 def test_a_run_without_any_row_has_neither(tmp_path: Path) -> None:

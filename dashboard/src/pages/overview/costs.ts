@@ -26,7 +26,7 @@ const ORDER: [name: string, color: string, title: string][] = [
   ["waits", "--q", "waiting for a batch"],
   ["idle", "--q", "without a request"],
   ["start", "--line2", "before the first request"],
-  ["outside", "--line2", "outside of steps: start, evals before training, restarts"],
+  ["outside steps", "--line2", "start, evals before training, restarts"],
 ];
 
 /** Returns the parts that have a value, in one order. */
