@@ -1,5 +1,5 @@
 import { expect, test } from "vitest";
-import { differingRows, settingRows } from "./settings";
+import { comparedRows, settingRows } from "./settings";
 
 const environments = [{ name: "countdown", weight: 1, kwargs: { max_number: 10, note: null } }, { name: "add_up", weight: 2, kwargs: {} }];
 
@@ -21,6 +21,7 @@ test("plain values, lists of them and what is empty stay one row", () => {
 
 test("differences name the values inside of a setting that differ", () => {
   const other = [{ ...environments[0]!, kwargs: { max_number: 20 } }];
-  expect(differingRows("environments", environments.slice(0, 1), other)).toEqual([["environments.0.kwargs.max_number", 10, 20]]);
-  expect(differingRows("lr", 1, 2)).toEqual([["lr", 1, 2]]);
+  expect(comparedRows("environments", [environments.slice(0, 1), other])).toEqual([["environments.0.kwargs.max_number", [10, 20]]]);
+  expect(comparedRows("lr", [1, 2])).toEqual([["lr", [1, 2]]]);
+  expect(comparedRows("environments", [environments, environments], true).length).toBe(5);
 });

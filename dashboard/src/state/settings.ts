@@ -9,10 +9,11 @@ export function settingRows(name: string, value: unknown): [name: string, value:
   return set.length ? set : [[name, null]];
 }
 
-/** Returns the rows of a setting that differ between two runs. */
-export function differingRows(name: string, before: unknown, after: unknown): [name: string, before: unknown, after: unknown][] {
-  const [a, b] = [new Map(settingRows(name, before)), new Map(settingRows(name, after))];
-  const names = [...new Set([...a.keys(), ...b.keys()])];
-  const rows = names.flatMap((one): [string, unknown, unknown][] => (JSON.stringify(a.get(one) ?? null) === JSON.stringify(b.get(one) ?? null) ? [] : [[one, a.get(one), b.get(one)]]));
-  return rows.length ? rows : [[name, before, after]];
+/** Returns the rows of a setting in several runs: those that differ, or all. */
+export function comparedRows(name: string, values: unknown[], all = false): [name: string, values: unknown[]][] {
+  const runs = values.map((value) => new Map(settingRows(name, value)));
+  const names = [...new Set(runs.flatMap((run) => [...run.keys()]))];
+  const rows = names.map((one): [string, unknown[]] => [one, runs.map((run) => run.get(one))]);
+  const differing = rows.filter(([, own]) => new Set(own.map((value) => JSON.stringify(value ?? null))).size > 1);
+  return all ? rows : differing.length ? differing : [[name, values]];
 }

@@ -5,7 +5,7 @@ import { embedded } from "../../embedded";
 import { count, moment, number, setting } from "../../format";
 import { useResource } from "../../state/resource";
 import { useRuns, useStatus } from "../../state/run";
-import { differingRows, settingRows } from "../../state/settings";
+import { comparedRows, settingRows } from "../../state/settings";
 import { elsewhere, format, useOthers, useParam, usePlace } from "../../state/url";
 import type { Attempt, Comparison, Environment, Health, RunInfo } from "../../types";
 import { Alerts } from "./Alerts";
@@ -109,7 +109,7 @@ function Differences({ run }: { run: string }) {
       {data && (
         <table className="cfg">
           <tbody>
-            {data.config.flatMap((row) => differingRows(row.key, row.values[0], row.values[1])).map(([name, before, after]) => (
+            {data.config.flatMap((row) => comparedRows(row.key, row.values)).map(([name, [before, after]]) => (
               <tr key={name}>
                 <td className="m" title={visible(name)}>
                   <Name name={name} />
