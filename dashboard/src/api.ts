@@ -95,6 +95,8 @@ export interface RunEvents {
 
 const FIRST_RETRY_MS = 1000;
 const LAST_RETRY_MS = 15000;
+/** An open stream has an event every ten seconds: one without for so long is lost, such as through a tunnel that hangs. */
+const SILENT_MS = 25_000;
 
 /** Follows the events of some runs; returns a function that ends it. */
 export function follow(runs: string[], events: RunEvents): () => void {
@@ -105,23 +107,37 @@ export function follow(runs: string[], events: RunEvents): () => void {
   const connect = () => {
     const opened = new EventSource(address("/api/events", { run: runs }));
     source = opened;
-    opened.onopen = () => {
-      wait = FIRST_RETRY_MS;
+    const heard = () => {
+      clearTimeout(timer);
+      timer = setTimeout(() => {
+        opened.close();
+        events.onConnected(false);
+        connect();
+      }, SILENT_MS);
       events.onConnected(true);
     };
+    opened.onopen = () => {
+      wait = FIRST_RETRY_MS;
+      heard();
+    };
+    opened.addEventListener("alive", heard);
     opened.addEventListener("tables", (event: MessageEvent<string>) => {
+      heard();
       const { run, tables } = JSON.parse(event.data) as { run: string; tables: Record<string, number> };
       events.onTables(run, tables);
     });
     opened.addEventListener("status", (event: MessageEvent<string>) => {
+      heard();
       const { run, status } = JSON.parse(event.data) as { run: string; status: string };
       events.onStatus(run, status);
     });
     opened.addEventListener("remote", (event: MessageEvent<string>) => {
+      heard();
       const { run, remote } = JSON.parse(event.data) as { run: string; remote: RemoteCopy };
       events.onRemote(run, remote);
     });
     opened.onerror = () => {
+      clearTimeout(timer);
       events.onConnected(false);
       if (opened.readyState !== EventSource.CLOSED) return; // the browser reconnects, with Last-Event-ID
       timer = setTimeout(connect, wait);

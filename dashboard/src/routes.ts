@@ -33,6 +33,7 @@ const ALL: Route[] = [
   { page: "evals", inFile: true, title: "Evals", key: "e", ofRun: true, component: page(() => import("./pages/Evals"), "Evals") },
   { page: "logs", title: "Logs", key: "l", ofRun: true, component: page(() => import("./pages/logs/Logs"), "Logs") },
   { page: "code", inFile: true, title: "Code", key: "c", ofRun: true, hidden: true, component: page(() => import("./pages/code/Code"), "Code") },
+  { page: "changes", title: "What changed at a step", key: "w", ofRun: true, hidden: true, component: page(() => import("./pages/changes/Changes"), "Changes") },
   { page: "compare", title: "Compare config and code", key: "d", ofRun: true, hidden: true, component: page(() => import("./pages/compare/Compare"), "Compare") },
 ];
 

@@ -47,6 +47,53 @@ export interface Attempt {
   pid: Value;
 }
 
+/** An answer that differs much from those before the step. `mean_before` is of its environment and tags. */
+export interface ChangedAnswer {
+  attempt: number;
+  sample_id: string;
+  group_id: Value;
+  step: number;
+  environment: string | null;
+  cell: string;
+  value: Value;
+  mean_before: Value;
+  reward: Value;
+  completion_tokens: Value;
+  stop_reason: string | null;
+  answer: string;
+}
+
+/** Samples of one environment with the same tags: `mix` and `within` of all cells add up to the change. */
+export interface ChangedCell {
+  environment: string | null;
+  cell: string;
+  n_before: number;
+  n_after: number;
+  mean_before: Value;
+  mean_after: Value;
+  mix: Value;
+  within: Value;
+}
+
+/** An alert near the step. */
+export interface ChangedEvent {
+  attempt: number;
+  step: Value;
+  time: Value;
+  level: string | null;
+  kind: string | null;
+  message: string | null;
+}
+
+/** What differs before and after a step. `decomposed`: the metric of the cells, the reward if the asked has none. */
+export interface Changes {
+  decomposed: string;
+  cells: ChangedCell[];
+  effects: Effect[];
+  events: ChangedEvent[];
+  answers: ChangedAnswer[];
+}
+
 /** Code of an attempt: git state, uncommitted changes as a diff, files. `attempts` are those that have code. */
 export interface Code {
   attempts: number[];
@@ -91,6 +138,14 @@ export interface ConfigDifference {
   bookkeeping: boolean;
 }
 
+/** Where the time of engines and ranks went: seconds by use, of `unit` (GPU or process). Tokens by outcome. */
+export interface Costs {
+  unit: string;
+  tokens: Record<string, number>;
+  engines: Record<string, number>;
+  trainer: Record<string, number>;
+}
+
 /** The distribution of a number of the samples, per step. `histogram`: samples in equal bins from low to high. */
 export interface Distribution {
   step: number[];
@@ -114,6 +169,15 @@ export interface Distribution {
 export interface Document {
   value: unknown;
   version: string;
+}
+
+/** A step metric, or the seconds of a kind of span: means, and their difference in standard deviations. */
+export interface Effect {
+  name: string;
+  kind: string;
+  before: Value;
+  after: Value;
+  effect: number;
 }
 
 /** An environment of a run: a row of the table `environments`. */
@@ -328,6 +392,20 @@ export interface ModelPart {
   parameters: number;
 }
 
+/** A machine of a run: a row of the table `nodes`. */
+export interface Node {
+  attempt: number;
+  time: Value;
+  node: string;
+  cpu: string | null;
+  num_cores: Value;
+  memory_bytes: Value;
+  os: string | null;
+  gpus: string[];
+  gpu_driver: string | null;
+  links: string[];
+}
+
 /** What a run does right now. Everything but `live` is empty when it has ended or does not say. */
 export interface Now {
   live: boolean;
@@ -372,15 +450,20 @@ export interface RemoteCopy {
   message: string | null;
 }
 
-/** A run. `user_set`: settings that the user wrote. `unreadable`: files of its record. `version`: of the server. */
+/** A run. `path` and `final_model`: as a shell takes them. `user_set`: settings that the user wrote.
+
+`unreadable`: files of its record. `version` is that of the server. */
 export interface RunInfo {
   info: RunRow;
   config: Record<string, unknown>;
   user_set: string[];
   attempts: Attempt[];
   environments: Environment[];
+  nodes: Node[];
   result: Record<string, unknown>;
   checkpoints: number[];
+  path: string;
+  final_model: string | null;
   unreadable: string[];
   version: string;
 }
@@ -520,10 +603,11 @@ export interface Samples {
   facets: Record<string, Facet[]>;
 }
 
-/** A sentence of the verdict, and the metrics that it read. */
+/** A sentence of the verdict, and the metrics that it read. `is_outcome`: the result of an eval, or the reward. */
 export interface Sentence {
   text: string;
   metrics: string[];
+  is_outcome: boolean;
 }
 
 /** An inference server and its current activity. */

@@ -19,6 +19,7 @@ PLACES: dict[str, tuple[str, dict[str, str]]] = {
         for name in ("overview", "metrics", "rollouts", "timeline", "infra", "evals", "logs")
     },
     "compare": ("first/compare", {"with": "second"}),
+    "changes": ("first/changes", {"step": "6", "metric": "rollouts/tokens_completion/mean"}),
     "code": ("resumed/code", {"against": "other"}),
 }
 """Every page, with the parameters that fill it."""

@@ -66,6 +66,9 @@ def act(page: Page, name: str) -> None:
         case "compare":
             page.get_by_role("button", name="Everything").click()
             page.get_by_role("searchbox", name="Filter settings").fill("m")
+        case "changes":
+            page.get_by_role("button", name="A step later").click()
+            page.get_by_role("group", name="Steps on each side").get_by_role("button", name="1", exact=True).click()
         case "code":
             page.get_by_label("Compare with").select_option("")
 

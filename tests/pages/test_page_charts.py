@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,6 +61,25 @@ def test_a_chart_is_read_and_zoomed_by_keys(visitor: Visit):
     for key in ("End", "Shift+ArrowLeft", "Shift+ArrowLeft", "Enter"):
         page.keyboard.press(key)
     page.wait_for_url(f"**range={NUM_STEPS - 3}-{NUM_STEPS - 1}*")
+
+
+def test_a_click_on_a_chart_and_a_key_lead_to_what_changed_there(visitor: Visit):
+    page = visitor.open("first/overview")
+    plot = figure(page, "Entropy").locator(".p")
+    plot.click()
+    found = figure(page, "Entropy").get_by_role("button", name=re.compile("What changed at step"))
+    step = re.findall(r"step (\d+)", found.inner_text())[0]
+    found.click()
+    page.wait_for_url(f"**/first/changes?*step={step}*metric=entropy*")
+    expect(page.get_by_role("heading", level=1)).to_contain_text(f"at step {step}.")
+    page = visitor.open("first/metrics", {"metric": "reward/total/mean"})
+    page.locator("figure .p").first.focus()
+    for key in ("Home", "ArrowRight", "ArrowRight", "w"):
+        page.keyboard.press(key)
+    page.wait_for_url("**/first/changes?*step=2*metric=reward*")
+    expect(page.get_by_role("heading", name="Environments and tags")).to_be_visible()
+    page.get_by_role("complementary").get_by_role("link", name=re.compile("mean before")).first.click()
+    expect(page.get_by_label("Steps and groups")).to_be_visible()
 
 
 def test_marks_of_the_ruler_lead_to_what_they_mark(visitor: Visit):
@@ -194,6 +214,46 @@ def test_a_damaged_file_is_named_on_the_pages_of_its_run(browser: Browser, damag
     with visit(browser, damaged.address) as opened:
         page = opened.open("run/rollouts")
         expect(page.get_by_role("status").filter(has_text="cannot be read")).to_contain_text("tables/samples/")
+
+
+PLACES_OF_TABLES = {
+    "overview": ("alerts", "Health"),
+    "metrics": ("step_stats", "Metrics"),
+    "rollouts": ("groups", "Steps and groups"),
+    "timeline": ("gauges", "Timeline"),
+    "logs": ("logs", ""),
+    "evals": ("evals", ""),
+    "changes": ("spans", ""),
+}
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DashboardProcess]:
+    """A dashboard over runs with one broken table each: cut off, or foreign bytes."""
+    folder = tmp_path_factory.mktemp("broken")
+    whole = tmp_path_factory.mktemp("whole") / "run"
+    with Replay(whole, num_steps=3) as replay:
+        replay.write_all()
+    for number, (page, (table, _)) in enumerate(PLACES_OF_TABLES.items()):
+        shutil.copytree(whole, folder / page)
+        for file in Run(folder / page).table_files(table):
+            file.path.write_bytes(file.path.read_bytes()[: file.path.stat().st_size // 2] if number % 2 else b"foreign")
+    with DashboardProcess(folder) as process:
+        yield process
+
+
+@pytest.mark.parametrize("name", PLACES_OF_TABLES)
+def test_a_broken_table_hides_no_other_and_is_named(browser: Browser, broken: DashboardProcess, name: str):
+    table, region = PLACES_OF_TABLES[name]
+    with visit(browser, broken.address) as opened:
+        page = opened.open(f"{name}/{name}")
+        expect(page.get_by_role("status").filter(has_text="cannot be read")).to_contain_text(f"tables/{table}/")
+        expect(page.get_by_label("Progress").first).to_contain_text("3 of 3 steps")
+        if region:
+            expect(page.get_by_label(region).first).to_be_visible()
+        else:
+            expect(page.locator("main")).to_contain_text(re.compile("cannot be read|at step"))
+        assert opened.problems == []
 
 
 def test_the_menu_of_a_chart_hides_no_number(visitor: Visit):

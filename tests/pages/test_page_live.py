@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -104,7 +105,8 @@ def test_a_page_misses_nothing_while_the_server_is_away(browser: Browser, server
         state = page.get_by_role("banner")
         expect(state).to_contain_text("training")
         server.kill()
-        expect(state).to_contain_text("reconnecting")
+        expect(state).to_contain_text(re.compile(r"as of \d\d:\d\d:\d\d, reconnecting"))
+        expect(state.locator(".state.live")).to_have_count(0)
         live.step()
         live.step()
         server.start()

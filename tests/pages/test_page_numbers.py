@@ -86,6 +86,21 @@ def test_overview_shows_progress_and_health(visitor: Visit, record: Run):
     assert compared >= 3
 
 
+def test_overview_shows_the_outcome_and_where_the_time_went(visitor: Visit, record: Run):
+    page = visitor.open("first/overview", {"price": "2"})
+    outcome = page.get_by_label("Outcome")
+    evals = record.sql("select name, step, accuracy from evals where number = 0 order by step").to_dicts()
+    expect(outcome.get_by_role("heading")).to_have_text(
+        f"{100 * evals[0]['accuracy']:.1f}\u202f% → {100 * evals[-1]['accuracy']:.1f}\u202f%"
+    )
+    expect(outcome).to_contain_text(f"after step {evals[-1]['step']}")
+    hours = page.get_by_label(re.compile("^Where the"))
+    tokens = record.sql("select sum(completion_tokens) as n from samples").to_dicts()[0]["n"]
+    assert numbers(hours.locator(".cost").first.inner_text())[0] == tokens
+    total, money = numbers(hours.locator("h2").inner_text())[:2]
+    assert money == pytest.approx(2 * total, abs=0.01)
+
+
 def test_charts_of_the_overview_end_with_the_last_step(visitor: Visit, record: Run):
     page = visitor.open("first/overview")
     for title, metric in {

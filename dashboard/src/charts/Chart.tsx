@@ -2,11 +2,12 @@
 
 import { type ReactNode, useEffect, useMemo, useRef, useState } from "react";
 import type uPlot from "uplot";
+import { embedded } from "../embedded";
 import { difference, number } from "../format";
 import { type Item, Menu } from "../shell/Menu";
 import { cursorOn, onCursor, setCursor, useCursor } from "../state/cursor";
 import { useTheme } from "../state/theme";
-import { place } from "../state/url";
+import { elsewhere, go, place } from "../state/url";
 import type { Value } from "../types";
 import { download, fileName, linesCsv } from "./export";
 import type { Heat } from "./heat";
@@ -102,10 +103,16 @@ export interface ChartProps {
   onTitle?: () => void;
   /** A click, or Enter, selects the place of the crosshair. */
   onPick?: (x: number) => void;
+  /** The metric of the chart and the step at a place: a click then offers what changed there. */
+  metric?: string;
+  stepOf?: (x: number) => number;
 }
 
 /** The largest way of the pointer between press and release of a click, in pixels. */
 const CLICK_PX = 4;
+
+/** Room for the button that says what changed. */
+const WHY_WIDTH = 196;
 
 export function Chart(props: ChartProps) {
   const { title, unit, x, lines, axis = "step", format = number } = props;
@@ -152,16 +159,36 @@ export function Chart(props: ChartProps) {
   };
 
   const pressed = useRef(0);
+  const [picked, setPicked] = useState<{ step: number; left: number } | null>(null);
+  const { stepOf, metric } = props;
+  const explain = !embedded && stepOf && metric !== undefined ? (step: number) => go(elsewhere(place(), { page: "changes" }, { step: String(step), metric })) : null;
+  const offer = (x: number) => plot.current && explain && setPicked({ step: stepOf!(x), left: plot.current.valToPos(x, "x") + plot.current.bbox.left / devicePixelRatio });
   const click = (event: React.MouseEvent) => {
-    const { at } = cursorOn(axis);
-    if (at !== null && Math.abs(event.clientX - pressed.current) < CLICK_PX) props.onPick?.(at);
+    const { at, selected } = cursorOn(axis);
+    if (at === null || Math.abs(event.clientX - pressed.current) >= CLICK_PX) return;
+    props.onPick?.(at);
+    if (at === selected) setPicked(null);
+    else offer(at);
   };
-  const keys = useChartKeys(plot, drawn.x, latest);
+  const moves = useChartKeys(plot, drawn.x, latest);
+  const keys = (event: React.KeyboardEvent) => {
+    const { at } = cursorOn(axis);
+    if (event.target !== event.currentTarget) return;
+    if (event.key === "w" && at !== null && explain) {
+      event.preventDefault();
+      event.stopPropagation();
+      return explain(stepOf!(at));
+    }
+    if (event.key === "Escape") setPicked(null);
+    if (event.key === "Enter" && at !== null) offer(at);
+    moves(event);
+  };
   const label = `${title}${unit ? `, ${unit}` : ""}`;
   const whole = props.name ?? title;
   const file = fileName(`${place().run ?? ""}_${whole}`);
   const items: Item[] = [
     ...(props.menu ?? []),
+    ...(explain && /^\d+$/.test(place().params.step ?? "") ? [{ title: `What changed at step ${place().params.step}`, run: () => explain(Number(place().params.step)) }] : []),
     {
       title: "Save as PNG",
       run: () => void downloadPng(`${file}.png`, latest.current),
@@ -200,17 +227,25 @@ export function Chart(props: ChartProps) {
         className="p"
         role="group"
         tabIndex={0}
-        aria-label={`${label}: arrows read it`}
+        aria-label={`${label}: arrows read it${explain ? ", w tells what changed" : ""}`}
         onPointerMove={move}
         onPointerLeave={() => setCursor(null)}
         onPointerDown={(event) => (pressed.current = event.clientX)}
         onClick={props.onPick && click}
         onDoubleClick={() => props.onZoom?.(null)}
         onKeyDown={keys}
-        onBlur={() => setCursor(null)}
+        onBlur={(event) => {
+          setCursor(null);
+          if (!event.currentTarget.contains(event.relatedTarget)) setPicked(null);
+        }}
       >
         <div className="plot" ref={host} />
         <div className="cross" ref={overlay} aria-hidden />
+        {picked && explain && (
+          <button className="why" style={{ left: Math.max(0, Math.min(picked.left + 4, (size?.width ?? 0) - WHY_WIDTH)) }} onClick={(event) => (event.stopPropagation(), explain(picked.step))}>
+            What changed at step {picked.step} <kbd>w</kbd>
+          </button>
+        )}
       </div>
     </figure>
   );

@@ -183,7 +183,7 @@ export function useDrawnRuns(info: RunInfo | undefined, steps: StepColumns | nul
 }
 
 /** Ties charts over the steps of a run to the address: its range is their zoom, and its step is marked on them. */
-export function useStepAxis(run: DrawnRun | undefined, axis: XAxis): Pick<ChartProps, "zoom" | "onZoom" | "onPick"> {
+export function useStepAxis(run: DrawnRun | undefined, axis: XAxis): Pick<ChartProps, "zoom" | "onZoom" | "onPick" | "stepOf"> {
   const [range, setRange] = useRange();
   const chosen = usePlace().params.step;
   const steps = run?.steps.step ?? [];
@@ -194,6 +194,7 @@ export function useStepAxis(run: DrawnRun | undefined, axis: XAxis): Pick<ChartP
   const zoom = useMemo(() => (from === null || to === null ? null : { from, to }), [from, to]);
   return {
     zoom,
+    stepOf,
     onZoom: (next) => setRange(next && { from: stepOf(next.from), to: stepOf(next.to) }),
     onPick: (x) => {
       const step = String(stepOf(x));

@@ -98,10 +98,12 @@ function focusSearch(): boolean {
 
 /** Why a page has nothing to show, and what to do. */
 export function Quiet({ title, text, children }: { title: string; text?: ReactNode; children?: ReactNode }) {
+  const unreadable = useRunInfo(usePlace().run).data?.unreadable ?? [];
   return (
     <section className="quiet">
       <h1>{title}</h1>
       {text && <p>{text}</p>}
+      {unreadable.length > 0 && <p className="w">A part of the record cannot be read: {unreadable.map(visible).join(", ")}</p>}
       {children}
     </section>
   );

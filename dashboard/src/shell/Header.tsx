@@ -5,6 +5,7 @@ import { runPath } from "../api";
 import { embedded } from "../embedded";
 import { moment } from "../format";
 import { ROUTES } from "../routes";
+import { useBehind } from "../state/live";
 import { useRunInfo, useStatus } from "../state/run";
 import { setTheme, THEMES, useTheme } from "../state/theme";
 import { elsewhere, format, useOthers, usePlace } from "../state/url";
@@ -27,7 +28,8 @@ export function Header({ open }: { open: (what: Opened) => void }) {
   const place = usePlace();
   const others = useOthers();
   const info = useRunInfo(place.run).data?.info;
-  const { status, live, connected } = useStatus(place.run);
+  const { status } = useStatus(place.run);
+  const behind = useBehind();
   const nav = useRef<HTMLElement>(null);
   useEffect(() => {
     // On a phone the pages are a line that scrolls.
@@ -46,11 +48,19 @@ export function Header({ open }: { open: (what: Opened) => void }) {
       </a>
       <div className="id">
         <b title={place.run ?? undefined}>{info ? visible(info.name) : place.run === null ? "Telescope" : ""}</b>
-        {place.run !== null && status && (
-          <span className={`state ${statusClass(status)}`} title={live && connected === false ? "The page lost the server and tries again." : undefined}>
+        {behind !== null ? (
+          <span className="state bad" role="status" title="The server does not answer. The page shows what it had then, and tries again.">
             <i />
-            {live && connected === false ? "reconnecting" : statusWord(status)}
+            as of {new Date(behind).toLocaleTimeString("en-GB")}, reconnecting
           </span>
+        ) : (
+          place.run !== null &&
+          status && (
+            <span className={`state ${statusClass(status)}`}>
+              <i />
+              {statusWord(status)}
+            </span>
+          )
         )}
       </div>
       <nav ref={nav} aria-label="Pages">

@@ -118,7 +118,7 @@ export function Ruler() {
       y: 7,
       label: `${alert.count > 1 ? `steps ${alert.first_step} to` : "step"} ${alert.step}: ${visible(alert.title)}`,
       href: format(placeOf(alert, here)),
-      shape: <path d="M0 -5l5 9h-10z" fill={alert.resolved ? "var(--ink3)" : "var(--warn)"} />,
+      shape: <path d="M0 -5l5 9h-10z" fill={alert.resolved || !live ? "var(--ink3)" : "var(--warn)"} />,
     })),
   ].sort((a, b) => a.at - b.at);
   return (

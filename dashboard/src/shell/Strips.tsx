@@ -39,7 +39,7 @@ export function recordWords({ unreadable, attempts, version }: Pick<RunInfo, "un
 }
 
 /** When the list of damaged files is fetched again: the server finds them while it reads for a page, on a slow disk for up to half a minute. */
-const READ_AGAIN_MS = [2_500, 10_000, 30_000];
+const READ_AGAIN_MS = [500, 2_500, 10_000, 30_000];
 
 /** The line of a run whose record is damaged, or of another version. */
 export function RecordStrip({ run, page }: { run: string; page: string }) {

@@ -1,7 +1,7 @@
 import { afterEach, beforeEach, expect, test, vi } from "vitest";
 import { follow } from "../api";
 import { fakeEvents, type FakeEventSource } from "../testing/server";
-import { HIDDEN_MS, pageHidden, stateOf, versionOf, watch } from "./live";
+import { behindSince, HIDDEN_MS, onRead, pageHidden, stateOf, versionOf, watch } from "./live";
 
 let sources: typeof FakeEventSource;
 const stops: (() => void)[] = [];
@@ -118,4 +118,25 @@ test("how much of a run on W&B is here is shown with its run", async () => {
   const remote = { phase: "syncing", source: "W&B me/p", done_bytes: 1, total_bytes: 2, message: null };
   source.send("remote", { run: "a", remote });
   expect(stateOf("a").remote).toEqual(remote);
+});
+
+test("a page whose stream breaks or falls silent, or whose reads fail, says until when it was up to date", async () => {
+  vi.setSystemTime(1_000_000);
+  const source = await watched("a");
+  source.open();
+  await vi.advanceTimersByTimeAsync(20_000);
+  source.send("alive", 0);
+  expect(behindSince()).toBe(null);
+  await vi.advanceTimersByTimeAsync(30_000);
+  expect(behindSince()).toBe(1_020_000);
+  expect(sources.open.length).toBe(1);
+  sources.open[0]!.open();
+  expect(behindSince()).toBe(null);
+  await vi.advanceTimersByTimeAsync(5_000);
+  onRead(false);
+  expect(behindSince()).toBe(1_050_000);
+  sources.open[0]!.send("alive", 0);
+  expect(behindSince()).toBe(1_050_000);
+  onRead(true);
+  expect(behindSince()).toBe(null);
 });

@@ -20,6 +20,8 @@ interface RunState {
 
 interface Connection {
   connected: boolean | null;
+  /** Until when the page was up to date, in milliseconds; null while it is. */
+  behindSince: number | null;
   /** How often the connection came back: what was read meanwhile may have failed. */
   reconnects: number;
 }
@@ -31,7 +33,10 @@ export const HIDDEN_MS = 30_000;
 const states = new Map<string, RunState>();
 const users = new Map<string, number>();
 const listeners = new Set<() => void>();
-let connection: Connection = { connected: null, reconnects: 0 };
+let connection: Connection = { connected: null, behindSince: null, reconnects: 0 };
+/** When the server answered last: a read, or the beginning of the stream. */
+let answeredAt = Date.now();
+let failedReads = false;
 let followed = "";
 let stop: (() => void) | null = null;
 let hidden = false;
@@ -60,10 +65,26 @@ const events = {
   onRemote: (run: string, remote: RemoteCopy) => update(run, { remote }),
   onConnected: (connected: boolean) => {
     const back = connected && connection.connected === false;
-    connection = { connected, reconnects: connection.reconnects + (back ? 1 : 0) };
-    changed();
+    connection = { ...connection, connected, reconnects: connection.reconnects + (back ? 1 : 0) };
+    judge(connected);
   },
 };
+
+/** Notes whether the page is behind: without its stream, or when the server does not answer reads. */
+function judge(answered: boolean): void {
+  if (answered) answeredAt = Date.now();
+  const isBehind = connection.connected === false || failedReads;
+  connection = { ...connection, behindSince: isBehind ? (connection.behindSince ?? answeredAt) : null };
+  changed();
+}
+
+/** Tells whether the server answered a read. */
+export function onRead(answered: boolean): void {
+  const before = failedReads;
+  failedReads = !answered;
+  if (answered && !before) answeredAt = Date.now();
+  else judge(answered);
+}
 
 /** Connects to the events of the runs that are in use. The first events of a connection tell all that was missed. */
 function connect(): void {
@@ -143,6 +164,11 @@ export function useRemote(run: string | null): { remote: RemoteCopy | null; hasS
   const hasSteps = useSyncExternalStore(subscribe, () => run !== null && (stateOf(run).versions.steps ?? 0) > 0);
   return { remote, hasSteps };
 }
+
+/** Returns until when the page was up to date, in milliseconds; null while it is. */
+export const behindSince = (): number | null => connection.behindSince;
+
+export const useBehind = (): number | null => useSyncExternalStore(subscribe, behindSince);
 
 /** Returns the newest status that an event brought, and whether the page is connected (null: not yet). */
 export function useConnection(run: string | null): { status: string | null; connected: boolean | null } {

@@ -2,6 +2,7 @@
 
 import { useCallback, useEffect, useSyncExternalStore } from "react";
 import { address, ApiError, get, type Query } from "../api";
+import { onRead } from "./live";
 
 /** Time between two reads of what the server could not answer. */
 export const RETRY_MS = 5_000;
@@ -70,7 +71,9 @@ function entryOf(key: string): Entry {
 async function load(key: string, entry: Entry): Promise<boolean> {
   try {
     entry.state = { data: await get(key), error: null, loading: false };
+    onRead(true);
   } catch (error) {
+    onRead(error instanceof ApiError && error.status < 502); // a gateway answers for a server that does not
     entry.state = { data: entry.state.data, error: error as Error, loading: false };
   }
   for (const listener of entry.listeners) listener();

@@ -26,8 +26,8 @@ LIVE_SECONDS = 1.0
 ENDED_SECONDS = 5.0
 """The same for a run that has ended, and may be resumed."""
 
-KEEPALIVE_SECONDS = 20.0
-"""Time between two comments, so that proxies keep a silent connection open."""
+KEEPALIVE_SECONDS = 10.0
+"""Time between two events without content: proxies keep the connection open, and a page notices a server that hangs."""
 
 RETRY_MILLISECONDS = 1000
 
@@ -99,7 +99,7 @@ async def run_events(
         silent += seconds
         if silent >= KEEPALIVE_SECONDS:
             silent = 0.0
-            yield b": still here\n\n"
+            yield b"event: alive\ndata: 0\n\n"
         await asyncio.sleep(seconds)
         due = {run_id: left - seconds for run_id, left in due.items()}
 

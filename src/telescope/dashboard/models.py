@@ -10,7 +10,7 @@ import pydantic_core
 from pydantic import BaseModel, create_model
 
 from telescope.record.schema import INT32_LIST, NUMBERS, TEXT_LIST, TEXTS, Table
-from telescope.record.tables import ATTEMPTS, ENVIRONMENTS
+from telescope.record.tables import ATTEMPTS, ENVIRONMENTS, NODES
 
 Number = float | None
 
@@ -149,16 +149,29 @@ class Environment(_Environment):
     tags_options: dict[str, list[str]]
 
 
+_Node: Any = columns_of(NODES, known="attempt node gpus links")
+
+
+class Node(_Node):
+    """A machine of a run: a row of the table `nodes`."""
+
+
 class RunInfo(BaseModel):
-    """A run. `user_set`: settings that the user wrote. `unreadable`: files of its record. `version`: of the server."""
+    """A run. `path` and `final_model`: as a shell takes them. `user_set`: settings that the user wrote.
+
+    `unreadable`: files of its record. `version` is that of the server.
+    """
 
     info: RunRow
     config: dict[str, Any]
     user_set: list[str]
     attempts: list[Attempt]
     environments: list[Environment]
+    nodes: list[Node]
     result: dict[str, Any]
     checkpoints: list[int]
+    path: str
+    final_model: str | None
     unreadable: list[str]
     version: str
 
@@ -229,10 +242,11 @@ class StepColumns(BaseModel):
 
 
 class Sentence(BaseModel):
-    """A sentence of the verdict, and the metrics that it read."""
+    """A sentence of the verdict, and the metrics that it read. `is_outcome`: the result of an eval, or the reward."""
 
     text: str
     metrics: list[str]
+    is_outcome: bool
 
 
 class HealthCell(BaseModel):
@@ -358,3 +372,12 @@ class Document(BaseModel):
 
     value: Any
     version: str
+
+
+class Costs(BaseModel):
+    """Where the time of engines and ranks went: seconds by use, of `unit` (GPU or process). Tokens by outcome."""
+
+    unit: str
+    tokens: dict[str, int]
+    engines: dict[str, float]
+    trainer: dict[str, float]

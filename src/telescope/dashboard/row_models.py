@@ -236,3 +236,64 @@ class Logs(BaseModel):
     rows: list[LogLine]
     components: list[str]
     sources: list[str]
+
+
+class ChangedCell(BaseModel):
+    """Samples of one environment with the same tags: `mix` and `within` of all cells add up to the change."""
+
+    environment: str | None
+    cell: str
+    n_before: int
+    n_after: int
+    mean_before: Number
+    mean_after: Number
+    mix: Number
+    within: Number
+
+
+class Effect(BaseModel):
+    """A step metric, or the seconds of a kind of span: means, and their difference in standard deviations."""
+
+    name: str
+    kind: str
+    before: Number
+    after: Number
+    effect: float
+
+
+class ChangedEvent(BaseModel):
+    """An alert near the step."""
+
+    attempt: int
+    step: int | None
+    time: Number
+    level: str | None
+    kind: str | None
+    message: str | None
+
+
+class ChangedAnswer(BaseModel):
+    """An answer that differs much from those before the step. `mean_before` is of its environment and tags."""
+
+    attempt: int
+    sample_id: str
+    group_id: int | None
+    step: int
+    environment: str | None
+    cell: str
+    value: Number
+    mean_before: Number
+    reward: Number
+    completion_tokens: int | None
+    stop_reason: str | None
+    answer: str
+
+
+class Changes(BaseModel):
+    """What differs before and after a step. `decomposed`: the metric of the cells, the reward if the asked has none."""
+
+    decomposed: str
+    cells: list[ChangedCell]
+    effects: list[Effect]
+    events: list[ChangedEvent]
+    answers: list[ChangedAnswer]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
@@ -84,7 +86,10 @@ def run_info(registry: Registry, run_id: str) -> dict[str, Any]:
     """Returns everything about a run that does not change with its steps."""
     store = registry.store(run_id)
     config, user_set = config_of(store.run)
-    store.refresh("environments")
+    store.refresh("environments", "nodes")
+    nodes = store.rows(
+        "SELECT * FROM nodes QUALIFY row_number() OVER (PARTITION BY node ORDER BY time DESC) = 1 ORDER BY node"
+    )
     environments = store.rows("SELECT * FROM environments ORDER BY attempt, key")
     newest = max((row["attempt"] for row in environments), default=None)
     for row in environments:
@@ -104,11 +109,20 @@ def run_info(registry: Registry, run_id: str) -> dict[str, Any]:
             for row in attempts
         ],
         "environments": [row for row in environments if row["attempt"] == newest],
+        "nodes": [{**row, "gpus": row["gpus"] or [], "links": row["links"] or []} for row in nodes],
         "result": store.run.result,
         "checkpoints": checkpoints_of(store.run.files),
+        "path": _shell_path(store.run.files.run_dir),
+        "final_model": _shell_path(model) if any((model := store.run.files.model).glob("*.safetensors")) else None,
         "unreadable": [path.as_posix() for path in store.run.unreadable],
         "version": telescope.__version__,
     }
+
+
+def _shell_path(path: Path) -> str:
+    """Returns a path as it is typed in the server's folder."""
+    here, path = Path.cwd(), path.absolute()
+    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
 def checkpoints_of(files: RunFiles) -> list[int]:

@@ -333,6 +333,10 @@ class RunStore:
         found = self._files("samples", f"attempt, sample_id, {shown}{columns}", where, *self._places("samples", where))
         return {(row["attempt"], row["sample_id"]): row for row in found.to_pylist(maps_as_pydicts="lossy")}
 
+    def aggregate(self, name: str, columns: str, group: str, where: str = "true") -> list[Row]:
+        """Returns aggregates of a table by `group`, from its files: rows that nothing else needs stay out of memory."""
+        return self._files(name, columns, f"{where} GROUP BY {group}").to_pylist()
+
     def _read(self, name: str, database: duckdb.DuckDBPyConnection, cursors: dict[str, int]) -> None:
         cursor = cursors.get(name)
         if cursor and self.run.num_rows(name) < cursor:

@@ -235,7 +235,7 @@ def _outcome(history: History) -> list[dict[str, Any]]:
     if history.evals:
         points = [point for point in history.evals if point.name == history.evals[0].name]
         texts = [_accuracy(point) for point in (points[:1] if len(points) == 1 else (points[0], points[-1]))]
-        return [_sentence(f"{points[0].name}: {', '.join(texts)}.", ())]
+        return [_sentence(f"{points[0].name}: {', '.join(texts)}.", (), is_outcome=True)]
     name = rules.REWARD if history.columns.get(rules.REWARD) else rules.TRAINED_REWARD
     values = finite(history.columns.get(name, ()))
     if len(values) < 2:
@@ -245,7 +245,8 @@ def _outcome(history: History) -> list[dict[str, Any]]:
     span = "step" if window == 1 else f"{window} steps"
     texts = [f"{value:.3g}".replace("-", MINUS) for value in (before, now)]
     groups = "all groups" if name == rules.REWARD else "the groups trained on"
-    return [_sentence(f"Mean reward of {groups}: {texts[0]} in the first {span}, {texts[1]} in the last.", (name,))]
+    text = f"Mean reward of {groups}: {texts[0]} in the first {span}, {texts[1]} in the last."
+    return [_sentence(text, (name,), is_outcome=True)]
 
 
 def _accuracy(point: rules.EvalPoint) -> str:
@@ -262,5 +263,5 @@ def _no_signal(history: History) -> list[dict[str, Any]]:
     return [_sentence(text, (rules.NO_SIGNAL,))] if share >= LEAST_NO_SIGNAL else []
 
 
-def _sentence(text: str, metrics: Sequence[str]) -> dict[str, Any]:
-    return {"text": text, "metrics": list(metrics)}
+def _sentence(text: str, metrics: Sequence[str], *, is_outcome: bool = False) -> dict[str, Any]:
+    return {"text": text, "metrics": list(metrics), "is_outcome": is_outcome}

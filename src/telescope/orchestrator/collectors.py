@@ -79,6 +79,8 @@ class Collectors:
             logger.warning("%s: %s", source.name, problem)
         if not source.is_placed:
             source.is_placed = True
+            if batch.hardware is not None:
+                self._recorder.write("nodes", {**batch.hardware, "node": batch.node})
             for gpu in batch.gpus:
                 self._recorder.write("gauges", gauge_row(Reading(time.time(), GIVEN_GPU, 1.0, gpu=gpu), source, batch))
         for reading in batch.readings:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 MAX_BUFFERED = 20_000
@@ -42,13 +42,14 @@ class Reading:
 class ReadingBatch:
     """Readings since the last `take`, the problems since then, and the machine.
 
-    `gpus` are the GPUs of the process, as `nvidia-smi` counts on `node`.
+    `gpus` are the GPUs of the process, as `nvidia-smi` counts on `node`. `hardware` is the machine's row of `nodes`.
     """
 
     readings: list[Reading]
     problems: list[str]
     node: str | None = None
     gpus: tuple[int, ...] = ()
+    hardware: Mapping[str, object] | None = None
 
 
 class Thinning:

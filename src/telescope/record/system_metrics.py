@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
+import re
 import shutil
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ SHARED_MEMORY = Path("/dev/shm")
 """Holds Ray's object store and the memory that torch's processes share."""
 
 WATTS_PER_MILLIWATT = 1e-3
+MEGABITS_PER_GIGABIT = 1000
 
 
 class MachineSampler:
@@ -37,8 +41,11 @@ class MachineSampler:
 
     def __init__(self, interval: float) -> None:
         self._samplers = [Sampler("machine", interval, host_reader())]
+        self._hardware = host_hardware()
         try:
-            self._samplers.append(Sampler("gpus", interval, GpuReader()))
+            gpus = GpuReader()
+            self._hardware |= gpus.hardware()
+            self._samplers.append(Sampler("gpus", interval, gpus))
         except NoGpusError as error:
             logger.info("GPU gauges are not recorded: %s", error)
         for sampler in self._samplers:
@@ -51,6 +58,7 @@ class MachineSampler:
             readings=[reading for batch in batches for reading in batch.readings],
             problems=[problem for batch in batches for problem in batch.problems],
             node=socket.gethostname(),
+            hardware=self._hardware,
         )
 
     def stop(self) -> None:
@@ -82,6 +90,27 @@ def host_reader() -> Callable[[], list[Reading]]:
         return [Reading(now, name, float(value)) for name, value in values.items()]
 
     return read
+
+
+def host_hardware() -> dict[str, Any]:
+    """Returns the row of this machine in the table `nodes`, without GPUs."""
+    found = None
+    with suppress(OSError):
+        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    cpu = found[1] if found else platform.processor() or platform.machine()
+    system = platform.system()
+    with suppress(OSError):
+        system = platform.freedesktop_os_release()["PRETTY_NAME"]
+    links = []
+    for rate in sorted(Path("/sys/class/infiniband").glob("*/ports/*/rate")):
+        with suppress(OSError):
+            links.append(f"{rate.parts[-4]} port {rate.parent.name}: {rate.read_text().strip()}")
+    up = {name: one.speed for name, one in psutil.net_if_stats().items() if one.isup and one.speed > 0}
+    return {
+        "time": time.time(), "cpu": cpu, "num_cores": os.cpu_count(), "memory_bytes": psutil.virtual_memory().total,
+        "os": f"{system}, {platform.system()} {platform.release()}", "gpus": [], "gpu_driver": None,
+        "links": [*links, *(f"{name}: {speed / MEGABITS_PER_GIGABIT:g} Gb/s" for name, speed in sorted(up.items()))],
+    }  # fmt: skip
 
 
 DISK_FREE, DISK_TOTAL = "disk_free_bytes", "disk_total_bytes"
@@ -129,10 +158,21 @@ class GpuReader:
             raise NoGpusError("NVML finds no GPU")
         self._unsupported: set[tuple[int, str]] = set()
 
-    @property
-    def names(self) -> list[str]:
-        """Model names by GPU index."""
-        return [_text(self._nvml.nvmlDeviceGetName(device)) for device in self._devices]
+    def hardware(self) -> dict[str, Any]:
+        """Returns the columns `gpus` and `gpu_driver` of the table `nodes`. A GPU with NVLink has its active links."""
+        nvml, gpus = self._nvml, []
+        with suppress(nvml.NVMLError):
+            for device in self._devices:
+                active = 0
+                with suppress(nvml.NVMLError):  # raised for the first link that the GPU does not have
+                    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+                        active += nvml.nvmlDeviceGetNvLinkState(device, link)
+                name = _text(nvml.nvmlDeviceGetName(device))
+                gpus.append(f"{name}, {active} NVLinks" if active else name)
+            cuda = nvml.nvmlSystemGetCudaDriverVersion()
+            driver = f"{_text(nvml.nvmlSystemGetDriverVersion())}, CUDA {cuda // 1000}.{cuda % 1000 // 10}"
+            return {"gpus": gpus, "gpu_driver": driver}
+        return {"gpus": gpus}
 
     def __call__(self) -> list[Reading]:
         readings = []

@@ -72,6 +72,27 @@ ATTEMPTS = Table(
     latest_wins=True,
 )
 
+NODES = Table(
+    "nodes",
+    "One row per machine of an attempt, written with its first gauges.",
+    (
+        ATTEMPT,
+        Column("time", TIME, "When it was read."),
+        Column("node", TEXT, "Its name."),
+        Column("cpu", TEXT, "Model of its processor."),
+        Column("num_cores", INTEGER, "Logical cores."),
+        Column("memory_bytes", INTEGER, "Main memory."),
+        Column("os", TEXT, "Operating system and kernel."),
+        Column("gpus", TEXT_LIST, "Models of its GPUs, in the order of `nvidia-smi`."),
+        Column(
+            "gpu_driver", TEXT, "Versions of the driver and of the newest CUDA that it supports; null without GPUs."
+        ),
+        Column("links", TEXT_LIST, "NVLink, InfiniBand and network interfaces that are up, with their speed."),
+    ),
+    key=("attempt", "node"),
+    keep=Keep.ALWAYS,
+)
+
 ENVIRONMENTS = Table(
     "environments",
     "One row per environment and eval of an attempt: its description, for the scales of charts.",
@@ -263,7 +284,7 @@ LOGS = Table(
 TABLES: dict[str, Table] = {
     table.name: table
     for table in (
-        *(RUNS, ATTEMPTS, ENVIRONMENTS, LOGS, ALERTS, GAUGES, SPANS, TURNS, TOOL_CALLS, INFO, TOKENS),
+        *(RUNS, ATTEMPTS, NODES, ENVIRONMENTS, LOGS, ALERTS, GAUGES, SPANS, TURNS, TOOL_CALLS, INFO, TOKENS),
         *(SAMPLES, EVAL_SAMPLES, EVALS, GROUPS, STEP_STATS, STEPS),
     )
 }

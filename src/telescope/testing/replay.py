@@ -79,7 +79,8 @@ class Replay:
     ) -> None:  # fmt: skip
         folder = RECORDING / recording
         self._recorded = json.loads((folder / "run.json").read_text())
-        self._tables = {name: pq.read_table(folder / f"{name}.parquet") for name in TABLES if name not in ONCE}
+        files = {name: folder / f"{name}.parquet" for name in TABLES if name not in ONCE}
+        self._tables = {name: pq.read_table(path) for name, path in files.items() if path.exists()}
         self._ends: list[float] = self._tables["steps"]["ended_at"].to_pylist()
         self.num_recorded = len(self._ends)
         self._repeated = min(NUM_REPEATED, self.num_recorded - 1)

@@ -15,6 +15,8 @@ ANSWERS = {
     "/api/runs/{run}/steps": "/api/runs/first/steps",
     "/api/compare": "/api/compare?runs=first,below~second",
     "/api/runs/{run}/health": "/api/runs/first/health",
+    "/api/runs/{run}/changes": "/api/runs/first/changes?step=6",
+    "/api/runs/{run}/costs": "/api/runs/first/costs",
     "/api/runs/{run}/distribution": "/api/runs/first/distribution",
     "/api/runs/{run}/in_flight": "/api/runs/first/in_flight",
     "/api/runs/{run}/tags": "/api/runs/first/tags",

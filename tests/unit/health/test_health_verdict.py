@@ -22,7 +22,7 @@ def sentences(changed: dict[str, list[float | None]], state: State = LIVE) -> li
 def test_a_healthy_run_says_what_came_out_and_that_nothing_stands_out() -> None:
     outcome, calm = sentences({rules.NO_SIGNAL: [10.0] * 60})
     assert outcome["text"].startswith("Mean reward of all groups: ")
-    assert calm == {"text": "Nothing stands out.", "metrics": []}
+    assert (calm["text"], calm["metrics"], calm["is_outcome"]) == ("Nothing stands out.", [], False)
     assert not any(cell["attention"] for cell in verdict.cells(history(), []))
 
 

@@ -23,7 +23,7 @@ class Rows:
         self.enough = asyncio.Event()
 
     def write(self, table: str, row: dict[str, Any]) -> None:
-        assert table == "gauges"
+        assert table == ("nodes" if "cpu" in row else "gauges")
         self.rows.append(row)
         if len(self.rows) >= self.wanted:
             self.enough.set()
@@ -71,6 +71,14 @@ async def test_a_source_that_recovers_is_polled_again():
 
     rows = await collect([Source("a", {}, 0.001, take)], 1)
     assert rows[0]["value"] == 1.0
+
+
+async def test_the_hardware_of_a_machine_is_written_once():
+    async def take() -> ReadingBatch:
+        return ReadingBatch([Reading(1.0, "n", 1.0)], [], node="box", hardware={"cpu": "EPYC"})
+
+    rows = await collect([Source("machine box", {}, 0.001, take)], 10)
+    assert [row for row in rows if "cpu" in row] == [{"cpu": "EPYC", "node": "box"}]
 
 
 async def test_the_gpus_of_a_process_are_written_once():

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from types import ModuleType
 
+import psutil
 import pytest
 from tests.documented_metrics import undocumented
 
 from telescope.record import gauges
 from telescope.record.gauges import REPEAT_SECONDS, Reading, Sampler, Thinning
 from telescope.record.system_metrics import GpuReader, MachineSampler, NoGpusError
+from telescope.record.tables import TABLES
 
 
 def kept(values: list[float]) -> list[tuple[float, float]]:
@@ -139,6 +142,22 @@ class FakeNvml(ModuleType):
     def nvmlDeviceGetClockInfo(self, device: int, clock: int) -> int:
         return {self.NVML_CLOCK_SM: 1980, self.NVML_CLOCK_MEM: 2619}[clock]
 
+    NVML_NVLINK_MAX_LINKS = 18
+
+    def nvmlDeviceGetName(self, device: int) -> bytes:
+        return b"NVIDIA H100"
+
+    def nvmlDeviceGetNvLinkState(self, device: int, link: int) -> int:
+        if link == 4 or device == 1:
+            raise self.NVMLError_NotSupported
+        return 1
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "550.54"
+
+    def nvmlSystemGetCudaDriverVersion(self) -> int:
+        return 12040
+
     def nvmlDeviceGetPowerUsage(self, device: int) -> int:
         self.power_asked += 1
         raise self.NVMLError_NotSupported
@@ -159,6 +178,21 @@ def test_a_call_that_a_gpu_does_not_support_is_not_repeated(monkeypatch: pytest.
     assert found[0, "gpu_sm_clock_mhz"] == 1980
     assert not any("power" in name for _, name in found)
     assert undocumented(name for _, name in found) == []
+
+
+def test_a_machine_sends_its_hardware_with_its_gauges(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(num_gpus=2))
+    machine = MachineSampler(60)
+    hardware = machine.take().hardware
+    machine.stop()
+    assert hardware is not None
+    assert set(hardware) == set(TABLES["nodes"].column_names) - {"attempt", "node"}
+    assert hardware["gpus"] == ["NVIDIA H100, 4 NVLinks", "NVIDIA H100"]
+    assert hardware["gpu_driver"] == "550.54, CUDA 12.4"
+    assert hardware["num_cores"] == os.cpu_count()
+    assert hardware["memory_bytes"] == psutil.virtual_memory().total
+    assert hardware["cpu"]
+    assert hardware["os"]
 
 
 def test_a_machine_without_gpus_has_no_gpu_gauges(monkeypatch: pytest.MonkeyPatch):

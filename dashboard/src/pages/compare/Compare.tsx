@@ -4,6 +4,7 @@ import { moment, NONE, setting } from "../../format";
 import { Failure, Quiet } from "../../shell/App";
 import { useResource } from "../../state/resource";
 import { useRunId, useRuns } from "../../state/run";
+import { comparedRows } from "../../state/settings";
 import { useRunColors } from "../../state/colors";
 import { elsewhere, format, setOthers, useOthers, useParam, usePlace, useSearchText } from "../../state/url";
 import type { Comparison, Start } from "../../types";
@@ -40,7 +41,8 @@ function Loaded({ data, all }: { data: Comparison; all: boolean }) {
   const settings = data.config
     .filter((row) => row.key.includes(search.trim()))
     .sort((a, b) => Number(a.bookkeeping) - Number(b.bookkeeping) || a.key.localeCompare(b.key))
-    .map((row): Row => ({ name: row.key, values: row.values.map(setting), mono: true }));
+    .flatMap((row) => comparedRows(row.key, row.values, all))
+    .map(([name, values]): Row => ({ name, values: values.map(setting), mono: true }));
   const nameOf = (id: string) => visible(listed.find((row) => row.id === id)?.name ?? id);
   return (
     <div className="compare">

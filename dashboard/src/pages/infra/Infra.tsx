@@ -17,6 +17,7 @@ import { Model } from "../overview/Model";
 import { type GaugeSeries } from "../gauges";
 import { Cluster } from "./Cluster";
 import { GaugeChart } from "./GaugeChart";
+import { Hardware } from "./Hardware";
 import { type ChartSpec, machines, otherChart, roleOf, SECTIONS, seriesOf } from "./infra";
 import "../panes.css";
 import "./infra.css";
@@ -184,6 +185,7 @@ function Topology({ info }: { info: RunInfo }) {
           </dl>
         )}
       </section>
+      <Hardware nodes={info.nodes} />
       <Model run={info.info.id} />
       {!model.loading && (
         <section className="sec">

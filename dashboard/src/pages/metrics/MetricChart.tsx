@@ -2,6 +2,7 @@
 
 import { useEffect, useRef, useState } from "react";
 import { Chart } from "../../charts/Chart";
+import { isEval } from "../../charts/data";
 import { ticks } from "../../charts/math";
 import type { DrawnRun, XAxis } from "../../charts/runs";
 import { number } from "../../format";
@@ -79,7 +80,7 @@ function Placed({ metric, runs, view, open, fill, close, remove, move, named, ov
   // An axis of a metric has no range of steps: the ruler's chooses its points.
   const axes = over
     ? { axis: `metric ${over}`, xTicks: ticks, xFormat: (x: number) => number(x), xTitle: over }
-    : { axis: view.axis, xEnd: view.xEnd, xStart: view.xStart, xFormat: view.xFormat, xTicks: view.xTicks, zoom: view.zoom, onZoom: view.onZoom, onPick: view.onPick, xTitle: X_TITLES[view.axis] };
+    : { axis: view.axis, xEnd: view.xEnd, xStart: view.xStart, xFormat: view.xFormat, xTicks: view.xTicks, zoom: view.zoom, onZoom: view.onZoom, onPick: view.onPick, stepOf: view.stepOf, metric: isEval(metric) ? undefined : metric, xTitle: X_TITLES[view.axis] };
   const { title, unit, name } = titleOf(metric);
   return (
     <>

@@ -14,7 +14,7 @@ import type { Range } from "../../state/url";
 import type { Distribution, Environment, Value } from "../../types";
 
 /** What the toolbar and the ruler decide for all charts. */
-export interface View extends Pick<ChartProps, "zoom" | "onZoom" | "onPick" | "xEnd" | "xStart" | "xFormat" | "xTicks"> {
+export interface View extends Pick<ChartProps, "zoom" | "onZoom" | "onPick" | "stepOf" | "xEnd" | "xStart" | "xFormat" | "xTicks"> {
   axis: XAxis;
   keep: number;
   band: BandKind;

@@ -1,62 +1,124 @@
-/** Alerts: open ones with what to try, then resolved ones and notes. Each leads to its moment. */
+/** Alerts: open ones with what to try, then closed ones and notes. Each leads to its moment. Results of evals stand apart. */
 
-import { useState } from "react";
+import { useLayoutEffect, useRef, useState } from "react";
+import { embedded } from "../../embedded";
 import { unbroken } from "../../format";
-import { format, usePlace } from "../../state/url";
-import type { Alert } from "../../types";
 import { lastedOf, momentOf, placeOf } from "../../state/alerts";
+import { elsewhere, format, usePlace } from "../../state/url";
+import type { Alert } from "../../types";
 
-/** Resolved alerts and notes that are shown at first. */
+/** Closed alerts and notes, and results of evals, that are shown at first. */
 const FEW = 6;
+const FEW_RESULTS = 2;
 
-export function Alerts({ alerts }: { alerts: Alert[] }) {
-  const [all, showAll] = useState(false);
-  const open = alerts.filter((alert) => !alert.resolved);
-  const resolved = alerts.filter((alert) => alert.resolved && alert.level !== "info");
-  const notes = alerts.filter((alert) => alert.level === "info");
-  const rest = [...resolved, ...notes];
-  const words = [open.length && `${open.length} open`, resolved.length && `${resolved.length} resolved`, notes.length && `${notes.length} ${notes.length === 1 ? "notice" : "notices"}`].filter(Boolean).join(", ");
+/** `live`: without it nothing is open any more. What was open at the end says so. */
+export function Alerts({ alerts, live }: { alerts: Alert[]; live: boolean }) {
+  const results = alerts.filter((alert) => alert.kind === "eval" && alert.level === "info");
+  const others = alerts.filter((alert) => !results.includes(alert));
+  const open = others.filter((alert) => !alert.resolved);
+  const resolved = others.filter((alert) => alert.resolved && alert.level !== "info");
+  const notes = others.filter((alert) => alert.level === "info");
+  const closed = [...(live ? [] : open), ...resolved];
+  const words = [live && open.length && `${open.length} open`, closed.length && `${closed.length} ${live ? "resolved" : "closed"}`, notes.length && `${notes.length} ${notes.length === 1 ? "notice" : "notices"}`].filter(Boolean).join(", ");
   return (
-    <section className="sec">
-      <h2>
-        Alerts <span>{words || "none"}</span>
-      </h2>
-      {[...open, ...(all ? rest : rest.slice(0, FEW))].map((alert, i) => (
-        <One key={i} alert={alert} />
-      ))}
-      {rest.length > FEW && (
-        <button className="link s f" aria-pressed={all} onClick={() => showAll(!all)}>
-          {all ? "Show fewer" : `Show ${rest.length - FEW} more`}
-        </button>
+    <>
+      <section className="sec">
+        <h2>
+          Alerts <span>{words || "none"}</span>
+        </h2>
+        <List always={open} rest={[...resolved, ...notes]} few={FEW} live={live} />
+      </section>
+      {results.length > 0 && (
+        <section className="sec">
+          <h2>
+            Eval results <span>{results.length}</span>
+          </h2>
+          <List always={[]} rest={results} few={FEW_RESULTS} live={live} />
+        </section>
       )}
-    </section>
+    </>
   );
 }
 
-function One({ alert }: { alert: Alert }) {
-  const place = placeOf(alert, usePlace());
+function List({ always, rest, few, live }: { always: Alert[]; rest: Alert[]; few: number; live: boolean }) {
+  const [all, showAll] = useState(false);
   return (
-    <div className={`al ${alert.resolved ? "done" : ""}`}>
-      <Mark alert={alert} />
-      <a href={format(place)} title={alert.metrics[0] ? `Show ${alert.metrics[0]}` : `Show on the page ${place.page}`}>
+    <>
+      {[...always, ...(all ? rest : rest.slice(0, few))].map((alert, i) => (
+        <One key={i} alert={alert} live={live} />
+      ))}
+      {rest.length > few && (
+        <button className="link s f" aria-pressed={all} onClick={() => showAll(!all)}>
+          {all ? "Show fewer" : `Show ${rest.length - few} more`}
+        </button>
+      )}
+    </>
+  );
+}
+
+function One({ alert, live }: { alert: Alert; live: boolean }) {
+  const here = usePlace();
+  const place = placeOf(alert, here);
+  const isOpen = !alert.resolved && live;
+  const text = alert.resolved ? "" : [alert.text, live && alert.advice, lastedOf(alert)].filter(Boolean).join(" ");
+  const step = alert.first_step ?? alert.step;
+  const changes = step === null || step < 1 || alert.level === "info" || embedded ? null : elsewhere(here, { page: "changes" }, { step: String(step), ...(alert.metrics[0] ? { metric: alert.metrics[0] } : {}) });
+  return (
+    <div className={`al ${isOpen ? "" : "done"}`}>
+      <Mark alert={alert} open={isOpen} />
+      <a className="clip" href={format(place)} title={unbroken(alert.title)}>
         {unbroken(alert.title)}
       </a>
-      <span className="f s">{momentOf(alert)}</span>
-      {!alert.resolved && (alert.text || alert.advice || alert.count > 1) && <p className="s d">{unbroken([alert.text, alert.advice, lastedOf(alert)].filter(Boolean).join(" "))}</p>}
+      <span className="f s">{!alert.resolved && !live ? "at the end" : momentOf(alert)}</span>
+      {text && <Clamped text={unbroken(text)} />}
+      {changes && (
+        <p className="s">
+          <a className="link f" href={format(changes)}>
+            What changed at step {step}
+          </a>
+        </p>
+      )}
     </div>
   );
 }
 
-function Mark({ alert }: { alert: Alert }) {
-  const label = alert.level === "info" ? "note" : alert.resolved ? "resolved" : "open";
+/** A text of three lines at most, until it is opened. */
+function Clamped({ text }: { text: string }) {
+  const [opened, open] = useState(false);
+  const [cut, setCut] = useState(false);
+  const host = useRef<HTMLParagraphElement>(null);
+  useLayoutEffect(() => {
+    const element = host.current!;
+    if (!opened) setCut(element.scrollHeight > element.clientHeight + 1);
+  }, [text, opened]);
+  return (
+    <>
+      <p ref={host} className={`s d ${opened ? "" : "clip"}`}>
+        {text}
+      </p>
+      {(cut || opened) && (
+        <p className="s">
+          <button className="link f" aria-expanded={opened} onClick={() => open(!opened)}>
+            {opened ? "less" : "more"}
+          </button>
+        </p>
+      )}
+    </>
+  );
+}
+
+function Mark({ alert, open }: { alert: Alert; open: boolean }) {
+  const label = alert.level === "info" ? "note" : open ? "open" : alert.resolved ? "resolved" : "closed at the end";
   return (
     <svg width={12} height={11} role="img" aria-label={label}>
       {label === "note" ? (
         <circle cx={6} cy={6} r={1.5} fill="var(--ink3)" />
+      ) : open ? (
+        <path d="M6 .5l5.5 10h-11z" fill="var(--warn)" />
       ) : alert.resolved ? (
         <path d="M1.5 6l3 3 6-7" fill="none" stroke="var(--ink3)" strokeWidth={1.5} />
       ) : (
-        <path d="M6 .5l5.5 10h-11z" fill="var(--warn)" />
+        <path d="M6 1.5l4.6 8.5H1.4z" fill="none" stroke="var(--ink3)" strokeWidth={1.2} />
       )}
     </svg>
   );

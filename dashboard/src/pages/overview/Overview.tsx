@@ -3,7 +3,7 @@
 import { useMemo, useState } from "react";
 import { runPath } from "../../api";
 import { Chart, type ChartProps } from "../../charts/Chart";
-import { axisEnd, linesOf } from "../../charts/data";
+import { axisEnd, isEval, linesOf } from "../../charts/data";
 import { type DrawnRun, metricNames, useDrawnRuns, useStepAxis } from "../../charts/runs";
 import { Spark } from "../../charts/Spark";
 import { embedded } from "../../embedded";
@@ -16,10 +16,12 @@ import { useResource } from "../../state/resource";
 import { useHealth, useRunId, useRunInfo, useStatus } from "../../state/run";
 import { column, useSteps } from "../../state/steps";
 import { elsewhere, format, go, usePlace } from "../../state/url";
-import type { Distribution, Health, RunInfo, StepColumns, Value } from "../../types";
+import type { Distribution, Health, RunInfo, Sentence, StepColumns, Value } from "../../types";
 import { place as placeOfMetric, titleOf } from "../metrics/tree";
 import { keepOf, standardCharts } from "./charts";
+import { Costs } from "./Costs";
 import { Now } from "./Now";
+import { Outcome } from "./Outcome";
 import { Side } from "./Side";
 import "./overview.css";
 
@@ -33,7 +35,7 @@ export function Overview() {
   return (
     <div className="overview">
       <div className="left">
-        {health.data && <Verdict health={health.data} />}
+        {health.data && <Verdict health={health.data} info={info.data} steps={steps} />}
         {embedded && (
           <p className="exported s f">
             Exported {moment(embedded.written_at)} with {embedded.left_out.join("; ")}.
@@ -45,6 +47,7 @@ export function Overview() {
         ) : (
           <>
             {health.data && <Strip health={health.data} steps={steps} />}
+            {!embedded && <Costs run={run} />}
             <Charts info={info.data} steps={steps} />
           </>
         )}
@@ -78,22 +81,32 @@ function strong(text: string) {
   return unbroken(text).split(/([−-]?\d+(?:[.,]\d+)?(?:[ \u202f]?%)?)/).map((part, i) => (i % 2 ? <b key={i}>{part}</b> : part));
 }
 
-function Verdict({ health }: { health: Health }) {
-  const [first, ...rest] = health.verdict;
-  if (!first) return null;
+function Verdict({ health, info, steps }: { health: Health; info: RunInfo; steps: StepColumns }) {
+  const outcome = health.verdict.find((sentence) => sentence.is_outcome);
+  const others = health.verdict.filter((sentence) => sentence !== outcome);
+  // What ended the run or needs a person at once stands before the outcome.
+  const urgent = outcome && health.verdict[0] === outcome ? [] : others.splice(0, 1);
+  const from = (sentence: Sentence) => (sentence.metrics.length ? `From ${sentence.metrics.join(", ")}` : undefined);
   return (
-    <section className="verdict">
-      <h1 title={first.metrics.length ? `From ${first.metrics.join(", ")}` : undefined}>{unbroken(first.text)}</h1>
-      {rest.length > 0 && (
-        <p>
-          {rest.map((sentence, i) => (
-            <span key={i} title={sentence.metrics.length ? `From ${sentence.metrics.join(", ")}` : undefined}>
-              {strong(sentence.text)}{" "}
-            </span>
-          ))}
-        </p>
+    <>
+      {urgent.map((sentence) => (
+        <section key={sentence.text} className="verdict">
+          <h1 title={from(sentence)}>{unbroken(sentence.text)}</h1>
+        </section>
+      ))}
+      <Outcome info={info} steps={steps} sentence={outcome} />
+      {others.length > 0 && (
+        <section className="verdict">
+          <p>
+            {others.map((sentence, i) => (
+              <span key={i} title={from(sentence)}>
+                {strong(sentence.text)}{" "}
+              </span>
+            ))}
+          </p>
+        </section>
       )}
-    </section>
+    </>
   );
 }
 
@@ -158,7 +171,7 @@ function Charts({ info, steps }: { info: RunInfo; steps: StepColumns }) {
           const standard = charts.get(id);
           const open = () => go(elsewhere(place, { page: "metrics" }, { metric: mainMetricOf(id)! }));
           const menu = [{ title: "Open in Metrics", run: open }, { title: "Take off the overview", run: () => set(chosen.filter((other) => other !== id)) }];
-          if (standard) return <Chart key={id} {...standard} {...common} onTitle={open} menu={menu} />;
+          if (standard) return <Chart key={id} {...standard} {...common} metric={mainMetricOf(id)!} onTitle={open} menu={menu} />;
           return <Pinned key={id} metric={metric!} runs={runs} common={{ ...common, menu, onTitle: open }} />;
         })}
       </div>
@@ -183,5 +196,5 @@ function chartOptions(runs: DrawnRun[]): Option[] {
 
 function Pinned({ metric, runs, common }: { metric: string; runs: DrawnRun[]; common: Partial<ChartProps> }) {
   const lines = useMemo(() => linesOf(runs, metric, keepOf(runs[0]!.steps)), [runs, metric]);
-  return <Chart {...titleOf(metric)} x={runs[0]!.x} lines={lines} {...common} />;
+  return <Chart {...titleOf(metric)} x={runs[0]!.x} lines={lines} metric={isEval(metric) ? undefined : metric} {...common} />;
 }

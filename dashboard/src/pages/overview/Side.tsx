@@ -4,7 +4,8 @@ import { Fragment, useEffect, useRef, useState } from "react";
 import { embedded } from "../../embedded";
 import { count, moment, number, setting } from "../../format";
 import { useResource } from "../../state/resource";
-import { useRuns } from "../../state/run";
+import { useRuns, useStatus } from "../../state/run";
+import { comparedRows, settingRows } from "../../state/settings";
 import { elsewhere, format, useOthers, useParam, usePlace } from "../../state/url";
 import type { Attempt, Comparison, Environment, Health, RunInfo } from "../../types";
 import { Alerts } from "./Alerts";
@@ -14,9 +15,10 @@ import { visible } from "../../text/hostile";
 import { Plain } from "../../text/SafeText";
 
 export function Side({ info, health }: { info: RunInfo; health: Health | undefined }) {
+  const { live } = useStatus(info.info.id);
   return (
     <aside className="right">
-      {health && <Alerts alerts={health.alerts} />}
+      {health && <Alerts alerts={health.alerts} live={live} />}
       {!embedded && <Notes run={info.info.id} />}
       <Config info={info} />
       <Model run={info.info.id} />
@@ -29,7 +31,7 @@ export function Side({ info, health }: { info: RunInfo; health: Health | undefin
 /** A name that breaks behind its underscores where room is short. */
 function Name({ name }: { name: string }) {
   return visible(name)
-    .split(/(?<=_)/)
+    .split(/(?<=[_.])/)
     .map((part, i) => (
       <Fragment key={i}>
         {part}
@@ -44,7 +46,8 @@ function Config({ info }: { info: RunInfo }) {
   const [tab, setTab] = useParam("config", "set");
   const [search, setSearch] = useParam("setting");
   const names = tab === "all" ? Object.keys(info.config) : info.user_set;
-  const shown = names.filter((name) => name.includes(search.trim())).sort();
+  const rows = [...names].sort().flatMap((name) => settingRows(name, info.config[name]));
+  const shown = rows.filter(([name]) => tab !== "all" || name.includes(search.trim()));
   const place = useRef<HTMLElement>(null);
   useEffect(() => {
     if (search) place.current?.scrollIntoView({ block: "nearest" });
@@ -70,13 +73,13 @@ function Config({ info }: { info: RunInfo }) {
           )}
           <table className="cfg">
             <tbody>
-              {shown.map((name) => (
-                <tr key={name} className={tab === "all" && info.user_set.includes(name) ? "mine" : ""}>
+              {shown.map(([name, value]) => (
+                <tr key={name} className={tab === "all" && info.user_set.includes(name.split(".")[0]!) ? "mine" : ""}>
                   <td className="m" title={visible(name)}>
                     <Name name={name} />
                   </td>
-                  <td className="m r" title={setting(info.config[name])}>
-                    <span className="clamp">{setting(info.config[name])}</span>
+                  <td className="m r" title={setting(value)}>
+                    <span className="clamp">{setting(value)}</span>
                   </td>
                 </tr>
               ))}
@@ -110,17 +113,17 @@ function Differences({ run }: { run: string }) {
       {data && (
         <table className="cfg">
           <tbody>
-            {data.config.map((row) => (
-              <tr key={row.key}>
-                <td className="m" title={visible(row.key)}>
-                  <Name name={row.key} />
+            {data.config.flatMap((row) => comparedRows(row.key, row.values)).map(([name, [before, after]]) => (
+              <tr key={name}>
+                <td className="m" title={visible(name)}>
+                  <Name name={name} />
                 </td>
-                <td className="m r f" title={setting(row.values[0])}>
-                  {setting(row.values[0])}
+                <td className="m r f" title={setting(before)}>
+                  {setting(before)}
                 </td>
                 <td className="f">→</td>
-                <td className="m" title={setting(row.values[1])}>
-                  <b>{setting(row.values[1])}</b>
+                <td className="m" title={setting(after)}>
+                  <b>{setting(after)}</b>
                 </td>
               </tr>
             ))}

@@ -50,7 +50,6 @@ export function standardCharts(runs: DrawnRun[], info: RunInfo, reward: Distribu
     lines: rewardLines,
     low: oneRange ? (range[0]!.reward_min ?? undefined) : undefined,
     high: oneRange ? (range[0]!.reward_max ?? undefined) : undefined,
-    right: runs.length === 1 ? 44 : 8,
   });
 
   if (has(first, "discarded/zero_advantage/pct")) {
@@ -73,7 +72,6 @@ export function standardCharts(runs: DrawnRun[], info: RunInfo, reward: Distribu
       x,
       lines,
       low: 0,
-      right: used.length ? 70 : 8,
       read: (at) => readRow(steps, total, at, (value) => `${number(value, 0)}\u202f%`),
     });
   }
@@ -106,7 +104,6 @@ export function standardCharts(runs: DrawnRun[], info: RunInfo, reward: Distribu
       x,
       lines: used.map(([label, color], i) => ({ label, color, values: edges[i]!, measured: used[i]![2], x, area: true, direct: label, silent: true })),
       low: 0,
-      right: 70,
       read: (at) => readRow(steps, total, at, (value) => `${number(value, 2)} s`),
     });
   }

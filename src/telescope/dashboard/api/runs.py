@@ -8,9 +8,11 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response, StreamingResponse
 
-from telescope.dashboard import models, runs
-from telescope.dashboard.api import Reply, Row, Runs, Store
+from telescope.dashboard import models, row_models, runs
+from telescope.dashboard.api import Integer, Reply, Row, Runs, Store
 from telescope.dashboard.architecture import architecture_of
+from telescope.dashboard.changes import changes as changes_of
+from telescope.dashboard.costs import costs as costs_of
 from telescope.dashboard.events import run_events
 from telescope.dashboard.export import export_run
 
@@ -52,6 +54,22 @@ def now(request: Request, store: Store) -> Reply:
 @router.get("/runs/{run}/model", response_model=models.Architecture, summary="Layers, sizes, parameters of its model")
 def model(request: Request, store: Store) -> Reply:
     return Reply(request, architecture_of(store.run))
+
+
+@router.get("/runs/{run}/changes", response_model=row_models.Changes, summary="What changed at a step")
+def changes(
+    request: Request,
+    store: Store,
+    step: Integer,
+    window: Annotated[int, Query(ge=1, le=1000)] = 5,
+    metric: str = "reward/all_groups/mean",
+) -> Reply:
+    return Reply(request, changes_of(store, step, window, metric))
+
+
+@router.get("/runs/{run}/costs", response_model=models.Costs, summary="Where the time of engines and trainer went")
+def costs(request: Request, store: Store) -> Reply:
+    return Reply(request, costs_of(store))
 
 
 @router.get("/runs/{run}/export", response_class=Response, summary="The run as one HTML file")

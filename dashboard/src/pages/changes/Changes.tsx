@@ -1,0 +1,238 @@
+/** What changed at a step: the steps before it against as many from it on, ranked by their part in the change. */
+
+import { useMemo, useRef } from "react";
+import { runPath } from "../../api";
+import { Chart } from "../../charts/Chart";
+import { linesOf } from "../../charts/data";
+import { useDrawnRuns, useStepAxis } from "../../charts/runs";
+import { count, duration, NONE, number, percent, signed, unbroken } from "../../format";
+import { Failure, Quiet } from "../../shell/App";
+import { useKeys } from "../../shell/keys";
+import { useResource } from "../../state/resource";
+import { useRunId, useRunInfo } from "../../state/run";
+import { useSteps } from "../../state/steps";
+import { elsewhere, format, setParams, useParam, usePlace } from "../../state/url";
+import { visible } from "../../text/hostile";
+import type { Changes as Found, ChangedCell, Effect } from "../../types";
+import { titleOf } from "../metrics/tree";
+import { answerAddress } from "../rollouts/select";
+import { changeOf, cellName, effectName, sentence } from "./words";
+import "../panes.css";
+import "./changes.css";
+
+const WINDOWS = ["1", "5", "10", "20"];
+/** Rows of a table at first. */
+const FEW = 12;
+export const REWARD = "reward/all_groups/mean";
+
+export function Changes() {
+  const run = useRunId();
+  const info = useRunInfo(run).data;
+  const { steps } = useSteps(run);
+  const [stepText, setStep] = useParam("step");
+  const [window, setWindow] = useParam("window", "5");
+  const [metric] = useParam("metric", REWARD);
+  const last = steps?.step.at(-1) ?? 0;
+  const step = /^\d+$/.test(stepText) ? Number(stepText) : last;
+  const kept = useRef<Found | undefined>(undefined);
+  const { data = kept.current, error } = useResource<Found>(steps ? runPath(run, "changes") : null, { step, window, metric });
+  kept.current = data;
+  const to = (next: number) => setStep(String(Math.min(Math.max(0, next), last)));
+  useKeys("What changed", [
+    { keys: ["ArrowLeft", "h"], does: "a step earlier", run: () => to(step - 1) },
+    { keys: ["ArrowRight", "l"], does: "a step later", run: () => to(step + 1) },
+  ]);
+  if (error && !data) return <Failure error={error} />;
+  if (steps && steps.step.length === 0) return <Quiet title="No step has ended." text="This page compares the steps before a step with those from it on." />;
+  return (
+    <div className="changes">
+      <div className="toolbar">
+        <span className="steps">
+          <button className="btn" aria-label="A step earlier" onClick={() => to(step - 1)} disabled={step <= 0}>←</button> step <b>{step}</b>{" "}
+          <button className="btn" aria-label="A step later" onClick={() => to(step + 1)} disabled={step >= last}>→</button>
+        </span>
+        <span className="seg" role="group" aria-label="Steps on each side">
+          {WINDOWS.map((one) => (
+            <button key={one} aria-pressed={window === one} onClick={() => setWindow(one)}>{one}</button>
+          ))}
+        </span>
+        <span className="f">{window === "1" ? "step" : "steps"} on each side</span>
+        <span className="grow" />
+        {metric !== REWARD && <button className="link" onClick={() => setParams({ metric: null })}>Of the reward</button>}
+      </div>
+      {data && steps && info && <Body found={data} step={step} last={last} window={Number(window)} metric={metric} />}
+      {!data && <p className="quiet">Comparing steps…</p>}
+    </div>
+  );
+}
+
+const span = (from: number, to: number): string => (from === to ? `Step ${from}` : `Steps ${from} to ${to}`);
+
+function Body({ found, step, last, window, metric }: { found: Found; step: number; last: number; window: number; metric: string }) {
+  const run = useRunId();
+  const place = usePlace();
+  const isDecomposed = found.decomposed === metric;
+  const change = changeOf(found, metric);
+  const [all, showAll] = useParam("all");
+  const effects = found.effects.filter((effect) => effect.name !== metric && effect.effect !== 0);
+  const scale = Math.max(...found.cells.map(({ mix, within }) => Math.abs((mix ?? 0) + (within ?? 0))), 1e-12);
+  const most = Math.max(...effects.map(({ effect }) => Math.abs(effect)), 1e-12);
+  return (
+    <div className="panes">
+      <div className="main">
+        <section className="verdict">
+          <h1>{sentence(metric, change, step)}</h1>
+          <p>
+            {step === 0 ? "No step lies before it." : unbroken(`${span(Math.max(0, step - window), step - 1)} against ${span(step, Math.min(last, step + window - 1)).toLowerCase()}.`)}
+            {isDecomposed && change && ` ${parts(found.cells)}`}
+          </p>
+        </section>
+        <Around metric={metric} step={step} window={window} />
+        <section className="tbl">
+          <h2>
+            {isDecomposed ? "Environments and tags" : "Environments and tags, by reward"} <span>share of samples, mean, part of the change</span>
+          </h2>
+          {found.cells.length === 0 ? (
+            <p className="f">No scored answer lies in these steps.</p>
+          ) : (
+            <table>
+              <thead>
+                <tr>
+                  <th />
+                  <th className="r">samples</th>
+                  <th className="r">mean</th>
+                  <th className="r" title="Through its share of the samples">mix</th>
+                  <th className="r" title="Through its own mean">within</th>
+                  <th className="r">both</th>
+                  <th className="br" />
+                </tr>
+              </thead>
+              <tbody>
+                {found.cells.slice(0, all ? undefined : FEW).map((cell, i) => (
+                  <CellRow key={i} cell={cell} cells={found.cells} scale={scale} />
+                ))}
+              </tbody>
+            </table>
+          )}
+        </section>
+        <section className="tbl">
+          <h2>
+            Other numbers <span>means, difference in standard deviations</span>
+          </h2>
+          <table className="effects">
+            <tbody>
+              {effects.slice(0, all ? undefined : FEW).map((effect) => (
+                <EffectRow key={effect.name} effect={effect} most={most} href={effect.kind === "metric" ? format(elsewhere(place, {}, { step: String(step), window: String(window), metric: effect.name })) : null} />
+              ))}
+            </tbody>
+          </table>
+          {effects.length === 0 && <p className="f">No other number differs.</p>}
+          {Math.max(effects.length, found.cells.length) > FEW && (
+            <button className="link s f" aria-pressed={all !== ""} onClick={() => showAll(all ? null : "1")}>
+              {all ? "Show fewer" : `Show all ${Math.max(effects.length, found.cells.length)}`}
+            </button>
+          )}
+        </section>
+      </div>
+      <aside className="p3">
+        <section className="sec">
+          <h2>
+            Events <span>{found.events.length || "none"}</span>
+          </h2>
+          {found.events.map((event, i) => (
+            <a key={i} className="ev" href={format(elsewhere(place, { page: "logs" }, { step: String(event.step), at: String(event.time) }))}>
+              <span className={event.level === "info" ? "f" : "w"}>step {event.step ?? NONE}</span>
+              <span className="clip">{visible(event.message ?? "")}</span>
+            </a>
+          ))}
+        </section>
+        <section className="sec">
+          <h2>
+            Answers that differ most <span>{found.answers.length || "none"}</span>
+          </h2>
+          {found.answers.map((answer) => (
+            <a key={`${answer.attempt}/${answer.sample_id}`} className="an" href={answerAddress(place, { ...answer, eval_name: null })}>
+              <span className="s d">
+                step {answer.step}, {visible(answer.environment ?? "")} {visible(answer.cell)}
+              </span>
+              <span className="s">
+                <b>{number(answer.value)}</b> <span className="f">mean before {number(answer.mean_before)}, {count(answer.completion_tokens)} tokens</span>
+              </span>
+              <span className="m clip">{visible(answer.answer)}</span>
+            </a>
+          ))}
+        </section>
+        <section className="sec s d">
+          <a className="link" href={format(elsewhere(place, { page: "timeline" }, { step: String(step) }))}>Step {step} on the timeline</a>,{" "}
+          <a className="link" href={format(elsewhere(place, { page: "rollouts" }, { step: String(step) }))}>its answers</a>
+          <span className="vh">of {run}</span>
+        </section>
+      </aside>
+    </div>
+  );
+}
+
+/** How much of the change came from the mix of samples, and how much from within environments and tags. */
+function parts(cells: ChangedCell[]): string {
+  const sum = (of: (cell: ChangedCell) => number | null) => cells.reduce((total, cell) => total + (of(cell) ?? 0), 0);
+  return `${signed(sum((cell) => cell.within))} within environments and tags, ${signed(sum((cell) => cell.mix))} through their mix.`;
+}
+
+function Bar({ share }: { share: number }) {
+  const width = `${50 * Math.min(1, Math.abs(share))}%`;
+  return (
+    <td className="br" aria-hidden>
+      <i className={share < 0 ? "neg" : "pos"} style={share < 0 ? { right: "50%", width } : { left: "50%", width }} />
+    </td>
+  );
+}
+
+function CellRow({ cell, cells, scale }: { cell: ChangedCell; cells: ChangedCell[]; scale: number }) {
+  const before = cells.reduce((sum, one) => sum + one.n_before, 0);
+  const after = cells.reduce((sum, one) => sum + one.n_after, 0);
+  const both = cell.mix === null || cell.within === null ? null : cell.mix + cell.within;
+  return (
+    <tr>
+      <td className="cut" title={cellName(cell)}>{cellName(cell)}</td>
+      <td className="r" title={`${count(cell.n_before)} → ${count(cell.n_after)} samples`}>{percent(before ? cell.n_before / before : null, 0)} → {percent(after ? cell.n_after / after : null, 0)}</td>
+      <td className="r">{number(cell.mean_before)} → {number(cell.mean_after)}</td>
+      <td className="r">{signed(cell.mix)}</td>
+      <td className="r">{signed(cell.within)}</td>
+      <td className="r"><b>{signed(both)}</b></td>
+      <Bar share={(both ?? 0) / scale} />
+    </tr>
+  );
+}
+
+function EffectRow({ effect, most, href }: { effect: Effect; most: number; href: string | null }) {
+  const write = effect.kind === "span" ? duration : (value: number | null) => number(value);
+  const name = effectName(effect);
+  return (
+    <tr>
+      <td className="cut" title={name}>{href ? <a href={href} title={`What changed of ${name}`}>{name}</a> : name}</td>
+      <td className="r">{write(effect.before)} → {write(effect.after)}</td>
+      <td className="r">{Math.abs(effect.effect) >= 99 ? (effect.effect > 0 ? "> 99" : "< −99") : signed(effect.effect, 1)} σ</td>
+      <Bar share={effect.effect / most} />
+    </tr>
+  );
+}
+
+/** Windows on each side that the chart shows. */
+const SHOWN_WINDOWS = 4;
+
+/** The metric around the step. */
+function Around({ metric, step, window }: { metric: string; step: number; window: number }) {
+  const run = useRunId();
+  const info = useRunInfo(run).data;
+  const { steps } = useSteps(run);
+  const runs = useDrawnRuns(info, steps, "step");
+  const axis = useStepAxis(runs[0], "step");
+  const lines = useMemo(() => (runs[0] ? linesOf(runs.slice(0, 1), metric, 0) : []), [runs, metric]);
+  if (!runs[0] || lines.length === 0) return null;
+  const zoom = { from: Math.max(0, step - SHOWN_WINDOWS * window), to: Math.min(steps!.step.at(-1)!, step + SHOWN_WINDOWS * window) };
+  return (
+    <div className="around">
+      <Chart {...titleOf(metric)} x={runs[0].x} lines={lines} zoom={zoom.to > zoom.from ? zoom : null} onPick={axis.onPick && ((x) => setParams({ step: String(Math.round(x)) }))} />
+    </div>
+  );
+}

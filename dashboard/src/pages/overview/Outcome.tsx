@@ -1,0 +1,115 @@
+/** What came out first: each eval from its first to its newest result, the best checkpoint, and how to use it. */
+
+import { useState } from "react";
+import { embedded } from "../../embedded";
+import { number, percent, signed, unbroken } from "../../format";
+import { useEvals, useStatus } from "../../state/run";
+import { elsewhere, format, useParam, usePlace } from "../../state/url";
+import type { RunInfo, Sentence, StepColumns } from "../../types";
+import { visible } from "../../text/hostile";
+import { bestCheckpoint, commandsOf, curvesOf, type EvalCurve } from "./outcome";
+
+/** Evals in the card; the page of evals has the others. */
+const MOST = 3;
+
+export function Outcome({ info, steps, sentence }: { info: RunInfo; steps: StepColumns; sentence: Sentence | undefined }) {
+  const run = info.info.id;
+  const { live } = useStatus(run);
+  const curves = curvesOf(useEvals(run).data ?? []);
+  const best = bestCheckpoint(steps, info.checkpoints, curves[0]);
+  if (curves.length === 0 && !sentence && !best) return null;
+  return (
+    <section className="outcome" aria-label="Outcome">
+      {curves.slice(0, MOST).map((curve, i) => (
+        <Result key={curve.name} curve={curve} live={live} first={i === 0} more={i === MOST - 1 ? curves.length - MOST : 0} />
+      ))}
+      {curves.length === 0 && sentence && (
+        <div className="wide">
+          <span className="l">Reward{live && steps.step.length > 0 ? `, as of step ${steps.step.at(-1)}` : ""}</span>
+          <h1>{unbroken(sentence.text)}</h1>
+        </div>
+      )}
+      <Checkpoint info={info} steps={steps} curve={curves[0]} live={live} />
+    </section>
+  );
+}
+
+function Result({ curve, live, first, more }: { curve: EvalCurve; live: boolean; first: boolean; more: number }) {
+  const place = usePlace();
+  const [before, newest] = [curve.rows[0]!, curve.rows.at(-1)!];
+  const when = newest.step < 0 ? "before training" : live ? `as of step ${newest.step}` : `after step ${newest.step}`;
+  const Tag = first ? "h1" : "p";
+  const gain = newest.gain !== null && before !== newest ? `, gain ${signed(100 * newest.gain, 1)} (${number(100 * (newest.gain_low ?? NaN), 1)} to ${number(100 * (newest.gain_high ?? NaN), 1)}) points` : "";
+  return (
+    <div title={`${visible(newest.metric ?? "reward")} of ${newest.num_items} items, with 95 % interval${gain}`}>
+      <a className="l cut" href={format(elsewhere(place, { page: "evals" }))}>
+        {visible(curve.name)}
+        {more > 0 ? `, ${more} more` : ""}
+      </a>
+      <Tag className="n">
+        {before !== newest && <span className="f">{percent(before.accuracy)} → </span>}
+        {percent(newest.accuracy)}
+      </Tag>
+      <span className="s d">
+        {newest.accuracy_low !== null && newest.accuracy_high !== null && `${number(100 * newest.accuracy_low, 1)} to ${number(100 * newest.accuracy_high, 1)} %, `}
+        {when}
+      </span>
+    </div>
+  );
+}
+
+function Checkpoint({ info, steps, curve, live }: { info: RunInfo; steps: StepColumns; curve: EvalCurve | undefined; live: boolean }) {
+  const [chosen, choose] = useParam("use", "chat");
+  const best = bestCheckpoint(steps, info.checkpoints, curve);
+  const commands = embedded ? [] : commandsOf(info.path, best, info.checkpoints.at(-1), info.final_model, live);
+  const command = commands.find((one) => one.does === chosen) ?? commands[0];
+  const measured = best?.accuracy != null;
+  return (
+    <div className="ckpt">
+      <span className="l">
+        {measured ? "Best checkpoint" : best ? "Newest checkpoint" : "Checkpoint"}
+        {commands.length > 0 && (
+          <span className="tabs" role="group" aria-label="What to do with it">
+            {commands.map(({ does }) => (
+              <button key={does} aria-pressed={does === command?.does} onClick={() => choose(does)}>
+                {does}
+              </button>
+            ))}
+          </span>
+        )}
+      </span>
+      <p className="n">
+        {best ? `step ${best.step}` : info.final_model ? "final model" : "none"}
+        {measured && <span className="f">, {percent(best.accuracy)}</span>}
+        {best && !measured && curve && <span className="f">, not measured</span>}
+      </p>
+      {command ? (
+        <Copied text={command.text} />
+      ) : (
+        <span className="s d">{best ? "Its files are not in the run directory." : live ? "Set checkpoint_every to keep some." : "checkpoint_every was not set."}</span>
+      )}
+    </div>
+  );
+}
+
+const COPIED_MS = 1500;
+
+/** A command, and a button that copies it. */
+function Copied({ text }: { text: string }) {
+  const [copied, setCopied] = useState(false);
+  const copy = async () => {
+    await navigator.clipboard.writeText(text);
+    setCopied(true);
+    setTimeout(() => setCopied(false), COPIED_MS);
+  };
+  return (
+    <span className="cmd">
+      <code className="m" title={visible(text)}>
+        {visible(text)}
+      </code>
+      <button className="btn" onClick={() => void copy()} aria-live="polite" aria-label={copied ? "Copied" : `Copy ${visible(text)}`}>
+        {copied ? "Copied" : "Copy"}
+      </button>
+    </span>
+  );
+}

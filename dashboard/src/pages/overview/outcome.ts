@@ -1,0 +1,52 @@
+/** What came out of a run: its evals from first to newest, its best checkpoint, and the commands that use it. */
+
+import { checkpointMarks } from "../../state/steps";
+import { curveOf } from "../../state/run";
+import type { EvalRow, StepColumns } from "../../types";
+
+export interface EvalCurve {
+  name: string;
+  rows: EvalRow[];
+}
+
+/** Returns the finished results of each eval of the config, in its order. Evals of one name are numbered. */
+export function curvesOf(evals: EvalRow[]): EvalCurve[] {
+  const keys = [...new Map(evals.map((row) => [`${row.number ?? 0}/${row.name}`, row])).entries()];
+  return keys
+    .map(([key, { name, number }]) => {
+      const isRepeated = keys.filter(([, other]) => other.name === name).length > 1;
+      const rows = curveOf(evals.filter((row) => `${row.number ?? 0}/${row.name}` === key));
+      return { name: isRepeated ? `${name}#${number ?? 0}` : name, number: number ?? 0, rows };
+    })
+    .filter((curve) => curve.rows.length > 0)
+    .sort((a, b) => a.number - b.number);
+}
+
+export interface Best {
+  /** Finished steps. */
+  step: number;
+  kept: boolean;
+  /** Its result in the first eval; null if it was not measured. */
+  accuracy: number | null;
+}
+
+/** Returns the checkpoint with the best result of an eval; without any result the newest. One whose files are here comes first. */
+export function bestCheckpoint(steps: StepColumns | null, kept: number[], curve: EvalCurve | undefined): Best | null {
+  const accuracies = new Map(curve?.rows.map((row) => [row.version, row.accuracy]));
+  const all = checkpointMarks(steps, kept).map((mark) => ({ ...mark, accuracy: accuracies.get(mark.step) ?? null }));
+  const here = all.filter((one) => one.kept);
+  const order = (one: Best) => one.accuracy ?? -1;
+  return (here.length ? here : all).reduce<Best | null>((best, one) => (best === null || order(one) >= order(best) ? one : best), null);
+}
+
+export interface Command {
+  does: "chat" | "resume" | "eval";
+  text: string;
+}
+
+/** Returns what a shell runs with a checkpoint, or with the final `model` where none is kept. `newest`: a resume needs no step. */
+export function commandsOf(path: string, best: Best | null, newest: number | undefined, model: string | null, live: boolean): Command[] {
+  if (!best?.kept) return model === null ? [] : [{ does: "chat", text: `telescope chat ${model}` }, { does: "eval", text: `telescope eval ${model}` }];
+  const resume: Command = { does: "resume", text: `telescope train --resume ${path}${best.step === newest ? "" : ` --resume_from_checkpoint ${best.step}`}` };
+  return [{ does: "chat", text: `telescope chat ${path} --step ${best.step}` }, ...(live ? [] : [resume]), { does: "eval", text: `telescope eval ${path} --step ${best.step}` }];
+}

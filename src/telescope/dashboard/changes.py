@@ -1,0 +1,139 @@
+"""What differs between the steps before a step and those from it on: plain data for the API.
+
+A metric that is a mean over samples is decomposed over cells: the samples of one environment with the same tags. With
+shares p and means m of a cell, before (0) and after (1), and the mean M of both windows' means (Kitagawa, 1955):
+
+    change = sum over cells of (p1 - p0) ((m0 + m1) / 2 - M) + (p0 + p1) / 2 (m1 - m0)
+                               mix                              within
+
+All other numbers have an effect: the difference of the means in standard deviations of a window.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from telescope.dashboard.store import RunStore
+from telescope.health.rules import REWARD
+from telescope.health.verdict import CELLS
+from telescope.record.query import sql_text
+
+COLUMNS = {
+    "reward/total/mean": "reward",
+    "staleness/steps/mean": "age",
+    "stop_reason_length_pct": "100 * (stop_reason = 'length')::INTEGER",
+    "rollouts/turns/mean": "num_turns",
+    **{f"rollouts/tokens_{name}/mean": f"{name}_tokens" for name in ("completion", "prompt", "total", "environment")},
+}
+"""Step metrics that are means over the samples trained on, and what of a sample they are the mean of."""
+
+COMPARED = (
+    *(cell.metric.partition(" / ")[0] for cell in CELLS),
+    *("reward/total/mean", "reward/gini_mean", "staleness/steps/mean", "learning_rate", "rollouts/turns/mean"),
+    *("timing_step_total", "timing_weight_sync_total", "timing_weight_sync_inference_total", "timing_checkpoint"),
+    *("discarded/all/pct", "retried/samples", "cancelled/samples", "mismatch/ratio_outside_share"),
+)
+"""Step metrics that are compared, beside the chosen one."""
+
+LARGEST_EFFECT = 99.0
+"""Stands for all larger effects, such as those of numbers that did not vary."""
+
+NUM_ANSWERS, NUM_EVENTS, NUM_CHARACTERS = 5, 20, 240
+"""Answers and events that are returned, and characters of an answer."""
+
+
+def changes(store: RunStore, step: int, window: int, metric: str) -> dict[str, Any]:
+    """Compares `window` steps before `step` with as many from it on: cells, effects, events and answers that differ."""
+    visible = store.visible()
+    _, columns, metrics = store.steps()
+    steps = np.array(columns["step"])
+    earlier, later = (steps >= step - window) & (steps < step), (steps >= step) & (steps < step + window)
+    known = {name: np.array(metrics[name]) for name in (*COMPARED, metric) if name in metrics and len(steps)}
+    effects = [_effect(name, "metric", *_moments(x[earlier]), *_moments(x[later])) for name, x in known.items()]
+    store.refresh("samples", "alerts")
+    effects += _spans(store, columns["started_at"], columns["ended_at"], np.flatnonzero(earlier), np.flatnonzero(later))
+    value, where = _of_samples(metric) or _of_samples(REWARD) or ("reward", "true")
+    tags = [f"{sql_text(f'{name}=')} || tags[{sql_text(name)}]" for name, values in store.tags().items() if values]
+    near = f"step BETWEEN {step - window} AND {step + window - 1}"
+    samples = (
+        "WITH s AS (SELECT attempt, sample_id, group_id, step, environment, reward, completion_tokens, stop_reason, "
+        f"concat_ws(', ', {', '.join(tags) or 'NULL'}) AS cell, step >= {step} AS later, ({value})::DOUBLE AS value "
+        f"FROM samples WHERE {visible} AND {near} AND {where} AND isfinite(value)), "
+        "c AS (SELECT environment, cell, count(*) FILTER (NOT later) AS n_before, count(*) FILTER (later) AS n_after, "
+        "avg(value) FILTER (NOT later) AS mean_before, avg(value) FILTER (later) AS mean_after, "
+        "avg(completion_tokens) FILTER (NOT later) AS length_before FROM s GROUP BY ALL), "
+        "t AS (SELECT avg(value) FILTER (NOT later) AS m0, avg(value) FILTER (later) AS m1, "
+        "greatest(stddev_samp(value), 1e-9) AS sd FROM s)"
+    )
+    p0, p1 = "n_before / sum(n_before) OVER ()", "n_after / sum(n_after) OVER ()"
+    a0, a1 = "coalesce(mean_before, mean_after)", "coalesce(mean_after, mean_before)"
+    cells = store.rows(
+        f"{samples} SELECT environment, cell, n_before, n_after, mean_before, mean_after, "
+        f"({p1} - {p0}) * ({a0} + {a1} - m0 - m1) / 2 AS mix, ({p0} + {p1}) / 2 * ({a1} - {a0}) AS within "
+        "FROM c, t ORDER BY abs(mix + within) DESC, environment, cell"
+    )
+    far = "(value - coalesce(mean_before, m0)) / sd"
+    far = f"sign(m1 - m0) * {far}" if _of_samples(metric) else f"abs({far})"
+    order = "far DESC, abs(completion_tokens - length_before) DESC NULLS LAST, sample_id"
+    answers = store.rows(
+        f"{samples}, f AS (SELECT s.*, mean_before, {far} AS far, length_before "
+        "FROM s JOIN c USING (environment, cell), t WHERE later) SELECT * EXCLUDE (later, far, length_before) FROM f "
+        f"QUALIFY row_number() OVER (PARTITION BY attempt, group_id ORDER BY {order}) = 1 "
+        f"ORDER BY {order} LIMIT {NUM_ANSWERS}"
+    )
+    keys = ", ".join(f"({row['attempt']}, {sql_text(row['sample_id'])})" for row in answers)
+    texts = store.beginnings(f"(attempt, sample_id) IN ({keys})", NUM_CHARACTERS) if answers else {}
+    events = store.rows(
+        f"SELECT attempt, step, time, level, kind, message FROM alerts WHERE {near} AND (kind <> 'eval' OR level <> "
+        f"'info') ORDER BY abs(step - {step}), time LIMIT {NUM_EVENTS}"
+    )
+    for row in answers:
+        row["answer"] = texts.get((row["attempt"], row["sample_id"]), {}).get("answer") or ""
+    effects.sort(key=lambda one: -abs(one["effect"]))
+    decomposed = metric if _of_samples(metric) else REWARD
+    return {"decomposed": decomposed, "cells": cells, "effects": effects, "events": events, "answers": answers}
+
+
+def _of_samples(metric: str) -> tuple[str, str] | None:
+    """Returns the value of a sample that a metric is the mean of, and a condition on the samples, as SQL."""
+    section, _, rest = metric.partition("/")
+    environment, _, name = rest.partition("/")
+    of_environment = f"status = 'kept' AND environment = {sql_text(environment)}"
+    if metric == REWARD:
+        return "reward", "status IN ('kept', 'discarded')"
+    if metric in COLUMNS:
+        return COLUMNS[metric], "status = 'kept'"
+    if section == "reward" and name == "mean":
+        return "reward", of_environment
+    is_mean = section == "sample_metrics" and name and "/" not in name
+    return (f"metrics[{sql_text(name)}]", of_environment) if is_mean else None
+
+
+def _moments(values: Any) -> tuple[float | None, float]:
+    """Returns mean and variance of the finite values."""
+    finite = values[np.isfinite(values)]
+    return (float(finite.mean()), float(finite.var())) if len(finite) else (None, 0.0)
+
+
+def _effect(name: str, kind: str, m0: float | None, v0: float, m1: float | None, v1: float) -> dict[str, Any]:
+    change = 0.0 if m0 is None or m1 is None else m1 - m0
+    spread = max(math.sqrt((v0 + v1) / 2), abs(change) / LARGEST_EFFECT)
+    return {"name": name, "kind": kind, "before": m0, "after": m1, "effect": change / spread if change else 0.0}
+
+
+def _spans(store: RunStore, started: list[Any], ended: list[Any], earlier: Any, later: Any) -> list[dict[str, Any]]:
+    """Returns the effects of the seconds that requests, rewards, weight syncs, checkpoints and evals took."""
+    times = [started[earlier[0]], started[later[0]], ended[later[-1]]] if len(earlier) and len(later) else [None]
+    if None in times:
+        return []
+    low, first, last = (float(time) for time in times if time is not None)
+    moments = ", ".join(
+        f'avg("end" - start) FILTER ({test}) AS m{i}, coalesce(var_pop("end" - start) FILTER ({test}), 0) AS v{i}'
+        for i, test in enumerate((f"start < {first!r}", f"start >= {first!r}"))
+    )
+    columns = f"name || coalesce(' server ' || server, '') AS name, 'span' AS kind, {moments}"
+    where = f"start BETWEEN {low!r} AND {last!r} AND (component <> 'trainer' OR name = 'checkpoint')"
+    return [_effect(**row) for row in store.aggregate("spans", columns, "name, server", where)]

@@ -1,0 +1,80 @@
+"""Where the time of engines and trainer ranks went: plain data for the API.
+
+The time of an engine counts from the start of an attempt to its last sample or step. `timing_engines_idle` is idle, the
+time before the first request is the start, and the rest is divided by generated tokens. The time of a rank is divided
+by the phases of the steps; what lies outside of the steps is the start, evals before training, and restarts.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from telescope.dashboard.store import RunStore
+
+GPUS = re.compile(r"([\d.]+) GPUs?$")
+"""How many GPUs an engine has, at the end of its place in `topology`."""
+
+PHASES = {
+    "waits": ("timing_waiting_for_data",),
+    "forward": ("timing_forward_rank_mean",),
+    "backward": ("timing_backward_rank_mean",),
+    "optimizer": ("timing_optimizer_rank_mean", "timing_gradient_norm_rank_mean"),
+    "weight sync": ("timing_weight_sync_trainer_total",),
+}
+"""Step metrics of each phase of a rank, in seconds."""
+
+PART = "CASE WHEN status = 'discarded' AND reason = 'max_async' THEN 'stale' ELSE status END"
+SUMS = (
+    "min(started_at) AS first, max(finished_at) AS last, sum(completion_tokens) AS tokens, sum(wasted_tokens) AS lost"
+)
+
+
+def costs(store: RunStore) -> dict[str, Any]:
+    """Returns generated tokens by outcome, and the seconds of engines and ranks, in GPUs (else processes), by use."""
+    _, columns, metrics = store.steps()
+    times: dict[int, list[float]] = {}
+    for number, end in zip(columns["attempt"], columns["ended_at"], strict=True):
+        times.setdefault(number, []).append(end or 0.0)
+    first: dict[int, float] = {}
+    tokens: Counter[str] = Counter()
+    for row in store.aggregate("samples", f"attempt, {PART} AS part, {SUMS}", "attempt, part"):
+        tokens.update({row["part"]: int(row["tokens"] or 0), "lost": int(row["lost"] or 0)})
+        times.setdefault(row["attempt"], []).append(row["last"] or 0.0)
+        first[row["attempt"]] = min(row["first"] or math.inf, first.get(row["attempt"], math.inf))
+    engines, ranks, starting, num_engines, num_ranks, on_gpus = 0.0, 0.0, 0.0, 0.0, 0, False
+    for attempt in store.run.attempts():
+        began, topology = attempt["started_at"], dict(attempt["topology"] or ())
+        number = attempt["attempt"]
+        wall = max(0.0, max(times.get(number, ()), default=0.0) - began) if began else 0.0
+        places = [place for name, place in topology.items() if name.startswith("inference server")]
+        counts = [GPUS.search(place) for place in places]
+        on_gpus = on_gpus or any(counts)
+        num_engines = sum(float(found[1]) if found else 1.0 for found in counts)
+        num_ranks = sum(name.startswith("trainer rank") for name in topology)
+        engines, ranks = engines + wall * num_engines, ranks + wall * num_ranks
+        starting += num_engines * min(wall, max(0.0, first.get(number, math.inf) - (began or 0.0)))
+
+    def seconds(name: str) -> float:
+        values = np.array(metrics.get(name, ()))
+        return float(values[np.isfinite(values)].sum())
+
+    idle = min(engines, num_engines * seconds("timing_engines_idle"))
+    busy, generated = max(0.0, engines - idle - starting), max(1, sum(tokens.values()))
+    phases = {part: num_ranks * sum(map(seconds, names)) for part, names in PHASES.items()}
+    in_steps = num_ranks * seconds("timing_step_total")
+    phases["other"] = max(0.0, in_steps - sum(phases.values()))
+    return {
+        "unit": "GPU" if on_gpus else "process",
+        "tokens": {part: count for part, count in tokens.items() if count},
+        "engines": {
+            **{part: busy * share / generated for part, share in tokens.items()},
+            "idle": idle,
+            "start": starting,
+        },
+        "trainer": {**phases, "outside steps": max(0.0, ranks - sum(phases.values()))},
+    }
