@@ -114,16 +114,18 @@ def _measure(job: EvalJob, run_path: str | None) -> EvalOutcome:
     from telescope.cli.train import try_environments_of
     from telescope.orchestrator.eval_run import keys_of_evals, run_evals
     from telescope.orchestrator.status import Interrupted
-    from telescope.trackers.sink import TrackerSink
+    from telescope.trackers.launch import TrackerProcess
 
     notices = try_environments_of(job.config, keys_of_evals(job.config))
     view = PhaseView(Console(stderr=True))
     for note in (*job.notes, *notices):
         view.say(f"· {note}")
-    sink = TrackerSink(job.config, job.output, run_path=run_path)
-    sink.tell = view.say
+    evals = run_path and dict(zip(("entity", "project", "run_id"), run_path.split("/"), strict=True))
+    record = {"record": str(job.run_dir or job.output), "evals": job.eval_names()}
+    trackers = TrackerProcess(job.config, job.output, {**evals, **record} if evals else None)
+    trackers.tell = view.say
     try:
-        return run_evals(job, view, sink.log_step)
+        return run_evals(job, view)
     except Interrupted:
         print("Interrupted; every process was ended. The same command continues", file=sys.stderr)
         raise SystemExit(EXIT_INTERRUPTED) from None
@@ -131,7 +133,7 @@ def _measure(job: EvalJob, run_path: str | None) -> EvalOutcome:
         raise RunError(f"the evaluation could not go on: {error}. The same command continues") from error
     finally:
         view.stop()
-        sink.close()
+        trackers.close()
 
 
 def as_json(outcome: EvalOutcome) -> dict[str, Any]:

@@ -184,7 +184,7 @@ def choose_places(places: list[str], root: Path | None) -> tuple[list[Path], lis
 def open_project(entity: str, project: str) -> WandbRuns:
     """Lists the runs of a W&B project. Raises `UserError` if W&B cannot be asked and nothing was copied before."""
     from telescope.dashboard.remote import WandbRuns, cache_folder
-    from telescope.trackers.wandb_runs import WandbError, WandbProject
+    from telescope.dashboard.wandb_runs import WandbError, WandbProject
 
     print(f"Listing the runs of {entity}/{project} on W&B ...", file=sys.stderr, flush=True)
     remote = WandbRuns(WandbProject(entity, project, cache_folder() / ".wandb"))

@@ -4,7 +4,7 @@
     RunCopy (a thread per opened run)  files that differ from W&B's --> that folder; again while the run is live
 
 Owns the cache, when W&B is asked, and how far each copy is. Pages read the copies like any other run. Does not own the
-questions to W&B (`trackers.wandb_runs`).
+questions to W&B (`wandb_runs`).
 
 Invariants: a file of a copy is replaced as a whole. The files of a table come in the order of their rows, and replaced
 ones go after their successors have come, so a reader of a copy sees what a reader of the run would. Without W&B the
@@ -26,10 +26,10 @@ from typing import Any, Literal
 
 import yaml
 
+from telescope.dashboard.wandb_runs import RemoteFile, RemoteRun, UnreachableError, WandbError, WandbProject
 from telescope.record.files import RunFiles, read_json, replace_file, replace_json
 from telescope.record.run_info import RunInfo, read_run_json, status_now, write_run_json
 from telescope.trackers.wandb_files import FOLDER, MANIFEST
-from telescope.trackers.wandb_runs import RemoteFile, RemoteRun, UnreachableError, WandbError, WandbProject
 
 LIST_SECONDS = 15.0
 """Time between two looks at the list of runs."""

@@ -56,16 +56,12 @@ class GaugeCharts:
             charts[chart] = sum(means) / len(means)
             if len(means) > 1:
                 charts |= {f"{chart}/min": min(means), f"{chart}/max": max(means)}
-        return charts | self._growth(newest)
-
-    def _growth(self, newest: dict[Series, tuple[float, float]]) -> dict[str, float]:
         rates: dict[str, float] = defaultdict(float)
         sums: dict[str, float] = defaultdict(float)
         counts: dict[str, float] = defaultdict(float)
         for series, (now, value) in newest.items():
             name = series[1]
             before, earlier = self._last[series]
-            self._last[series] = (now, value)
             grown = value - earlier if value >= earlier else value  # it starts from 0 with its process
             if name.endswith("_sum"):
                 sums[_chart(series, name.removesuffix("_sum"))] += grown
@@ -73,8 +69,9 @@ class GaugeCharts:
                 counts[_chart(series, name.removesuffix("_count"))] += grown
             elif now > before:
                 rates[_chart(series, f"{name.removesuffix('_total')}_per_second")] += grown / (now - before)
-        means = {f"{chart}_mean": sums[chart] / count for chart, count in counts.items() if count and chart in sums}
-        return dict(rates) | means
+        self._last |= newest
+        averages = {f"{chart}_mean": sums[chart] / count for chart, count in counts.items() if count and chart in sums}
+        return charts | rates | averages
 
 
 def _chart(series: Series, name: str) -> str:
@@ -93,9 +90,9 @@ class StepHistograms:
     Keeps the rows of the newest step between calls, because more of them may come.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, last_step: int = -1) -> None:
         self._rows: dict[int, list[Mapping[str, Any]]] = {}
-        self._last_step = -1
+        self._last_step = last_step
 
     def take(
         self, rows: Iterable[Mapping[str, Any]], *, last: bool = False

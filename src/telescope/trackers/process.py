@@ -1,138 +1,104 @@
-"""The process that copies a run's numbers and record to its trackers.
+"""The process that copies the record of a run to its trackers.
 
-    stdin --main thread--> one queue per tracker --> one thread per tracker --> wandb, tensorboard, trackio
-    run directory --RecordFollower (a thread): gauges, histograms, changed files--^
+    run directory --RecordNews--> one thread per tracker --> wandb, tensorboard, trackio
 
-Reads JSON lines from stdin and writes JSON lines to stdout. `sink` starts and ends it; it also ends when stdin closes,
-and so when the driver exits.
+`launch` starts it. It ends when stdin closes, which it does when the record is complete or the driver has exited.
 
 Invariants: what trackers print goes to stderr, which is a log file. Stdout has only messages for the user. A tracker
-that blocks or fails costs its own numbers only. Memory is bounded.
+that blocks or fails costs its own numbers only. Nothing waits in memory: a slow tracker reads the record later.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
-import queue
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from telescope.record.reader import Run
-from telescope.trackers.base import MAX_WAITING, TITLES, Report, TrackedRun, start_tracker
-from telescope.trackers.follower import RecordFollower
+from telescope.trackers.base import TITLES, Report, TrackedRun, Tracker
+from telescope.trackers.news import RecordNews
 
 FINISH_SECONDS = 300.0
 """Longest time for the last uploads after stdin closed."""
 
-Message = dict[str, Any]
-
 
 def main() -> int:
-    """Reads messages until stdin closes. Returns the exit status."""
-    messages = (json.loads(line) for line in sys.stdin.buffer)
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    """Copies until stdin closes. Returns the exit status."""
+    out = os.dup(1)
     os.dup2(2, 1)  # prints, and those of child processes, go to stderr
-    lock = threading.Lock()
+    first = sys.stdin.buffer.readline()
+    if not first:
+        return 0
+    run = TrackedRun(**json.loads(first))
+    if run.attempt > 1:
+        rows = Run(run.directory).rows_since("steps", 0, ["attempt", "step"])[0].to_pylist()
+        run = replace(run, last_step=max((row["step"] for row in rows if row["attempt"] < run.attempt), default=-1))
 
     def report(level: str, message: str) -> None:
-        with lock:
-            print(json.dumps({"level": level, "message": message}), file=out, flush=True)
+        os.write(out, f"{level} {' '.join(message.split())}\n".encode())
 
-    first = next(messages, None)
-    if first is None:
-        return 0
-    run = TrackedRun(**first["run"])
-    threads = [TrackerThread(name, run, report) for name in first["trackers"]]
-
-    def send(message: Message) -> None:
-        for thread in threads:
-            thread.put(message)
-
-    follower = RecordFollower(run, send) if run.has_record else None
-    for message in messages:
-        if message["kind"] != "fill in":
-            send(message)
-            continue
-        # Recorded steps before one. Trackers leave out those that they have.
-        for row in Run(run.directory).table("steps", columns=["step", "metrics"]).to_pylist():
-            if row["step"] < message["before"]:
-                send({"kind": "step", "step": row["step"], "metrics": dict(row["metrics"] or ())})
+    ended = threading.Event()
+    threads = [TrackerThread(name, run, report, ended) for name in run.trackers]
+    for thread in threads:
+        thread.start()
+    sys.stdin.buffer.read()
+    ended.set()
     deadline = threading.Timer(FINISH_SECONDS, os._exit, (1,))
     deadline.daemon = True
     deadline.start()
-    if follower is not None:
-        follower.close()
-    for thread in threads:
-        thread.close()
     for thread in threads:
         thread.join()
     return 0
 
 
 class TrackerThread(threading.Thread):
-    """Starts one tracker and passes messages to it. The first failure is reported, and the run goes on."""
+    """Copies the record to one tracker. The first failure is reported, and the run goes on."""
 
-    def __init__(self, name: str, run: TrackedRun, report: Report) -> None:
-        super().__init__(name=f"telescope-{name}", daemon=True)
-        self._tracker_name = name
-        self._run_info = run
+    def __init__(self, name: str, run: TrackedRun, report: Report, ended: threading.Event) -> None:
+        super().__init__(name=name, daemon=True)
+        self._tracked = run
         self._report = report
-        self._queue: queue.Queue[Message | None] = queue.Queue(MAX_WAITING)
-        self._num_dropped = 0
+        self._ended = ended
         self._has_failed = False
-        self.start()
-
-    def put(self, message: Message) -> None:
-        """Adds a message. Returns at once."""
-        try:
-            self._queue.put_nowait(message)
-        except queue.Full:
-            self._num_dropped += 1
-
-    def close(self) -> None:
-        """Ends the thread after the waiting messages."""
-        self._queue.put(None)  # waits for space; `main` has a deadline
-        if self._num_dropped:
-            self._fail(f"was too slow for {self._num_dropped} messages; the record has all of them")
 
     def run(self) -> None:
-        """Passes messages until `close`."""
-        tracker = self._attempt(partial(start_tracker, self._tracker_name, self._run_info, self._report))
-        last_step = -1 if tracker is None else tracker.last_step
-        while (message := self._queue.get()) is not None:
-            if tracker is None:
-                continue
-            if message["kind"] == "step" and not all(name.startswith("eval/") for name in message["metrics"]):
-                if message["step"] <= last_step:
-                    continue
-                last_step = message["step"]  # the trainer may restart from an earlier step
-            if message["kind"] == "histograms" and message["step"] <= tracker.last_step:
-                continue
-            kind, values = message["kind"], {key: value for key, value in message.items() if key != "kind"}
-            if (method := getattr(tracker, "upload" if kind == "files" else f"log_{kind}", None)) is not None:
-                self._attempt(partial(method, **values))
-        if tracker is not None:
-            self._attempt(tracker.finish)
+        """Copies what is new, again and again until the end."""
+        tracker = self._attempt(self._start)
+        if tracker is None:
+            return
+        news = RecordNews(self._tracked, tracker.last_step)
+        ended = False
+        while not ended:
+            ended = self._ended.wait(self._tracked.interval)
+            try:
+                for method, *values in news.take(last=ended):
+                    self._attempt(partial(getattr(tracker, method), *values))
+            except Exception:  # a damaged file, a disk that does not answer: the record is there later
+                traceback.print_exc(file=sys.stderr)
+        self._attempt(tracker.finish)
+
+    def _start(self) -> Tracker:
+        module = importlib.import_module(f"telescope.trackers.{self.name}")
+        tracker: Tracker = getattr(module, f"{self.name.title()}Tracker")(self._tracked, self._report)
+        return tracker
 
     def _attempt(self, call: Callable[[], Any]) -> Any:
         try:
             return call()
         except Exception as error:  # whatever a tracker's package raises
             traceback.print_exc(file=sys.stderr)
-            self._fail(f"failed: {str(error) or repr(error)}")
+            if not self._has_failed:
+                self._has_failed = True
+                problem = f"{TITLES[self.name]} failed: {str(error) or repr(error)}"
+                self._report("WARNING", f"{problem}. The run continues; see logs/trackers.log.")
             return None
-
-    def _fail(self, problem: str) -> None:
-        if not self._has_failed:
-            self._has_failed = True
-            self._report(
-                "WARNING", f"{TITLES[self._tracker_name]} {problem}. The run continues; see logs/trackers.log."
-            )
 
 
 if __name__ == "__main__":

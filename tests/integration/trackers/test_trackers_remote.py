@@ -13,17 +13,16 @@ from tests.integration.trackers.fake_wandb import ENTITY, FakeWandb, StoredRun
 
 from telescope.cli import ui
 from telescope.cli.main import main
-from telescope.dashboard import remote
+from telescope.dashboard import remote, wandb_runs
 from telescope.dashboard.app import create_app
 from telescope.dashboard.remote import CopyState, RunCopy, WandbRuns
+from telescope.dashboard.wandb_runs import WandbError, WandbProject, is_record_file
 from telescope.errors import UserError
 from telescope.record.files import record_files
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 from telescope.record.run_info import begin_run
-from telescope.trackers import wandb_runs
 from telescope.trackers.wandb import VERSION_KEY
-from telescope.trackers.wandb_runs import WandbError, WandbProject, is_record_file
 
 CONFIG = {"model": "tiny", "algorithm": "grpo", "number_of_steps": 9, "environments": [{"name": "countdown"}]}
 

@@ -15,9 +15,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from telescope.errors import UserError
-from telescope.trackers.changed_files import kind_of
 from telescope.trackers.wandb import DEFAULT_HOSTS, VERSION_KEY, has_credentials, server_hosts
-from telescope.trackers.wandb_files import FOLDER, MANIFEST
+from telescope.trackers.wandb_files import FOLDER, MANIFEST, kind_of
 from telescope.utils.packages import is_installed
 
 ANSWER_SECONDS = 20

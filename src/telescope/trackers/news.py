@@ -1,0 +1,91 @@
+"""What a record has that a tracker has not: step metrics, evals, histograms, gauges, the summary, changed files.
+
+Only reads the record. Rows of a table are read once, from a cursor on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from telescope.record.reader import Run, superseded
+from telescope.trackers.base import TrackedRun
+from telescope.trackers.charts import GaugeCharts, StepHistograms
+
+CHART_SECONDS = 15.0
+"""Time between two points of a gauge's chart. A gauge is recorded at least every 10 seconds."""
+
+EVAL_NUMBERS = ("accuracy", "accuracy_low", "accuracy_high", "gain", "gain_low", "gain_high")
+"""Columns of an eval that are sent besides its metrics."""
+
+
+class RecordNews:
+    """Reads a record for one tracker, which has the steps up to `last_step` already."""
+
+    def __init__(self, run: TrackedRun, last_step: int) -> None:
+        self._run = run
+        self._record = Run(run.record or run.directory)
+        self._last_step = last_step
+        self._charts = GaugeCharts()
+        self._chart_due = 0.0
+        self._histograms = StepHistograms(last_step)
+        self._cursors: dict[str, int] = {}
+
+    def take(self, *, last: bool) -> Iterator[tuple[Any, ...]]:
+        """Yields calls of a tracker: method and arguments. `last`: the record is complete."""
+        if self._run.record:
+            yield from self._evals()
+            return
+        cut = self._record.cutoffs()
+        # Until this attempt has started, nobody knows from which step on it replaces what earlier ones have recorded.
+        if self._run.attempt == 1 or self._run.attempt - 1 in cut:
+            for row in self._step_rows("steps", cut):
+                if row["step"] > self._last_step:  # the trainer may restart from an earlier step
+                    self._last_step = row["step"]
+                    yield "log", row["step"], dict(row["metrics"] or ())
+            for step, histograms in self._histograms.take(self._step_rows("step_stats", cut), last=last):
+                yield "log", step, histograms
+        yield from self._evals()
+        if last or time.monotonic() >= self._chart_due:
+            self._chart_due = time.monotonic() + CHART_SECONDS
+            gauges = self._of_attempt("gauges")
+            if gauges.num_rows and (values := self._charts.values(gauges.to_pylist())):
+                yield "log_gauges", pc.max(gauges["time"]).as_py(), values
+        if last:
+            numbers = {name: value for name, value in self._record.result.items() if isinstance(value, int | float)}
+            yield "log_summary", numbers
+        yield "upload", last
+
+    def _evals(self) -> Iterator[tuple[Any, ...]]:
+        names = [entry["name"] for entry in self._run.config.get("evals", ())]
+        for row in (self._new("evals") if self._run.record else self._of_attempt("evals")).to_pylist():
+            name = f"{row['name']}#{row['number']}" if names.count(row["name"]) > 1 else row["name"]
+            name = self._run.evals.get(row["eval_id"]) if self._run.record else name
+            if name is None or row["status"] != "finished":
+                continue
+            numbers = {
+                "failed": row["num_items"] * row["num_completions"] - row["num_scored"],
+                "seconds": row["ended_at"] - row["started_at"],
+                **dict(row["metrics"] or ()),
+                **{number: row[number] for number in EVAL_NUMBERS if row[number] is not None},
+            }
+            yield "log", row["step"], {f"eval/{name}/{key}": value for key, value in numbers.items()}
+
+    def _step_rows(self, table: str, cut: dict[int, int]) -> list[dict[str, Any]]:
+        rows = self._new(table)
+        return rows.filter(pc.invert(superseded(rows, cut))).to_pylist()
+
+    def _of_attempt(self, table: str) -> pa.Table:
+        """Returns new rows of this attempt and later ones; those of earlier ones are sent already."""
+        if table not in self._cursors:
+            attempts = self._record.rows_since(table, 0, ["attempt"])[0]["attempt"]
+            self._cursors[table] = pc.sum(pc.less(attempts, self._run.attempt)).as_py() or 0
+        return self._new(table)
+
+    def _new(self, table: str) -> pa.Table:
+        rows, self._cursors[table] = self._record.rows_since(table, self._cursors.get(table, 0))
+        return rows
