@@ -38,7 +38,7 @@ class Projects:
         self._kept = kept
         self._named = {remote.project.path for remote in remotes}
         self._found: list[str] = []
-        self._problem: str | None = None
+        self._problem: str | None = "W&B is being asked for your projects."
         self._server = WandbServer(cache_folder() / ".wandb")
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None

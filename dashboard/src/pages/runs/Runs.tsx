@@ -18,6 +18,7 @@ import { decode, elsewhere, format, go, MOST_RUNS, setParams, useParam, usePlace
 import type { Field, Problem, RunRow, Runs as RunList } from "../../types";
 import { type Column, columnOptions, columnsOf, DEFAULT_COLUMNS, DEFAULT_SORT, serverFields, shown } from "./columns";
 import { fieldName, matches, parseFilter, toggleTerm, valueOf } from "./filter";
+import { Projects } from "./Projects";
 import { TagDialog } from "./TagDialog";
 import { visible } from "../../text/hostile";
 import "./runs.css";
@@ -136,6 +137,7 @@ function Table({ list, ids, lost }: { list: RunList; ids: string[]; lost: boolea
           {lost && <span className="w">, the server does not answer</span>}
         </span>
         <span className="grow" />
+        <Projects />
         <Grouping grouping={grouping} />
         <button className="btn" onClick={() => setOpened("columns")}>
           Columns
@@ -363,6 +365,7 @@ function Nothing({ list }: { list: RunList }) {
       <pre>make demo</pre>
       <p>or open the folder of a run:</p>
       <pre>telescope ui RUN_DIR</pre>
+      <Projects tells />
       <Problems problems={list.problems} />
     </Quiet>
   );
