@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from telescope.trackers.base import Histogram, Report, TrackedRun
@@ -27,7 +27,7 @@ class TensorboardTracker:
         self._started_at = run.started_at
         self._writer = EventFileWriter(f"{run.directory}/{FOLDER}")
         text = "\n".join(f"    {name}: {json.dumps(value)}" for name, value in run.config.items())  # a Markdown block
-        self._add(0, time.time(), text_pb("config", text).value)
+        self._write(0, time.time(), {}, text_pb("config", text).value)
 
     def log(self, step: int, values: Mapping[str, float | Histogram]) -> None:
         self._write(step, time.time(), values)
@@ -44,10 +44,13 @@ class TensorboardTracker:
     def finish(self) -> None:
         self._writer.close()
 
-    def _write(self, step: int, wall_time: float, values: Mapping[str, float | Histogram]) -> None:
+    def _write(
+        self, step: int, wall_time: float, values: Mapping[str, float | Histogram], texts: Iterable[Any] = ()
+    ) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 
-        summaries = []
+        summaries = list(texts)
         for name, value in values.items():
             if isinstance(value, int | float):
                 summaries.append(Summary.Value(tag=name, simple_value=value))
@@ -55,10 +58,4 @@ class TensorboardTracker:
             counts, edges = value
             bins = HistogramProto(bucket=counts, bucket_limit=edges[1:], min=edges[0], max=edges[-1], num=sum(counts))
             summaries.append(Summary.Value(tag=name, histo=bins))
-        self._add(step, wall_time, summaries)
-
-    def _add(self, step: int, wall_time: float, values: Any) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        self._writer.add_event(Event(wall_time=wall_time, step=step, summary=Summary(value=values)))
+        self._writer.add_event(Event(wall_time=wall_time, step=step, summary=Summary(value=summaries)))

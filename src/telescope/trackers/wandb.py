@@ -126,15 +126,9 @@ def _init(run: TrackedRun, mode: Any) -> Any:
     import wandb
 
     return wandb.init(
-        mode=mode,
-        dir=run.directory,
-        entity=run.entity,
-        project=run.project,
-        name=run.name,
-        id=run.run_id,
-        tags=run.tags or None,
-        resume=run.resume,  # type: ignore[arg-type]
+        mode=mode, dir=run.directory, entity=run.entity, project=run.project, name=run.name, id=run.run_id,
+        tags=run.tags or None, resume=run.resume,  # type: ignore[arg-type]
         config={VERSION_KEY: __version__, **run.config} if run.config else None,
         allow_val_change=True,  # a resumed run may have another learning rate
         settings=wandb.Settings(console="off", save_code=False, init_timeout=INIT_SECONDS, silent=True),
-    )
+    )  # fmt: skip
