@@ -26,7 +26,7 @@ class TrackedRun:
     project: str
     run_id: str
     resume: str
-    """`must` for a run that exists already and that somebody named, else `allow`."""
+    """`must` for a run that somebody named, else `allow`."""
     wandb_mode: str
     interval: float
     """Seconds between two looks at the record."""

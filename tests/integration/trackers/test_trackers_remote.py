@@ -347,10 +347,8 @@ def test_projects_are_found_by_key_and_added_and_removed_on_the_page(server, rec
         until(lambda: {path: row["runs"] for path, row in listed().items()} == {"someone/mine": 1, "someone/old": 0})
         assert client.get("/api/projects").json()["can_change"]
         until(lambda: [row["id"] for row in client.get("/api/runs").json()["runs"]] == ["live"])
-        problems = {each["path"]: each["problem"] for each in client.get("/api/runs").json()["problems"]}
-        assert (
-            "Runs of another layout, without a record of Telescope: the other framework." in problems["W&B someone/old"]
-        )
+        problem = "Runs of another layout, without a record of Telescope: the other framework."
+        until(lambda: problem in str(client.get("/api/runs").json()["problems"]))
         choose(added=["someone/unrelated", "someone/gone", "no path"], removed=["someone/mine"])
         until(lambda: set(listed()) == {"someone/old", "someone/unrelated", "someone/gone"})
         until(lambda: "has no project" in str(listed()["someone/gone"]["problem"]))
