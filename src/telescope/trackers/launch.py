@@ -61,6 +61,7 @@ class TrackerProcess:
         """Trackers that are used."""
         if "wandb" in self.names and not self._choose_mode():
             self.names.remove("wandb")
+        self._titles = ", ".join(TITLES[name] for name in self.names)
         if not self.names:
             return
         run: dict[str, Any] = {"trackers": self.names, "wandb_mode": self.mode, "resume": "allow"}
@@ -72,8 +73,9 @@ class TrackerProcess:
             run |= {name: getattr(info, name) for name in names}
             run["config"] = json.loads(config.to_json())["values"]
             uploads = {
-                "record": config.wandb_upload_record, "code": config.wandb_upload_code, "logs": config.wandb_upload_logs,
-                "logs_detailed": config.wandb_upload_logs_detailed, "logs_stdout": config.wandb_upload_logs_stdout,
+                "record": config.wandb_upload_record, "code": config.wandb_upload_code,
+                "logs": config.wandb_upload_logs, "logs_detailed": config.wandb_upload_logs_detailed,
+                "logs_stdout": config.wandb_upload_logs_stdout,
             }  # fmt: skip
             run["uploads"] = [kind for kind, is_chosen in uploads.items() if is_chosen]
         try:
@@ -98,10 +100,6 @@ class TrackerProcess:
             self._warn(f"{self._titles} did not finish in {timeout:g} s and was ended.{sync}")
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-
-    @property
-    def _titles(self) -> str:
-        return ", ".join(TITLES[name] for name in self.names)
 
     def _choose_mode(self) -> bool:
         """Returns whether W&B is used, and sets `mode` and `notice`."""
