@@ -53,13 +53,6 @@ DRAW = np.random.default_rng(0)
 WORDS = np.array(["".join(map(chr, DRAW.integers(97, 123, length))) for length in DRAW.integers(1, 9, 5000)])
 
 
-class NoStepLog:
-    """Drops what W&B would get."""
-
-    def log_step(self, step: int, metrics: dict[str, float]) -> None:
-        return
-
-
 def make_group(n: int, length: int) -> Group:
     """Returns a finished group with answers of `length` tokens."""
     prompt = PreparedPrompt(list(range(200)), "What is 6 x 7? " * 40, [], f"item {n}")
@@ -111,7 +104,7 @@ async def measure(num_steps: int, num_samples: int, length: int, seconds: float,
     cpu, loop, num_bytes, memory = [], [], [0], []
     process = psutil.Process()
     with Recorder(folder, flush_seconds=3600.0) as recorder:
-        steps = StepRecorder(recorder, NoStepLog(), RunStatus("benchmark", num_steps))
+        steps = StepRecorder(recorder, RunStatus("benchmark", num_steps))
         for step in range(num_steps):
             groups = [make_group(step * num_samples + i, length) for i in range(num_samples // GROUP_SIZE)]
             tokens = [make_tokens(group) for group in groups[:NUM_RECORDED]]

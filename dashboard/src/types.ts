@@ -441,6 +441,21 @@ export interface Progress {
   seconds_left: Value;
 }
 
+/** A W&B project whose runs are shown. `runs` counts those of Telescope. */
+export interface Project {
+  path: string;
+  runs: number;
+  problem: string | null;
+}
+
+/** The W&B projects. Where `can_change`, the user adds and removes some with the document `projects`. */
+export interface Projects {
+  can_change: boolean;
+  projects: Project[];
+  removed: string[];
+  problem: string | null;
+}
+
 /** How far the copy of a run on W&B is. `listed`: no page has asked for it, and it has no tables. */
 export interface RemoteCopy {
   phase: "listed" | "syncing" | "synced" | "failed";

@@ -107,17 +107,6 @@ class FakeWeightSync:
         await client.resume()
 
 
-class StepLog:
-    """Stores the metrics that W&B would receive."""
-
-    def __init__(self) -> None:
-        self.metrics: list[dict[str, float]] = []
-
-    def log_step(self, step: int, metrics: dict[str, float]) -> None:
-        assert step == len(self.metrics)
-        self.metrics.append(metrics)
-
-
 @dataclass
 class FakeRun:
     """The wired components of a run."""
@@ -129,7 +118,6 @@ class FakeRun:
     servers: ServerPool
     slots: RequestSlotPool
     status: RunStatus
-    step_log: StepLog
     recorder: Recorder
     environments: EnvironmentPool
     evaluation: Evaluation
@@ -189,11 +177,10 @@ async def fake_run(
         for index in range(len(clients)):
             servers.open(index)
         recorder = stack.enter_context(Recorder(run_dir, flush_seconds=flush_seconds))
-        step_log = StepLog()
         settings = RolloutSettings.from_config(config, environments.stops)
         evaluation = Evaluation(
             await plan_evals(config, keys, environments, settings), config, environments, servers, settings, recorder,
-            lambda step, metrics: None, status, lambda coroutine, name: asyncio.create_task(coroutine, name=name),
+            status, lambda coroutine, name: asyncio.create_task(coroutine, name=name),
         )  # fmt: skip
         infos = [await environments.describe(key) for key in keys.training]
         sizes = [info.num_samples for info in infos]
@@ -207,7 +194,6 @@ async def fake_run(
                 trainer=trainer,
                 weights=weights,
                 recorder=recorder,
-                step_log=step_log,
                 filters=SampleFilters.from_config(config, vocab_size=VOCAB_SIZE),
                 infos=infos,
                 report_engine_failure=servers.report_failure,
@@ -220,5 +206,5 @@ async def fake_run(
             status,
         )
         yield FakeRun(
-            config, orchestrator, trainer, weights, servers, slots, status, step_log, recorder, environments, evaluation
+            config, orchestrator, trainer, weights, servers, slots, status, recorder, environments, evaluation
         )  # fmt: skip

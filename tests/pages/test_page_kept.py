@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from playwright.sync_api import Browser, expect
+from tests.browser import DashboardProcess
+from tests.integration.trackers.fake_wandb import FakeWandb, StoredRun
 from tests.pages.page_visit import Visit, visit
+from tests.pages.test_every_page import findings
 
 from telescope.cli.ui import export
+from telescope.trackers.wandb import VERSION_KEY
 
 
 def test_a_note_is_written_by_keys_and_stays(visitor: Visit):
@@ -92,3 +96,30 @@ def test_pages_of_the_file_fit_a_phone(browser: Browser, runs: Path, tmp_path: P
             opened.page.goto(f"{(tmp_path / 'run.html').as_uri()}#/first/{page}")
             opened.settle()
             assert opened.page.evaluate("() => document.documentElement.scrollWidth") <= 390, page
+
+
+def test_projects_on_wandb_are_added_and_removed_by_keys(browser: Browser, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    with FakeWandb() as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        for project in ("mine", "team"):
+            server.add_run(project, StoredRun(project, f"run of {project}", state="finished"))
+        server.run("mine", "mine").config[VERSION_KEY] = "1"
+        with DashboardProcess() as dashboard, visit(browser, dashboard.address) as visitor:
+            page = visitor.open("")
+            expect(page.get_by_role("link", name="run of mine")).to_be_visible()
+            page.get_by_role("button", name="W&B projects").press("Enter")
+            page.keyboard.type("https://wandb.ai/someone/team/runs/x")
+            page.keyboard.press("Enter")
+            dialog = page.get_by_role("dialog", name="Projects on W&B")
+            expect(
+                dialog.get_by_text("Runs of another layout, without a record of Telescope: run of team")
+            ).to_be_visible()
+            assert findings(page) == []
+            dialog.get_by_role("button", name="Remove someone/mine").press("Enter")
+            expect(dialog.get_by_role("button", name="Show again someone/mine")).to_be_visible()
+            page.keyboard.press("Escape")
+            expect(page.get_by_text("run of mine")).to_have_count(0)

@@ -110,17 +110,19 @@ def run(argv: Sequence[str]) -> int:
 def _measure(job: EvalJob, run_path: str | None) -> EvalOutcome:
     from telescope.cli.train import try_environments_of
     from telescope.orchestrator.eval_run import keys_of_evals, run_evals
-    from telescope.trackers.sink import TrackerSink
+    from telescope.trackers.launch import TrackerProcess
     from telescope.tui.live import phases
 
     notices = try_environments_of(job.config, keys_of_evals(job.config))
     with phases("evaluation", (*job.notes, *notices), ". The same command continues") as view:
-        sink = TrackerSink(job.config, job.output, run_path=run_path)
-        sink.tell = view.say
+        evals = run_path and dict(zip(("entity", "project", "run_id"), run_path.split("/"), strict=True))
+        record = {"record": str(job.run_dir or job.output), "evals": job.eval_names()}
+        trackers = TrackerProcess(job.config, job.output, {**evals, **record} if evals else None)
+        trackers.tell = view.say
         try:
-            return run_evals(job, view, sink.log_step)
+            return run_evals(job, view)
         finally:
-            sink.close()
+            trackers.close()
 
 
 def as_json(outcome: EvalOutcome) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
 import re
 import socket
 import sys
@@ -16,6 +17,7 @@ from telescope.cli.runs import DEFAULT_ROOT, add_root, folders_of_runs
 from telescope.errors import UserError
 from telescope.record.files import replace_file
 from telescope.record.reader import Run
+from telescope.trackers.wandb import has_credentials
 from telescope.utils.text import user_path
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ def add_parser(subparsers: Any) -> None:
         description="Serve the dashboard: progress and health of runs, metrics, answers, timeline, evals and logs, "
         "live and afterwards. It only reads, and does not slow a run. Press Ctrl-C to end it.",
         epilog="examples:\n"
-        "  telescope ui                            all runs in ./runs\n"
+        "  telescope ui                            all runs in ./runs, and those on W&B after `wandb login`\n"
         "  telescope ui runs/demo runs/other       these two\n"
         "  telescope ui --root /data/runs          all runs in another folder\n"
         "  telescope ui my-team/my-project         the runs of a W&B project; opened ones are copied here\n"
@@ -93,12 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         return export(*arguments.export)
     if not arguments.demo:
         folders, projects = choose_places(arguments.places, arguments.root)
-        remotes = [open_project(entity, project) for entity, project in projects]
-        try:
-            return serve(arguments, folders, remotes)
-        finally:
-            for remote in remotes:
-                remote.close()
+        return serve(arguments, folders, [open_project(entity, project) for entity, project in projects])
     if arguments.places or arguments.root:
         raise UserError("--demo shows recorded runs only. Leave out --demo, or the folders.")
     from telescope.testing.demo import demo_runs
@@ -129,10 +126,16 @@ def serve(arguments: argparse.Namespace, folders: list[Path], remotes: Sequence[
     app = create_app(folders, remotes=remotes, token=token, hosts=(arguments.host, *arguments.allow_host))
     if is_in_use:
         print(f"Port {arguments.port} is in use; using {port} instead. --port chooses another.", file=sys.stderr)
-    shown = ", ".join([*map(str, folders), *(f"W&B {remote.project.path}" for remote in remotes)])
+    finds = not (arguments.places or arguments.root or arguments.demo)
+    finds = finds and os.environ.get("WANDB_MODE") not in ("offline", "disabled")
+    has_key = finds and has_credentials(os.environ)
+    places = [*map(str, folders), *(f"W&B {remote.project.path}" for remote in remotes)]
+    shown = ", ".join([*places, *["your projects on W&B"] * has_key])
     # One run opens at its overview; the name of the dashboard leads to the list.
     run_ids = list(app.state.registry.stores())
-    opened = run_ids[0] if len(run_ids) == 1 and not remotes else None
+    opened = run_ids[0] if len(run_ids) == 1 and not (remotes or has_key) else None
+    if finds:
+        app.state.projects.start()
     print(f"Telescope shows {shown} at\n\n    {address(arguments.host, port, token, opened)}\n", flush=True)
     print("Press Ctrl-C to end.", flush=True)
     config = uvicorn.Config(
@@ -144,6 +147,7 @@ def serve(arguments: argparse.Namespace, folders: list[Path], remotes: Sequence[
         pass
     finally:
         listener.close()
+        app.state.projects.close()
     return 0
 
 
@@ -168,7 +172,9 @@ def export(run_dir: Path, file: Path) -> int:
 def choose_places(places: list[str], root: Path | None) -> tuple[list[Path], list[tuple[str, str]]]:
     """Returns the folders to show, and W&B projects: what is no folder here. Raises `UserError` for anything else."""
     folders, projects = [], []
-    default = [str(folder) for folder in folders_of_runs(None) if folder.is_dir()] or [str(DEFAULT_ROOT)]
+    default = [str(folder) for folder in folders_of_runs(None) if folder.is_dir()]
+    if not default and not has_credentials(os.environ):  # with a key, the runs may be on W&B
+        default = [str(DEFAULT_ROOT)]
     for place in [*places, *([str(root)] if root is not None else [])] or default:
         folder, project = user_path(place), PROJECT.match(place)
         if folder.is_dir():
@@ -184,15 +190,17 @@ def choose_places(places: list[str], root: Path | None) -> tuple[list[Path], lis
 def open_project(entity: str, project: str) -> WandbRuns:
     """Lists the runs of a W&B project. Raises `UserError` if W&B cannot be asked and nothing was copied before."""
     from telescope.dashboard.remote import WandbRuns, cache_folder
-    from telescope.trackers.wandb_runs import WandbError, WandbProject
+    from telescope.dashboard.wandb_runs import WandbError, WandbProject
 
     print(f"Listing the runs of {entity}/{project} on W&B ...", file=sys.stderr, flush=True)
     remote = WandbRuns(WandbProject(entity, project, cache_folder() / ".wandb"))
     try:
-        num_runs = remote.start()
+        remote.start()
     except WandbError as error:
         raise UserError(f"{error} A folder of that name would be shown instead; there is none here.") from error
-    print(remote.problem or f"{num_runs} runs; those that you open are copied to {remote.root}.", file=sys.stderr)
+    print(
+        remote.problem or f"{remote.num_runs} runs; those that you open are copied to {remote.root}.", file=sys.stderr
+    )
     return remote
 
 

@@ -160,18 +160,6 @@ class TelescopeConfig(
         """Trackers of the run: `trackers`, or W&B if `use_wandb` is true."""
         return list(self.trackers) if self.trackers is not None else ["wandb"] * self.use_wandb
 
-    @property
-    def upload_kinds(self) -> list[str]:
-        """Kinds of files that W&B gets, see `trackers.follower`."""
-        chosen = {
-            "record": self.wandb_upload_record,
-            "code": self.wandb_upload_code,
-            "logs": self.wandb_upload_logs,
-            "logs_detailed": self.wandb_upload_logs_detailed,
-            "logs_stdout": self.wandb_upload_logs_stdout,
-        }
-        return [kind for kind, is_chosen in chosen.items() if is_chosen]
-
 
 SECTIONS: tuple[type[Section], ...] = tuple(reversed(TelescopeConfig.__bases__))
 """The sections in the order of the documentation, the default file and the help."""

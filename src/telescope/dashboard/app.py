@@ -19,6 +19,7 @@ from starlette.types import Scope
 from telescope import __version__
 from telescope.dashboard.api import check_parameters, code, runs, samples, timeline, user
 from telescope.dashboard.documents import ConflictError, Documents, user_folder
+from telescope.dashboard.projects import Projects
 from telescope.dashboard.registry import Registry
 from telescope.dashboard.remote import WandbRuns
 from telescope.dashboard.safety import Safety
@@ -64,8 +65,9 @@ def create_app(
         title="Telescope API", description=ABOUT_API, openapi_tags=SUBJECTS, version=__version__,
         docs_url=None, redoc_url=None, openapi_url="/api/openapi.json",
     )  # fmt: skip
-    app.state.registry = Registry(roots, remotes)
     app.state.documents = Documents(documents or user_folder())
+    app.state.projects = Projects(list(remotes), app.state.documents)
+    app.state.registry = Registry(roots, app.state.projects.remotes)
     app.state.static = static
     for subject in (runs, code, samples, timeline, user):
         app.include_router(subject.router, dependencies=[Depends(check_parameters)])

@@ -115,6 +115,23 @@ class Problem(BaseModel):
     problem: str
 
 
+class Project(BaseModel):
+    """A W&B project whose runs are shown. `runs` counts those of Telescope."""
+
+    path: str
+    runs: int
+    problem: str | None
+
+
+class Projects(BaseModel):
+    """The W&B projects. Where `can_change`, the user adds and removes some with the document `projects`."""
+
+    can_change: bool
+    projects: list[Project]
+    removed: list[str]
+    problem: str | None
+
+
 class Runs(BaseModel):
     """The list of runs, newest first."""
 

@@ -87,13 +87,18 @@ class Registry:
 
     def __init__(self, roots: Sequence[Path], remotes: Sequence[WandbRuns] = ()) -> None:
         self.remotes = remotes
-        self.roots = [root.resolve() for root in (*roots, *(remote.root for remote in remotes))]
+        self._folders = [root.resolve() for root in roots]
         self._lock = threading.Lock()
         self._stores: dict[str, RunStore] = {}
         self._searched = -SEARCH_SECONDS
         self._problems: dict[Path, str] = {}
         self._listings: dict[str, tuple[object, Listing]] = {}
         self._fields: dict[str, tuple[object, dict[str, Any]]] = {}
+
+    @property
+    def roots(self) -> list[Path]:
+        """The folders of runs, and those of copies."""
+        return [*self._folders, *(remote.root for remote in list(self.remotes))]
 
     def stores(self) -> dict[str, RunStore]:
         """Returns the runs by id. Searches the roots again when the last search is some seconds old."""
@@ -199,6 +204,7 @@ class Registry:
         known = {store.run.files.run_dir.resolve(): store for store in self._stores.values()}
         found: dict[str, RunStore] = {}
         seen: set[Path] = set()
+        here: set[str] = set()  # ids of runs in the folders: the page does not show their copies too
         for root in self.roots:
             try:
                 runs = find_runs(root)
@@ -210,6 +216,9 @@ class Registry:
                 if path in seen:
                     continue
                 seen.add(path)
+                if root not in self._folders and path.name in here:
+                    continue
+                here.add((self.remotes and run.info and run.info.run_id) or "")
                 name = base = run.label.replace("/", SEPARATOR)
                 number = 2
                 while name in found:

@@ -4,7 +4,7 @@
     RunCopy (a thread per opened run)  files that differ from W&B's --> that folder; again while the run is live
 
 Owns the cache, when W&B is asked, and how far each copy is. Pages read the copies like any other run. Does not own the
-questions to W&B (`trackers.wandb_runs`).
+questions to W&B (`wandb_runs`).
 
 Invariants: a file of a copy is replaced as a whole. The files of a table come in the order of their rows, and replaced
 ones go after their successors have come, so a reader of a copy sees what a reader of the run would. Without W&B the
@@ -26,10 +26,10 @@ from typing import Any, Literal
 
 import yaml
 
+from telescope.dashboard.wandb_runs import RemoteFile, RemoteRun, UnreachableError, WandbError, WandbProject
 from telescope.record.files import RunFiles, read_json, replace_file, replace_json
 from telescope.record.run_info import RunInfo, read_run_json, status_now, write_run_json
 from telescope.trackers.wandb_files import FOLDER, MANIFEST
-from telescope.trackers.wandb_runs import RemoteFile, RemoteRun, UnreachableError, WandbError, WandbProject
 
 LIST_SECONDS = 15.0
 """Time between two looks at the list of runs."""
@@ -42,6 +42,9 @@ IDLE_SECONDS = 600.0
 
 SHOWN_BYTES = 4_000_000
 """Progress of larger updates of a complete copy is shown; a live run brings some bytes every few seconds."""
+
+MOST_NAMED = 5
+"""Runs of another layout that are named in the list of problems."""
 
 NUM_DOWNLOADS = 4
 """Files of one run that are downloaded at once, of different tables."""
@@ -80,6 +83,8 @@ class WandbRuns:
         self.problem: str | None = None
         """Why the list may be old, or None."""
         self._copies: dict[str, RunCopy] = {}
+        self._others: dict[str, str] = {}
+        """Names of runs that have no record of ours, by id."""
         self._newest = 0.0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._keep_listing, name="telescope-wandb-list", daemon=True)
@@ -90,10 +95,15 @@ class WandbRuns:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def start(self) -> int:
-        """Lists the runs, and keeps the list up to date. Returns how many runs of Telescope there are.
+    @property
+    def num_runs(self) -> int:
+        """The number of runs of Telescope."""
+        return len(self._copies)
 
-        Raises `WandbError` if W&B cannot be asked and there are no copies to show.
+    def start(self, *, must_answer: bool = True) -> None:
+        """Lists the runs, and keeps the list up to date.
+
+        With `must_answer`, raises `WandbError` if W&B cannot be asked and there are no copies to show.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         for folder in self.root.iterdir():
@@ -102,11 +112,10 @@ class WandbRuns:
         try:
             self._list()
         except WandbError as error:
-            if not self._copies:
+            if must_answer and not self._copies:
                 raise
             self._note(error)
         self._thread.start()
-        return len(self._copies)
 
     def close(self) -> None:
         """Ends the threads at their next step."""
@@ -126,12 +135,14 @@ class WandbRuns:
                 self._note(error)
 
     def _note(self, error: WandbError) -> None:
-        what = "The runs shown are copies of earlier times." if isinstance(error, UnreachableError) else ""
+        is_old = isinstance(error, UnreachableError) and self._copies
+        what = "The runs shown are copies of earlier times." if is_old else ""
         self.problem = f"{error} {what}".strip()
 
     def _list(self) -> None:
         running = [name for name, copy in self._copies.items() if copy.is_running]
-        runs, total = self.project.runs(self._newest, running)
+        runs, others = self.project.runs(self._newest, running)
+        self._others |= others
         for run in runs:
             self._newest = max(self._newest, run.created_at)
             known = self._copies.get(run.name)
@@ -139,10 +150,13 @@ class WandbRuns:
                 self._copies[run.name] = RunCopy(self.project, self.root / run.name, run)
             else:
                 known.take_over(run)
-        self.problem = None
+        names = list(self._others.values())
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        problem = f"Runs of another layout, without a record of Telescope: {', '.join(names[:MOST_NAMED])}{more}."
+        self.problem = problem if names else None
         if not self._copies:
-            others = f"{total} runs, none" if total else "no runs, and so none"
-            self.problem = f"The project has {others} of Telescope. Runs appear here when they start."
+            none = "The project has no runs of Telescope. Runs appear here when they start."
+            self.problem = f"{none} {problem if names else ''}".strip()
 
 
 class RunCopy:

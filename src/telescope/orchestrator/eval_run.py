@@ -14,7 +14,7 @@ import asyncio
 import logging
 import secrets
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,8 +57,6 @@ logger = logging.getLogger(__name__)
 
 OUTPUTS = "evals"  # folder of evaluations, in the run directory or the current one
 
-LogStep = Callable[[int, dict[str, float]], None]
-
 
 @dataclass(frozen=True)
 class EvalJob:
@@ -75,6 +73,22 @@ class EvalJob:
     output: Path
     run_dir: Path | None
     notes: list[str]
+
+    @property
+    def session(self) -> str:
+        """Returns the prefix of the ids of its evals, which makes them unique in the run's record."""
+        return f"standalone-{self.digest}"
+
+    def eval_names(self) -> dict[str, str]:
+        """Returns the ids of its evals in the record, and their names, with their numbers if ambiguous."""
+        names = [entry.name for entry in self.config.evals]
+        return {
+            f"{self.session}-eval{number}-{name}-v{self.version_of(target)}": f"{name}#{number}"
+            if names.count(name) > 1
+            else name
+            for name, number in zip(names, self.numbers, strict=True)
+            for target in self.targets
+        }
 
     def version_of(self, target: EvalTarget) -> int:
         """Returns the step of a target, or its index if steps repeat."""
@@ -130,8 +144,8 @@ def prepare(
         output = root / f"{name}{digest}"
     config = config.replace(run_dir=str(output.absolute()))
     notes = [*request.notes, *fitted]
-    if run_dir is not None and Run(run_dir).status == "live":
-        notes.append(f"{run_dir} is live, so results are recorded in {output}")
+    if run_dir is not None and (status := Run(run_dir).status) in ("live", "unknown"):
+        notes += [f"{run_dir} is live, so results are recorded in {output}"] if status == "live" else []
         run_dir = None
     job = EvalJob(config, targets, eval_numbers(entries, entries_of_run), digest, output.absolute(), run_dir, notes)
     checks = (
@@ -202,16 +216,15 @@ def _check_output(job: EvalJob) -> None:
         raise UserError(f"{job.output} cannot be written: {error}. Choose another folder with --output") from error
 
 
-def run_evals(job: EvalJob, view: View | None = None, log_step: LogStep = lambda step, metrics: None) -> EvalOutcome:
+def run_evals(job: EvalJob, view: View | None = None) -> EvalOutcome:
     """Measures all models of a job. Raises `Interrupted` after Ctrl-C, otherwise the first error of any component."""
-    return asyncio.run(_EvalRun(job, view, log_step).run())
+    return asyncio.run(_EvalRun(job, view).run())
 
 
 class _EvalRun:
-    def __init__(self, job: EvalJob, view: View | None, log_step: LogStep) -> None:
+    def __init__(self, job: EvalJob, view: View | None) -> None:
         self._job = job
         self._view = view
-        self._log_step = log_step
         self._status = RunStatus("eval", 0)
         self._status.messages.extend(job.notes)
         self._interrupt = Interrupt(self._status, "stopping")
@@ -253,9 +266,8 @@ class _EvalRun:
         keys = keys_of_evals(config)
         environments = await self._interrupt.run_until_first(start_environments(config, keys, directory, status, stack))
         settings = RolloutSettings.from_config(config, environments.stops)
-        session = f"standalone-{job.digest}"
         plans = [
-            replace(await plan_eval(entry, key, environments, settings.sampling, number), session=session)
+            replace(await plan_eval(entry, key, environments, settings.sampling, number), session=job.session)
             for entry, key, number in zip(config.evals, keys.evals, job.numbers, strict=True)
         ]
         servers, weights = make_server_pool(config, None, RequestSlotPool([]), status), None
@@ -263,7 +275,7 @@ class _EvalRun:
             starting = self._start_servers(supervisor, directory, stack, temporary)
             servers, weights = await self._interrupt.run_until_first(starting)
         evaluation = Evaluation(
-            plans, config, environments, servers, settings, recorder, self._log_step, status, supervisor.spawn,
+            plans, config, environments, servers, settings, recorder, status, supervisor.spawn,
             problems=self._problems, samples=samples, recorded=self._recorded(recorder.files.run_dir),
         )  # fmt: skip
         for target in job.targets:

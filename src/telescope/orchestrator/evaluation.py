@@ -66,8 +66,6 @@ class Evaluation:
     servers: ServerPool
     settings: RolloutSettings
     recorder: Recorder
-    log_step: Callable[[int, dict[str, float]], None]
-    """Receives the metrics of an eval besides the record (W&B)."""
     status: RunStatus
     spawn: Callable[[Coroutine[Any, Any, Any], str], asyncio.Task[Any]]
     """Starts a task that ends with the run at the latest."""
@@ -273,7 +271,7 @@ class Evaluation:
             await asyncio.gather(running, lost, return_exceptions=True)
 
     def _record(self, plan: PlannedEval, result: EvalResult, started_at: float, used: set[int]) -> None:
-        """Reports a result in the record, log, live view and W&B."""
+        """Reports a result in the record, log and live view."""
         version, label, estimate = result.version, self._label(plan), result.estimate
         if plan.id_at(version) not in self.recorded:
             self.recorder.write("evals", record_rows.eval_row(plan, version, started_at, result, servers=used))
@@ -284,12 +282,6 @@ class Evaluation:
                 "end": time.time(), "attributes": {"eval": label, "accuracy": f"{result.accuracy:.4f}"},
             },
         )  # fmt: skip
-        values = {"accuracy": result.accuracy, "failed": float(result.num_failed), "seconds": result.seconds}
-        values |= result.metrics
-        for name, interval in (("accuracy", estimate), ("gain", result.gain)):
-            if interval is not None:
-                values |= {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
-        self.log_step(version - 1, {f"eval/{label}/{name}": value for name, value in values.items()})
         logger.info(
             "eval %s at version %d: accuracy %.4f (%d of %d scored, temperature %g, %.1f s)",
             label, version, result.accuracy, result.num_scored, plan.num_samples, result.temperature, result.seconds,

@@ -40,7 +40,7 @@ from telescope.orchestrator.prompt_sampler import PromptSampler, SampledPrompt, 
 from telescope.orchestrator.request_slots import RequestSlotPool
 from telescope.orchestrator.run_state import RunState
 from telescope.orchestrator.status import RunStatus
-from telescope.orchestrator.step_recorder import StepLogPort, StepRecorder, TrainedStep
+from telescope.orchestrator.step_recorder import StepRecorder, TrainedStep
 from telescope.orchestrator.supervision import ChangeNotifier, Supervisor
 from telescope.record.recorder import Recorder
 from telescope.rollout.sample import Rollout, RolloutSettings, RolloutTask
@@ -88,7 +88,6 @@ class Services:
     trainer: TrainerPort
     weights: WeightSyncPort
     recorder: Recorder
-    step_log: StepLogPort
     filters: SampleFilters
     """Filters and penalties for scored samples."""
     infos: Sequence[EnvironmentInfo]
@@ -151,9 +150,7 @@ class Orchestrator:
         self._staleness = Staleness(config.max_off_policy_steps)
         self._max_returns = max_requeues
         self._openings = itertools.count(start.num_openings)
-        self._step_recorder = StepRecorder(
-            services.recorder, services.step_log, status, all_tokens=config.record_tokens == "all"
-        )
+        self._step_recorder = StepRecorder(services.recorder, status, all_tokens=config.record_tokens == "all")
         self._streak = DiscardStreak(DISCARD_LIMIT_BATCHES * config.prompts_batch_size_for_trainer)
         self._stop_requested = False
         self._supervisor: Supervisor | None = None

@@ -97,7 +97,7 @@ class _TrainingRun:
             if self._view is not None:
                 stack.callback(self._view.stop)  # after the record is closed: the last uploads may fail
             stack.enter_context(self._directory.open_record(console=self._view is None))
-            self._directory.step_log.tell = self._status.messages.append
+            self._directory.trackers.tell = self._status.messages.append
             self._status.record_alerts(self._directory.alerts.add)
             self._directory.recorder.describe_now(self._status.now)
             keep_code(
@@ -105,8 +105,8 @@ class _TrainingRun:
                 max_mb=self._config.wandb_code_max_file_size_mb, exclude=self._config.wandb_code_exclude_patterns,
                 folders=self._config.environments_path,
             )  # fmt: skip
-            if self._directory.step_log.notice:
-                self._status.messages.append(self._directory.step_log.notice)
+            if self._directory.trackers.notice:
+                self._status.messages.append(self._directory.trackers.notice)
             if self._view is not None:
                 self._view.start(self._status)
             self._interrupt.install(asyncio.get_running_loop())
@@ -165,7 +165,7 @@ class _TrainingRun:
         config, status = self._config, self._status
         evaluation = self._evaluation = Evaluation(
             components.evals, config, components.environments, components.servers, components.settings,
-            self._directory.recorder, self._directory.step_log.log_step, status, supervisor.spawn,
+            self._directory.recorder, status, supervisor.spawn,
             results=list(self._resumed.state.evals) if self._resumed else [],
         )  # fmt: skip
         status.phase = "verifying the weights of the servers"

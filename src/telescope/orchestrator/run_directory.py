@@ -30,7 +30,7 @@ from telescope.record.logging import setup_logging
 from telescope.record.reader import Run
 from telescope.record.recorder import FileSizes, Recorder
 from telescope.record.run_info import RunInfo, attempt_row, begin_run, end_run, next_attempt, write_run_json
-from telescope.trackers.sink import TrackerSink
+from telescope.trackers.launch import TrackerProcess
 from telescope.weights.model_folder import read_origin
 
 FLUSH_SECONDS = 5.0  # time for the record to write its last rows before the summary; closing allows more
@@ -39,11 +39,11 @@ logger = logging.getLogger(__name__)
 
 
 class RunDirectory:
-    """`path` is the run directory. `recorder`, `alerts` and `step_log` exist while the record is open."""
+    """`path` is the run directory. `recorder`, `alerts` and `trackers` exist while the record is open."""
 
     recorder: Recorder
     alerts: Alerts
-    step_log: TrackerSink
+    trackers: TrackerProcess
 
     def __init__(self, path: Path, config: TelescopeConfig, notes: list[str], *, is_resumed: bool = False) -> None:
         self.path = path
@@ -93,12 +93,12 @@ class RunDirectory:
             setup_logging(self.path, "driver", self.recorder, alerts=self.alerts, debug=config.debug, console=console)
             self._begin_attempt(self._notes)
             stack.enter_context(LogFiles(self.path, self.recorder.write))
-            self.step_log = TrackerSink(config, self.path)
+            self.trackers = TrackerProcess(config, self.path)
             try:
                 yield self.recorder
             finally:
                 stack.close()
-                self.step_log.close()  # last, so that it copies the complete record
+                self.trackers.close()  # last, so that it copies the complete record
 
     @property
     def run_id(self) -> str | None:
@@ -111,7 +111,6 @@ class RunDirectory:
         From here on the attempt replaces what earlier ones have written from `first_step` on.
         """
         if self._is_resumed and not self._has_started:
-            self.step_log.fill_in(first_step)
             try:
                 _write_config(self.path, self._config)
                 _retire_results(self.path, first_step)
@@ -186,9 +185,8 @@ class RunDirectory:
         return f"THE RECORD OF THIS RUN CANNOT BE WRITTEN ({problem}): the run continues and keeps its rows in memory"
 
     def ended(self, summary: RunSummary) -> None:
-        """Writes `summary.json`, the trackers' summary and the end of the attempt. Logs disk errors."""
+        """Writes `summary.json` and the end of the attempt. Logs disk errors."""
         assert self._info is not None
-        self.step_log.log_summary(summary.numbers())
         try:
             if self._has_started or not self._is_resumed:
                 replace_json(RunFiles(self.path).summary, summary.to_json())

@@ -246,10 +246,6 @@ class RunSummary:
         """Returns the content of `summary.json`."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
-    def numbers(self) -> dict[str, float]:
-        """Returns the numeric fields that are set, for the summary of W&B."""
-        return {name: value for name, value in self.to_json().items() if isinstance(value, int | float)}
-
 
 def headline_of(evals: Sequence[EvalResult]) -> EvalResult | None:
     """Returns the result of the first eval, preferably with held-out items."""

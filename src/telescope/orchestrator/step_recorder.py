@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -25,12 +25,6 @@ from telescope.rollout.trajectory import Trajectory
 from telescope.trainer.batch import StepResult
 
 RUN_ENDED = "run_ended"  # reason of a cancelled group: the run ended before it was trained or discarded
-
-
-class StepLogPort(Protocol):
-    """Receives step metrics besides the record (W&B)."""
-
-    def log_step(self, step: int, metrics: dict[str, float]) -> None: ...
 
 
 @dataclass
@@ -53,14 +47,11 @@ class TrainedStep:
 
 
 class StepRecorder:
-    """Writes to record, step log and run status. `all_tokens`: also of untrained samples (`record_tokens`)."""
+    """Writes to record and run status. `all_tokens`: also of untrained samples (`record_tokens`)."""
 
-    def __init__(
-        self, recorder: Recorder, step_log: StepLogPort, status: RunStatus, *, all_tokens: bool = False
-    ) -> None:
+    def __init__(self, recorder: Recorder, status: RunStatus, *, all_tokens: bool = False) -> None:
         self._recorder = recorder
         self._all_tokens = all_tokens
-        self._step_log = step_log
         self._status = status
         self._discards = DiscardCounts()
         self._num_tokens_at_last_step = status.num_tokens_generated
@@ -175,7 +166,6 @@ class StepRecorder:
                 "metrics": metrics,
             },
         )
-        self._step_log.log_step(trained.step, metrics)
         summary = StepSummary(
             trained.step, metrics["reward/all_groups/mean"], metrics["reward/total/mean"], seconds,
             staleness_mean=metrics.get("staleness/steps/mean", 0.0),

@@ -158,7 +158,6 @@ async def make_orchestrator(
         trainer=components.trainer,
         weights=components.weights,
         recorder=directory.recorder,
-        step_log=directory.step_log,
         filters=SampleFilters.from_config(config, vocabulary_size(config) if config.filter_gibberish else None),
         infos=infos,
         report_engine_failure=components.servers.report_failure,

@@ -1,4 +1,4 @@
-"""Copies of a run's numbers and record for W&B, TensorBoard and trackio, made by one process beside the run.
+"""Copies of a run's record for W&B, TensorBoard and trackio, made by one process beside the run.
 
-`sink` is the driver's side, `process` the other one. Each tracker is a file of its own. See docs/trackers.md.
+`launch` is the driver's side, `process` the other one. Each tracker is a file of its own. See docs/trackers.md.
 """

@@ -1,21 +1,13 @@
-"""What a tracker is: where a run's numbers go besides its record.
-
-Trackers run in the process of `process`, each in a thread of its own: a tracker may block or raise, and its numbers are
-then missing there and nowhere else.
-"""
+"""What a tracker is: where a run's numbers go besides its record."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 TITLES = {"wandb": "W&B", "tensorboard": "TensorBoard", "trackio": "trackio"}
 """Names in `trackers` of the config, and how messages name them. The name is also that of the package."""
-
-MAX_WAITING = 10_000
-"""Messages that wait for the process, or for one tracker, at most. Later ones are dropped and counted."""
 
 Histogram = tuple[Sequence[int], Sequence[float]]
 """Counts of bins, and the edges of the bins, one more."""
@@ -26,56 +18,52 @@ Report = Callable[[str, str], None]
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker knows of its run."""
+    """What trackers know of their run besides its record."""
 
+    trackers: list[str]
     directory: str
-    """The run directory, or a folder for the tracker's files."""
+    """The run directory, or a folder for the trackers' files."""
     project: str
+    run_id: str
+    resume: str
+    """`must` for a run that somebody named, else `allow`."""
+    wandb_mode: str
+    interval: float
+    """Seconds between two looks at the record."""
     name: str | None = None
-    run_id: str | None = None
     entity: str | None = None
     tags: list[str] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     attempt: int = 1
     started_at: float = 0.0
-    """Start of the first attempt, from which the axis of gauges counts. Unix seconds."""
-    last_step: int | None = None
+    """Start of the first attempt, from which the axis of gauges counts."""
+    last_step: int = -1
     """Last step that earlier attempts recorded."""
-    resume: str | None = None
-    """`must` for a run that exists already and that somebody named, else `allow` or None."""
-    wandb_mode: str = "offline"
-    has_record: bool = False
-    """Whether `directory` is a run directory, whose gauges and files are copied."""
     uploads: list[str] = field(default_factory=list)
-    """Kinds of files that are copied, see `follower.PATTERNS`."""
-    upload_seconds: float = 5.0
-    """Time between two looks for changed files."""
+    """Kinds of files that are copied, see `wandb_files.PATTERNS`."""
+    record: str = ""
+    """Folder of the record, if only evals are copied (`telescope eval`)."""
+    evals: dict[str, str] = field(default_factory=dict)
+    """Ids and names of those evals."""
 
 
 class Tracker(Protocol):
-    """One place that numbers go to. Called from one thread."""
+    """One place that numbers go to. Called from one thread. Any method may block or raise.
+
+    `log` adds numbers and distributions of a step. Evals and distributions of a step may come after later steps.
+    `log_gauges` adds numbers of the system at a Unix time, `log_summary` sets final ones. `upload` copies files that
+    have changed, at the end also those that were to wait. `finish` writes or sends what waits.
+    """
 
     last_step: int
     """Last step that earlier attempts have sent, or -1. Steps up to it are left out."""
 
-    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds metrics of a step. Evals of a step may come after later steps."""
+    def log(self, step: int, values: Mapping[str, float | Histogram]) -> None: ...
 
-    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Adds distributions over the samples of a step. Metrics of later steps may come before them."""
+    def log_gauges(self, time: float, values: Mapping[str, float]) -> None: ...
 
-    def log_gauges(self, time: float, values: Mapping[str, float]) -> None:
-        """Adds numbers of the system at a Unix time."""
+    def log_summary(self, values: Mapping[str, float]) -> None: ...
 
-    def log_summary(self, values: Mapping[str, float]) -> None:
-        """Sets final numbers of the run."""
+    def upload(self, last: bool) -> None: ...
 
-    def finish(self) -> None:
-        """Writes or sends what waits."""
-
-
-def start_tracker(name: str, run: TrackedRun, report: Report) -> Tracker:
-    """Starts a tracker. Raises whatever its package raises."""
-    module = importlib.import_module(f"telescope.trackers.{name}")
-    tracker: Tracker = module.start(run, report)
-    return tracker
+    def finish(self) -> None: ...

@@ -14,11 +14,11 @@ SECTIONS = {"host": "system", "gpu": "system", "trainer": "system", "inference":
 LEFT_OUT = ("_bucket", "gpu_given", "engine_clock_seconds")
 """Endings of gauges that are no number to look at."""
 
-SINCE_START = ("network_sent_bytes", "network_received_bytes")
-"""Counters whose name does not end like one."""
+COUNTERS = ("_total", "_sum", "_count", "network_sent_bytes", "network_received_bytes")
+"""Endings of gauges that only grow while their process lives."""
 
-Series = tuple[str, str, tuple[tuple[str, str | None], ...], Any, Any, Any, Any]
-"""Component, name, labels, node, GPU, rank, server."""
+Series = tuple[str, str, tuple[str, ...], Any, Any, Any, Any]
+"""Component, name, values of labels, node, GPU, rank, server."""
 
 
 class GaugeCharts:
@@ -37,35 +37,23 @@ class GaugeCharts:
 
     def values(self, rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         """Returns the numbers of new rows, by the name of their chart."""
-        gauges: dict[str, dict[Series, list[float]]] = defaultdict(lambda: defaultdict(list))
-        newest: dict[Series, tuple[float, float]] = {}
+        readings: dict[Series, list[tuple[float, float]]] = defaultdict(list)
         for row in rows:
-            name, value = row["name"], row["value"]
-            if value is None or name.endswith(LEFT_OUT):
-                continue
-            labels = tuple(sorted(dict(row["labels"] or ()).items()))
-            series = (row["component"], name, labels, row["node"], row["gpu"], row["rank"], row["server"])
-            if name.endswith(("_total", "_sum", "_count", *SINCE_START)):
-                newest[series] = (row["time"], value)
-                self._last.setdefault(series, newest[series])
-            else:
-                gauges[_chart(series, name)][series].append(value)
-        charts = {}
-        for chart, of_series in gauges.items():
-            means = [sum(each) / len(each) for each in of_series.values()]
-            charts[chart] = sum(means) / len(means)
-            if len(means) > 1:
-                charts |= {f"{chart}/min": min(means), f"{chart}/max": max(means)}
-        return charts | self._growth(newest)
-
-    def _growth(self, newest: dict[Series, tuple[float, float]]) -> dict[str, float]:
+            if row["value"] is not None and not row["name"].endswith(LEFT_OUT):
+                labels = tuple(value or "" for _, value in sorted(dict(row["labels"] or ()).items()))
+                series = (row["component"], row["name"], labels, row["node"], row["gpu"], row["rank"], row["server"])
+                readings[series].append((row["time"], row["value"]))
+        means: dict[str, list[float]] = defaultdict(list)
         rates: dict[str, float] = defaultdict(float)
         sums: dict[str, float] = defaultdict(float)
         counts: dict[str, float] = defaultdict(float)
-        for series, (now, value) in newest.items():
+        for series, found in readings.items():
             name = series[1]
-            before, earlier = self._last[series]
-            self._last[series] = (now, value)
+            if not name.endswith(COUNTERS):
+                means[_chart(series, name)].append(sum(value for _, value in found) / len(found))
+                continue
+            before, earlier = self._last.get(series, found[0])
+            now, value = self._last[series] = found[-1]
             grown = value - earlier if value >= earlier else value  # it starts from 0 with its process
             if name.endswith("_sum"):
                 sums[_chart(series, name.removesuffix("_sum"))] += grown
@@ -73,15 +61,15 @@ class GaugeCharts:
                 counts[_chart(series, name.removesuffix("_count"))] += grown
             elif now > before:
                 rates[_chart(series, f"{name.removesuffix('_total')}_per_second")] += grown / (now - before)
-        means = {f"{chart}_mean": sums[chart] / count for chart, count in counts.items() if count and chart in sums}
-        return dict(rates) | means
+        charts = {chart: sum(each) / len(each) for chart, each in means.items()} | rates
+        for chart, each in means.items():
+            charts |= {f"{chart}/min": min(each), f"{chart}/max": max(each)} if len(each) > 1 else {}
+        return charts | {f"{chart}_mean": sums[chart] / n for chart, n in counts.items() if n and chart in sums}
 
 
 def _chart(series: Series, name: str) -> str:
     """Returns the name of the chart: section, name without vLLM's prefix, and its labels."""
-    component, _, labels, *_ = series
-    texts = [value or "" for _, value in labels]
-    return "/".join([SECTIONS.get(component, str(component)), name.rpartition(":")[2], *texts])
+    return "/".join([SECTIONS.get(series[0], series[0]), name.rpartition(":")[2], *series[2]])
 
 
 class StepHistograms:
@@ -93,9 +81,9 @@ class StepHistograms:
     Keeps the rows of the newest step between calls, because more of them may come.
     """
 
-    def __init__(self) -> None:
-        self._rows: dict[int, list[Mapping[str, Any]]] = {}
-        self._last_step = -1
+    def __init__(self, last_step: int = -1) -> None:
+        self._rows: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+        self._last_step = last_step
 
     def take(
         self, rows: Iterable[Mapping[str, Any]], *, last: bool = False
@@ -104,14 +92,19 @@ class StepHistograms:
         for row in rows:
             # After a restart of the trainer from an earlier step, what was sent stays.
             if row["step"] > self._last_step and row["histogram"]:
-                self._rows.setdefault(row["step"], []).append(row)
+                self._rows[row["step"]].append(row)
         for step in sorted(self._rows)[: None if last else -1]:
             self._last_step = step
-            yield step, _histograms(self._rows.pop(step))
-
-
-def _histograms(rows: list[Mapping[str, Any]]) -> dict[str, Histogram]:
-    has_several = len({row["environment"] for row in rows} - {""}) > 1
-    shown = [row for row in rows if has_several or not row["environment"]]
-    names = ["/".join(filter(None, ("distribution", row["environment"], row["metric"]))) for row in shown]
-    return {name: (row["histogram"], row["bin_edges"]) for name, row in zip(names, shown, strict=True)}
+            of_step = self._rows.pop(step)
+            has_several = len({row["environment"] for row in of_step} - {""}) > 1
+            yield (
+                step,
+                {
+                    "/".join(filter(None, ("distribution", row["environment"], row["metric"]))): (
+                        row["histogram"],
+                        row["bin_edges"],
+                    )
+                    for row in of_step
+                    if has_several or not row["environment"]
+                },
+            )

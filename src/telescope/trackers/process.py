@@ -1,138 +1,170 @@
-"""The process that copies a run's numbers and record to its trackers.
+"""The process that copies the record of a run to its trackers: one thread each reads the record and calls its tracker.
 
-    stdin --main thread--> one queue per tracker --> one thread per tracker --> wandb, tensorboard, trackio
-    run directory --RecordFollower (a thread): gauges, histograms, changed files--^
-
-Reads JSON lines from stdin and writes JSON lines to stdout. `sink` starts and ends it; it also ends when stdin closes,
-and so when the driver exits.
+`launch` starts it. It ends when stdin closes, which it does when the record is complete or the driver has exited.
 
 Invariants: what trackers print goes to stderr, which is a log file. Stdout has only messages for the user. A tracker
-that blocks or fails costs its own numbers only. Memory is bounded.
+that blocks or fails costs its own numbers only. Nothing waits in memory: a slow tracker reads the record later.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
-import queue
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from telescope.record.reader import Run
-from telescope.trackers.base import MAX_WAITING, TITLES, Report, TrackedRun, start_tracker
-from telescope.trackers.follower import RecordFollower
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from telescope.record.reader import Run, superseded
+from telescope.trackers.base import TITLES, Report, TrackedRun, Tracker
+from telescope.trackers.charts import GaugeCharts, StepHistograms
 
 FINISH_SECONDS = 300.0
 """Longest time for the last uploads after stdin closed."""
 
-Message = dict[str, Any]
+CHART_SECONDS = 15.0
+"""Time between two points of a gauge's chart. A gauge is recorded at least every 10 seconds."""
+
+EVAL_NUMBERS = ("accuracy", "accuracy_low", "accuracy_high", "gain", "gain_low", "gain_high")
+"""Columns of an eval that are sent besides its metrics."""
 
 
 def main() -> int:
-    """Reads messages until stdin closes. Returns the exit status."""
-    messages = (json.loads(line) for line in sys.stdin.buffer)
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    """Copies until stdin closes. Returns the exit status."""
+    out = os.dup(1)
     os.dup2(2, 1)  # prints, and those of child processes, go to stderr
-    lock = threading.Lock()
+    if not (first := sys.stdin.buffer.readline()):
+        return 0
+    run = TrackedRun(**json.loads(first))
+    if run.attempt > 1:
+        rows = Run(run.directory).rows_since("steps", 0, ["attempt", "step"])[0].to_pylist()
+        run = replace(run, last_step=max((row["step"] for row in rows if row["attempt"] < run.attempt), default=-1))
 
     def report(level: str, message: str) -> None:
-        with lock:
-            print(json.dumps({"level": level, "message": message}), file=out, flush=True)
+        os.write(out, f"{level} {' '.join(message.split())}\n".encode())
 
-    first = next(messages, None)
-    if first is None:
-        return 0
-    run = TrackedRun(**first["run"])
-    threads = [TrackerThread(name, run, report) for name in first["trackers"]]
-
-    def send(message: Message) -> None:
-        for thread in threads:
-            thread.put(message)
-
-    follower = RecordFollower(run, send) if run.has_record else None
-    for message in messages:
-        if message["kind"] != "fill in":
-            send(message)
-            continue
-        # Recorded steps before one. Trackers leave out those that they have.
-        for row in Run(run.directory).table("steps", columns=["step", "metrics"]).to_pylist():
-            if row["step"] < message["before"]:
-                send({"kind": "step", "step": row["step"], "metrics": dict(row["metrics"] or ())})
-    deadline = threading.Timer(FINISH_SECONDS, os._exit, (1,))
-    deadline.daemon = True
-    deadline.start()
-    if follower is not None:
-        follower.close()
+    ended = threading.Event()
+    threads = [threading.Thread(target=_copy, args=(name, run, report, ended), daemon=True) for name in run.trackers]
     for thread in threads:
-        thread.close()
+        thread.start()
+    sys.stdin.buffer.read()
+    ended.set()
+    deadline = time.monotonic() + FINISH_SECONDS
     for thread in threads:
-        thread.join()
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):
+        os._exit(1)
     return 0
 
 
-class TrackerThread(threading.Thread):
-    """Starts one tracker and passes messages to it. The first failure is reported, and the run goes on."""
+def _copy(name: str, run: TrackedRun, report: Report, ended: threading.Event) -> None:
+    """Copies the record to one tracker until the end. The first failure is reported, and the run goes on."""
+    has_failed = False
 
-    def __init__(self, name: str, run: TrackedRun, report: Report) -> None:
-        super().__init__(name=f"telescope-{name}", daemon=True)
-        self._tracker_name = name
-        self._run_info = run
-        self._report = report
-        self._queue: queue.Queue[Message | None] = queue.Queue(MAX_WAITING)
-        self._num_dropped = 0
-        self._has_failed = False
-        self.start()
-
-    def put(self, message: Message) -> None:
-        """Adds a message. Returns at once."""
-        try:
-            self._queue.put_nowait(message)
-        except queue.Full:
-            self._num_dropped += 1
-
-    def close(self) -> None:
-        """Ends the thread after the waiting messages."""
-        self._queue.put(None)  # waits for space; `main` has a deadline
-        if self._num_dropped:
-            self._fail(f"was too slow for {self._num_dropped} messages; the record has all of them")
-
-    def run(self) -> None:
-        """Passes messages until `close`."""
-        tracker = self._attempt(partial(start_tracker, self._tracker_name, self._run_info, self._report))
-        last_step = -1 if tracker is None else tracker.last_step
-        while (message := self._queue.get()) is not None:
-            if tracker is None:
-                continue
-            if message["kind"] == "step" and not all(name.startswith("eval/") for name in message["metrics"]):
-                if message["step"] <= last_step:
-                    continue
-                last_step = message["step"]  # the trainer may restart from an earlier step
-            if message["kind"] == "histograms" and message["step"] <= tracker.last_step:
-                continue
-            kind, values = message["kind"], {key: value for key, value in message.items() if key != "kind"}
-            if (method := getattr(tracker, "upload" if kind == "files" else f"log_{kind}", None)) is not None:
-                self._attempt(partial(method, **values))
-        if tracker is not None:
-            self._attempt(tracker.finish)
-
-    def _attempt(self, call: Callable[[], Any]) -> Any:
+    def attempt(call: Callable[[], Any]) -> Any:
+        nonlocal has_failed
         try:
             return call()
         except Exception as error:  # whatever a tracker's package raises
             traceback.print_exc(file=sys.stderr)
-            self._fail(f"failed: {str(error) or repr(error)}")
-            return None
+            if not has_failed:
+                problem = f"{TITLES[name]} failed: {str(error) or repr(error)}"
+                report("WARNING", f"{problem}. The run continues; see logs/trackers.log.")
+            has_failed = True
 
-    def _fail(self, problem: str) -> None:
-        if not self._has_failed:
-            self._has_failed = True
-            self._report(
-                "WARNING", f"{TITLES[self._tracker_name]} {problem}. The run continues; see logs/trackers.log."
-            )
+    def start() -> Tracker:
+        module = importlib.import_module(f"telescope.trackers.{name}")
+        tracker: Tracker = getattr(module, f"{name.title()}Tracker")(run, report)
+        return tracker
+
+    if (tracker := attempt(start)) is None:
+        return
+    news = RecordNews(run, tracker.last_step)
+    last = False
+    while not last:
+        last = ended.wait(run.interval)
+        try:
+            for method, *values in news.take(last=last):
+                attempt(partial(getattr(tracker, method), *values))
+        except Exception:  # a damaged file, a disk that does not answer: the record is there later
+            traceback.print_exc(file=sys.stderr)
+    attempt(tracker.finish)
+
+
+class RecordNews:
+    """Reads a record for one tracker, which has the steps up to `last_step` already."""
+
+    def __init__(self, run: TrackedRun, last_step: int) -> None:
+        self._run = run
+        self._record = Run(run.record or run.directory)
+        self._last_step = last_step
+        self._charts = GaugeCharts()
+        self._chart_due = 0.0
+        self._histograms = StepHistograms(last_step)
+        self._cursors: dict[str, int] = {}
+
+    def take(self, *, last: bool) -> Iterator[tuple[Any, ...]]:
+        """Yields calls of a tracker: method and arguments. `last`: the record is complete."""
+        if self._run.record:
+            yield from self._evals()
+            return
+        cut = self._record.cutoffs()
+        # Until this attempt has started, nobody knows from which step on it replaces what earlier ones have recorded.
+        if self._run.attempt == 1 or self._run.attempt - 1 in cut:
+            for row in self._step_rows("steps", cut):
+                if row["step"] > self._last_step:  # the trainer may restart from an earlier step
+                    self._last_step = row["step"]
+                    yield "log", row["step"], dict(row["metrics"] or ())
+            for step, histograms in self._histograms.take(self._step_rows("step_stats", cut), last=last):
+                yield "log", step, histograms
+        yield from self._evals()
+        if last or time.monotonic() >= self._chart_due:
+            self._chart_due = time.monotonic() + CHART_SECONDS
+            gauges = self._of_attempt("gauges")
+            if gauges.num_rows and (values := self._charts.values(gauges.to_pylist())):
+                yield "log_gauges", pc.max(gauges["time"]).as_py(), values
+        if last:
+            numbers = {name: value for name, value in self._record.result.items() if isinstance(value, int | float)}
+            yield "log_summary", numbers
+        yield "upload", last
+
+    def _evals(self) -> Iterator[tuple[Any, ...]]:
+        names = [entry["name"] for entry in self._run.config.get("evals", ())]
+        for row in (self._new("evals") if self._run.record else self._of_attempt("evals")).to_pylist():
+            name = f"{row['name']}#{row['number']}" if names.count(row["name"]) > 1 else row["name"]
+            name = self._run.evals.get(row["eval_id"]) if self._run.record else name
+            if name is None or row["status"] != "finished":
+                continue
+            numbers = {
+                "failed": row["num_items"] * row["num_completions"] - row["num_scored"],
+                "seconds": row["ended_at"] - row["started_at"],
+                **dict(row["metrics"] or ()),
+                **{number: row[number] for number in EVAL_NUMBERS if row[number] is not None},
+            }
+            yield "log", row["step"], {f"eval/{name}/{key}": value for key, value in numbers.items()}
+
+    def _step_rows(self, table: str, cut: dict[int, int]) -> list[dict[str, Any]]:
+        rows = self._new(table)
+        return rows.filter(pc.invert(superseded(rows, cut))).to_pylist()
+
+    def _of_attempt(self, table: str) -> pa.Table:
+        """Returns new rows of this attempt and later ones; those of earlier ones are sent already."""
+        if table not in self._cursors:
+            attempts = self._record.rows_since(table, 0, ["attempt"])[0]["attempt"]
+            self._cursors[table] = pc.sum(pc.less(attempts, self._run.attempt)).as_py() or 0
+        return self._new(table)
+
+    def _new(self, table: str) -> pa.Table:
+        rows, self._cursors[table] = self._record.rows_since(table, self._cursors.get(table, 0))
+        return rows
 
 
 if __name__ == "__main__":

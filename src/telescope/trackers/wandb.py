@@ -11,7 +11,7 @@ from __future__ import annotations
 import configparser
 import contextlib
 import netrc
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -34,16 +34,12 @@ def has_credentials(environment: Mapping[str, str]) -> bool:
     """Returns whether W&B would find a key, in the environment or netrc."""
     if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    home = Path(environment.get("HOME", "~")).expanduser()
-    candidates = [Path(environment["NETRC"])] if environment.get("NETRC") else [home / ".netrc", home / "_netrc"]
-    hosts = server_hosts(environment)
-    for path in candidates:
-        try:
-            known = netrc.netrc(str(path.expanduser()))
-        except (OSError, netrc.NetrcParseError):
-            continue
-        if any(known.authenticators(host) for host in hosts):
-            return True
+    home = environment.get("HOME", "~")
+    for path in [environment["NETRC"]] if environment.get("NETRC") else [f"{home}/.netrc", f"{home}/_netrc"]:
+        with contextlib.suppress(OSError, netrc.NetrcParseError):
+            known = netrc.netrc(str(Path(path).expanduser()))
+            if any(known.authenticators(host) for host in server_hosts(environment)):
+                return True
     return False
 
 
@@ -67,92 +63,72 @@ def wandb_mode(environment: Mapping[str, str]) -> str:
     return "online" if has_credentials(environment) else "offline"
 
 
-def start(run: TrackedRun, report: Report) -> WandbTracker:
-    """Starts the run, offline if the server cannot be reached."""
-    import wandb
+class WandbTracker:
+    """A run of W&B, offline if the server cannot be reached."""
 
-    try:
-        started = _init(run, run.wandb_mode)
-    except wandb.errors.Error as error:
-        if run.wandb_mode == "offline":
-            raise
-        report("WARNING", f"W&B cannot be used, so the run is recorded offline: {error}")
-        wandb.teardown()  # its service still holds the id of the run
-        started = _init(run, "offline")
-    if started.url:
-        report("INFO", f"W&B: {started.url}")
-    return WandbTracker(started, run)
+    def __init__(self, run: TrackedRun, report: Report) -> None:
+        import wandb
+
+        self._started_at = run.started_at
+        self._known: set[str] = set()
+        try:
+            opened = _init(run, run.wandb_mode)
+        except wandb.errors.Error as error:
+            if run.wandb_mode == "offline":
+                raise
+            report("WARNING", f"W&B cannot be used, so the run is recorded offline: {error}")
+            wandb.teardown()  # its service still holds the id of the run
+            opened = _init(run, "offline")
+        if opened.url:
+            report("INFO", f"W&B: {opened.url}")
+        self._run = opened
+        self._files = RecordUpload(opened, run.directory, run.uploads, run.interval)
+        self.upload = self._files.upload
+        last = run.last_step if opened.offline else -1  # the earlier attempts are in files beside this one's
+        if opened.resumed:
+            last = opened.summary.get("step")
+            last = last.get("max") if hasattr(last, "get") else last
+        self.last_step = -1 if last is None else int(last)
+        # Axes are columns, because W&B's own counter cannot go back after a resume.
+        opened.define_metric("step", summary="max")  # an eval may end after later steps
+        opened.define_metric("elapsed_minutes", summary="max", hidden=True)
+
+    def log(self, step: int, values: Mapping[str, float | Histogram]) -> None:
+        self._log("step", step, values)
+
+    def log_gauges(self, time: float, values: Mapping[str, float]) -> None:
+        self._log("elapsed_minutes", (time - self._started_at) / 60, values)
+
+    def log_summary(self, values: Mapping[str, float]) -> None:
+        self._run.summary.update(dict(values))
+
+    def finish(self) -> None:
+        self._run.finish()
+        self._files.finish()
+
+    def _log(self, axis: str, at: float, values: Mapping[str, float | Histogram]) -> None:
+        import numpy as np
+        import wandb
+
+        row: dict[str, Any] = {axis: at}
+        for name, value in values.items():
+            if name not in self._known:
+                self._known.add(name)
+                self._run.define_metric(name, step_metric=axis, step_sync=False)
+            if isinstance(value, int | float):
+                row[name] = value
+            else:
+                row[name] = wandb.Histogram(np_histogram=(np.asarray(value[0]), np.asarray(value[1])))
+        self._run.log(row)
 
 
 def _init(run: TrackedRun, mode: Any) -> Any:
     import wandb
 
     return wandb.init(
-        mode=mode,
-        dir=run.directory,
-        entity=run.entity,
-        project=run.project,
-        name=run.name,
-        id=run.run_id,
-        tags=run.tags or None,
-        resume=run.resume,  # type: ignore[arg-type]
+        mode=mode, dir=run.directory, entity=run.entity, project=run.project, name=run.name, id=run.run_id,
+        tags=run.tags or None, resume=run.resume,  # type: ignore[arg-type]
         config={VERSION_KEY: __version__, **run.config} if run.config else None,
         allow_val_change=True,  # a resumed run may have another learning rate
         settings=wandb.Settings(console="off", save_code=False, init_timeout=INIT_SECONDS, silent=True),
-    )
-
-
-class WandbTracker:
-    """A run of W&B."""
-
-    def __init__(self, run: Any, info: TrackedRun) -> None:
-        self._run = run
-        self._info = info
-        self._known: set[str] = set()
-        self._files = RecordUpload(run, info.directory, info.uploads)
-        last = info.last_step if run.offline else None  # the earlier attempts are in files beside this one's
-        if run.resumed:
-            last = run.summary.get("step")
-            last = last.get("max") if hasattr(last, "get") else last
-        self.last_step = -1 if last is None else int(last)
-        # Axes are columns, because W&B's own counter cannot go back after a resume.
-        run.define_metric("step", summary="max")  # an eval may end after later steps
-        run.define_metric("elapsed_minutes", summary="max", hidden=True)
-
-    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds a row with the metrics of a step."""
-        self._log("step", step, metrics)
-
-    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Adds a row with the distributions of a step."""
-        import numpy as np
-        import wandb
-
-        made = {
-            name: wandb.Histogram(np_histogram=(np.asarray(counts), np.asarray(edges)))
-            for name, (counts, edges) in histograms.items()
-        }
-        self._log("step", step, made)
-
-    def log_gauges(self, time: float, values: Mapping[str, float]) -> None:
-        """Adds a row with the gauges. Its axis is the minutes since the run started."""
-        self._log("elapsed_minutes", (time - self._info.started_at) / 60, values)
-
-    def log_summary(self, values: Mapping[str, float]) -> None:
-        """Sets values of the run's summary."""
-        self._run.summary.update(dict(values))
-
-    def upload(self, names: Sequence[str], sizes: Mapping[str, int]) -> None:
-        """Uploads changed files of the record. `sizes` has all files."""
-        self._files.upload(names, sizes)
-
-    def finish(self) -> None:
-        """Waits until everything is uploaded, or written to the offline folder."""
-        self._run.finish()
-        self._files.finish()
-
-    def _log(self, axis: str, at: float, values: Mapping[str, Any]) -> None:
-        for name in values.keys() - self._known:
-            self._run.define_metric(name, step_metric=axis, step_sync=False)
-        self._known |= values.keys()
-        self._run.log({axis: at, **values})
+    )  # fmt: skip

@@ -127,7 +127,7 @@ def evaluation_on(
 ) -> Evaluation:
     return Evaluation(
         plans, parts.config, parts.environments, parts.servers, parts.settings, directory.recorder,
-        directory.step_log.log_step, status, lambda coroutine, name: asyncio.create_task(coroutine, name=name),
+        status, lambda coroutine, name: asyncio.create_task(coroutine, name=name),
     )  # fmt: skip
 
 

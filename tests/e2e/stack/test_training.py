@@ -100,7 +100,7 @@ async def test_an_eval_keeps_its_policy_version_while_training_goes_on(stack: St
     parts, recorder = stack.parts, StrictRecorder()
     await parts.trainer.restart()
     await parts.weights.sync()
-    directory: Any = SimpleNamespace(recorder=recorder, step_log=SimpleNamespace(log_step=lambda step, metrics: None))
+    directory: Any = SimpleNamespace(recorder=recorder)
     pass_k = {"at_k": {"metrics": ["correct"], "k": [4]}}  # 2,000 samples, which take longer than a step
     plans = [replace(parts.evals[0], pass_k=pass_k)]
     evaluation = evaluation_on(parts, plans, directory, RunStatus("eval", 1))

@@ -122,6 +122,7 @@ class FakeWandb:
             "RunResumeStatus": self._resume_status,
             "UpsertBucket": self._upsert,
             "CreateRunFiles": self._create_files,
+            "GetProjects": self._projects,
             "Runs": self._runs,
             "Run": self._run,
             "RunFiles": self._run_files,
@@ -177,6 +178,17 @@ class FakeWandb:
         edges = [{"node": run.node(), "cursor": str(place)} for place, run in page]
         listed = {"edges": edges, "pageInfo": info}
         return {"project": {"internalId": "1", "runCount": len(found), "readOnly": False, "runs": listed}}
+
+    def _projects(self, variables: dict[str, Any]) -> dict[str, Any]:
+        known = {
+            "__typename": "Project",
+            "entityName": ENTITY,
+            "createdAt": _iso(0),
+            "isBenchmark": False,
+            "user": None,
+        }
+        edges = [{"node": {"id": name, "name": name, **known}} for name in self.projects]
+        return {"models": {"pageInfo": {"endCursor": None, "hasNextPage": False}, "edges": edges}}
 
     def _run(self, variables: dict[str, Any]) -> dict[str, Any]:
         run = self.projects.get(variables["project"], {}).get(variables["name"])
@@ -283,12 +295,18 @@ def _page(found: list[Any], cursor: str | None, size: int) -> tuple[list[tuple[i
 
 def _matches(run: StoredRun, wanted: dict[str, Any]) -> bool:
     """Returns whether a run matches a filter in the form of MongoDB's."""
-    values = {"name": run.name, "state": run.state, "createdAt": _iso(run.created_at)}
+    values: dict[str, Any] = {"name": run.name, "state": run.state, "createdAt": _iso(run.created_at)}
+    values |= {f"config.{name}.value": value for name, value in run.config.items()}
     for key, value in wanted.items():
         if key == "$or":
             if not any(_matches(run, each) for each in value):
                 return False
+        elif key == "tags":
+            if value not in run.tags:
+                return False
         elif isinstance(value, dict):
+            if "$exists" in value and (key in values) != value["$exists"]:
+                return False
             if "$in" in value and values[key] not in value["$in"]:
                 return False
             if "$gt" in value and not values[key] > value["$gt"]:

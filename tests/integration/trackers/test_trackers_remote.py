@@ -13,17 +13,16 @@ from tests.integration.trackers.fake_wandb import ENTITY, FakeWandb, StoredRun
 
 from telescope.cli import ui
 from telescope.cli.main import main
-from telescope.dashboard import remote
+from telescope.dashboard import remote, wandb_runs
 from telescope.dashboard.app import create_app
 from telescope.dashboard.remote import CopyState, RunCopy, WandbRuns
+from telescope.dashboard.wandb_runs import WandbError, WandbProject, is_record_file
 from telescope.errors import UserError
 from telescope.record.files import record_files
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 from telescope.record.run_info import begin_run
-from telescope.trackers import wandb_runs
 from telescope.trackers.wandb import VERSION_KEY
-from telescope.trackers.wandb_runs import WandbError, WandbProject, is_record_file
 
 CONFIG = {"model": "tiny", "algorithm": "grpo", "number_of_steps": 9, "environments": [{"name": "countdown"}]}
 
@@ -239,10 +238,10 @@ def test_a_run_without_a_record_says_why(server):
 def test_a_project_without_runs_of_telescope_says_so_and_shows_those_that_start(server):
     server.add_run("p", StoredRun("other"))
     with opened(server) as runs:
-        assert "1 runs, none of Telescope" in runs.problem
+        assert "no runs of Telescope" in runs.problem and "another layout" in runs.problem
         server.add_run("p", stored_run("new"))
         until(lambda: runs.copy_in(runs.root / "new"))
-        assert runs.problem is None
+        until(lambda: runs.problem.startswith("Runs of another layout"))
 
 
 def without_credentials(server: FakeWandb, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,3 +325,53 @@ def test_a_damaged_list_of_files_is_an_error(server, recorder):
     project = WandbProject(ENTITY, "p", Path(os.environ["WANDB_DIR"]))
     with pytest.raises(WandbError, match="damaged"):
         project.read_manifest(project.files("live"), Path(os.environ["WANDB_DIR"]))
+
+
+def test_projects_are_found_by_key_and_added_and_removed_on_the_page(server, recorder, tmp_path):
+    """`wandb login`, train anywhere, `telescope`: no project is named."""
+    upload(server.add_run("mine", stored_run("live")), recorder.files.run_dir)
+    server.add_run("old", StoredRun("foreign", "the other framework", {"lr": 1}, tags=["telescope"]))
+    server.add_run("unrelated", StoredRun("cats"))
+    app = create_app([], documents=tmp_path / "kept")
+    client = TestClient(app, base_url="http://localhost")
+
+    def listed() -> dict[str, dict[str, object]]:
+        return {row["path"]: row for row in client.get("/api/projects").json()["projects"]}
+
+    def choose(**value: list[str]) -> None:
+        version = client.get("/api/user/projects").json()["version"]
+        assert client.put("/api/user/projects", json={"value": value, "version": version}).status_code == 200
+
+    app.state.projects.start()
+    try:
+        until(lambda: {path: row["runs"] for path, row in listed().items()} == {"someone/mine": 1, "someone/old": 0})
+        assert client.get("/api/projects").json()["can_change"]
+        until(lambda: [row["id"] for row in client.get("/api/runs").json()["runs"]] == ["live"])
+        problem = "Runs of another layout, without a record of Telescope: the other framework."
+        until(lambda: problem in str(client.get("/api/runs").json()["problems"]))
+        choose(added=["someone/unrelated", "someone/gone", "no path"], removed=["someone/mine"])
+        until(lambda: set(listed()) == {"someone/old", "someone/unrelated", "someone/gone"})
+        until(lambda: "has no project" in str(listed()["someone/gone"]["problem"]))
+        assert client.get("/api/projects").json()["removed"] == ["someone/mine"]
+        until(lambda: client.get("/api/runs").json()["runs"] == [])
+        choose()
+        until(lambda: set(listed()) == {"someone/mine", "someone/old"})
+    finally:
+        app.state.projects.close()
+
+
+def test_a_run_that_is_here_and_on_wandb_is_listed_once(server, recorder):
+    run_id = Run(recorder.files.run_dir).info.run_id
+    server.add_run("p", stored_run(run_id))
+    server.add_run("p", stored_run("elsewhere"))
+    with opened(server) as runs:
+        client = TestClient(create_app([recorder.files.run_dir.parent], remotes=[runs]), base_url="http://localhost")
+        assert {row["id"] for row in client.get("/api/runs").json()["runs"]} == {"live", "elsewhere"}
+
+
+def test_without_a_folder_of_runs_a_key_is_enough_to_open_the_dashboard(server, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert ui.choose_places([], None) == ([], [])
+    monkeypatch.delenv("WANDB_API_KEY")
+    with pytest.raises(UserError, match="neither a folder"):
+        ui.choose_places([], None)

@@ -17,6 +17,7 @@ from tests.unit.orchestrator.fakes import config_of
 
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.record.code_snapshot import CodeSnapshot
+from telescope.record.files import replace_json
 from telescope.record.reader import Run
 
 SETTINGS = {"use_wandb": True, "metrics_logger_interval_seconds": 0.2, "event_upload_interval_seconds": 1}
@@ -36,16 +37,16 @@ def record_attempt(path: Path, first: int, last: int, server: FakeWandb | None =
         recorder.write("logs", {"time": time.time(), "level": "INFO", "component": "driver", "message": "starts"})
         for step in range(first, last):
             metrics = {"entropy": 1.0 + (first > 0), "reward/total/mean": step / 2}
-            directory.step_log.log_step(step, metrics)
             recorder.write("steps", {"step": step, "metrics": metrics})
             bins = {"histogram": [1, 0, first + 2], "bin_edges": [0.0, 0.5, 1.0, 1.5]}
             recorder.write("step_stats", {"step": step, "environment": "", "metric": "reward", "n": 3, **bins})
             for index in (0, 1):
                 row = {"time": time.time(), "component": "inference", "server": index, "value": 4.0 * index}
                 recorder.write("gauges", {**row, "name": "vllm:num_requests_running"})
-        directory.step_log.log_step(last - 1, {"entropy": 9.0})  # again, as after a restart of the trainer
-        directory.step_log.log_step(1, {"eval/held_out": 0.5})
-        directory.step_log.log_summary({"seconds": 2.5})
+        recorder.write("steps", {"step": last - 1, "metrics": {"entropy": 9.0}})  # after a restart of the trainer
+        done = {"num_items": 2, "num_completions": 1, "num_scored": 2, "started_at": 0.0, "ended_at": 1.0, "number": 0}
+        recorder.write("evals", {**done, "status": "finished", "name": "held_out", "step": 1, "accuracy": 0.5})
+        replace_json(path / "summary.json", {"seconds": 2.5, "status": "finished"})
         recorder.flush()
         if server is not None:  # the tail of a table is uploaded before a block replaces it
             until(lambda: [name for name in server.puts() if "/steps/" in name and name.endswith(".arrows")])
@@ -97,7 +98,7 @@ EACH_STEP_ONCE = [(0, 1), (1, 1), (2, 1), (3, 2), (4, 2)]
 def test_attempts_are_one_run_of_wandb_in_which_each_step_is_there_once(recorded):
     rows = recorded.stored.history
     assert trained(rows) == EACH_STEP_ONCE
-    assert sum("eval/held_out" in row for row in rows) == 2, "evals come when they end"
+    assert sum(row.get("eval/held_out/accuracy") == 0.5 for row in rows) == 2, "evals come when they end"
     assert recorded.stored.summary["seconds"] == 2.5
     assert (recorded.stored.tags, recorded.stored.state) == (["a"], "finished")
     assert recorded.stored.config["learning_rate"] == 1e-6, "a column of W&B's table of runs"
@@ -225,7 +226,6 @@ def test_steps_that_wandb_lacks_are_filled_in_from_the_record(tmp_path, monkeypa
                 directory.started({}, first)
                 for step in range(first, last):
                     metrics = {"entropy": 1.0 + (first > 0)}
-                    directory.step_log.log_step(step, metrics)
                     recorder.write("steps", {"step": step, "metrics": metrics})
             monkeypatch.delenv("WANDB_MODE", raising=False)
         (stored,) = server.projects["telescope"].values()

@@ -5,6 +5,7 @@ from pydantic import TypeAdapter
 
 ANSWERS = {
     "/api/runs": "/api/runs",
+    "/api/projects": "/api/projects",
     "/api/fields": "/api/fields",
     "/api/runs/{run}/code": "/api/runs/first/code",
     "/api/runs/{run}/code/file": "/api/runs/first/code/file?path=sources/train.py",

@@ -96,18 +96,13 @@ class StrictRecorder:
         assert all(set(row) <= COLUMN_NAMES["samples"] for row in rows)
         self.in_flight.append(rows)
 
+    @property
+    def step_metrics(self) -> list[dict[str, float]]:
+        """Metrics of the steps, which follow each other."""
+        steps = self.rows.get("steps", [])
+        assert [row["step"] - steps[0]["step"] for row in steps] == list(range(len(steps)))
+        return [row["metrics"] for row in steps]
+
     def of(self, table: str, **values: Any) -> list[dict[str, Any]]:
         """Rows of a table whose columns have these values."""
         return [row for row in self.rows.get(table, []) if all(row.get(k) == v for k, v in values.items())]
-
-
-class StepLog:
-    """Keeps what W&B would get, from `first_step` on."""
-
-    def __init__(self, first_step: int = 0) -> None:
-        self.first_step = first_step
-        self.metrics: list[dict[str, float]] = []
-
-    def log_step(self, step: int, metrics: dict[str, float]) -> None:
-        assert step == self.first_step + len(self.metrics)
-        self.metrics.append(metrics)

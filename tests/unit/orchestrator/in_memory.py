@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from tests.fakes.run import VOCAB_SIZE
-from tests.unit.orchestrator.fakes import StepLog, StrictRecorder
+from tests.unit.orchestrator.fakes import StrictRecorder
 from tests.unit.rollout.fakes import generation, tick
 
 from telescope.config import TelescopeConfig
@@ -155,7 +155,6 @@ class InMemoryRun:
         self.trainer = CountingTrainer(version=start.step if start else 0)
         self.engine = CountingEngine(self.trainer)
         self.recorder = cast(Any, StrictRecorder())
-        self.step_log = StepLog(start.step if start else 0)
         self.status = RunStatus("test", config.number_of_steps)
         self.slots = make_request_slots(config, 1)
         self.slots.set_up(0, True)
@@ -171,7 +170,6 @@ class InMemoryRun:
                 trainer=self.trainer,
                 weights=self.trainer,
                 recorder=self.recorder,
-                step_log=self.step_log,
                 filters=SampleFilters.from_config(config, vocab_size=VOCAB_SIZE),
                 infos=[
                     EnvironmentInfo(entry.name, size, reward_min=entry.reward_min, reward_max=entry.reward_max)

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 from tests.fakes.engine import AnswerFunction, FakeEngine, FakeEngineSettings, FakeRequest
-from tests.unit.orchestrator.fakes import StepLog, StrictRecorder
+from tests.unit.orchestrator.fakes import StrictRecorder
 
 from telescope.config import TelescopeConfig
 from telescope.environments.worker_pool.messages import (
@@ -257,7 +257,6 @@ class Simulation:
         self.environment = SimulatedEnvironment(pace, rng)
         self.trainer = SimulatedTrainer(pace, rng, self.servers)
         self.recorder = recorder or StrictRecorder()
-        self.step_log = StepLog()
         self.status = RunStatus("simulation", config.number_of_steps)
         self.slots = make_request_slots(config, num_servers)
         for index in range(num_servers):
@@ -274,7 +273,6 @@ class Simulation:
                 trainer=self.trainer,
                 weights=self.trainer,
                 recorder=cast(Any, self.recorder),
-                step_log=self.step_log,
                 filters=SampleFilters(),
                 infos=[EnvironmentInfo("simulated", 64, is_multi_turn=pace.turns[1] > 1)],
                 report_engine_failure=self._report,
@@ -328,7 +326,7 @@ class Simulation:
         """Tokens by outcome, over all steps and since the last one."""
         last = self.orchestrator._step_recorder._discards.take(0)
         counted: dict[str, float] = defaultdict(float)
-        for name, value in (item for metrics in (*self.step_log.metrics, last) for item in metrics.items()):
+        for name, value in (item for metrics in (*self.recorder.step_metrics, last) for item in metrics.items()):
             fate, _, quantity = name.rpartition("/")
             if quantity == "tokens" and not name.startswith(OVERLAPPING_FATES):
                 counted[fate] += value

@@ -11,13 +11,16 @@ from pathlib import Path
 import pytest
 import yaml
 from tests.model_folder import write_model_folder
+from tests.unit.orchestrator.fakes import config_of
 
 from telescope.cli.main import main
 from telescope.config import EvalEntry
 from telescope.config.eval_config import EvalCommand
 from telescope.errors import UserError
-from telescope.orchestrator.eval_run import choose_evals, eval_numbers, has_steps
+from telescope.evals.runner import PlannedEval
+from telescope.orchestrator.eval_run import EvalJob, choose_evals, eval_numbers, has_steps
 from telescope.orchestrator.eval_targets import find_targets
+from telescope.rollout.sample import RolloutSettings
 from telescope.weights.model_folder import MARKER
 
 
@@ -106,6 +109,16 @@ def test_only_models_with_steps_of_their_own_are_recorded_as_versions_of_the_run
 
 
 OF_THE_RUN = [EvalEntry(name="countdown", num_samples=50), EvalEntry(name="math500", temperature=0.5)]
+
+
+def test_trackers_find_the_evals_of_a_job_by_the_ids_that_are_recorded(run):
+    targets = find_targets(EvalCommand(), [str(run)])
+    config = config_of(evals=[{"name": "arithmetic", "num_samples": 1}, {"name": "arithmetic", "num_samples": 1}])
+    job = EvalJob(config, targets, [0, 1], "digest", run, run, [])
+    sampling = RolloutSettings.from_config(config).sampling
+    plans = [PlannedEval("arithmetic", "a", [], sampling, False, number, session=job.session) for number in (0, 1)]
+    wanted = {plan.id_at(job.version_of(each)): f"arithmetic#{plan.number}" for plan in plans for each in targets}
+    assert job.eval_names() == wanted
 
 
 def test_evals_are_those_asked_for_with_the_settings_of_the_run_or_else_those_of_the_run():

@@ -152,7 +152,7 @@ async def test_a_run_counts_filtered_samples_and_trains_on_the_rest() -> None:
     assert masked
     assert {row["reason"] for row in masked} == {"repetition"}
     assert all(row["reward"] is not None and row["advantage"] is None for row in masked)
-    counted = sum(metrics.get("masked/repetition/samples", 0.0) for metrics in run.step_log.metrics)
+    counted = sum(metrics.get("masked/repetition/samples", 0.0) for metrics in run.recorder.step_metrics)
     assert counted == len(masked) == run.status.num_masked_samples
     ids = {row["sample_id"] for row in masked}
     assert not ids & {sample_id for step in run.trainer.steps for sample_id in step}

@@ -43,7 +43,6 @@ async def test_every_row_of_a_run_fits_its_table_and_every_step_has_its_groups()
         assert row["reward_mean"] == row["metrics"]["reward/all_groups/mean"]
         assert all(sample["age"] == row["step"] - sample["start_version"] for sample in samples)
         assert sum(sample["advantage"] for sample in samples) == pytest.approx(0, abs=1e-6)
-    assert run.step_log.metrics == [row["metrics"] for row in steps]
 
 
 async def test_tokens_of_each_step_add_up_to_all_that_was_generated() -> None:
@@ -199,7 +198,7 @@ async def test_held_out_items_are_not_trained_on() -> None:
     evaluation = SimpleNamespace(
         num_reserved=lambda key: 8, held_out_uids=frozenset(f"uid {n}" for n in range(8, 32)), history=list
     )
-    directory = SimpleNamespace(recorder=made.recorder, step_log=made.step_log)
+    directory = SimpleNamespace(recorder=made.recorder)
     made.orchestrator = await make_orchestrator(
         made.config, cast(Any, components), cast(Any, evaluation), cast(Any, directory), made.status
     )
@@ -218,7 +217,7 @@ async def test_discarded_groups_are_on_record_with_their_reason_and_step() -> No
     samples = run.recorder.of("samples", status="discarded")
     assert len(samples) == 2 * len(discarded)
     assert all(sample["advantage"] is None for sample in samples)
-    counted = sum(metrics["discarded/zero_advantage/groups"] for metrics in run.step_log.metrics)
+    counted = sum(metrics["discarded/zero_advantage/groups"] for metrics in run.recorder.step_metrics)
     assert counted == len(discarded) == run.status.num_discarded_groups
 
 

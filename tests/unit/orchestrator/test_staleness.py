@@ -30,7 +30,7 @@ def simulated(pace: Pace, *, seed: int = 0, num_servers: int = 1, **fields: Any)
 
 
 def total(simulation: Simulation, *names: str) -> float:
-    return sum(metrics.get(name, 0.0) for metrics in simulation.step_log.metrics for name in names)
+    return sum(metrics.get(name, 0.0) for metrics in simulation.recorder.step_metrics for name in names)
 
 
 def test_a_group_is_as_old_as_its_oldest_trained_token() -> None:
@@ -139,14 +139,14 @@ def test_samples_of_requeued_prompts_are_counted() -> None:
     assert 0 < len(rows) <= total(run, "returned/samples")
     assert sum(row["completion_tokens"] for row in rows) <= total(run, "returned/tokens")
     assert total(run, "returned/tokens") <= total(run, "discarded/max_async/tokens", "cancelled/tokens")
-    assert any("returned/tokens_mean" in metrics for metrics in run.step_log.metrics)
+    assert any("returned/tokens_mean" in metrics for metrics in run.recorder.step_metrics)
 
 
 def test_lengths_are_reported_for_kept_and_dropped_samples() -> None:
     run = simulated(SLOW_ANSWERS, max_off_policy_steps=1, max_async_rollout=4)
     for name in ("mean", "std", "min", "max"):
-        assert any(f"cancelled/tokens_{name}" in metrics for metrics in run.step_log.metrics)
-        assert any(f"discarded/max_async/tokens_{name}" in metrics for metrics in run.step_log.metrics)
+        assert any(f"cancelled/tokens_{name}" in metrics for metrics in run.recorder.step_metrics)
+        assert any(f"discarded/max_async/tokens_{name}" in metrics for metrics in run.recorder.step_metrics)
     lengths = {
         status: [row["completion_tokens"] for row in run.recorder.of("samples", status=status)]
         for status in ("kept", "cancelled")

@@ -35,7 +35,7 @@ async def test_every_metric_of_a_fake_run_is_documented() -> None:
         )
     )
     await run.run()
-    names = {name for metrics in run.step_log.metrics for name in metrics}
+    names = {name for metrics in run.recorder.step_metrics for name in metrics}
     assert {"reward/total/mean", "reward/logic/mean", "discarded/zero_advantage/pct", "kept/tokens"} <= names
     assert undocumented(names) == []
     assert undocumented(name for row in run.recorder.of("steps") for name in row["metrics"]) == []

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from telescope.trackers.changed_files import BYTES_PER_SECOND, ChangedFiles, kind_of
+from telescope.trackers.wandb_files import BYTES_PER_SECOND, ChangedFiles, kind_of
 
 ALL = ("record", "code", "logs", "logs_detailed", "logs_stdout")
 

@@ -21,6 +21,7 @@ import type { Field, Problem, RunRow, Runs as RunList } from "../../types";
 import { type Column, columnOptions, columnsOf, DEFAULT_COLUMNS, DEFAULT_SORT, fromBaseline, runsCsv, serverFields, shown } from "./columns";
 import { fieldName, matches, parseFilter, toggleTerm, unknownFields, valueOf } from "./filter";
 import { PlotView, usePlotFields, ViewChoice } from "./PlotView";
+import { Projects } from "./Projects";
 import { RenameDialog } from "./RenameDialog";
 import { TagDialog } from "./TagDialog";
 import { visible } from "../../text/hostile";
@@ -166,6 +167,7 @@ function Table({ list, ids, known, lost }: { list: RunList; ids: string[]; known
           </button>
         )}
         <ViewChoice />
+        <Projects />
         <Grouping grouping={grouping} />
         <button className="btn" onClick={() => setOpened("columns")}>
           Columns
@@ -440,6 +442,7 @@ function Nothing({ list }: { list: RunList }) {
       <pre>make demo</pre>
       <p>or open the folder of a run:</p>
       <pre>telescope ui RUN_DIR</pre>
+      <Projects tells />
       <Problems problems={list.problems} />
     </Quiet>
   );

@@ -122,8 +122,8 @@ class LoggingSection(Section):
     """Duration of event blocks, in seconds: after it the tails of a table (spans, gauges, logs, steps, ...) become one
     Parquet file. Tables of rollouts use `rollout_block_size`. 32 MiB of rows become one at any time."""
     event_upload_interval_seconds: WholeSeconds = 5
-    """Event upload interval, in seconds: how often changed files of the record are uploaded to W&B. A growing file of
-    more than 1 MB is uploaded less often."""
+    """Event upload interval, in seconds: how often trackers get new numbers, and W&B changed files of the record. A
+    growing file of more than 1 MB is uploaded less often."""
     metrics_logger_interval_seconds: Seconds = 2.0
     """Metrics logger flush interval, in seconds: how long a row may wait in memory before it is in a file. A kill loses
     the rows of one interval at most."""

@@ -26,6 +26,11 @@ def list_runs(request: Request, registry: Runs, fields: Annotated[str, FIELDS] =
     return Reply(request, runs.run_rows(registry, [name for name in fields.split(",") if name]))
 
 
+@router.get("/projects", response_model=models.Projects, summary="Projects on W&B whose runs are shown")
+def projects(request: Request) -> Reply:
+    return Reply(request, request.app.state.projects.rows())
+
+
 @router.get("/fields", response_model=list[models.Field], summary="Fields that the list of runs can show")
 def fields(request: Request, registry: Runs) -> Reply:
     return Reply(request, runs.all_fields(registry))

@@ -15,9 +15,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from telescope.errors import UserError
-from telescope.trackers.changed_files import kind_of
 from telescope.trackers.wandb import DEFAULT_HOSTS, VERSION_KEY, has_credentials, server_hosts
-from telescope.trackers.wandb_files import FOLDER, MANIFEST
+from telescope.trackers.wandb_files import FOLDER, MANIFEST, kind_of
 from telescope.utils.packages import is_installed
 
 ANSWER_SECONDS = 20
@@ -30,6 +29,9 @@ RETRIES = 2
 """How often the client asks again: a person waits, and a live run is polled anyway."""
 
 PAGE_SIZE = 500
+
+OURS = {"$or": [{"tags": "telescope"}, {f"config.{VERSION_KEY}.value": {"$exists": True}}]}
+"""Filter of runs with the default tag of ours, or our mark in the config."""
 
 _TOP_LEVEL = ("config.yaml", "run.json", "heartbeat.json", "summary.json")
 _FOLDERS = ("tables", "code", "logs")
@@ -71,12 +73,13 @@ class RemoteFile:
     handle: Any = field(repr=False)
 
 
-class WandbProject:
-    """The runs of one project. Raises `WandbError` with what to do, and nothing else."""
+class WandbServer:
+    """The server with the user's projects. Raises `WandbError` with what to do, and nothing else."""
 
-    def __init__(self, entity: str, project: str, folder: Path) -> None:
-        self.path = f"{entity}/{project}"
-        self.project = project
+    path = "your projects"
+    """What is asked about, in messages."""
+
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
         """For the empty folders that W&B's client makes for each run that it lists."""
         self._api: Any = None
@@ -91,68 +94,22 @@ class WandbProject:
         """The server in messages: W&B's own has several names, a user's has one."""
         return "W&B" if self.host in DEFAULT_HOSTS else self.host
 
-    def runs(self, newer_than: float = 0.0, names: Iterable[str] = ()) -> tuple[list[RemoteRun], int]:
-        """Returns the runs of Telescope, newest first, and the number of all runs.
+    def projects(self) -> list[str]:
+        """Returns the user's projects with runs of Telescope, as ENTITY/PROJECT. Asks about each of them."""
 
-        With `newer_than`, only those that were created later, that are running, or that are in `names`.
-        """
-        newer = datetime.fromtimestamp(newer_than).astimezone().isoformat()
-        some = [{"state": "running"}, {"name": {"$in": list(names)}}, {"createdAt": {"$gt": newer}}]
-        filters = {"$or": some} if newer_than else {}
+        def ask() -> list[str]:
+            self._api = None  # W&B's client keeps its first answer
+            listed = self._client().projects()
+            paths = [f"{listed.entity}/{project.name}" for project in listed]
+            return [path for path in paths if len(self._client().runs(path, OURS, per_page=1, lazy=False))]
 
-        def ask() -> list[Any]:
-            self._client().flush()  # W&B keeps earlier answers
-            listed = self._client().runs(self.path, filters, "-created_at", per_page=PAGE_SIZE, lazy=False)
-            return list(listed)
-
-        found = self._ask(ask)
-        ours = [
-            RemoteRun(
-                name=run.id,
-                display_name=run.name or run.id,
-                state=run.state,
-                created_at=_seconds(run.created_at) or 0.0,
-                heartbeat_at=_seconds(run.heartbeat_at),
-                project=self.project,
-                tags=list(run.tags or ()),
-                config={key: value for key, value in run.config.items() if key != VERSION_KEY},
-                summary=dict(run.summary_metrics or {}),
-            )
-            for run in found
-            if VERSION_KEY in run.config
-        ]
-        return ours, len(found)
-
-    def files(self, name: str) -> dict[str, RemoteFile] | None:
-        """Returns the current files of a record by their path. None without a record."""
-
-        def ask() -> dict[str, RemoteFile]:
-            run = self._client().run(f"{self.path}/{name}")
-            listed = run.files(pattern=f"{FOLDER}/%", per_page=PAGE_SIZE)
-            return {
-                file.name: RemoteFile(file.size, file.md5 or f"{file.size} {file.updated_at}", file) for file in listed
-            }
-
-        return self._ask(ask) or None
-
-    def read_manifest(self, files: dict[str, RemoteFile], folder: Path) -> dict[str, int]:
-        """Downloads the list of current files. Returns sizes by path; other names than a record's are left out."""
-        self.download(files[MANIFEST], folder)
-        try:
-            names = json.loads((folder / MANIFEST).read_bytes())["files"]
-            return {name: int(size) for name, size in names.items() if is_record_file(name)}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise WandbError(f"{MANIFEST} of the run is damaged: {error!r}.") from error
-
-    def download(self, file: RemoteFile, folder: Path) -> Path:
-        """Downloads a file to its name on W&B below `folder`. Returns its path."""
-        self._ask(lambda: file.handle.download(root=str(folder), replace=True).close())
-        return folder / file.handle.name
+        found: list[str] = self._ask(ask)
+        return found
 
     def _client(self) -> Any:
         if self._api is None:
             if not is_installed("wandb"):
-                raise WandbError(f"{self.path} is a W&B project, and W&B is not installed. Run `pip install wandb`.")
+                raise WandbError(f"W&B has {self.path}, and is not installed. Run `pip install wandb`.")
             if not has_credentials(os.environ):
                 raise WandbError(
                     f"There are no credentials for {self._server}, which has the runs of {self.path}. "
@@ -192,6 +149,73 @@ class WandbProject:
                 "as whom you are logged in."
             )
         return WandbError(f"W&B does not let you read {self.path!r}: {text}")
+
+
+class WandbProject(WandbServer):
+    """The runs of one project."""
+
+    def __init__(self, entity: str, project: str, folder: Path) -> None:
+        super().__init__(folder)
+        self.path = f"{entity}/{project}"
+        self.project = project
+
+    def runs(self, newer_than: float = 0.0, names: Iterable[str] = ()) -> tuple[list[RemoteRun], dict[str, str]]:
+        """Returns the runs of Telescope, newest first, and the names of other runs by id.
+
+        With `newer_than`, only those that were created later, that are running, or that are in `names`.
+        """
+        newer = datetime.fromtimestamp(newer_than).astimezone().isoformat()
+        some = [{"state": "running"}, {"name": {"$in": list(names)}}, {"createdAt": {"$gt": newer}}]
+        filters = {"$or": some} if newer_than else {}
+
+        def ask() -> list[Any]:
+            self._client().flush()  # W&B keeps earlier answers
+            listed = self._client().runs(self.path, filters, "-created_at", per_page=PAGE_SIZE, lazy=False)
+            return list(listed)
+
+        found = self._ask(ask)
+        ours = [
+            RemoteRun(
+                name=run.id,
+                display_name=run.name or run.id,
+                state=run.state,
+                created_at=_seconds(run.created_at) or 0.0,
+                heartbeat_at=_seconds(run.heartbeat_at),
+                project=self.project,
+                tags=list(run.tags or ()),
+                config={key: value for key, value in run.config.items() if key != VERSION_KEY},
+                summary=dict(run.summary_metrics or {}),
+            )
+            for run in found
+            if VERSION_KEY in run.config
+        ]
+        return ours, {run.id: run.name or run.id for run in found if VERSION_KEY not in run.config}
+
+    def files(self, name: str) -> dict[str, RemoteFile] | None:
+        """Returns the current files of a record by their path. None without a record."""
+
+        def ask() -> dict[str, RemoteFile]:
+            run = self._client().run(f"{self.path}/{name}")
+            listed = run.files(pattern=f"{FOLDER}/%", per_page=PAGE_SIZE)
+            return {
+                file.name: RemoteFile(file.size, file.md5 or f"{file.size} {file.updated_at}", file) for file in listed
+            }
+
+        return self._ask(ask) or None
+
+    def read_manifest(self, files: dict[str, RemoteFile], folder: Path) -> dict[str, int]:
+        """Downloads the list of current files. Returns sizes by path; other names than a record's are left out."""
+        self.download(files[MANIFEST], folder)
+        try:
+            names = json.loads((folder / MANIFEST).read_bytes())["files"]
+            return {name: int(size) for name, size in names.items() if is_record_file(name)}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise WandbError(f"{MANIFEST} of the run is damaged: {error!r}.") from error
+
+    def download(self, file: RemoteFile, folder: Path) -> Path:
+        """Downloads a file to its name on W&B below `folder`. Returns its path."""
+        self._ask(lambda: file.handle.download(root=str(folder), replace=True).close())
+        return folder / file.handle.name
 
 
 def is_record_file(name: Any) -> bool:

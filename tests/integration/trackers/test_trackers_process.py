@@ -4,6 +4,8 @@ import logging
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,9 @@ from telescope.errors import UserError
 from telescope.orchestrator.run import _TrainingRun
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus, summarize
-from telescope.trackers.base import MAX_WAITING
-from telescope.trackers.sink import TrackerSink
+from telescope.record.recorder import Recorder
+from telescope.record.run_info import begin_run
+from telescope.trackers.launch import TrackerProcess
 
 CONFIG = config_of(use_wandb=True)
 
@@ -30,33 +33,53 @@ def start_instead(monkeypatch):
                 [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
             )
 
-        monkeypatch.setattr(TrackerSink, "_start", start)
+        monkeypatch.setattr(TrackerProcess, "_start", start)
 
     return replace
+
+
+@contextmanager
+def recorded(path: Path) -> Iterator[Recorder]:
+    """A record that has begun."""
+    with Recorder(path) as recorder:
+        begin_run(recorder, name="r", config_hash="h", config_json="{}")
+        yield recorder
 
 
 def messages(caplog) -> list[str]:
     return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_an_evaluation_goes_to_the_run_that_it_names(tmp_path):
-    sink = TrackerSink(config_of(use_wandb=False), tmp_path, run_path="me/project/abc123")
-    sink.log_step(9, {"eval/math500/accuracy": 0.5})
-    sink.close()
+def test_a_standalone_evaluation_goes_to_the_run_that_it_names(tmp_path):
+    done = {"status": "finished", "num_items": 4, "num_completions": 2, "num_scored": 7, "started_at": 3.0}
+    done |= {"ended_at": 5.0, "accuracy": 0.5, "accuracy_low": 0.4, "metrics": {"pass@2/correct": 0.75}}
+    with recorded(tmp_path / "run") as recorder:
+        ids = ("standalone-a-eval0-math500-v10", "standalone-a-eval0-math500-v20", "eval0-math500-v10")
+        for number, eval_id in enumerate(ids):
+            recorder.write("evals", {**done, "eval_id": eval_id, "name": "math500", "step": 9 + number})
+        recorder.write("evals", {"eval_id": ids[0], "name": "math500", "step": 9, "status": "failed"})
+    named = {"entity": "me", "project": "project", "run_id": "abc123"}
+    evals = {"record": str(tmp_path / "run"), "evals": {ids[0]: "math500#0"}}
+    trackers = TrackerProcess(config_of(use_wandb=False), tmp_path, {**named, **evals})
+    trackers.close()
     (path,) = tmp_path.glob("wandb/offline-run-*/run-abc123.wandb")
-    assert offline_summary(tmp_path)["eval/math500/accuracy"] == 0.5
     assert b"me" in path.read_bytes()
+    (row,) = offline_values(tmp_path)
+    numbers = {"accuracy": 0.5, "accuracy_low": 0.4, "failed": 1, "seconds": 2, "pass@2/correct": 0.75}
+    wanted = {f"eval/math500#0/{name}": value for name, value in numbers.items()} | {"step": 9}
+    assert {name: value for name, value in row.items() if not name.startswith("_")} == wanted
 
 
 def test_without_credentials_wandb_records_offline_and_says_so_without_a_warning(tmp_path, caplog, capfd):
-    sink = TrackerSink(CONFIG, tmp_path)
-    for step in range(3):
-        sink.log_step(step, {"reward_mean": step / 2, "timing/forward/total": 1.5, "odd": float("nan")})
-    sink.log_summary({"heldout_after": 0.5})
-    sink.close(timeout=120)
-    assert sink.mode == "offline"
+    with recorded(tmp_path) as recorder:
+        trackers = TrackerProcess(CONFIG, tmp_path)
+        for step in range(3):
+            metrics = {"reward_mean": step / 2, "timing/forward/total": 1.5, "odd": float("nan")}
+            recorder.write("steps", {"step": step, "metrics": metrics})
+    trackers.close(timeout=120)
+    assert trackers.mode == "offline"
     assert messages(caplog) == []
-    assert sink.notice is not None and "no W&B credentials" in sink.notice
+    assert trackers.notice is not None and "no W&B credentials" in trackers.notice
     rows = offline_values(tmp_path)
     assert [(row["step"], row["reward_mean"]) for row in rows] == [(0.0, 0.0), (1.0, 0.5), (2.0, 1.0)]
     assert rows[0]["timing/forward/total"] == 1.5
@@ -92,56 +115,55 @@ def test_the_summary_of_an_ended_run_is_sent(tmp_path):
 
 
 def test_without_trackers_nothing_is_started(tmp_path, monkeypatch, caplog):
-    sink = TrackerSink(config_of(use_wandb=False), tmp_path)
-    sink.log_step(1, {"a": 1.0})
-    sink.close()
+    TrackerProcess(config_of(use_wandb=False), tmp_path).close()
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    TrackerSink(CONFIG, tmp_path).close()
+    TrackerProcess(CONFIG, tmp_path).close()
     assert not list(tmp_path.iterdir())
     assert not messages(caplog)
 
 
 def test_a_missing_package_of_wandb_is_reported_once(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("telescope.trackers.sink.is_installed", lambda name: False)
-    sink = TrackerSink(CONFIG, tmp_path)
-    sink.log_step(1, {"a": 1.0})
-    sink.close()
+    monkeypatch.setattr("telescope.trackers.launch.is_installed", lambda name: False)
+    TrackerProcess(CONFIG, tmp_path).close()
     assert len(messages(caplog)) == 1
     assert "pip install wandb" in messages(caplog)[0]
 
 
-def test_hanging_trackers_neither_block_a_step_nor_outlive_the_run(tmp_path, start_instead, caplog):
+def test_hanging_trackers_do_not_outlive_the_run(tmp_path, start_instead, caplog):
     start_instead("import time; time.sleep(1000)")
-    sink = TrackerSink(CONFIG, tmp_path)
-    sink.tell = (told := []).append
-    for step in range(MAX_WAITING + 2000):
-        sink.log_step(step, {"text": 1.0})
-    sink.close(timeout=0.5)
-    assert sink._process is not None
-    assert sink._process.wait(30) != 0
-    assert any("too slow for" in message for message in messages(caplog))
-    assert any("W&B did not finish" in message for message in messages(caplog))
-    assert sink._finished.wait(30)
+    told: list[str] = []
+    with recorded(tmp_path):
+        trackers = TrackerProcess(CONFIG, tmp_path)
+        trackers.tell = told.append
+    before = time.monotonic()
+    trackers.close(timeout=0.5)
+    assert time.monotonic() - before < 5
+    assert trackers._process is not None
+    assert trackers._process.wait(30) != 0
+    assert len(messages(caplog)) == 1
+    assert "W&B did not finish in 0.5 s and was ended. `wandb sync`" in messages(caplog)[0]
     assert told == messages(caplog)
 
 
 def test_a_process_that_crashes_is_a_warning(tmp_path, start_instead, caplog):
-    start_instead("import sys; sys.stdin.readline(); sys.exit(3)")
-    sink = TrackerSink(CONFIG, tmp_path)
-    sink.tell = (told := []).append
-    assert sink._finished.wait(60)
-    sink.log_step(1, {"a": 1.0})
-    sink.close()
+    start_instead("import sys, time; sys.stdin.readline(); time.sleep(1); sys.exit(3)")
+    told: list[str] = []
+    with recorded(tmp_path):
+        trackers = TrackerProcess(CONFIG, tmp_path)
+        trackers.tell = told.append
+    trackers.close()
     assert any("exited with status 3; the run continues" in message for message in messages(caplog))
     assert told == messages(caplog)
 
 
 def test_a_tracker_that_fails_costs_its_own_numbers_only(tmp_path, caplog):
     (tmp_path / "tensorboard").write_text("in the way")
-    sink = TrackerSink(config_of(use_wandb=True, trackers=["wandb", "tensorboard"]), tmp_path)
-    sink.tell = (told := []).append
-    sink.log_step(1, {"a": 1.0})
-    sink.close()
+    told: list[str] = []
+    with recorded(tmp_path) as recorder:
+        trackers = TrackerProcess(config_of(use_wandb=True, trackers=["wandb", "tensorboard"]), tmp_path)
+        trackers.tell = told.append
+        recorder.write("steps", {"step": 1, "metrics": {"a": 1.0}})
+    trackers.close()
     assert [message.partition(":")[0] for message in messages(caplog)] == ["TensorBoard failed"]
     assert offline_values(tmp_path)[0]["a"] == 1.0
     assert told == messages(caplog)
@@ -149,19 +171,22 @@ def test_a_tracker_that_fails_costs_its_own_numbers_only(tmp_path, caplog):
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "logs").write_text("in the way")
-    sink = TrackerSink(CONFIG, tmp_path)
-    assert sink._finished.wait(60)
-    sink.close()
+    with recorded(tmp_path):
+        trackers = TrackerProcess(CONFIG, tmp_path)
+    trackers.close()
     assert any("cannot be started; the run continues" in message for message in messages(caplog))
+    assert trackers.notice == messages(caplog)[-1], "the live view shows it"
 
 
-def test_the_process_exits_when_the_driver_exits(tmp_path):
+def test_the_process_of_a_killed_run_copies_what_is_recorded_and_exits(tmp_path):
     script = (
-        "import os, sys, time; sys.path.insert(0, sys.argv[2])\n"
-        "from tests.unit.orchestrator.fakes import config_of; from telescope.trackers.sink import TrackerSink\n"
-        "sink = TrackerSink(config_of(use_wandb=True), sys.argv[1]); sink.log_step(1, {'a': 1.0})\n"
-        "while sink._process is None: time.sleep(0.01)\n"
-        "print(sink._process.pid, flush=True); os._exit(9)"
+        "import os, sys; sys.path.insert(0, sys.argv[2])\n"
+        "from tests.integration.trackers.test_trackers_process import CONFIG, TrackerProcess, recorded\n"
+        "from pathlib import Path\n"
+        "with recorded(Path(sys.argv[1])) as recorder:\n"
+        "    trackers = TrackerProcess(CONFIG, recorder.files.run_dir)\n"
+        "    recorder.write('steps', {'step': 1, 'metrics': {'a': 1.0}}); recorder.flush()\n"
+        "    print(trackers._process.pid, flush=True); os._exit(9)"
     )
     command = [sys.executable, "-c", script, str(tmp_path), str(Path(__file__).parents[3])]
     answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120)
@@ -170,3 +195,4 @@ def test_the_process_exits_when_the_driver_exits(tmp_path):
     while process.exists() and "Z" not in (process / "stat").read_text().split()[2] and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not process.exists() or (process / "stat").read_text().split()[2] == "Z"
+    assert offline_values(tmp_path)[0]["a"] == 1.0

@@ -1,0 +1,101 @@
+/** The W&B projects whose runs are listed: those that the server found with the user's key, without those that the user removed. */
+
+import { useState } from "react";
+import { count } from "../../format";
+import { Dialog } from "../../shell/Dialog";
+import { useDocument } from "../../state/documents";
+import { useResource } from "../../state/resource";
+import { useTick } from "../../state/timing";
+import type { Project, Projects as ProjectList } from "../../types";
+import { visible } from "../../text/hostile";
+import { type Choice, choose, parseProject } from "./projects";
+import "./projects.css";
+
+const OPENED_MS = 1_000;
+const CLOSED_MS = 15_000;
+
+export function Projects({ tells = false }: { tells?: boolean }) {
+  const [opened, setOpened] = useState(false);
+  const list = useResource<ProjectList>("/api/projects", {}, useTick(opened ? OPENED_MS : CLOSED_MS)).data;
+  if (!list || !(list.can_change || list.projects.length)) return null;
+  return (
+    <>
+      <button className="btn" onClick={() => setOpened(true)}>
+        W&amp;B projects{list.projects.length > 0 && <span className="f"> {count(list.projects.length)}</span>}
+      </button>
+      {tells && list.problem && <p className="d">{visible(list.problem)}</p>}
+      <Dialog opened={opened} close={() => setOpened(false)} title="Projects on W&B">
+        <Chosen list={list} />
+      </Dialog>
+    </>
+  );
+}
+
+function Chosen({ list }: { list: ProjectList }) {
+  const { change, error } = useDocument<Choice>("projects");
+  const [text, setText] = useState("");
+  const [refused, setRefused] = useState(false);
+  const set = (path: string, on: boolean) => change((old) => choose(old, path, on));
+  const add = (event: React.FormEvent) => {
+    event.preventDefault();
+    const path = parseProject(text);
+    setRefused(path === null);
+    if (path === null) return;
+    set(path, true);
+    setText("");
+  };
+  return (
+    <div className="projects">
+      {list.can_change && (
+        <form className="naming" onSubmit={add}>
+          <input
+            className="field"
+            placeholder="ENTITY/PROJECT, or its address"
+            aria-label="Project to add"
+            aria-invalid={refused}
+            value={text}
+            onChange={(event) => (setText(event.target.value), setRefused(false))}
+          />
+          <button className="btn" disabled={!text.trim()}>
+            Add
+          </button>
+        </form>
+      )}
+      {refused && (
+        <p className="w" role="alert">
+          A project is named as in my-team/my-project, or by its address in a browser.
+        </p>
+      )}
+      <ul>
+        {list.projects.map((project) => (
+          <Row key={project.path} project={project} action={list.can_change ? "Remove" : null} act={() => set(project.path, false)} />
+        ))}
+        {list.can_change &&
+          list.removed.map((path) => <Row key={path} project={{ path, runs: 0, problem: "removed by you" }} action="Show again" act={() => set(path, true)} />)}
+      </ul>
+      {error && <p className="w">{error.message}</p>}
+      {list.can_change && list.problem && <p className="d">{visible(list.problem)}</p>}
+      <p className="f s">
+        {list.can_change
+          ? "Your projects with runs of Telescope are found by the key of wandb login. Removing one here changes nothing on W&B."
+          : "These were given to telescope ui. Without an argument, it finds your projects itself."}
+      </p>
+    </div>
+  );
+}
+
+function Row({ project, action, act }: { project: Project; action: string | null; act: () => void }) {
+  const path = visible(project.path);
+  return (
+    <li>
+      <span className="cut">{path}</span>
+      <span className="f nb">{project.runs > 0 && `${count(project.runs)} ${project.runs === 1 ? "run" : "runs"}`}</span>
+      {action && (
+        <button className="link" aria-label={`${action} ${path}`} onClick={act}>
+          {action}
+        </button>
+      )}
+      {project.problem && <span className="d s">{visible(project.problem)}</span>}
+    </li>
+  );
+}

@@ -1,0 +1,102 @@
+"""The W&B projects that are shown: those that were named, those that the user's key leads to, those added on the page.
+
+Owns the list of projects. The page keeps the user's choice in the document `projects`: `added` and `removed`, lists of
+ENTITY/PROJECT. Does not own the runs of a project (`remote`).
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from typing import Any
+
+from telescope.dashboard.documents import Documents
+from telescope.dashboard.remote import WandbRuns, cache_folder
+from telescope.dashboard.wandb_runs import WandbError, WandbProject, WandbServer
+from telescope.errors import UserError
+
+DOCUMENT = "projects"
+
+PATH = re.compile(r"[\w.-]+/[\w.-]+")
+
+LOOK_SECONDS = 1.0
+"""Time between two looks at what the user chose."""
+
+FIND_SECONDS = 600.0
+"""Time between two searches for projects. Each asks about every project of the user."""
+
+RETRY_SECONDS = 30.0
+"""The same after a failure, such as a missing key."""
+
+
+class Projects:
+    """Keeps `remotes`, which the registry of runs shares, in line with what is found and chosen. Close it."""
+
+    def __init__(self, remotes: list[WandbRuns], kept: Documents) -> None:
+        self.remotes = remotes
+        self._kept = kept
+        self._named = {remote.project.path for remote in remotes}
+        self._found: list[str] = []
+        self._problem: str | None = "W&B is being asked for your projects."
+        self._server = WandbServer(cache_folder() / ".wandb")
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Searches for projects, and follows the user's choice, until `close`."""
+        self._thread = threading.Thread(target=self._follow, name="telescope-wandb-projects", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread and those of all projects at their next step."""
+        self._closing.set()
+        for remote in self.remotes:
+            remote.close()
+
+    def rows(self) -> dict[str, Any]:
+        """Returns the projects for the page. It can change them once `start` was called."""
+        shown = [(remote.project.path, remote.num_runs, remote.problem) for remote in list(self.remotes)]
+        return {
+            "can_change": self._thread is not None,
+            "projects": [dict(zip(("path", "runs", "problem"), row, strict=True)) for row in sorted(shown)],
+            "removed": self._chosen()[1],
+            "problem": self._problem,
+        }
+
+    def _chosen(self) -> tuple[list[str], list[str]]:
+        try:
+            value = self._kept.read(DOCUMENT).value
+        except UserError as error:
+            self._problem, value = str(error), None
+        kept = value if isinstance(value, dict) else {}
+        lists = [kept.get(name) for name in ("added", "removed")]
+        added, removed = ([path for path in each or () if PATH.fullmatch(str(path))] for each in lists)
+        return added, removed
+
+    def _follow(self) -> None:
+        due = 0.0
+        while not self._closing.is_set():
+            if time.monotonic() >= due:
+                due = time.monotonic() + self._find()
+            added, removed = self._chosen()
+            wanted = dict.fromkeys(path for path in (*self._found, *added) if path not in removed)
+            for remote in list(self.remotes):
+                if remote.project.path not in self._named | wanted.keys():
+                    self.remotes.remove(remote)
+                    remote.close()
+            for path in wanted.keys() - {remote.project.path for remote in self.remotes}:
+                entity, _, project = path.partition("/")
+                remote = WandbRuns(WandbProject(entity, project, cache_folder() / ".wandb"))
+                self.remotes.append(remote)
+                remote.start(must_answer=False)
+            self._closing.wait(LOOK_SECONDS)
+
+    def _find(self) -> float:
+        """Searches for projects with runs of Telescope. Returns the seconds until the next search."""
+        try:
+            self._found, self._problem = self._server.projects(), None
+        except WandbError as error:
+            self._problem = str(error)
+            return RETRY_SECONDS
+        return FIND_SECONDS
