@@ -29,7 +29,7 @@ def groups(store: RunStore, step: int) -> list[dict[str, Any]]:
     found = store.rows(f"{chosen} ORDER BY attempt, group_id", [step])
     members = store.rows(
         f"SELECT s.attempt, s.group_id, s.sample_id, s.reward, s.advantage, s.status, s.completion_tokens, s.metrics, "
-        f"s.step FROM samples s SEMI JOIN ({chosen}) g ON s.attempt = g.attempt AND s.group_id = g.group_id "
+        f"s.step FROM (FROM samples WHERE {visible}) s SEMI JOIN ({chosen}) g USING (attempt, group_id) "
         "ORDER BY s.sample_index",
         [step],
     )
