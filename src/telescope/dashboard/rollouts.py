@@ -28,12 +28,11 @@ def groups(store: RunStore, step: int) -> list[dict[str, Any]]:
     chosen = f"SELECT {columns} FROM groups WHERE {visible} AND step = ?"
     found = store.rows(f"{chosen} ORDER BY attempt, group_id", [step])
     members = store.rows(
-        f"SELECT s.attempt, s.group_id, s.sample_id, s.reward, s.advantage, s.status, s.completion_tokens, s.metrics, "
-        f"s.step FROM (FROM samples WHERE {visible}) s SEMI JOIN ({chosen}) g USING (attempt, group_id) "
+        f"SELECT s.* FROM (FROM samples WHERE {visible}) s SEMI JOIN ({chosen}) g USING (attempt, group_id) "
         "ORDER BY s.sample_index",
         [step],
     )
-    texts = beginnings(store, members)
+    texts, sums = beginnings(store, members), store.token_sums(step)
     samples: dict[tuple[int, int], list[Row]] = defaultdict(list)
     prompts: dict[tuple[int, int], str] = {}
     for row in members:
@@ -42,6 +41,9 @@ def groups(store: RunStore, step: int) -> list[dict[str, Any]]:
         prompts.setdefault(key, text.get("prompt") or "")
         kept = {name: row[name] for name in ("reward", "advantage", "status")}
         numbers = {"length": row["completion_tokens"], "metrics": row["metrics"] or {}}
+        numbers |= {
+            name: sums.get((row["attempt"], row["sample_id"]), {}).get(name) for name in ("logprob_sum", "ratio")
+        }
         samples[key].append({"id": row["sample_id"], **kept, **numbers, "completion": text.get("answer") or ""})
     return [
         {
@@ -61,6 +63,8 @@ def detail(store: RunStore, attempt: int, sample_id: str) -> dict[str, Any]:
     if not found:
         raise NotFoundError(f"Attempt {attempt} has no sample {sample_id!r}, or a later attempt replaced it.")
     sample = found[0]
+    in_memory = "SELECT prompt_key FROM samples WHERE attempt = ? AND sample_id = ?"
+    sample["prompt_key"] = store.fetch(in_memory, [attempt, sample_id])[0][0]
     whole = {name: store.of_sample(name, attempt, sample_id) for name in ("turns", "tool_calls", "info")}
     whole["tokens"] = store.of_sample("tokens", attempt, sample_id, f"step = {sample['step']}")
     # A span of the sample starts within its times.

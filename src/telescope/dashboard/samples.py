@@ -12,7 +12,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 import pydantic_core
@@ -23,6 +23,15 @@ from telescope.record.query import sql_text
 
 BEGINNING = 200
 """Characters of a prompt or an answer in a list."""
+
+COMPARED = 2000
+SAME = 24
+"""Characters of prompts that are compared. What more of them than this have in common is left out of a list."""
+
+MARKS = {"never": "num_right = 0", "always": "num_right = n", "sometimes": "num_right BETWEEN 1 AND n - 1"}
+"""Marks of a prompt by its answers."""
+
+PROMPT_SORTS = ("first_step", "last_step", "first_right", "pass_rate", "reward_mean", "n")
 
 NEAR_STEPS = 20
 SMALL_BYTES = 8 * 2**20
@@ -54,7 +63,7 @@ _RANGE = re.compile(r"^(\S+) to (\S+)$")
 class Filters:
     """Which samples are meant. `tags` are `name=value`, `ranges` are `name=low..high` with an end that may be missing.
 
-    Values of one facet or tag are alternatives; all else must hold together.
+    Values of one facet or tag are alternatives; all else must hold together. `prompt` is a `prompt_key`.
     """
 
     search: str = ""
@@ -63,6 +72,7 @@ class Filters:
     ranges: Sequence[str] = ()
     step_min: int | None = None
     step_max: int | None = None
+    prompt: str = ""
 
     def conditions(self) -> tuple[list[str], dict[str, str]]:
         """Returns SQL conditions: those that always hold, and those of each facet. Raises `UserError`."""
@@ -70,6 +80,7 @@ class Filters:
         for sign, end in ((">=", self.step_min), ("<=", self.step_max)):
             if end is not None:
                 base.append(f"step {sign} {int(end)}")
+        base += [f"prompt_key = {sql_text(self.prompt)}"] * bool(self.prompt)
         facets = self.facets or {}
         chosen = {name: _condition(name, facets[name].split(",")) for name in FACETS if facets.get(name)}
         values: dict[str, list[str]] = defaultdict(list)
@@ -113,11 +124,62 @@ def samples(
     if not is_quick:
         is_quick = sum(file.num_bytes for file in store.run.table_files("samples")) <= SMALL_BYTES
     texts = beginnings(store, rows) if is_quick else {}
+    around = {} if hits is None else store.snippets(filters.search.strip(), [_key(row) for row in rows])
     for row in rows:
         row["metrics"], row["tags"] = row["metrics"] or {}, row["tags"] or {}
-        text = texts.get((row["attempt"], row["sample_id"]), {})
+        text = texts.get(_key(row), {})
         row["prompt"], row["completion"] = text.get("prompt") or "", text.get("answer") or ""
-    return {"total": total, "rows": rows, "facets": facets}
+        row["snippet"] = around.get(_key(row))
+    metrics = sorted(name for (name,) in store.seen("samples", "unnest(map_keys(metrics))"))
+    return {"total": total, "rows": rows, "facets": facets, "metrics": metrics}
+
+
+def prompts(store: RunStore, filters: Filters, *, mark: str, sort: str, offset: int, limit: int) -> dict[str, Any]:
+    """Returns one page of the prompts of the samples that pass all filters, with their answers and right ones by step.
+
+    An answer is right if its metric `correct` is 1; without that metric, if its reward is the highest of its
+    environment: as declared, or as seen. Answers without a reward do not count. Raises `UserError` for an unknown mark,
+    order or filter.
+    """
+    if sort.removeprefix("-") not in PROMPT_SORTS or mark not in ("", *MARKS):
+        raise UserError(f"Use one of {', '.join(PROMPT_SORTS)} as sort, and one of {', '.join(MARKS)} as mark.")
+    base, conditions = filters.conditions()
+    where = " AND ".join([*base, store.visible(), *conditions.values()])
+    store.refresh("samples", "environments")
+    hits = store.search(filters.search.strip()) if filters.search.strip() else None
+    source = "samples" if hits is None else "(FROM samples SEMI JOIN hits USING (attempt, sample_id))"
+    by_prompt = f"""
+        WITH declared AS (SELECT name AS environment, max(reward_max) AS most FROM environments GROUP BY ALL),
+        highest AS (SELECT environment, coalesce(any_value(most), max(reward)) AS most
+            FROM samples LEFT JOIN declared USING (environment) GROUP BY environment),
+        by_step AS (SELECT prompt_key, environment, step, count(*) AS n, sum(reward) AS total,
+                count_if(coalesce(metrics['correct'] >= 1, reward >= most)) AS num_right,
+                min((attempt, sample_id, group_id)) AS first
+            FROM (FROM {source} WHERE {where} AND reward IS NOT NULL) JOIN highest USING (environment) GROUP BY ALL)
+        SELECT prompt_key, environment, sum(n)::BIGINT AS n, sum(num_right)::BIGINT AS num_right,
+            sum(num_right) / sum(n) AS pass_rate, sum(total) / sum(n) AS reward_mean, min(step) AS first_step,
+            max(step) AS last_step, min(step) FILTER (num_right > 0) AS first_right, list(step ORDER BY step) AS steps,
+            list(n ORDER BY step) AS counts, list(num_right ORDER BY step) AS rights,
+            arg_min(first, step) AS first
+        FROM by_step GROUP BY prompt_key, environment"""
+    order = f"{sort.removeprefix('-')} {'DESC' if sort.startswith('-') else 'ASC'} NULLS LAST, first_step, prompt_key"
+    with store.view(hits=NO_HITS if hits is None else hits) as view:
+        view.fetch(f"CREATE TEMP TABLE prompts AS {by_prompt}")
+        counts = ", ".join(f"count_if({condition}) AS {name}" for name, condition in MARKS.items())
+        (marks,) = view.rows(f"SELECT count(*) AS total, {counts} FROM prompts")
+        rows = view.rows(
+            f"FROM prompts WHERE {MARKS.get(mark, 'true')} ORDER BY {order} LIMIT {int(limit)} OFFSET {int(offset)}"
+        )
+    for row in rows:
+        row["attempt"], row["sample_id"], row["group_id"] = row.pop("first")
+    texts = beginnings(store, [{**row, "step": row["first_step"]} for row in rows])
+    for row in rows:
+        row["prompt"] = texts.get(_key(row), {}).get("prompt") or ""
+    return {**marks, "rows": rows}
+
+
+def _key(row: Row) -> tuple[int, str]:
+    return row["attempt"], row["sample_id"]
 
 
 def _facets(
@@ -160,7 +222,10 @@ def export(store: RunStore, filters: Filters, *, sort: str, limit: int) -> tuple
 
 
 def beginnings(store: RunStore, members: Sequence[Row]) -> dict[tuple[int, str], Row]:
-    """Returns the beginnings of the texts of some samples. See `RunStore.beginnings`."""
+    """Returns the beginnings of the texts of some samples, see `RunStore.beginnings`.
+
+    What all prompts of an environment have in common is left out.
+    """
     steps = [row["step"] for row in members if row["step"] is not None]
     if not steps:
         return {}
@@ -168,7 +233,28 @@ def beginnings(store: RunStore, members: Sequence[Row]) -> dict[tuple[int, str],
     ids = ", ".join(str(group) for group in groups if group is not None)
     # SQL finds no null by IN.
     among = " OR ".join([f"group_id IN ({ids})"] * bool(ids) + ["group_id IS NULL"] * (None in groups))
-    return store.beginnings(f"step BETWEEN {min(steps)} AND {max(steps)} AND ({among})", BEGINNING)
+    texts = store.beginnings(f"step BETWEEN {min(steps)} AND {max(steps)} AND ({among})", COMPARED)
+    prompts: dict[str | None, set[str]] = defaultdict(set)
+    for row in members:
+        prompts[row["environment"]].add(texts.get(_key(row), {}).get("prompt") or "")
+    same = {environment: _same(min(some), max(some)) for environment, some in prompts.items() if len(some) > 1}
+    for row in members:
+        if text := texts.get(_key(row)):
+            text["prompt"] = _elided(text["prompt"] or "", same.get(row["environment"], ""))[:BEGINNING]
+            text["answer"] = (text["answer"] or "")[:BEGINNING]
+    return texts
+
+
+def _same(first: str, last: str) -> str:
+    """Returns what two texts have in common at their start, and so all texts between them in alphabetical order."""
+    return "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
+
+
+def _elided(prompt: str, same: str) -> str:
+    """Returns a prompt without what others begin with, too. The mark of its message stays."""
+    first = prompt.find("\n") + 1 if prompt.startswith("<") else 0
+    cut = max(same.rfind(" "), same.rfind("\n")) + 1
+    return f"{prompt[:first]}… {prompt[cut:]}" if cut - first > SAME else prompt
 
 
 def _order(sort: str) -> str:
