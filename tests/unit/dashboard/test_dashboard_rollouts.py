@@ -83,19 +83,21 @@ def test_facets_count_the_search_without_their_own_filter(client):
 
 
 def test_a_prompt_has_the_pass_rate_of_its_answers_by_step(client):
-    body = client.get(f"{RUN}/prompts?limit=1000").json()
-    expected = Counter((row["environment"], row["step"]) for row in ALL)
-    right = Counter((row["environment"], row["step"]) for row in ALL if row["reward"] == 1)
+    few = "tag=level%3D0&tag=level%3D1"
+    chosen = [row for row in chosen if row["tags"]["level"] in "01"]
+    body = client.get(f"{RUN}/prompts?limit=1000&{few}").json()
+    expected = Counter((row["environment"], row["step"]) for row in chosen)
+    right = Counter((row["environment"], row["step"]) for row in chosen if row["reward"] == 1)
     found = {(row["environment"], row["first_step"]): row for row in body["rows"]}
     assert {key: row["n"] for key, row in found.items()} == expected
     assert {key: row["num_right"] for key, row in found.items()} == {key: right[key] for key in expected}
     assert body["never"] == sum(not right[key] for key in expected) > 0
     assert body["total"] == body["never"] + body["sometimes"] + body["always"] == len(expected)
-    never = client.get(f"{RUN}/prompts?mark=never&sort=-first_step").json()["rows"]
+    never = client.get(f"{RUN}/prompts?mark=never&{few}&sort=-first_step").json()["rows"]
     assert [row["num_right"] for row in never] == [0] * body["never"]
     assert [row["first_step"] for row in never] == sorted((row["first_step"] for row in never), reverse=True)
     one = found["countdown", 4]
-    assert (one["steps"], one["counts"], one["rights"]) == ([4], [8], [right["countdown", 4]])
+    assert (one["steps"], one["counts"], one["rights"]) == ([4], [4], [right["countdown", 4]])
     assert one["prompt"].endswith("Make 4 of 100 % of the numbers<|im_end|>\n")
 
 
