@@ -84,7 +84,7 @@ def test_facets_count_the_search_without_their_own_filter(client):
 
 def test_a_prompt_has_the_pass_rate_of_its_answers_by_step(client):
     few = "tag=level%3D0&tag=level%3D1"
-    chosen = [row for row in chosen if row["tags"]["level"] in "01"]
+    chosen = [row for row in ALL if row["tags"]["level"] in "01"]
     body = client.get(f"{RUN}/prompts?limit=1000&{few}").json()
     expected = Counter((row["environment"], row["step"]) for row in chosen)
     right = Counter((row["environment"], row["step"]) for row in chosen if row["reward"] == 1)
