@@ -44,6 +44,15 @@ function besideTitle(sort: string): string {
   return column === "advantage" || column === "age" ? column : "tokens";
 }
 
+/** Characters before a match that the server sends. */
+const BEFORE_MATCH = 24;
+
+/** Returns a text around a match as one line; it begins at a word where it was cut. */
+function snippetLine(text: string, search: string): string {
+  const isCut = text.toLowerCase().indexOf(search.toLowerCase()) >= BEFORE_MATCH;
+  return (isCut ? text.replace(/^\S{0,12}\s/, "… ") : text).replace(/\s+/g, " ");
+}
+
 interface AnswerListProps {
   path: string;
   query: Query;
@@ -115,7 +124,7 @@ export function AnswerList({ path, query, version, first, sort, search, sample, 
             if (!row) return <div key={index} className="ar f" style={style}>…</div>;
             const filled = level(squareValue(row, filling.by), filling.scaleOf(row.environment));
             const square = <span className="sq"><i className={filled === null ? "none" : `l${filled}`} /></span>;
-            const why = row.eval_name ?? fate({ ...row, reward_mean: row.reward }, scaleOf(row.environment));
+            const why = row.eval_name ? `eval ${row.eval_name}` : fate({ ...row, reward_mean: row.reward }, scaleOf(row.environment));
             const step = row.eval_name ? `◇${row.step + 1}` : count(row.step);
             const common = {
               role: "option",
@@ -131,7 +140,7 @@ export function AnswerList({ path, query, version, first, sort, search, sample, 
                   <span className="s">
                     {square} <span className="cut">step {step}, <Plain text={row.environment} /></span> <span className="f cut">{why}</span> <span className="r">reward {number(row.reward, 2)}</span>
                   </span>
-                  <span className="cut"><Plain text={(row.snippet ?? row.completion ?? "").replace(/\s+/g, " ")} search={search} /></span>
+                  <span className="cut"><Plain text={snippetLine(row.snippet ?? row.completion ?? "", search)} search={search} /></span>
                 </div>
               );
             }

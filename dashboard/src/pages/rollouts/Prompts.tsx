@@ -19,7 +19,7 @@ import type { SamplePage } from "./types";
 
 const ROW = 20;
 /** Prompts in the list, and answers on the page of one. */
-const MOST_PROMPTS = 1000;
+const MOST_PROMPTS = 500;
 const MOST_ANSWERS = 2000;
 /** Other runs that are looked into at once; a click looks into the others. */
 const FEW_RUNS = 4;
@@ -238,7 +238,7 @@ function PassRates({ curves }: { curves: { color: string; prompt: Prompt }[] }) 
           );
         }))}
       </svg>
-      <figcaption className="s f"><span>step {count(low)}</span><span>0 to 100 %</span><span>step {count(high)}</span></figcaption>
+      <figcaption className="s f"><span>{low < 0 ? "before training" : `step ${count(low)}`}</span><span>0 to 100 %</span><span>step {count(high)}</span></figcaption>
     </figure>
   );
 }

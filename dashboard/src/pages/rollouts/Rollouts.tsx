@@ -214,7 +214,7 @@ export function Rollouts() {
         <div className="gh">
           {list === "groups" ? (
             <span className="cut">
-              <b>Step {count(step)}</b> <span className="d">{count(all.length)} groups, {[`${count(keptGroups)} kept`, ...others].join(", ")}</span>
+              <b>Step {count(step)}</b> <span className="d">{groups.data ? `${count(all.length)} groups, ${[`${count(keptGroups)} kept`, ...others].join(", ")}` : "reading its groups"}</span>
             </span>
           ) : list === "flight" ? (
             <b>In flight</b>

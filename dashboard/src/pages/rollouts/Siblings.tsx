@@ -9,6 +9,9 @@ import { openAnswer, PromptGroups, usePromptGroups } from "./Prompts";
 import type { Filling, RewardScale } from "./squares";
 import type { Detail, Group } from "./types";
 
+/** Metrics that stand beside an answer in the list; the others are in the pane of numbers. */
+const MOST_METRICS = 3;
+
 interface SiblingsProps {
   run: string;
   detail: Detail;
@@ -48,7 +51,7 @@ export function Siblings({ run, detail, group, filling, scaleOf, version, onSele
 
 /** The other answers of the group, one line each. */
 export function AllAnswers({ group, filling, selected, onSelect }: { group: Group; filling: Filling; selected: string; onSelect: (id: string) => void }) {
-  const names = [...new Set(group.samples.flatMap((one) => Object.keys(one.metrics ?? {})))].slice(0, 4);
+  const names = [...new Set(group.samples.flatMap((one) => Object.keys(one.metrics ?? {})))].slice(0, MOST_METRICS);
   const texts = group.samples.some((one) => one.completion);
   const sums = group.samples.some((one) => one.logprob_sum !== null);
   return (

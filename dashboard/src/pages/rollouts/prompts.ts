@@ -47,11 +47,11 @@ export interface PromptGroup {
   samples: GroupSample[];
 }
 
-/** Returns the answers of a prompt by step and group, in their order. Evals have no groups: one each. */
+/** Returns the answers of a prompt by step and group, in their order. Those of an eval are one group. */
 export function groupsOf(rows: readonly SampleRow[]): PromptGroup[] {
   const groups = new Map<string, PromptGroup>();
   for (const row of rows) {
-    const key = [row.attempt, row.step, row.group_id, row.eval_name].join("/");
+    const key = [row.attempt, row.step, row.eval_name ?? row.group_id].join("/");
     const { attempt, step, environment, status, reason } = row;
     let group = groups.get(key);
     if (!group) groups.set(key, (group = { attempt, step, group: row.group_id, eval: row.eval_name, environment, status, reason, reward_mean: null, samples: [] }));
