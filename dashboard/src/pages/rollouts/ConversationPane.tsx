@@ -63,7 +63,7 @@ export function ConversationPane({ detail, title, shown, setShown, search, again
   const token = at ? (tokens.get(at.turn)?.[at.index] ?? null) : null;
   const box = useRef<HTMLDivElement>(null);
   // The first match of a search comes into view.
-  useEffect(() => box.current?.querySelector("mark")?.scrollIntoView({ block: "center" }), [detail, search]);
+  useEffect(() => void box.current?.querySelector("mark")?.scrollIntoView({ block: "center" }), [detail, search]);
   const places: Record<string, number> = {};
   const named = messages.map((message) => ({ message, key: `${message.role} ${(places[message.role] = (places[message.role] ?? 0) + 1)}` }));
   const foldable = view === "raw" || view === "diff" ? [] : named.flatMap(({ message, key }) => (message.call ? [key, `result of ${key}`] : [key]));

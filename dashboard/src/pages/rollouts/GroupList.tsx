@@ -4,7 +4,7 @@ import { number } from "../../format";
 import { promptLine } from "./conversation";
 import { Plain } from "../../text/SafeText";
 import { visible } from "../../text/hostile";
-import { fate, type Filling, level, METRIC, type RewardScale, squareValue } from "./squares";
+import { fate, type Filling, level, METRIC, type RewardScale, SQUARES, squareValue } from "./squares";
 import type { Group, GroupSample } from "./types";
 
 const ROW = 20;
@@ -29,7 +29,7 @@ interface SquaresProps {
 export function Squares({ samples, environment, filling, selected, onSelect }: SquaresProps) {
   const gap = gapOf(samples.length);
   const size = Math.max(3, Math.min(SIDE, Math.floor((WIDEST + gap) / Math.max(1, samples.length)) - gap));
-  const title = filling.by.replace(METRIC, "");
+  const title = SQUARES.find(([name]) => name === filling.by)?.[1] ?? filling.by.replace(METRIC, "");
   return (
     <span className="sq" style={{ gap }}>
       {samples.map((sample) => {

@@ -4,6 +4,7 @@ import { useVirtualizer } from "@tanstack/react-virtual";
 import { useMemo, useRef, useState } from "react";
 import { address, type Query, runPath } from "../../api";
 import { count, number, percent } from "../../format";
+import { useKeys } from "../../shell/keys";
 import { useRunColors } from "../../state/colors";
 import { useResource, useResources } from "../../state/resource";
 import { useRuns } from "../../state/run";
@@ -42,6 +43,17 @@ export function PromptList({ run, query, version }: { run: string; query: Query;
   const box = useRef<HTMLDivElement>(null);
   const found = data?.rows ?? [];
   const rows = useVirtualizer({ count: found.length, getScrollElement: () => box.current, estimateSize: () => ROW, overscan: 16 });
+  const at = found.findIndex((one) => one.prompt_key === params.prompt);
+  const move = (by: number) => {
+    const next = Math.min(Math.max(at + by, 0), found.length - 1);
+    if (!found[next]) return;
+    setParams({ prompt: found[next].prompt_key });
+    rows.scrollToIndex(next, { align: "auto" });
+  };
+  useKeys("Prompts", [
+    { keys: ["j"], does: "next prompt", run: () => move(1) },
+    { keys: ["k"], does: "previous prompt", run: () => move(-1) },
+  ]);
   const matching = data ? (mark ? data[mark as "never"] : data.total) : 0;
   return (
     <>
@@ -193,7 +205,7 @@ export function PromptPane({ run, prompt, version, filling, scaleOf }: PromptPro
                       <td><Rates prompt={one.prompt} /></td>
                       <td className="r">{percent(one.prompt.pass_rate, 0)}</td>
                       <td className="r">{count(one.prompt.n)}</td>
-                      <td className="r">{one.prompt.first_right === null ? "never" : `step ${count(one.prompt.first_right)}`}</td>
+                      <td className="r">{one.prompt.first_right === null ? "never" : one.prompt.first_right < 0 ? "before training" : `step ${count(one.prompt.first_right)}`}</td>
                     </tr>
                   ))}
                 </tbody>

@@ -51,9 +51,9 @@ export function Siblings({ run, detail, group, filling, scaleOf, version, onSele
 
 /** The other answers of the group, one line each. */
 export function AllAnswers({ group, filling, selected, onSelect }: { group: Group; filling: Filling; selected: string; onSelect: (id: string) => void }) {
-  const names = [...new Set(group.samples.flatMap((one) => Object.keys(one.metrics ?? {})))].slice(0, MOST_METRICS);
   const texts = group.samples.some((one) => one.completion);
   const sums = group.samples.some((one) => one.logprob_sum !== null);
+  const names = [...new Set(group.samples.flatMap((one) => Object.keys(one.metrics ?? {})))].slice(0, sums ? 1 : MOST_METRICS);
   return (
     <table className="ans">
       <thead>

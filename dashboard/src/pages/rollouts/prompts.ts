@@ -32,7 +32,7 @@ export function verdict(prompt: Prompt): string {
   const answers = `${count(prompt.n)} ${prompt.n === 1 ? "answer" : "answers"} at ${steps}`;
   if (prompt.num_right === 0) return `Never solved in ${answers}.`;
   if (prompt.num_right === prompt.n) return `Always solved in ${answers}.`;
-  return `${percent(prompt.pass_rate, 0)} of ${answers} are right, the first at step ${count(prompt.first_right)}.`;
+  return `${percent(prompt.pass_rate, 0)} of ${answers} are right, the first ${prompt.first_right! < 0 ? "before training" : `at step ${count(prompt.first_right)}`}.`;
 }
 
 export interface PromptGroup {
