@@ -21,15 +21,24 @@ AROUND_SECONDS = 1.0
 
 
 def groups(store: RunStore, step: int) -> list[dict[str, Any]]:
-    """Returns the groups of a step with their samples."""
+    """Returns the groups of a step with their samples of that step.
+
+    A prompt that was requeued at the step has no row in `groups` until its outcome is final: its samples are its group.
+    """
     visible = store.visible()
     store.refresh("groups", "samples")
     columns = "attempt, group_id, environment, status, reason, step, reward_mean, reward_std"
-    chosen = f"SELECT {columns} FROM groups WHERE {visible} AND step = ?"
-    found = store.rows(f"{chosen} ORDER BY attempt, group_id", [step])
     members = store.rows(
-        f"SELECT s.* FROM (FROM samples WHERE {visible}) s SEMI JOIN ({chosen}) g USING (attempt, group_id) "
-        "ORDER BY s.sample_index",
+        f"FROM samples WHERE {visible} AND step = ? AND eval_name IS NULL ORDER BY sample_index", [step]
+    )
+    found = store.rows(
+        f"""WITH ended AS (SELECT {columns} FROM groups WHERE {visible} AND step = $1)
+        FROM ended UNION ALL BY NAME SELECT attempt, group_id, any_value(environment) AS environment,
+            mode(status) AS status, mode(reason) AS reason, any_value(step) AS step, avg(reward) AS reward_mean,
+            stddev_samp(reward) AS reward_std
+        FROM samples ANTI JOIN ended USING (attempt, group_id)
+        WHERE {visible} AND step = $1 AND eval_name IS NULL AND group_id IS NOT NULL GROUP BY attempt, group_id
+        ORDER BY attempt, group_id""",
         [step],
     )
     texts, sums = beginnings(store, members), store.token_sums(step)

@@ -21,6 +21,7 @@ from telescope.orchestrator.step_stats import distribution
 from telescope.record.log_files import LogFiles
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
+from telescope.record.run_info import begin_run
 
 RUN = "/api/runs/first"
 ALL = [row for step in range(NUM_STEPS) for row in sample_rows(step)]
@@ -38,6 +39,32 @@ def test_groups_of_a_step_have_their_samples_and_say_why_they_were_discarded(cli
 
 def test_groups_of_superseded_steps_are_hidden(client):
     assert {group["attempt"] for group in client.get(f"{RUN}/groups?step=11").json()} == {2}
+
+
+def test_pages_and_queries_agree_on_the_samples_of_a_step(tmp_path):
+    """Of a prompt that was requeued at step 1 and trained at 2, and of what an attempt that begins at 2 supersedes."""
+    name = {"group_id": 7, "environment": "e"}
+    for attempt, first_step in ((1, 0), (2, 2)):
+        with Recorder(tmp_path / "run", attempt=attempt) as recorder:
+            begin_run(recorder, name="run", config_hash="c", config_json="{}", first_step=first_step, num_steps=3)
+            opened = [(1, "discarded", "max_async")] * (attempt == 1) + [(2, "kept", None)]
+            for step, status, reason in opened:
+                for index in range(2):
+                    fate = {"step": step, "status": status, "reason": reason, "reward": float(index)}
+                    recorder.write("samples", {**name, **fate, "sample_id": f"{step}-{index}", "sample_index": index})
+            recorder.write("groups", {**name, "step": 2, "status": "kept"})
+    client = TestClient(create_app([tmp_path]), base_url="http://localhost")
+    queried = Run(tmp_path / "run").sql("select attempt, step, sample_id, status, reason from samples").to_dicts()
+    shown = [
+        {"attempt": group["attempt"], "step": step, "sample_id": sample["id"], "status": group["status"],
+         "reason": group["reason"]}
+        for step in range(3)
+        for group in client.get(f"/api/runs/run/groups?step={step}").json()
+        for sample in group["samples"]
+    ]  # fmt: skip
+    assert shown == queried
+    assert [(row["attempt"], row["step"]) for row in shown] == [(1, 1), (1, 1), (2, 2), (2, 2)]
+    assert client.get("/api/runs/run/samples").json()["total"] == len(queried)
 
 
 @pytest.mark.parametrize(
