@@ -88,32 +88,32 @@ export function ConversationPane({ detail, title, shown, setShown, search, again
         {views.length === 0 && <span className="s f" title="record_tokens sets for how many samples of a step">no numbers of tokens recorded</span>}
       </div>
       <div className="conv" ref={box} tabIndex={0} role="group" aria-label="Messages">
-      {detail.failure_message && (
-        <div className="msg">
-          <span className="w">{detail.failure_kind ?? "failure"}</span>
-          <Clipped text={detail.failure_message}>{(text) => <div className="verbatim w"><Plain text={text} /></div>}</Clipped>
-        </div>
-      )}
-      {view === "diff" && against ? <Differences text={detail.completion_text ?? ""} against={against} /> : view === "raw" ? <Raw detail={detail} search={search} /> : named.map(({ message, key }, i) => {
-        const turn = detail.turns.find((one) => one.turn === message.turn);
-        const first = messages.findIndex((other) => other.turn === message.turn) === i;
-        const pieces = colored ? (parts.get(message.turn ?? -1) ?? []) : [];
-        // The nth part of a reply is its nth message.
-        const piece = pieces[i - messages.findIndex((other) => other.turn === message.turn)];
-        const reply = detail.turns.find((one) => one.turn === message.replied);
-        return (
-          <Line key={key} message={message} turn={first ? turn : undefined} tokens={piece?.tokens.length} reply={reply} folded={isFolded(key, `${message.text}${message.notes?.map((note) => note.value).join("\n") ?? ""}`)} onFold={(on) => fold([key], on)}>
-            {piece && turn ? (
-              <TokenView tokens={piece.tokens} flows={pieces.length > 1} view={view as View} at={at?.turn === turn.turn ? at.index - piece.from : -1} onPoint={(index) => point({ turn: turn.turn, index: piece.from + index })} />
-            ) : pieces.length === 0 || message.call ? (
-              <Body message={message} search={search} />
-            ) : null}
-            <Result message={message} search={search} folded={isFolded(`result of ${key}`, `${message.call?.result}${message.call?.error}`)} onFold={(on) => fold([`result of ${key}`], on)} />
-            <Notes message={message} search={search} />
-          </Line>
-        );
-      })}
-      <Gold golden={detail.golden} search={search} />
+        {detail.failure_message && (
+          <div className="msg">
+            <span className="w">{detail.failure_kind ?? "failure"}</span>
+            <Clipped text={detail.failure_message}>{(text) => <div className="verbatim w"><Plain text={text} /></div>}</Clipped>
+          </div>
+        )}
+        {view === "diff" && against ? <Differences text={detail.completion_text ?? ""} against={against} /> : view === "raw" ? <Raw detail={detail} search={search} /> : named.map(({ message, key }, i) => {
+          const turn = detail.turns.find((one) => one.turn === message.turn);
+          const first = messages.findIndex((other) => other.turn === message.turn) === i;
+          const pieces = colored ? (parts.get(message.turn ?? -1) ?? []) : [];
+          // The nth part of a reply is its nth message.
+          const piece = pieces[i - messages.findIndex((other) => other.turn === message.turn)];
+          const reply = detail.turns.find((one) => one.turn === message.replied);
+          return (
+            <Line key={key} message={message} turn={first ? turn : undefined} tokens={piece?.tokens.length} reply={reply} folded={isFolded(key, `${message.text}${message.notes?.map((note) => note.value).join("\n") ?? ""}`)} onFold={(on) => fold([key], on)}>
+              {piece && turn ? (
+                <TokenView tokens={piece.tokens} flows={pieces.length > 1} view={view as View} at={at?.turn === turn.turn ? at.index - piece.from : -1} onPoint={(index) => point({ turn: turn.turn, index: piece.from + index })} />
+              ) : pieces.length === 0 || message.call ? (
+                <Body message={message} search={search} />
+              ) : null}
+              <Result message={message} search={search} folded={isFolded(`result of ${key}`, `${message.call?.result}${message.call?.error}`)} onFold={(on) => fold([`result of ${key}`], on)} />
+              <Notes message={message} search={search} />
+            </Line>
+          );
+        })}
+        <Gold golden={detail.golden} search={search} />
       </div>
       {colored && <div className="rdb"><Readout token={token} /></div>}
       {children && <div className="dock">{children}</div>}

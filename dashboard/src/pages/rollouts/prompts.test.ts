@@ -26,7 +26,7 @@ test("a prompt says how often it was solved, and since when", () => {
 });
 
 test("squares are filled by any number, between the ends of what is shown", () => {
-  const answers = [{ reward: 0, advantage: -1, length: 4, metrics: { tools: 2 } }, { reward: 1, advantage: null, completion_tokens: 20, metrics: {} }];
+  const answers: Parameters<typeof squareValue>[0][] = [{ reward: 0, advantage: -1, length: 4, metrics: { tools: 2 } }, { reward: 1, advantage: null, completion_tokens: 20, metrics: {} }];
   const rewards = () => ({ low: 0, high: 1 });
   expect(fillingBy("reward", rewards, answers).scaleOf("e")).toEqual({ low: 0, high: 1 });
   expect(fillingBy("length", rewards, answers).scaleOf("e")).toEqual({ low: 4, high: 20 });
