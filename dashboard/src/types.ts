@@ -302,13 +302,15 @@ export interface Group {
   samples: GroupSample[];
 }
 
-/** A sample as a square of its group. */
+/** A sample as a square of its group. `ratio`: of the trainer's probability of its tokens to the engine's. */
 export interface GroupSample {
   id: string;
   reward: Value;
   advantage: Value;
   status: string;
   length: Value;
+  logprob_sum: Value;
+  ratio: Value;
   completion: string;
   metrics: Record<string, Value>;
 }
@@ -456,6 +458,35 @@ export interface Projects {
   problem: string | null;
 }
 
+/** A prompt: its answers with a reward and the right ones, in all and of each of `steps`, and its first answer. */
+export interface Prompt {
+  prompt_key: string;
+  environment: string;
+  prompt: string;
+  n: number;
+  num_right: number;
+  pass_rate: number;
+  reward_mean: Value;
+  first_step: number;
+  last_step: number;
+  first_right: Value;
+  attempt: number;
+  sample_id: string;
+  group_id: Value;
+  steps: number[];
+  counts: number[];
+  rights: number[];
+}
+
+/** A page of prompts, and how many were never, always or sometimes answered right. */
+export interface Prompts {
+  total: number;
+  never: number;
+  always: number;
+  sometimes: number;
+  rows: Prompt[];
+}
+
 /** How far the copy of a run on W&B is. `listed`: no page has asked for it, and it has no tables. */
 export interface RemoteCopy {
   phase: "listed" | "syncing" | "synced" | "failed";
@@ -555,6 +586,7 @@ export interface Sample {
   num_retries: Value;
   wasted_tokens: Value;
   total_tokens: Value;
+  prompt_key?: string | null;
   prompt_text: string | null;
   completion_text: string | null;
   golden: Record<string, string>;
@@ -599,8 +631,10 @@ export interface SampleRow {
   num_retries: Value;
   wasted_tokens: Value;
   total_tokens: Value;
+  prompt_key?: string | null;
   prompt: string;
   completion: string;
+  snippet: string | null;
 }
 
 /** An interval of a sample. `first_token_seconds`: of a `prefill`, from the arrival of its request. */
@@ -616,6 +650,7 @@ export interface Samples {
   total: number;
   rows: SampleRow[];
   facets: Record<string, Facet[]>;
+  metrics: string[];
 }
 
 /** A sentence of the verdict, and the metrics that it read. `is_outcome`: the result of an eval, or the reward. */

@@ -21,10 +21,19 @@ function marked(text: string) {
   );
 }
 
+interface ClippedProps {
+  text: string;
+  limit?: number;
+  /** A match of it behind the limit is shown, too. */
+  search?: string;
+  children: (shown: string) => React.ReactNode;
+}
+
 /** Calls its child with the start of a long text, and offers the rest. */
-export function Clipped({ text, limit = CLIP_CHARS, children }: { text: string; limit?: number; children: (shown: string) => React.ReactNode }) {
+export function Clipped({ text, limit = CLIP_CHARS, search = "", children }: ClippedProps) {
   const [all, setAll] = useState(false);
-  const { shown, hidden } = clip(text, all ? Infinity : limit);
+  const at = search && text.length > limit ? text.toLowerCase().indexOf(search.toLowerCase()) : -1;
+  const { shown, hidden } = clip(text, all ? Infinity : Math.max(limit, at + search.length));
   return (
     <>
       {children(shown)}

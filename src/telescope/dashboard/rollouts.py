@@ -21,19 +21,27 @@ AROUND_SECONDS = 1.0
 
 
 def groups(store: RunStore, step: int) -> list[dict[str, Any]]:
-    """Returns the groups of a step with their samples."""
+    """Returns the groups of a step with their samples of that step.
+
+    A prompt that was requeued at the step has no row in `groups` until its outcome is final: its samples are its group.
+    """
     visible = store.visible()
     store.refresh("groups", "samples")
     columns = "attempt, group_id, environment, status, reason, step, reward_mean, reward_std"
-    chosen = f"SELECT {columns} FROM groups WHERE {visible} AND step = ?"
-    found = store.rows(f"{chosen} ORDER BY attempt, group_id", [step])
     members = store.rows(
-        f"SELECT s.attempt, s.group_id, s.sample_id, s.reward, s.advantage, s.status, s.completion_tokens, s.metrics, "
-        f"s.step FROM samples s SEMI JOIN ({chosen}) g ON s.attempt = g.attempt AND s.group_id = g.group_id "
-        "ORDER BY s.sample_index",
+        f"FROM samples WHERE {visible} AND step = ? AND eval_name IS NULL ORDER BY sample_index", [step]
+    )
+    found = store.rows(
+        f"""WITH ended AS (SELECT {columns} FROM groups WHERE {visible} AND step = $1)
+        FROM ended UNION ALL BY NAME SELECT attempt, group_id, any_value(environment) AS environment,
+            mode(status) AS status, mode(reason) AS reason, any_value(step) AS step, avg(reward) AS reward_mean,
+            stddev_samp(reward) AS reward_std
+        FROM samples ANTI JOIN ended USING (attempt, group_id)
+        WHERE {visible} AND step = $1 AND eval_name IS NULL AND group_id IS NOT NULL GROUP BY attempt, group_id
+        ORDER BY attempt, group_id""",
         [step],
     )
-    texts = beginnings(store, members)
+    texts, sums = beginnings(store, members), store.token_sums(step)
     samples: dict[tuple[int, int], list[Row]] = defaultdict(list)
     prompts: dict[tuple[int, int], str] = {}
     for row in members:
@@ -42,6 +50,9 @@ def groups(store: RunStore, step: int) -> list[dict[str, Any]]:
         prompts.setdefault(key, text.get("prompt") or "")
         kept = {name: row[name] for name in ("reward", "advantage", "status")}
         numbers = {"length": row["completion_tokens"], "metrics": row["metrics"] or {}}
+        numbers |= {
+            name: sums.get((row["attempt"], row["sample_id"]), {}).get(name) for name in ("logprob_sum", "ratio")
+        }
         samples[key].append({"id": row["sample_id"], **kept, **numbers, "completion": text.get("answer") or ""})
     return [
         {
@@ -61,6 +72,8 @@ def detail(store: RunStore, attempt: int, sample_id: str) -> dict[str, Any]:
     if not found:
         raise NotFoundError(f"Attempt {attempt} has no sample {sample_id!r}, or a later attempt replaced it.")
     sample = found[0]
+    in_memory = "SELECT prompt_key FROM samples WHERE attempt = ? AND sample_id = ?"
+    sample["prompt_key"] = store.fetch(in_memory, [attempt, sample_id])[0][0]
     whole = {name: store.of_sample(name, attempt, sample_id) for name in ("turns", "tool_calls", "info")}
     whole["tokens"] = store.of_sample("tokens", attempt, sample_id, f"step = {sample['step']}")
     # A span of the sample starts within its times.

@@ -60,13 +60,15 @@ class EvalSample(BaseModel):
 
 
 class GroupSample(BaseModel):
-    """A sample as a square of its group."""
+    """A sample as a square of its group. `ratio`: of the trainer's probability of its tokens to the engine's."""
 
     id: str
     reward: Number
     advantage: Number
     status: str
     length: int | None
+    logprob_sum: Number
+    ratio: Number
     completion: str
     metrics: dict[str, Number]
 
@@ -110,12 +112,15 @@ _SampleNumbers: Any = columns_of(
 class SampleNumbers(_SampleNumbers):
     """What every answer about a sample has: its row of the table `samples`, without texts."""
 
+    prompt_key: str | None = None
+
 
 class SampleRow(SampleNumbers):
     """A sample in a list, with the beginnings of its texts."""
 
     prompt: str
     completion: str
+    snippet: str | None
 
 
 class Samples(BaseModel):
@@ -124,6 +129,38 @@ class Samples(BaseModel):
     total: int
     rows: list[SampleRow]
     facets: dict[str, list[Facet]]
+    metrics: list[str]
+
+
+class Prompt(BaseModel):
+    """A prompt: its answers with a reward and the right ones, in all and of each of `steps`, and its first answer."""
+
+    prompt_key: str
+    environment: str
+    prompt: str
+    n: int
+    num_right: int
+    pass_rate: float
+    reward_mean: Number
+    first_step: int
+    last_step: int
+    first_right: int | None
+    attempt: int
+    sample_id: str
+    group_id: int | None
+    steps: list[int]
+    counts: list[int]
+    rights: list[int]
+
+
+class Prompts(BaseModel):
+    """A page of prompts, and how many were never, always or sometimes answered right."""
+
+    total: int
+    never: int
+    always: int
+    sometimes: int
+    rows: list[Prompt]
 
 
 _Turn: Any = columns_of(TURNS, known="attempt sample_id turn role text")

@@ -11,8 +11,9 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 import pydantic_core
@@ -23,6 +24,15 @@ from telescope.record.query import sql_text
 
 BEGINNING = 200
 """Characters of a prompt or an answer in a list."""
+
+COMPARED = 2000
+SAME = 24
+"""Characters of prompts that are compared. What more of them than this have in common is left out of a list."""
+
+MARKS = {"never": "num_right = 0", "always": "num_right = n", "sometimes": "num_right BETWEEN 1 AND n - 1"}
+"""Marks of a prompt by its answers."""
+
+PROMPT_SORTS = ("first_step", "last_step", "first_right", "pass_rate", "reward_mean", "n")
 
 NEAR_STEPS = 20
 SMALL_BYTES = 8 * 2**20
@@ -54,7 +64,7 @@ _RANGE = re.compile(r"^(\S+) to (\S+)$")
 class Filters:
     """Which samples are meant. `tags` are `name=value`, `ranges` are `name=low..high` with an end that may be missing.
 
-    Values of one facet or tag are alternatives; all else must hold together.
+    Values of one facet or tag are alternatives; all else must hold together. `prompt` is a `prompt_key`.
     """
 
     search: str = ""
@@ -63,6 +73,7 @@ class Filters:
     ranges: Sequence[str] = ()
     step_min: int | None = None
     step_max: int | None = None
+    prompt: str = ""
 
     def conditions(self) -> tuple[list[str], dict[str, str]]:
         """Returns SQL conditions: those that always hold, and those of each facet. Raises `UserError`."""
@@ -70,6 +81,7 @@ class Filters:
         for sign, end in ((">=", self.step_min), ("<=", self.step_max)):
             if end is not None:
                 base.append(f"step {sign} {int(end)}")
+        base += [f"prompt_key = {sql_text(self.prompt)}"] * bool(self.prompt)
         facets = self.facets or {}
         chosen = {name: _condition(name, facets[name].split(",")) for name in FACETS if facets.get(name)}
         values: dict[str, list[str]] = defaultdict(list)
@@ -91,37 +103,80 @@ def samples(
     longer than the page. Raises `UserError` for an unknown order or filter.
     """
     order = _order(sort)
-    base, conditions = filters.conditions()
     visible = store.visible()
-    base.append(visible)
     store.refresh("samples")
     every: Mapping[str, Sequence[Any]] = {}
     if with_facets:
         tags = {f"tag:{name}": values for name, values in sorted(store.tags().items()) if len(values) > 1}
         every = {name: store.distinct(name, visible) for name in FACETS} | dict(list(tags.items())[:MOST_TAGS])
-    hits = store.search(filters.search.strip()) if filters.search.strip() else None
-    source = "samples" if hits is None else "(FROM samples SEMI JOIN hits USING (attempt, sample_id))"
-    where = " AND ".join([*base, *conditions.values()])
-    with store.view(hits=NO_HITS if hits is None else hits) as view:
-        ((total,),) = view.fetch(f"SELECT count(*) FROM {source} WHERE {where}")
-        rows = view.rows(
-            f"SELECT * FROM {source} WHERE {where} ORDER BY {order} LIMIT {int(limit)} OFFSET {int(offset)}"
-        )
-        facets = _facets(view, source, base, conditions, every)
+    with _filtered(store, filters) as (view, base, conditions):
+        where = " AND ".join([*base, *conditions.values()])
+        ((total,),) = view.fetch(f"SELECT count(*) FROM samples WHERE {where}")
+        rows = view.rows(f"FROM samples WHERE {where} ORDER BY {order} LIMIT {int(limit)} OFFSET {int(offset)}")
+        facets = _facets(view, base, conditions, every)
     steps = [row["step"] for row in rows if row["step"] is not None]
     is_quick = not steps or max(steps) - min(steps) <= NEAR_STEPS
     if not is_quick:
         is_quick = sum(file.num_bytes for file in store.run.table_files("samples")) <= SMALL_BYTES
     texts = beginnings(store, rows) if is_quick else {}
+    around = store.snippets(filters.search.strip(), [_key(row) for row in rows]) if filters.search.strip() else {}
     for row in rows:
         row["metrics"], row["tags"] = row["metrics"] or {}, row["tags"] or {}
-        text = texts.get((row["attempt"], row["sample_id"]), {})
+        text = texts.get(_key(row), {})
         row["prompt"], row["completion"] = text.get("prompt") or "", text.get("answer") or ""
-    return {"total": total, "rows": rows, "facets": facets}
+        row["snippet"] = around.get(_key(row))
+    metrics = sorted(name for (name,) in store.seen("samples", "unnest(map_keys(metrics))"))
+    return {"total": total, "rows": rows, "facets": facets, "metrics": metrics}
+
+
+def prompts(store: RunStore, filters: Filters, *, mark: str, sort: str, offset: int, limit: int) -> dict[str, Any]:
+    """Returns one page of the prompts of the samples that pass all filters, with their answers and right ones by step.
+
+    An answer is right if its metric `correct` is 1; without that metric, if its reward is the highest of its
+    environment: as declared, or as seen. Answers without a reward do not count. Raises `UserError` for an unknown mark,
+    order or filter.
+    """
+    if sort.removeprefix("-") not in PROMPT_SORTS or mark not in ("", *MARKS):
+        raise UserError(f"Use one of {', '.join(PROMPT_SORTS)} as sort, and one of {', '.join(MARKS)} as mark.")
+    store.refresh("environments")
+    by_prompt = """
+        WITH declared AS (SELECT name AS environment, max(reward_max) AS most FROM environments GROUP BY ALL),
+        highest AS (SELECT environment, coalesce(any_value(most), max(reward)) AS most
+            FROM samples LEFT JOIN declared USING (environment) GROUP BY environment),
+        by_step AS (SELECT prompt_key, environment, step, count(*) AS n, sum(reward) AS total,
+                count_if(coalesce(metrics['correct'] >= 1, reward >= most)) AS num_right,
+                min((attempt, sample_id, group_id)) AS first
+            FROM passing JOIN highest USING (environment) GROUP BY ALL)
+        SELECT prompt_key, environment, sum(n)::BIGINT AS n, sum(num_right)::BIGINT AS num_right,
+            sum(num_right) / sum(n) AS pass_rate, sum(total) / sum(n) AS reward_mean, min(step) AS first_step,
+            max(step) AS last_step, min(step) FILTER (num_right > 0) AS first_right, list(step ORDER BY step) AS steps,
+            list(n ORDER BY step) AS counts, list(num_right ORDER BY step) AS rights,
+            arg_min(first, step) AS first
+        FROM by_step GROUP BY prompt_key, environment"""
+    order = f"{sort.removeprefix('-')} {'DESC' if sort.startswith('-') else 'ASC'} NULLS LAST, first_step, prompt_key"
+    with _filtered(store, filters) as (view, base, conditions):
+        where = " AND ".join([*base, *conditions.values(), "reward IS NOT NULL"])
+        view.fetch(f"CREATE TEMP VIEW passing AS FROM samples WHERE {where}")
+        view.fetch(f"CREATE TEMP TABLE prompts AS {by_prompt}")
+        counts = ", ".join(f"count_if({condition}) AS {name}" for name, condition in MARKS.items())
+        (marks,) = view.rows(f"SELECT count(*) AS total, {counts} FROM prompts")
+        rows = view.rows(
+            f"FROM prompts WHERE {MARKS.get(mark, 'true')} ORDER BY {order} LIMIT {int(limit)} OFFSET {int(offset)}"
+        )
+    for row in rows:
+        row["attempt"], row["sample_id"], row["group_id"] = row.pop("first")
+    texts = beginnings(store, [{**row, "step": row["first_step"]} for row in rows])
+    for row in rows:
+        row["prompt"] = texts.get(_key(row), {}).get("prompt") or ""
+    return {**marks, "rows": rows}
+
+
+def _key(row: Row) -> tuple[int, str]:
+    return row["attempt"], row["sample_id"]
 
 
 def _facets(
-    view: View, source: str, base: Sequence[str], conditions: Mapping[str, str], every: Mapping[str, Sequence[Any]]
+    view: View, base: Sequence[str], conditions: Mapping[str, str], every: Mapping[str, Sequence[Any]]
 ) -> dict[str, list[dict[str, Any]]]:
     """Counts the samples by the values of `every` facet and tag. `base` always holds; `conditions` are by facet."""
     # tag:x is the value of the tag x.
@@ -129,10 +184,10 @@ def _facets(
         name: f"tags[{sql_text(name.removeprefix('tag:'))}]" if name.startswith("tag:") else name for name in every
     }
     where = " AND ".join([*base, *conditions.values()])
-    grouped = _grouped(view, {name: names[name] for name in names if name not in conditions}, source, where)
+    grouped = _grouped(view, {name: names[name] for name in names if name not in conditions}, where)
     for name in conditions.keys() & names.keys():
         others = " AND ".join([*base, *(text for other, text in conditions.items() if other != name)])
-        grouped |= _grouped(view, {name: names[name]}, source, others)
+        grouped |= _grouped(view, {name: names[name]}, others)
     return {name: _facet(name, values, grouped[name]) for name, values in every.items()}
 
 
@@ -144,23 +199,33 @@ def export(store: RunStore, filters: Filters, *, sort: str, limit: int) -> tuple
     Lines have all columns and are in the order of the record.
     """
     order = _order(sort)
-    base, conditions = filters.conditions()
-    where = " AND ".join([*base, store.visible(), *conditions.values()])
-    store.refresh("samples")
-    hits = store.search(filters.search.strip()) if filters.search.strip() else None
-    with store.view(hits=NO_HITS if hits is None else hits) as view:
-        found = "" if hits is None else "SEMI JOIN hits USING (attempt, sample_id)"
-        source = f"(SELECT rowid AS place, samples.* FROM samples {found})"
-        ((total,),) = view.fetch(f"SELECT count(*) FROM {source} WHERE {where}")
-        first = (
-            f"SELECT place, attempt, sample_id, step FROM {source} WHERE {where} ORDER BY {order} LIMIT {int(limit)}"
-        )
+    with _filtered(store, filters) as (view, base, conditions):
+        where = " AND ".join([*base, *conditions.values()])
+        ((total,),) = view.fetch(f"SELECT count(*) FROM samples WHERE {where}")
+        first = f"SELECT rowid AS place, * FROM samples WHERE {where} ORDER BY {order} LIMIT {int(limit)}"
         chosen = view.columns(f"SELECT attempt, sample_id, step FROM ({first}) ORDER BY place")
     return total, (pydantic_core.to_json(row, inf_nan_mode="null") + b"\n" for row in store.whole_samples(chosen))
 
 
+@contextmanager
+def _filtered(store: RunStore, filters: Filters) -> Iterator[tuple[View, list[str], dict[str, str]]]:
+    """Opens the samples to a search. Yields SQL conditions: those that always hold, and those of each facet."""
+    base, conditions = filters.conditions()
+    base.append(store.visible())
+    store.refresh("samples")
+    hits = NO_HITS
+    if text := filters.search.strip():
+        hits = store.search(text)
+        base.append("(attempt, sample_id) IN (SELECT attempt, sample_id FROM hits)")
+    with store.view(hits=hits) as view:
+        yield view, base, conditions
+
+
 def beginnings(store: RunStore, members: Sequence[Row]) -> dict[tuple[int, str], Row]:
-    """Returns the beginnings of the texts of some samples. See `RunStore.beginnings`."""
+    """Returns the beginnings of the texts of some samples, see `RunStore.beginnings`.
+
+    What all prompts of an environment have in common is left out.
+    """
     steps = [row["step"] for row in members if row["step"] is not None]
     if not steps:
         return {}
@@ -168,7 +233,28 @@ def beginnings(store: RunStore, members: Sequence[Row]) -> dict[tuple[int, str],
     ids = ", ".join(str(group) for group in groups if group is not None)
     # SQL finds no null by IN.
     among = " OR ".join([f"group_id IN ({ids})"] * bool(ids) + ["group_id IS NULL"] * (None in groups))
-    return store.beginnings(f"step BETWEEN {min(steps)} AND {max(steps)} AND ({among})", BEGINNING)
+    texts = store.beginnings(f"step BETWEEN {min(steps)} AND {max(steps)} AND ({among})", COMPARED)
+    prompts: dict[str | None, set[str]] = defaultdict(set)
+    for row in members:
+        prompts[row["environment"]].add(texts.get(_key(row), {}).get("prompt") or "")
+    same = {environment: _same(min(some), max(some)) for environment, some in prompts.items() if len(some) > 1}
+    for row in members:
+        if text := texts.get(_key(row)):
+            text["prompt"] = _elided(text["prompt"] or "", same.get(row["environment"], ""))[:BEGINNING]
+            text["answer"] = (text["answer"] or "")[:BEGINNING]
+    return texts
+
+
+def _same(first: str, last: str) -> str:
+    """Returns what two texts have in common at their start, and so all texts between them in alphabetical order."""
+    return "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
+
+
+def _elided(prompt: str, same: str) -> str:
+    """Returns a prompt without what others begin with, too. The mark of its message stays."""
+    first = prompt.find("\n") + 1 if prompt.startswith("<") else 0
+    cut = max(same.rfind(" "), same.rfind("\n")) + 1
+    return f"{prompt[:first]}… {prompt[cut:]}" if cut - first > SAME else prompt
 
 
 def _order(sort: str) -> str:
@@ -210,7 +296,7 @@ def _condition(name: str, values: Sequence[str]) -> str:
     return f"({' OR '.join(each)})"
 
 
-def _grouped(view: View, names: Mapping[str, str], source: str, where: str) -> dict[str, dict[Any, int]]:
+def _grouped(view: View, names: Mapping[str, str], where: str) -> dict[str, dict[Any, int]]:
     """Counts the samples by the values of each expression. It needs one pass over them."""
     counted: dict[str, dict[Any, int]] = {name: {} for name in names}
     if names:
@@ -218,7 +304,7 @@ def _grouped(view: View, names: Mapping[str, str], source: str, where: str) -> d
         cells = [f"c{place}" for place in range(len(names))]
         sets = ", ".join(f"({cell})" for cell in cells)
         shown = ", ".join(f"grouping({cell}), {cell}" for cell in cells)
-        inner = f"SELECT {columns} FROM {source} WHERE {where}"
+        inner = f"SELECT {columns} FROM samples WHERE {where}"
         for number, *found in view.fetch(f"SELECT count(*), {shown} FROM ({inner}) GROUP BY GROUPING SETS ({sets})"):
             place = next(place for place in range(len(names)) if found[2 * place] == 0)
             counted[list(names)[place]][found[2 * place + 1]] = number

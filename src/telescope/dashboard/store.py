@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -40,9 +40,12 @@ USER_BEGINS = f"greatest({', '.join(_last(mark) for mark in USER_MARKS)})"
 OF_SAMPLE = ("attempt", "sample_id")
 """Columns that name the sample of a row."""
 
+KEY = ", ".join(OF_SAMPLE)
+
 LONG_COLUMNS = {
     "samples": {"prompt_text", "completion_text", "golden", "info_turns", "divergences", "failure_message"},
-    **{name: set(TABLES[name].column_names) - set(OF_SAMPLE) for name in ("turns", "tool_calls", "info", "tokens")},
+    **{name: set(TABLES[name].column_names) - set(OF_SAMPLE) for name in ("turns", "tool_calls", "info")},
+    "tokens": set(TABLES["tokens"].column_names) - {*OF_SAMPLE, "step"},
     "spans": {"attributes"},
     "step_stats": {"bin_edges"},
     "steps": {"metrics", "unfinished_draws"},
@@ -50,10 +53,11 @@ LONG_COLUMNS = {
 """Columns that stay in the files. Step metrics are in `StepColumns`."""
 
 DERIVED = {
-    "spans": "try_cast(attributes['lane'] AS BIGINT) AS lane",
-    "step_stats": "bin_edges[1] AS low, bin_edges[-1] AS high",
+    "samples": ("prompt_text", "left(md5(concat(environment, chr(10), prompt_text)), 12) AS prompt_key"),
+    "spans": ("attributes", "try_cast(attributes['lane'] AS BIGINT) AS lane"),
+    "step_stats": ("bin_edges", "bin_edges[1] AS low, bin_edges[-1] AS high"),
 }
-"""Columns computed from those that stay in the files."""
+"""Columns computed from one that stays in the files. `prompt_key` names a prompt, the same in all runs."""
 
 COMPRESSED_ROWS = 50_000
 COMPRESS_SECONDS = 5.0
@@ -73,6 +77,9 @@ SEARCHED = {
 
 NUM_SEARCHES = 16
 """Searches whose hits are kept, so that the pages of one result are scanned for once."""
+
+BEFORE_MATCH, BEHIND_MATCH = 24, 160
+"""Characters around a match of a search that a list shows."""
 
 EXPORTED_AT_ONCE = 2000
 """Samples that an export reads at once, with their texts."""
@@ -294,7 +301,7 @@ class RunStore:
         """Yields the whole rows of some samples from the files: attempt, sample_id and step, in the record's order."""
         for first in range(0, chosen.num_rows, EXPORTED_AT_ONCE):
             piece = chosen.slice(first, EXPORTED_AT_ONCE).to_pylist()
-            keys = ", ".join(f"({int(row['attempt'])}, {sql_text(row['sample_id'])})" for row in piece)
+            keys = _listed((row["attempt"], row["sample_id"]) for row in piece)
             steps = [int(row["step"]) for row in piece]
             near = f"step BETWEEN {min(steps)} AND {max(steps)}"
             found = self._files("samples", "*", f"{near} AND (attempt, sample_id) IN ({keys})")
@@ -317,8 +324,9 @@ class RunStore:
         """Returns the whole rows of some samples by attempt and sample, from one pass over the files."""
         found: dict[tuple[int, str], list[Row]] = {key: [] for key in keys}
         if keys:
-            chosen = ", ".join(f"({int(attempt)}, {sql_text(sample_id)})" for attempt, sample_id in keys)
-            rows = self._files(table, "*", f"(attempt, sample_id) IN ({chosen})").to_pylist(maps_as_pydicts="lossy")
+            rows = self._files(table, "*", f"(attempt, sample_id) IN ({_listed(keys)})").to_pylist(
+                maps_as_pydicts="lossy"
+            )
             for row in rows:
                 found[row["attempt"], row["sample_id"]].append(dict.fromkeys(TABLES[table].column_names) | row)
         return found
@@ -344,12 +352,10 @@ class RunStore:
             self._searches.clear()
             del cursors[name]
             cursor = None
-        derived = DERIVED.get(name)
+        source, *derived = DERIVED.get(name, ("",))
         long = LONG_COLUMNS.get(name, set())
-        needed = [column for column in TABLES[name].column_names if derived or column not in long]
-        shown = ", ".join(
-            [*(f'"{column}"' for column in needed if column not in long), *([derived] if derived else [])]
-        )
+        needed = [column for column in TABLES[name].column_names if column == source or column not in long]
+        shown = ", ".join([*(f'"{column}"' for column in needed if column not in long), *derived])
         if cursor is None:
             cursor = self._read_blocks(name, shown, database)
         rows, end = self.run.rows_since(name, cursor or 0, needed)
@@ -386,12 +392,34 @@ class RunStore:
 
     def _scan(self, name: str, text: str, cursor: int) -> pa.Table:
         """Reads the files of a table from row `cursor` on, for rows that contain `text`."""
-        # An expression finds a text without regard to case in half of the time of ILIKE.
-        pattern = f"regexp_escape({sql_text(text)})"
-        matches = " OR ".join(f"regexp_matches({column}, {pattern}, 'i')" for column in SEARCHED[name])
-        # The answers of the model are in `samples` too.
-        own = "role IS DISTINCT FROM 'assistant'" if name == "turns" else "true"
-        return self._files(name, "attempt, sample_id", f"{own} AND ({matches})", cursor)
+        return self._files(name, "attempt, sample_id", _matches(name, text), cursor)
+
+    def snippets(self, text: str, keys: Collection[tuple[int, str]]) -> dict[tuple[int, str], str]:
+        """Returns what is around the first match of a search, by attempt and sample. A prompt comes last."""
+        found: dict[tuple[int, str], str] = {}
+        around = f"'(?is).{{0,{BEFORE_MATCH}}}' || regexp_escape({sql_text(text)}) || '.{{0,{BEHIND_MATCH}}}'"
+        for name, columns in SEARCHED.items():
+            left = [key for key in keys if key not in found]
+            own = f"(attempt, sample_id) IN ({_listed(left)})" if left else "false"
+            first, last = self._places(name, own)
+            if last != -1:
+                shown = ", ".join(f"nullif(regexp_extract({column}, {around}), '')" for column in reversed(columns))
+                rows = self._files(
+                    name, f"{KEY}, coalesce({shown}) AS x", f"{own} AND {_matches(name, text)}", first, last
+                )
+                found |= {(row["attempt"], row["sample_id"]): row["x"] for row in reversed(rows.to_pylist())}
+        return found
+
+    def token_sums(self, step: int) -> dict[tuple[int, str], Row]:
+        """Returns the sum of the engine's logprobs of the samples of a step, and the ratio of the trainer's to it."""
+        gaps = "list_transform(list_zip(trainer_logprobs, engine_logprobs), lambda x: x[1]::DOUBLE - x[2])"
+        sums = (
+            "list_sum(engine_logprobs::DOUBLE[]) AS logprob_sum, "
+            f"exp(list_sum(list_filter({gaps}, lambda gap: isfinite(gap)))) AS ratio"
+        )
+        where = f"step = {int(step)}"
+        rows = self._files("tokens", f"{KEY}, {sums}", where, *self._places("tokens", where)).to_pylist()
+        return {(row["attempt"], row["sample_id"]): row for row in rows}
 
     def _places(self, name: str, where: str) -> tuple[int, int | None]:
         """Returns the first and the last row that match `where`.
@@ -433,6 +461,21 @@ class RunStore:
                 if attempt == READ_ATTEMPTS - 1 or not (damaged or replaced):
                     raise
         raise AssertionError("the last attempt returns or raises")
+
+
+def _listed(keys: Iterable[tuple[int, str]]) -> str:
+    """Returns attempts and samples as a list in SQL."""
+    return ", ".join(f"({int(attempt)}, {sql_text(sample_id)})" for attempt, sample_id in keys)
+
+
+def _matches(name: str, text: str) -> str:
+    """Returns an SQL condition for the rows of a table with `text`, without regard to case."""
+    # An expression finds it in half of the time of ILIKE.
+    pattern = f"regexp_escape({sql_text(text)})"
+    matches = " OR ".join(f"regexp_matches({column}, {pattern}, 'i')" for column in SEARCHED[name])
+    # The answers of the model are in `samples` too.
+    own = "role IS DISTINCT FROM 'assistant'" if name == "turns" else "true"
+    return f"{own} AND ({matches})"
 
 
 def _cursor(database: duckdb.DuckDBPyConnection) -> duckdb.DuckDBPyConnection:

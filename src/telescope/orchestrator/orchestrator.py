@@ -445,7 +445,6 @@ class Orchestrator:
             sync_metrics = await self.services.weights.sync()
             self.window.synced()
             self._dropped.clear()
-            self._withdraw_stale_groups()
             for group in batch.groups:
                 self.ledger.trained(group.group_id)
                 del self._unsettled[group.group_id]
@@ -454,6 +453,8 @@ class Orchestrator:
                 self.position(),
             )  # fmt: skip
             await self._step_recorder.trained(trained)
+            # After the counts of the step: what is too old for the new weights belongs to the next one, as its rows do.
+            self._withdraw_stale_groups()
             if self.services.after_step is not None:
                 await self.services.after_step(step + 1, self.run_state)
 

@@ -25,6 +25,7 @@ ANSWERS = {
     "/api/runs/{run}/evals/{attempt}/{eval_id:path}/samples": "/api/runs/first/evals/1/e/samples",
     "/api/runs/{run}/groups": "/api/runs/first/groups?step=4",
     "/api/runs/{run}/samples": "/api/runs/first/samples",
+    "/api/runs/{run}/prompts": "/api/runs/first/prompts",
     "/api/runs/{run}/samples/{attempt}/{sample_id:path}": "/api/runs/first/samples/1/5-2",
     "/api/runs/{run}/spans": "/api/runs/first/spans",
     "/api/runs/{run}/gauges": "/api/runs/first/gauges?names=queue_depth",

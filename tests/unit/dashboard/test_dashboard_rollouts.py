@@ -21,6 +21,7 @@ from telescope.orchestrator.step_stats import distribution
 from telescope.record.log_files import LogFiles
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
+from telescope.record.run_info import begin_run
 
 RUN = "/api/runs/first"
 ALL = [row for step in range(NUM_STEPS) for row in sample_rows(step)]
@@ -38,6 +39,32 @@ def test_groups_of_a_step_have_their_samples_and_say_why_they_were_discarded(cli
 
 def test_groups_of_superseded_steps_are_hidden(client):
     assert {group["attempt"] for group in client.get(f"{RUN}/groups?step=11").json()} == {2}
+
+
+def test_pages_and_queries_agree_on_the_samples_of_a_step(tmp_path):
+    """Of a prompt that was requeued at step 1 and trained at 2, and of what an attempt that begins at 2 supersedes."""
+    name = {"group_id": 7, "environment": "e"}
+    for attempt, first_step in ((1, 0), (2, 2)):
+        with Recorder(tmp_path / "run", attempt=attempt) as recorder:
+            begin_run(recorder, name="run", config_hash="c", config_json="{}", first_step=first_step, num_steps=3)
+            opened = [(1, "discarded", "max_async")] * (attempt == 1) + [(2, "kept", None)]
+            for step, status, reason in opened:
+                for index in range(2):
+                    fate = {"step": step, "status": status, "reason": reason, "reward": float(index)}
+                    recorder.write("samples", {**name, **fate, "sample_id": f"{step}-{index}", "sample_index": index})
+            recorder.write("groups", {**name, "step": 2, "status": "kept"})
+    client = TestClient(create_app([tmp_path]), base_url="http://localhost")
+    queried = Run(tmp_path / "run").sql("select attempt, step, sample_id, status, reason from samples").to_dicts()
+    shown = [
+        {"attempt": group["attempt"], "step": step, "sample_id": sample["id"], "status": group["status"],
+         "reason": group["reason"]}
+        for step in range(3)
+        for group in client.get(f"/api/runs/run/groups?step={step}").json()
+        for sample in group["samples"]
+    ]  # fmt: skip
+    assert shown == queried
+    assert [(row["attempt"], row["step"]) for row in shown] == [(1, 1), (1, 1), (2, 2), (2, 2)]
+    assert client.get("/api/runs/run/samples").json()["total"] == len(queried)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +107,58 @@ def test_facets_count_the_search_without_their_own_filter(client):
     assert counts["tag:level"] == {"0": 4, "1": 4, "2": 4, "3": 0}
     body = client.get(f"{RUN}/samples?tag=level%3D3&step_max=0").json()
     assert [one["count"] for one in body["facets"]["tag:level"]] == [4, 4, 4, 4] and body["total"] == 4
+
+
+def test_a_prompt_has_the_pass_rate_of_its_answers_by_step(client):
+    few = "tag=level%3D0&tag=level%3D1"
+    chosen = [row for row in ALL if row["tags"]["level"] in "01"]
+    body = client.get(f"{RUN}/prompts?limit=1000&{few}").json()
+    expected = Counter((row["environment"], row["step"]) for row in chosen)
+    right = Counter((row["environment"], row["step"]) for row in chosen if row["reward"] == 1)
+    found = {(row["environment"], row["first_step"]): row for row in body["rows"]}
+    assert {key: row["n"] for key, row in found.items()} == expected
+    assert {key: row["num_right"] for key, row in found.items()} == {key: right[key] for key in expected}
+    assert body["never"] == sum(not right[key] for key in expected) > 0
+    assert body["total"] == body["never"] + body["sometimes"] + body["always"] == len(expected)
+    never = client.get(f"{RUN}/prompts?mark=never&{few}&sort=-first_step").json()["rows"]
+    assert [row["num_right"] for row in never] == [0] * body["never"]
+    assert [row["first_step"] for row in never] == sorted((row["first_step"] for row in never), reverse=True)
+    one = found["countdown", 4]
+    assert (one["steps"], one["counts"], one["rights"]) == ([4], [4], [right["countdown", 4]])
+    assert one["prompt"].endswith("Make 4 of 100 % of the numbers<|im_end|>\n")
+
+
+def test_a_prompt_has_one_key_in_all_runs_and_leads_to_its_answers(client):
+    key = client.get(f"{RUN}/samples/1/16-0").json()["prompt_key"]
+    for run in ("first", "below~second"):
+        rows = client.get(f"/api/runs/{run}/samples?prompt={key}").json()["rows"]
+        assert {(row["environment"], row["step"]) for row in rows} == {("countdown", 4)} and len(rows) == 8
+
+
+def test_a_hit_shows_what_is_around_it_and_orders_do_not_depend_on_the_list(client):
+    page = client.get(f"{RUN}/samples?search=OF GROUP 1&limit=1000").json()
+    assert {row["snippet"] for row in page["rows"]} == {
+        f"the answer_{index} of group 1 is Straße" for index in range(SAMPLES_PER_GROUP)
+    }
+    nothing = client.get(f"{RUN}/samples?search=nowhere").json()
+    assert nothing["rows"] == [] and nothing["metrics"] == page["metrics"] == ["correct"]
+
+
+def test_answers_with_recorded_tokens_have_the_sum_of_their_logprobs(client):
+    sample = client.get(f"{RUN}/groups?step=4").json()[0]["samples"][0]
+    assert (sample["logprob_sum"], sample["ratio"]) == (None, 1.0)  # a logprob of the fixture is not a number
+
+
+@pytest.mark.parametrize("query", ["mark=often", "sort=prompt_text"])
+def test_an_unknown_mark_or_order_of_prompts_is_refused(client, query):
+    assert client.get(f"{RUN}/prompts?{query}").status_code == 400
+
+
+def test_a_list_leaves_out_what_all_prompts_begin_with():
+    same = "Solve this riddle with the given numbers: "
+    assert samples._elided(f"<|im_start|>user\n{same}1 2", f"<|im_start|>user\n{same}") == "<|im_start|>user\n… 1 2"
+    assert samples._elided("Add 1 and 2", "Add 1 and ") == "Add 1 and 2"
+    assert samples._same("abd", "abe") == "ab"
 
 
 def test_rows_and_counts_can_be_asked_for_one_by_one(client):

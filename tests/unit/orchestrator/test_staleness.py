@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -140,6 +141,15 @@ def test_samples_of_requeued_prompts_are_counted() -> None:
     assert sum(row["completion_tokens"] for row in rows) <= total(run, "returned/tokens")
     assert total(run, "returned/tokens") <= total(run, "discarded/max_async/tokens", "cancelled/tokens")
     assert any("returned/tokens_mean" in metrics for metrics in run.recorder.step_metrics)
+
+
+def test_discarded_samples_are_counted_in_the_step_that_their_rows_have() -> None:
+    run = simulated(SLOW_ANSWERS, max_off_policy_steps=1, max_async_rollout=4)
+    written = Counter(row["step"] for row in run.recorder.of("samples", status="discarded"))
+    steps = run.recorder.of("steps")
+    counted = {row["step"]: row["metrics"]["discarded/all/samples"] for row in steps}
+    assert total(run, "discarded/max_async/samples") > 0
+    assert counted == {row["step"]: written[row["step"]] for row in steps}
 
 
 def test_lengths_are_reported_for_kept_and_dropped_samples() -> None:

@@ -1,6 +1,6 @@
 /** Answers of a run in one file: some steps, some groups of each, and their whole conversations. */
 
-import { useMemo } from "react";
+import { useMemo, useState } from "react";
 import { count } from "../../format";
 import { embedded } from "../../embedded";
 import { Quiet } from "../../shell/App";
@@ -20,6 +20,7 @@ import "./answers.css";
 export function Answers() {
   const run = useRunId();
   const info = useRunInfo(run).data;
+  const [folded, setFolded] = useState<ReadonlySet<string>>(new Set());
   const steps = embedded?.examples.steps ?? [];
   const [wanted] = useParam("step");
   const [sample] = useParam("sample");
@@ -61,6 +62,7 @@ export function Answers() {
           shown={view}
           setShown={(next) => setView(next, true)}
           search=""
+          folded={{ keys: folded, set: setFolded }}
           title={
             <span className="nb">
               <b>{detail.sample_id}</b> <span className="d">answer {detail.sample_index + 1}</span>

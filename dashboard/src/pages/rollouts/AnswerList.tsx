@@ -4,11 +4,13 @@ import { get, type Query } from "../../api";
 import { count, number } from "../../format";
 import { promptLine } from "./conversation";
 import { Plain } from "../../text/SafeText";
-import { fate, level, type RewardScale } from "./squares";
+import { fate, type Filling, level, METRIC, type RewardScale, squareValue } from "./squares";
 import type { Value } from "../../types";
 import type { SamplePage, SampleRow } from "./types";
 
 const ROW = 20;
+/** A hit of a search has its numbers in one line and the text around the match in another. */
+const HIT = 42;
 export const PAGE_ROWS = 200;
 
 export const SORTS: [value: string, title: string][] = [
@@ -23,8 +25,6 @@ export const SORTS: [value: string, title: string][] = [
   ["-age", "oldest weights"],
 ];
 
-const METRIC = "metric:";
-
 /** Orders by a metric of the environment. */
 export const metricSorts = (name: string): [value: string, title: string][] => [
   [`-${METRIC}${name}`, `highest ${name}`],
@@ -38,26 +38,45 @@ function besideReward(row: SampleRow, sort: string): Value {
   return column === "advantage" || column === "age" ? row[column] : row.completion_tokens;
 }
 
+function besideTitle(sort: string): string {
+  const column = sort.replace(/^-/, "");
+  if (column.startsWith(METRIC)) return column.slice(METRIC.length);
+  return column === "advantage" || column === "age" ? column : "tokens";
+}
+
+/** Characters before a match that the server sends. */
+const BEFORE_MATCH = 24;
+
+/** Returns a text around a match as one line; it begins at a word where it was cut. */
+function snippetLine(text: string, search: string): string {
+  const isCut = text.toLowerCase().indexOf(search.toLowerCase()) >= BEFORE_MATCH;
+  return (isCut ? text.replace(/^\S{0,12}\s/, "… ") : text).replace(/\s+/g, " ");
+}
+
 interface AnswerListProps {
   path: string;
   query: Query;
   version: string;
   first: SamplePage | undefined;
   sort: string;
+  search: string;
   sample: string;
   scaleOf: (environment: string) => RewardScale;
+  filling: Filling;
   onSelect: (row: SampleRow) => void;
   onRows: (rows: SampleRow[]) => void;
 }
 
 /** Answers of all steps, in pages that are read when they come into view. */
-export function AnswerList({ path, query, version, first, sort, sample, scaleOf, onSelect, onRows }: AnswerListProps) {
+export function AnswerList({ path, query, version, first, sort, search, sample, scaleOf, filling, onSelect, onRows }: AnswerListProps) {
   const box = useRef<HTMLDivElement>(null);
   const key = JSON.stringify(query);
   const [pages, setPages] = useState<{ key: string; rows: Map<number, SampleRow[]> }>({ key, rows: new Map() });
   const asked = useRef(new Set<string>());
   const total = first?.total ?? 0;
-  const rows = useVirtualizer({ count: total, getScrollElement: () => box.current, estimateSize: () => ROW, overscan: 16 });
+  const height = search ? HIT : ROW;
+  const rows = useVirtualizer({ count: total, getScrollElement: () => box.current, estimateSize: () => height, overscan: 16 });
+  useEffect(() => rows.measure(), [height]);
   const items = rows.getVirtualItems();
   const rowAt = (index: number): SampleRow | undefined => {
     const page = Math.floor(index / PAGE_ROWS);
@@ -84,33 +103,60 @@ export function AnswerList({ path, query, version, first, sort, sample, scaleOf,
     if (at !== undefined) rows.scrollToIndex(at, { align: "auto" });
   }, [sample]);
   return (
-    <div className="gl" ref={box} role="listbox" aria-label="Answers of all steps" tabIndex={0}>
-      <div style={{ height: rows.getTotalSize(), position: "relative" }}>
-        {items.map(({ index, start }) => {
-          const row = rowAt(index);
-          const style = { transform: `translateY(${start}px)` };
-          if (!row) return <div key={index} className="ar f" style={style}>…</div>;
-          const filled = level(row.reward, scaleOf(row.environment));
-          return (
-            <div
-              key={`${row.attempt}/${row.sample_id}`}
-              role="option"
-              aria-selected={row.sample_id === sample}
-              className={`ar${row.sample_id === sample ? " sel" : ""}${row.status === "kept" || row.status === "eval" ? "" : " x"}`}
-              style={style}
-              onClick={() => onSelect(row)}
-              title={[row.sample_id, row.status, row.reason].filter(Boolean).join(", ")}
-            >
-              <span className="f r" title={row.eval_name ? `eval after ${row.step + 1} steps` : undefined}>{row.eval_name ? `◇${row.step + 1}` : count(row.step)}</span>
-              <span className="sq"><i className={filled === null ? "none" : `l${filled}`} /></span>
-              <span className="cut"><Plain text={row.prompt ? promptLine(row.prompt) : row.sample_id} /> <span className="f"><Plain text={row.completion ?? ""} /></span></span>
-              <span className="r">{number(besideReward(row, sort))}</span>
-              <span className="r">{number(row.reward, 2)}</span>
-              <span className="s cut">{row.eval_name ?? fate({ ...row, reward_mean: row.reward }, scaleOf(row.environment))}</span>
-            </div>
-          );
-        })}
+    <>
+      {total > 0 && !search && (
+        <div className="ar head s f" aria-hidden="true">
+          <span className="r">step</span>
+          <span />
+          <span className="cut">prompt, answer</span>
+          <span className="r cut">{besideTitle(sort)}</span>
+          <span className="r cut">reward</span>
+          <span>status</span>
+        </div>
+      )}
+      {!first && <p className="none d" role="status">{search ? "Searching all texts of the run." : "Reading the answers."}</p>}
+      {first && total === 0 && <p className="none d">{search ? `No answer, prompt, tool call or note has “${search}” and passes the filters.` : "No answer passes the filters."}</p>}
+      <div className="gl" ref={box} role="listbox" aria-label="Answers of all steps" tabIndex={0}>
+        <div style={{ height: rows.getTotalSize(), position: "relative" }}>
+          {items.map(({ index, start }) => {
+            const row = rowAt(index);
+            const style = { transform: `translateY(${start}px)` };
+            if (!row) return <div key={index} className="ar f" style={style}>…</div>;
+            const filled = level(squareValue(row, filling.by), filling.scaleOf(row.environment));
+            const square = <span className="sq"><i className={filled === null ? "none" : `l${filled}`} /></span>;
+            const why = row.eval_name ? `eval ${row.eval_name}` : fate({ ...row, reward_mean: row.reward }, scaleOf(row.environment));
+            const step = row.eval_name ? `◇${row.step + 1}` : count(row.step);
+            const common = {
+              role: "option",
+              "aria-selected": row.sample_id === sample,
+              style,
+              onClick: () => onSelect(row),
+              title: [row.sample_id, row.status, row.reason].filter(Boolean).join(", "),
+            };
+            const look = `${row.sample_id === sample ? " sel" : ""}${row.status === "kept" || row.status === "eval" ? "" : " x"}`;
+            if (search) {
+              return (
+                <div key={`${row.attempt}/${row.sample_id}`} className={`hit${look}`} {...common}>
+                  <span className="s">
+                    {square} <span className="cut">step {step}, <Plain text={row.environment} /></span> <span className="f cut">{why}</span> <span className="r">reward {number(row.reward, 2)}</span>
+                  </span>
+                  <span className="cut"><Plain text={snippetLine(row.snippet ?? row.completion ?? "", search)} search={search} /></span>
+                </div>
+              );
+            }
+            return (
+              <div key={`${row.attempt}/${row.sample_id}`} className={`ar${look}`} {...common}>
+                <span className="f r" title={row.eval_name ? `eval after ${row.step + 1} steps` : undefined}>{step}</span>
+                {square}
+                <span className="cut"><Plain text={row.prompt ? promptLine(row.prompt) : row.sample_id} /> <span className="f"><Plain text={row.completion ?? ""} /></span></span>
+                <span className="r">{number(besideReward(row, sort))}</span>
+                <span className="r">{number(row.reward, 2)}</span>
+                <span className="s cut">{why}</span>
+              </div>
+            );
+          })}
+        </div>
       </div>
-    </div>
+    </>
   );
 }

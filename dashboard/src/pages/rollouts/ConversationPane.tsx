@@ -1,7 +1,8 @@
-import { Fragment, lazy, Suspense, useEffect, useMemo, useState } from "react";
+import { Fragment, lazy, Suspense, useEffect, useMemo, useRef, useState } from "react";
 import { loaded } from "../../api";
 import { count, duration } from "../../format";
 import { wordDiff } from "./compare";
+import { useKeys } from "../../shell/keys";
 import { conversation, type Message, type Role } from "./conversation";
 import Markdown from "./Markdown";
 import { clip } from "../../text/hostile";
@@ -29,8 +30,18 @@ interface PaneProps {
   search: string;
   /** The answer beside this one, and whether it stands first. */
   against?: { text: string; isFirst: boolean };
+  folded: Folded;
+  /** Stands below the conversation, in a place of its own. */
   children?: React.ReactNode;
 }
+
+/** Messages that show their first line alone, by role and place: the answers of a group have the same ones folded. */
+export interface Folded {
+  keys: ReadonlySet<string>;
+  set: (keys: ReadonlySet<string>) => void;
+}
+
+const has = (text: string | null | undefined, search: string) => search !== "" && (text ?? "").toLowerCase().includes(search.toLowerCase());
 
 /** The view that an address asks for, as far as the record has its numbers. */
 function viewOf(wanted: string, views: readonly View[], tokens: number): Shown {
@@ -39,7 +50,7 @@ function viewOf(wanted: string, views: readonly View[], tokens: number): Shown {
   return known ?? (views[0] && tokens <= FEW_TOKENS ? views[0] : "text");
 }
 
-export function ConversationPane({ detail, title, shown, setShown, search, against, children }: PaneProps) {
+export function ConversationPane({ detail, title, shown, setShown, search, against, folded, children }: PaneProps) {
   const tokens = useMemo(() => new Map(detail.turns.map((turn) => [turn.turn, tokensOf(turn)])), [detail]);
   const all = useMemo(() => [...tokens.values()].flat(), [tokens]);
   const views = useMemo(() => availableViews(all), [all]);
@@ -50,6 +61,16 @@ export function ConversationPane({ detail, title, shown, setShown, search, again
   const parts = useMemo(() => new Map([...tokens].map(([turn, list]) => [turn, tokenParts(list, messages.filter((message) => message.turn === turn).length)])), [tokens, messages]);
   const colored = view !== "text" && view !== "raw" && view !== "diff";
   const token = at ? (tokens.get(at.turn)?.[at.index] ?? null) : null;
+  const box = useRef<HTMLDivElement>(null);
+  // The first match of a search comes into view.
+  useEffect(() => void box.current?.querySelector("mark")?.scrollIntoView({ block: "center" }), [detail, search]);
+  const places: Record<string, number> = {};
+  const named = messages.map((message) => ({ message, key: `${message.role} ${(places[message.role] = (places[message.role] ?? 0) + 1)}` }));
+  const foldable = view === "raw" || view === "diff" ? [] : named.flatMap(({ message, key }) => (message.call ? [key, `result of ${key}`] : [key]));
+  const isFolded = (key: string, text: string | null | undefined) => folded.keys.has(key) && !has(text, search);
+  const fold = (keys: string[], on: boolean) => folded.set(new Set(on ? [...folded.keys, ...keys] : [...folded.keys].filter((key) => !keys.includes(key))));
+  const allFolded = foldable.length > 0 && foldable.every((key) => folded.keys.has(key));
+  useKeys("Conversation", [{ keys: ["z"], does: "fold all messages, or unfold them", run: () => fold(foldable, !allFolded) }]);
 
   return (
     <section className="p2" aria-label="Conversation">
@@ -62,37 +83,40 @@ export function ConversationPane({ detail, title, shown, setShown, search, again
             </button>
           ))}
         </div>
+        {foldable.length > 0 && <button className="link d" onClick={() => fold(foldable, !allFolded)}>{allFolded ? "unfold all" : "fold all"}</button>}
         {colored && <ColorKey view={view} />}
         {views.length === 0 && <span className="s f" title="record_tokens sets for how many samples of a step">no numbers of tokens recorded</span>}
       </div>
-      {detail.failure_message && (
-        <div className="msg">
-          <span className="w">{detail.failure_kind ?? "failure"}</span>
-          <Clipped text={detail.failure_message}>{(text) => <div className="verbatim w"><Plain text={text} /></div>}</Clipped>
-        </div>
-      )}
-      {view === "diff" && against ? <Differences text={detail.completion_text ?? ""} against={against} /> : view === "raw" ? <Raw detail={detail} search={search} /> : messages.map((message, i) => {
-        const turn = detail.turns.find((one) => one.turn === message.turn);
-        const first = messages.findIndex((other) => other.turn === message.turn) === i;
-        const pieces = colored ? (parts.get(message.turn ?? -1) ?? []) : [];
-        // The nth part of a reply is its nth message.
-        const piece = pieces[i - messages.findIndex((other) => other.turn === message.turn)];
-        const reply = detail.turns.find((one) => one.turn === message.replied);
-        return (
-          <Line key={i} message={message} turn={first ? turn : undefined} tokens={piece?.tokens.length} reply={reply}>
-            {piece && turn ? (
-              <TokenView tokens={piece.tokens} flows={pieces.length > 1} view={view as View} at={at?.turn === turn.turn ? at.index - piece.from : -1} onPoint={(index) => point({ turn: turn.turn, index: piece.from + index })} />
-            ) : pieces.length === 0 || message.call ? (
-              <Body message={message} search={search} />
-            ) : null}
-            <Result message={message} search={search} />
-            <Notes message={message} search={search} />
-          </Line>
-        );
-      })}
-      <Gold golden={detail.golden} search={search} />
-      {children}
+      <div className="conv" ref={box} tabIndex={0} role="group" aria-label="Messages">
+        {detail.failure_message && (
+          <div className="msg">
+            <span className="w">{detail.failure_kind ?? "failure"}</span>
+            <Clipped text={detail.failure_message}>{(text) => <div className="verbatim w"><Plain text={text} /></div>}</Clipped>
+          </div>
+        )}
+        {view === "diff" && against ? <Differences text={detail.completion_text ?? ""} against={against} /> : view === "raw" ? <Raw detail={detail} search={search} /> : named.map(({ message, key }, i) => {
+          const turn = detail.turns.find((one) => one.turn === message.turn);
+          const first = messages.findIndex((other) => other.turn === message.turn) === i;
+          const pieces = colored ? (parts.get(message.turn ?? -1) ?? []) : [];
+          // The nth part of a reply is its nth message.
+          const piece = pieces[i - messages.findIndex((other) => other.turn === message.turn)];
+          const reply = detail.turns.find((one) => one.turn === message.replied);
+          return (
+            <Line key={key} message={message} turn={first ? turn : undefined} tokens={piece?.tokens.length} reply={reply} folded={isFolded(key, `${message.text}${message.notes?.map((note) => note.value).join("\n") ?? ""}`)} onFold={(on) => fold([key], on)}>
+              {piece && turn ? (
+                <TokenView tokens={piece.tokens} flows={pieces.length > 1} view={view as View} at={at?.turn === turn.turn ? at.index - piece.from : -1} onPoint={(index) => point({ turn: turn.turn, index: piece.from + index })} />
+              ) : pieces.length === 0 || message.call ? (
+                <Body message={message} search={search} />
+              ) : null}
+              <Result message={message} search={search} folded={isFolded(`result of ${key}`, `${message.call?.result}${message.call?.error}`)} onFold={(on) => fold([`result of ${key}`], on)} />
+              <Notes message={message} search={search} />
+            </Line>
+          );
+        })}
+        <Gold golden={detail.golden} search={search} />
+      </div>
       {colored && <div className="rdb"><Readout token={token} /></div>}
+      {children && <div className="dock">{children}</div>}
     </section>
   );
 }
@@ -127,16 +151,21 @@ interface LineProps {
   tokens?: number;
   /** The turn that gave the model the result of the call. */
   reply?: DetailTurn;
+  folded: boolean;
+  onFold: (on: boolean) => void;
   children: React.ReactNode;
 }
 
-function Line({ message, turn, tokens = turn?.num_tokens ?? undefined, reply, children }: LineProps) {
+/** Characters of a folded text that are shown. */
+const FOLDED_CHARS = 200;
+
+function Line({ message, turn, tokens = turn?.num_tokens ?? undefined, reply, folded, onFold, children }: LineProps) {
   const seconds = turn?.started_at != null && turn.ended_at != null ? turn.ended_at - turn.started_at : null;
   const { call } = message;
   return (
     <div className={`msg ${message.role === "thinking" ? "think" : ""}`}>
       <span>
-        {message.role}
+        <button className="fb" aria-expanded={!folded} onClick={() => onFold(!folded)}>{message.role}</button>
         {message.name && <small className="m"><Plain text={message.name} /></small>}
         {tokens !== undefined && <small>{count(tokens)} tokens</small>}
         {turn && versions(turn) && <small>{versions(turn)}</small>}
@@ -146,7 +175,7 @@ function Line({ message, turn, tokens = turn?.num_tokens ?? undefined, reply, ch
         {reply?.num_tokens != null && <small>result {count(reply.num_tokens)} tokens</small>}
         {[turn?.divergence, reply?.divergence].map((divergence) => divergence && <small key={divergence} className="w" title="This join of two turns differs from the chat template">{divergence.replaceAll("_", " ")}</small>)}
       </span>
-      <div>{children}</div>
+      <div>{folded ? <p className="fold cut"><Plain text={message.text.slice(0, FOLDED_CHARS)} /></p> : children}</div>
     </div>
   );
 }
@@ -157,14 +186,14 @@ function Body({ message, search }: { message: Message; search: string }) {
   const { role, text } = message;
   if (role === "tool call") {
     return (
-      <Clipped text={text}>
+      <Clipped text={text} search={search}>
         {(shown) => <pre className="code">{search ? <Plain text={shown} search={search} /> : <Suspense fallback={shown}><Code code={shown} language={message.name === "bash" ? "bash" : shown.startsWith("{") ? "json" : "python"} /></Suspense>}</pre>}
       </Clipped>
     );
   }
-  if (VERBATIM.includes(role)) return <Clipped text={text}>{(shown) => <div className="tool"><Plain text={shown} search={search} /></div>}</Clipped>;
+  if (VERBATIM.includes(role)) return <Clipped text={text} search={search}>{(shown) => <div className="tool"><Plain text={shown} search={search} /></div>}</Clipped>;
   return (
-    <Clipped text={text} limit={role === "thinking" ? THINKING_CHARS : undefined}>
+    <Clipped text={text} search={search} limit={role === "thinking" ? THINKING_CHARS : undefined}>
       {(shown) => <Markdown text={shown} search={search} />}
     </Clipped>
   );
@@ -178,7 +207,7 @@ function Raw({ detail, search }: { detail: Detail; search: string }) {
         {name}
         <small>{count(text.length)} characters</small>
       </span>
-      <div className="verbatim"><Clipped text={text}>{(shown) => <Plain text={shown} search={search} />}</Clipped></div>
+      <div className="verbatim"><Clipped text={text} search={search}>{(shown) => <Plain text={shown} search={search} />}</Clipped></div>
     </div>
   ));
 }
@@ -203,14 +232,20 @@ function Differences({ text, against }: { text: string; against: { text: string;
 }
 
 /** What a call gave back, under it. */
-function Result({ message: { call }, search }: { message: Message; search: string }) {
+function Result({ message: { call }, search, folded, onFold }: { message: Message; search: string; folded: boolean; onFold: (on: boolean) => void }) {
   if (!call) return null;
   const told = call.error !== null && call.result === `Error: ${call.error}` ? null : call.result;
+  if (!told && !call.error) return null;
   return (
-    <>
-      {told && <Clipped text={told}>{(shown) => <div className="tool"><Plain text={shown} search={search} /></div>}</Clipped>}
-      {call.error && <Clipped text={call.error}>{(shown) => <div className="tool w"><Plain text={shown} search={search} /></div>}</Clipped>}
-    </>
+    <div className="res">
+      <button className="fb s d" aria-expanded={!folded} onClick={() => onFold(!folded)}>result</button>
+      {folded ? <p className="fold cut"><Plain text={(told ?? call.error ?? "").slice(0, FOLDED_CHARS)} /></p> : (
+        <>
+          {told && <Clipped text={told} search={search}>{(shown) => <div className="tool"><Plain text={shown} search={search} /></div>}</Clipped>}
+          {call.error && <Clipped text={call.error} search={search}>{(shown) => <div className="tool w"><Plain text={shown} search={search} /></div>}</Clipped>}
+        </>
+      )}
+    </div>
   );
 }
 
@@ -222,7 +257,7 @@ function Notes({ message: { notes }, search }: { message: Message; search: strin
       {notes.map((note) => (
         <Fragment key={`${note.number}/${note.key}`}>
           <dt title={note.type ?? undefined}><Plain text={note.key || "note"} /></dt>
-          <dd><Clipped text={note.value ?? ""} limit={2000}>{(shown) => <Plain text={shown} search={search} />}</Clipped></dd>
+          <dd><Clipped text={note.value ?? ""} search={search} limit={2000}>{(shown) => <Plain text={shown} search={search} />}</Clipped></dd>
         </Fragment>
       ))}
     </dl>
@@ -240,7 +275,7 @@ function Gold({ golden, search }: { golden: Record<string, string>; search: stri
         {entries.map(([name, value]) => (
           <Fragment key={name}>
             <dt>{name}</dt>
-            <dd><Clipped text={String(value)} limit={2000}>{(shown) => <Plain text={shown} search={search} />}</Clipped></dd>
+            <dd><Clipped text={String(value)} search={search} limit={2000}>{(shown) => <Plain text={shown} search={search} />}</Clipped></dd>
           </Fragment>
         ))}
       </dl>

@@ -2,7 +2,7 @@ import katex from "katex";
 import { renderToStaticMarkup } from "react-dom/server";
 import { prerender } from "react-dom/static";
 import { expect, test, vi } from "vitest";
-import Markdown from "./Markdown";
+import Markdown, { parse, parsedLength } from "./Markdown";
 import { KATEX } from "./math";
 import { Clipped, Plain } from "../../text/SafeText";
 
@@ -90,4 +90,20 @@ test("a text at its limit offers nothing", () => {
   const page = (length: number) => renderToStaticMarkup(<Clipped text={"x".repeat(length)} limit={100}>{(shown) => <Plain text={shown} />}</Clipped>);
   expect(page(100)).toBe("x".repeat(100));
   expect(page(101)).toContain("1 more characters");
+});
+
+// Marks, quotes, lists and formulas in numbers that no person writes. Without limits, the first takes 2 s.
+test.each(["[", "*a**b_", "_a", "a*", "> ", "1. ", "- a\n", "a\n\n", "$a$ ", "|a|\n", "[a]("])("%j repeated does not block the page, and nothing of it is lost", (mark) => {
+  const text = "First, **one**.\n\n" + mark.repeat(60_000 / mark.length);
+  const began = performance.now();
+  const { tokens, end } = parse(text);
+  expect(performance.now() - began).toBeLessThan(1000); // 0.1 s on a quiet machine
+  expect(tokens.length).toBeGreaterThan(0);
+  expect(end).toBe(parsedLength(text));
+  expect(html(text).replace(/<[^>]*>/g, "")).toContain("First, one.");
+});
+
+test("a long answer of many paragraphs is parsed to its end", () => {
+  const answer = "We set $x_1 = \\frac{a}{b}$ and use `f(x)`, see [the *rule*](https://example.org).\n- so **x** is 4\n\n".repeat(400);
+  expect(parsedLength(answer)).toBe(answer.length);
 });

@@ -1,7 +1,7 @@
 /** Markdown as React elements. No HTML string reaches the page, images stay links in text, and links are http only. */
 
 import { Marked, type Token, type Tokens } from "marked";
-import { Fragment, lazy, Suspense, useMemo } from "react";
+import { lazy, Suspense, useMemo } from "react";
 import { loaded } from "../../api";
 import { nextTex, texAt, type Tex as Formula } from "./math";
 import { Plain } from "../../text/SafeText";
@@ -9,8 +9,44 @@ import { Plain } from "../../text/SafeText";
 const Tex = lazy(() => loaded(() => import("./Tex")));
 const Code = lazy(() => loaded(() => import("./Code")));
 
-/** Longer texts are shown as they are: the grammar of Markdown is not made for them. */
+/** What is behind so many characters is shown as it is. */
 const LONGEST = 60_000;
+/**
+ * The time for a paragraph grows with the square of its marks, such as brackets and asterisks, and with its lines. What is
+ * behind this sum is shown as it is: 0.1 s of a browser.
+ */
+const MOST_WORK = 10_000_000;
+const WORK_OF_LINE = 3000;
+/** Formulas of a message, and their characters. Others are shown as they were written. */
+const MOST_FORMULAS = 500;
+const FORMULA_CHARS = 20_000;
+/** Quotes and lists inside each other. */
+const DEEPEST = 40;
+/** Characters that are searched for the next formula at once: all of the rest, at each mark, would take the square of the text. */
+const AHEAD = 1000;
+
+const MARKS = /[^\p{L}\p{N}\s.,;:'"]|\d[.)]\s/gu;
+
+/** Returns where the part of a text ends that is parsed: at the start of a paragraph. */
+export function parsedLength(text: string): number {
+  let [work, at] = [0, 0];
+  for (const paragraph of text.slice(0, LONGEST + 1).split(/(?<=\n[ \t]*\n)/)) {
+    work += (paragraph.match(MARKS)?.length ?? 0) ** 2 + WORK_OF_LINE * (paragraph.match(/\n/g)?.length ?? 0);
+    if (work > MOST_WORK || at + paragraph.length > LONGEST) return at;
+    at += paragraph.length;
+  }
+  return at;
+}
+
+let formulas = 0;
+let formulaChars = 0;
+
+/** Returns the formula at the start of a text, until a message has many. */
+function formulaAt(src: string): Formula | null {
+  const found = formulas < MOST_FORMULAS && formulaChars < FORMULA_CHARS ? texAt(src) : null;
+  if (found) [formulas, formulaChars] = [formulas + 1, formulaChars + found.raw.length];
+  return found;
+}
 
 const parser = new Marked({ breaks: true, gfm: true });
 parser.use({
@@ -19,12 +55,13 @@ parser.use({
       name: "displayTex",
       level: "block",
       start: (src) => {
-        const at = src.search(/^[ \t]*(\$\$|\\\[)/m);
+        const end = src.search(/\n[ \t]*\n/);
+        const at = (end < 0 ? src : src.slice(0, end)).search(/^[ \t]*(\$\$|\\\[)/m);
         return at < 0 ? undefined : at;
       },
       tokenizer: (src) => {
         const indent = /^[ \t]*/.exec(src)![0].length;
-        const found = texAt(src.slice(indent));
+        const found = formulaAt(src.slice(indent));
         if (!found?.display || !/^[ \t]*(\n|$)/.test(src.slice(indent + found.raw.length))) return undefined;
         return { type: "displayTex", raw: src.slice(0, indent + found.raw.length), formula: found };
       },
@@ -33,11 +70,11 @@ parser.use({
       name: "tex",
       level: "inline",
       start: (src) => {
-        const at = nextTex(src);
-        return at < 0 ? undefined : at;
+        const at = nextTex(src.slice(0, AHEAD));
+        return at >= 0 ? at : src.length > AHEAD ? AHEAD : undefined;
       },
       tokenizer: (src) => {
-        const found = texAt(src);
+        const found = formulaAt(src);
         return found ? { type: "tex", raw: found.raw, formula: found } : undefined;
       },
     },
@@ -59,13 +96,14 @@ function safeHref(href: string): string | null {
   }
 }
 
-function Rendered({ tokens, search }: { tokens: Token[] | undefined; search: string }) {
-  return (tokens ?? []).map((token, i) => <One key={i} token={token} search={search} />);
+function Rendered({ tokens, search, depth }: { tokens: Token[] | undefined; search: string; depth: number }) {
+  return (tokens ?? []).map((token, i) => <One key={i} token={token} search={search} depth={depth} />);
 }
 
-function One({ token, search }: { token: Token; search: string }): React.ReactNode {
-  const inner = (tokens: Token[] | undefined) => <Rendered tokens={tokens} search={search} />;
+function One({ token, search, depth }: { token: Token; search: string; depth: number }): React.ReactNode {
+  const inner = (tokens: Token[] | undefined) => <Rendered tokens={tokens} search={search} depth={depth + 1} />;
   const plain = (text: string) => <Plain text={text} search={search} />;
+  if (depth > DEEPEST) return plain(token.raw);
   switch (token.type) {
     case "space":
     case "def":
@@ -164,24 +202,24 @@ function One({ token, search }: { token: Token; search: string }): React.ReactNo
   }
 }
 
-/** Returns a text as Markdown. HTML in it is shown as written. */
+/** Returns the tokens of a text, and how many of its characters they are. */
+export function parse(text: string): { tokens: Token[]; end: number } {
+  const end = parsedLength(text);
+  [formulas, formulaChars] = [0, 0];
+  try {
+    return { tokens: parser.lexer(text.slice(0, end)) as Token[], end };
+  } catch {
+    return { tokens: [], end: 0 };
+  }
+}
+
+/** Returns a text as Markdown. HTML in it is shown as written, and so is the rest of one that takes long to parse. */
 export default function Markdown({ text, search = "" }: { text: string; search?: string }) {
-  const tokens = useMemo(() => {
-    if (text.length > LONGEST) return null;
-    try {
-      return parser.lexer(text) as Token[];
-    } catch {
-      return null;
-    }
-  }, [text]);
-  if (!tokens) return <div className="md verbatim"><Plain text={text} search={search} /></div>;
+  const { tokens, end } = useMemo(() => parse(text), [text]);
   return (
     <div className="md">
-      {tokens.map((token, i) => (
-        <Fragment key={i}>
-          <One token={token} search={search} />
-        </Fragment>
-      ))}
+      <Rendered tokens={tokens} search={search} depth={0} />
+      {end < text.length && <div className="verbatim"><Plain text={text.slice(end)} search={search} /></div>}
     </div>
   );
 }

@@ -66,10 +66,13 @@ export function timing(detail: Detail): { intervals: Interval[]; whole: number }
 }
 
 /** Differences of the logprobs of trainer and engine. An answer may have more tokens than a call takes arguments. */
-function mismatchOf(detail: Detail): { tokens: number; mean: number; largest: number; outside: number } {
+export function mismatchOf(detail: Detail): { sum: number | null; ratio: number; tokens: number; mean: number; largest: number; outside: number } {
+  const sampled = detail.turns.flatMap(tokensOf).filter((token) => token.logprob !== null);
   const compared = detail.turns.flatMap(tokensOf).filter((token) => ratio(token) !== null);
   const gaps = compared.map((token) => Math.abs(token.trainerLogprob! - token.logprob!));
   return {
+    sum: sampled.length > 0 ? sampled.reduce((sum, token) => sum + token.logprob!, 0) : null,
+    ratio: Math.exp(compared.reduce((sum, token) => sum + token.trainerLogprob! - token.logprob!, 0)),
     tokens: gaps.length,
     mean: gaps.reduce((sum, gap) => sum + gap, 0) / gaps.length,
     largest: gaps.reduce((most, gap) => Math.max(most, gap), 0),
@@ -183,14 +186,18 @@ export function Numbers({ detail, group, scale, pinned, origin = null }: Numbers
           ]}
         />
       </section>
-      {mismatch.tokens > 0 && (
+      {mismatch.sum !== null && (
         <section className="sec">
           <h2>Engine and trainer</h2>
           <Rows
             rows={[
+              ["sum of logprob", number(mismatch.sum, 3)],
+              ...((mismatch.tokens > 0 ? [
+                ["ratio of the answer", number(mismatch.ratio, 4)],
               ["mean |difference|", number(mismatch.mean, 4)],
               ["largest", number(mismatch.largest, 4)],
-              ["ratio outside 0.9 to 1.1", `${mismatch.outside} of ${mismatch.tokens}`],
+                ["ratio outside 0.9 to 1.1", `${mismatch.outside} of ${mismatch.tokens}`],
+              ] : []) as Row[]),
             ]}
           />
         </section>

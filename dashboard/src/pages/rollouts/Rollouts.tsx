@@ -3,7 +3,7 @@
 import { useEffect, useMemo, useRef, useState } from "react";
 import { runPath } from "../../api";
 import { HeatStrip } from "../../charts/HeatStrip";
-import { count, number, percent, signed } from "../../format";
+import { count, number, percent } from "../../format";
 import { Failure, Quiet } from "../../shell/App";
 import { useKeys } from "../../shell/keys";
 import { useVersion } from "../../state/live";
@@ -13,17 +13,18 @@ import { column, useSteps } from "../../state/steps";
 import { useThrottled } from "../../state/timing";
 import { setParams, usePlace, useRange, useSearchText } from "../../state/url";
 import { visible } from "../../text/hostile";
-import { Plain } from "../../text/SafeText";
 import type { Value } from "../../types";
 import { AnswerList, metricSorts, PAGE_ROWS, SORTS } from "./AnswerList";
-import { ConversationPane, type Shown } from "./ConversationPane";
+import { ConversationPane, type Folded, type Shown } from "./ConversationPane";
 import { Export, Facets, Ranges } from "./Facets";
 import { noFilters, numChosen, queryOf } from "./filters";
-import { GroupList, Squares } from "./GroupList";
+import { GroupList } from "./GroupList";
 import { InFlight } from "./InFlight";
 import { Numbers } from "./Numbers";
 import { chosen, moveAnswer, moveGroup } from "./select";
-import { rewardScale, type RewardScale } from "./squares";
+import { PromptList, PromptPane } from "./Prompts";
+import { Siblings } from "./Siblings";
+import { fillingBy, METRIC, rewardScale, type RewardScale, SQUARES } from "./squares";
 import type { Detail, Group, SamplePage, SampleRow } from "./types";
 import "../panes.css";
 import "./rollouts.css";
@@ -65,9 +66,9 @@ export function Rollouts() {
 
   const groupsVersion = useVersion(run, "groups");
   const groups = useResource<Group[]>(step === null ? null : runPath(run, "groups"), { step }, step === newest ? groupsVersion : "");
-  const list = params.list === "answers" ? "answers" : params.list === "flight" && live ? "flight" : "groups";
+  const list = params.list === "answers" || params.list === "prompts" ? params.list : params.list === "flight" && live ? "flight" : "groups";
 
-  const [draft, setDraft] = useSearchText((search) => ({ search, list: search ? "answers" : null }));
+  const [draft, setDraft] = useSearchText((search) => ({ search, list: list === "prompts" ? "prompts" : search ? "answers" : null }));
 
   const sort = params.sort ?? "step";
   const query = queryOf(params, range);
@@ -82,11 +83,8 @@ export function Rollouts() {
   if (counted.data) counts.current = counted.data;
   const total = page.data?.total ?? counts.current?.total;
 
-  const seenMetrics = useRef<string[]>([]);
-  const metrics = useMemo(() => {
-    const names = (page.data?.rows ?? []).flatMap((row) => Object.keys(row.metrics));
-    return (seenMetrics.current = [...new Set([...seenMetrics.current, ...names])].sort());
-  }, [page.data]);
+  // Those of the whole run: which answers are listed does not matter.
+  const metrics = useKept((page.data ?? counts.current)?.metrics) ?? [];
 
   const environments = useMemo(() => new Map((info?.environments ?? []).map((one) => [one.name, one])), [info]);
   const rows = useRef<SampleRow[]>([]);
@@ -100,6 +98,14 @@ export function Rollouts() {
       return scale;
     };
   }, [groups.data, environments]);
+
+  const by = params.squares ?? "reward";
+  const filling = useMemo(
+    () => fillingBy(by, scaleOf, [...(groups.data ?? []).flatMap((group) => group.samples), ...(page.data?.rows ?? [])]),
+    [by, scaleOf, groups.data, list === "answers" ? page.data : null],
+  );
+  const [foldedKeys, setFolded] = useState<ReadonlySet<string>>(new Set());
+  const folded: Folded = { keys: foldedKeys, set: setFolded };
 
   // The ruler and [ ] change the step alone: an answer of the step before is not meant any more.
   const before = useRef({ step: params.step, sample });
@@ -124,8 +130,16 @@ export function Rollouts() {
   const isPinned = pinId === selected && Number(pinAttempt) === attempt;
   const pinned = useResource<Detail>(pinId ? runPath(run, "samples", pinAttempt!, pinId) : null);
 
-  const select = (id: string | null, more: Record<string, string | null> = {}) => id && setParams({ sample: id, ...more }, false);
+  const select = (id: string | null, more: Record<string, string | null> = {}) => id && setParams({ sample: id, prompt: null, ...more }, false);
   const selectRow = (row: SampleRow) => select(row.sample_id, { step: row.step < 0 ? null : String(row.step), attempt: String(row.attempt) });
+  // Enter opens the first hit of a search, as soon as it is known.
+  const wantsFirst = useRef(false);
+  useEffect(() => {
+    const hit = page.data?.rows[0];
+    if (!wantsFirst.current || draft !== (params.search ?? "") || !page.data) return;
+    wantsFirst.current = false;
+    if (hit) selectRow(hit);
+  });
   const moveRow = (by: number) => {
     const at = rows.current.findIndex((row) => row.sample_id === selected);
     const next = rows.current[Math.min(Math.max(at + by, 0), rows.current.length - 1)];
@@ -141,6 +155,12 @@ export function Rollouts() {
     { keys: ["f"], does: "go to the newest step", run: () => newest !== null && setParams({ step: String(newest), sample: null, list: null }) },
     ...VIEW_KEYS.map((view, i) => ({ keys: [String(i)], does: `show as ${view}`, run: () => setParams({ view }, true) })),
   ]);
+  const openFirst = (event: React.KeyboardEvent<HTMLInputElement>) => {
+    if (event.key !== "Enter" || !draft) return;
+    wantsFirst.current = true;
+    event.currentTarget.blur();
+    setParams({ search: draft, list: "answers" }, true);
+  };
   const pin = () => setParams({ pin: isPinned ? null : `${attempt}~${selected}` });
 
   const heat = useMemo(() => {
@@ -165,11 +185,13 @@ export function Rollouts() {
   const others = [...new Set(all.map((one) => one.status))].filter((status) => status !== "kept").map((status) => `${count(all.filter((one) => one.status === status).length)} ${status}`);
   const fresh = live && newest !== null && step !== null ? newest - step : 0;
 
+  const siblings = (of: Detail) => <Siblings run={run} detail={of} group={group} filling={filling} scaleOf={scaleOf} version={samplesVersion} onSelect={(id) => select(id)} />;
+
   return (
-    <div className={`rollouts${pinId ? " two" : ""}`}>
+    <div className={`rollouts${params.prompt ? " one" : pinId ? " two" : ""}`}>
       <section className="facets" aria-label="Search and facets">
         <div className="sf">
-          <input className="field" type="search" placeholder="Search all answers and prompts" aria-label="Search all answers and prompts" value={draft} onChange={(event) => setDraft(event.target.value)} />
+          <input className="field" type="search" placeholder="Search all answers and prompts" aria-label="Search all answers and prompts" value={draft} onChange={(event) => setDraft(event.target.value)} onKeyDown={openFirst} />
         </div>
         <div className={`fl ${params.filters === "1" ? "open" : ""}`}>
           <Ranges metrics={metrics} />
@@ -192,10 +214,12 @@ export function Rollouts() {
         <div className="gh">
           {list === "groups" ? (
             <span className="cut">
-              <b>Step {count(step)}</b> <span className="d">{count(all.length)} groups, {[`${count(keptGroups)} kept`, ...others].join(", ")}</span>
+              <b>Step {count(step)}</b> <span className="d">{groups.data ? `${count(all.length)} groups, ${[`${count(keptGroups)} kept`, ...others].join(", ")}` : "reading its groups"}</span>
             </span>
           ) : list === "flight" ? (
             <b>In flight</b>
+          ) : list === "prompts" ? (
+            <b>Prompts</b>
           ) : (
             <span>
               <b>All steps</b>{" "}
@@ -208,49 +232,61 @@ export function Rollouts() {
           <span className="seg small" role="group" aria-label="List">
             <button aria-pressed={list === "groups"} onClick={() => setParams({ list: null, ...noFilters() })}>step</button>
             <button aria-pressed={list === "answers"} onClick={() => setParams({ list: "answers" })}>all</button>
+            <button aria-pressed={list === "prompts"} onClick={() => setParams({ list: "prompts" })}>prompts</button>
             {live && <button aria-pressed={list === "flight"} onClick={() => setParams({ list: "flight" })}>in flight</button>}
           </span>
         </div>
-        {list === "flight" ? (
+        {(list === "groups" || list === "answers") && <Legend by={by} metrics={metrics} scale={filling.scaleOf(group?.environment ?? all[0]?.environment ?? "")} />}
+        {list === "prompts" ? (
+          <PromptList run={run} query={query} version={samplesVersion} />
+        ) : list === "flight" ? (
           <InFlight run={run} version={newest === null ? null : newest + 1} size={typeof groupSize === "number" ? groupSize : null} />
         ) : list === "groups" && groups.data?.length === 0 ? (
           <p className="none d">No group of this step was recorded.</p>
         ) : list === "groups" ? (
-          <GroupList groups={all} scaleOf={scaleOf} group={inGroups?.group ?? null} sample={selected} onSelect={(id) => select(id)} />
+          <GroupList groups={all} scaleOf={scaleOf} filling={filling} group={inGroups?.group ?? null} sample={selected} onSelect={(id) => select(id)} />
         ) : (
-          <AnswerList path={samplesPath} query={query} version={samplesVersion} first={page.data} sort={sort} sample={selected} scaleOf={scaleOf} onSelect={selectRow} onRows={(known) => (rows.current = known)} />
+          <AnswerList path={samplesPath} query={query} version={samplesVersion} first={page.data} sort={sort} search={params.search ?? ""} sample={selected} scaleOf={scaleOf} filling={filling} onSelect={selectRow} onRows={(known) => (rows.current = known)} />
         )}
       </section>
-      {pinned.data && (
-        <ConversationPane
-          detail={pinned.data}
-          shown={params.view ?? ""}
-          setShown={(view) => setParams({ view }, true)}
-          search={params.search ?? ""}
-          against={isPinned || !shownDetail ? undefined : { text: shownDetail.completion_text ?? "", isFirst: false }}
-          title={<Title detail={pinned.data} note={<button className="link d" onClick={() => setParams({ pin: null })}>unpin</button>} />}
-        />
-      )}
-      {pinned.data && isPinned ? (
-        <section className="p2" aria-label="Answer to compare">
-          <Quiet title="Choose another answer to compare." />
-          {group && <AllAnswers group={group} scale={scale} selected={selected} onSelect={(id) => select(id)} />}
-        </section>
-      ) : shownDetail ? (
-        <ConversationPane
-          detail={shownDetail}
-          shown={params.view ?? ""}
-          setShown={(view) => setParams({ view }, true)}
-          search={params.search ?? ""}
-          against={pinned.data && { text: pinned.data.completion_text ?? "", isFirst: true }}
-          title={<Title detail={shownDetail} of={group?.samples.length} note={<button className="link d" onClick={pin}>{isPinned ? "unpin" : "pin"} <kbd>c</kbd></button>} />}
-        >
-          {group && <AllAnswers group={group} scale={scale} selected={selected} onSelect={(id) => select(id)} />}
-        </ConversationPane>
+      {params.prompt ? (
+        <PromptPane key={params.prompt} run={run} prompt={params.prompt} version={samplesVersion} filling={filling} scaleOf={scaleOf} />
       ) : (
-        <section className="p2">{detail.error && <Quiet title={`Answer ${selected} was not found.`} text={`${detail.error.message}${live ? " One that is still being generated stands under “in flight”." : ""}`} />}</section>
+        <>
+          {pinned.data && (
+            <ConversationPane
+              detail={pinned.data}
+              shown={params.view ?? ""}
+              setShown={(view) => setParams({ view }, true)}
+              search={params.search ?? ""}
+              folded={folded}
+              against={isPinned || !shownDetail ? undefined : { text: shownDetail.completion_text ?? "", isFirst: false }}
+              title={<Title detail={pinned.data} note={<button className="link d" onClick={() => setParams({ pin: null })}>unpin</button>} />}
+            />
+          )}
+          {pinned.data && isPinned ? (
+            <section className="p2" aria-label="Answer to compare">
+              <div className="conv"><Quiet title="Choose another answer to compare." /></div>
+              <div className="dock">{siblings(pinned.data)}</div>
+            </section>
+          ) : shownDetail ? (
+            <ConversationPane
+              detail={shownDetail}
+              shown={params.view ?? ""}
+              setShown={(view) => setParams({ view }, true)}
+              search={params.search ?? ""}
+              folded={folded}
+              against={pinned.data && { text: pinned.data.completion_text ?? "", isFirst: true }}
+              title={<Title detail={shownDetail} of={group?.samples.length} note={<button className="link d" onClick={pin}>{isPinned ? "unpin" : "pin"} <kbd>c</kbd></button>} />}
+            >
+              {siblings(shownDetail)}
+            </ConversationPane>
+          ) : (
+            <section className="p2">{detail.error && <Quiet title={`Answer ${selected} was not found.`} text={`${detail.error.message}${live ? " One that is still being generated stands under “in flight”." : ""}`} />}</section>
+          )}
+          {shownDetail && <Numbers detail={shownDetail} group={group} scale={scale} pinned={isPinned ? undefined : pinned.data} origin={info?.info.started_at} />}
+        </>
       )}
-      {shownDetail && <Numbers detail={shownDetail} group={group} scale={scale} pinned={isPinned ? undefined : pinned.data} origin={info?.info.started_at} />}
     </div>
   );
 }
@@ -268,37 +304,24 @@ function Title({ detail, of, note }: { detail: Detail; of?: number; note: React.
   );
 }
 
-/** The other answers of the group, one line each. */
-function AllAnswers({ group, scale, selected, onSelect }: { group: Group; scale: RewardScale; selected: string; onSelect: (id: string) => void }) {
-  const names = [...new Set(group.samples.flatMap((one) => Object.keys(one.metrics ?? {})))].slice(0, 4);
-  const texts = group.samples.some((one) => one.completion);
+/** Returns the newest value that was known. */
+function useKept<T>(value: T | undefined): T | undefined {
+  const kept = useRef<T>(undefined);
+  if (value !== undefined) kept.current = value;
+  return kept.current;
+}
+
+/** What fills the squares, and the ends of the scale. */
+function Legend({ by, metrics, scale }: { by: string; metrics: readonly string[]; scale: RewardScale }) {
   return (
-    <div className="scroll">
-      <table className="ans">
-        <thead>
-          <tr>
-            <th colSpan={2}>All answers</th>
-            {texts && <th className="wide">Text</th>}
-            <th className="r">reward</th>
-            <th className="r">advantage</th>
-            <th className="r">tokens</th>
-            {names.map((name) => <th key={name} className="r">{name}</th>)}
-          </tr>
-        </thead>
-        <tbody>
-          {group.samples.map((one) => (
-            <tr key={one.id} className={one.id === selected ? "sel" : ""} onClick={() => onSelect(one.id)}>
-              <td><Squares samples={[one]} scale={scale} /></td>
-              <td><button className={one.id === selected ? "" : "d"} onClick={() => onSelect(one.id)}>{one.id}</button></td>
-              {texts && <td className="wide m"><span className="cut"><Plain text={one.completion} /></span></td>}
-              <td className="r">{number(one.reward)}</td>
-              <td className="r">{signed(one.advantage)}</td>
-              <td className="r">{number(one.length)}</td>
-              {names.map((name) => <td key={name} className="r">{number(one.metrics[name])}</td>)}
-            </tr>
-          ))}
-        </tbody>
-      </table>
+    <div className="fillkey s d">
+      <label>
+        squares by{" "}
+        <select className="sort" value={by} onChange={(event) => setParams({ squares: event.target.value === "reward" ? null : event.target.value }, true)}>
+          {[...SQUARES, ...metrics.map((name) => [`${METRIC}${name}`, name] as const)].map(([value, title]) => <option key={value} value={value}>{title}</option>)}
+        </select>
+      </label>
+      <span className="sq" aria-hidden="true">{number(scale.low)} {[0, 1, 2, 3, 4].map((one) => <i key={one} className={`l${one}`} />)} {number(scale.high)}</span>
     </div>
   );
 }

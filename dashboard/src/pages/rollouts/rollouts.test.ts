@@ -7,7 +7,7 @@ import type { Detail, Group } from "./types";
 
 const group = (id: number, rewards: number[]): Group => ({
   attempt: 1, id, environment: "e", prompt: "", status: "kept", reason: null, step: 0, reward_mean: null, reward_std: null,
-  samples: rewards.map((reward, i) => ({ id: `${id}-${i}`, reward, advantage: 0, status: "kept", length: 1, completion: "", metrics: {} })),
+  samples: rewards.map((reward, i) => ({ id: `${id}-${i}`, reward, advantage: 0, status: "kept", length: 1, completion: "", metrics: {}, logprob_sum: null, ratio: null })),
 });
 const groups = [group(1, [0, 1]), group(2, []), group(3, [1, 1, 1])];
 

@@ -1,6 +1,6 @@
 /** A square is an answer: hollow is the lowest reward, full the highest. */
 
-import type { Environment } from "../../types";
+import type { Environment, Value } from "../../types";
 import type { Group } from "./types";
 
 export interface RewardScale {
@@ -23,6 +23,46 @@ export function level(reward: number | null, { low, high }: RewardScale): number
   if (share <= 0) return 0;
   if (share >= 1) return 4;
   return Math.min(3, Math.max(1, Math.round(share * 4)));
+}
+
+export const METRIC = "metric:";
+
+/** Numbers by which squares are filled, beside the metrics of the environment. */
+export const SQUARES: [value: string, title: string][] = [
+  ["reward", "reward"],
+  ["length", "answer tokens"],
+  ["advantage", "advantage"],
+];
+
+interface Answer {
+  reward: Value;
+  advantage: Value;
+  metrics?: Record<string, Value>;
+  length?: Value;
+  completion_tokens?: Value;
+}
+
+/** Returns the number that fills the square of an answer. */
+export function squareValue(answer: Answer, by: string): Value {
+  if (by.startsWith(METRIC)) return answer.metrics?.[by.slice(METRIC.length)] ?? null;
+  if (by === "length") return answer.length ?? answer.completion_tokens ?? null;
+  return by === "advantage" ? answer.advantage : answer.reward;
+}
+
+/** How squares are filled: by which number, and between which ends in an environment. */
+export interface Filling {
+  by: string;
+  scaleOf: (environment: string) => RewardScale;
+}
+
+/** Returns the filling by a number: rewards between the ends of their environment, others between the ends of what is shown. */
+export function fillingBy(by: string, rewards: Filling["scaleOf"], shown: readonly Answer[]): Filling {
+  if (by === "reward") return { by, scaleOf: rewards };
+  const values = shown.map((answer) => squareValue(answer, by)).filter((value): value is number => value !== null && Number.isFinite(value));
+  const low = values.reduce((least, value) => Math.min(least, value), Infinity);
+  const high = values.reduce((most, value) => Math.max(most, value), -Infinity);
+  const scale = low < high ? { low, high } : { low: Math.min(low, 0) || 0, high: Number.isFinite(high) ? Math.max(high, 1) : 1 };
+  return { by, scaleOf: () => scale };
 }
 
 /** Gini coefficient of the values, shifted so that the smallest is 0 when one is negative. */

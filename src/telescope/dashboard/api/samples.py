@@ -37,6 +37,7 @@ def _filters(
     eval_name: str = "",
     step_min: Integer | None = None,
     step_max: Integer | None = None,
+    prompt: Annotated[str, Query(description="`prompt_key` of a prompt")] = "",
 ) -> samples_of.Filters:
     facets = {"status": status, "environment": environment, "reward": reward, "age": age}
     return samples_of.Filters(
@@ -46,6 +47,7 @@ def _filters(
         ranges=range_,
         step_min=step_min,
         step_max=step_max,
+        prompt=prompt,
     )
 
 
@@ -64,6 +66,19 @@ def samples(
 ) -> Reply:
     page = samples_of.samples(store, filters, sort=sort, offset=offset, limit=limit, with_facets=facets)
     return Reply(request, page)
+
+
+@router.get("/prompts", response_model=row_models.Prompts, summary="Prompts of the samples that pass the filters")
+def prompts(
+    request: Request,
+    store: Store,
+    filters: Filters,
+    mark: str = "",
+    sort: str = "first_step",
+    offset: Row = 0,
+    limit: Annotated[int, Query(ge=0, le=1000)] = 100,
+) -> Reply:
+    return Reply(request, samples_of.prompts(store, filters, mark=mark, sort=sort, offset=offset, limit=limit))
 
 
 @router.get("/samples.jsonl", response_class=StreamingResponse, summary="Whole samples as lines of JSON")
