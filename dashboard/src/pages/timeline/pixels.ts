@@ -1,0 +1,103 @@
+/** Turns the spans of a track into whole pixels, so that each kind gets as many as its share of the time. */
+
+import { KINDS, OUTCOMES, type Track } from "./spans";
+
+export interface Box {
+  /** Columns of pixels [from, to), counted from the start of the loaded spans. */
+  from: number;
+  to: number;
+  kind: number;
+  outcome: number;
+  /** Index in the track of the first span; several narrow ones may share a box. */
+  index: number;
+}
+
+const IDLE = KINDS.length * OUTCOMES.length;
+/** A share of a pixel below this is an error of rounding. */
+const NOTHING = 1e-6;
+
+const drawn = new WeakMap<Track, { origin: number; narrow: number; boxes: Box[] }>();
+
+/**
+ * Returns the boxes of a track, in their order. `narrow` is the seconds of one pixel.
+ *
+ * A pixel has one color. Where several kinds share it, the one that is furthest behind its recorded time gets it, and the
+ * difference is carried on: over any stretch, a kind has its recorded time within about a pixel. They are kept for the
+ * next frame, so a view that moves does not flicker.
+ */
+export function pixelBoxes(track: Track, origin: number, narrow: number): Box[] {
+  const kept = drawn.get(track);
+  if (kept && kept.origin === origin && kept.narrow === narrow) return kept.boxes;
+  const boxes: Box[] = [];
+  const owed = new Float64Array(IDLE + 1);
+  const cover = new Float64Array(IDLE + 1);
+  const spans = new Int32Array(IDLE + 1);
+  let present: number[] = [];
+  let column = 0;
+  const emit = (from: number, to: number, index: number) => {
+    const [kind, outcome] = [track.kind[index]!, track.outcome[index]!];
+    const last = boxes.at(-1);
+    // Neighbors of one kind are one box, but two spans that are long enough to be seen are two.
+    if (last && last.to === from && last.kind === kind && last.outcome === outcome && (last.index === index || to - from < 2)) last.to = to;
+    else boxes.push({ from, to, kind, outcome, index });
+  };
+  const flush = () => {
+    if (present.length === 0) return;
+    cover[IDLE] = 1 - present.reduce((sum, one) => sum + cover[one]!, 0);
+    if (cover[IDLE]! > NOTHING) present.push(IDLE);
+    let best = present[0]!;
+    for (const one of present) {
+      owed[one]! += cover[one]!;
+      cover[one] = 0;
+      if (owed[one]! > owed[best]!) best = one;
+    }
+    owed[best]! -= 1;
+    if (best !== IDLE) emit(column, column + 1, spans[best]!);
+    present = [];
+  };
+  for (let index = 0; index < track.start.length; index++) {
+    const to = (track.end[index]! - origin) / narrow;
+    let from = (track.start[index]! - origin) / narrow;
+    const own = track.kind[index]! * OUTCOMES.length + track.outcome[index]!;
+    const add = (share: number) => {
+      if (share <= NOTHING) return;
+      if (!present.includes(own)) {
+        present.push(own);
+        spans[own] = index;
+      }
+      cover[own]! += share;
+    };
+    if (Math.floor(from) !== column) flush();
+    column = Math.floor(from);
+    if (from > column) {
+      add(Math.min(to, column + 1) - from);
+      if (to < column + 1) continue;
+      flush();
+      from = column = column + 1;
+    }
+    const whole = Math.floor(to + NOTHING);
+    if (whole > column) {
+      flush();
+      emit(column, whole, index);
+      column = whole;
+    }
+    add(to - column);
+  }
+  flush();
+  drawn.set(track, { origin, narrow, boxes });
+  return boxes;
+}
+
+/** The boxes that touch the columns [from, to). */
+export function boxesWithin(boxes: readonly Box[], from: number, to: number): Box[] {
+  let low = 0;
+  let high = boxes.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (boxes[middle]!.to <= from) low = middle + 1;
+    else high = middle;
+  }
+  let end = low;
+  while (end < boxes.length && boxes[end]!.from < to) end++;
+  return boxes.slice(low, end);
+}
