@@ -29,8 +29,8 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 def spans(store: RunStore, start: float | None, end: float | None, limit: int, buckets: int) -> dict[str, Any]:
     """Returns the spans that overlap a range, as columns, and the number of `slots` of each server in the run.
 
-    When there are more than `limit`, those shorter than one of at most `buckets` parts of the range are merged per lane,
-    kind and status: `count` spans, from the first start on, as long as the time in which the lane shows them.
+    When there are more than `limit`, those shorter than one of at most `buckets` parts of the range are merged per
+    lane, kind and status: `count` spans, from the first start on, as long as the time in which the lane shows them.
     """
     num_rows = store.refresh("samples", "spans")
     ((first, last),) = store.fetch('SELECT min(start), max("end") FROM spans')
@@ -44,14 +44,15 @@ def spans(store: RunStore, start: float | None, end: float | None, limit: int, b
     ((number,),) = store.fetch(f"SELECT count(*) FROM spans WHERE {where}", ranged)
     columns = ", ".join(f'"{name}"' for name in SPAN_COLUMNS)
     if number <= limit:
-        near = f"(SELECT * FROM spans WHERE {where}) {STATUS}"
-        found = store.columns(f"SELECT {columns}, 1 AS count FROM {near} ORDER BY start", ranged)
+        chosen = f"(SELECT * FROM spans WHERE {where}) {STATUS}"
+        found = store.columns(f"SELECT {columns}, 1 AS count FROM {chosen} ORDER BY start", ranged)
     else:
         ranged["width"] = max((high - low) / buckets, 1e-9)
+        near = f'FROM shown WHERE {where} AND "end" - start'
         parts = (
             "SELECT min(start) AS start, sum(seconds) AS seconds, count(*) AS count, any_value(row) AS row, status "
-            f'FROM shown WHERE {where} AND "end" - start < $width GROUP BY key, status, floor((start - $low) / $width) '
-            f'UNION ALL SELECT start, "end" - start, 1, row, status FROM shown WHERE {where} AND "end" - start >= $width'
+            f"{near} < $width GROUP BY key, status, floor((start - $low) / $width) "
+            f'UNION ALL SELECT start, "end" - start, 1, row, status {near} >= $width'
         )
         with store.view(shown=store.kept("shown", num_rows, lambda: _shown(store))) as view:
             # Many lanes get fewer parts, so that no answer has more rows than were asked for.
@@ -90,7 +91,8 @@ def _shown(store: RunStore) -> pa.Table:
     same = " AND ".join(f"spans.{name} IS NOT DISTINCT FROM lanes.{name}" for name in LANE)
     with store.view(lanes=pa.table({**columns, "key": pa.array(range(len(lanes)))})) as view:
         rows = view.columns(
-            f'SELECT spans.rowid AS row, key, start, "end", status FROM spans JOIN lanes ON {same} {STATUS} ORDER BY start'
+            f'SELECT spans.rowid AS row, key, start, "end", status FROM spans JOIN lanes ON {same} {STATUS} '
+            "ORDER BY start"
         )
     start, end, key = (rows[name].to_numpy() for name in ("start", "end", "key"))
     level, track = np.array(places).T[:, key]

@@ -64,10 +64,10 @@ export interface Scene {
 const DARK_KINDS = new Set(["backward", "optimizer", "prefill", "checkpoint"]);
 
 /** Lines over the color of a request, so that outcomes differ without it. In pixels of a tile: lines from point to point. */
-export const HATCHES: Partial<Record<Outcome, { size: number; lines: [number, number, number, number][] }>> = {
-  discarded: { size: 6, lines: [[-1, 7, 7, -1], [-4, 4, 4, -4], [2, 10, 10, 2]] },
-  cancelled: { size: 6, lines: [[-1, 7, 7, -1], [-1, -1, 7, 7]] },
-  eval: { size: 4, lines: [[0, 2, 4, 2]] },
+const TILE = 6;
+const HATCHES: Partial<Record<Outcome, [number, number, number, number][]>> = {
+  discarded: [[-1, 7, 7, -1], [-4, 4, 4, -4], [2, 10, 10, 2]],
+  cancelled: [[-1, 7, 7, -1], [-1, -1, 7, 7]],
 };
 
 const hatches = new Map<string, CanvasPattern | null>();
@@ -75,14 +75,13 @@ const hatches = new Map<string, CanvasPattern | null>();
 function hatch(context: CanvasRenderingContext2D, outcome: Outcome, stroke: string): CanvasPattern | null {
   const known = hatches.get(outcome + stroke);
   if (known !== undefined) return known;
-  const { size, lines } = HATCHES[outcome]!;
   const tile = document.createElement("canvas");
-  tile.width = tile.height = size;
+  tile.width = tile.height = TILE;
   const own = tile.getContext("2d")!;
   own.strokeStyle = stroke;
   own.lineWidth = 1.4;
   own.beginPath();
-  for (const [x, y, toX, toY] of lines) {
+  for (const [x, y, toX, toY] of HATCHES[outcome] ?? []) {
     own.moveTo(x, y);
     own.lineTo(toX, toY);
   }
@@ -169,12 +168,15 @@ export function draw(context: CanvasRenderingContext2D, scene: Scene, width: num
     return shown;
   };
   const hatched = (shown: Shown[], y: number, h: number) => {
-    if (h < 3) return;
+    if (h < 2) return;
+    const ground = color("--ground");
     for (const [a, b, box] of shown) {
-      const pattern = box.outcome > 0 && hatch(context, OUTCOMES[box.outcome]!, color("--ground"));
-      if (!pattern) continue;
-      context.fillStyle = pattern;
-      context.fillRect(a, y, b - a, h);
+      const outcome = OUTCOMES[box.outcome]!;
+      if (outcome === "kept") continue;
+      // An eval has one line along its middle, others a pattern.
+      context.fillStyle = outcome === "eval" ? ground : (hatch(context, outcome, ground) ?? ground);
+      if (outcome === "eval") context.fillRect(a, y + Math.floor(h / 2), b - a, 1);
+      else context.fillRect(a, y, b - a, h);
     }
   };
 

@@ -30,6 +30,8 @@ export function pixelBoxes(track: Track, origin: number, narrow: number): Box[] 
   if (kept && kept.origin === origin && kept.narrow === narrow) return kept.boxes;
   const boxes: Box[] = [];
   const owed = new Float64Array(IDLE + 1);
+  const owedKind = new Float64Array(KINDS.length + 1);
+  const kindOf = (one: number) => Math.floor(one / OUTCOMES.length);
   const cover = new Float64Array(IDLE + 1);
   const spans = new Int32Array(IDLE + 1);
   let present: number[] = [];
@@ -48,10 +50,16 @@ export function pixelBoxes(track: Track, origin: number, narrow: number): Box[] 
     let best = present[0]!;
     for (const one of present) {
       owed[one]! += cover[one]!;
+      owedKind[kindOf(one)]! += cover[one]!;
       cover[one] = 0;
-      if (owed[one]! > owed[best]!) best = one;
+    }
+    // First the kind, then what became of it.
+    for (const one of present) {
+      const further = owedKind[kindOf(one)]! - owedKind[kindOf(best)]!;
+      if (further > 0 || (kindOf(one) === kindOf(best) && owed[one]! > owed[best]!)) best = one;
     }
     owed[best]! -= 1;
+    owedKind[kindOf(best)]! -= 1;
     if (best !== IDLE) emit(column, column + 1, spans[best]!);
     present = [];
   };
