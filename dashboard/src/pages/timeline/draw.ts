@@ -64,10 +64,10 @@ export interface Scene {
 const DARK_KINDS = new Set(["backward", "optimizer", "prefill", "checkpoint"]);
 
 /** Lines over the color of a request, so that outcomes differ without it. In pixels of a tile: lines from point to point. */
-const TILE = 6;
+const TILE = 8;
 const HATCHES: Partial<Record<Outcome, [number, number, number, number][]>> = {
-  discarded: [[-1, 7, 7, -1], [-4, 4, 4, -4], [2, 10, 10, 2]],
-  cancelled: [[-1, 7, 7, -1], [-1, -1, 7, 7]],
+  discarded: [[-1, 9, 9, -1], [-5, 5, 5, -5], [3, 13, 13, 3]],
+  cancelled: [[-1, 9, 9, -1], [-1, -1, 9, 9]],
 };
 
 const hatches = new Map<string, CanvasPattern | null>();
@@ -79,7 +79,7 @@ function hatch(context: CanvasRenderingContext2D, outcome: Outcome, stroke: stri
   tile.width = tile.height = TILE;
   const own = tile.getContext("2d")!;
   own.strokeStyle = stroke;
-  own.lineWidth = 1.4;
+  own.lineWidth = 1.1;
   own.beginPath();
   for (const [x, y, toX, toY] of HATCHES[outcome] ?? []) {
     own.moveTo(x, y);
@@ -194,7 +194,9 @@ export function draw(context: CanvasRenderingContext2D, scene: Scene, width: num
   const names = ["eval", "checkpoint"];
   for (const lane of lanes.orchestrator) {
     const name = names[lane.owner] ?? "";
-    for (const [a, b] of boxes(lane.main, 20, 12)) if (b - a > context.measureText(name).width + 8) text(name, a + 4, 26.5, "--ground");
+    // A checkpoint is often saved while an eval runs.
+    if (name === "checkpoint") boxes(lane.main, 33, 3);
+    else for (const [a, b] of boxes(lane.main, 20, 12)) if (b - a > context.measureText(name).width + 8) text(name, a + 4, 26.5, "--ground");
   }
   for (const alert of scene.alerts) {
     if (alert.time < view.from || alert.time > view.to) continue;
