@@ -91,13 +91,12 @@ def _shown(store: RunStore) -> pa.Table:
     same = " AND ".join(f"spans.{name} IS NOT DISTINCT FROM lanes.{name}" for name in LANE)
     with store.view(lanes=pa.table({**columns, "key": pa.array(range(len(lanes)))})) as view:
         rows = view.columns(
-            f'SELECT spans.rowid AS row, key, start, "end", status FROM spans JOIN lanes ON {same} {STATUS} '
-            "ORDER BY start"
+            f'SELECT spans.rowid AS row, key, start, "end", status FROM spans JOIN lanes ON {same} {STATUS}'
         )
     start, end, key = (rows[name].to_numpy() for name in ("start", "end", "key"))
     level, track = np.array(places).T[:, key]
     # One axis for all: each track has a time of its own.
-    offset = track * (end.max() - start[0] + 1.0) - start[0]
+    offset = track * (end.max() - start.min() + 1.0) - start.min()
     seconds = np.zeros(len(start))
     begins = ends = np.empty(0)  # what the levels before cover
     for own in range(len(AFTER_ENGINE) + 1):

@@ -68,6 +68,7 @@ const TILE = 8;
 const HATCHES: Partial<Record<Outcome, [number, number, number, number][]>> = {
   discarded: [[-1, 9, 9, -1], [-5, 5, 5, -5], [3, 13, 13, 3]],
   cancelled: [[-1, 9, 9, -1], [-1, -1, 9, 9]],
+  eval: [[0.5, -1, 0.5, 9], [4.5, -1, 4.5, 9]],
 };
 
 const hatches = new Map<string, CanvasPattern | null>();
@@ -168,14 +169,14 @@ export function draw(context: CanvasRenderingContext2D, scene: Scene, width: num
     return shown;
   };
   const hatched = (shown: Shown[], y: number, h: number) => {
-    if (h < 2) return;
     const ground = color("--ground");
     for (const [a, b, box] of shown) {
       const outcome = OUTCOMES[box.outcome]!;
       if (outcome === "kept") continue;
-      // An eval has one line along its middle, others a pattern.
-      context.fillStyle = outcome === "eval" ? ground : (hatch(context, outcome, ground) ?? ground);
-      if (outcome === "eval") context.fillRect(a, y + Math.floor(h / 2), b - a, 1);
+      // An eval has one line along its middle where there is room. In thin slots, patterns go on from one to the next.
+      const middle = outcome === "eval" && h >= 2;
+      context.fillStyle = middle ? ground : (hatch(context, outcome, ground) ?? ground);
+      if (middle) context.fillRect(a, y + Math.floor(h / 2), b - a, 1);
       else context.fillRect(a, y, b - a, h);
     }
   };

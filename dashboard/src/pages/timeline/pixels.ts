@@ -16,6 +16,15 @@ const IDLE = KINDS.length * OUTCOMES.length;
 /** A share of a pixel below this is an error of rounding. */
 const NOTHING = 1e-6;
 
+// Of each kind and outcome: its part of the present pixel, how far it is behind, and its first span there.
+const cover = new Float64Array(IDLE + 1);
+const owed = new Float64Array(IDLE + 1);
+const spans = new Int32Array(IDLE + 1);
+const owedKind = new Float64Array(KINDS.length + 1);
+const kindOf = Uint8Array.from({ length: IDLE + 1 }, (_, one) => Math.floor(one / OUTCOMES.length));
+/** What the present pixel has. */
+const present = new Uint8Array(IDLE + 1);
+
 const drawn = new WeakMap<Track, { origin: number; narrow: number; boxes: Box[] }>();
 
 /**
@@ -29,59 +38,64 @@ export function pixelBoxes(track: Track, origin: number, narrow: number): Box[] 
   const kept = drawn.get(track);
   if (kept && kept.origin === origin && kept.narrow === narrow) return kept.boxes;
   const boxes: Box[] = [];
-  const owed = new Float64Array(IDLE + 1);
-  const owedKind = new Float64Array(KINDS.length + 1);
-  const kindOf = (one: number) => Math.floor(one / OUTCOMES.length);
-  const cover = new Float64Array(IDLE + 1);
-  const spans = new Int32Array(IDLE + 1);
-  let present: number[] = [];
+  owed.fill(0);
+  owedKind.fill(0);
+  let last: Box | null = null;
   let column = 0;
+  let used = 0;
+  let filled = 0;
   const emit = (from: number, to: number, index: number) => {
     const [kind, outcome] = [track.kind[index]!, track.outcome[index]!];
-    const last = boxes.at(-1);
     // Neighbors of one kind are one box, but two spans that are long enough to be seen are two.
-    if (last && last.to === from && last.kind === kind && last.outcome === outcome && (last.index === index || to - from < 2)) last.to = to;
-    else boxes.push({ from, to, kind, outcome, index });
+    if (last !== null && last.to === from && last.kind === kind && last.outcome === outcome && (last.index === index || to - from < 2)) last.to = to;
+    else boxes.push((last = { from, to, kind, outcome, index }));
+  };
+  const add = (own: number, share: number, index: number) => {
+    if (share <= NOTHING) return;
+    filled += share;
+    let place = 0;
+    while (place < used && present[place] !== own) place++;
+    if (place === used) {
+      present[used++] = own;
+      spans[own] = index;
+      cover[own] = share;
+    } else cover[own]! += share;
   };
   const flush = () => {
-    if (present.length === 0) return;
-    cover[IDLE] = 1 - present.reduce((sum, one) => sum + cover[one]!, 0);
-    if (cover[IDLE]! > NOTHING) present.push(IDLE);
-    let best = present[0]!;
-    for (const one of present) {
+    if (used === 0) return;
+    if (filled < 1 - NOTHING) {
+      cover[IDLE] = 1 - filled;
+      present[used++] = IDLE;
+    }
+    for (let place = 0; place < used; place++) {
+      const one = present[place]!;
       owed[one]! += cover[one]!;
-      owedKind[kindOf(one)]! += cover[one]!;
-      cover[one] = 0;
+      owedKind[kindOf[one]!]! += cover[one]!;
     }
     // First the kind, then what became of it.
-    for (const one of present) {
-      const further = owedKind[kindOf(one)]! - owedKind[kindOf(best)]!;
-      if (further > 0 || (kindOf(one) === kindOf(best) && owed[one]! > owed[best]!)) best = one;
+    let best = present[0]!;
+    for (let place = 1; place < used; place++) {
+      const one = present[place]!;
+      const further = owedKind[kindOf[one]!]! - owedKind[kindOf[best]!]!;
+      if (further > 0 || (kindOf[one] === kindOf[best] && owed[one]! > owed[best]!)) best = one;
     }
     owed[best]! -= 1;
-    owedKind[kindOf(best)]! -= 1;
+    owedKind[kindOf[best]!]! -= 1;
     if (best !== IDLE) emit(column, column + 1, spans[best]!);
-    present = [];
+    used = filled = 0;
   };
   for (let index = 0; index < track.start.length; index++) {
     const to = (track.end[index]! - origin) / narrow;
-    let from = (track.start[index]! - origin) / narrow;
+    const from = (track.start[index]! - origin) / narrow;
     const own = track.kind[index]! * OUTCOMES.length + track.outcome[index]!;
-    const add = (share: number) => {
-      if (share <= NOTHING) return;
-      if (!present.includes(own)) {
-        present.push(own);
-        spans[own] = index;
-      }
-      cover[own]! += share;
-    };
-    if (Math.floor(from) !== column) flush();
-    column = Math.floor(from);
+    const first = Math.floor(from);
+    if (first !== column) flush();
+    column = first;
     if (from > column) {
-      add(Math.min(to, column + 1) - from);
+      add(own, Math.min(to, column + 1) - from, index);
       if (to < column + 1) continue;
       flush();
-      from = column = column + 1;
+      column += 1;
     }
     const whole = Math.floor(to + NOTHING);
     if (whole > column) {
@@ -89,7 +103,7 @@ export function pixelBoxes(track: Track, origin: number, narrow: number): Box[] 
       emit(column, whole, index);
       column = whole;
     }
-    add(to - column);
+    add(own, to - column, index);
   }
   flush();
   drawn.set(track, { origin, narrow, boxes });
