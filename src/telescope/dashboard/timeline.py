@@ -147,7 +147,7 @@ def paths(store: RunStore, first: int, last: int, most: int) -> dict[str, Any]:
     with store.view() as view:
         return {
             "steps": view.rows(f'{common} SELECT step, start, "end" FROM chosen ORDER BY step', parameters),
-            "answers": view.rows(f"{common} SELECT * EXCLUDE attempt FROM answers ORDER BY step", parameters),
+            "answers": view.rows(f"{common} SELECT * EXCLUDE attempt FROM answers ORDER BY step, group_id", parameters),
             "spans": view.rows(
                 f"""{common}, newest AS (
                     SELECT step, max_by(attempt, finished_at) AS attempt, max_by(sample_id, finished_at) AS sample_id
