@@ -169,8 +169,11 @@ def test_drawn_shares_are_the_recorded_ones_at_every_zoom(visitor: Visit, runs: 
             edges = sorted(edge for kind in kinds for edge in drawn.get((kind, y), []))
             assert all(after[0] >= before[1] for before, after in pairwise(edges)), lane
             for kind in kinds:
+                # A long span of these lies under merged ones, which may have moved within their part.
+                under = 2 if parts[-1] > 0 and kind in LEVELS else 1
                 seconds = pixel * sum(right - left for left, right in drawn.get((kind, y), []))
-                assert seconds == pytest.approx(expected.get(lane, {}).get(kind, 0.0), abs=allowed), (share, lane, kind)
+                recorded_seconds = expected.get(lane, {}).get(kind, 0.0)
+                assert seconds == pytest.approx(recorded_seconds, abs=under * allowed), (share, lane, kind)
 
 
 def test_outcomes_differ_without_color_and_can_be_left_out(visitor: Visit):
