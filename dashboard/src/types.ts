@@ -430,6 +430,44 @@ export interface Now {
   components: Record<string, string>;
 }
 
+/** The last answer of a group that a step trained on. */
+export interface PathAnswer {
+  step: number;
+  sample_id: string;
+  group_id: number;
+  server: Value;
+  lane: Value;
+  finished_at: Value;
+}
+
+/** An interval that overlaps the step `of_step`. */
+export interface PathSpan {
+  of_step: number;
+  component: string;
+  name: string;
+  rank: Value;
+  server: Value;
+  lane: Value;
+  step: Value;
+  sample_id: string | null;
+  start: number;
+  end: number;
+}
+
+/** A step whose critical path is asked for. */
+export interface PathStep {
+  step: number;
+  start: number;
+  end: number;
+}
+
+/** What the critical paths of steps consist of. */
+export interface Paths {
+  steps: PathStep[];
+  answers: PathAnswer[];
+  spans: PathSpan[];
+}
+
 /** A folder that could not be read, and why. */
 export interface Problem {
   path: string;
@@ -666,9 +704,14 @@ export interface Server {
   doing: string;
 }
 
-/** Intervals as columns. `merged`: rows stand for `count` spans of one lane and kind, and last as long as these. */
+/** Intervals as columns.
+
+`merged`: spans shorter than `part_seconds` are rows that stand for `count` spans of a lane, kind and status, and
+last as long as the lane shows these. `slots`: the request slots of each server, over the whole run. */
 export interface Spans {
   merged: boolean;
+  part_seconds: number;
+  slots: Record<string, number>;
   count: number[];
   attempt: Value[];
   component: string[];
@@ -679,6 +722,7 @@ export interface Spans {
   step: Value[];
   micro_batch: Value[];
   sample_id: (string | null)[];
+  status: (string | null)[];
   start: number[];
   end: number[];
 }

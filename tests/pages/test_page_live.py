@@ -99,6 +99,24 @@ def test_a_request_is_on_the_timeline_before_it_ends(browser: Browser, server: D
         assert opened.problems == []
 
 
+def test_the_panel_of_the_timeline_holds_the_last_step(browser: Browser, server: DashboardProcess, live: LiveRun):
+    with visit(browser, server.address) as opened:
+        page = opened.open("live/timeline", {"follow": 1})
+        said = page.locator(".p3 .vd")
+        expect(said).to_be_visible()
+        page.evaluate(
+            "() => { window.blank = 0; const look = () => { window.blank += !document.querySelector('.p3 .vd'); };"
+            "new MutationObserver(look).observe(document.body, { subtree: true, childList: true }); }"
+        )
+        for number in (4, 5, 6):
+            live.step()
+            expect(page.get_by_label("Progress").first).to_contain_text(f"{number} of 20 steps")
+        opened.settle()
+        expect(said).to_be_visible()
+        assert page.evaluate("() => window.blank") == 0
+        assert opened.problems == []
+
+
 def test_a_page_misses_nothing_while_the_server_is_away(browser: Browser, server: DashboardProcess, live: LiveRun):
     with visit(browser, server.address) as opened:
         page = opened.open("live/metrics", {"metric": "entropy"})

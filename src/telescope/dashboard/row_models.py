@@ -216,9 +216,15 @@ class Sample(SampleNumbers):
 
 
 class Spans(BaseModel):
-    """Intervals as columns. `merged`: rows stand for `count` spans of one lane and kind, and last as long as these."""
+    """Intervals as columns.
+
+    `merged`: spans shorter than `part_seconds` are rows that stand for `count` spans of a lane, kind and status, and
+    last as long as the lane shows these. `slots`: the request slots of each server, over the whole run.
+    """
 
     merged: bool
+    part_seconds: float
+    slots: dict[int, int]
     count: list[int]
     attempt: list[int | None]
     component: list[str]
@@ -229,8 +235,51 @@ class Spans(BaseModel):
     step: list[int | None]
     micro_batch: list[int | None]
     sample_id: list[str | None]
+    status: list[str | None]
     start: list[float]
     end: list[float]
+
+
+class PathStep(BaseModel):
+    """A step whose critical path is asked for."""
+
+    step: int
+    start: float
+    end: float
+
+
+class PathAnswer(BaseModel):
+    """The last answer of a group that a step trained on."""
+
+    step: int
+    sample_id: str
+    group_id: int
+    server: int | None
+    lane: int | None
+    finished_at: Number
+
+
+class PathSpan(BaseModel):
+    """An interval that overlaps the step `of_step`."""
+
+    of_step: int
+    component: str
+    name: str
+    rank: int | None
+    server: int | None
+    lane: int | None
+    step: int | None
+    sample_id: str | None
+    start: float
+    end: float
+
+
+class Paths(BaseModel):
+    """What the critical paths of steps consist of."""
+
+    steps: list[PathStep]
+    answers: list[PathAnswer]
+    spans: list[PathSpan]
 
 
 class GaugeSeries(BaseModel):

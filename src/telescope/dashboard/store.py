@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -137,6 +137,7 @@ class RunStore:
         self._tagging = threading.Lock()
         self._listing = threading.Lock()
         self._stepping = threading.Lock()
+        self._keeping = threading.Lock()
         self._reading = {name: threading.Lock() for name in TABLES}
         self._lock = threading.Lock()
 
@@ -161,6 +162,7 @@ class RunStore:
         self._searches: dict[str, tuple[dict[str, int], pa.Table]] = {}
         self._steps = StepColumns()
         self._seen: dict[tuple[str, str], tuple[int, set[tuple[Any, ...]]]] = {}
+        self._kept: dict[str, tuple[dict[str, int], pa.Table]] = {}
         self._tags: dict[str, set[str]] = {}
         self._num_tagged = 0
 
@@ -247,6 +249,13 @@ class RunStore:
             found |= set(self.fetch(f"SELECT DISTINCT {columns} FROM {table} WHERE rowid >= ?", [first]))
             self._seen[table, columns] = (end, found)
             return set(found)
+
+    def kept(self, name: str, num_rows: dict[str, int], make: Callable[[], pa.Table]) -> pa.Table:
+        """Returns what `make` computes from tables. Kept until one of them has another number of rows."""
+        with self._keeping:
+            if self._kept.get(name, ({}, None))[0] != num_rows:
+                self._kept[name] = (num_rows, make())
+            return self._kept[name][1]
 
     def tags(self) -> dict[str, list[str]]:
         """Returns the values of each tag of the samples. A tag with more than `MOST_TAG_VALUES` has none."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Annotated, Any
 
+import numpy as np
+import pyarrow as pa
 from fastapi import Query
 from pydantic import BaseModel
 
@@ -13,9 +15,16 @@ from telescope.dashboard.store import Row, RunStore
 from telescope.errors import UserError
 
 SPAN_COLUMNS = (
-    *("attempt", "component", "name", "rank", "server", "lane", "step", "micro_batch", "sample_id", "start", "end"),
+    *("attempt", "component", "name", "rank", "server", "lane", "step", "micro_batch", "sample_id", "status"),
+    *("start", "end"),
 )
-LANE = "component, name, rank, server, lane"
+LANE = ("component", "name", "rank", "server", "lane")
+
+STATUS = "LEFT JOIN (SELECT attempt, sample_id, status FROM samples) USING (attempt, sample_id)"
+
+AFTER_ENGINE = ("tool", "environment", "reward", "generate")
+"""Where a request slot has several spans at one time it shows the request in the engine, else the first of these: an
+environment replies when the slot was given to the next request, and `generate` begins before it is given."""
 
 TIME = "coalesce(time, 0)"
 """When a log line was written. Those of a record without times come first."""
@@ -24,36 +33,147 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def spans(store: RunStore, start: float | None, end: float | None, limit: int, buckets: int) -> dict[str, Any]:
-    """Returns the spans that overlap a range, as columns.
+    """Returns the spans that overlap a range, as columns, and the number of `slots` of each server in the run.
 
-    When there are more than `limit`, those shorter than one of at most `buckets` parts of the range are merged per lane
-    and kind: `count` spans, as long as all of them together, from the first start on.
+    When there are more than `limit`, those shorter than one of at most `buckets` parts of the range are merged per
+    lane, kind and status: `count` spans, from the first start on, as long as the time in which the lane shows them.
     """
-    store.refresh("spans")
+    num_rows = store.refresh("samples", "spans")
     ((first, last),) = store.fetch('SELECT min(start), max("end") FROM spans')
-    low = first if start is None else start
-    high = last if end is None else end
-    if first is None:
-        return {"merged": False, "count": [], **{name: [] for name in SPAN_COLUMNS}}
+    low, high = first if start is None else start, last if end is None else end
+    slots: dict[int, int] = {}
+    for *_, server, lane in store.seen("spans", ", ".join(LANE)):
+        if server is not None:
+            slots[server] = max(slots.get(server, 0), 0 if lane is None else lane + 1)
     where = '"end" >= $low AND start <= $high'
-    ranged = {"low": low, "high": high}
+    ranged: dict[str, Any] = {"low": low, "high": high}
     ((number,),) = store.fetch(f"SELECT count(*) FROM spans WHERE {where}", ranged)
     columns = ", ".join(f'"{name}"' for name in SPAN_COLUMNS)
     if number <= limit:
-        found = store.columns(f"SELECT {columns}, 1 AS count FROM spans WHERE {where} ORDER BY start", ranged)
+        chosen = f"(SELECT * FROM spans WHERE {where}) {STATUS}"
+        found = store.columns(f"SELECT {columns}, 1 AS count FROM {chosen} ORDER BY start", ranged)
     else:
-        # At most `limit` rows of merged spans, whatever the number of lanes.
-        width = max((high - low) / min(buckets, max(1, limit // len(store.seen("spans", LANE)))), 1e-9)
-        short = f'SELECT {columns} FROM spans WHERE {where} AND "end" - start < $width'
-        merged = (
-            f"SELECT {LANE}, any_value(step) AS step, NULL::BIGINT AS micro_batch, "
-            "CASE WHEN count(*) = 1 THEN any_value(sample_id) END AS sample_id, any_value(attempt) AS attempt, "
-            'min(start) AS start, min(start) + sum("end" - start) AS "end", '
-            f"count(*) AS count FROM ({short}) GROUP BY {LANE}, floor((start - $low) / $width)"
+        ranged["width"] = max((high - low) / buckets, 1e-9)
+        near = f'FROM shown WHERE {where} AND "end" - start'
+        parts = (
+            "SELECT min(start) AS start, sum(seconds) AS seconds, count(*) AS count, any_value(row) AS row, status "
+            f"{near} < $width GROUP BY key, status, floor((start - $low) / $width) "
+            f'UNION ALL SELECT start, "end" - start, 1, row, status {near} >= $width'
         )
-        long = f'SELECT {columns}, 1 AS count FROM spans WHERE {where} AND "end" - start >= $width'
-        found = store.columns(f"{merged} UNION ALL BY NAME {long} ORDER BY start", {**ranged, "width": width})
-    return {"merged": number > limit, **{name: found[name].to_pylist() for name in ("count", *SPAN_COLUMNS)}}
+        with store.view(shown=store.kept("shown", num_rows, lambda: _shown(store))) as view:
+            # Many lanes get fewer parts, so that no answer has more rows than were asked for.
+            while (rows := view.columns(parts, ranged).num_rows) > limit and ranged["width"] < high - low:
+                ranged["width"] *= 1.1 * rows / limit
+            once = {"micro_batch": "one.micro_batch", "sample_id": "one.sample_id"}
+            shown = {name: f"CASE WHEN count = 1 THEN {column} END" for name, column in once.items()}
+            shown |= {"status": "parts.status", "start": "parts.start", "end": "parts.start + seconds"}
+            listed = ", ".join(f'{shown.get(name, f"one.{name}")} AS "{name}"' for name in SPAN_COLUMNS)
+            found = view.columns(
+                f"SELECT {listed}, count FROM ({parts}) parts JOIN spans one ON one.rowid = row ORDER BY parts.start",
+                ranged,
+            )
+    return {
+        "merged": number > limit,
+        "part_seconds": ranged.get("width", 0.0),
+        "slots": slots,
+        **{name: found[name].to_pylist() for name in ("count", *SPAN_COLUMNS)},
+    }
+
+
+def _shown(store: RunStore) -> pa.Table:
+    """Returns the spans that their lanes show, and for how many `seconds`: not where another one has the lane."""
+    lanes = sorted(store.seen("spans", ", ".join(LANE)), key=str)
+    tracks: dict[tuple[Any, ...], int] = {}
+    places = []
+    for component, name, rank, server, lane in lanes:
+        level, kind = 0, name
+        if component in ("inference", "rollout", "environment"):
+            level, kind = (1 + AFTER_ENGINE.index(name) if name in AFTER_ENGINE else 0), "slot"
+        elif component == "trainer" and name not in ("step", "waiting_for_data"):
+            beside = name == "gradient_reduction" or name.startswith("weight_broadcast")
+            kind = "beside" if beside else "trainer"
+        places.append((level, tracks.setdefault((kind, rank, server, lane), len(tracks))))
+    columns = {name: pa.array([lane[place] for lane in lanes]) for place, name in enumerate(LANE)}
+    same = " AND ".join(f"spans.{name} IS NOT DISTINCT FROM lanes.{name}" for name in LANE)
+    with store.view(lanes=pa.table({**columns, "key": pa.array(range(len(lanes)))})) as view:
+        rows = view.columns(
+            f'SELECT spans.rowid AS row, key, start, "end", status FROM spans JOIN lanes ON {same} {STATUS}'
+        )
+    start, end, key = (rows[name].to_numpy() for name in ("start", "end", "key"))
+    level, track = np.array(places).T[:, key]
+    # One axis for all: each track has a time of its own.
+    offset = track * (end.max() - start.min() + 1.0) - start.min()
+    seconds = np.zeros(len(start))
+    begins = ends = np.empty(0)  # what the levels before cover
+    for own in range(len(AFTER_ENGINE) + 1):
+        chosen = np.flatnonzero(level == own)
+        chosen = chosen[np.argsort(start[chosen] + offset[chosen], kind="stable")]
+        low, high = start[chosen] + offset[chosen], end[chosen] + offset[chosen]
+        low = np.maximum(low, np.maximum.accumulate(np.concatenate(([-np.inf], high)))[:-1])
+        high = np.maximum(high, low)
+        seconds[chosen] = high - low - _covered(begins, ends, high) + _covered(begins, ends, low)
+        begins, ends = _union(np.concatenate((begins, low)), np.concatenate((ends, high)))
+    return rows.append_column("seconds", pa.array(seconds)).filter(pa.array(seconds > 1e-7))
+
+
+def _union(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns intervals in order that cover the same times and do not overlap."""
+    order = np.argsort(begins, kind="stable")
+    begins, reached = begins[order], np.maximum.accumulate(ends[order])
+    opens = np.flatnonzero(np.concatenate(([True], begins[1:] > reached[:-1]))[: len(begins)])
+    return begins[opens], np.maximum.reduceat(reached, opens) if len(opens) else reached
+
+
+def _covered(begins: np.ndarray, ends: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """Returns how many seconds before each time the intervals cover."""
+    before = np.concatenate(([0.0], np.cumsum(ends - begins)))
+    place = np.searchsorted(begins, times, side="right")
+    return before[place] - np.maximum(0.0, np.concatenate(([-np.inf], ends))[place] - times)
+
+
+def paths(store: RunStore, first: int, last: int, most: int) -> dict[str, Any]:
+    """Returns what the critical paths of steps consist of, for at most `most` of the steps, evenly spaced.
+
+    Of each step the last answer of each group, and the spans that overlap it: those of its last answer, of the trainer
+    rank that was last, and of the weight syncs.
+    """
+    visible = store.visible()
+    store.refresh("samples", "spans")
+    common = f"""WITH numbered AS (
+        SELECT attempt, step, started_at AS start, ended_at AS "end",
+            (row_number() OVER (ORDER BY step) - 1) * $most // count(*) OVER () AS place
+        FROM steps WHERE {visible} AND step BETWEEN $first AND $last AND ended_at > started_at
+    ), chosen AS (SELECT * FROM numbered QUALIFY row_number() OVER (PARTITION BY place ORDER BY step) = 1),
+    answers AS (
+        SELECT step, attempt, sample_id, group_id, server, lane, finished_at FROM samples
+        SEMI JOIN chosen USING (attempt, step) WHERE status = 'kept'
+        QUALIFY row_number() OVER (PARTITION BY step, group_id ORDER BY finished_at DESC) = 1
+    )"""
+    parameters = {"first": first, "last": last, "most": most}
+    with store.view() as view:
+        return {
+            "steps": view.rows(f'{common} SELECT step, start, "end" FROM chosen ORDER BY step', parameters),
+            "answers": view.rows(f"{common} SELECT * EXCLUDE attempt FROM answers ORDER BY step, group_id", parameters),
+            "spans": view.rows(
+                f"""{common}, newest AS (
+                    SELECT step, max_by(attempt, finished_at) AS attempt, max_by(sample_id, finished_at) AS sample_id
+                    FROM answers GROUP BY step
+                ), slowest AS (
+                    SELECT step, max_by(rank, start + "end") AS rank FROM spans SEMI JOIN chosen USING (attempt, step)
+                    WHERE component = 'trainer' AND name = 'step' GROUP BY step
+                ), near AS (
+                    SELECT * FROM spans WHERE component IN ('trainer', 'weights')
+                    OR (attempt, sample_id) IN (SELECT attempt, sample_id FROM newest)
+                )
+                SELECT chosen.step AS of_step, component, name, near.rank, server, lane, near.step, near.sample_id,
+                    near.start, near."end"
+                FROM chosen LEFT JOIN newest USING (step) LEFT JOIN slowest USING (step)
+                JOIN near ON near.start < chosen."end" AND near."end" > chosen.start
+                WHERE component = 'weights' OR near.sample_id = newest.sample_id
+                OR component = 'trainer' AND (name = 'step' OR near.rank = slowest.rank)""",
+                parameters,
+            ),
+        }
 
 
 def gauge_names(store: RunStore) -> list[dict[str, Any]]:

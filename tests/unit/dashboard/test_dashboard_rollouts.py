@@ -370,21 +370,32 @@ def test_spans_of_a_range_are_columns_with_their_lanes(client):
     assert set(zip(body["start"], body["end"], strict=True)) == {(T0 + 20, T0 + 24)}
 
 
-def test_too_many_spans_are_merged_without_losing_any(client):
+def test_too_many_spans_are_merged_and_a_slot_shows_one_at_a_time(client):
     body = client.get("/api/runs/below~second/spans?limit=10&buckets=6").json()
-    assert body["merged"] and sum(body["count"]) == NUM_STEPS * 16
+    assert body["merged"] and sum(body["count"]) == NUM_STEPS * 4
+    assert body["slots"] == {"0": 4}
     assert len(body["count"]) <= 4 * 7
     assert min(body["start"]) == T0
 
 
 @pytest.mark.parametrize("buckets", [1, 7, 1000])
-def test_merged_spans_last_as_long_as_all_of_them(client, root, buckets):
+def test_merged_spans_last_as_long_as_their_slots_show_them(client, root, buckets):
     body = client.get(f"/api/runs/below~second/spans?limit=1&buckets={buckets}").json()
     drawn = Counter()
     for name, start, end in zip(body["name"], body["start"], body["end"], strict=True):
         drawn[name] += end - start
-    found = Run(root / "below" / "second").sql('select name, sum("end" - start) from spans group by name').rows
+    shown = "select distinct name, attributes['lane'], start, \"end\" from spans"
+    found = Run(root / "below" / "second").sql(f'select name, sum("end" - start) from ({shown}) group by name').rows
     assert drawn == pytest.approx(dict(found))
+
+
+def test_paths_have_the_last_answer_of_each_group_and_at_most_so_many_steps(client):
+    body = client.get("/api/runs/below~second/paths?first=0&last=11&most=3").json()
+    steps = [0, 4, 8]
+    assert [step["step"] for step in body["steps"]] == steps
+    kept = {(step, row["group_id"]) for step in steps for row in sample_rows(step) if row["status"] == "kept"}
+    assert [(row["step"], row["group_id"]) for row in body["answers"]] == sorted(kept)
+    assert {(span["of_step"], span["start"]) for span in body["spans"]} == {(step, T0 + 10 * step) for step in steps}
 
 
 def test_gauges_have_smallest_mean_and_largest_reading_of_each_part(client):

@@ -5,7 +5,7 @@ import { visible } from "../../text/hostile";
 import { draw, type Scene } from "./draw";
 import { ALERT_Y, AXIS, LABEL_WIDTH, RIGHT, rowAt } from "./layout";
 import { spanAt } from "./search";
-import { KINDS, kindOf } from "./spans";
+import { KINDS, kindOf, OUTCOMES } from "./spans";
 import { clock, pan, zoom, type View } from "./viewport";
 
 const CLICK_PX = 4;
@@ -101,7 +101,7 @@ export function Canvas({ scene, setView, onSelect, onFit, onSize }: CanvasProps)
     const tolerance = (HIT_PX * (view.to - view.from)) / plot;
     for (const track of [row.lane.main, row.lane.back]) {
       const index = spanAt(track, timeAt(x), track === row.lane.main ? tolerance : 0);
-      if (index >= 0) return hitOf(track.row[index]!);
+      if (index >= 0 && !scene.hidden.has(OUTCOMES[track.outcome[index]!]!)) return hitOf(track.row[index]!);
     }
     const { running } = row.lane;
     if (!running || now === null || timeAt(x) < running.start || timeAt(x) > now) return null;
@@ -109,12 +109,13 @@ export function Canvas({ scene, setView, onSelect, onFit, onSize }: CanvasProps)
   };
   const hitOf = (row: number): Hit => ({ row, sample: lanes.columns.sample_id[row] ?? null, step: lanes.columns.step[row] ?? null, text: describe(row) });
   const describe = (row: number): string => {
-    const { component, name, sample_id, micro_batch, step, start, end, rank, count } = lanes.columns;
+    const { component, name, sample_id, micro_batch, step, start, end, rank, count, status } = lanes.columns;
     const many = count?.[row] ?? 1;
     const kind = kindOf(component[row]!, name[row]!);
     const seconds = `${(end[row]! - start[row]!).toPrecision(3)} s`;
-    if (many > 1) return `${many} spans, mostly ${kind}`;
-    if (sample_id[row]) return [sample_id[row], kind === "request" ? "outside the engine" : kind === "environment" ? name[row]! : kind, seconds].join(", ");
+    const outcome = status?.[row];
+    if (many > 1) return [`${many} spans of ${kind}`, seconds, outcome].filter(Boolean).join(", ");
+    if (sample_id[row]) return [sample_id[row], outcome, kind === "request" ? "outside the engine" : kind === "environment" ? name[row]! : kind, seconds].filter(Boolean).join(", ");
     return [
       KINDS.includes(kind) && kind !== "other" && kind !== "forward" ? kind : name[row]!.replaceAll("_", " "),
       micro_batch[row] !== null ? `micro-batch ${micro_batch[row]! + 1}` : "",

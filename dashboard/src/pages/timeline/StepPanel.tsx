@@ -6,29 +6,40 @@ import { firstTokenRows, Rows, versionRange } from "../rollouts/Numbers";
 import { answerAddress } from "../rollouts/select";
 import { median } from "../rollouts/squares";
 import type { Detail } from "../rollouts/types";
-import { advice, tableRows, verdict, type CriticalPath } from "./criticalPath";
+import { advice, type Around, meanPath, tableRows, verdict } from "./criticalPath";
+import type { StepPaths } from "./load";
 import { COLOR, type SpanColumns } from "./spans";
 
-/** What the step waited for: a sentence, and a table whose seconds add up to the step. */
-export function StepPanel({ path, merged }: { path: CriticalPath; merged: boolean }) {
+interface StepPanelProps {
+  read: StepPaths;
+  around: Around;
+  /** A step that is chosen while several are in view. */
+  chosen: number | null;
+  onFit: () => void;
+}
+
+/** What the step waited for, or the mean step of several: a sentence, and a table whose seconds add up to the step. */
+export function StepPanel({ read: { first, last, paths }, around, chosen, onFit }: StepPanelProps) {
+  const several = first !== last;
+  const path = several ? meanPath(paths) : paths[0]!;
   const rows = tableRows(path);
   const whole = path.end - path.start;
   const most = Math.max(...rows.map((row) => row.seconds), 1e-9);
   const ready = path.groupsReady;
-  const tip = advice(path);
+  const share = (seconds: number) => `${((100 * seconds) / Math.max(whole, 1e-9)).toFixed(seconds < 0.1 * whole ? 1 : 0)}\u2009%`;
   return (
     <section className="sec">
-      <h2>Step {path.step} <span>{duration(whole)}</span></h2>
-      <p className="vd">{verdict(path)}</p>
+      <h2>{several ? `Mean of steps ${first} to ${last}` : `Step ${path.step}`} <span>{duration(whole)}</span></h2>
+      <p className="vd">{verdict(paths, around)}</p>
       {ready && ready.seconds > 0.05 && (
         <p className="d">{ready.earlier} of {ready.of} groups were ready {duration(ready.seconds)} earlier.</p>
       )}
-      {tip && <p className="d">{tip}</p>}
-      {!path.last && path.ready > path.start && <p className="d">Every answer of its batch was scored before it began.</p>}
-      {merged && <p className="d">The step has more spans than are read at once: parts are approximate.</p>}
+      {advice(paths, around).map((tip) => <p className="d" key={tip}>{tip}</p>)}
+      {!several && !path.last && path.ready > path.start && <p className="d">Every answer of its batch was scored before it began.</p>}
+      {several && last - first + 1 > paths.length && <p className="d">Measured on {number(paths.length)} of these steps, evenly spaced.</p>}
       <table className="cp">
         <thead>
-          <tr><th className="no" /><th>Critical path</th><th className="br" /><th className="r">s</th></tr>
+          <tr><th className="no" /><th>Critical path</th><th className="br" /><th className="r sh">share</th><th className="r">s</th></tr>
         </thead>
         <tbody>
           {rows.map((row, i) => (
@@ -36,12 +47,14 @@ export function StepPanel({ path, merged }: { path: CriticalPath; merged: boolea
               <td className="no"><i>{i + 1}</i></td>
               <td className="cut" title={row.label}>{row.label}</td>
               <td className="br"><i style={{ width: `${Math.max(1.5, (100 * row.seconds) / most)}%`, background: `var(--${COLOR[row.kind]})` }} /></td>
+              <td className="r sh">{share(row.seconds)}</td>
               <td className="r">{row.seconds.toFixed(2)}</td>
             </tr>
           ))}
-          <tr className="sum"><td /><td>step</td><td /><td className="r">{whole.toFixed(2)}</td></tr>
+          <tr className="sum"><td /><td>{several ? "mean step" : "step"}</td><td /><td /><td className="r">{whole.toFixed(2)}</td></tr>
         </tbody>
       </table>
+      {several && chosen !== null && <p className="go"><button className="link" onClick={onFit}>Show step {chosen} alone</button></p>}
     </section>
   );
 }

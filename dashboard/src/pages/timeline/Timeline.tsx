@@ -1,6 +1,6 @@
 /** Timeline: what ran when, and what a step waited for. */
 
-import { useCallback, useEffect, useMemo, useState } from "react";
+import { useCallback, useEffect, useMemo, useRef, useState } from "react";
 import { runPath } from "../../api";
 import { download, fileName } from "../../charts/export";
 import { duration, NONE, number } from "../../format";
@@ -8,7 +8,7 @@ import { Failure, Quiet } from "../../shell/App";
 import { useKeys } from "../../shell/keys";
 import { useVersion } from "../../state/live";
 import { useResource } from "../../state/resource";
-import { useHealth, useRunId, useRunInfo, useStatus } from "../../state/run";
+import { useEvals, useHealth, useRunId, useRunInfo, useStatus } from "../../state/run";
 import { column, useSteps } from "../../state/steps";
 import { useThrottled } from "../../state/timing";
 import { elsewhere, format, place, setParams, type Range, usePlace, useRange } from "../../state/url";
@@ -20,9 +20,9 @@ import { tableRows, type CriticalPath } from "./criticalPath";
 import type { Gauge, Mark, PathNode, Scene } from "./draw";
 import { AXIS, LABEL_WIDTH, layOut, RIGHT, type Layout } from "./layout";
 import { nextRequest } from "./search";
-import { readForExport, useCriticalPath, useSpans } from "./load";
+import { readForExport, useCriticalPaths, useSpans } from "./load";
 import { Minimap } from "./Minimap";
-import { buildLanes, COLOR, type Kind, type Lanes, type SpanColumns, withRunning } from "./spans";
+import { buildLanes, COLOR, type Kind, type Lanes, OUTCOMES, type Outcome, type SpanColumns, withRunning } from "./spans";
 import { groupOf, RequestPanel, StepPanel } from "./StepPanel";
 import { traceEvents } from "./trace";
 import { bound, follow, pan, zoom, type View } from "./viewport";
@@ -37,7 +37,12 @@ const CONSTANT_SECONDS = 11;
 const MOST_GAUGES = 16;
 /** How often a live run is asked for gauges that it did not have before. */
 const NAMES_MS = 10_000;
-const KEY: Kind[] = ["queue", "prefill", "decode", "environment", "reward", "forward", "backward", "reduction", "optimizer", "weight sync"];
+/** From so many whole steps in view on, the panel shows their mean, unless the chosen one fills a large part of it. */
+const SEVERAL = 4;
+/** How often a live view of merged spans is read again: the server looks at all spans for it. */
+const MERGED_MS = 10_000;
+const KEY: Kind[] = ["queue", "prefill", "decode", "environment", "reward", "request", "forward", "backward", "reduction", "optimizer", "weight sync", "checkpoint", "eval"];
+const NAMES: Partial<Record<Kind, string>> = { environment: "tool", reduction: "reduce", request: "outside the engine" };
 
 const EMPTY: SpanColumns = { component: [], name: [], rank: [], server: [], lane: [], step: [], micro_batch: [], sample_id: [], start: [], end: [] };
 const NO_LANES: Lanes = buildLanes(EMPTY);
@@ -111,7 +116,10 @@ export function Timeline() {
     return () => clearTimeout(timer);
   }, [view]);
 
-  const { loaded, error } = useSpans(run, view, plot, live && view && bounds && view.to > bounds.to - 5 ? version : "");
+  const merged = useRef(false);
+  const slow = useThrottled(version, MERGED_MS);
+  const { loaded, error } = useSpans(run, view, plot, live && view && bounds && view.to > bounds.to - 5 ? (merged.current ? slow : version) : "");
+  merged.current = loaded?.merged ?? false;
   const flight = useResource<InFlight[]>(live ? runPath(run, "in_flight") : null, {}, useVersion(run, "in_flight"));
   const lanes = useMemo(() => {
     const ended = loaded?.lanes ?? NO_LANES;
@@ -119,9 +127,13 @@ export function Timeline() {
   }, [loaded, live, flight.data]);
 
   const step = Number.isInteger(named) ? named : steps && view ? stepInView(steps, view) : null;
-  const times = steps && step !== null ? stepTimes(steps, step) : null;
-  const critical = useCriticalPath(run, step, times?.start ?? null, times?.end ?? null);
-  const sample = params.sample ?? critical.path?.last?.sample_id ?? "";
+  const inView = useMemo(() => (steps && view ? wholeSteps(steps, view) : null), [steps, view]);
+  const times = steps && Number.isInteger(named) ? stepTimes(steps, named) : null;
+  const fitted = times && view && view.from <= times.start && times.end <= view.to && (times.end - times.start) * SEVERAL > view.to - view.from;
+  const several = inView !== null && inView.number >= SEVERAL && !fitted;
+  const critical = useCriticalPaths(run, several ? inView.first : step, several ? inView.last : step);
+  const single = critical.read && critical.read.first === critical.read.last ? (critical.read.paths[0] ?? null) : null;
+  const sample = params.sample ?? single?.last?.sample_id ?? "";
   // A resumed run has several attempts, and a sample is one of its own.
   const ofSample = sample ? lanes.columns.attempt?.[lanes.columns.sample_id.lastIndexOf(sample)] : null;
   const attempt = (params.attempt && params.sample ? Number(params.attempt) : null) ?? ofSample ?? (steps && step !== null ? steps.attempt[steps.step.lastIndexOf(step)] : null) ?? 1;
@@ -149,7 +161,10 @@ export function Timeline() {
   const health = useHealth(run).data;
   const alerts = useMemo(() => alertMarks(health?.alerts ?? []), [health]);
   const down = useMemo(() => outages(alerts, bounds?.to ?? 0), [alerts, bounds?.to]);
-  const path = useMemo(() => (critical.path ? pathNodes(critical.path, layout) : []), [critical.path, layout]);
+  const path = useMemo(() => (single ? pathNodes(single, layout) : []), [single, layout]);
+  const evals = useEvals(run).data;
+  const around = useMemo(() => ({ outages: down, evals: (evals ?? []).map((one) => ({ from: one.started_at ?? 0, to: one.ended_at ?? 0, servers: one.servers ?? [] })) }), [down, evals]);
+  const hidden = new Set((params.hide ?? "").split(",")) as Set<Outcome>;
   const waits = useMemo(() => trainerWaits(steps), [steps]);
 
   const fit = () => steps && step !== null && setRaw(fitStep(steps, step));
@@ -187,7 +202,7 @@ export function Timeline() {
   if (!view || !bounds) return null;
 
   const scene: Scene = {
-    lanes, layout, view, origin, now: live ? bounds.to : null, batches, ready: scored, alerts, outages: down, gauges, path: params.path === "0" ? [] : path, group, sample,
+    lanes, layout, view, origin, now: live ? bounds.to : null, end: bounds.to, hidden, batches, ready: scored, alerts, outages: down, gauges, path: params.path === "0" ? [] : path, group, sample,
   };
   const first = steps ? stepInView(steps, { from: view.from, to: view.from }) : null;
   const last = steps ? stepInView(steps, { from: view.to, to: view.to }) : null;
@@ -206,14 +221,21 @@ export function Timeline() {
               {choices.map((one) => <option key={one.name} value={one.name}>{one.title}</option>)}
             </select>
           )}
-          <span className="keyl">{KEY.map((kind) => <span key={kind}><i style={{ background: `var(--${COLOR[kind]})` }} />{kind === "environment" ? "tool" : kind === "reduction" ? "reduce" : kind}</span>)}</span>
+          <span className="outs" role="group" aria-label="Requests that are shown">
+            {OUTCOMES.map((one) => (
+              <button key={one} className="btn" aria-pressed={!hidden.has(one)} onClick={() => setParams({ hide: OUTCOMES.filter((other) => (other === one) !== hidden.has(other)).join(",") || null }, true)}>
+                <i className={`h-${one}`} />{one}
+              </button>
+            ))}
+          </span>
         </div>
         <Minimap from={bounds.from} to={bounds.to} view={view} used={used.data?.[0] ?? null} waits={waits} setView={setView} label={duration(bounds.to - bounds.from)} />
         <Canvas scene={scene} setView={(next) => (following && setParams({ follow: null }, true), setView(next))} onSelect={select} onFit={fitRow} onSize={(width, height) => setSize({ width, height })} />
         {loaded && !traced && <p className="none d">No span lies in this time.</p>}
+        <p className="keyl" aria-label="Colors">{KEY.map((kind) => <span key={kind}><i style={{ background: `var(--${COLOR[kind]})` }} />{NAMES[kind] ?? kind}</span>)}</p>
       </section>
       <aside className="p3" aria-label="Step and request">
-        {critical.path && <StepPanel path={critical.path} merged={critical.merged} />}
+        {critical.read && critical.read.paths.length > 0 && <StepPanel read={critical.read} around={around} chosen={Number.isInteger(named) ? named : null} onFit={fit} />}
         {critical.error && <section className="sec"><p className="d">{critical.error.message}</p></section>}
         {sample && loaded && <RequestPanel run={run} sample={sample} attempt={attempt} columns={loaded?.merged ? null : lanes.columns} running={live && since != null ? Math.max(0, bounds.to - since) : null} />}
         <section className="sec last">
@@ -263,6 +285,12 @@ function fitRange(steps: StepColumns, { from, to }: Range): View | null {
   const [start, end] = [steps.started_at[rows[0] ?? -1], steps.ended_at[rows.at(-1) ?? -1]];
   if (start == null || end == null) return null;
   return { from: start - 0.02 * (end - start), to: end + 0.02 * (end - start) };
+}
+
+/** The steps that lie in a view from start to end; null if none does. */
+function wholeSteps(steps: StepColumns, view: View): { first: number; last: number; number: number } | null {
+  const rows = steps.step.map((_, row) => row).filter((row) => (steps.started_at[row] ?? -Infinity) >= view.from && (steps.ended_at[row] ?? Infinity) <= view.to);
+  return rows.length ? { first: steps.step[rows[0]!]!, last: steps.step[rows.at(-1)!]!, number: rows.length } : null;
 }
 
 /** The step that fills most of the middle of a view. */

@@ -1,5 +1,8 @@
 /** What a step waited for: a partition of its time into named parts whose seconds add up to the step. */
 
+import { duration } from "../../format";
+import type { Outage } from "./alerts";
+import type { PathAnswer, PathSpan } from "../../types";
 import type { Kind } from "./spans";
 
 export interface Interval {
@@ -70,25 +73,8 @@ export function tableRows(path: CriticalPath): Part[] {
 
 const REST = "Between phases";
 
-export interface StepSpan {
-  component: string;
-  name: string;
-  rank: number | null;
-  server: number | null;
-  lane: number | null;
-  step: number | null;
-  sample_id: string | null;
-  start: number;
-  end: number;
-}
-
-export interface StepSample {
-  sample_id: string;
-  group_id: number;
-  finished_at: number | null;
-  server: number | null;
-  lane: number | null;
-}
+export type StepSpan = Omit<PathSpan, "of_step">;
+export type StepSample = Omit<PathAnswer, "step">;
 
 export interface CriticalPath {
   step: number;
@@ -103,13 +89,15 @@ export interface CriticalPath {
   parts: Part[];
   /** Of the groups of the batch, those ready earlier than the last, and by how many seconds. */
   groupsReady: { earlier: number; of: number; seconds: number } | null;
+  /** Servers that its answers came from. */
+  servers: number[];
 }
 
 type Phase = Pick<Interval, "label" | "kind" | "priority">;
 
 /** Phases of the request of the last sample. A whole request gives way to its phases. */
 const REQUEST_PHASES: Record<string, Phase> = {
-  generate: { label: "Its request, outside the engine", kind: "request", priority: 4 },
+  generate: { label: "Outside the engine", kind: "request", priority: 4 },
   queue: { label: "Its queue", kind: "queue", priority: 5 },
   prefill: { label: "Its prefill", kind: "prefill", priority: 5 },
   decode: { label: "Its decode", kind: "decode", priority: 5 },
@@ -134,6 +122,9 @@ const TRAINER_PHASES: Record<string, Phase> = {
   checkpoint: { label: "Checkpoint", kind: "checkpoint", priority: 2 },
 };
 
+/** A rank is late when it begins this share of the step after the first one. */
+const LATE = 0.1;
+
 /** Computes the critical path of a step from the spans around it and the samples that it trained. */
 export function criticalPath(
   step: number,
@@ -144,7 +135,8 @@ export function criticalPath(
 ): CriticalPath {
   const trainer = spans.filter((span) => span.component === "trainer" && span.end > start && span.start < end);
   const steps = trainer.filter((span) => span.name === "step" && span.step === step);
-  const slowest = steps.reduce<StepSpan | null>((best, span) => (!best || span.end > best.end ? span : best), null);
+  // All ranks end together: the slowest is the one that began last.
+  const slowest = steps.reduce<StepSpan | null>((best, span) => (!best || span.start + span.end > best.start + best.end ? span : best), null);
   const ready = slowest ? Math.min(Math.max(slowest.start, start), end) : end;
   const done = slowest ? Math.min(slowest.end, end) : end;
 
@@ -168,6 +160,8 @@ export function criticalPath(
     if (begun > start) intervals.push({ start, end: begun, kind: "wait", label: `Before ${last.sample_id} was sent`, priority: 0 });
     intervals.push({ start: last.finished_at!, end: ready, kind: "other", label: "Batch packed", priority: 3 });
   }
+  const first = Math.max(start, Math.min(ready, ...steps.map((span) => span.start)));
+  if (slowest && ready - first > LATE * (end - start)) intervals.push({ start: first, end: ready, kind: "wait", label: `Rank ${slowest.rank} began late`, priority: 7 });
   for (const span of trainer) {
     if (slowest && span.rank !== slowest.rank) continue;
     const phase = TRAINER_PHASES[span.name];
@@ -182,7 +176,8 @@ export function criticalPath(
   const before = partition(start, ready, intervals, { kind: "wait", label: last ? "Waits" : "Hands over the batch" });
   const after = partition(ready, end, intervals.filter((interval) => interval.end > ready), { kind: "other", label: REST });
 
-  return { step, start, end, ready, rank: slowest?.rank ?? null, last, lane, parts: [...before, ...after], groupsReady: groupsReady(finished, last) };
+  const servers = [...new Set(samples.flatMap((sample) => sample.server ?? []))];
+  return { step, start, end, ready, rank: slowest?.rank ?? null, last, lane, parts: [...before, ...after], groupsReady: groupsReady(finished, last), servers };
 }
 
 function groupsReady(samples: readonly StepSample[], last: StepSample | null): CriticalPath["groupsReady"] {
@@ -194,21 +189,76 @@ function groupsReady(samples: readonly StepSample[], last: StepSample | null): C
   return { earlier: others.length, of: readyAt.size, seconds: last.finished_at! - Math.max(...others) };
 }
 
+/** The path of the mean step: the seconds of each part, divided by the number of steps. */
+export function meanPath(paths: readonly CriticalPath[]): CriticalPath {
+  const mean = (of: (path: CriticalPath) => number) => paths.reduce((sum, path) => sum + of(path), 0) / paths.length;
+  const [end, ready] = [mean((path) => path.end - path.start), mean((path) => path.ready - path.start)];
+  const parts = paths.flatMap((path) =>
+    path.parts.map((part): Part => {
+      const early = part.end <= path.ready + 1e-9;
+      const id = path.last?.sample_id;
+      const label = part.label === `Decode of ${id}` ? "Its decode" : part.label === `Before ${id} was sent` ? "Before it was sent" : part.label;
+      return { label, kind: part.kind, seconds: part.seconds / paths.length, start: early ? 0 : ready, end: early ? ready : end };
+    }),
+  );
+  const ordered = [...parts.filter((part) => part.end === ready), ...parts.filter((part) => part.end !== ready)];
+  return { step: paths[0]!.step, start: 0, end, ready, rank: null, last: null, lane: null, parts: ordered, groupsReady: null, servers: [...new Set(paths.flatMap((path) => path.servers))] };
+}
+
+/** What else happened: servers that were down, and evals. */
+export interface Around {
+  outages: readonly Outage[];
+  evals: readonly { from: number; to: number; servers: readonly number[] }[];
+}
+
+interface Cause {
+  name: "rank" | "engine" | "checkpoint" | "eval" | "answer" | "weight sync" | Kind;
+  /** Of a step; of the mean one, where there are several. */
+  seconds: number;
+}
+
 /** An answer is alone when the other groups were ready this share of the wait earlier. */
 const ALONE = 0.3;
 
-/** A step that waits for longer than this share of itself could be shorter with other settings. */
+/** A step that spends more than this share of itself on one thing could be shorter with other settings. */
 const WAITS = 0.25;
 
-/** Returns what the batch of a step waited for: a kind of time, and whether of one answer alone. Null if it hardly waited. */
-function causeOf(path: CriticalPath): { kind: Kind; alone: boolean } | null {
-  const waited = path.ready - path.start;
-  if (!path.last || waited <= WAITS * (path.end - path.start)) return null;
-  const longest = total(path.parts).filter((row) => row.start < path.ready).sort((a, b) => b.seconds - a.seconds)[0];
-  return { kind: longest?.kind ?? "wait", alone: path.groupsReady !== null && path.groupsReady.seconds > ALONE * waited };
+const overlap = (from: number, to: number, one: { from: number; to: number }) => Math.max(0, Math.min(to, one.to) - Math.max(from, one.from));
+
+/** What the steps waited for, the largest first. A wait for answers has one cause: what happened in most of it. */
+function causesOf(paths: readonly CriticalPath[], { outages, evals }: Around): Cause[] {
+  const found = new Map<Cause["name"], number>();
+  const add = (name: Cause["name"], seconds: number) => found.set(name, (found.get(name) ?? 0) + seconds / paths.length);
+  for (const path of paths) {
+    const rows = total(path.parts);
+    let waited = path.ready - path.start;
+    for (const row of rows) {
+      if (row.label.endsWith("began late")) {
+        add("rank", row.seconds);
+        waited -= row.seconds;
+      } else if (row.kind === "checkpoint" || row.kind === "weight sync") add(row.kind, row.seconds);
+    }
+    if (!path.last || waited <= 0) continue;
+    const most = (all: readonly { from: number; to: number }[]) => Math.max(0, ...all.map((one) => overlap(path.start, path.ready, one)));
+    const longest = rows.filter((row) => row.start < path.ready && !row.label.endsWith("began late")).sort((a, b) => b.seconds - a.seconds)[0];
+    const shared = evals.filter((one) => one.servers.some((server) => path.servers.includes(server)));
+    const half = (path.ready - path.start) / 2;
+    if (most(outages) > half) add("engine", waited);
+    else if (most(shared) > half) add("eval", waited);
+    else if (longest?.kind === "decode" && path.groupsReady && path.groupsReady.seconds > ALONE * waited) add("answer", waited);
+    else add(longest?.kind ?? "wait", waited);
+  }
+  return [...found].map(([name, seconds]) => ({ name, seconds })).sort((a, b) => b.seconds - a.seconds);
 }
 
-const FOR: Partial<Record<Kind, string>> = {
+const wholeOf = (paths: readonly CriticalPath[]) => paths.reduce((sum, path) => sum + path.end - path.start, 0) / paths.length;
+
+const FOR: Partial<Record<Cause["name"], string>> = {
+  rank: "for its last rank to begin",
+  checkpoint: "for a checkpoint",
+  "weight sync": "for weight syncs",
+  eval: "while an eval ran on its engines",
+  answer: "for one long answer",
   decode: "for its answers to be generated",
   queue: "for a request in the queue",
   prefill: "for a prompt to be read",
@@ -219,26 +269,73 @@ const FOR: Partial<Record<Kind, string>> = {
   other: "for its batch to be packed",
 };
 
-/** What the step waited for or spent its time on, in one sentence. */
-export function verdict(path: CriticalPath): string {
-  const waited = path.ready - path.start;
-  const whole = path.end - path.start;
-  const seconds = (value: number) => `${value < 10 ? value.toFixed(value < 1 ? 2 : 1) : value.toFixed(0)} s`;
-  const cause = causeOf(path);
-  if (cause) return `It waited ${seconds(waited)} ${cause.kind === "decode" && cause.alone ? "for one long answer" : (FOR[cause.kind] ?? "for its batch")}.`;
-  const most = total(path.parts).filter((row) => row.start >= path.ready).sort((a, b) => b.seconds - a.seconds)[0];
-  if (!most || whole <= 0) return "Nothing of this step was traced.";
-  const share = Math.round((100 * most.seconds) / whole);
-  const wait = waited / whole < 0.05 ? "Its batch was ready. " : "";
-  return `${wait}${most.label} took ${seconds(most.seconds)}, ${share}\u2009% of it.`;
+/** Names the servers that were down in a time: "engine 1", "engines 0 and 2". */
+function downIn(paths: readonly CriticalPath[], outages: readonly Outage[]): { text: string; seconds: number } {
+  const [from, to] = [paths[0]!.start, paths.at(-1)!.end];
+  const seen = outages.filter((one) => overlap(from, to, one) > 0);
+  const servers = [...new Set(seen.map((one) => one.server))].sort((a, b) => a - b);
+  return { text: `engine${servers.length > 1 ? "s" : ""} ${servers.join(" and ")}`, seconds: Math.max(0, ...seen.map((one) => one.to - one.from)) };
 }
 
-/** What would shorten the wait, in the words of the overview; null if the step hardly waited. */
-export function advice(path: CriticalPath): string | null {
-  const cause = causeOf(path);
-  if (!cause) return null;
-  if (cause.kind === "decode" && cause.alone) return `Raise max_async_rollout: group ${path.last!.group_id} would join a later step. Or lower max_tokens.`;
-  if (cause.kind === "reward" || cause.kind === "environment" || cause.kind === "request") return `Make the ${cause.kind === "request" ? "environment" : cause.kind} faster, or raise max_async_rollout.`;
-  if (cause.kind === "other") return null;
-  return "Add inference servers, raise max_async_rollout, or give the trainer fewer GPUs.";
+const seconds = (value: number) => `${value < 10 ? value.toFixed(value < 1 ? 2 : 1) : value.toFixed(0)} s`;
+
+/** What the steps waited for or spent their time on, in one sentence. */
+export function verdict(paths: readonly CriticalPath[], around: Around): string {
+  const mean = paths.length === 1 ? paths[0]! : meanPath(paths);
+  const it = paths.length === 1 ? "It" : "The mean step";
+  const whole = wholeOf(paths);
+  const [cause] = causesOf(paths, around);
+  if (cause && cause.seconds > WAITS * whole) {
+    const what = cause.name === "engine" ? `while ${downIn(paths, around.outages).text} ${downIn(paths, around.outages).text.startsWith("engines") ? "were" : "was"} down` : (FOR[cause.name] ?? "for its batch");
+    return `${it} waited ${seconds(cause.seconds)}${paths.length > 1 ? ` of ${seconds(whole)}` : ""} ${what}.`;
+  }
+  const most = total(mean.parts).filter((row) => row.start >= mean.ready).sort((a, b) => b.seconds - a.seconds)[0];
+  if (!most || whole <= 0) return "Nothing of this step was traced.";
+  const share = Math.round((100 * most.seconds) / whole);
+  const wait = paths.length === 1 && (mean.ready - mean.start) / whole < 0.05 ? "Its batch was ready. " : "";
+  return `${wait}${most.label} took ${seconds(most.seconds)}, ${share}\u2009% of ${paths.length === 1 ? "it" : "the mean step"}.`;
+}
+
+/** The rank that held up the steps most: "Rank 1 began late". */
+function late(paths: readonly CriticalPath[]): string {
+  const rows = total(paths.flatMap((path) => path.parts)).filter((row) => row.label.endsWith("began late"));
+  return rows.sort((a, b) => b.seconds - a.seconds)[0]?.label ?? "A rank began late";
+}
+
+/** A second cause is named from this share of a step on. */
+const ALSO = 0.1;
+
+/** What would shorten the steps: for the main cause, and another one that matters. Empty if they hardly waited. */
+export function advice(paths: readonly CriticalPath[], around: Around): string[] {
+  const whole = wholeOf(paths);
+  const causes = causesOf(paths, around).filter((cause) => cause.seconds > ALSO * whole);
+  if (causes.length === 0 || causes[0]!.seconds <= WAITS * whole) return [];
+  const down = downIn(paths, around.outages);
+  const textOf = ({ name, seconds: spent }: Cause): string | null => {
+    switch (name) {
+      case "engine":
+        return `${down.text[0]!.toUpperCase()}${down.text.slice(1)} ${down.text.startsWith("engines") ? "were" : "was"} down for ${duration(down.seconds)}, so the others answered for it: the log says why it ended. A spare server keeps the speed.`;
+      case "rank":
+        return `${late(paths)}, after the others: was its process stopped, or is its node slow? Look at its log.`;
+      case "checkpoint":
+        return `Checkpoints took ${seconds(spent)} a step: raise checkpoint_every.`;
+      case "weight sync":
+        return `Weight syncs took ${seconds(spent)} a step: raise weight_broadcast_bucket_mb, or set weight_transfer: background.`;
+      case "eval":
+        return "An eval had the engines: raise eval_every, evaluate fewer num_samples, or set eval_num_servers.";
+      case "answer":
+        return paths.length === 1
+          ? `Raise max_async_rollout: group ${paths[0]!.last!.group_id} would join a later step. Or lower max_tokens.`
+          : "One long answer held up most of these steps: raise max_async_rollout, so that its group joins a later step, or lower max_tokens.";
+      case "reward":
+      case "environment":
+      case "request":
+        return `Make the ${name === "request" ? "environment" : name} faster, or raise max_async_rollout.`;
+      case "other":
+        return null;
+      default:
+        return "Add inference servers, raise max_async_rollout, or give the trainer fewer GPUs.";
+    }
+  };
+  return causes.slice(0, 2).flatMap((cause) => textOf(cause) ?? []);
 }

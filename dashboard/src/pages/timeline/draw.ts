@@ -5,8 +5,9 @@ import { color } from "../../state/theme";
 import type { GaugeSeries } from "../gauges";
 import type { AlertMark, Outage } from "./alerts";
 import { ALERT_Y, AXIS, LABEL_WIDTH, RIGHT, slotsOf, type Layout, type Row } from "./layout";
-import { firstFrom, visibleBoxes } from "./search";
-import { COLOR, KINDS, type Lanes, type Track } from "./spans";
+import { type Box, boxesWithin, pixelBoxes } from "./pixels";
+import { firstFrom } from "./search";
+import { COLOR, KINDS, type Lanes, type Outcome, OUTCOMES, type Track } from "./spans";
 import { clock, ticks, type View } from "./viewport";
 
 const FONT = '12px -apple-system, "Segoe UI", Inter, Roboto, system-ui, "Noto Sans", sans-serif';
@@ -44,6 +45,8 @@ export interface Scene {
   origin: number;
   /** The newest time of a live run; null when it has ended. */
   now: number | null;
+  /** The newest time of the run, until which a gauge holds its last reading. */
+  end: number;
   batches: Mark[];
   /** Times at which groups were ready. */
   ready: number[];
@@ -54,9 +57,40 @@ export interface Scene {
   /** Rows of the columns to outline: the samples of a group, and the selected one. */
   group: ReadonlySet<string>;
   sample: string;
+  /** Requests that are left out. */
+  hidden: ReadonlySet<Outcome>;
 }
 
 const DARK_KINDS = new Set(["backward", "optimizer", "prefill", "checkpoint"]);
+
+/** Lines over the color of a request, so that outcomes differ without it. In pixels of a tile: lines from point to point. */
+const TILE = 8;
+const HATCHES: Partial<Record<Outcome, [number, number, number, number][]>> = {
+  discarded: [[-1, 9, 9, -1], [-5, 5, 5, -5], [3, 13, 13, 3]],
+  cancelled: [[-1, 9, 9, -1], [-1, -1, 9, 9]],
+  eval: [[0.5, -1, 0.5, 9], [4.5, -1, 4.5, 9]],
+};
+
+const hatches = new Map<string, CanvasPattern | null>();
+
+function hatch(context: CanvasRenderingContext2D, outcome: Outcome, stroke: string): CanvasPattern | null {
+  const known = hatches.get(outcome + stroke);
+  if (known !== undefined) return known;
+  const tile = document.createElement("canvas");
+  tile.width = tile.height = TILE;
+  const own = tile.getContext("2d")!;
+  own.strokeStyle = stroke;
+  own.lineWidth = 1.1;
+  own.beginPath();
+  for (const [x, y, toX, toY] of HATCHES[outcome] ?? []) {
+    own.moveTo(x, y);
+    own.lineTo(toX, toY);
+  }
+  own.stroke();
+  const made = context.createPattern(tile, "repeat");
+  hatches.set(outcome + stroke, made);
+  return made;
+}
 
 export function draw(context: CanvasRenderingContext2D, scene: Scene, width: number, height: number, scroll: number): void {
   const { view, layout, lanes } = scene;
@@ -104,10 +138,47 @@ export function draw(context: CanvasRenderingContext2D, scene: Scene, width: num
   context.clip();
   context.translate(0, AXIS - scroll);
 
-  const boxes = (track: Track, y: number, h: number, alpha = 1, from = view.from, to = view.to) => {
+  // Spans are drawn in whole pixels of the device.
+  const ratio = context.getTransform().a;
+  const narrow = perPixel / ratio;
+  const first = Math.round((lanes.start - view.from) / narrow) + LABEL_WIDTH * ratio;
+  const [leftmost, rightmost] = [LABEL_WIDTH * ratio - first, right * ratio - first];
+  type Shown = [left: number, right: number, box: Box];
+  const shownOf = (track: Track): Shown[] =>
+    track.start.length === 0
+      ? []
+      : boxesWithin(pixelBoxes(track, lanes.start, narrow), leftmost, rightmost)
+          .filter((box) => !scene.hidden.has(OUTCOMES[box.outcome]!))
+          .map((box) => [(Math.max(box.from, leftmost) + first) / ratio, (Math.min(box.to, rightmost) + first) / ratio, box]);
+  const boxes = (track: Track, y: number, h: number, alpha = 1): Shown[] => {
     context.globalAlpha = alpha;
-    for (const box of visibleBoxes(track, from, to, perPixel)) rect(box.from, box.to, y, h, kindColors[box.kind]!);
+    const shown = shownOf(track);
+    for (const [a, b, box] of shown) {
+      context.fillStyle = kindColors[box.kind]!;
+      context.fillRect(a, y, b - a, h);
+    }
     context.globalAlpha = 1;
+    // A line between two spans of one kind that touch.
+    context.fillStyle = color("--ground");
+    context.globalAlpha = 0.7;
+    shown.forEach(([a, b, box], i) => {
+      const before = shown[i - 1];
+      if (before && before[1] === a && before[2].kind === box.kind && Math.min(b - a, a - before[0]) > 4) context.fillRect(a, y, 1 / ratio, h);
+    });
+    context.globalAlpha = 1;
+    return shown;
+  };
+  const hatched = (shown: Shown[], y: number, h: number) => {
+    const ground = color("--ground");
+    for (const [a, b, box] of shown) {
+      const outcome = OUTCOMES[box.outcome]!;
+      if (outcome === "kept") continue;
+      // An eval has one line along its middle where there is room. In thin slots, patterns go on from one to the next.
+      const middle = outcome === "eval" && h >= 2;
+      context.fillStyle = middle ? ground : (hatch(context, outcome, ground) ?? ground);
+      if (middle) context.fillRect(a, y + Math.floor(h / 2), b - a, 1);
+      else context.fillRect(a, y, b - a, h);
+    }
   };
 
   // Orchestrator: groups becoming ready, batches, checkpoints and evals.
@@ -123,12 +194,10 @@ export function draw(context: CanvasRenderingContext2D, scene: Scene, width: num
   }
   const names = ["eval", "checkpoint"];
   for (const lane of lanes.orchestrator) {
-    const track = lane.main;
-    for (const box of visibleBoxes(track, view.from, view.to, perPixel)) {
-      const at = rect(box.from, box.to, 20, 12, kindColors[box.kind]!);
-      const name = names[lane.owner] ?? "";
-      if (at && at[1] - at[0] > context.measureText(name).width + 8) text(name, at[0] + 4, 26.5, "--ground");
-    }
+    const name = names[lane.owner] ?? "";
+    // A checkpoint is often saved while an eval runs.
+    if (name === "checkpoint") boxes(lane.main, 33, 3);
+    else for (const [a, b] of boxes(lane.main, 20, 12)) if (b - a > context.measureText(name).width + 8) text(name, a + 4, 26.5, "--ground");
   }
   for (const alert of scene.alerts) {
     if (alert.time < view.from || alert.time > view.to) continue;
@@ -164,14 +233,19 @@ export function draw(context: CanvasRenderingContext2D, scene: Scene, width: num
   rule(layout.orchestrator.height);
 
   const outline = (row: Row, y: number) => {
-    const { sample_id } = lanes.columns;
-    const track = row.lane.back.start.length ? row.lane.back : row.lane.main;
-    for (const box of visibleBoxes(track, view.from, view.to, perPixel)) {
-      if (box.index < 0) continue;
-      const id = sample_id[track.row[box.index]!];
+    const { main } = row.lane;
+    const found = new Map<string, { from: number; to: number }>();
+    for (let i = firstFrom(main.start, view.from - main.longest); i < main.start.length && main.start[i]! < view.to; i++) {
+      const id = lanes.columns.sample_id[main.row[i]!];
       if (!id || !scene.group.has(id)) continue;
-      const a = Math.max(LABEL_WIDTH, X(box.from));
-      const b = Math.min(right, X(requestEnd(row, id, lanes) ?? box.to));
+      const known = found.get(id);
+      if (known) known.to = Math.max(known.to, main.end[i]!);
+      else found.set(id, { from: main.start[i]!, to: main.end[i]! });
+    }
+    for (const [id, { from, to }] of found) {
+      const a = Math.max(LABEL_WIDTH, X(from));
+      const b = Math.min(right, X(to));
+      if (b <= a) continue;
       // A frame needs room: in a thin slot the request gets an ink line instead.
       if (row.height < 4) {
         context.fillStyle = color("--ink");
@@ -214,8 +288,7 @@ export function draw(context: CanvasRenderingContext2D, scene: Scene, width: num
     for (const row of engine.rows) {
       if (row.y + row.height < scroll - AXIS || row.y > scroll + height) continue;
       open(row);
-      boxes(row.lane.back, row.y, row.height);
-      boxes(row.lane.main, row.y, row.height);
+      hatched(boxes(row.lane.main, row.y, row.height), row.y, row.height);
     }
     for (const outage of scene.outages) {
       if (outage.server !== engine.server || outage.to < view.from || outage.from > view.to) continue;
@@ -233,26 +306,24 @@ export function draw(context: CanvasRenderingContext2D, scene: Scene, width: num
 
   for (const row of layout.trainer) {
     text(`Trainer rank ${row.lane.owner}`, 20, row.y + row.height / 2, "--ink", "left", true);
-    for (const box of visibleBoxes(row.lane.back, view.from, view.to, perPixel)) {
-      const at = rect(box.from, box.to, row.y, row.height, color("--wait"));
-      if (!at) continue;
+    for (const [a, b, box] of boxes(row.lane.back, row.y, row.height)) {
       context.strokeStyle = color("--line2");
       context.lineWidth = 1;
-      if (at[1] - at[0] > 2) context.strokeRect(at[0] + 0.5, row.y + 0.5, at[1] - at[0] - 1.5, row.height - 1);
-      inside(`waits ${(box.to - box.from).toFixed(box.to - box.from < 1 ? 2 : 1)} s`, at, row, "--ink2");
+      if (b - a > 2) context.strokeRect(a + 0.5, row.y + 0.5, b - a - 1.5, row.height - 1);
+      const seconds = row.lane.back.end[box.index]! - row.lane.back.start[box.index]!;
+      inside(`waits ${seconds.toFixed(seconds < 1 ? 2 : 1)} s`, a, b, row, "--ink2");
     }
-    for (const box of visibleBoxes(row.lane.main, view.from, view.to, perPixel)) {
-      const at = rect(box.from, box.to, row.y, row.height, kindColors[box.kind]!);
+    for (const [a, b, box] of boxes(row.lane.main, row.y, row.height)) {
       const kind = KINDS[box.kind]!;
-      if (at && box.index >= 0) inside(kind, at, row, DARK_KINDS.has(kind) ? "--ground" : "--ink");
+      inside(kind, a, b, row, DARK_KINDS.has(kind) ? "--ground" : "--ink");
     }
-    for (const box of visibleBoxes(row.lane.stripe, view.from, view.to, perPixel)) rect(box.from, box.to, row.y + row.height - 4, 4, kindColors[box.kind]!, 0);
+    boxes(row.lane.stripe, row.y + row.height - 4, 4);
   }
   if (layout.trainer.length) rule(layout.trainer.at(-1)!.y + 25);
 
-  function inside(label: string, at: [number, number], row: Row, token: string): void {
+  function inside(label: string, a: number, b: number, row: Row, token: string): void {
     context.font = FONT;
-    if (at[1] - at[0] > context.measureText(label).width + 8) text(label, (at[0] + at[1]) / 2, row.y + row.height / 2 + 0.5, token, "center");
+    if (b - a > context.measureText(label).width + 8) text(label, (a + b) / 2, row.y + row.height / 2 + 0.5, token, "center");
   }
 
   for (const { index, y, height: h } of layout.gauges) {
@@ -270,31 +341,32 @@ export function draw(context: CanvasRenderingContext2D, scene: Scene, width: num
     context.fillRect(LABEL_WIDTH, bottom, plot, 1);
   }
 
+  // A reading holds until the next one: a line would slope over what was not measured.
   function plotLine(series: Readings, x: (t: number) => number, y: (v: number) => number, bottom: number, stroke: string, fill: string, alpha: number): void {
-    const points: [number, number][] = [];
-    series.time.forEach((time, i) => {
-      const value = series.mean[i];
-      if (value !== null && value !== undefined) points.push([x(time), y(value)]);
-    });
-    const shown = points.filter(([px], i) => (points[i + 1]?.[0] ?? px) >= LABEL_WIDTH && (points[i - 1]?.[0] ?? px) <= right);
+    const points = series.time.flatMap((time, i): [number, number][] => (series.mean[i] == null ? [] : [[x(time), y(series.mean[i]!)]]));
+    const held = Math.min(right, x(scene.end));
+    const shown = points.filter(([px], i) => (points[i + 1]?.[0] ?? held) >= LABEL_WIDTH && px <= held);
     if (shown.length === 0) return;
+    const until = (i: number) => shown[i + 1]?.[0] ?? Math.max(held, shown[i]![0]);
     context.save();
     context.beginPath();
     context.rect(LABEL_WIDTH, 0, plot, layout.height);
     context.clip();
-    context.beginPath();
-    context.moveTo(shown[0]![0], bottom);
-    for (const [px, py] of shown) context.lineTo(px, py);
-    context.lineTo(shown.at(-1)![0], bottom);
-    context.globalAlpha = alpha;
-    context.fillStyle = fill;
-    context.fill();
-    context.globalAlpha = 1;
-    context.beginPath();
-    shown.forEach(([px, py], i) => (i ? context.lineTo(px, py) : context.moveTo(px, py)));
-    context.strokeStyle = stroke;
-    context.lineWidth = 1.2;
-    context.stroke();
+    for (const area of [true, false]) {
+      context.beginPath();
+      if (area) context.moveTo(shown[0]![0], bottom);
+      shown.forEach(([px, py], i) => {
+        context.lineTo(px, py);
+        context.lineTo(until(i), py);
+      });
+      if (area) context.lineTo(until(shown.length - 1), bottom);
+      context.globalAlpha = area ? alpha : 1;
+      context.fillStyle = fill;
+      context.strokeStyle = stroke;
+      context.lineWidth = 1.2;
+      if (area) context.fill();
+      else context.stroke();
+    }
     context.restore();
   }
 
@@ -330,13 +402,6 @@ function cut(context: CanvasRenderingContext2D, value: string, width: number): s
   let end = value.length;
   while (end > 0 && context.measureText(`${value.slice(0, end)}…`).width > width) end -= 1;
   return `${value.slice(0, end)}…`;
-}
-
-/** When the last span of a sample in its lane ends: its reward comes after the request. */
-function requestEnd(row: Row, id: string, lanes: Lanes): number | null {
-  const track = row.lane.main;
-  for (let i = track.row.length - 1; i >= 0; i--) if (lanes.columns.sample_id[track.row[i]!] === id) return track.end[i]!;
-  return null;
 }
 
 /** A shorter line, in pixels, would be covered by its own numbers. */

@@ -2,7 +2,8 @@
 
 import { useEffect, useRef, useState } from "react";
 import { get, runPath } from "../../api";
-import { criticalPath, type CriticalPath, type StepSample, type StepSpan } from "./criticalPath";
+import type { Paths } from "../../types";
+import { criticalPath, type CriticalPath } from "./criticalPath";
 import { buildLanes, type Lanes, type SpanColumns } from "./spans";
 import type { View } from "./viewport";
 
@@ -10,7 +11,6 @@ import type { View } from "./viewport";
 const MOST_SPANS = 40_000;
 /** Width of a part of the view whose spans are merged: room for a share of every kind. */
 const SHARE_PIXELS = 8;
-const STEP_SPANS = 100_000;
 const EXPORT_SPANS = 500_000;
 const WAIT_MS = 90;
 const RETRY_MS = 2_000;
@@ -65,41 +65,45 @@ export function useSpans(run: string, view: View | null, buckets: number, versio
   return { loaded, error };
 }
 
-/** Turns columns into rows. */
-function spanRows(columns: SpanColumns): StepSpan[] {
-  return columns.start.map((start, row) => ({
-    component: columns.component[row]!,
-    name: columns.name[row]!,
-    rank: columns.rank[row] ?? null,
-    server: columns.server[row] ?? null,
-    lane: columns.lane[row] ?? null,
-    step: columns.step[row] ?? null,
-    sample_id: columns.sample_id[row] ?? null,
-    start,
-    end: columns.end[row]!,
-  }));
+/** Steps of a range whose paths are read for its mean, evenly spaced. */
+const MOST_PATHS = 100;
+
+export interface StepPaths {
+  /** The steps that were asked for. */
+  first: number;
+  last: number;
+  paths: CriticalPath[];
 }
 
-/** Returns the critical path of a step; null while it is read. */
-export function useCriticalPath(run: string, step: number | null, start: number | null, end: number | null): { path: CriticalPath | null; merged: boolean; error: Error | null } {
-  const [state, setState] = useState<{ key: string; path: CriticalPath | null; merged: boolean; error: Error | null }>({ key: "", path: null, merged: false, error: null });
-  const key = `${run}/${step}/${start}/${end}`;
+/** Returns the critical paths of a range of steps. Those of the range before it are held until they are read. */
+export function useCriticalPaths(run: string, first: number | null, last: number | null): { read: StepPaths | null; error: Error | null } {
+  const [state, setState] = useState<{ run: string; read: StepPaths | null; error: Error | null }>({ run, read: null, error: null });
   useEffect(() => {
-    if (step === null || start === null || end === null) return;
+    if (first === null || last === null) return;
     const abort = new AbortController();
     const load = () =>
-      Promise.all([
-        get<SpanColumns>(runPath(run, "spans"), { start, end, limit: STEP_SPANS, buckets: 4000 }, abort.signal),
-        get<{ rows: StepSample[] }>(runPath(run, "samples"), { status: "kept", step_min: step, step_max: step, limit: 10_000, facets: false }, abort.signal),
-      ])
-        .then(([columns, samples]) => setState({ key, path: criticalPath(step, start, end, spanRows(columns), samples.rows), merged: Boolean(columns.merged), error: null }))
-        .catch((error: Error) => error.name !== "AbortError" && setState({ key, path: null, merged: false, error }));
+      get<Paths>(runPath(run, "paths"), { first, last, most: MOST_PATHS }, abort.signal)
+        .then(({ steps, answers, spans }) => {
+          const group = <T>(rows: readonly T[], of: (row: T) => number) => {
+            const found = new Map<number, T[]>();
+            for (const row of rows) {
+              const own = found.get(of(row));
+              if (own) own.push(row);
+              else found.set(of(row), [row]);
+            };
+            return found;
+          };
+          const [answersOf, spansOf] = [group(answers, (row) => row.step), group(spans, (row) => row.of_step)];
+          const paths = steps.map(({ step, start, end }) => criticalPath(step, start, end, spansOf.get(step) ?? [], answersOf.get(step) ?? []));
+          setState({ run, read: { first, last, paths }, error: null });
+        })
+        .catch((error: Error) => error.name !== "AbortError" && setState({ run, read: null, error }));
     // A view that moves passes over many steps.
-    const timer = setTimeout(() => void load(), state.key ? STEP_WAIT_MS : 0);
+    const timer = setTimeout(() => void load(), state.read ? STEP_WAIT_MS : 0);
     return () => {
       clearTimeout(timer);
       abort.abort();
     };
-  }, [key]);
-  return state.key === key ? state : { path: null, merged: false, error: null };
+  }, [run, first, last]);
+  return state.run === run ? state : { read: null, error: null };
 }

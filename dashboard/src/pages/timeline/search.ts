@@ -1,6 +1,6 @@
-/** Finds and merges the spans of a track, for drawing and for the pointer. */
+/** Finds the spans of a track. */
 
-import { KINDS, type SpanColumns, type Track } from "./spans";
+import type { SpanColumns, Track } from "./spans";
 
 /** Index of the first of the rising times at or after a time. */
 export function firstFrom(times: ArrayLike<number>, time: number): number {
@@ -12,63 +12,6 @@ export function firstFrom(times: ArrayLike<number>, time: number): number {
     else high = middle;
   }
   return low;
-}
-
-export interface Box {
-  from: number;
-  to: number;
-  kind: number;
-  /** Index in the track, or -1 when the box stands for several spans. */
-  index: number;
-}
-
-/**
- * Returns the boxes to draw for [from, to). `narrow` is the seconds of one pixel.
- *
- * A span of a pixel or more is its own box. Narrower ones share the boxes of their pixels, with the kind that fills most
- * of it, so that the number of boxes is bounded by the width, not by the number of spans.
- */
-export function visibleBoxes(track: Track, from: number, to: number, narrow: number): Box[] {
-  const boxes: Box[] = [];
-  const filled = new Float64Array(KINDS.length);
-  let pixel = -1;
-  let only = -1;
-  let merged = 0;
-  const flush = () => {
-    if (merged === 0) return;
-    let best = 0;
-    for (let kind = 1; kind < filled.length; kind++) if (filled[kind]! > filled[best]!) best = kind;
-    const start = from + pixel * narrow;
-    if (merged === 1) boxes.push({ from: track.start[only]!, to: Math.max(track.end[only]!, track.start[only]! + narrow / 2), kind: track.kind[only]!, index: only });
-    else {
-      const before = boxes.at(-1);
-      // Neighbors of one kind are one box: thousands of pixels are drawn more slowly.
-      if (before && before.index < 0 && before.kind === best && Math.abs(start - before.to) < narrow / 2) before.to = start + narrow;
-      else boxes.push({ from: start, to: start + narrow, kind: best, index: -1 });
-    }
-    filled.fill(0);
-    merged = 0;
-  };
-  const end = firstFrom(track.start, to);
-  for (let i = firstFrom(track.start, from - track.longest); i < end; i++) {
-    const start = track.start[i]!;
-    const stop = track.end[i]!;
-    if (stop < from) continue;
-    if (stop - start >= narrow) {
-      flush();
-      pixel = -1;
-      boxes.push({ from: start, to: stop, kind: track.kind[i]!, index: i });
-      continue;
-    }
-    const at = Math.floor((start - from) / narrow);
-    if (at !== pixel) flush();
-    pixel = at;
-    only = i;
-    merged++;
-    filled[track.kind[i]!]! += Math.max(stop - start, 1e-9);
-  }
-  flush();
-  return boxes;
 }
 
 /** Index of the span at a time, within a tolerance; the shortest one when several cover it. -1 if there is none. */

@@ -3,7 +3,7 @@
 import type { InFlight, Spans } from "../../types";
 
 /** Spans as columns; what a test leaves out is as if nothing was merged. */
-export type SpanColumns = Omit<Spans, "attempt" | "count" | "merged"> & Partial<Spans>;
+export type SpanColumns = Omit<Spans, "attempt" | "count" | "merged" | "part_seconds" | "slots" | "status"> & Partial<Spans>;
 
 export const KINDS = [
   "queue", "prefill", "decode", "environment", "reward", "request",
@@ -13,7 +13,7 @@ export type Kind = (typeof KINDS)[number];
 
 /** The color token of each kind. */
 export const COLOR: Record<Kind, string> = {
-  queue: "q", prefill: "pf", decode: "dc", environment: "env", reward: "rw", request: "wait",
+  queue: "q", prefill: "pf", decode: "dc", environment: "env", reward: "rw", request: "line2",
   forward: "fw", backward: "bw", reduction: "red", optimizer: "opt", "weight sync": "sync",
   checkpoint: "ink3", wait: "wait", other: "line2", eval: "c3",
 };
@@ -30,11 +30,26 @@ export function kindOf(component: string, name: string): Kind {
   return BY_NAME[name] ?? (component === "environment" ? "environment" : component === "rollout" ? "environment" : "other");
 }
 
-/** Spans that do not overlap much, sorted by their start. */
+/** What became of a request. Spans without a sample, and those of samples that run, are drawn as kept ones. */
+export const OUTCOMES = ["kept", "discarded", "cancelled", "eval"] as const;
+export type Outcome = (typeof OUTCOMES)[number];
+
+function outcomeOf(status: string | null | undefined): number {
+  // A masked answer was left out of the loss.
+  return Math.max(0, OUTCOMES.indexOf((status === "masked" ? "discarded" : status) as Outcome));
+}
+
+/** Which span a slot shows where several cover the same time, as in the server's `AFTER_ENGINE`. */
+const LEVEL: Partial<Record<Kind, number>> = { environment: 1, reward: 2, request: 3 };
+const LEVELS = 4;
+
+/** What a lane shows: spans that do not overlap, sorted by their start. */
 export interface Track {
   start: Float64Array;
   end: Float64Array;
   kind: Uint8Array;
+  /** Place in `OUTCOMES`. */
+  outcome: Uint8Array;
   /** Row of the columns. */
   row: Int32Array;
   /** The longest span, so that a search knows how far to look back. */
@@ -50,9 +65,9 @@ export interface Lane {
   owner: number;
   /** Request slot of an engine; 0 elsewhere. */
   slot: number;
-  /** Drawn under `main`: whole requests, waits. */
-  back: Track;
   main: Track;
+  /** Drawn under `main`: waits of the trainer. */
+  back: Track;
   /** Drawn as a stripe over `main`: what runs beside it. */
   stripe: Track;
   /** The request that has not ended, in a slot of a live run. */
@@ -87,26 +102,47 @@ type Place = "back" | "main" | "stripe";
 class Builder {
   readonly rows: number[] = [];
   constructor(private readonly columns: SpanColumns) {}
+
   build(): Track {
-    const { start, end, component, name, count } = this.columns;
+    const { start, end, component, name, count, status, part_seconds = 0 } = this.columns;
     const rows = this.rows.sort((a, b) => start[a]! - start[b]! || end[b]! - end[a]!);
-    const track: Track = {
-      start: Float64Array.from(rows, (row) => start[row]!),
-      end: Float64Array.from(rows, (row) => end[row]!),
-      kind: Uint8Array.from(rows, (row) => KINDS.indexOf(kindOf(component[row]!, name[row]!))),
-      row: Int32Array.from(rows),
-      longest: 0,
-    };
-    let stacked = -Infinity; // merged spans of several kinds took turns: each has its share, one after the other
-    for (let i = 0; i < rows.length; i++) {
-      if ((count?.[rows[i]!] ?? 1) > 1) {
-        const shift = Math.max(0, stacked - track.start[i]!);
-        track.start[i]! += shift;
-        stacked = track.end[i]! += shift;
-      }
-      track.longest = Math.max(track.longest, track.end[i]! - track.start[i]!);
+    const kinds = rows.map((row) => KINDS.indexOf(kindOf(component[row]!, name[row]!)));
+    // Spans that were merged took turns: each kind has its share of the part, one after the other.
+    let stacked = -Infinity;
+    const shifts = rows.map((row) => {
+      if ((count?.[row] ?? 1) === 1 && end[row]! - start[row]! >= part_seconds) return 0;
+      const shift = Math.max(0, stacked - start[row]!);
+      stacked = end[row]! + shift;
+      return shift;
+    });
+    const pieces: { start: number; end: number; at: number }[] = [];
+    let covered: { start: number; end: number }[] = [];
+    for (let level = 0; level < LEVELS; level++) {
+      const before = pieces.length;
+      let next = 0;
+      let reached = -Infinity;
+      rows.forEach((row, at) => {
+        if ((LEVEL[KINDS[kinds[at]!]!] ?? 0) !== level) return;
+        const stop = end[row]! + shifts[at]!;
+        let time = Math.max(start[row]! + shifts[at]!, reached);
+        reached = Math.max(reached, stop);
+        while (next < covered.length && covered[next]!.end <= time) next++;
+        for (let i = next; time < stop; i++) {
+          const free = Math.min(stop, covered[i]?.start ?? Infinity);
+          if (free > time) pieces.push({ start: time, end: free, at });
+          time = Math.max(free, covered[i]?.end ?? free);
+        }
+      });
+      if (pieces.length > before) covered = pieces.map((piece) => piece).sort((a, b) => a.start - b.start);
     }
-    return track;
+    return {
+      start: Float64Array.from(covered, (piece) => piece.start),
+      end: Float64Array.from(covered, (piece) => piece.end),
+      kind: Uint8Array.from(covered as typeof pieces, ({ at }) => kinds[at]!),
+      outcome: Uint8Array.from(covered as typeof pieces, ({ at }) => outcomeOf(status?.[rows[at]!])),
+      row: Int32Array.from(covered as typeof pieces, ({ at }) => rows[at]!),
+      longest: covered.reduce((most, piece) => Math.max(most, piece.end - piece.start), 0),
+    };
   }
 }
 
@@ -117,7 +153,7 @@ function placeOf(component: string, name: string): Place | null {
     if (name === "gradient_reduction" || name.startsWith("weight_broadcast")) return "stripe";
     return name === "waiting_for_data" ? "back" : "main";
   }
-  return name === "generate" ? "back" : "main";
+  return "main";
 }
 
 /** Sorts spans into lanes: one per request slot of an engine, trainer rank, and kind of orchestrator event. */
@@ -155,15 +191,17 @@ export function buildLanes(columns: SpanColumns): Lanes {
     back: lane.tracks.back.build(), main: lane.tracks.main.build(), stripe: lane.tracks.stripe.build(),
   }));
   built.sort((a, b) => a.owner - b.owner || a.slot - b.slot);
-  const servers = new Set([...built.filter((lane) => lane.area === "engine").map((lane) => lane.owner), ...weights.keys()]);
+  const slots = new Map(Object.entries(columns.slots ?? {}).map(([server, number]) => [Number(server), number]));
+  const servers = new Set([...slots.keys(), ...built.filter((lane) => lane.area === "engine").map((lane) => lane.owner), ...weights.keys()]);
   const none = new Builder(columns).build();
   return {
     columns,
     orchestrator: built.filter((lane) => lane.area === "orchestrator"),
     trainer: built.filter((lane) => lane.area === "trainer"),
+    // Every slot of the run has its lane, also where it is empty: lanes stay in their places.
     engines: [...servers].sort((a, b) => a - b).map((server) => ({
       server,
-      lanes: built.filter((lane) => lane.area === "engine" && lane.owner === server),
+      lanes: withSlots(server, built.filter((lane) => lane.area === "engine" && lane.owner === server), Array.from({ length: slots.get(server) ?? 0 }, (_, slot) => slot)),
       syncs: weights.get(server)?.syncs.build() ?? none,
       transfers: weights.get(server)?.transfers.build() ?? none,
       busy: null,
@@ -173,7 +211,13 @@ export function buildLanes(columns: SpanColumns): Lanes {
   };
 }
 
-const NOTHING: Track = { start: new Float64Array(), end: new Float64Array(), kind: new Uint8Array(), row: new Int32Array(), longest: 0 };
+const NOTHING: Track = { start: new Float64Array(), end: new Float64Array(), kind: new Uint8Array(), outcome: new Uint8Array(), row: new Int32Array(), longest: 0 };
+
+function withSlots(server: number, lanes: readonly Lane[], slots: readonly number[]): Lane[] {
+  const known = new Set(lanes.map((lane) => lane.slot));
+  const empty = slots.filter((slot) => !known.has(slot)).map((slot): Lane => ({ key: `engine/${server}/${slot}`, area: "engine", owner: server, slot, back: NOTHING, main: NOTHING, stripe: NOTHING }));
+  return [...lanes, ...empty].sort((a, b) => a.slot - b.slot);
+}
 
 /** Adds the requests that run now: a span is written when it ends, so these have none. */
 export function withRunning(lanes: Lanes, requests: readonly InFlight[]): Lanes {
@@ -182,10 +226,8 @@ export function withRunning(lanes: Lanes, requests: readonly InFlight[]): Lanes 
   const engines = [...servers].sort((a, b) => a - b).map((server): Engine => {
     const known = lanes.engines.find((engine) => engine.server === server) ?? { server, lanes: [], syncs: NOTHING, transfers: NOTHING };
     const mine = new Map(open.filter((request) => request.server === server).map((request) => [request.lane!, request]));
-    const empty = [...mine.keys()].filter((slot) => !known.lanes.some((lane) => lane.slot === slot));
-    const all = [...known.lanes, ...empty.map((slot): Lane => ({ key: `engine/${server}/${slot}`, area: "engine", owner: server, slot, back: NOTHING, main: NOTHING, stripe: NOTHING }))];
     const running = (request: InFlight | undefined): Running | undefined => request && { sample: request.sample_id, start: request.started_at! };
-    return { ...known, busy: mine.size, lanes: all.sort((a, b) => a.slot - b.slot).map((lane) => ({ ...lane, running: running(mine.get(lane.slot)) })) };
+    return { ...known, busy: mine.size, lanes: withSlots(server, known.lanes, [...mine.keys()]).map((lane) => ({ ...lane, running: running(mine.get(lane.slot)) })) };
   });
   return { ...lanes, engines };
 }

@@ -1,9 +1,10 @@
 import { expect, test } from "vitest";
 import type { Alert, InFlight } from "../../types";
 import { alertMarks, outages } from "./alerts";
-import { advice, criticalPath, partition, tableRows, total, verdict, type StepSpan } from "./criticalPath";
-import { nextRequest, spanAt, visibleBoxes } from "./search";
-import { KINDS, buildLanes, kindOf, type SpanColumns, withRunning } from "./spans";
+import { advice, criticalPath, type CriticalPath, meanPath, partition, tableRows, total, verdict, type StepSpan } from "./criticalPath";
+import { boxesWithin, pixelBoxes } from "./pixels";
+import { nextRequest, spanAt } from "./search";
+import { KINDS, buildLanes, kindOf, OUTCOMES, type SpanColumns, type Track, withRunning } from "./spans";
 import { traceEvents } from "./trace";
 import { NARROWEST, bound, clock, follow, ticks, zoom } from "./viewport";
 
@@ -22,6 +23,8 @@ function spans(rows: Row[]): StepSpan[] {
   return rows.map(([component, name, rest]) => ({ component, name, rank: null, server: null, lane: null, step: null, sample_id: null, ...rest }));
 }
 
+const ALONE = { outages: [], evals: [] };
+
 const REQUEST: Row[] = [
   ["rollout", "generate", { server: 0, lane: 3, sample_id: "7-1", start: 0, end: 5 }],
   ["inference", "decode", { server: 0, lane: 3, sample_id: "7-1", start: 2, end: 5 }],
@@ -34,14 +37,20 @@ const REQUEST: Row[] = [
   ["weights", "weight_sync", { server: 0, step: 4, start: 9, end: 9.5 }],
 ];
 
-test("requests lie in the lane of their slot, with the request under its phases", () => {
-  const lanes = buildLanes(columns(REQUEST));
+test("a slot shows the engine, then tools and rewards, then the rest of its request", () => {
+  const lanes = buildLanes(columns([...REQUEST, ["rollout", "reward", { server: 0, lane: 3, sample_id: "6-0", start: 4, end: 5.5 }]]));
   expect(lanes.engines).toHaveLength(1);
   const [lane] = lanes.engines[0]!.lanes;
-  expect([lane!.slot, lane!.back.start.length, lane!.main.start.length]).toEqual([3, 1, 3]);
-  expect([...lane!.main.start]).toEqual([1, 2, 5]);
+  const shown = [...lane!.main.start].map((start, i) => [start, lane!.main.end[i], KINDS[lane!.main.kind[i]!]]);
+  expect(lane!.slot).toBe(3);
+  expect(shown).toEqual([[0, 1, "request"], [1, 2, "queue"], [2, 5, "decode"], [5, 5.5, "reward"], [5.5, 6, "reward"]]);
   expect(lanes.engines[0]!.syncs.start.length).toBe(1);
   expect(lanes.trainer[0]!.stripe.start.length).toBe(1);
+});
+
+test("every slot of the run has a lane, whatever is in view", () => {
+  const { engines } = buildLanes({ ...columns(REQUEST), slots: { "0": 4, "1": 2 } });
+  expect(engines.map((engine) => engine.lanes.map((lane) => lane.slot))).toEqual([[0, 1, 2, 3], [0, 1]]);
 });
 
 test("merged spans of several kinds are drawn one after the other, as long as they are together", () => {
@@ -61,23 +70,48 @@ test("every known name has a kind", () => {
   expect(kindOf("environment", "turn")).toBe("environment");
 });
 
-test("narrow spans share the boxes of their pixels, and neighbors of one kind are one box", () => {
-  const kind = (i: number) => (i < 5000 ? (i % 3 ? "decode" : "queue") : Math.floor(i / 100) % 2 ? "prefill" : "queue");
-  const many: Row[] = Array.from({ length: 10_000 }, (_, i) => ["inference", kind(i), { server: 0, lane: 0, start: i * 0.001, end: i * 0.001 + 0.0009 }]);
-  const track = buildLanes(columns(many)).engines[0]!.lanes[0]!.main;
-  const boxes = visibleBoxes(track, 0, 10, 0.1);
-  expect(boxes.length).toBe(51);
-  expect([boxes[0]!.from, boxes[0]!.to]).toEqual([0, expect.closeTo(5)]);
-  expect(boxes.slice(0, 3).map((box) => KINDS[box.kind])).toEqual(["decode", "queue", "prefill"]);
+/** Returns the pixels of each kind. */
+function pixelsOf(track: Track, origin: number, narrow: number): Record<string, number> {
+  const found: Record<string, number> = {};
+  for (const box of pixelBoxes(track, origin, narrow)) found[KINDS[box.kind]!] = (found[KINDS[box.kind]!] ?? 0) + box.to - box.from;
+  return found;
+}
+
+test("each kind has the pixels of its time at every zoom, however short its spans are", () => {
+  const parts = [["queue", 0.0007], ["prefill", 0.0011], ["decode", 0.0052]] as const;
+  let time = 0;
+  const rows = Array.from({ length: 3000 }, (_, i): Row => {
+    const [kind, length] = parts[i % 3]!;
+    const start = time + (i % 7 ? 0 : 0.0041);
+    time = start + length * (1 + (i % 5) / 3);
+    return ["inference", kind, { server: 0, lane: 0, start, end: time }];
+  });
+  const track = buildLanes(columns(rows)).engines[0]!.lanes[0]!.main;
+  for (const narrow of [0.05, 0.01, 0.003, 0.0008]) {
+    const drawn = pixelsOf(track, 0, narrow);
+    for (const [kind] of parts) {
+      const recorded = rows.filter((row) => row[1] === kind).reduce((sum, row) => sum + row[2].end - row[2].start, 0);
+      expect(Math.abs(drawn[kind]! - recorded / narrow)).toBeLessThanOrEqual(1);
+    }
+    const boxes = pixelBoxes(track, 0, narrow);
+    expect(boxes.every((box, i) => i === 0 || boxes[i - 1]!.to <= box.from)).toBe(true);
+  }
+});
+
+test("outcomes are boxes of their own", () => {
+  const rows = Array.from({ length: 40 }, (_, i): Row => ["inference", "decode", { server: 0, lane: 0, start: i, end: i + 1 }]);
+  const status = rows.map((_, i) => ["kept", "masked", "cancelled", "eval"][i % 4]!);
+  const boxes = pixelBoxes(buildLanes({ ...columns(rows), status }).engines[0]!.lanes[0]!.main, 0, 0.5);
+  expect(boxes.slice(0, 4).map((box) => OUTCOMES[box.outcome])).toEqual(["kept", "discarded", "cancelled", "eval"]);
 });
 
 test("a long span that began before the view is drawn", () => {
   const track = buildLanes(columns([["inference", "decode", { server: 0, lane: 0, start: 0, end: 100 }]])).engines[0]!.lanes[0]!.main;
-  expect(visibleBoxes(track, 50, 60, 0.01)).toHaveLength(1);
+  expect(boxesWithin(pixelBoxes(track, 0, 0.01), 5000, 6000)).toHaveLength(1);
 });
 
 test("the pointer finds the shortest span under it, and near ones within the tolerance", () => {
-  const track = buildLanes(columns(REQUEST)).engines[0]!.lanes[0]!.main;
+  const track = buildLanes(columns(REQUEST.slice(1))).engines[0]!.lanes[0]!.main;
   expect(track.start[spanAt(track, 1.5, 0)]).toBe(1);
   expect(track.start[spanAt(track, 0.95, 0.1)]).toBe(1);
   expect(spanAt(track, 0.5, 0.1)).toBe(-1);
@@ -122,8 +156,8 @@ test("the critical path goes through the last sample to the end of the step", ()
     ["Forward", 0.5], ["Backward", 1.5], ["Reduce", 0.25], ["Between phases", 0.75], ["Weight sync", 0.5],
   ]);
   expect(rows.reduce((sum, row) => sum + row.seconds, 0)).toBeCloseTo(9);
-  expect(verdict(path)).toBe("It waited 5.5 s for one long answer.");
-  expect(advice(path)).toBe("Raise max_async_rollout: group 7 would join a later step. Or lower max_tokens.");
+  expect(verdict([path], ALONE)).toBe("It waited 5.5 s for one long answer.");
+  expect(advice([path], ALONE)[0]).toBe("Raise max_async_rollout: group 7 would join a later step. Or lower max_tokens.");
 });
 
 test("a wait for all answers gets the advice of the overview, and a short wait none", () => {
@@ -131,8 +165,37 @@ test("a wait for all answers gets the advice of the overview, and a short wait n
     { sample_id: "7-1", group_id: 7, finished_at: 6, server: 0, lane: 3 },
     { sample_id: "6-0", group_id: 6, finished_at: 5.9, server: 0, lane: 1 },
   ];
-  expect(advice(criticalPath(4, 1, 10, spans(REQUEST), samples))).toBe("Add inference servers, raise max_async_rollout, or give the trainer fewer GPUs.");
-  expect(advice(criticalPath(4, 5.95, 10, spans(REQUEST), samples))).toBeNull();
+  expect(advice([criticalPath(4, 1, 10, spans(REQUEST), samples)], ALONE)).toEqual(["Add inference servers, raise max_async_rollout, or give the trainer fewer GPUs."]);
+  expect(advice([criticalPath(4, 5.95, 10, spans(REQUEST), samples)], ALONE)).toEqual([]);
+});
+
+function stepOf(rows: Row[], end = 10): CriticalPath {
+  return criticalPath(4, 1, end, spans(rows), [
+    { sample_id: "7-1", group_id: 7, finished_at: 6, server: 0, lane: 3 },
+    { sample_id: "6-0", group_id: 6, finished_at: 5.9, server: 0, lane: 1 },
+  ]);
+}
+
+test.each([
+  ["a dead engine", REQUEST, { outages: [{ server: 1, from: 0, to: 20 }], evals: [] }, "while engine 1 was down.", "Engine 1 was down for 20 s"],
+  ["an eval on its engines", REQUEST, { outages: [], evals: [{ from: 0, to: 6, servers: [0] }] }, "while an eval ran", "raise eval_every"],
+  ["not an eval elsewhere", REQUEST, { outages: [], evals: [{ from: 0, to: 6, servers: [2] }] }, "to be generated.", "Add inference servers"],
+  ["a weight sync", [...REQUEST, ["weights", "weight_sync", { server: 1, start: 9, end: 20 }]] as Row[], ALONE, "for weight syncs.", "weight_broadcast_bucket_mb"],
+  ["a checkpoint", [...REQUEST, ["trainer", "checkpoint", { rank: 0, step: 4, start: 9, end: 20 }]] as Row[], ALONE, "for a checkpoint.", "raise checkpoint_every"],
+  ["a stopped rank", [...REQUEST, ["trainer", "step", { rank: 1, step: 4, start: 18, end: 19.5 }]] as Row[], ALONE, "for its last rank to begin.", "Rank 1 began late"],
+])("advice names %s", (_, rows, around, said, tip) => {
+  const path = stepOf(rows, rows.length > REQUEST.length ? 20 : 10);
+  expect(verdict([path], around)).toContain(said);
+  expect(advice([path], around)[0]).toContain(tip);
+});
+
+test("the mean path has the mean seconds of each part, which add up to the mean step", () => {
+  const paths = [stepOf(REQUEST), stepOf([...REQUEST, ["weights", "weight_sync", { server: 1, start: 9.5, end: 14 }]], 14)];
+  const rows = tableRows(meanPath(paths));
+  expect(rows.map((row) => [row.label, row.seconds])).toContainEqual(["Its decode", 3]);
+  expect(rows.find((row) => row.label === "Weight sync")!.seconds).toBeCloseTo((0.5 + 5) / 2);
+  expect(rows.reduce((sum, row) => sum + row.seconds, 0)).toBeCloseTo((9 + 13) / 2);
+  expect(verdict(paths, ALONE)).toBe("The mean step waited 5.5 s of 11 s for its answers to be generated.");
 });
 
 test("requests that run lie in their slots, also where nothing has ended", () => {
@@ -170,7 +233,7 @@ test("a step whose batch was ready names its longest phase", () => {
   const samples = [{ sample_id: "7-1", group_id: 7, finished_at: 6, server: 0, lane: 3 }];
   const path = criticalPath(4, 6.45, 10, spans(REQUEST), samples);
   expect(path.last).toBeNull();
-  expect(verdict(path)).toBe("Its batch was ready. Backward took 1.5 s, 42\u2009% of it.");
+  expect(verdict([path], ALONE)).toBe("Its batch was ready. Backward took 1.5 s, 42\u2009% of it.");
 });
 
 test("the trace has processes, threads and microseconds", () => {

@@ -24,6 +24,17 @@ def spans(
     return Reply(request, timeline.spans(store, start, end, limit, buckets))
 
 
+@router.get("/paths", response_model=row_models.Paths, summary="What steps waited for")
+def paths(
+    request: Request,
+    store: Store,
+    first: int,
+    last: int,
+    most: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> Reply:
+    return Reply(request, timeline.paths(store, first, last, most))
+
+
 @router.get("/gauges", response_model=list[row_models.GaugeSeries], summary="Series of gauges")
 def gauges(
     request: Request,
