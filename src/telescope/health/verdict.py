@@ -120,13 +120,12 @@ def verdict(history: History, found: Sequence[Finding], state: State) -> list[di
     ended = _end(state)
     facts = [*ended, *(_sentence(each.text, each.metrics) for each in worst)]
     urgent = len(ended) or int(any(each.level == "error" for each in worst[:1]))
-    facts[urgent:urgent] = _outcome(history)
+    outcome = facts[urgent:urgent] = _outcome(history)
     if not worst and not ended:
-        waits = (
-            "No step has ended yet." if state.status in ("live", "unknown") else "The run ended before its first step."
-        )
+        is_open = state.status in ("live", "unknown")
+        waits = "No step has ended yet." if is_open else "The run ended before its first step."
         calm = _sentence("Nothing stands out." if history.steps else waits, ())
-        facts += _no_signal(history) or [calm]
+        facts += _no_signal(history) or [calm] * (is_open or not outcome)
     advice = [_sentence(each.advice, each.metrics) for each in worst[:1] if state.status != "finished"]
     return [*facts[: 2 + urgent], *advice]
 

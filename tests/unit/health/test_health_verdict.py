@@ -24,6 +24,7 @@ def test_a_healthy_run_says_what_came_out_and_that_nothing_stands_out() -> None:
     assert outcome["text"].startswith("Mean reward of all groups: ")
     assert (calm["text"], calm["metrics"], calm["is_outcome"]) == ("Nothing stands out.", [], False)
     assert not any(cell["attention"] for cell in verdict.cells(history(), []))
+    assert [one["is_outcome"] for one in sentences({rules.NO_SIGNAL: [10.0] * 60}, State("finished"))] == [True]
 
 
 def test_evals_are_the_outcome_and_groups_without_signal_are_named_from_a_third() -> None:

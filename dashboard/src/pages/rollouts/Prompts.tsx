@@ -58,7 +58,8 @@ export function PromptList({ run, query, version }: { run: string; query: Query;
   return (
     <>
       <div className="gh sub">
-        <span className="seg small" role="group" aria-label="Prompts">
+        <span className="f">solved</span>
+        <span className="seg small" role="group" aria-label="Prompts solved">
           {[["", "all"] as const, ...MARKS].map(([value, title]) => (
             <button key={value} aria-pressed={mark === value} onClick={() => setParams({ mark: value })}>
               {title} {data && <span className="f">{count(value ? data[value as "never"] : data.total)}</span>}

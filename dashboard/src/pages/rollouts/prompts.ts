@@ -5,9 +5,9 @@ import type { Prompt } from "../../types";
 import type { GroupSample, SampleRow } from "./types";
 
 export const MARKS: [value: string, title: string][] = [
-  ["never", "never solved"],
+  ["never", "never"],
   ["sometimes", "sometimes"],
-  ["always", "always solved"],
+  ["always", "always"],
 ];
 
 export const PROMPT_SORTS: [value: string, title: string][] = [
