@@ -25,7 +25,6 @@ from telescope.config.machine import local_resources
 from telescope.config.memory import (
     GIB,
     EngineMemory,
-    MemoryEstimate,
     TrainerMemory,
     estimate_memory,
     num_recomputed,
@@ -103,7 +102,12 @@ def print_dry_run(
     trials = [] if unknown else preflight.find_problems(config, [try_components])
     if report is None or problems:
         raise ConfigError("\n".join([*problems, *([] if elsewhere else here), *trials]))
-    files, fit, excluded = _problems_of_the_model(config, report, assumed or local_resources())
+    # `report` is reused, so that the hub is not contacted again.
+    with_files = (preflight.check_report, preflight.check_disk, preflight.check_checkpoint_memory)
+    files = preflight.find_problems(config, [partial(check, report=report) for check in with_files])
+    machine = assumed or local_resources()
+    fit = preflight.find_problems(config, [partial(preflight.check_fit, report=report, machine=machine)])
+    excluded = preflight.find_problems(config, [partial(preflight.check_shape, report=report)])  # on every machine
     if assumed is not None:
         # Print the plan even if the hub cannot be reached and the sizes come from elsewhere.
         refused, remarked = ([*excluded, *fit], [*here, *files]) if report.shape is not None else (files, here)
@@ -127,17 +131,6 @@ def print_dry_run(
     if refused:
         raise ConfigError("\n".join(refused))
     console.print("\nDry run: nothing was started.", style="dim")
-
-
-def _problems_of_the_model(
-    config: TelescopeConfig, report: ModelReport, machine: ClusterResources
-) -> tuple[list[str], list[str], list[str]]:
-    """Returns problems with the model's files, with its size on `machine`, and with its shape on every machine."""
-    # `report` is reused, so that the hub is not contacted again.
-    with_files = (preflight.check_report, preflight.check_disk, preflight.check_checkpoint_memory)
-    files = preflight.find_problems(config, [partial(check, report=report) for check in with_files])
-    fit = preflight.find_problems(config, [partial(preflight.check_fit, report=report, machine=machine)])
-    return files, fit, preflight.find_problems(config, [partial(preflight.check_shape, report=report)])
 
 
 def _print_remarks(title: str, remarks: list[str], console: Console) -> None:
@@ -256,7 +249,11 @@ def _print_memory(
     assumed: bool,
 ) -> list[str]:
     """Prints the estimate. Returns remarks about what does not fit."""
-    memory = _device_memory(placement, resources)
+    if placement.device == "cuda":
+        sizes = [node.gpu_memory_bytes for node in placement.nodes]
+    else:
+        sizes = [node.memory_bytes for node in resources.nodes]
+    memory = min((size or 0 for size in sizes), default=0) or None  # None if unknown
     of_which = f", for GPUs of {(memory or 0) / GIB:g} GiB as assumed" if assumed else ""
     console.print(Text(f"\nMemory (estimate{of_which})", style="bold cyan"))
     if report.shape is None:
@@ -283,7 +280,12 @@ def _print_memory(
         console.print("  GPU memory is not known here: --gpu-memory-gib 80 checks the plan for such GPUs.")
     if sentence := preflight.checkpoint_sentence(config, report):
         console.print(f"  {sentence}", soft_wrap=True)
-    remarks = list(_remarks(config, estimate))
+    remarks, engine = list(estimate.problems), estimate.engine
+    if engine.kv_cache is not None and engine.longest_sequence_kv <= engine.kv_cache < engine.all_slots_kv:
+        remarks.append(
+            f"The KV cache fits {engine.kv_cache / engine.all_slots_kv:.0%} of what all request slots need at full "
+            "length; longer answers wait for each other. That is fine when most answers are short."
+        )
     in_place = plan_staging(config, report.shape, memory).in_place_because
     # For a dense model on one GPU it depends on the GPU; on the CPU there is no choice.
     is_open = config.inference_tensor_parallel_size == 1 and not report.shape.num_experts
@@ -341,24 +343,6 @@ def _engine_rows(config: TelescopeConfig, engine: EngineMemory) -> list[tuple[st
         rows.append((f"KV cache holds {engine.tokens:,} tokens", f"{full:,.1f} full"))
     rows.append((f"all {config.lanes_per_server} request slots, full length", _gib(engine.all_slots_kv)))
     return rows
-
-
-def _remarks(config: TelescopeConfig, estimate: MemoryEstimate) -> list[str]:
-    remarks = list(estimate.problems)
-    engine = estimate.engine
-    if engine.kv_cache is not None and engine.longest_sequence_kv <= engine.kv_cache < engine.all_slots_kv:
-        remarks.append(
-            f"The KV cache fits {engine.kv_cache / engine.all_slots_kv:.0%} of what all request slots need at full "
-            "length; longer answers wait for each other. That is fine when most answers are short."
-        )
-    return remarks
-
-
-def _device_memory(placement: Placement, resources: ClusterResources) -> int | None:
-    """Memory of one GPU, or of the node without GPUs. None if unknown."""
-    if placement.device == "cuda":
-        return min((node.gpu_memory_bytes or 0 for node in placement.nodes), default=0) or None
-    return min((node.memory_bytes or 0 for node in resources.nodes), default=0) or None
 
 
 def _gib(size: int) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +27,21 @@ STOP_TIMEOUT_SECONDS = 20.0
 ANSWER_TIMEOUT_SECONDS = 30.0
 
 
+@dataclass(frozen=True)
 class ActorHandle:
     """Driver-side handle of a server's actor, for the driver's event loop."""
 
-    def __init__(self, actor: Any, index: int) -> None:
-        self._actor = actor
-        self._index = index
+    actor: Any
+    index: int
 
     async def status(self) -> Any:
         """The `ServerStatus` of the process. Raises InfrastructureError when the actor itself has exited."""
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_SECONDS):
-                return await answer(self._actor.status.remote(), f"status of server {self._index}")
+                return await answer(self.actor.status.remote(), f"status of server {self.index}")
         except TimeoutError:
             raise DeadlineExceeded(
-                f"the actor of inference server {self._index} did not answer within {ANSWER_TIMEOUT_SECONDS:g} s"
+                f"the actor of inference server {self.index} did not answer within {ANSWER_TIMEOUT_SECONDS:g} s"
             ) from None
 
 

@@ -178,6 +178,19 @@ class Rule:
     """Whether the user is told of an adjusted default. False if that is what the other fields ask for."""
 
 
+def requires(field: str, other: str, adjust: Callable[[TelescopeConfig], Any] | None = None) -> Rule:
+    """Returns the rule that `field` may be true, or not null, only where `other` is true."""
+    return Rule(
+        (field, other),
+        f"requires {other}",
+        lambda c: getattr(c, field) is not None and getattr(c, field) is not False and not getattr(c, other),
+        lambda c: (
+            f"Set {other} to true, or {f'{field} to false' if getattr(c, field) is True else f'leave {field} null'}"
+        ),
+        adjust,
+    )
+
+
 def up_to_multiple(value: int, of: int) -> int:
     """Rounds up to a multiple."""
     return -(-value // of) * of

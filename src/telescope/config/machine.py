@@ -18,6 +18,8 @@ import socket
 import subprocess
 from pathlib import Path
 
+import psutil
+
 from telescope.config.plan import ClusterResources, NodeResources
 from telescope.errors import ConfigError
 
@@ -93,7 +95,6 @@ def ray_cluster_is_configured(ray_address: str) -> bool:
 
 IN_USE = "in use"
 PORTS_TO_TRY = 20  # blocks of ports to look at for a suggestion
-CONNECTION_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 
 
 class PortHold:
@@ -148,8 +149,10 @@ def _name(port: int) -> str:
 
 def _bind_problem(host: str, port: int) -> str | None:
     problem = _try_to_bind(host, port, reuse=True)
-    if problem is None and _try_to_bind(host, port, reuse=False) == IN_USE and not _has_connections(port):
-        return IN_USE  # bound by a server that does not listen yet
+    if problem is None and _try_to_bind(host, port, reuse=False) == IN_USE:
+        # Connections, also those in TIME_WAIT, keep a socket without SO_REUSEADDR from binding, and not a server.
+        has_connections = any(connection.laddr.port == port for connection in psutil.net_connections("tcp"))
+        return None if has_connections else IN_USE  # bound by a server that does not listen yet
     return problem
 
 
@@ -162,19 +165,6 @@ def _try_to_bind(host: str, port: int, *, reuse: bool) -> str | None:
         except OSError as error:
             return IN_USE if error.errno == errno.EADDRINUSE else error.strerror or str(error)
     return None
-
-
-def _has_connections(port: int) -> bool:
-    """Returns whether local connections use the port, also those in TIME_WAIT.
-
-    They keep a socket without SO_REUSEADDR from binding it, and are nothing to a server.
-    """
-    for table in CONNECTION_TABLES:
-        if table.exists():  # no IPv6, no table of it
-            for line in table.read_text().splitlines()[1:]:
-                if int(line.split()[1].rpartition(":")[2], 16) == port:
-                    return True
-    return False
 
 
 def _explain(host: str, port: int, problem: str, server: int, num_servers: int) -> str:

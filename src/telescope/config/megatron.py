@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from telescope.config.base import MAX_WORKERS, Rule, up_to_multiple
+from telescope.config.base import MAX_WORKERS, Rule, requires, up_to_multiple
 from telescope.config.memory import CUDA_CONTEXT_BYTES, SUM_BYTES, TrainerMemory, logprob_bytes
 from telescope.config.model_shape import DTYPE_BYTES, ModelShape, uneven_heads
 from telescope.errors import ConfigError
@@ -149,12 +149,7 @@ _RULES: tuple[Rule, ...] = (
         lambda c: c.compute_dtype == "float16",
         lambda c: "Set it to bfloat16",
     ),
-    Rule(
-        ("megatron_fp8", "megatron_use_transformer_engine"),
-        "requires megatron_use_transformer_engine",
-        lambda c: c.megatron_fp8 and not c.megatron_use_transformer_engine,
-        lambda c: "Set megatron_use_transformer_engine to true, or megatron_fp8 to false",
-    ),
+    requires("megatron_fp8", "megatron_use_transformer_engine"),
     *map(_needs_bfloat16, ("megatron_fp8", *OWN_WEIGHTS)),
     *map(_needs_distributed_optimizer, OWN_WEIGHTS),
     Rule(

@@ -138,8 +138,12 @@ def _local_files(config: TelescopeConfig) -> ModelFiles:
         else:
             fix = "Give a folder in HuggingFace format, or a hub identifier such as Qwen/Qwen2.5-3B"
         raise ConfigError(f"model is {model!r}, but {folder} {problem}. {fix}")
+    return _files_in(folder, str(folder))
+
+
+def _files_in(folder: Path, where: str) -> ModelFiles:
     names = frozenset(item.name for item in folder.iterdir() if item.is_file())
-    return ModelFiles(str(folder), names, lambda name: (folder / name).read_text(encoding="utf-8"), folder)
+    return ModelFiles(where, names, lambda name: (folder / name).read_text(encoding="utf-8"), folder)
 
 
 def _hub_files(model: str, ask_hub: bool) -> ModelFiles:
@@ -157,12 +161,9 @@ def _hub_files(model: str, ask_hub: bool) -> ModelFiles:
             "digits, '-', '_' and '.', at most 96 of them, as in Qwen/Qwen2.5-3B. Check the spelling, or give a path"
         ) from None
     if isinstance(cached, str):
-        snapshot = Path(cached).parent
-        names = frozenset(item.name for item in snapshot.iterdir())
-        if names & set(TOKENIZER_FILES):
-            return ModelFiles(
-                f"the hub cache of {model}", names, lambda name: (snapshot / name).read_text(encoding="utf-8"), snapshot
-            )
+        files = _files_in(Path(cached).parent, f"the hub cache of {model}")
+        if files.names & set(TOKENIZER_FILES):
+            return files
     if not ask_hub:
         raise HubUnreachableError("the hub's cache does not hold it")
     try:

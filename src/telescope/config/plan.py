@@ -218,18 +218,10 @@ def assumed_cluster(config: TelescopeConfig, *, gpu_memory_bytes: int | None = N
     groups = ((servers, config.ray_inference_placement_strategy), (ranks, config.ray_trainer_placement_strategy))
     everything = servers + ranks
     cpus = sum(bundle.cpus for bundle in everything)
-    size, fewest = 0, 1
-    if on_gpu:
-        gpus = sum(bundle.gpus for bundle in everything)
-        size = max(min(gpus, GPUS_PER_NODE), servers[0].gpus)
-        for bundles, strategy in groups:
-            if strategy == "STRICT_PACK":
-                size = max(size, sum(bundle.gpus for bundle in bundles))
-        fewest = -(-gpus // size)
-    for bundles, strategy in groups:
-        if strategy == "STRICT_SPREAD":
-            fewest = max(fewest, len(bundles))
-    for count in range(fewest, len(everything) + 1):
+    gpus = sum(bundle.gpus for bundle in everything)
+    packed = [sum(bundle.gpus for bundle in bundles) for bundles, strategy in groups if strategy == "STRICT_PACK"]
+    size = max(min(gpus, GPUS_PER_NODE), servers[0].gpus, *packed)
+    for count in range(-(-gpus // size) if size else 1, len(everything) + 1):
         cluster = _equal_nodes(count, NodeResources("assumed node", cpus, size, gpu_memory_bytes=gpu_memory_bytes))
         try:
             plan_placement(config, cluster)
@@ -373,41 +365,30 @@ def _place_groups(
 
 def _place(bundles: Sequence[Bundle], strategy: str, free: list[_Free]) -> list[PlacedBundle] | None:
     """Places equal bundles by one strategy, taking from `free`. None when they do not fit."""
-    first, count = bundles[0], len(bundles)
-    if strategy == "STRICT_PACK":
-        fitting = [node for node in free if node.capacity(first) >= count]
-        if not fitting:
-            return None
-        tightest = min(fitting, key=lambda node: node.capacity(first))
-        return [tightest.take(bundle) for bundle in bundles]
-    if strategy == "STRICT_SPREAD":
-        fitting = sorted((n for n in free if n.capacity(first)), key=lambda n: (n.num_bundles, -n.capacity(first)))
-        return (
-            [node.take(bundle) for node, bundle in zip(fitting, bundles, strict=False)]
-            if len(fitting) >= count
-            else None
-        )
     placed: list[PlacedBundle] = []
     here: Counter[str] = Counter()
     node: _Free | None = None
+    packs = strategy.endswith("PACK")
     for position, bundle in enumerate(bundles):
-        left = count - position
-        if strategy == "PACK" and node is not None and node.capacity(bundle):
+        if packs and node is not None and node.capacity(bundle):
             placed.append(node.take(bundle))  # the choice below would be this node again
             continue
-        fitting = [node for node in free if node.capacity(bundle)]
+        left = len(bundles) - position
+        fitting = [n for n in free if n.capacity(bundle) >= (left if strategy == "STRICT_PACK" else 1)]
+        if strategy == "STRICT_SPREAD":
+            fitting = [n for n in fitting if not here[n.node.name]]
         if not fitting:
             return None
-        if strategy == "SPREAD":
-            node = min(fitting, key=lambda n: (here[n.node.name], n.num_bundles, -n.capacity(bundle)))
-        else:
-            # PACK: stay on a node already in use; else the tightest that holds all that is left, else the roomiest.
-            def key(n: _Free, left: int = left, bundle: Bundle = bundle) -> tuple[bool, bool, int]:
-                capacity = n.capacity(bundle)
-                holds_all = capacity >= left
-                return (not here[n.node.name], not holds_all, capacity if holds_all else -capacity)
 
-            node = min(fitting, key=key)
+        # PACK: stay on a node already in use; else the tightest that holds all that is left, else the roomiest.
+        def key(n: _Free, left: int = left, bundle: Bundle = bundle) -> tuple[int, int, int]:
+            capacity = n.capacity(bundle)
+            if not packs:
+                return here[n.node.name], n.num_bundles, -capacity
+            holds_all = capacity >= left
+            return not here[n.node.name], not holds_all, capacity if holds_all else -capacity
+
+        node = min(fitting, key=key)
         here[node.node.name] += 1
         placed.append(node.take(bundle))
     return placed

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from telescope.config.algorithms import ALGORITHM_FACTS, AlgorithmFacts, names_where
-from telescope.config.base import Rule, up_to_multiple
+from telescope.config.base import Rule, requires, up_to_multiple
 from telescope.config.lora import LORA_RULES
 from telescope.config.megatron import MEGATRON_RULES
 from telescope.config.messages import show
@@ -124,13 +124,7 @@ RULES: tuple[Rule, ...] = (
         ),
         lambda c: up_to_multiple(c.inference_num_workers, c.inference_tensor_parallel_size),
     ),
-    Rule(
-        ("free_lane_after_generation", "enable_individual_sample_lanes"),
-        "requires enable_individual_sample_lanes",
-        lambda c: c.free_lane_after_generation and not c.enable_individual_sample_lanes,
-        lambda c: "Set enable_individual_sample_lanes to true, or free_lane_after_generation to false",
-        lambda c: False,
-    ),
+    requires("free_lane_after_generation", "enable_individual_sample_lanes", lambda c: False),
     Rule(
         ("max_tokens", "max_model_len"),
         "must not be above max_model_len, which holds the prompt and the answer",
@@ -229,18 +223,8 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.tis_mode == "icepop" and not c.use_tis,
         lambda c: 'Set use_tis to true, or tis_mode to "truncate"',
     ),
-    Rule(
-        ("gradient_checkpointing_layers", "gradient_checkpointing"),
-        "requires gradient_checkpointing",
-        lambda c: c.gradient_checkpointing_layers is not None and not c.gradient_checkpointing,
-        lambda c: "Set gradient_checkpointing to true, or leave gradient_checkpointing_layers null",
-    ),
-    Rule(
-        ("tis_floor", "use_tis"),
-        "requires use_tis",
-        lambda c: c.tis_floor is not None and not c.use_tis,
-        lambda c: "Set use_tis to true, or leave tis_floor null",
-    ),
+    requires("gradient_checkpointing_layers", "gradient_checkpointing"),
+    requires("tis_floor", "use_tis"),
     Rule(
         ("tis_floor", "tis_cap"),
         "must be below tis_cap",

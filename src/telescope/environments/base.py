@@ -68,6 +68,11 @@ class GoldCheck:
     problem: str | None = None
 
 
+def shares(*metrics: str) -> dict[str, dict[str, float]]:
+    """Returns the `metrics_ranges` of metrics between 0 and 1."""
+    return {name: {"min": 0.0, "max": 1.0} for name in metrics}
+
+
 @dataclass(slots=True)
 class EvalMetricsResult:
     """The metrics of one evaluation rollout. The reward is optional."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from telescope.environments.base import ChatMessage, GoldCheck, RewardResult, Sample, SingleTurnEnvironment
+from telescope.environments.base import ChatMessage, GoldCheck, RewardResult, Sample, SingleTurnEnvironment, shares
 from telescope.environments.hendrycks_math.worked_out import is_worked_out
 from telescope.environments.hub import hub_rows, uses_own_items
 from telescope.environments.math_notation import normalize_answer
@@ -64,10 +64,7 @@ class MathEnvironment(SingleTurnEnvironment):
     """Subsets of `hub_dataset` that are read without `dataset_subset`."""
     reward_min: float | None = 0.0
     reward_max: float | None = 1.0
-    metrics_ranges: ClassVar[dict[str, dict[str, float]]] = {
-        "correct": {"min": 0.0, "max": 1.0},
-        "boxed": {"min": 0.0, "max": 1.0},
-    }
+    metrics_ranges = shares("correct", "boxed")
     answered_metric: ClassVar[str] = "boxed"
     """Metric that is 1 when `extract_answer` finds an answer."""
 

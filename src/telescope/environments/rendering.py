@@ -31,7 +31,7 @@ import re
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -268,25 +268,21 @@ class Extension:
     divergence: Divergence | None = None
 
 
+@dataclass(eq=False)
 class Dialogue:
     """One conversation. `interleaved` False renders every prompt from the start (`interleaved_rollouts: false`).
 
     With `thinking_prefix` every prompt ends with an opening `<think>`; `opening` is that part of the answer.
     """
 
-    def __init__(
-        self,
-        renderer: Renderer,
-        *,
-        interleaved: bool = True,
-        thinking_prefix: bool = False,
-        tools: list[dict[str, Any]] | None = None,
-    ) -> None:
-        self._renderer = renderer
-        self._tools = tools
-        self._interleaved = interleaved
-        self._thinking_prefix = thinking_prefix
-        self.opening = ""
+    renderer: Renderer
+    _: KW_ONLY
+    interleaved: bool = True
+    thinking_prefix: bool = False
+    tools: list[dict[str, Any]] | None = None
+    opening: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
         self._messages: list[ChatMessage] = []
         self._ids = array("i")
         """Token ids of the model's last prompt."""
@@ -304,11 +300,11 @@ class Dialogue:
         """Starts the conversation. Returns the token ids of the first prompt."""
         self._messages = list(messages)
         text = self._text(self._messages)
-        prompt = with_thinking_prefix(text) if self._thinking_prefix else text
+        prompt = with_thinking_prefix(text) if self.thinking_prefix else text
         self.opening = prompt[len(text) :]
         self._shown = without_breaks(prompt)
         self._last_answer = None
-        ids = self._renderer.encode(prompt, from_template=True)
+        ids = self.renderer.encode(prompt, from_template=True)
         self._ids = array("i", ids)
         return ids
 
@@ -324,7 +320,7 @@ class Dialogue:
         position = len(self._messages)
         spoken = [*self._messages, assistant_message(self.opening + answer)]
         self._messages = list(messages)
-        if not self._interleaved:
+        if not self.interleaved:
             return self._restart(None)
         if self._messages[: position + 1] != spoken:
             return self._restart(Divergence.HISTORY)
@@ -334,26 +330,26 @@ class Dialogue:
             is_start = self._shown.startswith(before.rstrip())
             return self._restart(Divergence.PROMPT_START if is_start else Divergence.HISTORY)
         divergence: Divergence | None = None
-        token_ids = self._renderer.encode_continuation(behind)
+        token_ids = self.renderer.encode_continuation(behind)
         if ended and answer_token_ids:
-            end = self._renderer.decode(answer_token_ids, cut_end_token=False)[len(answer) :]
+            end = self.renderer.decode(answer_token_ids, cut_end_token=False)[len(answer) :]
             if token_ids[:1] == [answer_token_ids[-1]]:
                 token_ids = token_ids[1:]
             elif end and behind.startswith(end):  # a text ended the answer
-                token_ids = self._renderer.encode_continuation(behind[len(end) :])
+                token_ids = self.renderer.encode_continuation(behind[len(end) :])
             else:
                 divergence = Divergence.END_TOKEN
         self._ids.extend(answer_token_ids)
         self._ids.extend(token_ids)
         written = rendered + answer + behind
         # Texts that differ in spaces may have equal tokens: some tokenizers merge a space into the first token.
-        if before != self._shown and self._renderer.encode(written, from_template=True) != self._ids.tolist():
+        if before != self._shown and self.renderer.encode(written, from_template=True) != self._ids.tolist():
             divergence = divergence or Divergence.WHITESPACE
         self._shown, self._last_answer = without_breaks(written), (answer, without_breaks(behind))
         return Extension(token_ids, divergence=divergence)
 
     def _text(self, messages: Sequence[ChatMessage]) -> str:
-        return self._renderer.chat_text(messages, **({"tools": self._tools} if self._tools else {}))
+        return self.renderer.chat_text(messages, **({"tools": self.tools} if self.tools else {}))
 
     def _restart(self, divergence: Divergence | None) -> Extension:
         return Extension(self.begin(self._messages), restarts=True, divergence=divergence)

@@ -12,6 +12,7 @@ import inspect
 import json
 import types
 import typing
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NotRequired, Optional, Required, Union
 
@@ -76,24 +77,14 @@ class Tool:
                 checked = self._model.model_validate({name: _from_text(value) for name, value in given.items()})
             except (ValidationError, RecursionError):
                 raise ArgumentError(self._explain(problem)) from None
-        named = dict(checked.__pydantic_extra__ or {})
-        for field_name, name in self._fields.items():
-            if field_name in checked.model_fields_set:
-                named[name] = getattr(checked, field_name)
-        rest = named.pop(self._rest, []) if self._rest is not None else []
-        if self.state_parameter is not None:
-            named[self.state_parameter] = state
-        return self._bound(named, rest)
-
-    def _bound(self, named: dict[str, Any], rest: list[Any]) -> inspect.BoundArguments:
-        """`named` and the arguments of `*rest` as Python passes them. A missing one gets its default."""
-        positional: list[Any] = []
-        for parameter in inspect.signature(self.function).parameters.values():
-            if parameter.kind is _KINDS.VAR_POSITIONAL:
-                positional.extend(rest)
-            elif parameter.kind is _KINDS.POSITIONAL_ONLY or (rest and parameter.kind is _KINDS.POSITIONAL_OR_KEYWORD):
-                positional.append(named.pop(parameter.name, parameter.default))
-        return inspect.signature(self.function).bind(*positional, **named)
+        named = {
+            name: getattr(checked, field) for field, name in self._fields.items() if field in checked.model_fields_set
+        }
+        extra = {p.name: checked.__pydantic_extra__ or {} for p in self.parameters if p.kind is _KINDS.VAR_KEYWORD}
+        stated = {} if self.state_parameter is None else {self.state_parameter: state}
+        bound = inspect.BoundArguments(inspect.signature(self.function), OrderedDict(named | extra | stated))
+        bound.apply_defaults()
+        return bound
 
     def _by_name(self, arguments: Any) -> tuple[dict[str, Any], list[Any]]:
         """Arguments by name, and those that go to `*args`."""

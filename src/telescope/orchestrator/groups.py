@@ -226,10 +226,4 @@ def form_batch(config: TelescopeConfig, groups: list[Group], step: int, *, num_r
     recorded = recorded_samples(samples, config.record_tokens)
     for rank in inputs:
         rank.recorded = recorded
-    stats = packing_stats(inputs)
-    packing |= {
-        "packing/padding_share": stats.padding_share,
-        "packing/dummy_share": stats.dummy_share,
-        "packing/imbalance": stats.imbalance,
-    }
-    return Batch(groups, np.asarray(advantages), inputs, packing)
+    return Batch(groups, np.asarray(advantages), inputs, packing | packing_stats(inputs))

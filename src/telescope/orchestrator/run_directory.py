@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +38,21 @@ FLUSH_SECONDS = 5.0  # time for the record to write its last rows before the sum
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class RunDirectory:
     """`path` is the run directory. `recorder`, `alerts` and `trackers` exist while the record is open."""
 
-    recorder: Recorder
-    alerts: Alerts
-    trackers: TrackerProcess
+    path: Path
+    config: TelescopeConfig
+    notes: list[str]
+    is_resumed: bool = False
+    recorder: Recorder = field(init=False)
+    alerts: Alerts = field(init=False)
+    trackers: TrackerProcess = field(init=False)
 
-    def __init__(self, path: Path, config: TelescopeConfig, notes: list[str], *, is_resumed: bool = False) -> None:
-        self.path = path
-        self._is_resumed = is_resumed
+    def __post_init__(self) -> None:
         self._has_started = False
         self._attempt: dict[str, Any] = {}
-        self._config = config
-        self._notes = notes
         self._info: RunInfo | None = None
         self._known_problem: str | None = None
 
@@ -75,7 +76,7 @@ class RunDirectory:
     @contextmanager
     def open_record(self, *, console: bool) -> Iterator[Recorder]:
         """Opens the record of this attempt until the end. `console`: warnings go to standard error too."""
-        config = self._config
+        config = self.config
         self.recorder = Recorder(
             self.path,
             attempt=next_attempt(self.path),
@@ -91,7 +92,7 @@ class RunDirectory:
             stack.callback(self.recorder.close)
             stack.callback(self.alerts.close)
             setup_logging(self.path, "driver", self.recorder, alerts=self.alerts, debug=config.debug, console=console)
-            self._begin_attempt(self._notes)
+            self._begin_attempt(self.notes)
             stack.enter_context(LogFiles(self.path, self.recorder.write))
             self.trackers = TrackerProcess(config, self.path)
             try:
@@ -110,9 +111,9 @@ class RunDirectory:
 
         From here on the attempt replaces what earlier ones have written from `first_step` on.
         """
-        if self._is_resumed and not self._has_started:
+        if self.is_resumed and not self._has_started:
             try:
-                _write_config(self.path, self._config)
+                _write_config(self.path, self.config)
                 _retire_results(self.path, first_step)
             except OSError as error:
                 logger.error("files of the last attempt cannot be replaced: %s", error)
@@ -126,7 +127,7 @@ class RunDirectory:
         self._begin_attempt([note])
 
     def _begin_attempt(self, notes: list[str]) -> None:
-        config = self._config
+        config = self.config
         self._attempt = attempt_row(config.hash, notes)
         self._info = begin_run(
             self.recorder,
@@ -141,7 +142,7 @@ class RunDirectory:
 
     def _model_config(self) -> str | None:
         try:
-            files = files_here(self._config)
+            files = files_here(self.config)
             content = files.read_object("config.json") if files is not None else None
         except UserError as error:  # a run with its own backend may have a model of another format
             logger.info("The model's config.json is not recorded: %s", error)
@@ -188,14 +189,14 @@ class RunDirectory:
         """Writes `summary.json` and the end of the attempt. Logs disk errors."""
         assert self._info is not None
         try:
-            if self._has_started or not self._is_resumed:
+            if self._has_started or not self.is_resumed:
                 replace_json(RunFiles(self.path).summary, summary.to_json())
         except OSError as error:
             logger.error("The summary of this run cannot be written: %s", error)
         if summary.error is not None:
             alert = {"level": "error", "kind": "run", "message": summary.error, "step": summary.steps}
             self.alerts.add({"time": time.time(), **alert})
-        end_run(self.recorder, self._info, summary.status, config_json=self._config.to_json(), error=summary.error)
+        end_run(self.recorder, self._info, summary.status, config_json=self.config.to_json(), error=summary.error)
 
 
 def _make_folder(path: Path, *, must_be_new: bool) -> Path:

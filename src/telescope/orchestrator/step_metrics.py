@@ -21,21 +21,14 @@ ALWAYS_COUNTED = (ALL_REASONS, "max_async", "zero_advantage", "zero_advantage_al
 """Discard reasons that are reported at every step, also with a count of 0."""
 
 
-def _moments(values: Iterable[float]) -> dict[str, float]:
+def _spread(prefix: str, values: Iterable[float], separator: str = "/") -> dict[str, float]:
     """Returns mean, standard deviation (ddof 1), minimum and maximum. Empty for no values."""
     x = np.asarray(list(values), dtype=np.float64)
     if len(x) == 0:
         return {}
-    return {
-        "mean": float(x.mean()),
-        "std": float(x.std(ddof=1)) if len(x) > 1 else 0.0,
-        "min": float(x.min()),
-        "max": float(x.max()),
-    }
-
-
-def _spread(prefix: str, values: Iterable[float]) -> dict[str, float]:
-    return {f"{prefix}/{name}": value for name, value in _moments(values).items()}
+    std = float(x.std(ddof=1)) if len(x) > 1 else 0.0
+    values_by_name = {"mean": float(x.mean()), "std": std, "min": float(x.min()), "max": float(x.max())}
+    return {f"{prefix}{separator}{name}": value for name, value in values_by_name.items()}
 
 
 def batch_metrics(groups: Sequence[Group], advantages: Iterable[float], version: int) -> dict[str, float]:
@@ -97,11 +90,8 @@ class DiscardCounts:
         self._groups: Counter[str] = Counter()
         self._samples: dict[str, list[tuple[int, int, int, float]]] = defaultdict(list)
         """By reason, of each sample its tokens (prompt, completion, total) and its reward."""
-        self._masked: dict[str, list[int]] = defaultdict(list)
-        self._cancelled: list[int] = []
-        self._retried: list[int] = []
-        self._lost: list[int] = []
-        self._requeued: list[int] = []
+        self._lengths: dict[str, list[int]] = defaultdict(list)
+        """Tokens of each masked, cancelled, returned, retried and lost sample, by the section of its metrics."""
         self._num_unseen = 0
         self._num_requeued_groups = 0
 
@@ -121,25 +111,24 @@ class DiscardCounts:
     def masked(self, sample: Trajectory) -> None:
         """Counts one masked sample by its kind of failure or its filter."""
         assert sample.mask_reason is not None
-        self._masked[sample.mask_reason].append(sample.num_completion_tokens)
+        self._lengths[f"masked/{sample.mask_reason}"].append(sample.num_completion_tokens)
 
     def cancelled(self, sample: Trajectory, *, requeued: bool) -> None:
         """Counts one aborted sample with its tokens so far. `requeued`: its prompt is requeued."""
-        self._cancelled.append(sample.num_completion_tokens)
-        if requeued:
-            self._requeued.append(sample.num_completion_tokens)
+        for section in ("cancelled", "returned") if requeued else ("cancelled",):
+            self._lengths[section].append(sample.num_completion_tokens)
 
     def requeued(self, samples: Sequence[Trajectory]) -> None:
         """Counts one group whose prompt is requeued, with its finished samples."""
         self._num_requeued_groups += 1
-        self._requeued.extend(sample.num_completion_tokens for sample in samples)
+        self._lengths["returned"].extend(sample.num_completion_tokens for sample in samples)
 
     def count_retries(self, sample: Trajectory) -> None:
         """Counts the failed requests and lost conversations of one sample."""
         seen = [length for length in sample.failed_requests if length is not None]
-        self._retried.extend(seen)
+        self._lengths["retried"].extend(seen)
         self._num_unseen += len(sample.failed_requests) - len(seen)
-        self._lost.extend(sample.lost_conversations)
+        self._lengths["lost"].extend(sample.lost_conversations)
 
     def take(self, num_kept_groups: int) -> dict[str, float]:
         """Returns the counts as metrics and resets them. Percentages are of all kept and discarded groups."""
@@ -156,21 +145,12 @@ class DiscardCounts:
             metrics[f"{section}/pct"] = 100.0 * self._groups[reason] / total if total else 0.0
             metrics.update(_counted(section, completion))
             for name, lengths in (("prompt", prompt), ("total", whole)):
-                metrics.update({f"{section}/{name}_tokens_{key}": value for key, value in _moments(lengths).items()})
+                metrics.update(_spread(f"{section}/{name}_tokens", lengths, "_"))
             if rewards:
                 metrics[f"{section}/reward_mean"] = float(np.mean(rewards))
-        for kind, masked in sorted(self._masked.items()):
-            metrics.update(_counted(f"masked/{kind}", masked))
-        by_section = {
-            "cancelled": self._cancelled,
-            "returned": self._requeued,
-            "retried": self._retried,
-            "lost": self._lost,
-        }
-        for section, counted in by_section.items():
-            metrics.update(_counted(section, counted))
-            counted.clear()
-        for counts in (self._groups, self._samples, self._masked):
+        for section in sorted({"cancelled", "returned", "retried", "lost", *self._lengths}):
+            metrics.update(_counted(section, self._lengths[section]))
+        for counts in (self._groups, self._samples, self._lengths):
             counts.clear()
         self._num_unseen = self._num_requeued_groups = 0
         return metrics
@@ -181,5 +161,5 @@ def _counted(section: str, lengths: Sequence[int]) -> dict[str, float]:
     return {
         f"{section}/samples": float(len(lengths)),
         f"{section}/tokens": float(sum(lengths)),
-        **{f"{section}/tokens_{name}": value for name, value in _moments(lengths).items()},
+        **_spread(f"{section}/tokens", lengths, "_"),
     }

@@ -11,7 +11,9 @@ error. By age it covers all tokens of that age, which shows the effect of stalen
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -59,7 +61,7 @@ class StepMetrics:
         self._sums = torch.zeros(num_rows, len(_SUMS) + HISTOGRAM_BINS, dtype=torch.float64, device=device)
         self._maxima = torch.zeros(num_rows, 2, dtype=torch.float64, device=device)  # difference, age
         self._ages = torch.tensor(AGES, dtype=torch.float64, device=device)
-        self._has_clip = self._has_weight = self._has_mask = self._has_penalty = False
+        self._has = dict.fromkeys(("clip", "weight", "mask", "penalty"), False)
 
     @torch.no_grad()
     def add(
@@ -79,10 +81,8 @@ class StepMetrics:
         `weights_moved`: an earlier optimizer step of this batch has changed the weights, so that no token is on-policy.
         `counts`: False where another rank adds the same micro-batch.
         """
-        self._has_clip |= terms.clipped is not None
-        self._has_weight |= terms.weight_N is not None
-        self._has_mask |= terms.masked_N is not None
-        self._has_penalty |= terms.penalty_N is not None
+        given = (terms.clipped, terms.weight_N, terms.masked_N, terms.penalty_N)
+        self._has = {name: has or term is not None for (name, has), term in zip(self._has.items(), given, strict=True)}
         if logp_N.numel() == 0 or not counts:
             return
         delta_N = (logp_N.detach() - batch.engine_logprob_N).double().clamp_(-DELTA_CLAMP, DELTA_CLAMP)
@@ -133,12 +133,12 @@ class StepMetrics:
         """Returns the metrics over all ranks, equal on each. Collective; waits for the device."""
         dist.all_reduce(self._sums, op=dist.ReduceOp.SUM)
         # Only the last pipeline stage computes the loss, so other ranks do not know which terms it has.
-        terms = [self._has_clip, self._has_weight, self._has_mask, self._has_penalty]
-        known = torch.cat([self._maxima.view(-1), self._maxima.new_tensor(terms)])
+        known = torch.cat([self._maxima.view(-1), self._maxima.new_tensor(list(self._has.values()))])
         dist.all_reduce(known, op=dist.ReduceOp.MAX)
         sums, known = self._sums.cpu(), known.cpu()
-        self._has_clip, self._has_weight, self._has_mask, self._has_penalty = known[-len(terms) :].bool().tolist()
-        maxima = known[: -len(terms)].view_as(self._maxima)
+        num_maxima = self._maxima.numel()
+        self._has = dict(zip(self._has, known[num_maxima:].bool().tolist(), strict=True))
+        maxima = known[:num_maxima].view_as(self._maxima)
         by_environment = slice(0, len(self._environments))
         metrics = self._of_step(_Row(sums[by_environment].sum(dim=0), maxima[by_environment].amax(dim=0)))
         for position, name in enumerate((*self._environments, *AGE_NAMES)):
@@ -151,7 +151,7 @@ class StepMetrics:
 
     def _of_step(self, row: _Row) -> dict[str, float]:
         metrics = {"tokens/trained": row.total["tokens"], "loss/policy": row.total["policy_loss"]}
-        if self._has_penalty:
+        if self._has["penalty"]:
             metrics["loss/penalty"] = row.total["penalty"]
         if not row.total["tokens"]:
             return metrics
@@ -164,11 +164,8 @@ class StepMetrics:
             "mismatch/on_policy_share": row.mean("on_policy_tokens"),
         }
         metrics |= {f"mismatch/{name}": value for name, value in row.mismatch(on_policy=True)}
-        if self._has_clip:
-            metrics |= {"clip/low_share": row.mean("clip_low"), "clip/high_share": row.mean("clip_high")}
-        if self._has_weight:
-            metrics |= {"tis/weight_mean": row.mean("tis_weight"), "tis/truncated_share": row.mean("tis_outside")}
-        if self._has_mask:
+        metrics |= dict(self._of_terms(row, "/"))
+        if self._has["mask"]:
             metrics["masked/sequence_ratio/token_share"] = row.mean("masked_tokens")
             metrics["masked/sequence_ratio/sample_share"] = row.mean("masked_samples", of="samples")
         return metrics
@@ -181,14 +178,17 @@ class StepMetrics:
         yield "entropy", row.mean("entropy")
         yield "kl_divergence_inference", row.mean("kl")
         yield from row.mismatch(on_policy=on_policy)
-        if self._has_clip:
-            yield "clip_low_share", row.mean("clip_low")
-            yield "clip_high_share", row.mean("clip_high")
-        if self._has_weight:
-            yield "tis_weight_mean", row.mean("tis_weight")
-            yield "tis_truncated_share", row.mean("tis_outside")
-        if self._has_mask:
+        yield from self._of_terms(row, "_")
+        if self._has["mask"]:
             yield "masked_token_share", row.mean("masked_tokens")
+
+    def _of_terms(self, row: _Row, separator: str) -> Iterator[tuple[str, float]]:
+        if self._has["clip"]:
+            yield f"clip{separator}low_share", row.mean("clip_low")
+            yield f"clip{separator}high_share", row.mean("clip_high")
+        if self._has["weight"]:
+            yield f"tis{separator}weight_mean", row.mean("tis_weight")
+            yield f"tis{separator}truncated_share", row.mean("tis_outside")
 
 
 class _Row:
@@ -216,14 +216,10 @@ class _Row:
 
 def percentile(histogram: list[float], share: float) -> float:
     """Returns the quantile `share` of |logprob differences|. It is the upper edge of a bin of the counts."""
-    wanted = share * sum(histogram)
     low, high = HISTOGRAM_DECADES
-    seen = 0.0
-    for index, count in enumerate(histogram):
-        seen += count
-        if seen >= wanted:
-            return float(10 ** (low + (index + 1) * (high - low) / HISTOGRAM_BINS))
-    return float(10**high)
+    counts = list(accumulate(histogram))
+    index = bisect_left(counts, share * counts[-1])
+    return float(10 ** (low + (index + 1) * (high - low) / HISTOGRAM_BINS))
 
 
 def reduce_timing(values: dict[str, float], device: torch.device) -> dict[str, float]:

@@ -10,7 +10,7 @@ optimizer step has fewer samples than micro-batches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -231,40 +231,22 @@ def untrained_sample(name: str, token_ids_L: np.ndarray) -> TrainSample:
     )
 
 
-@dataclass(slots=True, frozen=True)
-class PackingStats:
-    """Padding, dummy tokens and imbalance of a step. Shares are of all tokens of all ranks, in [0, 1]."""
+def packing_stats(inputs: Sequence[StepInput]) -> dict[str, float]:
+    """Computes metrics of a packed step: shares of padding and of dummy rows in all tokens of all ranks, in [0, 1].
 
-    num_tokens: int
-    padding_share: float
-    dummy_share: float
-    imbalance: float
-    """Largest cost of a rank over the mean cost; 1 is even."""
-
-
-def packing_stats(inputs: Sequence[StepInput]) -> PackingStats:
-    """Computes the statistics of a packed step over all ranks."""
-    total = padding = dummy = 0
-    costs = []
-    for step_input in inputs:
-        cost = 0.0
-        for minibatch in step_input.minibatches:
-            for micro_batch in minibatch.micro_batches:
-                size = len(micro_batch.token_ids_T)
-                total += size
-                if micro_batch.sample_ids:
-                    padding += int((micro_batch.sample_index_T < 0).sum())
-                else:
-                    dummy += size
-                cost += sum(sample_cost(int(n)) for n in np.diff(micro_batch.cu_seqlens))
-        costs.append(cost)
-    mean_cost = sum(costs) / len(costs) if costs else 0.0
-    return PackingStats(
-        num_tokens=total,
-        padding_share=padding / total if total else 0.0,
-        dummy_share=dummy / total if total else 0.0,
-        imbalance=max(costs) / mean_cost if mean_cost else 1.0,
-    )
+    `imbalance` is the largest cost of a rank over the mean cost; 1 is even.
+    """
+    of_ranks = [[row for minibatch in rank.minibatches for row in minibatch.micro_batches] for rank in inputs]
+    rows = [row for of_rank in of_ranks for row in of_rank]
+    total = max(1, sum(len(row.token_ids_T) for row in rows))
+    padding = sum(int((row.sample_index_T < 0).sum()) for row in rows if row.sample_ids)
+    dummy = sum(len(row.token_ids_T) for row in rows if not row.sample_ids)
+    costs = [sum(sample_cost(int(n)) for row in of_rank for n in np.diff(row.cu_seqlens)) for of_rank in of_ranks]
+    return {
+        "packing/padding_share": padding / total,
+        "packing/dummy_share": dummy / total,
+        "packing/imbalance": max(costs) * len(costs) / sum(costs) if any(costs) else 1.0,
+    }
 
 
 def truncate_to(samples: Sequence[TrainSample], seq_len: int) -> tuple[list[TrainSample], int]:

@@ -15,7 +15,8 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future, wait
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -61,25 +62,25 @@ class Broadcast:
         self.communicator._finish(self, deadline)
 
 
+@dataclass(eq=False)
 class Communicator:
     """Made by `connect`. One thread issues broadcasts, in the same order on all ranks; any thread may `abort`."""
 
+    _: KW_ONLY
+    rank: int
+    world_size: int
+    backend: Backend
+    channel: ControlChannel
+    group: Any
+    store: Any
     failure: str | None = None
     """Why this communicator cannot be used any more; None while it can."""
 
-    def __init__(
-        self, *, rank: int, world_size: int, backend: Backend, channel: ControlChannel, group: Any, store: Any
-    ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.backend = backend
-        self._channel = channel
-        self._group = group
-        self._store = store
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._in_flight: list[Broadcast] = []
         self._cleanup: threading.Thread | None = None
-        channel.on_loss(self.abort)
+        self.channel.on_loss(self.abort)
 
     @classmethod
     def connect(
@@ -124,7 +125,7 @@ class Communicator:
         """Starts sending `tensor` from rank `src` to all ranks. Returns at once; the tensor is contiguous."""
         with self._lock:
             self._check()
-            work = self._group.broadcast([tensor], _broadcast_options(src))
+            work = self.group.broadcast([tensor], _broadcast_options(src))
             broadcast = Broadcast(self, tensor, work)
             self._in_flight.append(broadcast)
         return broadcast
@@ -135,7 +136,7 @@ class Communicator:
         Raises `TransferError` on every rank if one disagrees.
         """
         if self.rank == 0:
-            self._channel.send({"kind": "begin", "digest": digest})
+            self.channel.send({"kind": "begin", "digest": digest})
             self._collect("ready", deadline, "engine ranks to be ready to receive")
             return
         _, message = self._receive(deadline, "the sender to begin")
@@ -143,14 +144,14 @@ class Communicator:
             reason = f"rank {self.rank} expects transfer {digest}, the sender announced {message.get('digest')}"
             self.abort(reason)
             raise TransferError(f"weight transfer: {reason}")
-        self._channel.send({"kind": "ready"})
+        self.channel.send({"kind": "ready"})
 
     def conclude(self, deadline: float) -> None:
         """Ends a transfer: receivers confirm it, and rank 0 waits for all of them."""
         if self.rank == 0:
             self._collect("done", deadline, "engine ranks to load the weights")
         else:
-            self._channel.send({"kind": "done"})
+            self.channel.send({"kind": "done"})
 
     def abort(self, reason: str) -> None:
         """Aborts everything in flight and ends this communicator. Thread-safe, idempotent, returns at once."""
@@ -158,9 +159,9 @@ class Communicator:
             if self.failure is not None:
                 return
             self.failure = reason
-            group, in_flight = self._group, self._in_flight
-            self._group, self._in_flight = None, []
-        self._channel.close(reason)
+            group, in_flight = self.group, self._in_flight
+            self.group, self._in_flight = None, []
+        self.channel.close(reason)
         # The group's abort ends NCCL kernels. Gloo cannot abort a blocked operation: its callers return by polling, and
         # the group is kept until the time limit of the operation, since its destructor would wait.
         self._cleanup = threading.Thread(
@@ -178,8 +179,8 @@ class Communicator:
                 return
             assert not self._in_flight, "closing a communicator with a broadcast in flight"
             self.failure = "closed"
-            group, self._group = self._group, None
-        self._channel.close()
+            group, self.group = self.group, None
+        self.channel.close()
         if self.backend == "nccl":
             group.abort()
 
@@ -205,7 +206,7 @@ class Communicator:
     def _explain(self, error: RuntimeError) -> str:
         """Returns why the transport failed, from the control channel if it knows."""
         patience = time.monotonic() + _EXPLANATION_SECONDS
-        while (reason := self.failure or self._channel.loss) is None and time.monotonic() < patience:
+        while (reason := self.failure or self.channel.loss) is None and time.monotonic() < patience:
             time.sleep(_POLL_LAST_SECONDS)
         return reason or f"the {self.backend} connection broke: {error}"
 
@@ -221,7 +222,7 @@ class Communicator:
 
     def _receive(self, deadline: float, what: str) -> tuple[int, dict[str, Any]]:
         try:
-            return self._channel.receive(deadline, what)
+            return self.channel.receive(deadline, what)
         except (DeadlineExceeded, TransferError) as error:
             self.abort(str(error))
             raise
@@ -277,27 +278,26 @@ def _within(
     build: Callable[[], Any], deadline: float, channel: ControlChannel, what: str, rendezvous: Rendezvous | None
 ) -> Any:
     """Runs a blocking call in an abandonable thread. Raises `DeadlineExceeded` or `TransferError`."""
-    outcome: dict[str, Any] = {}
-    done = threading.Event()
+    outcome: Future[Any] = Future()
 
     def work() -> None:
         try:
-            outcome["value"] = build()
+            outcome.set_result(build())
         except Exception as error:  # raised in the waiting thread
-            outcome["error"] = error
-        done.set()
+            outcome.set_exception(error)
 
     threading.Thread(target=work, name="telescope-connect", daemon=True).start()
-    while not done.wait(0.02):
-        if channel.loss is not None and not done.wait(0.5):
+    while not wait([outcome], 0.02).done:
+        if channel.loss is not None and not wait([outcome], 0.5).done:
             raise TransferError(f"weight transfer: {what}: {channel.loss}")
         if rendezvous is not None and rendezvous.aborted is not None:
             raise TransferError(f"weight transfer: {what}: {rendezvous.aborted}")
         if time.monotonic() >= deadline:
             raise DeadlineExceeded(f"weight transfer: {what} did not end before the deadline")
-    if "error" in outcome:
-        raise TransferError(f"weight transfer: {what}: {outcome['error']}") from outcome["error"]
-    return outcome["value"]
+    try:
+        return outcome.result()
+    except Exception as error:
+        raise TransferError(f"weight transfer: {what}: {error}") from error
 
 
 def _release(group: Any, in_flight: list[Broadcast], backend: Backend) -> None:

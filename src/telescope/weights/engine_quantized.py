@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from telescope.weights.fingerprint import Share, Slices, partial_fingerprint, to_hex
+from telescope.weights.fingerprint import Share, Slices, fingerprint, to_hex
 
 METHODS = ("Fp8PerBlockOnlineLinearMethod", "Fp8PerBlockOnlineMoEMethod")
 """Classes of `quant_method` whose parameters are quantized here as well."""
@@ -99,7 +99,7 @@ class QuantizedReference:
             parameter = self._parameters[place]
             where = dict(parameter.slices)[name]
             part = tensor.reshape(len(tensor), -1)[slice(*where.rows), slice(*where.columns)]
-            parameter.arrived[name] = to_hex(partial_fingerprint(part, where.rows[0], where.columns[0]))
+            parameter.arrived[name] = to_hex(fingerprint(part, where.rows[0], where.columns[0]))
             matrix = parameter.matrices[where.first_row // parameter.matrices[0].rows]
             if matrix.values_RC is None:
                 matrix.values_RC = torch.empty(matrix.rows, matrix.columns, dtype=part.dtype, device=part.device)
@@ -108,7 +108,7 @@ class QuantizedReference:
             matrix.waiting.discard(name)
             if not matrix.waiting:
                 values, scales = self._quantize(matrix.values_RC)
-                matrix.fingerprint = partial_fingerprint(values), partial_fingerprint(scales)
+                matrix.fingerprint = fingerprint(values), fingerprint(scales)
                 matrix.values_RC = None
 
     def shares(self, module: nn.Module, place: str, attribute: str, slices: Slices) -> Iterator[tuple[str, Share]]:
@@ -134,7 +134,7 @@ def _problem(module: nn.Module, attribute: str, parameter: _Parameter) -> str:
     if values.dim() == 2:
         values, scales = values[None], scales[None]
     for index, matrix in enumerate(parameter.matrices):
-        found = partial_fingerprint(values[index]), partial_fingerprint(scales[index])
+        found = fingerprint(values[index]), fingerprint(scales[index])
         if found != matrix.fingerprint:
             assert matrix.fingerprint is not None
             what = "scales" if found[0] == matrix.fingerprint[0] else "values"

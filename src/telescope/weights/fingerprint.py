@@ -48,16 +48,12 @@ def as_matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return shape[0], math.prod(shape[1:])
 
 
-def fingerprint(tensor: torch.Tensor) -> int:
-    """Computes the fingerprint of a whole tensor, in [0, 2^64). Raises `TypeError` for an unknown dtype."""
-    return partial_fingerprint(tensor)
-
-
 @torch.no_grad()
-def partial_fingerprint(part: torch.Tensor, row_offset: int = 0, column_offset: int = 0) -> int:
-    """Computes the share of `part` in the fingerprint. Its first element is (row_offset, column_offset) of the whole.
+def fingerprint(part: torch.Tensor, row_offset: int = 0, column_offset: int = 0) -> int:
+    """Computes the fingerprint of a tensor, in [0, 2^64), or the share of its part from (row_offset, column_offset).
 
-    The shares of disjoint parts that cover a tensor add up to the tensor's fingerprint, modulo 2^64.
+    The shares of disjoint parts that cover a tensor add up to the tensor's fingerprint, modulo 2^64. Raises `TypeError`
+    for an unknown dtype.
     """
     if part.dtype not in _VIEWS:
         raise TypeError(f"no fingerprint for {part.dtype}; known: {sorted(str(d) for d in _VIEWS)}")
@@ -161,6 +157,6 @@ def fingerprint_slices(
             part = block[where.first_row : where.first_row + where.rows[1] - where.rows[0]]
             cast = part.to(dtype)
             exact[index] &= part.dtype == dtype or bool((cast.to(part.dtype) == part).all())
-            sums[index].append(partial_fingerprint(cast, where.rows[0], where.columns[0] + first_column))
+            sums[index].append(fingerprint(cast, where.rows[0], where.columns[0] + first_column))
     for (name, where), parts, is_exact in zip(slices, sums, exact, strict=True):
         yield name, Share(place, where.rows, where.columns, to_hex(add_fingerprints(parts)), is_exact)

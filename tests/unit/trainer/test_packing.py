@@ -106,9 +106,9 @@ def test_a_typical_batch_is_even_between_ranks_and_has_no_dummy():
     stats = packing_stats(
         pack_step(samples, step=0, version=0, seq_len=4096, num_ranks=4, pad_to_multiple_of=64)
     )  # fmt: skip
-    assert stats.dummy_share == 0.0
-    assert stats.padding_share < 0.02
-    assert stats.imbalance < 1.05
+    assert stats["packing/dummy_share"] == 0.0
+    assert stats["packing/padding_share"] < 0.02
+    assert stats["packing/imbalance"] < 1.05
 
 
 def test_three_full_rows_on_two_ranks_cost_one_small_dummy():
@@ -117,7 +117,7 @@ def test_three_full_rows_on_two_ranks_cost_one_small_dummy():
     dummies = [row for row in rows_of(inputs) if not row.sample_ids]
     assert [len(row.token_ids_T) for row in dummies] == [8]
     assert not dummies[0].trained_T.any()
-    assert packing_stats(inputs).dummy_share == pytest.approx(8 / 200)
+    assert packing_stats(inputs)["packing/dummy_share"] == pytest.approx(8 / 200)
 
 
 def test_positions_restart_and_padding_is_a_segment_of_its_own():

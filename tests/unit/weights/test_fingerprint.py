@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telescope.weights.fingerprint import CHUNK_ELEMENTS, add_fingerprints, fingerprint, partial_fingerprint, to_hex
+from telescope.weights.fingerprint import CHUNK_ELEMENTS, add_fingerprints, fingerprint, to_hex
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -25,9 +25,7 @@ def test_shares_of_any_cut_add_up_to_the_whole(
     row_cuts = sorted({0, rows, *data.draw(st.lists(st.integers(0, rows), max_size=3))})
     column_cuts = sorted({0, columns, *data.draw(st.lists(st.integers(0, columns), max_size=3))})
     shares = [
-        partial_fingerprint(tensor[r0:r1, c0:c1], r0, c0)
-        for r0, r1 in pairwise(row_cuts)
-        for c0, c1 in pairwise(column_cuts)
+        fingerprint(tensor[r0:r1, c0:c1], r0, c0) for r0, r1 in pairwise(row_cuts) for c0, c1 in pairwise(column_cuts)
     ]
     assert add_fingerprints(shares) == fingerprint(tensor)
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from telescope.weights.fingerprint import fingerprint, partial_fingerprint, to_hex
+from telescope.weights.fingerprint import fingerprint, to_hex
 from telescope.weights.probe import TOLERANCES, compare, compare_logprobs
 
 
@@ -13,7 +13,7 @@ def share(
     tensor: torch.Tensor, rows: tuple[int, int], columns: tuple[int, int], place: str = "layer"
 ) -> dict[str, Any]:
     part = tensor[rows[0] : rows[1], columns[0] : columns[1]]
-    value = to_hex(partial_fingerprint(part, rows[0], columns[0]))
+    value = to_hex(fingerprint(part, rows[0], columns[0]))
     return {"place": place, "rows": rows, "columns": columns, "fingerprint": value, "exact": True}
 
 

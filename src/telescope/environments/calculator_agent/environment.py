@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any
 
-from telescope.environments.base import RewardResult, RolloutState, Sample
+from telescope.environments.base import RewardResult, RolloutState, Sample, shares
 from telescope.environments.calculator_agent.questions import Question, QuestionSettings, generate_questions
 from telescope.environments.countdown.puzzles import ExpressionError, parse
 from telescope.environments.parsers import extract_answer_tags, strip_think_tags
@@ -47,11 +47,7 @@ class CalculatorAgentEnvironment(ToolEnvironment):
     """
 
     reward_min, reward_max = 0.0, 1.0
-    metrics_ranges: ClassVar[dict[str, dict[str, float]]] = {
-        "correct": {"min": 0.0, "max": 1.0},
-        "right_answer": {"min": 0.0, "max": 1.0},
-        "tool_success_rate": {"min": 0.0, "max": 1.0},
-    }
+    metrics_ranges = shares("correct", "right_answer", "tool_success_rate")
 
     tool_role = "tool"
     tools_in_template = True

@@ -7,18 +7,14 @@ question alone.
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from telescope.environments.countdown.puzzles import OPERATIONS
+from telescope.environments.countdown.puzzles import OPERATIONS, distinct, in_held_out_fifth
 
-HELD_OUT_PERCENT = 20
 LARGEST_RESULT = 999_999_999
 """Largest number that the calculator accepts."""
-_GIVE_UP_AFTER = 20_000
-"""Consecutive attempts without a new question after which no more are expected."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -84,22 +80,15 @@ def draw_question(settings: QuestionSettings, rng: random.Random) -> Question:
 
 def is_held_out(question: Question) -> bool:
     """Returns whether the question belongs to the held-out fifth."""
-    digest = hashlib.sha256(f"calculator_agent:{question.text}".encode()).digest()
-    return int.from_bytes(digest[:4], "big") % 100 < HELD_OUT_PERCENT
+    return in_held_out_fifth(f"calculator_agent:{question.text}")
 
 
 def generate_questions(settings: QuestionSettings, seed: int, portion: str = "all") -> Iterator[Question]:
     """Yields distinct questions of `portion` (all, train, heldout). Ends when no new ones are found."""
     rng = random.Random(f"calculator_agent {seed}")
-    seen: set[Question] = set()
-    misses = 0
-    while misses < _GIVE_UP_AFTER:
-        misses += 1
-        question = draw_question(settings, rng)
-        if max(value for _, value in question.steps) > LARGEST_RESULT:
-            continue
-        if question in seen or (portion != "all" and is_held_out(question) != (portion == "heldout")):
-            continue
-        seen.add(question)
-        misses = 0
-        yield question
+
+    def admits(question: Question) -> bool:
+        is_small = max(value for _, value in question.steps) <= LARGEST_RESULT
+        return is_small and (portion == "all" or is_held_out(question) == (portion == "heldout"))
+
+    return distinct(lambda: draw_question(settings, rng), admits)

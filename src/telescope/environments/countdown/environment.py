@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any
 
-from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment
+from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment, shares
 from telescope.environments.countdown.puzzles import (
     Expression,
     ExpressionError,
@@ -54,10 +54,7 @@ class CountdownEnvironment(SingleTurnEnvironment):
     0 or 1 whatever the weights.
     """
 
-    metrics_ranges: ClassVar[dict[str, dict[str, float]]] = {
-        "correct": {"min": 0.0, "max": 1.0},
-        "format": {"min": 0.0, "max": 1.0},
-    }
+    metrics_ranges = shares("correct", "format")
 
     def __init__(
         self,

@@ -17,10 +17,10 @@ import operator
 import random
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
@@ -29,7 +29,9 @@ HELD_OUT_PERCENT = 20
 """Share of all puzzles that is held out. Three digits with + and - still give over 500 held-out prompts."""
 
 _GIVE_UP_AFTER = 20_000
-"""Consecutive attempts without a new puzzle after which no more are expected."""
+"""Consecutive attempts without a new item after which no more are expected."""
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, frozen=True)
@@ -38,7 +40,7 @@ class Puzzle:
 
     numbers: tuple[int, ...]
     target: int
-    solution: str
+    solution: str = field(compare=False)
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,26 +58,33 @@ class PuzzleSettings:
 
 def is_held_out(numbers: tuple[int, ...] | list[int], target: int) -> bool:
     """Returns whether the puzzle belongs to the held-out fifth. The order of the numbers does not matter."""
-    identity = f"countdown:{','.join(map(str, sorted(numbers)))}={target}"
+    return in_held_out_fifth(f"countdown:{','.join(map(str, sorted(numbers)))}={target}")
+
+
+def in_held_out_fifth(identity: str) -> bool:
+    """Returns whether an item with this identity is held out."""
     return int.from_bytes(hashlib.sha256(identity.encode()).digest()[:4], "big") % 100 < HELD_OUT_PERCENT
 
 
 def generate_puzzles(settings: PuzzleSettings, seed: int, portion: str = "all") -> Iterator[Puzzle]:
     """Yields distinct solvable puzzles of `portion` (all, train, heldout). Ends when no new ones are found."""
     rng = random.Random(f"countdown {seed}")
-    seen: set[tuple[tuple[int, ...], int]] = set()
+    return distinct(
+        lambda: _random_puzzle(settings, rng), lambda puzzle: in_portion(puzzle.numbers, puzzle.target, portion)
+    )
+
+
+def distinct(draw: Callable[[], T | None], admits: Callable[[T], bool]) -> Iterator[T]:
+    """Yields different items that are drawn and admitted. Ends when no new ones are found."""
+    seen: set[T] = set()
     misses = 0
     while misses < _GIVE_UP_AFTER:
         misses += 1
-        puzzle = _random_puzzle(settings, rng)
-        if puzzle is None:
-            continue
-        key = (puzzle.numbers, puzzle.target)
-        if key in seen or not in_portion(puzzle.numbers, puzzle.target, portion):
-            continue
-        seen.add(key)
-        misses = 0
-        yield puzzle
+        item = draw()
+        if item is not None and item not in seen and admits(item):
+            seen.add(item)
+            misses = 0
+            yield item
 
 
 def in_portion(numbers: tuple[int, ...] | list[int], target: int, portion: str) -> bool:

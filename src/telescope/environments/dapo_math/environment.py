@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from telescope.environments.base import Sample
+from telescope.environments.base import Sample, shares
 from telescope.environments.hub import hub_rows
 from telescope.environments.math_problems import MathEnvironment, make_sample, read_golds
 from telescope.environments.parsers import extract_boxed_answer
@@ -33,10 +33,7 @@ class DapoMathEnvironment(MathEnvironment):
     """
 
     hub_dataset: ClassVar[str] = "BytedTsinghua-SIA/DAPO-Math-17k"
-    metrics_ranges: ClassVar[dict[str, dict[str, float]]] = {
-        "correct": {"min": 0.0, "max": 1.0},
-        "answered": {"min": 0.0, "max": 1.0},
-    }
+    metrics_ranges = shares("correct", "answered")
     answered_metric = "answered"
 
     def __init__(self, instruction_prompt: str | None = None, **kwargs: Any) -> None:

@@ -10,10 +10,10 @@ import inspect
 import json
 import re
 from collections.abc import Awaitable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from telescope.environments.arguments import known_arguments, refuse_unknown
-from telescope.environments.base import ChatMessage, Environment, GoldCheck, RewardResult, Sample
+from telescope.environments.base import ChatMessage, Environment, GoldCheck, RewardResult, Sample, shares
 from telescope.environments.dataset.functions import call_function, load_function, read_reward, refuse_missing_columns
 from telescope.environments.dataset.rows import GSM8K, choose_columns, list_columns, read_prompt, value_of
 from telescope.environments.hub import hub_rows
@@ -55,10 +55,7 @@ class DatasetEnvironment(MathEnvironment):
     prompt does.
     """
 
-    metrics_ranges: ClassVar[dict[str, dict[str, float]]] = {
-        "correct": {"min": 0.0, "max": 1.0},
-        "format": {"min": 0.0, "max": 1.0},
-    }
+    metrics_ranges = shares("correct", "format")
     answered_metric = "format"
 
     def __init__(

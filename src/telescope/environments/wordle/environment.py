@@ -13,9 +13,9 @@ import re
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from telescope.environments.base import ChatMessage, MultiTurnEnvironment, RewardResult, RolloutState, Sample
+from telescope.environments.base import ChatMessage, MultiTurnEnvironment, RewardResult, RolloutState, Sample, shares
 from telescope.environments.parsers import strip_think_tags
 from telescope.errors import UserError
 
@@ -56,10 +56,7 @@ class WordleEnvironment(MultiTurnEnvironment):
     """
 
     reward_min, reward_max = 0.0, 1.0
-    metrics_ranges: ClassVar[dict[str, dict[str, float]]] = {
-        "solved": {"min": 0.0, "max": 1.0},
-        "best_share": {"min": 0.0, "max": 1.0},
-    }
+    metrics_ranges = shares("solved", "best_share")
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from telescope.environments.base import EvalMetricsResult, Sample
+from telescope.environments.base import EvalMetricsResult, Sample, shares
 from telescope.environments.data_files import is_local
 from telescope.environments.hub import hub_rows, uses_own_items
 from telescope.environments.parsers import extract_boxed_answer, strip_think_tags
@@ -44,10 +44,7 @@ class GpqaDiamond(Eval):
     ship with Telescope, whose accuracy is not the benchmark's. `instruction_prompt_pre` precedes a question.
     """
 
-    metrics_ranges = {  # noqa: RUF012
-        "correct": {"min": 0.0, "max": 1.0},
-        "answered": {"min": 0.0, "max": 1.0},
-    }
+    metrics_ranges = shares("correct", "answered")
 
     def load_dataset(
         self,
