@@ -84,7 +84,6 @@ def thaw(value: Any) -> Any:
 
 
 Dtype = Literal["float32", "float16", "bfloat16"]
-PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
 
 # Bounds far above any real run. They catch slips (a zero too many, a wrong unit) before anything is planned.

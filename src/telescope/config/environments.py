@@ -118,29 +118,18 @@ class EnvironmentKeys:
 def environment_keys(config: TelescopeConfig) -> EnvironmentKeys:
     """Returns one environment per training entry. An eval of the same name with equal or no settings shares it."""
     specs: list[EnvironmentSpec] = []
-    training: list[str] = []
     for index, entry in enumerate(config.environments):
         twice = sum(other.name == entry.name for other in config.environments) > 1
         key = f"{entry.name}#{index}" if twice else entry.name
         specs.append(EnvironmentSpec(entry.name, dict(entry.kwargs), entry.reward_min, entry.reward_max, key=key))
-        training.append(key)
-    evals: list[str] = []
-    for index, eval_entry in enumerate(config.evals):
-        shared = next(
-            (
-                s
-                for s in specs
-                if s.name == eval_entry.name and eval_entry.kwargs in ({}, s.kwargs) and s.key in training
-            ),
-            None,
-        )
-        if shared is not None:
-            evals.append(shared.key)
-            continue
-        key = f"eval/{eval_entry.name}#{index}"
-        specs.append(eval_spec(eval_entry.name, dict(eval_entry.kwargs), key=key))
-        evals.append(key)
-    return EnvironmentKeys(specs, training, evals)
+    trained, evals = list(specs), []
+    for index, each in enumerate(config.evals):
+        spec = next((s for s in trained if s.name == each.name and each.kwargs in ({}, s.kwargs)), None)
+        if spec is None:
+            spec = eval_spec(each.name, dict(each.kwargs), key=f"eval/{each.name}#{index}")
+            specs.append(spec)
+        evals.append(spec.key)
+    return EnvironmentKeys(specs, [spec.key for spec in trained], evals)
 
 
 def num_eval_items(entry: EvalEntry, available: int) -> int:

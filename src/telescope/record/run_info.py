@@ -135,7 +135,7 @@ def begin_run(
         project=project,
         tags=list(tags),
         config_hash=config_hash,
-        process=process.to_json(),
+        process=asdict(process),
         num_steps=num_steps,
         heldout_before=earlier.heldout_before if earlier else None,
     )

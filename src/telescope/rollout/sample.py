@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from telescope.config import TelescopeConfig
@@ -99,44 +99,31 @@ class RolloutTask:
     slot_key: int | None = None
     """Key of the group for request slots; default: the group id. A requeued prompt gets a new key."""
 
-    @property
-    def slot_group(self) -> int:
-        return self.group_id if self.slot_key is None else self.slot_key
-
 
 class _StateLost(Exception):
-    """The state of a conversation was lost because of infrastructure."""
-
-    def __init__(self, error: InfrastructureError) -> None:
-        super().__init__(str(error))
-        self.error = error
+    """The state of a conversation was lost because of infrastructure, by the error that it has."""
 
 
+@dataclass(eq=False)
 class Rollout:
     """One running sample. `trajectory` grows until `run` returns it.
 
     After `cancel`, `run` returns as soon as possible, with the tokens so far.
     """
 
-    def __init__(
-        self,
-        task: RolloutTask,
-        *,
-        slots: RequestSlots,
-        engine_of: Callable[[int], Engine],
-        environments: EnvironmentPool,
-        settings: RolloutSettings,
-        on_engine_failure: Callable[[int, InfrastructureError], None],
-    ) -> None:
-        self.task = task
+    task: RolloutTask
+    _: KW_ONLY
+    slots: RequestSlots
+    engine_of: Callable[[int], Engine]
+    environments: EnvironmentPool
+    settings: RolloutSettings
+    on_engine_failure: Callable[[int, InfrastructureError], None]
+
+    def __post_init__(self) -> None:
+        task = self.task
         self.trajectory = Trajectory(
             task.sample_id, task.group_id, task.sample_index, task.environment, started_at=time.time()
         )
-        self._slots = slots
-        self._engine_of = engine_of
-        self._environments = environments
-        self._settings = settings
-        self._on_engine_failure = on_engine_failure
         self._in_engine: tuple[int, str, int] | None = None
         self._conversation_id: str | None = None
         """Id of the open conversation in the environments."""
@@ -198,19 +185,19 @@ class Rollout:
                 return
             except _StateLost as lost:
                 trajectory.num_infrastructure_retries += 1
-                if trajectory.num_infrastructure_retries > self._settings.max_infrastructure_retries:
-                    raise lost.error from lost
+                if trajectory.num_infrastructure_retries > self.settings.max_infrastructure_retries:
+                    raise lost.args[0] from lost
                 if trajectory.turns:
                     trajectory.lost_conversations.append(trajectory.num_completion_tokens)
                     trajectory.turns.clear()
             finally:
                 if self._conversation_id is not None:
-                    self._environments.cancel(self._conversation_id)
+                    self.environments.cancel(self._conversation_id)
                     self._conversation_id = None
                 self._num_begun += 1
 
     async def _run_turns(self) -> None:
-        task, trajectory, settings = self.task, self.trajectory, self._settings
+        task, trajectory, settings = self.task, self.trajectory, self.settings
         if task.is_multi_turn:
             await self._begin()
         prompt_token_ids = added_token_ids = task.prompt_token_ids
@@ -228,7 +215,7 @@ class Rollout:
             )
             try:
                 if settings.free_lane_after_generation:
-                    self._slots.release(lease)
+                    self.slots.release(lease)
                 trajectory.generated_at = time.time()
                 turn = Turn(
                     added_token_ids,
@@ -250,7 +237,7 @@ class Rollout:
                 reply = await self._environment_reply(generation)
             finally:
                 if not settings.free_lane_after_generation:
-                    self._slots.release(lease)
+                    self.slots.release(lease)
             turn.text, turn.tool_calls = reply.completion_text, reply.tool_calls
             if reply.done:
                 trajectory.reward, trajectory.end_reason = reply.reward, reply.end_reason
@@ -267,8 +254,8 @@ class Rollout:
         name = f"{self.task.sample_id}.{self._num_begun}"
         self._conversation_id = name
         try:
-            first = await self._environments.begin(
-                name, self.task.environment_key, self.task.item_index, interleaved=self._settings.interleaved
+            first = await self.environments.begin(
+                name, self.task.environment_key, self.task.item_index, interleaved=self.settings.interleaved
             )
         except InfrastructureError as error:
             self._conversation_id = None
@@ -284,11 +271,11 @@ class Rollout:
 
     async def _environment_reply(self, generation: Generation) -> Advance:
         """Passes an answer to the environment. Returns the score or the environment's messages."""
-        task, trajectory, settings = self.task, self.trajectory, self._settings
+        task, trajectory, settings = self.task, self.trajectory, self.settings
         if self._conversation_id is not None:
             begun, self._conversation_id = self._conversation_id, None
             try:
-                reply = await self._environments.respond(
+                reply = await self.environments.respond(
                     begun,
                     generation.token_ids_N,
                     generation.logprobs_N,
@@ -299,14 +286,14 @@ class Rollout:
             except InfrastructureError as error:
                 raise _StateLost(error) from error
             except asyncio.CancelledError:
-                self._environments.cancel(begun)
+                self.environments.cancel(begun)
                 raise
             if not reply.done:
                 self._conversation_id = begun
             return reply
         while True:
             try:
-                return await self._environments.advance(
+                return await self.environments.advance(
                     task.environment_key,
                     task.item_index,
                     generation.token_ids_N,
@@ -323,10 +310,11 @@ class Rollout:
     ) -> tuple[Lease, Generation]:
         """Samples one turn, and retries in a new slot after infrastructure failures. The returned slot is not
         released."""
-        task, trajectory, settings = self.task, self.trajectory, self._settings
+        task, trajectory, settings = self.task, self.trajectory, self.settings
         sampling = settings.sampling
+        group = task.group_id if task.slot_key is None else task.slot_key
         while True:
-            lease = await self._slots.acquire(task.slot_group, turn=turn_index, timeout=settings.slot_timeout)
+            lease = await self.slots.acquire(group, turn=turn_index, timeout=settings.slot_timeout)
             trajectory.server_index, trajectory.slot = lease.server, lease.slot
             num_seen: int | None = None
             try:
@@ -345,7 +333,7 @@ class Rollout:
                     priority=turn_index if settings.priority_by_turn else 0,
                     routes_start=routes_start,
                 )
-                engine = self._engine_of(lease.server)
+                engine = self.engine_of(lease.server)
                 version = engine.loaded_version
                 self._in_engine = (lease.server, request.request_id, version)
                 try:
@@ -359,14 +347,14 @@ class Rollout:
                 return lease, generation
             except InfrastructureError as error:
                 # Reported first, so that the slot does not go to a waiter while its server is down.
-                self._on_engine_failure(lease.server, error)
-                self._slots.release(lease)
+                self.on_engine_failure(lease.server, error)
+                self.slots.release(lease)
                 trajectory.failed_requests.append(num_seen)
                 trajectory.num_infrastructure_retries += 1
                 if trajectory.cancelled or trajectory.num_infrastructure_retries > settings.max_infrastructure_retries:
                     raise
             except BaseException:
-                self._slots.release(lease)
+                self.slots.release(lease)
                 raise
 
 

@@ -7,18 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from telescope.config.base import (
-    MAX_STEPS,
-    Dtype,
-    PathText,
-    PlacementStrategy,
-    Seconds,
-    Section,
-    Text,
-    WholeSeconds,
-    Workers,
-    refuse,
-)
+from telescope.config.base import MAX_STEPS, Dtype, PathText, Seconds, Section, Text, WholeSeconds, Workers, refuse
 from telescope.config.environments import EnvironmentEntry
 
 
@@ -101,6 +90,7 @@ class WorkerSection(Section, title="Workers"):
     at least 1."""
 
 
+PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 LEAST_CORES = 0.0001
 """What Ray counts shares of a core in."""
 
@@ -117,7 +107,11 @@ def client_address_problem(address: str) -> str | None:
 
 
 _UNCOUNTABLE = f"it must be at least {LEAST_CORES}, the smallest share of a core that Ray counts"
-Cores = Annotated[float, refuse(lambda n: 0 < n < LEAST_CORES and _UNCOUNTABLE), Field(ge=LEAST_CORES, le=1024)]
+Cores = Annotated[
+    float,
+    refuse(lambda n: 0 < n < LEAST_CORES and _UNCOUNTABLE),
+    Field(ge=LEAST_CORES, le=1024, json_schema_extra={"minimum": LEAST_CORES, "maximum": 1024}),
+]
 """A share of a node's CPU cores."""
 
 
