@@ -147,20 +147,13 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "telescope"
 
 
-def ensure_tiny_model(
-    cache_dir: Path | str | None = None,
-    *,
-    seed: int = 0,
-    tied: bool = False,
-    report: Report = None,
-    **others: Any,
-) -> Path:
+def ensure_tiny_model(cache_dir: Path | str | None = None, *, report: Report = None, **settings: Any) -> Path:
     """Returns the folder of the tiny model with these settings. Builds it unless the cache has a complete one.
 
-    `others` are fields of `TinyModelSettings`. `report` is called after every warm-start step, so never when
+    `settings` are fields of `TinyModelSettings`. `report` is called after every warm-start step, so never when
     the cache answers. Raises `UserError` for settings that make no model or a cache folder that cannot be written.
     """
-    return ensure_model(TinyModelSettings(seed=seed, tied=tied, **others), cache_dir, report=report)
+    return ensure_model(TinyModelSettings(**settings), cache_dir, report=report)
 
 
 def ensure_model(recipe: ModelRecipe, cache_dir: Path | str | None = None, *, report: Report = None) -> Path:
