@@ -109,12 +109,8 @@ def refuse(problem: Callable[[Any], str | Literal[False] | None]) -> AfterValida
     return AfterValidator(check)
 
 
-# Text that is not blank.
-Text = Annotated[
-    str,
-    Field(min_length=1, pattern=r"\S"),
-    refuse(lambda text: "\0" in text and "it must not contain the character NUL"),
-]
+_WITHOUT_NUL = refuse(lambda text: "\0" in text and "it must not contain the character NUL")
+Text = Annotated[str, Field(min_length=1, pattern=r"\S"), _WITHOUT_NUL]  # text that is not blank
 PathText = Annotated[Text, refuse(path_problem)]
 """A path, whether it exists or not; `~` is the home directory."""
 

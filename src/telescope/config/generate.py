@@ -78,8 +78,8 @@ class FieldDescription:
         return "required" if self.required else yaml_text(self.default)
 
 
-def describe_section(section: type[Section], prefix: str = "") -> list[FieldDescription]:
-    """The fields of a section in order. An entry type has a `prefix` such as `evals.`."""
+def describe_section(section: type[Section]) -> list[FieldDescription]:
+    """The fields of a section, or of an entry type, in order."""
     schemas = section.model_json_schema()["properties"]
     return [
         FieldDescription(

@@ -257,8 +257,7 @@ class ProcessIdentity:
     def current(cls) -> ProcessIdentity:
         """Returns the identity of this process."""
         pid = os.getpid()
-        boot, namespace = _boot_id(), _pid_namespace()
-        return cls(socket.gethostname(), pid, _start_ticks(pid) or "", boot, namespace)
+        return cls(socket.gethostname(), pid, _start_ticks(pid) or "", _boot_id(), _pid_namespace())
 
     @classmethod
     def from_json(cls, value: Any) -> ProcessIdentity | None:
