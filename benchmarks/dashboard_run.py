@@ -11,10 +11,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from telescope.record.reader import Run
-from telescope.record.rollout_tables import ROLLOUT_TABLES
 from telescope.record.table_files import TableFile
 from telescope.record.table_writer import write_block
-from telescope.record.tables import TABLES
+from telescope.record.tables import ROLLOUT_TABLES, TABLES
 from telescope.testing.replay import ONCE, Replay, shift
 
 SAMPLE_TABLES = {table.name for table in ROLLOUT_TABLES} | {"spans"}

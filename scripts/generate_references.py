@@ -47,7 +47,7 @@ def documentation() -> str:
             parts.append(_ENVIRONMENTS_EXAMPLE)
         if "evals" in section.model_fields:
             parts.append("Each entry of `evals`:\n")
-            parts.append(_table(describe_section(EvalEntry, "evals.")))
+            parts.append(_table(describe_section(EvalEntry)))
             parts.append(_EVALS_EXAMPLE)
     parts.append("## Rules between fields\n")
     parts.append(

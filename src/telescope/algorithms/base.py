@@ -62,11 +62,9 @@ Baseline = Callable[[np.ndarray], np.ndarray]
 class Algorithm:
     """One row of the table in `docs/algorithms.md`."""
 
-    source: str
-    """The paper."""
     baseline: Baseline
     token_loss: TokenLoss
-    denominator: Callable[[Any], Denominator]
+    denominator: Callable[[Any], Denominator] = lambda config: "tokens"
     """config -> divisor of the summed loss."""
     clipped: Callable[[TokenBatch, Any], ClipSides] | None = None
     """(tokens without gradient, config) -> which tokens are clipped, for the metrics. None: the loss has no bounds."""
@@ -77,9 +75,16 @@ def clamped_delta(tokens: TokenBatch) -> torch.Tensor:
     return (tokens.logp_N - tokens.ref_logp_N).clamp(-DELTA_CLAMP, DELTA_CLAMP)
 
 
-def token_denominator(config: Any) -> Denominator:
-    """Returns the denominator of token-mean losses."""
-    return "tokens"
+def clipped_surrogate(ratio_N: torch.Tensor, advantage_N: torch.Tensor, config: Any) -> torch.Tensor:
+    """Computes -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) of each token."""
+    clipped_N = ratio_N.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    return -(ratio_N * advantage_N).minimum(clipped_N * advantage_N)
+
+
+def clipped_sides(ratio_N: torch.Tensor, advantage_N: torch.Tensor, config: Any) -> ClipSides:
+    """Returns which tokens that surrogate clips: below for A < 0, above for A > 0."""
+    low_N = (ratio_N < 1.0 - config.clip_low) & (advantage_N < 0)
+    return low_N, (ratio_N > 1.0 + config.clip_high) & (advantage_N > 0)
 
 
 def mean_over_sample(values_N: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:

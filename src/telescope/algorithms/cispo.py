@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from telescope.algorithms.base import Algorithm, ClipSides, TokenBatch, clamped_delta, token_denominator
+from telescope.algorithms.base import Algorithm, ClipSides, TokenBatch, clamped_delta
 from telescope.algorithms.grpo import standardize
 
 if TYPE_CHECKING:
@@ -27,10 +27,4 @@ def clipped_weights(tokens: TokenBatch, config: Any) -> ClipSides:
     return ratio_N < 1.0 - config.clip_low, ratio_N > 1.0 + config.clip_high
 
 
-ALGORITHM = Algorithm(
-    source="MiniMax-M1, arXiv 2506.13585",
-    baseline=standardize,
-    token_loss=clipped_weight_loss,
-    denominator=token_denominator,
-    clipped=clipped_weights,
-)
+ALGORITHM = Algorithm(baseline=standardize, token_loss=clipped_weight_loss, clipped=clipped_weights)

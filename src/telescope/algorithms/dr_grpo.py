@@ -7,21 +7,12 @@ hard prompts; loss of a token -A logp. `dr_grpo_loss_agg_mode: token_sum_norm` d
 
 from __future__ import annotations
 
-from typing import Any
-
-from telescope.algorithms.base import Algorithm, Denominator
+from telescope.algorithms.base import Algorithm
 from telescope.algorithms.grpo import policy_gradient_loss
 from telescope.algorithms.reinforce_pp import center
 
-
-def chosen_denominator(config: Any) -> Denominator:
-    """Returns the denominator of `dr_grpo_loss_agg_mode`."""
-    return "sample_budget" if config.dr_grpo_loss_agg_mode == "token_sum_norm" else "tokens"
-
-
 ALGORITHM = Algorithm(
-    source="Dr. GRPO, arXiv 2503.20783",
     baseline=center,
     token_loss=policy_gradient_loss,
-    denominator=chosen_denominator,
+    denominator=lambda config: "sample_budget" if config.dr_grpo_loss_agg_mode == "token_sum_norm" else "tokens",
 )

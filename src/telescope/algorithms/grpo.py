@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from telescope.algorithms.base import STD_EPSILON, Algorithm, TokenBatch, token_denominator
+from telescope.algorithms.base import STD_EPSILON, Algorithm, TokenBatch
 
 if TYPE_CHECKING:
     import torch
@@ -30,9 +30,4 @@ def policy_gradient_loss(tokens: TokenBatch, config: Any) -> torch.Tensor:
     return -tokens.advantage_N * tokens.logp_N
 
 
-ALGORITHM = Algorithm(
-    source="DeepSeekMath, arXiv 2402.03300",
-    baseline=standardize,
-    token_loss=policy_gradient_loss,
-    denominator=token_denominator,
-)
+ALGORITHM = Algorithm(baseline=standardize, token_loss=policy_gradient_loss)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from telescope.algorithms.base import (
     Algorithm,
     ClipSides,
-    Denominator,
     TokenBatch,
     clamped_delta,
+    clipped_sides,
+    clipped_surrogate,
     mean_over_sample,
     sample_sizes,
 )
@@ -31,28 +32,15 @@ def sequence_ratio(tokens: TokenBatch) -> torch.Tensor:
 
 def sequence_ratio_loss(tokens: TokenBatch, config: Any) -> torch.Tensor:
     """Computes the loss of each sample, divided equally among its tokens."""
-    ratio_N = sequence_ratio(tokens)
-    clipped_N = ratio_N.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
-    loss_N = -(ratio_N * tokens.advantage_N).minimum(clipped_N * tokens.advantage_N)
+    loss_N = clipped_surrogate(sequence_ratio(tokens), tokens.advantage_N, config)
     return loss_N / sample_sizes(tokens).index_select(0, tokens.sample_N)
 
 
 def clipped_samples(tokens: TokenBatch, config: Any) -> ClipSides:
-    """Returns which samples are clipped: below for A < 0, above for A > 0."""
-    ratio_N = sequence_ratio(tokens)
-    low_N = (ratio_N < 1.0 - config.clip_low) & (tokens.advantage_N < 0)
-    return low_N, (ratio_N > 1.0 + config.clip_high) & (tokens.advantage_N > 0)
-
-
-def sample_denominator(config: Any) -> Denominator:
-    """Returns the denominator: samples of all ranks."""
-    return "samples"
+    """Returns which samples are clipped."""
+    return clipped_sides(sequence_ratio(tokens), tokens.advantage_N, config)
 
 
 ALGORITHM = Algorithm(
-    source="GSPO, arXiv 2507.18071",
-    baseline=standardize,
-    token_loss=sequence_ratio_loss,
-    denominator=sample_denominator,
-    clipped=clipped_samples,
+    baseline=standardize, token_loss=sequence_ratio_loss, denominator=lambda config: "samples", clipped=clipped_samples
 )

@@ -36,7 +36,16 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from telescope.algorithms.base import DELTA_CLAMP, Algorithm, ClipSides, TokenBatch, clamped_delta, mean_over_sample
+from telescope.algorithms.base import (
+    DELTA_CLAMP,
+    Algorithm,
+    ClipSides,
+    TokenBatch,
+    clamped_delta,
+    clipped_sides,
+    clipped_surrogate,
+    mean_over_sample,
+)
 from telescope.config.algorithms import ALGORITHM_FACTS
 
 if TYPE_CHECKING:
@@ -71,7 +80,7 @@ def loss_terms(algorithm: Algorithm, tokens: TokenBatch, config: Any) -> LossTer
     """Computes the loss of each token and its terms."""
     clipped: ClipSides | None
     if config.use_ppo_clip:
-        policy_N, clipped = clipped_ratio_loss(tokens, config), clipped_sides(_constant(tokens), config)
+        policy_N, clipped = clipped_ratio_loss(tokens, config), clipped_tokens(_constant(tokens), config)
     else:
         policy_N = algorithm.token_loss(tokens, config)
         clipped = algorithm.clipped(_constant(tokens), config) if algorithm.clipped is not None else None
@@ -134,20 +143,17 @@ def penalty(tokens: TokenBatch, config: Any) -> torch.Tensor | None:
 def clipped_ratio_loss(tokens: TokenBatch, config: Any) -> torch.Tensor:
     """Computes the clipped loss of each token, [N]."""
     advantage_N = tokens.advantage_N
-    ratio_N = clamped_delta(tokens).exp()
-    clipped_N = ratio_N.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
-    loss_N = -(ratio_N * advantage_N).minimum(clipped_N * advantage_N)
+    loss_N = clipped_surrogate(clamped_delta(tokens).exp(), advantage_N, config)
     if config.clip_ratio_c is not None:
         bounded_N = loss_N.minimum(-config.clip_ratio_c * advantage_N)
         loss_N = bounded_N.where(advantage_N < 0, loss_N)
     return loss_N
 
 
-def clipped_sides(tokens: TokenBatch, config: Any) -> ClipSides:
+def clipped_tokens(tokens: TokenBatch, config: Any) -> ClipSides:
     """Returns which tokens are clipped. They lie below for A < 0, above for A > 0 or by the dual clip."""
     ratio_N = clamped_delta(tokens).exp()
-    low_N = (ratio_N < 1.0 - config.clip_low) & (tokens.advantage_N < 0)
-    high_N = (ratio_N > 1.0 + config.clip_high) & (tokens.advantage_N > 0)
+    low_N, high_N = clipped_sides(ratio_N, tokens.advantage_N, config)
     if config.clip_ratio_c is not None:
         high_N = high_N | ((ratio_N > config.clip_ratio_c) & (tokens.advantage_N < 0))
     return low_N, high_N

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from telescope.algorithms.base import Algorithm, token_denominator
+from telescope.algorithms.base import Algorithm
 from telescope.algorithms.grpo import policy_gradient_loss
 
 
@@ -17,9 +17,4 @@ def center(rewards_n: np.ndarray) -> np.ndarray:
     return rewards_n - rewards_n.mean()
 
 
-ALGORITHM = Algorithm(
-    source="REINFORCE++, arXiv 2501.03262",
-    baseline=center,
-    token_loss=policy_gradient_loss,
-    denominator=token_denominator,
-)
+ALGORITHM = Algorithm(baseline=center, token_loss=policy_gradient_loss)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from telescope.algorithms.base import Algorithm, token_denominator
+from telescope.algorithms.base import Algorithm
 from telescope.algorithms.grpo import policy_gradient_loss
 
 
@@ -18,9 +18,4 @@ def leave_one_out(rewards_n: np.ndarray) -> np.ndarray:
     return (rewards_n - rewards_n.mean()) * (n / (n - 1))
 
 
-ALGORITHM = Algorithm(
-    source="Back to Basics, arXiv 2402.14740",
-    baseline=leave_one_out,
-    token_loss=policy_gradient_loss,
-    denominator=token_denominator,
-)
+ALGORITHM = Algorithm(baseline=leave_one_out, token_loss=policy_gradient_loss)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from telescope.algorithms.base import Algorithm, TokenBatch, clamped_delta, token_denominator
+from telescope.algorithms.base import Algorithm, TokenBatch, clamped_delta
 from telescope.algorithms.grpo import standardize
 
 if TYPE_CHECKING:
@@ -25,6 +25,4 @@ def soft_gate_loss(tokens: TokenBatch, config: Any) -> torch.Tensor:
     return -(4.0 / tau_N) * gate_N * advantage_N
 
 
-ALGORITHM = Algorithm(
-    source="SAPO, arXiv 2511.20347", baseline=standardize, token_loss=soft_gate_loss, denominator=token_denominator
-)
+ALGORITHM = Algorithm(baseline=standardize, token_loss=soft_gate_loss)

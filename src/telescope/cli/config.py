@@ -150,7 +150,7 @@ def explain(console: Console, name: str) -> None:
             return
     entries, dot, key = wanted.partition(".")
     if dot and entries in ENTRIES:
-        keys = {field.name: field for field in describe_section(ENTRIES[entries], f"{entries}.")}
+        keys = {field.name: field for field in describe_section(ENTRIES[entries])}
         if key not in keys:
             near = did_you_mean(key, keys)
             raise UserError(f"An entry of {entries} has no key '{key}'.{near} The keys are {', '.join(keys)}")
@@ -184,7 +184,7 @@ def _print_field(console: Console, field: FieldDescription) -> None:
     if field.name in ENTRIES:
         console.print("\nEach entry of the list:")
         entries = _grid()
-        for part in describe_section(ENTRIES[field.name], f"{field.name}."):
+        for part in describe_section(ENTRIES[field.name]):
             entries.add_row(Text(part.name), Text(part.default_text), Text(part.text))
         console.print(entries)
 

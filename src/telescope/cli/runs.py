@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def warn_of_unreadable(runs: Iterable[Run], what: str) -> bool:
     """Reports on stderr how many unreadable files `what` lacks. Returns whether there are any."""
-    num_unreadable = sum(run.num_unreadable for run in runs)
+    num_unreadable = sum(len(run.unreadable) for run in runs)
     if num_unreadable:
         files = "1 file of a table" if num_unreadable == 1 else f"{num_unreadable} files of tables"
         print(f"telescope: {what} is incomplete: {files} cannot be read (see above)", file=sys.stderr)

@@ -7,16 +7,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from telescope.errors import UserError
-from telescope.tiny_model.cache import ModelRecipe, TinyModelSettings, ensure_model, write_tiny_model
+from telescope.tiny_model.cache import ModelRecipe, TinyModelSettings, WarmStartProgress, ensure_model, write_tiny_model
 from telescope.tiny_model.released import RELEASED
 from telescope.tui.live import progress
 from telescope.utils.text import user_path
-
-if TYPE_CHECKING:
-    from telescope.tiny_model.warm_start import WarmStartProgress
 
 
 def add_parser(subparsers: Any) -> None:

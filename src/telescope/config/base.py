@@ -1,6 +1,6 @@
 """Base classes of the configuration: sections, field types, and rules between fields.
 
-A section is a Pydantic model: frozen, closed to unknown names, strict about booleans. `TITLE` and `INTRO` appear in
+A section is a Pydantic model: frozen, closed to unknown names, strict about booleans. Its title and docstring appear in
 the documentation and the help; the string under a field is its description, whose first sentence the help prints
 alone. The sections are joined by inheritance into one flat `TelescopeConfig`, so every field name is unique.
 
@@ -84,7 +84,6 @@ def thaw(value: Any) -> Any:
 
 
 Dtype = Literal["float32", "float16", "bfloat16"]
-PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
 
 # Bounds far above any real run. They catch slips (a zero too many, a wrong unit) before anything is planned.
@@ -99,20 +98,20 @@ Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 WholeSeconds = Annotated[int, Field(ge=1, le=MAX_SECONDS)]
 
 
-def _without_nul(text: str) -> str:
-    if "\0" in text:
-        raise ValueError("it must not contain the character NUL")
-    return text
+def refuse(problem: Callable[[Any], str | Literal[False] | None]) -> AfterValidator:
+    """Returns a validator that refuses a value with what `problem` says of it, if anything."""
+
+    def check(value: Any) -> Any:
+        if reason := problem(value):
+            raise ValueError(reason)
+        return value
+
+    return AfterValidator(check)
 
 
-def _possible_path(text: str) -> str:
-    if problem := path_problem(text):
-        raise ValueError(problem)
-    return text
-
-
-Text = Annotated[str, Field(min_length=1, pattern=r"\S"), AfterValidator(_without_nul)]  # text that is not blank
-PathText = Annotated[Text, AfterValidator(_possible_path)]
+_WITHOUT_NUL = refuse(lambda text: "\0" in text and "it must not contain the character NUL")
+Text = Annotated[str, Field(min_length=1, pattern=r"\S"), _WITHOUT_NUL]  # text that is not blank
+PathText = Annotated[Text, refuse(path_problem)]
 """A path, whether it exists or not; `~` is the home directory."""
 
 
@@ -130,6 +129,10 @@ class Section(BaseModel):
 
     TITLE: ClassVar[str] = ""
     INTRO: ClassVar[str] = ""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        cls.TITLE, cls.INTRO = cls.model_config.get("title") or "", " ".join((cls.__doc__ or "").split())
 
     @field_validator("*", mode="before")
     @classmethod

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
-from telescope.config.base import Section, Steps, Text, Tokens
+from telescope.config.base import Section, Steps, Text, Tokens, refuse
 from telescope.environments.worker_pool.messages import EnvironmentInfo, EnvironmentSpec
 from telescope.errors import ConfigError
 from telescope.evals.base import eval_spec
@@ -57,7 +57,11 @@ class EvalEntry(Section):
     """Eval name: a dedicated eval such as `math500`, or an environment's name."""
     eval_every: Steps = 10
     """Training steps between two runs of this eval."""
-    num_samples: Annotated[int, Field(ge=-1, le=2**31)] = -1
+    num_samples: Annotated[
+        int,
+        Field(ge=-1, le=2**31),
+        refuse(lambda n: n == 0 and "0 samples evaluate nothing; use -1 for the full dataset"),
+    ] = -1
     """Samples to evaluate, the first ones of the dataset. -1: the full dataset."""
     separate_eval_samples: bool = False
     """Keep the evaluated samples out of training when the same environment is trained on. Needs `num_samples` above
@@ -73,13 +77,6 @@ class EvalEntry(Section):
     """Nucleus sampling of this eval, in (0, 1]. Null takes the training value."""
     max_tokens: Tokens | None = None
     """Longest answer of this eval, in tokens. Null takes the training value."""
-
-    @field_validator("num_samples")
-    @classmethod
-    def _some_samples(cls, value: int) -> int:
-        if value == 0:
-            raise ValueError("0 samples evaluate nothing; use -1 for the full dataset")
-        return value
 
     @field_validator("pass_k")
     @classmethod
@@ -121,29 +118,18 @@ class EnvironmentKeys:
 def environment_keys(config: TelescopeConfig) -> EnvironmentKeys:
     """Returns one environment per training entry. An eval of the same name with equal or no settings shares it."""
     specs: list[EnvironmentSpec] = []
-    training: list[str] = []
     for index, entry in enumerate(config.environments):
         twice = sum(other.name == entry.name for other in config.environments) > 1
         key = f"{entry.name}#{index}" if twice else entry.name
         specs.append(EnvironmentSpec(entry.name, dict(entry.kwargs), entry.reward_min, entry.reward_max, key=key))
-        training.append(key)
-    evals: list[str] = []
-    for index, eval_entry in enumerate(config.evals):
-        shared = next(
-            (
-                s
-                for s in specs
-                if s.name == eval_entry.name and eval_entry.kwargs in ({}, s.kwargs) and s.key in training
-            ),
-            None,
-        )
-        if shared is not None:
-            evals.append(shared.key)
-            continue
-        key = f"eval/{eval_entry.name}#{index}"
-        specs.append(eval_spec(eval_entry.name, dict(eval_entry.kwargs), key=key))
-        evals.append(key)
-    return EnvironmentKeys(specs, training, evals)
+    trained, evals = list(specs), []
+    for index, each in enumerate(config.evals):
+        spec = next((s for s in trained if s.name == each.name and each.kwargs in ({}, s.kwargs)), None)
+        if spec is None:
+            spec = eval_spec(each.name, dict(each.kwargs), key=f"eval/{each.name}#{index}")
+            specs.append(spec)
+        evals.append(spec.key)
+    return EnvironmentKeys(specs, [spec.key for spec in trained], evals)
 
 
 def num_eval_items(entry: EvalEntry, available: int) -> int:

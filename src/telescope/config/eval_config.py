@@ -142,12 +142,8 @@ def build_eval_config(
         for name, value in (run_config or {}).items()
         if name in INHERITED_FIELDS and value != defaults[name].get_default(call_default_factory=True)
     }
-    values: dict[str, Any] = {
-        "environments": PLACEHOLDER_ENVIRONMENT,
-        "inference_num_workers": 1,
-        **inherited,
-        **request.fields,
-    }
+    values: dict[str, Any] = {"environments": PLACEHOLDER_ENVIRONMENT, "inference_num_workers": 1}
+    values |= {**inherited, **request.fields}
     if run_config is None:
         file = model / "config.json"
         longest = (json.loads(file.read_text()) if file.is_file() else {}).get("max_position_embeddings") or math.inf
@@ -172,10 +168,7 @@ def build_eval_config(
 
 def measurement_digest(config: TelescopeConfig, evals: Sequence[EvalEntry]) -> str:
     """Returns a digest of everything but the model on which results depend."""
-    entries = [
-        {name: value for name, value in entry.model_dump(mode="json").items() if name != "eval_every"}
-        for entry in evals
-    ]
+    entries = [entry.model_dump(mode="json", exclude={"eval_every"}) for entry in evals]
     values = {name: config.values[name] for name in MEASURED} | {"evals": entries, "dtype": config.engine_dtype}
     if any(entry.kwargs == {} for entry in evals):  # it may take those of the run's environment
         values["environments"] = config.values["environments"]

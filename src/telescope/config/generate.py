@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
-
-from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic.fields import FieldInfo
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from telescope.config.base import Section, member_types, thaw
 from telescope.config.schema import SECTIONS
@@ -80,15 +78,16 @@ class FieldDescription:
         return "required" if self.required else yaml_text(self.default)
 
 
-def describe_section(section: type[Section], prefix: str = "") -> list[FieldDescription]:
-    """The fields of a section in order. An entry type has a `prefix` such as `evals.`."""
+def describe_section(section: type[Section]) -> list[FieldDescription]:
+    """The fields of a section, or of an entry type, in order."""
+    schemas = section.model_json_schema()["properties"]
     return [
         FieldDescription(
             name=name,
             section=section.TITLE,
             type=_type_text(field.annotation),
             default=None if field.is_required() else thaw(field.get_default(call_default_factory=True)),
-            range=_range_text(field),
+            range=_range_text(schemas[name]),
             text=re.sub(r"\s+", " ", field.description or "").strip(),
             required=field.is_required(),
         )
@@ -103,22 +102,12 @@ def describe_all() -> list[FieldDescription]:
 
 def yaml_text(value: Any) -> str:
     """Formats a value as one line of YAML that reads back."""
-    if isinstance(value, float):
-        return _float_text(value)
     if isinstance(value, str):
         return dump_yaml(value, default_style='"', width=1_000_000, allow_unicode=True).removesuffix("\n")
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return "[" + ", ".join(yaml_text(item) for item in value) + "]"
     text = dump_yaml(value, default_flow_style=True, width=1_000_000)
     return text.removesuffix("\n").removesuffix("\n...")
-
-
-def _float_text(value: float) -> str:
-    text = repr(value)
-    if "e" in text:  # with a dot, so that YAML 1.1 readers see a number too
-        mantissa, exponent = text.split("e")
-        return f"{mantissa if '.' in mantissa else mantissa + '.0'}e{exponent}"
-    return text
 
 
 def _type_text(annotation: Any) -> str:
@@ -137,35 +126,17 @@ def _member_text(member: Any) -> str:
     return NAMES.get(member) or str(getattr(member, "__name__", member))
 
 
-def _constraints(field: FieldInfo) -> list[Any]:
-    """The bounds of a field, also those inside `Annotated[...] | None`."""
-    found = list(field.metadata)
-    pending = [field.annotation]
-    while pending:
-        annotation = pending.pop()
-        arguments = get_args(annotation)
-        if get_origin(annotation) is Annotated:
-            found += [item for extra in arguments[1:] for item in getattr(extra, "metadata", [extra])]
-            pending.append(arguments[0])
-        elif get_origin(annotation) is not Literal:
-            pending += [argument for argument in arguments if argument is not None]
-    return found
-
-
-def _range_text(field: FieldInfo) -> str:
-    low = high = ""
-    for constraint in _constraints(field):
-        if isinstance(constraint, Gt):
-            low = f"> {_bound(constraint.gt)}"
-        elif isinstance(constraint, Ge):
-            low = f">= {_bound(constraint.ge)}"
-        elif isinstance(constraint, Lt):
-            high = f"< {_bound(constraint.lt)}"
-        elif isinstance(constraint, Le):
-            high = f"<= {_bound(constraint.le)}"
-        elif isinstance(constraint, MinLen):
-            return "not empty"
-    return ", ".join(part for part in (low, high) if part)
+def _range_text(schema: Mapping[str, Any]) -> str:
+    """The bounds in the JSON schema of a field, also those of its alternatives and items."""
+    bounds: dict[str, Any] = {}
+    pending = [schema]
+    for part in pending:
+        bounds |= part
+        pending += [*part.get("anyOf", ()), *([part["items"]] if "items" in part else ())]
+    if bounds.keys() & {"minLength", "minItems"}:
+        return "not empty"
+    signs = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+    return ", ".join(f"{sign} {_bound(bounds[key])}" for key, sign in signs.items() if key in bounds)
 
 
 def _bound(value: Any) -> str:

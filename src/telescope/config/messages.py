@@ -25,14 +25,10 @@ ENTRY_EXAMPLES = dict.fromkeys(ENTRY_TYPES, "{name: countdown}") | {
 LONGEST_VALUE = 80  # characters of a wrong value that are worth repeating
 
 EXPECTATIONS = {
-    "int_type": "it must be a whole number",
-    "int_parsing": "it must be a whole number",
-    "int_from_float": "it must be a whole number",
-    "float_type": "it must be a number",
-    "float_parsing": "it must be a number",
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "it must be a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "it must be a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "it must be true or false"),
     "finite_number": "it must be a finite number",
-    "bool_type": "it must be true or false",
-    "bool_parsing": "it must be true or false",
     "string_type": "it must be text; put it in quotes",
     "list_type": "it must be a list, such as [a, b]",
     "dict_type": "it must be a mapping, such as {key: value}",

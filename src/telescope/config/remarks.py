@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 from typing import TYPE_CHECKING, Literal
 
 from telescope.config.algorithms import ALGORITHM_FACTS
@@ -82,10 +83,8 @@ def remarks_on_place(
     config: TelescopeConfig, device: Literal["cpu", "cuda"] | None, shape: ModelShape | None
 ) -> list[str]:
     """Returns remarks that depend on the placement and the model. None: not known."""
-    found = []
     why = 'device is "cpu"' if config.device == "cpu" else "no GPU was found, so that everything runs on CPU cores"
-    if device == "cpu" and (idle := sorted(GPU_FIELDS & config.user_set)):
-        found.append(f"{' and '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect, because {why}.")
+    found = _no_effect(config, GPU_FIELDS, why) if device == "cpu" else []
     if config.share_gpus and device == "cpu":
         found.append(f"share_gpus is true and has no effect, because {why}. Set share_gpus to false, or use GPUs.")
     flags = cpu_flags() if device == "cpu" and config.mixed_precision_dtype == "bfloat16" else frozenset()
@@ -159,11 +158,12 @@ def _idle_fields(config: TelescopeConfig) -> list[str]:
             "megatron_optimizer_cpu_offload is false. Set it to true to offload the optimizer",
         ),
     ]  # fmt: skip
-    found = []
-    for is_off, names, why in causes:
-        if idle := sorted(names & config.user_set) if is_off else []:
-            found.append(f"{' and '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect, because {why}.")
-    return found
+    return [remark for is_off, names, why in causes if is_off for remark in _no_effect(config, names, why)]
+
+
+def _no_effect(config: TelescopeConfig, names: Set[str], why: str) -> list[str]:
+    idle = sorted(names & config.user_set)
+    return [f"{' and '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect, because {why}."] if idle else []
 
 
 def _age_and_waste(config: TelescopeConfig) -> list[str]:

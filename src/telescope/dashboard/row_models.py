@@ -9,8 +9,7 @@ from pydantic import BaseModel
 from telescope.dashboard.models import Number, columns_of
 from telescope.dashboard.rollouts import IN_FLIGHT
 from telescope.dashboard.store import LONG_COLUMNS
-from telescope.record.rollout_tables import INFO, SAMPLES, TOOL_CALLS, TURNS
-from telescope.record.tables import EVALS, LOGS
+from telescope.record.tables import EVALS, INFO, LOGS, SAMPLES, TOOL_CALLS, TURNS
 
 
 class Distribution(BaseModel):

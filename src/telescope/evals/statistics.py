@@ -135,9 +135,7 @@ def estimate_mean(values: Sequence[float], *, confidence: float = CONFIDENCE, se
     return Estimate(float(items.mean()), float(low), float(high), items.size)
 
 
-def estimate_difference(
-    values: Mapping[str, float], baseline: Mapping[str, float], *, confidence: float = CONFIDENCE, seed: int = 0
-) -> Estimate:
+def estimate_difference(values: Mapping[str, float], baseline: Mapping[str, float]) -> Estimate:
     """Mean of `values` minus `baseline`, with its paired bootstrap interval.
 
     Items count that both have. Keys are item identities (`sample_uid`). Items of one side are left out. Raises
@@ -146,7 +144,7 @@ def estimate_difference(
     shared = sorted(values.keys() & baseline.keys())
     if not shared:
         raise ValueError("the results and the baseline have no item in common, so there is no paired difference")
-    return estimate_mean([values[uid] - baseline[uid] for uid in shared], confidence=confidence, seed=seed)
+    return estimate_mean([values[uid] - baseline[uid] for uid in shared])
 
 
 def _check_counts(num_samples: int, num_correct: int, k: int) -> None:

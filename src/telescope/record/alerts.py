@@ -18,6 +18,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +96,8 @@ class AlertCommand:
     def close(self) -> None:
         """Runs what waits, for at most `CLOSE_SECONDS`, and kills what is left."""
         deadline = time.monotonic() + CLOSE_SECONDS
-        try:
+        with suppress(queue.Full):
             self._queue.put(None, timeout=CLOSE_SECONDS)
-        except queue.Full:
-            pass
-        else:
             self._thread.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
             self._closed = True

@@ -20,13 +20,14 @@ import re
 import subprocess
 import tarfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 
 import telescope
 from telescope.record.files import RunFiles, temporary_name
+from telescope.utils.digests import files_below
 
 logger = logging.getLogger(__name__)
 
@@ -76,15 +77,15 @@ class CodeSnapshot:
                     listing = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
                     listed = set(_git(root, *listing, seconds=DIFF_SECONDS).split("\0")) - {""}
                     self._add_all(archive, "sources", root, sorted(listed))
-                    _add_text(archive, "changes.diff", self._diff(root))
+                    _add(archive, "changes.diff", self._diff(root).encode("utf-8", "replace"))
                 package = Path(telescope.__file__).parent
                 if root is None or not package.is_relative_to(root):
-                    names = (name for name in _files_below(package) if not name.startswith(BUILT_PAGES))
+                    names = (name for name in files_below(package) if not name.startswith(BUILT_PAGES))
                     self._add_all(archive, "telescope", package, names)
                 for number, folder in enumerate(folders):
                     if root is None or not folder.is_relative_to(root):
-                        self._add_all(archive, f"environments/{number}", folder, _files_below(folder))
-                _add_text(archive, "git.json", json.dumps(self._description(root), indent=1))
+                        self._add_all(archive, f"environments/{number}", folder, files_below(folder))
+                _add(archive, "git.json", json.dumps(self._description(root), indent=1).encode())
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -108,7 +109,7 @@ class CodeSnapshot:
                 self.left_out.append(f"{prefix}/{name} ({error.strerror})")
                 continue
             self._room -= len(content)
-            _add_bytes(archive, f"{prefix}/{name}", content)
+            _add(archive, f"{prefix}/{name}", content)
 
     def _diff(self, root: Path) -> str:
         excluded = [f":(exclude,glob)**/{pattern}" for pattern in (*SECRETS, *self.exclude)]
@@ -149,16 +150,7 @@ def keep_code(run_dir: Path, attempt: int, *, max_mb: float, exclude: Sequence[s
     threading.Thread(target=write, name="telescope-code", daemon=True).start()
 
 
-def _files_below(folder: Path) -> Iterator[str]:
-    for path in sorted(folder.rglob("*")):
-        yield str(path.relative_to(folder))
-
-
-def _add_text(archive: tarfile.TarFile, name: str, text: str) -> None:
-    _add_bytes(archive, name, text.encode("utf-8", "replace"))
-
-
-def _add_bytes(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
     member = tarfile.TarInfo(name)
     member.size = len(content)
     archive.addfile(member, io.BytesIO(content))

@@ -20,7 +20,7 @@ import logging
 import os
 import socket
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -257,20 +257,15 @@ class ProcessIdentity:
     def current(cls) -> ProcessIdentity:
         """Returns the identity of this process."""
         pid = os.getpid()
-        boot, namespace = _boot_id(), _pid_namespace()
-        return cls(socket.gethostname(), pid, _start_ticks(pid) or "", boot, namespace)
+        return cls(socket.gethostname(), pid, _start_ticks(pid) or "", _boot_id(), _pid_namespace())
 
     @classmethod
     def from_json(cls, value: Any) -> ProcessIdentity | None:
-        """Reads what `to_json` wrote. Returns None for anything else."""
+        """Returns the identity with these fields, or None for anything else."""
         try:
             return cls(**{name: value[name] for name in cls.__slots__})
         except (TypeError, KeyError):
             return None
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the fields as JSON values."""
-        return asdict(self)
 
     def is_alive(self) -> bool | None:
         """Returns whether the process runs, or None if this machine cannot tell."""
@@ -291,14 +286,12 @@ def _start_ticks(pid: int) -> str | None:
 
 
 def _boot_id() -> str:
-    try:
+    with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
+    return ""
 
 
 def _pid_namespace() -> str:
-    try:
+    with suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
+    return ""

@@ -123,7 +123,10 @@ class Sampler:
         try:
             readings = self._thin(self._read())
         except Exception as error:  # sampling must not end the process, whatever a driver raises
-            self._report(error)
+            if (kind := type(error).__name__) not in self._reported:
+                self._reported.add(kind)
+                with self._lock:
+                    self._problems.append(f"cannot be read: {error!r}. It is tried again; this error is reported once")
             return
         with self._lock:
             self._num_dropped += max(0, len(self._buffer) + len(readings) - MAX_BUFFERED)
@@ -136,10 +139,3 @@ class Sampler:
             # Missed readings are not made up for.
             due = max(due + self._interval, time.monotonic())
             self._stopping.wait(due - time.monotonic())
-
-    def _report(self, error: Exception) -> None:
-        if (kind := type(error).__name__) in self._reported:
-            return
-        self._reported.add(kind)
-        with self._lock:
-            self._problems.append(f"cannot be read: {error!r}. It is tried again; this error is reported once")

@@ -118,13 +118,8 @@ class LogParser:
         """Yields the last entry, because no line has followed for a while."""
         entry, self._entry = self._entry, None
         if entry is not None and any(line.strip() for line in entry.lines):
-            yield {
-                "time": entry.time,
-                "level": entry.level,
-                "message": "\n".join(entry.lines).strip("\n"),
-                "process": entry.process,
-                "place": entry.place,
-            }
+            known = {name: getattr(entry, name) for name in ("time", "level", "process", "place")}
+            yield known | {"message": "\n".join(entry.lines).strip("\n")}
 
     def _continues(self, line: str) -> bool:
         """Returns whether a line continues the entry before it. The line has no header."""

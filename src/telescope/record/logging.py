@@ -12,7 +12,6 @@ import contextlib
 import logging
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -26,19 +25,6 @@ _TIME_FORMAT = "%Y-%m-%dT%H:%M:%S"
 """UTC, so that files of several machines can be merged by time."""
 
 
-@dataclass(frozen=True, slots=True)
-class LogHandlers:
-    """The handlers that `setup_logging` installed."""
-
-    handlers: tuple[logging.Handler, ...]
-
-    def close(self) -> None:
-        """Removes the handlers and closes the file."""
-        for handler in self.handlers:
-            logging.getLogger().removeHandler(handler)
-            handler.close()
-
-
 def setup_logging(
     run_dir: Path | str,
     component: str,
@@ -47,15 +33,15 @@ def setup_logging(
     alerts: Alerts | None = None,
     debug: bool = False,
     console: bool = True,
-) -> LogHandlers:
+) -> list[logging.Handler]:
     """Sends this process's log lines to its log file and the record.
 
     The file is `logs/<component>.log`; the table `logs` needs a `recorder`, the alerts of warnings need `alerts`.
     `debug` applies to Telescope's own loggers; others log from WARNING on. With `console`, warnings also go to stderr.
-    Replaces the handlers of an earlier call. Never raises because of the disk.
+    Replaces the handlers of an earlier call, and returns its own. Never raises because of the disk.
     """
     root = logging.getLogger()
-    LogHandlers(tuple(handler for handler in root.handlers if isinstance(handler, _TelescopeHandler))).close()
+    remove_handlers()
     handlers: list[logging.Handler] = [_FileHandler(RunFiles(run_dir).log(component))]
     if recorder is not None:
         handlers.append(_RecordHandler(recorder, alerts, component))
@@ -64,7 +50,16 @@ def setup_logging(
     for handler in handlers:
         root.addHandler(handler)
     logging.getLogger("telescope").setLevel(logging.DEBUG if debug else logging.INFO)
-    return LogHandlers(tuple(handlers))
+    return handlers
+
+
+def remove_handlers() -> None:
+    """Removes the handlers of `setup_logging` and closes the file."""
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if isinstance(handler, _TelescopeHandler):
+            root.removeHandler(handler)
+            handler.close()
 
 
 class _PlainFormatter(logging.Formatter):
@@ -120,12 +115,11 @@ class _RecordHandler(_TelescopeHandler, logging.Handler):
         self._recorder = recorder
         self._alerts = alerts
         self._component = component
-        self._formatter = logging.Formatter("%(message)s")
         self._alerted: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            message = self._formatter.format(record)
+            message = self.format(record)
         except (TypeError, ValueError):
             self.handleError(record)  # A wrong format string: logging prints where.
             return

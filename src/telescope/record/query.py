@@ -7,7 +7,7 @@ Owns the views, the check that a statement only reads, and errors that suggest t
 
 Invariants: nothing is written, attached or downloaded, and no file is read except the tables of the runs. A view has
 each row once and hides superseded steps, like `reader.Run.table`. A query starts again when files were compacted
-meanwhile, and when files are damaged; damaged files are left out and counted by `reader.Run.num_unreadable`.
+meanwhile, and when files are damaged; damaged files are left out and counted by `reader.Run.unreadable`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ import pyarrow as pa
 
 from telescope.errors import UserError
 from telescope.record.reader import READ_ATTEMPTS, Run, is_readable, superseded_sql
-from telescope.record.rollout_tables import SAMPLES
 from telescope.record.schema import type_name
 from telescope.record.table_files import TableFile
-from telescope.record.tables import IN_FLIGHT, TABLES
+from telescope.record.tables import IN_FLIGHT, SAMPLES, TABLES
 from telescope.utils.text import did_you_mean, plain
+
+Connection = duckdb.DuckDBPyConnection
+Files = list[tuple[Run, Path]]
 
 VIEWS = (*sorted(TABLES), IN_FLIGHT)
 """Views that a query can use."""
@@ -94,10 +96,10 @@ class Database:
             finally:
                 connection.close()
 
-    def _execute(self, connection: duckdb.DuckDBPyConnection, sql: str) -> Result:
+    def _execute(self, connection: Connection, sql: str) -> Result:
         _check_reading(connection, sql)
         for attempt in range(READ_ATTEMPTS):
-            files: list[tuple[Run, Path]] = []
+            files: Files = []
             try:
                 self._create_views(connection, _mentioned(sql), files)
                 return _fetch(connection, sql)
@@ -109,9 +111,7 @@ class Database:
                     raise
         raise AssertionError("the last attempt returns or raises")
 
-    def _create_views(
-        self, connection: duckdb.DuckDBPyConnection, names: Sequence[str], files: list[tuple[Run, Path]]
-    ) -> None:
+    def _create_views(self, connection: Connection, names: Sequence[str], files: Files) -> None:
         """Creates the views `names`. Adds the files that they read to `files`."""
         for name in names:
             selects = [f"SELECT '' AS run, * FROM ({_empty(name)})"]
@@ -128,7 +128,7 @@ class Database:
             connection.execute(f"CREATE OR REPLACE VIEW {name} AS " + " UNION ALL BY NAME ".join(selects))
 
 
-def _fetch(connection: duckdb.DuckDBPyConnection, sql: str) -> Result:
+def _fetch(connection: Connection, sql: str) -> Result:
     relation = connection.sql(sql)
     columns = tuple(relation.columns)
     zoned = [_WITH_TIME_ZONE in str(column_type) for column_type in relation.types]
@@ -152,9 +152,7 @@ def file_pattern(path: Path) -> str:
     return _GLOB.sub(r"[\g<0>]", str(path))
 
 
-def _visible_rows(
-    connection: duckdb.DuckDBPyConnection, run: Run, name: str, place: int, files: list[tuple[Run, Path]]
-) -> str:
+def _visible_rows(connection: Connection, run: Run, name: str, place: int, files: Files) -> str:
     """Returns a query for the rows that are not superseded."""
     rows = all_rows(connection, run, name, place, files)
     superseded = superseded_sql(run.cutoffs())
@@ -167,9 +165,7 @@ def _visible_rows(
     return rows
 
 
-def all_rows(
-    connection: duckdb.DuckDBPyConnection, run: Run, name: str, place: int, files: list[tuple[Run, Path]]
-) -> str:
+def all_rows(connection: Connection, run: Run, name: str, place: int, files: Files) -> str:
     """Returns a query for all rows, of which it loads the newest.
 
     Adds the other files that it reads to `files`. `place` tells runs of one connection apart.
@@ -194,7 +190,7 @@ def block_rows(name: str, blocks: Sequence[TableFile]) -> str:
     return rows
 
 
-def load(connection: duckdb.DuckDBPyConnection, name: str, data: pa.Table) -> str:
+def load(connection: Connection, name: str, data: pa.Table) -> str:
     """Copies a table into a database. Returns a query for its rows."""
     # In a schema of their own, where SHOW TABLES does not list them.
     connection.execute("CREATE SCHEMA IF NOT EXISTS loaded")
@@ -226,7 +222,7 @@ def describe_tables() -> str:
     return "\n".join(lines)
 
 
-def _connect(runs: Sequence[Run], folder: Path) -> duckdb.DuckDBPyConnection:
+def _connect(runs: Sequence[Run], folder: Path) -> Connection:
     """Opens a database that can read only the tables of `runs`. Large queries spill into `folder`.
 
     DuckDB lets queries read its spill folder, which is `.tmp` in the working directory by default.
@@ -248,7 +244,7 @@ def _connect(runs: Sequence[Run], folder: Path) -> duckdb.DuckDBPyConnection:
     return connection
 
 
-def _check_reading(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
+def _check_reading(connection: Connection, sql: str) -> None:
     """Raises `UserError` unless `sql` is one statement that only reads."""
     statements = connection.extract_statements(sql)
     if len(statements) != 1:

@@ -26,11 +26,10 @@ from telescope.errors import UserError
 from telescope.health.rules import ends_of
 from telescope.record.convert import conform, rows_to_table
 from telescope.record.files import RunFiles, read_json
-from telescope.record.rollout_tables import SAMPLES
 from telescope.record.run_info import RunInfo, read_heartbeat, read_run_json, status_now
 from telescope.record.schema import Table
 from telescope.record.table_files import AFTER_ALL_ROWS, BLOCK_NAME, TableFile, list_files
-from telescope.record.tables import TABLES
+from telescope.record.tables import SAMPLES, TABLES
 from telescope.utils.text import single_line
 
 if TYPE_CHECKING:
@@ -298,11 +297,6 @@ class Run:
         return sorted(path.relative_to(self.files.run_dir) for path in self._unreadable)
 
     @property
-    def num_unreadable(self) -> int:
-        """Number of lost or damaged files that reads have found."""
-        return len(self._unreadable)
-
-    @property
     def has_repaired_files(self) -> bool:
         """Returns whether a file that could not be read has changed since: the run is being copied here."""
         return any(_signature(path) != seen for path, seen in self._unreadable.items())
@@ -381,14 +375,12 @@ def find_runs(root: str | os.PathLike[str]) -> list[Run]:
                 continue
             for folder in folders:
                 try:
-                    is_a_run = is_run(folder)
-                    if is_a_run:
+                    if is_run(folder):
                         found.append(Run(folder, label=str(folder.relative_to(top))))
+                    elif not folder.name.startswith("."):
+                        below.append(folder)
                 except (UserError, PermissionError) as error:
                     logger.warning("record: a run is left out. %s", error)
-                    continue
-                if not is_a_run and not folder.name.startswith("."):
-                    below.append(folder)
         level = below
     return found
 

@@ -22,18 +22,17 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from telescope.errors import UserError
 from telescope.record.files import ProcessIdentity, RunFiles, WriterLock, overwrite_json, replace_json
 from telescope.record.pending import PendingRows
-from telescope.record.rollout_tables import ROLLOUT_TABLES
 from telescope.record.run_info import HEARTBEAT_SECONDS
 from telescope.record.schema import Keep
 from telescope.record.table_writer import TableWriter
-from telescope.record.tables import COLUMN_NAMES, TABLES
+from telescope.record.tables import COLUMN_NAMES, ROLLOUT_TABLES, TABLES
 
 logger = logging.getLogger(__name__)
 
@@ -235,13 +234,13 @@ class Recorder:
         try:
             self._writer_lock.acquire()
             if time.monotonic() >= self._heartbeat_due:
-                value = {"time": time.time(), "attempt": self.attempt, "process": self._identity.to_json()}
+                value = {"time": time.time(), "attempt": self.attempt, "process": asdict(self._identity)}
                 replace_json(self.files.heartbeat, value)
                 self._heartbeat_due = time.monotonic() + HEARTBEAT_SECONDS
             for name in TABLES:
                 self._flush_table(name, cut.get(name, 0))
+            self._read_now()
             self._write_small_files()
-            self._write_now()
         except (OSError, UserError) as error:
             self._note_failure(error)
             return False
@@ -357,15 +356,12 @@ class Recorder:
                 self._log_once(str(path), "record: %s cannot be written as JSON: %s", path, error)
             del pending[path]
 
-    def _write_now(self) -> None:
-        if self._now is None:
-            return
-        try:
-            value = {"attempt": self.attempt, "time": time.time(), **self._now()}
-        except Exception as error:  # the rows are worth more than this file
-            self._log_once("now", "record: %s is not written: %r", self.files.now, error)
-            return
-        replace_json(self.files.now, value)
+    def _read_now(self) -> None:
+        if self._now is not None:
+            try:
+                self.replace_json(self.files.now, {"attempt": self.attempt, "time": time.time(), **self._now()})
+            except Exception as error:  # the rows are worth more than this file
+                self._log_once("now", "record: %s is not written: %r", self.files.now, error)
 
     def _note_failure(self, error: Exception) -> None:
         with self._lock:

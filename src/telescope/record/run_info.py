@@ -125,7 +125,6 @@ def begin_run(
     """
     now = time.time() if started_at is None else started_at
     earlier = read_run_json(recorder.files.run_dir)
-    process = ProcessIdentity.current()
     info = RunInfo(
         run_id=earlier.run_id if earlier else uuid.uuid4().hex[:12],
         name=name,
@@ -135,7 +134,7 @@ def begin_run(
         project=project,
         tags=list(tags),
         config_hash=config_hash,
-        process=process.to_json(),
+        process=asdict(ProcessIdentity.current()),
         num_steps=num_steps,
         heldout_before=earlier.heldout_before if earlier else None,
     )

@@ -69,6 +69,11 @@ class Table:
         return tuple(column.name for column in self.columns)
 
 
+def attempt_table(name: str, doc: str, *columns: Column, key: tuple[str, ...], keep: Keep, **marks: bool) -> Table:
+    """Returns a table whose rows belong to an attempt: the column comes first, and is part of the key."""
+    return Table(name, doc, (ATTEMPT, *columns), ("attempt", *key), keep, **marks)
+
+
 ATTEMPT = Column("attempt", INTEGER, "Start of the run that wrote this row, counted from 1. Filled in by the recorder.")
 
 

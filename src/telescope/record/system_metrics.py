@@ -40,7 +40,8 @@ class MachineSampler:
     """
 
     def __init__(self, interval: float) -> None:
-        self._samplers = [Sampler("machine", interval, host_reader())]
+        psutil.cpu_percent()  # the first call has no earlier reading to compare with
+        self._samplers = [Sampler("machine", interval, read_host)]
         self._hardware = host_hardware()
         try:
             gpus = GpuReader()
@@ -67,29 +68,23 @@ class MachineSampler:
             sampler.stop()
 
 
-def host_reader() -> Callable[[], list[Reading]]:
-    """Returns a function that reads this machine's gauges."""
-    psutil.cpu_percent()  # the first call has no earlier reading to compare with
-    shared = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-
-    def read() -> list[Reading]:
-        now = time.time()
-        memory = psutil.virtual_memory()
-        network = psutil.net_io_counters()
-        values = {
-            "cpu_utilization_percent": psutil.cpu_percent(),
-            "load_average_1m": os.getloadavg()[0],
-            "memory_used_bytes": memory.total - memory.available,
-            "memory_total_bytes": memory.total,
-            "swap_used_bytes": psutil.swap_memory().used,
-        }
-        if network is not None:
-            values |= {"network_sent_bytes": network.bytes_sent, "network_received_bytes": network.bytes_recv}
-        if shared is not None:
-            values["shared_memory_used_bytes"] = psutil.disk_usage(str(shared)).used
-        return [Reading(now, name, float(value)) for name, value in values.items()]
-
-    return read
+def read_host() -> list[Reading]:
+    """Reads this machine's gauges."""
+    now = time.time()
+    memory = psutil.virtual_memory()
+    network = psutil.net_io_counters()
+    values = {
+        "cpu_utilization_percent": psutil.cpu_percent(),
+        "load_average_1m": os.getloadavg()[0],
+        "memory_used_bytes": memory.total - memory.available,
+        "memory_total_bytes": memory.total,
+        "swap_used_bytes": psutil.swap_memory().used,
+    }
+    if network is not None:
+        values |= {"network_sent_bytes": network.bytes_sent, "network_received_bytes": network.bytes_recv}
+    if SHARED_MEMORY.is_dir():
+        values["shared_memory_used_bytes"] = psutil.disk_usage(str(SHARED_MEMORY)).used
+    return [Reading(now, name, float(value)) for name, value in values.items()]
 
 
 def host_hardware() -> dict[str, Any]:

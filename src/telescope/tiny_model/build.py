@@ -10,13 +10,13 @@ which replaces what the files contain. Location and reuse of the folder are in `
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from telescope.tiny_model.cache import TinyModelSettings
+from telescope.tiny_model.cache import Report, TinyModelSettings
 from telescope.tiny_model.examples import examples_of, markup_of
-from telescope.tiny_model.warm_start import WarmStartProgress, warm_start
+from telescope.tiny_model.warm_start import warm_start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 _NUM_CORPUS_PROMPTS = 64
 
 
-def build_tiny_model(
-    output: Path, settings: TinyModelSettings, report: Callable[[WarmStartProgress], None] | None = None
-) -> int:
+def build_tiny_model(output: Path, settings: TinyModelSettings, report: Report = None) -> int:
     """Writes config, safetensors, tokenizer and generation config into the existing folder `output`.
 
     Returns the number of parameters.
@@ -35,7 +33,7 @@ def build_tiny_model(
 
     source = examples_of(settings)
     examples = [source.draw(wrong_share=0.0) for _ in range(_NUM_CORPUS_PROMPTS)]
-    corpus = [str(message["content"]) for example in examples for turn in example.turns for message in turn.messages]
+    corpus = [str(message["content"]) for example in examples for turn in example for message in turn.messages]
     tokenizer = build_tokenizer(corpus, settings.vocab_size, markup_of(settings))
     model = build_model(settings, tokenizer)
     warm_start(model, tokenizer, settings, report)

@@ -19,12 +19,23 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from telescope.errors import UserError
+from telescope.utils.digests import digests_of
 
-if TYPE_CHECKING:
-    from telescope.tiny_model.warm_start import WarmStartProgress
+
+@dataclass(frozen=True, slots=True)
+class WarmStartProgress:
+    """Progress of the warm start. `step` of `num_steps` is done, with the mean loss per answer token (nats)."""
+
+    step: int
+    num_steps: int
+    loss: float
+
+
+Report = Callable[[WarmStartProgress], None] | None
+"""Called after every step of a warm start."""
 
 RECIPE_VERSIONS = MappingProxyType({"countdown": 1, "calculator_agent": 2, "mixed": 1})
 """For each task a part of the cache key: raise it when the code makes another model from the same settings."""
@@ -48,7 +59,7 @@ class ModelRecipe(ABC):
         """Name of the folder in the cache, after `tiny-model-`."""
 
     @abstractmethod
-    def build(self, folder: Path, report: Callable[[WarmStartProgress], None] | None) -> None:
+    def build(self, folder: Path, report: Report) -> None:
         """Writes config, weights, tokenizer and chat template into an empty folder."""
 
 
@@ -120,7 +131,7 @@ class TinyModelSettings(ModelRecipe):
         text = json.dumps({"recipe": RECIPE_VERSIONS[self.task], **fields}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def build(self, folder: Path, report: Callable[[WarmStartProgress], None] | None) -> None:
+    def build(self, folder: Path, report: Report) -> None:
         """Makes the model and gives it a warm start."""
         from telescope.tiny_model.build import build_tiny_model  # torch and transformers: only when needed
 
@@ -136,36 +147,22 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "telescope"
 
 
-def ensure_tiny_model(
-    cache_dir: Path | str | None = None,
-    *,
-    seed: int = 0,
-    tied: bool = False,
-    report: Callable[[WarmStartProgress], None] | None = None,
-    **other_settings: Any,
-) -> Path:
+def ensure_tiny_model(cache_dir: Path | str | None = None, *, report: Report = None, **settings: Any) -> Path:
     """Returns the folder of the tiny model with these settings. Builds it unless the cache has a complete one.
 
-    `other_settings` are fields of `TinyModelSettings`. `report` is called after every warm-start step, so never when
+    `settings` are fields of `TinyModelSettings`. `report` is called after every warm-start step, so never when
     the cache answers. Raises `UserError` for settings that make no model or a cache folder that cannot be written.
     """
-    return ensure_model(TinyModelSettings(seed=seed, tied=tied, **other_settings), cache_dir, report=report)
+    return ensure_model(TinyModelSettings(**settings), cache_dir, report=report)
 
 
-def ensure_model(
-    recipe: ModelRecipe,
-    cache_dir: Path | str | None = None,
-    *,
-    report: Callable[[WarmStartProgress], None] | None = None,
-) -> Path:
+def ensure_model(recipe: ModelRecipe, cache_dir: Path | str | None = None, *, report: Report = None) -> Path:
     """Returns the folder of the model in the cache. Makes it unless the cache has a complete one."""
     root = default_cache_dir() if cache_dir is None else Path(cache_dir)
     return _ensure(root / f"tiny-model-{recipe.key}", recipe, report)
 
 
-def write_tiny_model(
-    target: Path, recipe: ModelRecipe, *, report: Callable[[WarmStartProgress], None] | None = None
-) -> Path:
+def write_tiny_model(target: Path, recipe: ModelRecipe, *, report: Report = None) -> Path:
     """Makes the model in a folder of the caller's choice.
 
     Another model of this command is replaced; anything else in that place is refused with `UserError`.
@@ -176,7 +173,7 @@ def write_tiny_model(
     return _ensure(target, recipe, report)
 
 
-def _ensure(target: Path, recipe: ModelRecipe, report: Callable[[WarmStartProgress], None] | None) -> Path:
+def _ensure(target: Path, recipe: ModelRecipe, report: Report) -> Path:
     if is_whole(target, recipe):
         return target
     try:
@@ -218,8 +215,4 @@ def is_whole(folder: Path, recipe: ModelRecipe) -> bool:
 
 
 def _checksums(folder: Path) -> dict[str, str]:
-    return {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.iterdir())
-        if path.is_file() and path.name != MANIFEST
-    }
+    return digests_of(folder, {path.name for path in folder.iterdir() if path.is_file()} - {MANIFEST})

@@ -27,12 +27,8 @@ class Turn:
     answer: str
 
 
-@dataclass(frozen=True, slots=True)
-class Example:
-    """One conversation. The context of a turn contains the earlier answers, right or wrong."""
-
-    turns: tuple[Turn, ...]
-
+Example = tuple[Turn, ...]
+"""One conversation. The context of a turn contains the earlier answers, right or wrong."""
 
 CALCULATOR_MARKUP = (CALL_OPEN, CALL_CLOSE)
 """Tokens that the calculator's task has beside those of every tiny model."""
@@ -67,12 +63,12 @@ class CalculatorExamples:
             if self._rng.random() < wrong_turn_share:
                 other = self._draw()
                 if self._rng.random() < _EARLY_ANSWER_SHARE:
-                    return Example((*turns, Turn(said, _answer(other.answer))))
+                    return (*turns, Turn(said, _answer(other.answer)))
                 asked, value = other.steps[0]
             turns.append(Turn(said, f"{CALL_OPEN}{asked}{CALL_CLOSE}"))
             said = [{"role": "tool", "content": str(value)}]
         wrong = self._rng.random() < wrong_turn_share
-        return Example((*turns, Turn(said, _answer(self._draw().answer if wrong else value))))
+        return (*turns, Turn(said, _answer(self._draw().answer if wrong else value)))
 
     def _draw(self) -> Question:
         while True:
@@ -134,7 +130,7 @@ class ExampleSource:
             if turns:
                 messages[-1]["role"] = later_role
             turns.append(Turn(messages, f"<answer>{_spell(shown, numbers)}</answer>"))
-        return Example(tuple(turns))
+        return tuple(turns)
 
     def _draw_puzzle(self) -> tuple[tuple[int, ...], int]:
         rng = self._rng

@@ -7,11 +7,9 @@ examples alone (the number of threads is fixed too, because it changes floating-
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from telescope.tiny_model.cache import TinyModelSettings
+from telescope.tiny_model.cache import Report, TinyModelSettings, WarmStartProgress
 from telescope.tiny_model.examples import Example, examples_of
 
 if TYPE_CHECKING:
@@ -23,15 +21,6 @@ _WARM_UP_SHARE = 0.05
 _FINAL_RATE_SHARE = 0.05
 _BETAS = (0.9, 0.98)
 _GRAD_CLIP = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class WarmStartProgress:
-    """Progress of the warm start. `step` of `num_steps` is done, with the mean loss per answer token (nats)."""
-
-    step: int
-    num_steps: int
-    loss: float
 
 
 def learning_rate_at(step: int, num_steps: int, peak: float) -> float:
@@ -72,7 +61,7 @@ def _pieces(example: Example, tokenizer: PreTrainedTokenizerFast) -> list[str]:
     """Cuts the templated conversation into prompt, answer, prompt, answer."""
     pieces: list[str] = []
     messages: list[dict[str, Any]] = []
-    for turn in example.turns:
+    for turn in example:
         messages += turn.messages
         written = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
         pieces += [written[sum(map(len, pieces)) :], turn.answer + str(tokenizer.eos_token)]
@@ -81,10 +70,7 @@ def _pieces(example: Example, tokenizer: PreTrainedTokenizerFast) -> list[str]:
 
 
 def warm_start(
-    model: Qwen2ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    settings: TinyModelSettings,
-    report: Callable[[WarmStartProgress], None] | None = None,
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, settings: TinyModelSettings, report: Report = None
 ) -> None:
     """Trains `model` in place for `settings.warm_start_steps` steps. `report` is called after every step."""
     import torch
@@ -99,7 +85,7 @@ def warm_start(
         for step in range(settings.warm_start_steps):
             wrong_share = 0.0 if step < num_clean_steps else settings.wrong_share
             examples: list[Example] = []
-            while sum(len(example.turns) for example in examples) < settings.warm_start_batch_size:
+            while sum(len(example) for example in examples) < settings.warm_start_batch_size:
                 examples.append(source.draw(wrong_share))
             tokens_BL, targets_BL = encode_examples(examples, tokenizer)
             for group in optimizer.param_groups:

@@ -12,6 +12,7 @@ ends the other processes of the engine.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -43,8 +44,10 @@ def die_with(pid: int) -> None:
         except ProcessLookupError:
             pass
         except (AttributeError, OSError):
-            while _exists(pid):
-                time.sleep(1.0)
+            with contextlib.suppress(ProcessLookupError):
+                while True:
+                    os.kill(pid, 0)
+                    time.sleep(1.0)
         else:
             select.select([descriptor], [], [])
         os.kill(os.getpid(), signal.SIGKILL)
@@ -62,20 +65,10 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)  # the parent has ended already
 
 
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def kill_group(group: int) -> None:
     """Sends SIGKILL to every process of the group. A group that is already gone is not an error."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def main(argv: list[str]) -> int:

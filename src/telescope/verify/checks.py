@@ -86,9 +86,7 @@ NUM_SINGLE = 16
 """Samples that are computed one by one."""
 
 
-def packed(
-    components: RunComponents, samples: list[TrainSample], *, step: int = 0, otherwise: bool = False
-) -> list[StepInput]:
+def packed(components: RunComponents, samples: list[TrainSample], *, otherwise: bool = False) -> list[StepInput]:
     """Packs the samples as one optimizer step for all ranks, as in the run or `otherwise`."""
     config = components.config
     seq_len = config.seq_len
@@ -98,8 +96,8 @@ def packed(
         seq_len = max(sample.length for sample in samples) + min(sample.length for sample in samples)
     return pack_step(
         samples,
-        step=step,
-        version=step,
+        step=0,
+        version=0,
         seq_len=seq_len,
         num_ranks=components.trainer.data_size,
         pad_to_multiple_of=1 if otherwise else config.pad_to_multiple_of,
@@ -114,7 +112,6 @@ async def check_packed_attention(
     config = components.config
     chosen = samples[:: max(1, len(samples) // NUM_SINGLE)][:NUM_SINGLE]
     async with components.trainer.queue:
-        by_sample = await components.trainer.packed_logprobs(inputs)
         alone = []
         for sample in chosen:
             # One number for each token except the first.
@@ -122,7 +119,7 @@ async def check_packed_attention(
             alone.append(np.array(logprobs)[sample.trained_L[1:]])
     return compare_logprobs(
         "packed and single samples have equal logprobs",
-        np.concatenate([by_sample[sample.sample_id] for sample in chosen]),
+        await _trainer_logprobs(components, chosen, inputs),
         np.concatenate(alone),
         (components.config.compute_dtype,),
         config.temperature,
@@ -284,16 +281,10 @@ async def sample_groups(
         on_sample()
         return trajectory
 
-    prompts = await asyncio.gather(
-        *(components.environments.prepare(key, group % num_items) for group in range(num_groups))
-    )
-    trajectories = await asyncio.gather(
-        *(
-            one(group, index, prompt.token_ids)
-            for group, prompt in enumerate(prompts)
-            for index in range(config.group_size)
-        )
-    )
+    prepare = components.environments.prepare
+    prompts = await asyncio.gather(*(prepare(key, group % num_items) for group in range(num_groups)))
+    samples_of = [one(group, i, p.token_ids) for group, p in enumerate(prompts) for i in range(config.group_size)]
+    trajectories = await asyncio.gather(*samples_of)
     for group in range(num_groups):
         components.slots.forget_group(FIRST_GROUP + group)
     scored = [trajectory for trajectory in trajectories if trajectory.reward is not None]

@@ -38,12 +38,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the content of `--json`."""
-        return {
-            "ok": self.ok,
-            "config_hash": self.config_hash,
-            "seconds": round(self.seconds, 3),
-            "checks": [asdict(check) for check in self.checks],
-        }
+        return {"ok": self.ok, **asdict(self), "seconds": round(self.seconds, 3)}
 
 
 def loosest_tolerance(dtypes: Sequence[str], temperature: float) -> tuple[str, Tolerance]:
@@ -51,14 +46,11 @@ def loosest_tolerance(dtypes: Sequence[str], temperature: float) -> tuple[str, T
 
     A temperature below 1 multiplies differences of logits by its inverse.
     """
-    loosest = max(dtypes, key=lambda dtype: _tolerance(dtype).mean)
-    scale = 1.0 / min(temperature, 1.0)
-    return loosest, Tolerance(_tolerance(loosest).maximum * scale, _tolerance(loosest).mean * scale)
-
-
-def _tolerance(dtype: str) -> Tolerance:
     # Engines never compute in float64, so the bounds of float32 are the tightest.
-    return TOLERANCES.get(dtype, TOLERANCES["float32"])
+    bounds = {dtype: TOLERANCES.get(dtype, TOLERANCES["float32"]) for dtype in dtypes}
+    loosest = max(dtypes, key=lambda dtype: bounds[dtype].mean)
+    scale = 1.0 / min(temperature, 1.0)
+    return loosest, Tolerance(bounds[loosest].maximum * scale, bounds[loosest].mean * scale)
 
 
 def compare_logprobs(

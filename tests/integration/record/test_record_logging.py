@@ -9,7 +9,7 @@ import pytest
 from telescope.record import Recorder
 from telescope.record.alerts import REPORTED, Alerts
 from telescope.record.files import RunFiles
-from telescope.record.logging import setup_logging
+from telescope.record.logging import remove_handlers, setup_logging
 from telescope.record.reader import Run
 
 logger = logging.getLogger("telescope.test")
@@ -17,14 +17,12 @@ logger = logging.getLogger("telescope.test")
 
 @pytest.fixture
 def installed():
-    handlers = []
-    yield handlers.append
-    for each in handlers:
-        each.close()
+    yield
+    remove_handlers()
 
 
 def test_debug_adds_the_debug_lines_of_telescope_alone(tmp_path, installed):
-    installed(setup_logging(tmp_path, "driver", None, debug=True, console=False))
+    setup_logging(tmp_path, "driver", None, debug=True, console=False)
     logger.debug("this too")
     logging.getLogger("other").debug("not this")
     (line,) = RunFiles(tmp_path).log("driver").read_text().splitlines()
@@ -33,7 +31,7 @@ def test_debug_adds_the_debug_lines_of_telescope_alone(tmp_path, installed):
 
 def test_a_line_is_in_the_file_and_in_the_table(tmp_path, installed):
     with Recorder(tmp_path, attempt=2) as recorder:
-        installed(setup_logging(tmp_path, "driver", recorder, console=False))
+        setup_logging(tmp_path, "driver", recorder, console=False)
         logger.info("step %d", 7)
         logger.debug("not this")
         logging.getLogger("other").info("nor this")
@@ -53,14 +51,14 @@ def test_a_line_is_in_the_file_and_in_the_table(tmp_path, installed):
 
 
 def test_only_warnings_go_to_the_terminal(tmp_path, installed, capsys):
-    installed(setup_logging(tmp_path, "driver", None))
+    setup_logging(tmp_path, "driver", None)
     logger.info("quiet")
     logger.warning("loud")
     assert capsys.readouterr().err == "WARNING telescope.test: loud\n"
 
 
 def test_control_sequences_reach_neither_the_file_nor_the_terminal(tmp_path, installed, capsys):
-    installed(setup_logging(tmp_path, "driver", None))
+    setup_logging(tmp_path, "driver", None)
     logger.warning("%s", "\x1b[31mred\x1b[0m \x1b]0;title\x07\x9b1mline\n\tnext")
     written = RunFiles(tmp_path).log("driver").read_text() + capsys.readouterr().err
     assert written.count("red line\n next\n") == 2
@@ -69,8 +67,8 @@ def test_control_sequences_reach_neither_the_file_nor_the_terminal(tmp_path, ins
 
 def test_setting_up_again_replaces_the_handlers(tmp_path, installed):
     before = list(logging.getLogger().handlers)
-    installed(setup_logging(tmp_path / "a", "driver", None, console=False))
-    installed(setup_logging(tmp_path / "b", "driver", None, console=False))
+    setup_logging(tmp_path / "a", "driver", None, console=False)
+    setup_logging(tmp_path / "b", "driver", None, console=False)
     assert len(logging.getLogger().handlers) == len(before) + 1
     logger.warning("once")
     assert not RunFiles(tmp_path / "a").log("driver").exists()
@@ -79,7 +77,7 @@ def test_setting_up_again_replaces_the_handlers(tmp_path, installed):
 
 def test_an_unwritable_log_is_reported_once(tmp_path, installed, capsys):
     (tmp_path / "logs").write_text("in the way")
-    installed(setup_logging(tmp_path, "driver", None, console=False))
+    setup_logging(tmp_path, "driver", None, console=False)
     for _ in range(5):
         logger.warning("lost")
     assert capsys.readouterr().err.count("log lines are lost") == 1
@@ -88,10 +86,9 @@ def test_an_unwritable_log_is_reported_once(tmp_path, installed, capsys):
 def test_invalid_unicode_and_wrong_formats_do_not_raise(tmp_path, installed, monkeypatch, capsys):
     with Recorder(tmp_path) as recorder:
         handlers = setup_logging(tmp_path, "driver", recorder, console=False)
-        installed(handlers)
         # Not through the root logger: a worker of pytest-xdist cannot report what pytest would capture there.
         record = logger.makeRecord("telescope.test", logging.WARNING, __file__, 1, "a\ud800b", (), None)
-        for handler in handlers.handlers:
+        for handler in handlers:
             handler.handle(record)
         monkeypatch.setattr(sys, "stderr", sys.__stderr__)
         monkeypatch.setattr(logging, "raiseExceptions", False)
@@ -101,7 +98,7 @@ def test_invalid_unicode_and_wrong_formats_do_not_raise(tmp_path, installed, mon
 
 def test_the_first_warning_of_each_place_is_an_alert_unless_it_is_one_already(tmp_path, installed):
     with Recorder(tmp_path) as recorder:
-        installed(setup_logging(tmp_path, "driver", recorder, alerts=Alerts(recorder), console=False))
+        setup_logging(tmp_path, "driver", recorder, alerts=Alerts(recorder), console=False)
         for number in range(3):
             logger.warning("sample %d is masked", number)
         logger.error("the disk is full")

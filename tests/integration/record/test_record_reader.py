@@ -191,6 +191,6 @@ def test_what_may_not_be_read_does_not_hide_other_runs_and_tables(tmp_path, monk
     (run,) = find_runs(tmp_path)
     assert column(run, "steps", "step") == [1, 2]
     assert run.table("logs").num_rows == run.num_rows("logs") == 0
-    assert run.num_unreadable == 1
+    assert len(run.unreadable) == 1
     assert "a run is left out" in caplog.text
     assert "table logs cannot be read" in caplog.text

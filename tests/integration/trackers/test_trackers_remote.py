@@ -139,7 +139,7 @@ def test_a_live_run_follows_and_only_changed_files_are_downloaded(server, record
         upload(stored, recorder.files.run_dir)
         until(lambda: table_files(runs.root / "live") == table_files(recorder.files.run_dir))
         assert read.table("samples").equals(Run(recorder.files.run_dir).table("samples"))
-        assert read.num_unreadable == 0
+        assert len(read.unreadable) == 0
 
 
 def test_the_page_is_told_how_much_of_a_run_is_there(server, recorder, monkeypatch):

@@ -36,7 +36,7 @@ with load_script("generate_references") as script:
 
 
 def all_descriptions() -> list[FieldDescription]:
-    entries = [field for name, entry in ENTRIES.items() for field in describe_section(entry, f"{name}.")]
+    entries = [field for entry in ENTRIES.values() for field in describe_section(entry)]
     return describe_all() + entries
 
 

@@ -10,7 +10,7 @@ from tests.unit.orchestrator.in_memory import InMemoryRun
 from telescope.inference.vllm.step_meter import StepReading, metrics_text
 from telescope.orchestrator.step_metrics import DiscardCounts
 from telescope.orchestrator.weight_sync import ServerSync, SyncReport
-from telescope.record.system_metrics import host_reader
+from telescope.record.system_metrics import read_host
 from telescope.trainer.timeline import memory_reader, timing_metrics
 
 
@@ -61,7 +61,7 @@ def test_every_timing_metric_is_documented() -> None:
 
 
 def test_every_gauge_of_this_machine_is_documented() -> None:
-    readings = [*host_reader()(), *memory_reader(torch.device("cpu"))()]
+    readings = [*read_host(), *memory_reader(torch.device("cpu"))()]
     assert undocumented(reading.name for reading in readings) == []
     lines = metrics_text(StepReading(1.0, 1.0, 1, 1, 1)).decode().splitlines()
     assert undocumented(line.split()[0] for line in lines if not line.startswith("#")) == []

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telescope.record.convert import conform, rows_to_table
-from telescope.record.rollout_tables import SAMPLES, TOKENS
-from telescope.record.tables import STEPS, TABLES
+from telescope.record.tables import SAMPLES, STEPS, TABLES, TOKENS
 
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()) | st.binary(max_size=5),

@@ -1,7 +1,7 @@
 """A run directory shows whether its run is live."""
 
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from telescope.record.files import ProcessIdentity, RunFiles, replace_json
 from telescope.record.run_info import STALE_SECONDS, RunInfo, next_attempt, read_run_json, status_now, write_run_json
@@ -10,7 +10,7 @@ ELSEWHERE = ProcessIdentity("other", 12, "34", "another boot", "another namespac
 
 
 def info(process: ProcessIdentity, status: str = "running") -> RunInfo:
-    return RunInfo("id", "name", status, started_at=1.0, attempt=3, process=process.to_json())
+    return RunInfo("id", "name", status, started_at=1.0, attempt=3, process=asdict(process))
 
 
 def test_a_process_with_the_same_id_and_another_start_is_another_process():

@@ -19,10 +19,9 @@ from telescope.record import files, table_writer
 from telescope.record.compact import compact
 from telescope.record.files import TEMPORARY_PREFIX
 from telescope.record.reader import Run
-from telescope.record.rollout_tables import SAMPLES
 from telescope.record.table_files import block_name
 from telescope.record.table_writer import TAIL_BYTES, TableWriter
-from telescope.record.tables import GAUGES
+from telescope.record.tables import GAUGES, SAMPLES
 
 
 class Killed(BaseException):
@@ -273,5 +272,5 @@ def test_compaction_leaves_a_tail_of_another_table_out(tmp_path, caplog):
     run = Run(tmp_path)
     with patch.object(compact_module, "GRACE_SECONDS", 0.0):
         compact(run)
-    assert run.num_unreadable == 1 and f"{foreign} is damaged" in caplog.text
+    assert len(run.unreadable) == 1 and f"{foreign} is damaged" in caplog.text
     assert sorted(os.listdir(folder)) == [block_name(0, 1), foreign.name]

@@ -28,7 +28,7 @@ def question_in(text: str) -> Question:
 def test_right_turns_played_one_after_the_other_are_rewarded():
     source = CalculatorExamples(SETTINGS)
     for _ in range(300):
-        turns = source.draw(0.0).turns
+        turns = source.draw(0.0)
         question = question_in(turns[0].messages[0]["content"])
         assert not is_held_out(question)
         assert rewarded(turns, question)
@@ -56,7 +56,7 @@ def rewarded(turns: tuple[Turn, ...], question: Question) -> bool:
 @pytest.mark.parametrize(("share", "low", "high"), [(0.0, 1.0, 1.0), (0.7, 0.4, 0.55), (1.0, 0.2, 0.4)])
 def test_conversations_have_the_set_share_of_errors(share, low, high):
     source = CalculatorExamples(SETTINGS)
-    drawn = [source.draw(share).turns for _ in range(1000)]
+    drawn = [source.draw(share) for _ in range(1000)]
     right = [rewarded(turns, question_in(turns[0].messages[0]["content"])) for turns in drawn]
     assert low <= sum(right) / len(right) <= high
 
@@ -76,7 +76,7 @@ def test_the_environment_uses_the_same_wording():
     settings = asdict(question_settings(SETTINGS)) | {"prompt_style": "short", "portion": "train", "num_samples": 50}
     environment = get_environment("calculator_agent", **settings)
     source = CalculatorExamples(SETTINGS)
-    shown = {source.draw(0.0).turns[0].messages[0]["content"] for _ in range(5000)}
+    shown = {source.draw(0.0)[0].messages[0]["content"] for _ in range(5000)}
     prompts = [environment.get_initial_prompt(environment.get_sample(i)) for i in range(50)]
     assert all(len(messages) == 1 for messages in prompts)
     assert sum(messages[0]["content"] in shown for messages in prompts) > 10
@@ -85,11 +85,11 @@ def test_the_environment_uses_the_same_wording():
 def test_a_call_is_a_few_tokens_and_only_model_output_is_trained():
     source = CalculatorExamples(SETTINGS)
     examples = [source.draw(0.0) for _ in range(16)]
-    corpus = [str(m["content"]) for example in examples for turn in example.turns for m in turn.messages]
+    corpus = [str(m["content"]) for example in examples for turn in example for m in turn.messages]
     tokenizer = build_tokenizer(corpus, 384, markup_of(SETTINGS))
     assert len(tokenizer("<call>12+7</call>")["input_ids"]) == 6
     tokens_BL, targets_BL = encode_examples(examples, tokenizer)
     for example, targets_L in zip(examples, targets_BL, strict=True):
-        answers = "".join(turn.answer + "<|im_end|>" for turn in example.turns)
+        answers = "".join(turn.answer + "<|im_end|>" for turn in example)
         assert tokenizer.decode(targets_L[targets_L != -100]) == answers
     assert tokens_BL.shape[1] < 80

@@ -24,7 +24,7 @@ def read(question: str) -> tuple[list[int], int]:
 def judge(examples: list[Example], settings: TinyModelSettings = SETTINGS) -> list[dict[str, float]]:
     environment = CountdownEnvironment(**countdown_arguments(settings))
     metrics = []
-    for turn in (turn for example in examples for turn in example.turns):
+    for turn in (turn for example in examples for turn in example):
         question = turn.messages[-1]["content"]
         numbers, target = read(question)
         sample = Sample(question, str(target), {"numbers": numbers, "target": target})
@@ -48,7 +48,7 @@ def test_arbitrary_answers_keep_the_form_and_are_mostly_wrong():
 
 def test_held_out_puzzles_never_occur():
     source = ExampleSource(SERIES)
-    turns = [turn for _ in range(1000) for turn in source.draw(0.0).turns]
+    turns = [turn for _ in range(1000) for turn in source.draw(0.0)]
     assert not any(is_held_out(*read(turn.messages[-1]["content"])) for turn in turns)
 
 
@@ -56,7 +56,7 @@ def test_a_puzzle_always_has_the_same_right_answer():
     source = ExampleSource(SETTINGS)
     answers: dict[str, set[str]] = {}
     for _ in range(3000):
-        (turn,) = source.draw(0.0).turns
+        (turn,) = source.draw(0.0)
         answers.setdefault(turn.messages[-1]["content"], set()).add(turn.answer)
     assert all(len(found) == 1 for found in answers.values())
 
@@ -74,7 +74,7 @@ def test_prompts_are_those_that_the_environment_renders():
                 for i in range(20)}  # fmt: skip
     source, seen = ExampleSource(SETTINGS), 0
     for _ in range(5000):
-        (turn,) = source.draw(0.0).turns
+        (turn,) = source.draw(0.0)
         if (question := turn.messages[-1]["content"]) in rendered:
             seen += 1
             text = tokenizer.apply_chat_template(turn.messages, tokenize=False, add_generation_prompt=True)
@@ -84,7 +84,7 @@ def test_prompts_are_those_that_the_environment_renders():
 
 def test_later_puzzles_of_a_conversation_are_put_by_the_user_or_by_a_tool():
     source = ExampleSource(TinyModelSettings(num_turns=3))
-    roles = {tuple(turn.messages[-1]["role"] for turn in source.draw(0.0).turns) for _ in range(50)}
+    roles = {tuple(turn.messages[-1]["role"] for turn in source.draw(0.0)) for _ in range(50)}
     assert roles == {("user", "user", "user"), ("user", "tool", "tool")}
 
 
@@ -97,7 +97,7 @@ def test_only_the_answers_and_their_end_tokens_are_trained(settings):
     assert tokens_BL.shape == targets_BL.shape
     for example, tokens_L, targets_L in zip(examples, tokens_BL, targets_BL, strict=True):
         trained_L = targets_L != -100
-        written = "".join(turn.answer + "<|im_end|>" for turn in example.turns)
+        written = "".join(turn.answer + "<|im_end|>" for turn in example)
         assert tokenizer.decode(targets_L[trained_L]) == written
         following = trained_L.nonzero()[:, 0] + 1
         assert (tokens_L[following] == targets_L[trained_L]).all()
@@ -107,7 +107,7 @@ def test_a_conversation_of_several_turns_is_written_as_the_template_writes_it():
     tokenizer = build_tokenizer(["3 7 12 -> 22"], 384)
     example = ExampleSource(SERIES).draw(0.0)
     messages = [
-        message for turn in example.turns for message in (*turn.messages, {"role": "assistant", "content": turn.answer})
+        message for turn in example for message in (*turn.messages, {"role": "assistant", "content": turn.answer})
     ]
     (tokens_L,), _ = encode_examples([example], tokenizer)
     assert (

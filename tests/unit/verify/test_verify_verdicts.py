@@ -166,7 +166,9 @@ def test_the_exit_code_reports_whether_every_claim_holds(command: Any, tmp_path:
 def test_an_interrupt_is_130_and_a_broken_engine_is_explained(command: Any) -> None:
     from telescope.orchestrator.status import Interrupted
 
-    assert command(Interrupted("stopped by a signal")) == 130
+    with pytest.raises(SystemExit) as ended:
+        command(Interrupted("stopped by a signal"))
+    assert ended.value.code == 130
     with pytest.raises(RunError, match="server 0 is gone"):
         command(InfrastructureError("server 0 is gone"))
 

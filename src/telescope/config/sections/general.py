@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from telescope.config.base import (
-    MAX_STEPS,
-    Dtype,
-    PathText,
-    PlacementStrategy,
-    Seconds,
-    Section,
-    Text,
-    WholeSeconds,
-    Workers,
-)
+from telescope.config.base import MAX_STEPS, Dtype, PathText, Seconds, Section, Text, WholeSeconds, Workers, refuse
 from telescope.config.environments import EnvironmentEntry
 
 
-class GeneralSection(Section):
-    TITLE: ClassVar[str] = "General"
-
+class GeneralSection(Section, title="General"):
     debug: bool = False
     """Enable debug mode: debug-level logs of the driver, the trainer, vLLM, Ray and environments, collectives that name
     their mismatches (TORCH_DISTRIBUTED_DEBUG, slower), and the stack of every error that ends a run."""
@@ -43,9 +31,7 @@ class GeneralSection(Section):
     dumped to the logs. Raise it when single answers take longer than this."""
 
 
-class ModelSection(Section):
-    TITLE: ClassVar[str] = "Model"
-
+class ModelSection(Section, title="Model"):
     model: Annotated[Text, AfterValidator(os.path.expanduser)] = "Qwen/Qwen2.5-3B"
     """HuggingFace model identifier or local path. A path must contain `config.json`, weights and a tokenizer."""
     model_dtype: Dtype = "float32"
@@ -58,9 +44,8 @@ class ModelSection(Section):
     """Run Python code that ships inside the model's repository. Leave off unless you have read that code."""
 
 
-class EnvironmentSection(Section):
-    TITLE: ClassVar[str] = "Environments"
-    INTRO: ClassVar[str] = "At least one environment must be configured."
+class EnvironmentSection(Section, title="Environments"):
+    """At least one environment must be configured."""
 
     environments: list[EnvironmentEntry] = Field(default_factory=list)
     """Environments to train on, each with a sampling weight and its own settings."""
@@ -83,12 +68,11 @@ class EnvironmentSection(Section):
     """Start resources of environments (sandbox pools) at the start of the run. Off: with the first sample."""
 
 
-class WorkerSection(Section):
-    TITLE: ClassVar[str] = "Workers"
-    INTRO: ClassVar[str] = (
-        "With GPUs a worker is one GPU. The number of inference servers is `inference_num_workers` over "
-        "`inference_tensor_parallel_size`."
-    )
+class WorkerSection(Section, title="Workers"):
+    """With GPUs a worker is one GPU.
+
+    The number of inference servers is `inference_num_workers` over `inference_tensor_parallel_size`.
+    """
 
     inference_num_workers: Workers = 2
     """Number of vLLM inference workers. Must be divisible by inference_tensor_parallel_size. Add some when the
@@ -106,6 +90,7 @@ class WorkerSection(Section):
     at least 1."""
 
 
+PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 LEAST_CORES = 0.0001
 """What Ray counts shares of a core in."""
 
@@ -121,26 +106,17 @@ def client_address_problem(address: str) -> str | None:
     )
 
 
-def _inside_of_the_cluster(address: str) -> str:
-    if problem := client_address_problem(address):
-        raise ValueError(problem)
-    return address
-
-
-def _countable(cores: float) -> float:
-    if 0 < cores < LEAST_CORES:
-        raise ValueError(f"it must be at least {LEAST_CORES}, the smallest share of a core that Ray counts")
-    return cores
-
-
-Cores = Annotated[float, AfterValidator(_countable), Field(ge=LEAST_CORES, le=1024)]
+_UNCOUNTABLE = f"it must be at least {LEAST_CORES}, the smallest share of a core that Ray counts"
+Cores = Annotated[
+    float,
+    refuse(lambda n: 0 < n < LEAST_CORES and _UNCOUNTABLE),
+    Field(ge=LEAST_CORES, le=1024, json_schema_extra={"minimum": LEAST_CORES, "maximum": 1024}),
+]
 """A share of a node's CPU cores."""
 
 
-class RaySection(Section):
-    TITLE: ClassVar[str] = "Ray Cluster"
-
-    ray_address: Annotated[Text, AfterValidator(_inside_of_the_cluster)] = "auto"
+class RaySection(Section, title="Ray Cluster"):
+    ray_address: Annotated[Text, refuse(client_address_problem)] = "auto"
     """Ray cluster address. "auto" joins a cluster that runs on this machine; "local" always starts one of its own;
     host:port joins that one, of which this machine must be a node. Not ray://, which is for clients outside."""
     ray_auto_start_local: bool = True
@@ -188,9 +164,7 @@ class RaySection(Section):
     that does not fit even the idle cluster is refused at once."""
 
 
-class WeightSection(Section):
-    TITLE: ClassVar[str] = "Weight Broadcasting"
-
+class WeightSection(Section, title="Weight Broadcasting"):
     weight_broadcast_mode: Literal["flattened_bucket", "per_tensor"] = "flattened_bucket"
     """Strategy for broadcasting updated weights to inference servers. Buckets are faster; per_tensor needs less
     memory."""

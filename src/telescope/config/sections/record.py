@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from telescope.config.base import MAX_STEPS, Count, PathText, Seconds, Section, Steps, Text, WholeSeconds
+from telescope.config.base import MAX_STEPS, Count, PathText, Seconds, Section, Steps, Text, WholeSeconds, refuse
 from telescope.config.environments import EvalEntry
 
 CODE_EXCLUDE_PATTERNS = (
@@ -15,16 +15,23 @@ CODE_EXCLUDE_PATTERNS = (
     "node_modules", "wandb", "runs", "checkpoints", "build", "dist", "*.egg-info", "*.safetensors", "*.parquet",
 )  # fmt: skip
 
+_NO_INTERVAL = f"must be 0 (off) or a number of steps, at most {MAX_STEPS}"
+_NO_CHECKPOINT = "must be true (the latest), false, or the number of a checkpoint, such as 50"
 
-class CheckpointSection(Section):
-    TITLE: ClassVar[str] = "Checkpointing"
 
-    checkpoint_every: int | bool = False
+class CheckpointSection(Section, title="Checkpointing"):
+    checkpoint_every: Annotated[
+        int | bool,
+        refuse(lambda value: value is True and "true does not say how often; give a number of steps, such as 50"),
+        refuse(lambda value: not 0 <= value <= MAX_STEPS and _NO_INTERVAL),
+    ] = False
     """Save every N steps, and after the last one. 0 or false to disable."""
     checkpoint_save_training_state: bool = True
     """Include the optimizer's state. false = weights only: a third of the size or less; a resumed run starts with a
     new optimizer."""
-    resume_from_checkpoint: bool | int = False
+    resume_from_checkpoint: Annotated[
+        bool | int, refuse(lambda value: type(value) is int and not 1 <= value <= MAX_STEPS and _NO_CHECKPOINT)
+    ] = False
     """true = continue the run in run_dir from its newest checkpoint; integer = from the checkpoint after that step."""
     resume_force: bool = False
     """Resume although the config, the data or the tokenizer changed in a way that is refused otherwise. Prompts may
@@ -42,26 +49,8 @@ class CheckpointSection(Section):
     """How often a run replaces its trainer ranks when the process or the node of one is lost, and continues from the
     newest checkpoint. Needs checkpoint_every. 0 = a lost rank ends the run."""
 
-    @field_validator("checkpoint_every")
-    @classmethod
-    def _every_is_a_number(cls, value: int | bool) -> int | bool:
-        if value is True:
-            raise ValueError("true does not say how often; give a number of steps, such as 50")
-        if not 0 <= value <= MAX_STEPS:
-            raise ValueError(f"must be 0 (off) or a number of steps, at most {MAX_STEPS}")
-        return value
 
-    @field_validator("resume_from_checkpoint")
-    @classmethod
-    def _a_step_is_positive(cls, value: bool | int) -> bool | int:
-        if not isinstance(value, bool) and not 1 <= value <= MAX_STEPS:
-            raise ValueError("must be true (the latest), false, or the number of a checkpoint, such as 50")
-        return value
-
-
-class EvalSection(Section):
-    TITLE: ClassVar[str] = "Evals"
-
+class EvalSection(Section, title="Evals"):
     evals: list[EvalEntry] = Field(default_factory=list)
     """Evaluations of this run, each with its own dataset size, sampling and schedule."""
     eval_before_training: bool = True
@@ -75,16 +64,16 @@ class EvalSection(Section):
     """Use all inference servers for start/end evals."""
 
 
-class LoggingSection(Section):
-    TITLE: ClassVar[str] = "Logging"
-    INTRO: ClassVar[str] = (
-        "The run directory is complete whatever is chosen here; trackers such as Weights & Biases get a copy."
-    )
+class LoggingSection(Section, title="Logging"):
+    """The run directory is complete whatever is chosen here; trackers such as Weights & Biases get a copy."""
 
     use_wandb: bool = True
     """Enable Weights & Biases logging. Without credentials it records offline into the run directory and reports that
     once."""
-    trackers: list[Literal["wandb", "tensorboard", "trackio"]] | None = None
+    trackers: Annotated[
+        list[Literal["wandb", "tensorboard", "trackio"]] | None,
+        refuse(lambda value: len(set(value or ())) < len(value or ()) and "must name each tracker once"),
+    ] = None
     """All trackers of the run, such as `[wandb, tensorboard]`. null = W&B if use_wandb is true. A list decides
     use_wandb, which then need not be set."""
     wandb_project: Text = "telescope"
@@ -160,10 +149,3 @@ class LoggingSection(Section):
         if not parts:
             raise ValueError("must name a program, or be null")
         return parts
-
-    @field_validator("trackers")
-    @classmethod
-    def _trackers_differ(cls, value: list[str] | None) -> list[str] | None:
-        if value is not None and len(set(value)) < len(value):
-            raise ValueError("must name each tracker once")
-        return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -11,9 +11,7 @@ from telescope.config.base import MAX_STEPS, Count, Dtype, Seconds, Section, Ste
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
-class InferenceSection(Section):
-    TITLE: ClassVar[str] = "Inference Server"
-
+class InferenceSection(Section, title="Inference Server"):
     inference_host: Text = "0.0.0.0"
     """Host address for inference servers. Unless you set another one, or this one by a flag, a run on a single node
     binds to the loopback address only."""
@@ -64,18 +62,14 @@ class InferenceSection(Section):
     take weight_sync_timeout_seconds all the same. Replaces vLLM's VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS."""
 
 
-class TracingSection(Section):
-    TITLE: ClassVar[str] = "vLLM Tracing"
-
+class TracingSection(Section, title="vLLM Tracing"):
     enable_vllm_tracing: bool = True
     """Enable OpenTelemetry tracing for vLLM: queue, first token, prefill and decode times of each request."""
     otlp_receiver_port: Port = 4318
     """OTLP HTTP receiver port. Range: [1, 65535]. When it is in use, another one is used instead."""
 
 
-class OrchestratorSection(Section):
-    TITLE: ClassVar[str] = "Orchestrator"
-
+class OrchestratorSection(Section, title="Orchestrator"):
     max_concurrent_prompts_per_server: Count = 32
     """Max concurrent prompts per inference server. A server's request slots are this times `group_size`. Raise it when
     the engine has KV cache to spare, lower it when requests are preempted."""
@@ -109,9 +103,7 @@ class OrchestratorSection(Section):
     """Seconds that one generation may take before it counts as an infrastructure failure and is retried."""
 
 
-class SamplingSection(Section):
-    TITLE: ClassVar[str] = "Rollout / Sampling"
-
+class SamplingSection(Section, title="Rollout / Sampling"):
     group_size: Count = 8
     """Number of completions sampled per prompt. Larger groups estimate the baseline better and cost more generation."""
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
@@ -137,9 +129,7 @@ class SamplingSection(Section):
     conversation is rendered anew each turn and each turn is its own training sample."""
 
 
-class PackingSection(Section):
-    TITLE: ClassVar[str] = "Sequence Packing"
-
+class PackingSection(Section, title="Sequence Packing"):
     seq_len: Tokens = 4096
     """Maximum sequence length for packing, in tokens: the size of one micro-batch of one rank. At least the
     longest trajectory (prompt and answer). Lower it when the trainer runs out of memory."""

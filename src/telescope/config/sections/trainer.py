@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from telescope.config.algorithms import AdvantageNorm, AlgorithmName
-from telescope.config.base import MAX_STEPS, Count, Section, Text, Tokens, Workers
+from telescope.config.base import MAX_STEPS, Count, Section, Text, Tokens, Workers, refuse
 from telescope.config.lora import ALL_LINEAR
-from telescope.config.megatron import OPTIMIZER_DTYPE_BYTES, OPTIMIZER_DTYPE_FIELDS
+from telescope.config.megatron import OPTIMIZER_DTYPE_BYTES
 
 
-class AlgorithmSection(Section):
-    TITLE: ClassVar[str] = "Algorithm"
-
+class AlgorithmSection(Section, title="Algorithm"):
     algorithm: AlgorithmName = "grpo"
     """RL algorithm. Each is described in docs/algorithms.md."""
     number_of_minibatches: Count = 1
@@ -71,11 +69,8 @@ class AlgorithmSection(Section):
     """Upper bound of that mean."""
 
 
-class FilterSection(Section):
-    TITLE: ClassVar[str] = "Sample Filters"
-    INTRO: ClassVar[str] = (
-        "What to do with answers that are cut off, that repeat themselves, or that are not text. All off by default."
-    )
+class FilterSection(Section, title="Sample Filters"):
+    """What to do with answers that are cut off, that repeat themselves, or that are not text. All off by default."""
 
     filter_overlong: bool = False
     """Leave answers that were cut off at max_tokens out of training."""
@@ -96,12 +91,10 @@ class FilterSection(Section):
     """How far below the logprob of a uniform choice over the vocabulary a rare token must lie to count, in nats."""
 
 
-BACKENDS = ("fsdp", "megatron")
+_NO_BACKEND = 'must be "fsdp", "megatron" or a class path such as "my_package.my_module:MyBackend"'
 
 
-class TrainerSection(Section):
-    TITLE: ClassVar[str] = "Trainer"
-
+class TrainerSection(Section, title="Trainer"):
     learning_rate: Annotated[float, Field(gt=0, le=100)] = 1.0e-6
     """Learning rate (must be > 0). The peak of the schedule."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -115,7 +108,10 @@ class TrainerSection(Section):
     """Number of linear warmup steps. The first step already has a rate above 0. Ignored by "none"."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Minimum LR as a fraction of learning_rate for linear/cosine decay. Range: [0, 1]."""
-    train_backend: str = "fsdp"
+    train_backend: Annotated[
+        str,
+        refuse(lambda value: not re.fullmatch(r"fsdp|megatron|[A-Za-z_][\w.]*:[A-Za-z_]\w*", value) and _NO_BACKEND),
+    ] = "fsdp"
     """Training backend: "fsdp", "megatron" (`make setup MEGATRON=1`), or the path of your own subclass,
     "package.module:Class". FSDP suits models up to about 14B parameters; Megatron divides larger ones, and long rows,
     by layers, heads, experts and tokens."""
@@ -154,20 +150,12 @@ class TrainerSection(Section):
     not fit one GPU: it divides activations by tokens, and attention by heads. Results do not change. Must divide
     trainer_num_workers and the attention heads; and the key and value heads, or be a multiple of them."""
 
-    @field_validator("train_backend")
-    @classmethod
-    def _known_or_a_class_path(cls, value: str) -> str:
-        if value not in BACKENDS and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
-            raise ValueError('must be "fsdp", "megatron" or a class path such as "my_package.my_module:MyBackend"')
-        return value
 
+class LoraSection(Section, title="LoRA"):
+    """Train small adapters instead of all weights (FSDP).
 
-class LoraSection(Section):
-    TITLE: ClassVar[str] = "LoRA"
-    INTRO: ClassVar[str] = (
-        "Train small adapters instead of all weights (FSDP). Fields and files are those of peft. "
-        "docs/large-models.md has more."
-    )
+    Fields and files are those of peft. docs/large-models.md has more.
+    """
 
     lora_rank: Annotated[int, Field(ge=0, le=1024)] = 0
     """Rank of the adapters. 0 = off: all weights are trained. The base weights then stay frozen in `model_dtype`
@@ -192,9 +180,14 @@ class LoraSection(Section):
         return value
 
 
-class MegatronSection(Section):
-    TITLE: ClassVar[str] = "Megatron"
-    INTRO: ClassVar[str] = 'Only relevant when `train_backend: "megatron"`; ignored with "fsdp".'
+OptimizerDtype = Annotated[
+    str,
+    refuse(lambda value: value not in OPTIMIZER_DTYPE_BYTES and f"must be one of {', '.join(OPTIMIZER_DTYPE_BYTES)}"),
+]
+
+
+class MegatronSection(Section, title="Megatron"):
+    """Only relevant when `train_backend: "megatron"`; ignored with "fsdp"."""
 
     megatron_tensor_parallel_size: Workers = 1
     """Neighboring ranks that divide attention heads, MLPs and the vocabulary. Must divide the heads, the key and value
@@ -219,13 +212,13 @@ class MegatronSection(Section):
     megatron_use_precision_aware_optimizer: bool = False
     """Optimizer of Transformer Engine, which keeps its states in the four dtypes below. Needs Transformer Engine, see
     docs/gpu.md."""
-    megatron_main_grads_dtype: str = "float32"
+    megatron_main_grads_dtype: OptimizerDtype = "float32"
     """Gradients that the optimizer reads: "float32" with megatron_grad_reduce_in_fp32, else "bfloat16"."""
-    megatron_main_params_dtype: str = "float32"
+    megatron_main_params_dtype: OptimizerDtype = "float32"
     """The optimizer's weights: "float32" or "float16"."""
-    megatron_exp_avg_dtype: str = "float32"
+    megatron_exp_avg_dtype: OptimizerDtype = "float32"
     """First moment of Adam: "float32", "bfloat16", "float16" or "fp8"."""
-    megatron_exp_avg_sq_dtype: str = "float32"
+    megatron_exp_avg_sq_dtype: OptimizerDtype = "float32"
     """Second moment of Adam: "float32", "bfloat16", "float16" or "fp8"."""
     megatron_grad_reduce_in_fp32: bool = True
     """Sum gradients over ranks, and keep them, in float32. false halves their memory."""
@@ -243,10 +236,3 @@ class MegatronSection(Section):
     megatron_fp8: bool = False
     """Compute the products of layers in FP8, scaled by blocks. Requires megatron_use_transformer_engine, and GPUs of
     the Hopper generation or newer."""
-
-    @field_validator(*OPTIMIZER_DTYPE_FIELDS)
-    @classmethod
-    def _known_dtype(cls, value: str) -> str:
-        if value not in OPTIMIZER_DTYPE_BYTES:
-            raise ValueError(f"must be one of {', '.join(OPTIMIZER_DTYPE_BYTES)}")
-        return value

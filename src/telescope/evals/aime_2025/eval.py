@@ -1,7 +1,5 @@
 """The American Invitational Mathematics Examination of 2025, both parts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from telescope.evals.math_benchmark import MathBenchmark

@@ -1,7 +1,5 @@
 """MATH-500: 500 test problems of MATH, chosen by Lightman et al. 2023 (https://arxiv.org/abs/2305.20050)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from telescope.evals.math_benchmark import MathBenchmark
