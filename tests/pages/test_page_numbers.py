@@ -93,7 +93,7 @@ def test_overview_shows_the_outcome_and_where_the_time_went(visitor: Visit, reco
     expect(outcome.get_by_role("heading")).to_have_text(
         f"{100 * evals[0]['accuracy']:.1f}\u202f% → {100 * evals[-1]['accuracy']:.1f}\u202f%"
     )
-    expect(outcome).to_contain_text(f"after step {evals[-1]['step']}")
+    expect(outcome).to_contain_text(f"after step {evals[-1]['step'] + 1}")
     hours = page.get_by_label(re.compile("^Where the"))
     tokens = record.sql("select sum(completion_tokens) as n from samples").to_dicts()[0]["n"]
     assert numbers(hours.locator(".cost").first.inner_text())[0] == tokens

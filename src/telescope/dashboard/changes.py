@@ -57,7 +57,8 @@ def changes(store: RunStore, step: int, window: int, metric: str) -> dict[str, A
     effects += _spans(store, columns["started_at"], columns["ended_at"], np.flatnonzero(earlier), np.flatnonzero(later))
     value, where = _of_samples(metric) or _of_samples(REWARD) or ("reward", "true")
     tags = [f"{sql_text(f'{name}=')} || tags[{sql_text(name)}]" for name, values in store.tags().items() if values]
-    near = f"step BETWEEN {step - window} AND {step + window - 1}"
+    last = min(step + window - 1, int(steps[-1]) if len(steps) else -1)  # later rows are of a step that has not ended
+    near = f"step BETWEEN {step - window} AND {last}"
     samples = (
         "WITH s AS (SELECT attempt, sample_id, group_id, step, environment, reward, completion_tokens, stop_reason, "
         f"concat_ws(', ', {', '.join(tags) or 'NULL'}) AS cell, step >= {step} AS later, ({value})::DOUBLE AS value "

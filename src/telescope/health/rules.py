@@ -256,10 +256,14 @@ def truncation(history: History) -> Finding | None:
     )  # fmt: skip
 
 
+def _task(history: History) -> str:
+    level = history.mean(REWARD)
+    return "harder" if level is not None and level > 0.5 else "easier"
+
+
 def zero_advantage(history: History) -> Finding | None:
     """Above two thirds, a trained group costs the generation of three."""
-    level = history.mean(REWARD)
-    task = "harder" if level is not None and level > 0.5 else "easier"
+    task = _task(history)
     return _lasting(
         history, NO_SIGNAL, 67, "zero_advantage", f"needs {task} prompts",
         "{:.0f} % of the groups have equal rewards and are discarded.",
@@ -284,10 +288,17 @@ def staleness(history: History) -> Finding | None:
 
 
 def waiting(history: History) -> Finding | None:
-    """Finds a trainer that waits half of the time. More servers then shorten a step more than a faster trainer."""
+    """Finds a trainer that waits half of the time. More servers then shorten a step more than a faster trainer.
+
+    Where many groups are discarded for equal rewards, other prompts shorten it without more servers.
+    """
+    share = history.mean(NO_SIGNAL) or 0.0
+    first = (
+        f"Use {_task(history)} prompts ({share:.0f} % of the groups have equal rewards). Then a" if share >= 40 else "A"
+    )
     return _share(
         history, WAIT, "waiting", "needs more servers", "The trainer waits {share:.0f} % of the time for answers.",
-        "Add inference servers, raise max_async_rollout, or give the trainer fewer GPUs.",
+        f"{first}dd inference servers, raise max_async_rollout, or give the trainer fewer GPUs.",
     )  # fmt: skip
 
 

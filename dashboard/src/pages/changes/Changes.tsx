@@ -33,7 +33,8 @@ export function Changes() {
   const [window, setWindow] = useParam("window", "5");
   const [metric] = useParam("metric", REWARD);
   const last = steps?.step.at(-1) ?? 0;
-  const step = /^\d+$/.test(stepText) ? Number(stepText) : last;
+  // The step of an alert may not have ended.
+  const step = /^\d+$/.test(stepText) ? Math.min(Number(stepText), last) : last;
   const kept = useRef<Found | undefined>(undefined);
   const { data = kept.current, error } = useResource<Found>(steps ? runPath(run, "changes") : null, { step, window, metric });
   kept.current = data;
@@ -90,7 +91,7 @@ function Body({ found, step, last, window, metric }: { found: Found; step: numbe
         <Around metric={metric} step={step} window={window} />
         <section className="tbl">
           <h2>
-            {isDecomposed ? "Environments and tags" : "Environments and tags, by reward"} <span>share of samples, mean, part of the change</span>
+            {isDecomposed ? "Environments and tags" : "Environments and tags, of the reward"} <span>share of samples, mean, part of the change</span>
           </h2>
           {found.cells.length === 0 ? (
             <p className="f">No scored answer lies in these steps.</p>

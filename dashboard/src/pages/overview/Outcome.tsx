@@ -25,7 +25,7 @@ export function Outcome({ info, steps, sentence }: { info: RunInfo; steps: StepC
       ))}
       {curves.length === 0 && sentence && (
         <div className="wide">
-          <span className="l">Reward{live && steps.step.length > 0 ? `, as of step ${steps.step.at(-1)}` : ""}</span>
+          <span className="l">Reward{live && steps.step.length > 0 ? `, as of step ${steps.step.at(-1)! + 1}` : ""}</span>
           <h1>{unbroken(sentence.text)}</h1>
         </div>
       )}
@@ -37,7 +37,7 @@ export function Outcome({ info, steps, sentence }: { info: RunInfo; steps: StepC
 function Result({ curve, live, first, more }: { curve: EvalCurve; live: boolean; first: boolean; more: number }) {
   const place = usePlace();
   const [before, newest] = [curve.rows[0]!, curve.rows.at(-1)!];
-  const when = newest.step < 0 ? "before training" : live ? `as of step ${newest.step}` : `after step ${newest.step}`;
+  const when = newest.step < 0 ? "before training" : `${live ? "as of step" : "after step"} ${newest.step + 1}`;
   const Tag = first ? "h1" : "p";
   const gain = newest.gain !== null && before !== newest ? `, gain ${signed(100 * newest.gain, 1)} (${number(100 * (newest.gain_low ?? NaN), 1)} to ${number(100 * (newest.gain_high ?? NaN), 1)}) points` : "";
   return (
@@ -86,7 +86,7 @@ function Checkpoint({ info, steps, curve, live }: { info: RunInfo; steps: StepCo
       {command ? (
         <Copied text={command.text} />
       ) : (
-        <span className="s d">{best ? "Its files are not in the run directory." : live ? "Set checkpoint_every to keep some." : "checkpoint_every was not set."}</span>
+        <span className="s d">{embedded ? "This file has no checkpoints." : best ? "Its files are not in the run directory." : live ? "Set checkpoint_every to keep some." : "checkpoint_every was not set."}</span>
       )}
     </div>
   );
