@@ -123,7 +123,7 @@ function Loaded({ runs, axis, environments, planned }: { runs: DrawnRun[]; axis:
             </div>
           )}
           {layout.sections.map((section, i) =>
-            // An empty section stays: what the search finds can be dragged there.
+            // An empty section stays, because charts found by the search can be dragged there.
             section.metrics.length > 0 && !section.metrics.some(found) ? null : (
               <ChartSection key={i} index={i} layout={layout} change={change} isNew={i === made} runs={runs} view={view} open={setFocus} fill={setFull} found={found} />
             ),

@@ -9,7 +9,7 @@ import { Plain } from "../../text/SafeText";
 const Tex = lazy(() => loaded(() => import("./Tex")));
 const Code = lazy(() => loaded(() => import("./Code")));
 
-/** What is behind so many characters is shown as it is. */
+/** Text beyond this many characters is shown unparsed. */
 const LONGEST = 60_000;
 /**
  * The time for a paragraph grows with the square of its marks, such as brackets and asterisks, and with its lines. What is
@@ -17,10 +17,10 @@ const LONGEST = 60_000;
  */
 const MOST_WORK = 10_000_000;
 const WORK_OF_LINE = 3000;
-/** Formulas of a message, and their characters. Others are shown as they were written. */
+/** Limits on the number of formulas in a message and on their length. Further ones are shown unparsed. */
 const MOST_FORMULAS = 500;
 const FORMULA_CHARS = 20_000;
-/** Quotes and lists inside each other. */
+/** Deepest nesting of quotes and lists. */
 const DEEPEST = 40;
 /** Characters that are searched for the next formula at once: all of the rest, at each mark, would take the square of the text. */
 const AHEAD = 1000;

@@ -168,7 +168,7 @@ export function PromptPane({ run, prompt, version, filling, scaleOf }: PromptPro
   const text = useFirstText(run, first);
   const messages = useMemo(() => parsePrompt(text ?? data?.rows[0]?.prompt ?? ""), [text, data]);
   if (error && !data) return <section className="p2 wide"><p className="none w">{error.message}</p></section>;
-  if (!loading && groups.length === 0) return <section className="p2 wide"><p className="none d">No answer of this prompt is in the record of this run.</p></section>;
+  if (!loading && groups.length === 0) return <section className="p2 wide"><p className="none d">The record of this run has no answer to this prompt.</p></section>;
   const curves = [...(own ? [{ color: colorOf(run), prompt: own }] : []), ...others.map((one) => ({ color: colorOf(one.run.id), prompt: one.prompt }))];
   return (
     <section className="p2 wide" aria-label="Prompt">
@@ -213,7 +213,7 @@ export function PromptPane({ run, prompt, version, filling, scaleOf }: PromptPro
               </table>
             )}
             <p className="d">
-              {found.some((one) => one.loading) ? "Looking into other runs." : others.length === 0 ? (looked.length === 0 ? "There is no other run." : `None of ${count(looked.length)} other ${looked.length === 1 ? "run" : "runs"} has it.`) : ""}{" "}
+              {found.some((one) => one.loading) ? "Searching other runs." : others.length === 0 ? (looked.length === 0 ? "There is no other run." : `None of ${count(looked.length)} other ${looked.length === 1 ? "run" : "runs"} has it.`) : ""}{" "}
               {looked.length < candidates.length && <button className="link" onClick={() => lookFurther(true)}>Look into {count(candidates.length - looked.length)} more</button>}
             </p>
           </div>

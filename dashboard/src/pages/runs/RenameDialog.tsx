@@ -30,7 +30,7 @@ export function RenameDialog({ run, close }: { run: RunRow; close: () => void })
         </button>
       </form>
       {error && <p className="w">{error.message}</p>}
-      <p className="f s">The name is yours, on all pages. The run keeps its own.</p>
+      <p className="f s">All pages show this name to you. The run itself does not change.</p>
     </Dialog>
   );
 }

@@ -195,7 +195,7 @@ function Table({ list, ids, known, lost }: { list: RunList; ids: string[]; known
             Rename
           </button>
           <button className="btn" onClick={() => labels.archive(chosenRuns, !areArchived)} title="a">
-            {areArchived ? "Take back from the archive" : "Archive"}
+            {areArchived ? "Unarchive" : "Archive"}
           </button>
           <button className="btn" disabled={!single} aria-pressed={single !== undefined && single === baseline} onClick={() => setBaseline(single === baseline ? null : single!.id)} title={single ? "b" : "Choose one run"}>
             Baseline
@@ -275,7 +275,7 @@ function Table({ list, ids, known, lost }: { list: RunList; ids: string[]; known
                             {shown}
                             {delta && <span className="f s" title={`minus ${visible(baseline!.name)}`}> {delta}</span>}
                             {column === NAME && run === baseline && (
-                              <button className="base s" title="The others show how far they are from it. Take it away" onClick={() => setBaseline(null)}>
+                              <button className="base s" title="Other runs show their difference to it. Click to choose no baseline" onClick={() => setBaseline(null)}>
                                 baseline ×
                               </button>
                             )}

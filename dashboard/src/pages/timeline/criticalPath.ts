@@ -322,7 +322,7 @@ export function advice(paths: readonly CriticalPath[], around: Around): string[]
       case "weight sync":
         return `Weight syncs took ${seconds(spent)} a step: raise weight_broadcast_bucket_mb, or set weight_transfer: background.`;
       case "eval":
-        return "An eval had the engines: raise eval_every, evaluate fewer num_samples, or set eval_num_servers.";
+        return "An eval occupied the engines: raise eval_every, evaluate fewer num_samples, or set eval_num_servers.";
       case "answer":
         return paths.length === 1
           ? `Raise max_async_rollout: group ${paths[0]!.last!.group_id} would join a later step. Or lower max_tokens.`
