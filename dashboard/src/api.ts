@@ -84,7 +84,7 @@ async function ask<T>(path: string, request: RequestInit): Promise<T> {
   throw new ApiError(answer.status, message);
 }
 
-export interface RunEvents {
+interface RunEvents {
   /** Called with the tables that grew. The first time, these are all tables. */
   onTables(run: string, tables: Record<string, number>): void;
   onStatus(run: string, status: string): void;

@@ -69,7 +69,7 @@ export function evalColumns(rows: EvalRow[], steps: StepColumns, x: number[], ax
 }
 
 /** Returns the mean of columns where at least one has a value, with its 95 % interval where two have. */
-export function meanColumn(columns: Column[]): Column {
+function meanColumn(columns: Column[]): Column {
   const rows = columns.map((column) => new Map(column.at.map((at, row) => [at, row])));
   const at = [...new Set(columns.flatMap((column) => column.at))].sort((a, b) => a - b);
   const out: Required<Column> = { at, x: [], values: [], low: [], high: [] };

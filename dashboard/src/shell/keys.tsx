@@ -3,7 +3,7 @@
 import { useEffect, useRef } from "react";
 import { Dialog } from "./Dialog";
 
-export interface Key {
+interface Key {
   keys: string[];
   does: string;
   run: () => unknown;
@@ -36,7 +36,7 @@ const FOCUSED: { of: string; title: string; keys: Listed[] }[] = [
   { of: "[aria-label^='Tokens:']", title: "Tokens", keys: [{ keys: ["ArrowLeft", "ArrowRight", "Home", "End"], does: "other tokens" }] },
 ];
 
-/** Returns what works here: a key of two groups does what the one that came last says. */
+/** Returns the active keys. If two groups have the same key, the later group wins. */
 function listed(): { title: string; keys: Listed[] }[] {
   const taken = new Set<string>();
   const own = [...groups].reverse().map(({ current }) => {

@@ -23,7 +23,7 @@ import "./changes.css";
 const WINDOWS = ["1", "5", "10", "20"];
 /** Rows that a table shows before it is expanded. */
 const FEW = 12;
-export const REWARD = "reward/all_groups/mean";
+const REWARD = "reward/all_groups/mean";
 
 export function Changes() {
   const run = useRunId();

@@ -3,7 +3,7 @@
 import { statisticOf } from "../../charts/sources";
 import type { Section } from "../../state/layouts";
 
-export interface TreeRow {
+interface TreeRow {
   kind: "section" | "group" | "metric";
   label: string;
   /** Name of the metric, or of the section. */

@@ -1,4 +1,4 @@
-/** The W&B projects whose runs are listed: those that the server found with the user's key, without those that the user removed. */
+/** Edits which W&B projects are listed: projects that the server found with the user's key or the user added, without removed ones. */
 
 import { useState } from "react";
 import { count } from "../../format";

@@ -1,4 +1,4 @@
-/** Gives a run another name. It is the user's own: the run does not change. */
+/** Renames a run for this user. The run itself does not change. */
 
 import { useState } from "react";
 import { Dialog } from "../../shell/Dialog";

@@ -381,7 +381,7 @@ function Filter() {
   );
 }
 
-/** Names the fields of the filter that no run has. */
+/** Warns of fields in the filter that no run has. */
 function Unknown({ terms, known }: { terms: string; known: Field[] }) {
   const missing = useMemo(() => (known.length > 0 ? unknownFields(parseFilter(terms), known.map((field) => field.name)) : []), [terms, known]);
   if (missing.length === 0) return null;
