@@ -133,7 +133,7 @@ def address(path: str, **query: str) -> str:
 
 
 def _color(key: str) -> dict[str, Any]:
-    """Returns the color that the pages have given to the run."""
+    """Returns the color that the run has on the pages."""
     try:
         kept = Documents(user_folder()).read("colors").value
     except UserError:

@@ -120,7 +120,7 @@ def run_info(registry: Registry, run_id: str) -> dict[str, Any]:
 
 
 def _shell_path(path: Path) -> str:
-    """Returns a path as it is typed in the server's folder."""
+    """Returns a path as one types it in a shell in the server's folder."""
     here, path = Path.cwd(), path.absolute()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 

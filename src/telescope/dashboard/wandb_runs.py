@@ -39,11 +39,11 @@ _UNREACHABLE = ("giving up after", "dial tcp", "timed out", "timeout", "in time"
 
 
 class WandbError(UserError):
-    """W&B cannot be asked, or refuses."""
+    """Raised if W&B cannot be reached or refuses a request."""
 
 
 class UnreachableError(WandbError):
-    """The server does not answer. It may answer later."""
+    """Raised if the server does not respond. It may respond later."""
 
 
 @dataclass(frozen=True)
@@ -86,19 +86,19 @@ class WandbServer:
 
     @property
     def host(self) -> str:
-        """The W&B server that is asked."""
+        """The host of the W&B server."""
         return server_hosts(os.environ)[0]
 
     @property
     def _server(self) -> str:
-        """The server in messages: W&B's own has several names, a user's has one."""
+        """The name of the server in messages: W&B's own, or the host of another."""
         return "W&B" if self.host in DEFAULT_HOSTS else self.host
 
     def projects(self) -> list[str]:
-        """Returns the user's projects with runs of Telescope, as ENTITY/PROJECT. Asks about each of them."""
+        """Returns the user's projects with runs of Telescope, as ENTITY/PROJECT. Sends a request for each project."""
 
         def ask() -> list[str]:
-            self._api = None  # W&B's client keeps its first answer
+            self._api = None  # W&B's client caches its first response
             listed = self._client().projects()
             paths = [f"{listed.entity}/{project.name}" for project in listed]
             return [path for path in paths if len(self._client().runs(path, OURS, per_page=1, lazy=False))]
@@ -169,7 +169,7 @@ class WandbProject(WandbServer):
         filters = {"$or": some} if newer_than else {}
 
         def ask() -> list[Any]:
-            self._client().flush()  # W&B keeps earlier answers
+            self._client().flush()  # W&B's client caches responses
             listed = self._client().runs(self.path, filters, "-created_at", per_page=PAGE_SIZE, lazy=False)
             return list(listed)
 
@@ -219,7 +219,7 @@ class WandbProject(WandbServer):
 
 
 def is_record_file(name: Any) -> bool:
-    """Returns whether a server's name is that of a record file. It then leads nowhere else."""
+    """Returns whether a name from the server is that of a record file, and so stays below the run's folder."""
     if not isinstance(name, str) or kind_of(name) is None:
         return False
     parts = PurePosixPath(name).parts
