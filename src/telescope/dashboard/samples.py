@@ -62,9 +62,9 @@ _RANGE = re.compile(r"^(\S+) to (\S+)$")
 
 @dataclass(frozen=True)
 class Filters:
-    """Which samples are meant. `tags` are `name=value`, `ranges` are `name=low..high` with an end that may be missing.
+    """Selects samples. `tags` are `name=value`, `ranges` are `name=low..high`, where one end may be missing.
 
-    Values of one facet or tag are alternatives; all else must hold together. `prompt` is a `prompt_key`.
+    Values of one facet or tag are alternatives; all other conditions must hold. `prompt` is a `prompt_key`.
     """
 
     search: str = ""

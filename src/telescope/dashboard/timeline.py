@@ -217,9 +217,9 @@ def gauges(
 
 
 class LogQuery(BaseModel):
-    """Which log lines are meant: the newest, those around the time `at`, or those beside the row `before` or `after`.
+    """Selects log lines: the newest, lines around the time `at`, or lines beside the row `before` or `after`.
 
-    `since`: those that were recorded from this row on. `start`, `end`: of this time alone. `level`: the lowest one.
+    `since`: recorded from this row on. `start`, `end`: only lines of this time. `level`: the lowest level.
     `component`: one process (`trainer-0`) or all of a kind (`trainer`).
     """
 

@@ -87,19 +87,19 @@ def _copy(name: str, run: TrackedRun, report: Report, ended: threading.Event) ->
 
     if (tracker := attempt(start)) is None:
         return
-    news = RecordNews(run, tracker.last_step)
+    follower = RecordFollower(run, tracker.last_step)
     last = False
     while not last:
         last = ended.wait(run.interval)
         try:
-            for method, *values in news.take(last=last):
+            for method, *values in follower.take(last=last):
                 attempt(partial(getattr(tracker, method), *values))
         except Exception:  # a damaged file or a slow disk: the record is read again later
             traceback.print_exc(file=sys.stderr)
     attempt(tracker.finish)
 
 
-class RecordNews:
+class RecordFollower:
     """Reads a record for one tracker, which has the steps up to `last_step` already."""
 
     def __init__(self, run: TrackedRun, last_step: int) -> None:

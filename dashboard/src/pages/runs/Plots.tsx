@@ -140,7 +140,7 @@ export function Parallel({ runs, columns, choices, hrefOf }: Omit<Shared, "color
   const ordered = [...runs].sort((a, b) => rank(a) - rank(b));
   return (
     <Plot
-      words={shown ? `${visible(shown.name)}: ${columns.map((column) => `${column.title} ${textOf(column, shown)}`).join(", ")}` : "A line is a run, stronger in color with a higher outcome"}
+      words={shown ? `${visible(shown.name)}: ${columns.map((column) => `${column.title} ${textOf(column, shown)}`).join(", ")}` : "Each line is a run; higher outcomes have a stronger color"}
       choices={choices}
       draw={(width, height) => {
         const step = (width - 2 * 70) / Math.max(1, axes.length - 1);
