@@ -101,8 +101,8 @@ function Body({ found, step, last, window, metric }: { found: Found; step: numbe
                   <th />
                   <th className="r">samples</th>
                   <th className="r">mean</th>
-                  <th className="r" title="Through its share of the samples">mix</th>
-                  <th className="r" title="Through its own mean">within</th>
+                  <th className="r" title="Change due to its share of the samples">mix</th>
+                  <th className="r" title="Change due to its own mean">within</th>
                   <th className="r">both</th>
                   <th className="br" />
                 </tr>

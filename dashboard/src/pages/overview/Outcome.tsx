@@ -69,7 +69,7 @@ function Checkpoint({ info, steps, curve, live }: { info: RunInfo; steps: StepCo
       <span className="l">
         {measured ? "Best checkpoint" : best ? "Newest checkpoint" : "Checkpoint"}
         {commands.length > 0 && (
-          <span className="tabs" role="group" aria-label="What to do with it">
+          <span className="tabs" role="group" aria-label="Commands for the checkpoint">
             {commands.map(({ does }) => (
               <button key={does} aria-pressed={does === command?.does} onClick={() => choose(does)}>
                 {does}

@@ -30,7 +30,7 @@ export function Siblings({ run, detail, group, filling, scaleOf, version, onSele
   return (
     <>
       <div className="gh">
-        <span className="seg small" role="group" aria-label="What is listed below">
+        <span className="seg small" role="group" aria-label="Answers to list">
           {group && <button aria-pressed={!shown} onClick={() => showOthers(false)}>answers of the group</button>}
           {prompt && <button aria-pressed={shown} onClick={() => showOthers(true)}>same prompt, other steps</button>}
         </span>

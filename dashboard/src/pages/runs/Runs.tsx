@@ -143,9 +143,9 @@ function Table({ list, ids, known, lost }: { list: RunList; ids: string[]; known
     { keys: ["c"], does: "draw the chosen runs in Metrics", run: () => leave("metrics") },
     { keys: ["d"], does: "compare config and code of the chosen runs", run: () => picked.length > 1 && leave("compare") },
     { keys: ["t"], does: "tags of the chosen runs", run: () => picked.length > 0 && setOpened("tags") },
-    { keys: ["r"], does: "rename the chosen run", run: () => single && setOpened("name") },
-    { keys: ["a"], does: "archive the chosen runs, or take them back", run: () => chosenRuns.length > 0 && labels.archive(chosenRuns, !areArchived) },
-    { keys: ["b"], does: "take the chosen run as the baseline", run: () => single && setBaseline(single === baseline ? null : single.id) },
+    { keys: ["r"], does: "rename the selected run", run: () => single && setOpened("name") },
+    { keys: ["a"], does: "archive the selected runs, or unarchive them", run: () => chosenRuns.length > 0 && labels.archive(chosenRuns, !areArchived) },
+    { keys: ["b"], does: "use the selected run as the baseline", run: () => single && setBaseline(single === baseline ? null : single.id) },
   ]);
   const live = all.filter((run) => run.live).length;
   const sortedBy = sort.replace(/^-/, "");
@@ -275,7 +275,7 @@ function Table({ list, ids, known, lost }: { list: RunList; ids: string[]; known
                             {shown}
                             {delta && <span className="f s" title={`minus ${visible(baseline!.name)}`}> {delta}</span>}
                             {column === NAME && run === baseline && (
-                              <button className="base s" title="Other runs show their difference to it. Click to choose no baseline" onClick={() => setBaseline(null)}>
+                              <button className="base s" title="Other runs show their difference to it. Click to remove the baseline" onClick={() => setBaseline(null)}>
                                 baseline ×
                               </button>
                             )}

@@ -119,7 +119,7 @@ const OWN: Column[] = [
   { ...quantity("reward", "reward", (run) => run.reward_last, (value) => number(value, 3)), difference, show: (run) => <Reward run={run} />, hint: "mean of all scored samples, first 10 steps → last 10; runs of earlier versions have that of the samples trained on" },
   { ...quantity("heldout", "held out", (run) => run.heldout_after ?? run.heldout_before, (value) => percent(value)), difference: points, show: (run) => <HeldOut run={run} />, hint: "accuracy of the first eval with held-out items, before training → newest" },
   quantity("gain", "gain, points", gain, points),
-  { ...quantity("checkpoint", "best saved", (run) => run.best_checkpoint, (value) => `step ${count(value)}`), write: undefined, hint: "the checkpoint with the highest held-out accuracy, of those that are there" },
+  { ...quantity("checkpoint", "best saved", (run) => run.best_checkpoint, (value) => `step ${count(value)}`), write: undefined, hint: "the existing checkpoint with the highest held-out accuracy" },
   { ...quantity("heldout_step", "held out at step", (run) => run.heldout_step, (value) => number(value)), hint: "finished steps of the newest held-out accuracy" },
   text("algorithm", "algorithm", (run) => run.algorithm ?? ""),
   { ...text("model", "model", (run) => shortModel(run.model)), show: (run) => <span title={visible(run.model ?? "")}>{visible(shortModel(run.model))}</span> },
