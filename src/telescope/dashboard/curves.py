@@ -17,7 +17,7 @@ WITHOUT_GINI = ("advantage", "age", "prompt_tokens")
 """Numbers that have no Gini coefficient in `step_stats` either."""
 
 NUM_BINS = 20
-"""Bins of a histogram, as many as `step_stats` has."""
+"""Bins of a histogram, the same number as in `step_stats`."""
 
 TEXT = 4000
 """Characters of a prompt and an answer of an eval in a list."""

@@ -36,13 +36,13 @@ MAX_DISTRIBUTIONS = 40
 ANSWER_STEPS = 10
 GROUPS = 6
 SAMPLES = 8
-"""Answers in the file: of so many steps, of so many groups a step, so many of a group."""
+"""At most `ANSWER_STEPS` steps, `GROUPS` groups per step and `SAMPLES` answers per group are exported."""
 
 MAX_TEXT = 20_000
-"""Characters of one text; the rest is cut."""
+"""Most characters of one text; the rest is cut."""
 
 MAX_BYTES = 8 * 2**20
-"""Of the answers of training, and as many of the answers of evals, before compression."""
+"""Limit for the answers of training, and again for the answers of evals, before compression."""
 
 DIGITS = 6
 """Significant digits of the numbers of steps and distributions."""

@@ -36,7 +36,7 @@ PROMPT_SORTS = ("first_step", "last_step", "first_right", "pass_rate", "reward_m
 
 NEAR_STEPS = 20
 SMALL_BYTES = 8 * 2**20
-"""Rows of a list come with their texts when they lie within so many steps, or when the record is this small.
+"""Rows of a list have their texts if they span at most `NEAR_STEPS` steps, or if the record is at most `SMALL_BYTES`.
 Otherwise a list that is ordered by reward would read every text of the run."""
 
 FACETS = ("status", "environment", "reward", "age", "stop_reason", "eval_name")

@@ -61,8 +61,8 @@ DERIVED = {
 
 COMPRESSED_ROWS = 50_000
 COMPRESS_SECONDS = 5.0
-"""A table that is read with so many rows is compressed so much later, when its page is drawn. A tenth of the memory is
-left, and counts take half of the time."""
+"""A table of at least `COMPRESSED_ROWS` rows is compressed `COMPRESS_SECONDS` after it is read, when its page is drawn.
+It then needs a tenth of the memory, and counts take half of the time."""
 
 LATE_ROWS = 10_000
 """Largest page of samples."""

@@ -74,10 +74,10 @@ class RemoteFile:
 
 
 class WandbServer:
-    """The server with the user's projects. Raises `WandbError` with what to do, and nothing else."""
+    """Sends requests for the user's projects. Raises only `WandbError`, with the fix."""
 
     path = "your projects"
-    """What is asked about, in messages."""
+    """The requested object in messages."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -109,7 +109,7 @@ class WandbServer:
     def _client(self) -> Any:
         if self._api is None:
             if not is_installed("wandb"):
-                raise WandbError(f"W&B has {self.path}, and is not installed. Run `pip install wandb`.")
+                raise WandbError(f"{self.path} cannot be read without the package wandb. Run `pip install wandb`.")
             if not has_credentials(os.environ):
                 raise WandbError(
                     f"There are no credentials for {self._server}, which has the runs of {self.path}. "
@@ -146,7 +146,7 @@ class WandbServer:
         if "Could not find" in text:
             return WandbError(
                 f"W&B has no project {self.path!r}, or you may not see it. Check the name, and with `wandb status` "
-                "as whom you are logged in."
+                "which account is logged in."
             )
         return WandbError(f"W&B does not let you read {self.path!r}: {text}")
 

@@ -119,7 +119,7 @@ def phases(what: str, notes: Iterable[str], again: str = "") -> Iterator[PhaseVi
         view.say(f"Interrupted; every process was ended{again}")
         raise SystemExit(EXIT_INTERRUPTED) from None
     except InfrastructureError as error:
-        raise RunError(f"the {what} could not go on: {error}{again}") from error
+        raise RunError(f"the {what} could not continue: {error}{again}") from error
     finally:
         view.stop()
 

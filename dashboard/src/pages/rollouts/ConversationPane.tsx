@@ -15,9 +15,9 @@ const Code = lazy(() => loaded(() => import("./Code")));
 
 /** Longer gold answers, in characters, are shown in the conversation. */
 const SHORT_GOLD = 80;
-/** A reply of at most so many tokens opens with its tokens, a longer one as text. */
+/** A reply with at most this many tokens is first shown by token, a longer one as text. */
 const FEW_TOKENS = 64;
-/** Longer thinking starts folded after so many characters. */
+/** Longer thinking is first folded after this many characters. */
 const THINKING_CHARS = 4000;
 
 export type Shown = View | "text" | "raw" | "diff";
