@@ -56,7 +56,7 @@ POLICY = (
 )
 
 LOADER = "loader.js"
-"""File of the built pages that starts those of an exported one."""
+"""Built script that starts the pages of an exported file."""
 
 _ENTRY = re.compile(r'<script type="module"[^>]*src="\./assets/([^"]+)"')
 _IMPORT = re.compile(r"""(from|import|import\()(\s*["'`])\./([\w.-]+\.js)(["'`])""")
@@ -174,7 +174,7 @@ def _distributions(store: RunStore, base: str, steps: set[int]) -> dict[str, Any
 
 
 def _eval_answers(store: RunStore, base: str, evals: Sequence[Row], left_out: list[str]) -> dict[str, Any]:
-    """Returns answers of evals, as far as there is room, those of each eval's first and last result first."""
+    """Returns answers of evals until the limit, beginning with the first and last result of each eval."""
     finished = [row for row in evals if row["status"] == "finished"]
     first = {row["name"]: row for row in reversed(finished)}
     last = {row["name"]: row for row in finished}
@@ -222,7 +222,7 @@ def _examples(store: RunStore, steps: Sequence[int], left_out: list[str]) -> dic
 
 
 def _few_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns some groups: of kept ones from the highest reward to the lowest, and one that was discarded."""
+    """Returns some groups: kept ones from the highest reward to the lowest, and a discarded one."""
     kept = [group for group in groups if group["status"] == "kept"]
     trained = sorted(kept, key=lambda group: -(group["reward_mean"] or 0.0))
     others = [group for group in groups if group["status"] != "kept"][:1]

@@ -41,7 +41,7 @@ class RemoteCopy(BaseModel):
 
 
 def to_json(value: Any) -> bytes:
-    """Encodes an answer as JSON.
+    """Encodes a response as JSON.
 
     NaN and infinity are null; numpy's arrays and numbers are lists and numbers.
 

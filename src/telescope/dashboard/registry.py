@@ -69,7 +69,7 @@ MOST_EXAMPLES = 4
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What the list of runs shows of a run. `rewards` are mean rewards of at most `LINE_POINTS` parts of the steps.
+    """A run as the list of runs shows it. `rewards` are mean rewards of at most `LINE_POINTS` ranges of steps.
 
     `heldout` is what `heldout_of` returns.
     """
@@ -185,7 +185,7 @@ class Registry:
         return known[1]
 
     def _listing(self, run_id: str, run: Run) -> Listing:
-        """Reads a run, unless its files are those of the last time. A live one changes with each heartbeat."""
+        """Reads a run, unless its files are unchanged. The files of a live run change with each heartbeat."""
         files = run.files
         tables = (files.table("steps"), files.table("evals"))
         state = tuple(map(_modified, (files.config, files.run_json, files.summary, files.heartbeat, *tables)))

@@ -32,7 +32,7 @@ CHECKPOINT = re.compile(r"step_(\d+)")
 """Name of the folder of a checkpoint."""
 
 NEWEST_GAUGES = 4000
-"""Rows of gauges, from the end, that are looked through: those of about 20 seconds."""
+"""Newest rows of gauges that are searched, about 20 seconds of a run."""
 
 WAITING = "vllm:num_requests_waiting"
 

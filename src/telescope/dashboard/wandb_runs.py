@@ -81,7 +81,7 @@ class WandbServer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        """For the empty folders that W&B's client makes for each run that it lists."""
+        """Receives the empty folders that W&B's client makes for each run that it lists."""
         self._api: Any = None
 
     @property

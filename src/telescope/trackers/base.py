@@ -18,7 +18,7 @@ Report = Callable[[str, str], None]
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What trackers know of their run besides its record."""
+    """Describes a run to its trackers, besides the record."""
 
     trackers: list[str]
     directory: str
@@ -29,7 +29,7 @@ class TrackedRun:
     """`must` for a run that somebody named, else `allow`."""
     wandb_mode: str
     interval: float
-    """Seconds between two looks at the record."""
+    """Seconds between two reads of the record."""
     name: str | None = None
     entity: str | None = None
     tags: list[str] = field(default_factory=list)

@@ -65,7 +65,7 @@ class Page(TabPane):
         raise NotImplementedError
 
     def refresh_data(self) -> None:
-        """Reads in a thread and shows the result. A newer request replaces one that runs."""
+        """Reads in a thread and shows the result. A newer request replaces a running one."""
         self.in_thread(self.read, self.show, "read")
 
     def in_thread(self, read: Callable[[], Any], show: Callable[[Any], None], group: str) -> None:
