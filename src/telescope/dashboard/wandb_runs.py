@@ -109,7 +109,7 @@ class WandbServer:
     def _client(self) -> Any:
         if self._api is None:
             if not is_installed("wandb"):
-                raise WandbError(f"{self.path} cannot be read without the package wandb. Run `pip install wandb`.")
+                raise WandbError(f"Reading {self.path} needs the package wandb. Run `pip install wandb`.")
             if not has_credentials(os.environ):
                 raise WandbError(
                     f"There are no credentials for {self._server}, which has the runs of {self.path}. "
