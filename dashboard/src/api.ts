@@ -84,7 +84,7 @@ async function ask<T>(path: string, request: RequestInit): Promise<T> {
   throw new ApiError(answer.status, message);
 }
 
-export interface RunEvents {
+interface RunEvents {
   /** Called with the tables that grew. The first time, these are all tables. */
   onTables(run: string, tables: Record<string, number>): void;
   onStatus(run: string, status: string): void;
@@ -95,7 +95,7 @@ export interface RunEvents {
 
 const FIRST_RETRY_MS = 1000;
 const LAST_RETRY_MS = 15000;
-/** An open stream has an event every ten seconds: one without for so long is lost, such as through a tunnel that hangs. */
+/** The server sends an event every ten seconds. A stream without one for this long is lost, for example in a tunnel that hangs. */
 const SILENT_MS = 25_000;
 
 /** Follows the events of some runs; returns a function that ends it. */

@@ -2,7 +2,7 @@
 
 import type { Group } from "./pages/rollouts/types";
 
-export interface Embedded {
+interface Embedded {
   run: string;
   name: string;
   /** Unix seconds. */

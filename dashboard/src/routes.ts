@@ -4,7 +4,7 @@ import { loaded } from "./api";
 import { embedded } from "./embedded";
 import { type ComponentType, lazy, type LazyExoticComponent } from "react";
 
-export interface Route {
+interface Route {
   /** The name in the address. */
   page: string;
   title: string;

@@ -47,7 +47,7 @@ export interface Attempt {
   pid: Value;
 }
 
-/** An answer that differs much from those before the step. `mean_before` is of its environment and tags. */
+/** An answer that differs much from those before. `mean_before` is the mean of its environment and tags. */
 export interface ChangedAnswer {
   attempt: number;
   sample_id: string;
@@ -85,7 +85,7 @@ export interface ChangedEvent {
   message: string | null;
 }
 
-/** What differs before and after a step. `decomposed`: the metric of the cells, the reward if the asked has none. */
+/** Changes at a step. `decomposed` is the metric of the cells: the requested one, or the reward. */
 export interface Changes {
   decomposed: string;
   cells: ChangedCell[];
@@ -138,7 +138,7 @@ export interface ConfigDifference {
   bookkeeping: boolean;
 }
 
-/** Where the time of engines and ranks went: seconds by use, of `unit` (GPU or process). Tokens by outcome. */
+/** The time of engines and ranks, in seconds of `unit` (GPU or process) by use, and tokens by outcome. */
 export interface Costs {
   unit: string;
   tokens: Record<string, number>;
@@ -171,7 +171,7 @@ export interface Document {
   version: string;
 }
 
-/** A step metric, or the seconds of a kind of span: means, and their difference in standard deviations. */
+/** A step metric, or the seconds of a kind of span: its means, and their difference in standard deviations. */
 export interface Effect {
   name: string;
   kind: string;
@@ -302,7 +302,7 @@ export interface Group {
   samples: GroupSample[];
 }
 
-/** A sample as a square of its group. `ratio`: of the trainer's probability of its tokens to the engine's. */
+/** A sample as a square of its group. `ratio` is the trainer's probability of its tokens over the engine's. */
 export interface GroupSample {
   id: string;
   reward: Value;
@@ -359,7 +359,7 @@ export interface Info {
   type: string | null;
 }
 
-/** A log line. `row` is its place in the table, the cursor of `since`, `before` and `after`. */
+/** A log line. `row` is its index in the table, the cursor of `since`, `before` and `after`. */
 export interface LogLine {
   attempt: number;
   time: Value;
@@ -372,7 +372,7 @@ export interface LogLine {
   row: number;
 }
 
-/** Log lines by time. `next` is the cursor `since` of those that come later. */
+/** Log lines by time. `next` is the cursor `since` for later lines. */
 export interface Logs {
   next: number;
   rows: LogLine[];
@@ -454,14 +454,14 @@ export interface PathSpan {
   end: number;
 }
 
-/** A step whose critical path is asked for. */
+/** A step with a critical path. */
 export interface PathStep {
   step: number;
   start: number;
   end: number;
 }
 
-/** What the critical paths of steps consist of. */
+/** The parts of the critical paths of steps. */
 export interface Paths {
   steps: PathStep[];
   answers: PathAnswer[];
@@ -481,14 +481,14 @@ export interface Progress {
   seconds_left: Value;
 }
 
-/** A W&B project whose runs are shown. `runs` counts those of Telescope. */
+/** A W&B project whose runs are shown. `runs` is the number of Telescope runs. */
 export interface Project {
   path: string;
   runs: number;
   problem: string | null;
 }
 
-/** The W&B projects. Where `can_change`, the user adds and removes some with the document `projects`. */
+/** The W&B projects. If `can_change`, the document `projects` adds and removes some. */
 export interface Projects {
   can_change: boolean;
   projects: Project[];
@@ -496,7 +496,7 @@ export interface Projects {
   problem: string | null;
 }
 
-/** A prompt: its answers with a reward and the right ones, in all and of each of `steps`, and its first answer. */
+/** A prompt: the number of its scored and right answers, in total and at each of `steps`, and its first answer. */
 export interface Prompt {
   prompt_key: string;
   environment: string;
@@ -534,9 +534,9 @@ export interface RemoteCopy {
   message: string | null;
 }
 
-/** A run. `path` and `final_model`: as a shell takes them. `user_set`: settings that the user wrote.
+/** A run. `path` and `final_model` are quoted for a shell. `user_set` lists the settings that the user wrote.
 
-`unreadable`: files of its record. `version` is that of the server. */
+`unreadable` lists files of its record. `version` is the server's. */
 export interface RunInfo {
   info: RunRow;
   config: Record<string, unknown>;
@@ -552,9 +552,9 @@ export interface RunInfo {
   version: string;
 }
 
-/** A run in the list of runs. `key` stays when its folder moves; runs of one `experiment` differ in their seed.
+/** A run in the list of runs. `key` stays when its folder moves; runs of an `experiment` differ in seed.
 
-`heldout_after` is measured after `heldout_step` steps; `best_checkpoint` is the kept one of the highest accuracy. */
+`heldout_after` is measured after `heldout_step` steps; `best_checkpoint` is the one with the highest accuracy. */
 export interface RunRow {
   id: string;
   key: string;
@@ -691,7 +691,7 @@ export interface Samples {
   metrics: string[];
 }
 
-/** A sentence of the verdict, and the metrics that it read. `is_outcome`: the result of an eval, or the reward. */
+/** A sentence of the verdict, and its metrics. `is_outcome`: it states the result of an eval, or the reward. */
 export interface Sentence {
   text: string;
   metrics: string[];

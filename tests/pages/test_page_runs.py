@@ -81,7 +81,7 @@ def test_the_user_names_and_archives_runs_without_changing_them(visitor: Visit, 
     expect(renamed).to_have_count(0)
     page.get_by_role("button", name="Show 1 archived").click()
     expect(renamed).to_be_visible()
-    page.get_by_role("button", name="Take back from the archive").click()
+    page.get_by_role("button", name="Unarchive").click()
     visitor.settle()
     page = visitor.open("other/overview")
     expect(page.locator("header b", has_text="my own name")).to_be_visible()

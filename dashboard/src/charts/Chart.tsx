@@ -42,7 +42,7 @@ export interface Line {
   head?: boolean;
   /** A dot on each value: there are few. */
   dots?: boolean;
-  /** Measured values are points that no line joins: their order on the axis is not that of the steps. */
+  /** Draws measured values as points without a line, because the axis does not order them by step. */
   cloud?: boolean;
   /** Left out of the title line. */
   silent?: boolean;
@@ -50,9 +50,9 @@ export interface Line {
   whiskers?: { low: Value[]; high: Value[] };
   /** Written at the head of the line. */
   direct?: string;
-  /** What the title line has without a crosshair, instead of the last value. */
+  /** Replaces the last value in the title line while there is no crosshair. */
   last?: Value;
-  /** The others show how far they are from this one. */
+  /** Other lines show their difference to this one. */
   baseline?: boolean;
 }
 
@@ -63,13 +63,13 @@ export interface ChartProps {
   unit?: string;
   /** Beside the unit where there is room. */
   note?: string;
-  /** Which samples are drawn, where these are not those of the page's choice. It is never left out. */
+  /** Names the samples that are drawn if they differ from the page's choice. It is always shown. */
   scope?: string;
-  /** The step of the values of the title line, where that is not the last one of each line: `step 57`. */
+  /** The step of the values in the title line, unless it is the last one of each line: `step 57`. */
   until?: string;
-  /** Lines have their names in the title line. */
+  /** Shows the names of the lines in the title line. */
   named?: boolean;
-  /** What the axes measure. It is drawn where there is room: in a saved picture, and on the whole screen. */
+  /** Titles of the axes, for saved pictures and the full screen, which have room for them. */
   xTitle?: string;
   yTitle?: string;
   titled?: boolean;
@@ -103,7 +103,7 @@ export interface ChartProps {
   onTitle?: () => void;
   /** A click, or Enter, selects the place of the crosshair. */
   onPick?: (x: number) => void;
-  /** The metric of the chart and the step at a place: a click then offers what changed there. */
+  /** The metric of the chart, and the step at an x value. With it, a click offers the page of what changed at that step. */
   metric?: string;
   stepOf?: (x: number) => number;
 }
@@ -111,7 +111,7 @@ export interface ChartProps {
 /** The largest way of the pointer between press and release of a click, in pixels. */
 const CLICK_PX = 4;
 
-/** Room for the button that says what changed. */
+/** Width of the button that opens what changed, in pixels. */
 const WHY_WIDTH = 196;
 
 export function Chart(props: ChartProps) {

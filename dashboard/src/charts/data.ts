@@ -8,7 +8,7 @@ import { type Column, columnBy, type DrawnRun, leafColumn } from "./runs";
 import { isSparse, type Statistic } from "./sources";
 
 /** How the samples of a step spread around the line: as bands, or as a heat map. */
-export const BANDS = ["none", "std", "percentiles", "range", "heat"] as const;
+const BANDS = ["none", "std", "percentiles", "range", "heat"] as const;
 export type BandKind = (typeof BANDS)[number];
 
 /** Share of the largest possible variance from which on values lie nearly all at the ends. */

@@ -76,7 +76,7 @@ const KEEP = 0.6;
 /** Returns the smoothing of a line that was not chosen: up to 100 steps a little, then so that it bends as often. */
 export const smoothingFor = (steps: number): number => Math.min(0.98, 1 - (1 - KEEP) * Math.min(1, 100 / Math.max(1, steps)));
 
-export interface RangeOptions {
+interface RangeOptions {
   low?: number;
   high?: number;
   log?: boolean;

@@ -5,7 +5,7 @@ import type { ChartProps } from "./Chart";
 import { download } from "./export";
 import { align, draw, FONT } from "./plot";
 
-/** Size in pixels of type and lines; a picture has `SCALE` as many. It is good for a slide and for a column of a paper. */
+/** Layout size in pixels; the picture is `SCALE` times as large. It fits a slide and a column of a paper. */
 const WIDTH = 960;
 const HEIGHT = 600;
 const SCALE = 2;
@@ -18,7 +18,7 @@ export interface Label {
   color: string;
 }
 
-/** Returns the labels of a legend in lines of a width. */
+/** Breaks the labels of a legend into lines that fit a width. */
 export function wrapped(labels: Label[], width: number, widthOf: (text: string) => number): Label[][] {
   const lines: Label[][] = [[]];
   let left = width;
@@ -64,7 +64,7 @@ export async function downloadPng(name: string, props: ChartProps): Promise<void
     }
   });
   const top = EDGE + LINE * (legend.length + 1) + 10;
-  // uPlot makes as many pixels as the screen has for one of the page: type and lines make up for the difference.
+  // uPlot multiplies its size by the pixel ratio of the screen, so type and lines are scaled by the rest.
   const ratio = devicePixelRatio || 1;
   const size = { width: ((WIDTH - 2 * EDGE) * SCALE) / ratio, height: ((HEIGHT - top - EDGE) * SCALE) / ratio };
   const titled = { ...props, titled: true, xTitle: props.xTitle ?? axis, yTitle: props.yTitle ?? [title, unit].filter(Boolean).join(", ") };

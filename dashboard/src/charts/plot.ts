@@ -17,7 +17,7 @@ const LEAST_LEFT = 30;
 const MANY = 300;
 const LEAST_RIGHT = 8;
 const LABEL_HEIGHT = 13;
-/** Room for the title of an axis. */
+/** Space for the title of an axis, in pixels. */
 const TITLE_HEIGHT = 20;
 export const FONT = '12px -apple-system, "Segoe UI", Inter, Roboto, system-ui, "Noto Sans", sans-serif';
 
@@ -34,7 +34,7 @@ interface Layer {
   what: Band | "raw" | "values";
 }
 
-/** Returns what is painted, from below: bands, measured lines, lines. The first line, the chosen run's, is on top; areas keep their order. */
+/** Returns what is painted, from bottom to top: bands, measured lines, lines. The first line, of the chosen run, is on top; areas keep their order. */
 function layers(lines: Line[]): Layer[] {
   const all = lines.map((line, order) => ({ line, order }));
   const painted = lines.some((line) => line.area) ? all : [...all.slice(1), ...all.slice(0, 1)];

@@ -36,9 +36,9 @@ export interface DrawnRun {
   x: number[];
   evals: Map<string, Column>;
   members?: DrawnRun[];
-  /** Drawn in grey, and what the others are compared with. */
+  /** Whether it is the baseline: drawn in grey, and compared with the others. */
   baseline?: boolean;
-  /** The last step whose values are read, where that is not its own last one. */
+  /** The last step whose values are read, if it is not the run's own last step. */
   until?: number;
 }
 
@@ -69,7 +69,7 @@ export function evalColumns(rows: EvalRow[], steps: StepColumns, x: number[], ax
 }
 
 /** Returns the mean of columns where at least one has a value, with its 95 % interval where two have. */
-export function meanColumn(columns: Column[]): Column {
+function meanColumn(columns: Column[]): Column {
   const rows = columns.map((column) => new Map(column.at.map((at, row) => [at, row])));
   const at = [...new Set(columns.flatMap((column) => column.at))].sort((a, b) => a - b);
   const out: Required<Column> = { at, x: [], values: [], low: [], high: [] };
@@ -118,7 +118,7 @@ export function commonStep(runs: DrawnRun[]): number | null {
   return first?.findLast((step) => others.every((steps) => steps.has(step))) ?? null;
 }
 
-/** Returns the number of steps of the longest run: the smoothing of all is chosen by it. */
+/** Returns the number of steps of the longest run, which determines the smoothing of all runs. */
 export const longest = (runs: DrawnRun[]): number => Math.max(0, ...runs.flatMap(leavesOf).map((run) => run.steps.step.length));
 
 /**

@@ -10,11 +10,11 @@ export interface Filter {
 
 export const isAll = (filter: Filter): boolean => filter.environment === "" && filter.tag === "";
 
-export const STATISTICS = ["mean", "std", "min", "max", "gini"] as const;
+const STATISTICS = ["mean", "std", "min", "max", "gini"] as const;
 export type Statistic = (typeof STATISTICS)[number];
 
 /** A statistic of a number of the samples. */
-export interface SampleStatistic {
+interface SampleStatistic {
   /** As in the table `step_stats`. */
   metric: string;
   /** Empty for all samples. */
@@ -56,7 +56,7 @@ export function statisticOf(name: string): SampleStatistic | null {
 /** Whether steps may lack a metric because they have none of its samples or tokens: an environment's, or those of an age. */
 export const isSparse = (name: string): boolean => /^(environment|sample_metrics|staleness\/age_[^/]*|discarded|masked|cancelled|returned|retried|lost)\//.test(name) || Boolean(statisticOf(name)?.environment);
 
-export type Source =
+type Source =
   | { kind: "metric"; name: string; filtered: boolean }
   | ({ kind: "samples"; tag: string } & SampleStatistic);
 

@@ -101,14 +101,14 @@ function Loaded({ rows }: { rows: EvalRow[] }) {
 function useSamples(row: EvalRow | undefined): Resource<EvalSample[]> {
   const run = useRunId();
   const version = useVersion(run, "eval_samples");
-  // Those of a finished eval do not change, but in a copy they may come after its row.
+  // The samples of a finished eval do not change, but a copied record may receive them after its row.
   const [isEmpty, setEmpty] = useState(false);
   const known = useResource<EvalSample[]>(row ? runPath(run, "evals", row.attempt, row.eval_id, "samples") : null, {}, row?.status === "finished" && !isEmpty ? "" : version);
   useEffect(() => setEmpty(known.data?.length === 0), [known.data]);
   return known.error && !known.data ? { ...known, data: [] } : known;
 }
 
-/** Which answers there are none of. */
+/** Names the evals whose answers were not recorded. */
 const notRecorded = (rows: EvalRow[]): string => `The answers of the eval${rows.length > 1 ? "s" : ""} after ${rows.map((row) => count(row.version)).join(" and ")} steps ${embedded ? "are not in this file" : "were not recorded"}, so what changed is not known item by item.`;
 
 const short = (row: EvalRow): string => [`${count(row.num_items)} items${row.num_completions > 1 ? ` × ${row.num_completions}` : ""}`, row.held_out && "held out", failed(row)].filter(Boolean).join(", ");

@@ -90,7 +90,7 @@ function Loaded({ runs, axis, environments, planned }: { runs: DrawnRun[]; axis:
   };
   useKeys("Metrics", [
     { keys: ["l"], does: "log scale", run: () => setLog(log === "1" ? null : "1") },
-    { keys: ["f"], does: "the large or the first chart on the whole screen", run: () => setFull(focus || (layout.sections.flatMap((section) => section.metrics).find(found) ?? null)) },
+    { keys: ["f"], does: "show the large chart, or the first one, in full screen", run: () => setFull(focus || (layout.sections.flatMap((section) => section.metrics).find(found) ?? null)) },
     {
       keys: ["Escape"],
       does: "close the large chart, then clear the range",
@@ -123,13 +123,13 @@ function Loaded({ runs, axis, environments, planned }: { runs: DrawnRun[]; axis:
             </div>
           )}
           {layout.sections.map((section, i) =>
-            // An empty section stays: what the search finds can be dragged there.
+            // An empty section stays, because charts found by the search can be dragged there.
             section.metrics.length > 0 && !section.metrics.some(found) ? null : (
               <ChartSection key={i} index={i} layout={layout} change={change} isNew={i === made} runs={runs} view={view} open={setFocus} fill={setFull} found={found} />
             ),
           )}
           {others.length > 0 && (
-            <section aria-label="Other metrics that the search finds">
+            <section aria-label="Other metrics that match the search">
               <h2>
                 Not in this layout <span>{others.length === 1 ? "1 chart" : `${others.length} charts`}</span>
               </h2>

@@ -49,7 +49,7 @@ export function Header({ open }: { open: (what: Opened) => void }) {
       <div className="id">
         <b title={place.run ?? undefined}>{info ? visible(info.name) : place.run === null ? "Telescope" : ""}</b>
         {behind !== null ? (
-          <span className="state bad" role="status" title="The server does not answer. The page shows what it had then, and tries again.">
+          <span className="state bad" role="status" title="The server does not respond. The page shows the last state that it received, and reconnects.">
             <i />
             as of {new Date(behind).toLocaleTimeString("en-GB")}, reconnecting
           </span>

@@ -23,7 +23,7 @@ interface Command {
 
 const SHOWN = 12;
 
-/** The number of a step: "120" or "step 120". */
+/** Matches the number of a step: "120" or "step 120". */
 const STEP = /^\s*(?:steps?\s*)?(\d+)\s*$/i;
 
 /** Returns how well all words are found in the text: less is better, null is not at all. */
@@ -38,7 +38,7 @@ function matchWords(text: string, words: string[]): number | null {
   return sum + low.length / 100;
 }
 
-/** A step where the page is, and on the pages that show what happened in it. */
+/** Returns the entries for a step: on the current page, and on the pages that show what happened in it. */
 function stepCommands(place: Place, step: string): Command[] {
   const others = ROUTES.filter((route) => ["rollouts", "answers", "timeline"].includes(route.page) && route.page !== place.page);
   return [

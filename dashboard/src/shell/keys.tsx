@@ -3,7 +3,7 @@
 import { useEffect, useRef } from "react";
 import { Dialog } from "./Dialog";
 
-export interface Key {
+interface Key {
   keys: string[];
   does: string;
   run: () => unknown;
@@ -32,11 +32,11 @@ const FOCUSED: { of: string; title: string; keys: Listed[] }[] = [
   { of: ".ruler a", title: "A mark of the ruler", keys: [{ keys: ["ArrowLeft", "ArrowRight"], does: "other marks" }, { keys: ["Enter"], does: "open what it marks" }] },
   { of: ".heat", title: "The heat strip", keys: [{ keys: ["ArrowLeft", "ArrowRight", "Home", "End"], does: "other steps" }] },
   { of: ".tree .ls", title: "The tree of metrics", keys: [{ keys: ["ArrowUp", "ArrowDown"], does: "other metrics" }] },
-  { of: ".grip", title: "A grip", keys: [{ keys: [" "], does: "take and put down" }, { keys: ["ArrowLeft", "ArrowRight"], does: "move what it holds" }] },
+  { of: ".grip", title: "A grip", keys: [{ keys: [" "], does: "pick up, or drop" }, { keys: ["ArrowLeft", "ArrowRight"], does: "move the chart or section" }] },
   { of: "[aria-label^='Tokens:']", title: "Tokens", keys: [{ keys: ["ArrowLeft", "ArrowRight", "Home", "End"], does: "other tokens" }] },
 ];
 
-/** Returns what works here: a key of two groups does what the one that came last says. */
+/** Returns the active keys. If two groups have the same key, the later group wins. */
 function listed(): { title: string; keys: Listed[] }[] {
   const taken = new Set<string>();
   const own = [...groups].reverse().map(({ current }) => {

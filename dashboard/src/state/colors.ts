@@ -1,4 +1,4 @@
-/** Colors of runs. A run has the same color in every view and at any time: the one that the user chose, else the one that it was given first. */
+/** Assigns colors to runs. A run keeps its color in every view: the one that the user chose, else the first that it was given. */
 
 import { useEffect, useMemo } from "react";
 import { embedded } from "../embedded";
@@ -6,7 +6,7 @@ import type { RunRow } from "../types";
 import { useDocument } from "./documents";
 import { useRuns } from "./run";
 
-/** Color tokens of runs, by the names that a menu shows. */
+/** Color tokens of runs by their names in the menu. */
 export const COLORS: Record<string, string> = { blue: "--c1", orange: "--c2", green: "--c3", violet: "--c4", olive: "--c5", pink: "--c6" };
 const TOKENS = Object.values(COLORS);
 
@@ -25,13 +25,13 @@ export function colorsOf(runs: RunRow[], kept: Record<string, unknown>): Map<str
   return colors;
 }
 
-/** Colors that are kept: a document has 256 KiB. */
+/** Most colors that are saved, because a document has at most 256 KiB. */
 const MOST_KEPT = 5000;
 
-/** Runs whose colors this page has asked to keep: once each, also where the folder cannot be written. */
+/** Runs whose colors this page has saved. Each is tried once, even if the folder cannot be written. */
 const asked = new Set<string>();
 
-/** Returns the colors of all runs and how to choose one; null until they are known. Each run keeps the first that it is given. */
+/** Returns the colors of all runs and a function that chooses one; null until they are known. Each run keeps its first color. */
 export function useRunColors() {
   const { data, error } = useRuns();
   const { value, error: failure, change } = useDocument<Record<string, unknown>>("colors");

@@ -2,7 +2,7 @@
 
 import { useEffect, useSyncExternalStore } from "react";
 
-export interface Cursor {
+interface Cursor {
   axis: string;
   x: number;
 }
@@ -23,7 +23,7 @@ export function setCursor(next: Cursor | null): void {
   for (const listener of listeners) listener();
 }
 
-export function setSelected(next: Cursor | null): void {
+function setSelected(next: Cursor | null): void {
   if (selected?.x === next?.x && selected?.axis === next?.axis) return;
   selected = next;
   for (const listener of listeners) listener();

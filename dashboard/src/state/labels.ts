@@ -1,4 +1,4 @@
-/** Names that the user gives to runs, and runs that the user has put away. The server keeps both by the run's key; runs do not change. */
+/** Names that the user gives to runs, and archived runs. The server saves both by the run's key; runs do not change. */
 
 import { useMemo } from "react";
 import type { RunRow } from "../types";
@@ -11,7 +11,7 @@ export interface Label {
 
 export type Labels = Record<string, Label>;
 
-/** Returns what is kept; what has another form is left out. */
+/** Parses saved labels, and ignores malformed ones. */
 export function parseLabels(value: unknown): Labels {
   const known = value && typeof value === "object" && !Array.isArray(value) ? Object.entries(value as Record<string, Partial<Label> | null>) : [];
   const clean = known.map(([key, label]): [string, Label] => [
@@ -21,7 +21,7 @@ export function parseLabels(value: unknown): Labels {
   return Object.fromEntries(clean.filter(([, label]) => Object.keys(label).length > 0));
 }
 
-/** Returns the labels with a change to those of some runs; null without any. */
+/** Returns the labels after a change to some runs; null if no label is left. */
 export function setLabels(labels: Labels, keys: string[], change: { name?: string; archived?: boolean }): Labels | null {
   const next: Record<string, unknown> = { ...labels };
   for (const key of keys) next[key] = { ...labels[key], ...change };
@@ -40,10 +40,10 @@ export function useLabels() {
       labels,
       error,
       isArchived: (run: RunRow): boolean => labels[run.key]?.archived ?? false,
-      /** An empty name is the run's own again. */
+      /** An empty name restores the run's own. */
       rename: (run: RunRow, name: string) => change((old) => setLabels(parseLabels(old), [run.key], { name: name.trim() })),
       archive: (runs: RunRow[], archived: boolean) => change((old) => setLabels(parseLabels(old), runs.map((run) => run.key), { archived })),
     };
-    // `change` is a new function on every call, and always the same one.
+    // `change` is a new function at every render, but does the same.
   }, [value, error]);
 }

@@ -9,7 +9,7 @@ export interface Section {
   metrics: string[];
 }
 
-/** The axes of one chart, where they differ from those of all. */
+/** Axes of one chart that differ from those of all charts. */
 export interface Scale {
   log?: boolean;
   low?: number;
@@ -134,7 +134,7 @@ export function parseSections(text: string): Section[] {
 
 const NO_SCALES = "none";
 
-/** Returns the axes of charts as one text for the address: `entropy:log;grad_norm:0..2;reward/total/mean:linear,x=entropy`. */
+/** Formats the axes of charts for the address: `entropy:log;grad_norm:0..2;reward/total/mean:linear,x=entropy`. */
 export function formatScales(scales: Scales): string {
   const parts = Object.entries(scales).flatMap(([metric, scale]) => {
     const { log, low, high, x } = scale ?? {};

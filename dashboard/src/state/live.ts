@@ -20,7 +20,7 @@ interface RunState {
 
 interface Connection {
   connected: boolean | null;
-  /** Until when the page was up to date, in milliseconds; null while it is. */
+  /** The time until which the page was up to date, in milliseconds; null while it is. */
   behindSince: number | null;
   /** How often the connection came back: what was read meanwhile may have failed. */
   reconnects: number;
@@ -34,7 +34,7 @@ const states = new Map<string, RunState>();
 const users = new Map<string, number>();
 const listeners = new Set<() => void>();
 let connection: Connection = { connected: null, behindSince: null, reconnects: 0 };
-/** When the server answered last: a read, or the beginning of the stream. */
+/** Time of the last response: to a read, or at the start of the stream. */
 let answeredAt = Date.now();
 let failedReads = false;
 let followed = "";
@@ -70,7 +70,7 @@ const events = {
   },
 };
 
-/** Notes whether the page is behind: without its stream, or when the server does not answer reads. */
+/** Updates whether the page is outdated: its stream is lost, or the server does not respond to reads. */
 function judge(answered: boolean): void {
   if (answered) answeredAt = Date.now();
   const isBehind = connection.connected === false || failedReads;
@@ -78,7 +78,7 @@ function judge(answered: boolean): void {
   changed();
 }
 
-/** Tells whether the server answered a read. */
+/** Notes whether the server responded to a read. */
 export function onRead(answered: boolean): void {
   const before = failedReads;
   failedReads = !answered;
@@ -165,7 +165,7 @@ export function useRemote(run: string | null): { remote: RemoteCopy | null; hasS
   return { remote, hasSteps };
 }
 
-/** Returns until when the page was up to date, in milliseconds; null while it is. */
+/** Returns the time until which the page was up to date, in milliseconds; null while it is. */
 export const behindSince = (): number | null => connection.behindSince;
 
 export const useBehind = (): number | null => useSyncExternalStore(subscribe, behindSince);

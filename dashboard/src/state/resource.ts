@@ -73,7 +73,7 @@ async function load(key: string, entry: Entry): Promise<boolean> {
     entry.state = { data: await get(key), error: null, loading: false };
     onRead(true);
   } catch (error) {
-    onRead(error instanceof ApiError && error.status < 502); // a gateway answers for a server that does not
+    onRead(error instanceof ApiError && error.status < 502); // 502 and above are a gateway's responses for a server that is unreachable
     entry.state = { data: entry.state.data, error: error as Error, loading: false };
   }
   for (const listener of entry.listeners) listener();

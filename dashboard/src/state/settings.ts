@@ -1,6 +1,6 @@
-/** Nested settings as rows: `environments.0.kwargs.max_number`. */
+/** Flattens nested settings into rows: `environments.0.kwargs.max_number`. */
 
-/** Returns the settings inside of a value by their names. Fields inside of it that are not set are left out. */
+/** Returns the settings inside a value by name, without fields that are not set. */
 export function settingRows(name: string, value: unknown): [name: string, value: unknown][] {
   const isList = Array.isArray(value);
   if (value === null || typeof value !== "object" || (isList && !value.some((one) => one !== null && typeof one === "object"))) return [[name, value]];

@@ -4,7 +4,7 @@ import { useMemo } from "react";
 import type { RunRow } from "../types";
 import { useDocument } from "./documents";
 
-export type OwnTags = Record<string, string[]>;
+type OwnTags = Record<string, string[]>;
 
 /** Returns the tags with one added to runs, or taken from them. Runs without tags have no entry. */
 export function setTag(tags: OwnTags, keys: string[], tag: string, on: boolean): OwnTags {

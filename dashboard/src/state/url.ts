@@ -126,7 +126,7 @@ export function useRange(): [Range | null, (range: Range | null) => void] {
   return [range, (next) => setParams({ range: formatRange(next) })];
 }
 
-/** Runs in one view: the server sends the events of so many. */
+/** Most runs in one view, which is the limit of the server's event stream. */
 export const MOST_RUNS = 100;
 
 /** Returns the runs that are drawn over this one. */

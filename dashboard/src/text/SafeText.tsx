@@ -24,7 +24,7 @@ function marked(text: string) {
 interface ClippedProps {
   text: string;
   limit?: number;
-  /** A match of it behind the limit is shown, too. */
+  /** A search whose match is shown even beyond the limit. */
   search?: string;
   children: (shown: string) => React.ReactNode;
 }

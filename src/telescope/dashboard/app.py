@@ -81,7 +81,7 @@ def create_app(
         raise HTTPException(404, f"There is no address /api/{rest}. /api/docs lists them.")
 
     pages = Pages(directory=static, check_dir=False)
-    pages.config_checked = True  # they may be built later
+    pages.config_checked = True  # so that the server starts before the pages are built
     app.mount("/", pages)
     app.add_middleware(GZipMiddleware, minimum_size=COMPRESSED_BYTES, compresslevel=1)
     app.add_middleware(Safety, token=token, hosts=tuple(hosts))
@@ -103,7 +103,7 @@ class Pages(StaticFiles):
     """The built pages. The name of a file below `assets` has its digest, so browsers keep it."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
-        """Returns a file, or a page that says why there is none."""
+        """Returns a file, or a page that explains why the pages are missing."""
         try:
             answer = await super().get_response("index.html" if path == "." else path, scope)
         except (HTTPException, OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What differs between the steps before a step and those from it on: plain data for the API.
+"""Compares the steps before a step with the steps from it on, as plain data for the API.
 
 A metric that is a mean over samples is decomposed over cells: the samples of one environment with the same tags. With
 shares p and means m of a cell, before (0) and after (1), and the mean M of both windows' means (Kitagawa, 1955):
@@ -46,7 +46,7 @@ NUM_ANSWERS, NUM_EVENTS, NUM_CHARACTERS = 5, 20, 240
 
 
 def changes(store: RunStore, step: int, window: int, metric: str) -> dict[str, Any]:
-    """Compares `window` steps before `step` with as many from it on: cells, effects, events and answers that differ."""
+    """Compares `window` steps before `step` with `window` steps from it on: cells, effects, events and answers."""
     visible = store.visible()
     _, columns, metrics = store.steps()
     steps = np.array(columns["step"])
@@ -99,7 +99,7 @@ def changes(store: RunStore, step: int, window: int, metric: str) -> dict[str, A
 
 
 def _of_samples(metric: str) -> tuple[str, str] | None:
-    """Returns the value of a sample that a metric is the mean of, and a condition on the samples, as SQL."""
+    """Returns the SQL of the sample value whose mean is the metric, and an SQL condition on the samples."""
     section, _, rest = metric.partition("/")
     environment, _, name = rest.partition("/")
     of_environment = f"status = 'kept' AND environment = {sql_text(environment)}"
@@ -114,7 +114,7 @@ def _of_samples(metric: str) -> tuple[str, str] | None:
 
 
 def _moments(values: Any) -> tuple[float | None, float]:
-    """Returns mean and variance of the finite values."""
+    """Returns the mean and variance of the finite values."""
     finite = values[np.isfinite(values)]
     return (float(finite.mean()), float(finite.var())) if len(finite) else (None, 0.0)
 

@@ -1,4 +1,4 @@
-"""Where the time of engines and trainer ranks went: plain data for the API.
+"""Divides the time of engines and trainer ranks by what it was used for, as plain data for the API.
 
 The time of an engine counts from the start of an attempt to its last sample or step. `timing_engines_idle` is idle, the
 time before the first request is the start, and the rest is divided by generated tokens. The time of a rank is divided

@@ -17,7 +17,7 @@ WITHOUT_GINI = ("advantage", "age", "prompt_tokens")
 """Numbers that have no Gini coefficient in `step_stats` either."""
 
 NUM_BINS = 20
-"""Bins of a histogram, as many as `step_stats` has."""
+"""Bins of a histogram, the same number as in `step_stats`."""
 
 TEXT = 4000
 """Characters of a prompt and an answer of an eval in a list."""
@@ -123,9 +123,9 @@ def evals(store: RunStore) -> list[Row]:
 
 
 def eval_samples(store: RunStore, attempt: int, eval_id: str) -> list[Row]:
-    """Returns the answers of one eval by item. `score` is its metric, None of those that failed.
+    """Returns the answers of one eval by item. `score` is the eval's metric, or None for a failed answer.
 
-    One that was sampled again replaces the one that failed; one without a row of `samples` is left out. Raises
+    A retried answer replaces the failed one. Answers without a row in `samples` are left out. Raises
     `NotFoundError`.
     """
     visible = store.visible()

@@ -38,7 +38,7 @@ REMOVED = "removed"
 
 
 class TableSizes:
-    """Rows of each table of a run. A folder that did not change is not listed again."""
+    """Counts the rows of each table of a run. Lists a folder again only if it changed."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

@@ -36,13 +36,13 @@ MAX_DISTRIBUTIONS = 40
 ANSWER_STEPS = 10
 GROUPS = 6
 SAMPLES = 8
-"""Answers in the file: of so many steps, of so many groups a step, so many of a group."""
+"""At most `ANSWER_STEPS` steps, `GROUPS` groups per step and `SAMPLES` answers per group are exported."""
 
 MAX_TEXT = 20_000
-"""Characters of one text; the rest is cut."""
+"""Most characters of one text; the rest is cut."""
 
 MAX_BYTES = 8 * 2**20
-"""Of the answers of training, and as many of the answers of evals, before compression."""
+"""Limit for the answers of training, and again for the answers of evals, before compression."""
 
 DIGITS = 6
 """Significant digits of the numbers of steps and distributions."""
@@ -56,7 +56,7 @@ POLICY = (
 )
 
 LOADER = "loader.js"
-"""File of the built pages that starts those of an exported one."""
+"""Built script that starts the pages of an exported file."""
 
 _ENTRY = re.compile(r'<script type="module"[^>]*src="\./assets/([^"]+)"')
 _IMPORT = re.compile(r"""(from|import|import\()(\s*["'`])\./([\w.-]+\.js)(["'`])""")
@@ -133,7 +133,7 @@ def address(path: str, **query: str) -> str:
 
 
 def _color(key: str) -> dict[str, Any]:
-    """Returns the color that the pages have given to the run."""
+    """Returns the color that the run has on the pages."""
     try:
         kept = Documents(user_folder()).read("colors").value
     except UserError:
@@ -174,7 +174,7 @@ def _distributions(store: RunStore, base: str, steps: set[int]) -> dict[str, Any
 
 
 def _eval_answers(store: RunStore, base: str, evals: Sequence[Row], left_out: list[str]) -> dict[str, Any]:
-    """Returns answers of evals, as far as there is room, those of each eval's first and last result first."""
+    """Returns answers of evals until the limit, beginning with the first and last result of each eval."""
     finished = [row for row in evals if row["status"] == "finished"]
     first = {row["name"]: row for row in reversed(finished)}
     last = {row["name"]: row for row in finished}
@@ -222,7 +222,7 @@ def _examples(store: RunStore, steps: Sequence[int], left_out: list[str]) -> dic
 
 
 def _few_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns some groups: of kept ones from the highest reward to the lowest, and one that was discarded."""
+    """Returns some groups: kept ones from the highest reward to the lowest, and a discarded one."""
     kept = [group for group in groups if group["status"] == "kept"]
     trained = sorted(kept, key=lambda group: -(group["reward_mean"] or 0.0))
     others = [group for group in groups if group["status"] != "kept"][:1]

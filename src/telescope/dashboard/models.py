@@ -41,7 +41,7 @@ class RemoteCopy(BaseModel):
 
 
 def to_json(value: Any) -> bytes:
-    """Encodes an answer as JSON.
+    """Encodes a response as JSON.
 
     NaN and infinity are null; numpy's arrays and numbers are lists and numbers.
 
@@ -66,9 +66,9 @@ def _plain(value: Any) -> Any:
 
 
 class RunRow(BaseModel):
-    """A run in the list of runs. `key` stays when its folder moves; runs of one `experiment` differ in their seed.
+    """A run in the list of runs. `key` stays when its folder moves; runs of an `experiment` differ in seed.
 
-    `heldout_after` is measured after `heldout_step` steps; `best_checkpoint` is the kept one of the highest accuracy.
+    `heldout_after` is measured after `heldout_step` steps; `best_checkpoint` is the one with the highest accuracy.
     """
 
     id: str
@@ -116,7 +116,7 @@ class Problem(BaseModel):
 
 
 class Project(BaseModel):
-    """A W&B project whose runs are shown. `runs` counts those of Telescope."""
+    """A W&B project whose runs are shown. `runs` is the number of Telescope runs."""
 
     path: str
     runs: int
@@ -124,7 +124,7 @@ class Project(BaseModel):
 
 
 class Projects(BaseModel):
-    """The W&B projects. Where `can_change`, the user adds and removes some with the document `projects`."""
+    """The W&B projects. If `can_change`, the document `projects` adds and removes some."""
 
     can_change: bool
     projects: list[Project]
@@ -174,9 +174,9 @@ class Node(_Node):
 
 
 class RunInfo(BaseModel):
-    """A run. `path` and `final_model`: as a shell takes them. `user_set`: settings that the user wrote.
+    """A run. `path` and `final_model` are quoted for a shell. `user_set` lists the settings that the user wrote.
 
-    `unreadable`: files of its record. `version` is that of the server.
+    `unreadable` lists files of its record. `version` is the server's.
     """
 
     info: RunRow
@@ -259,7 +259,7 @@ class StepColumns(BaseModel):
 
 
 class Sentence(BaseModel):
-    """A sentence of the verdict, and the metrics that it read. `is_outcome`: the result of an eval, or the reward."""
+    """A sentence of the verdict, and its metrics. `is_outcome`: it states the result of an eval, or the reward."""
 
     text: str
     metrics: list[str]
@@ -392,7 +392,7 @@ class Document(BaseModel):
 
 
 class Costs(BaseModel):
-    """Where the time of engines and ranks went: seconds by use, of `unit` (GPU or process). Tokens by outcome."""
+    """The time of engines and ranks, in seconds of `unit` (GPU or process) by use, and tokens by outcome."""
 
     unit: str
     tokens: dict[str, int]

@@ -1,4 +1,4 @@
-"""The W&B projects that are shown: those that were named, those that the user's key leads to, those added on the page.
+"""Chooses the W&B projects that are shown: named on the command line, found with the user's key, or added on the page.
 
 Owns the list of projects. The page keeps the user's choice in the document `projects`: `added` and `removed`, lists of
 ENTITY/PROJECT. Does not own the runs of a project (`remote`).
@@ -31,31 +31,31 @@ RETRY_SECONDS = 30.0
 
 
 class Projects:
-    """Keeps `remotes`, which the registry of runs shares, in line with what is found and chosen. Close it."""
+    """Updates `remotes`, which the registry of runs shares, with found and chosen projects. Must be closed."""
 
     def __init__(self, remotes: list[WandbRuns], kept: Documents) -> None:
         self.remotes = remotes
         self._kept = kept
         self._named = {remote.project.path for remote in remotes}
         self._found: list[str] = []
-        self._problem: str | None = "W&B is being asked for your projects."
+        self._problem: str | None = "Searching W&B for your projects."
         self._server = WandbServer(cache_folder() / ".wandb")
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Searches for projects, and follows the user's choice, until `close`."""
+        """Starts to search for projects and to follow the user's choice, until `close`."""
         self._thread = threading.Thread(target=self._follow, name="telescope-wandb-projects", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread and those of all projects at their next step."""
+        """Stops the threads of the search and of all projects at their next step."""
         self._closing.set()
         for remote in self.remotes:
             remote.close()
 
     def rows(self) -> dict[str, Any]:
-        """Returns the projects for the page. It can change them once `start` was called."""
+        """Returns the projects for the page, which can change them after `start`."""
         shown = [(remote.project.path, remote.num_runs, remote.problem) for remote in list(self.remotes)]
         return {
             "can_change": self._thread is not None,

@@ -69,7 +69,7 @@ MOST_EXAMPLES = 4
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What the list of runs shows of a run. `rewards` are mean rewards of at most `LINE_POINTS` parts of the steps.
+    """A run as the list of runs shows it. `rewards` are mean rewards of at most `LINE_POINTS` ranges of steps.
 
     `heldout` is what `heldout_of` returns.
     """
@@ -97,7 +97,7 @@ class Registry:
 
     @property
     def roots(self) -> list[Path]:
-        """The folders of runs, and those of copies."""
+        """The folders of runs and of copies."""
         return [*self._folders, *(remote.root for remote in list(self.remotes))]
 
     def stores(self) -> dict[str, RunStore]:
@@ -185,7 +185,7 @@ class Registry:
         return known[1]
 
     def _listing(self, run_id: str, run: Run) -> Listing:
-        """Reads a run, unless its files are those of the last time. A live one changes with each heartbeat."""
+        """Reads a run, unless its files are unchanged. The files of a live run change with each heartbeat."""
         files = run.files
         tables = (files.table("steps"), files.table("evals"))
         state = tuple(map(_modified, (files.config, files.run_json, files.summary, files.heartbeat, *tables)))
@@ -204,7 +204,7 @@ class Registry:
         known = {store.run.files.run_dir.resolve(): store for store in self._stores.values()}
         found: dict[str, RunStore] = {}
         seen: set[Path] = set()
-        here: set[str] = set()  # ids of runs in the folders: the page does not show their copies too
+        here: set[str] = set()  # ids of runs in the folders, whose copies are not listed
         for root in self.roots:
             try:
                 runs = find_runs(root)
@@ -298,7 +298,7 @@ def heldout_of(run: Run) -> dict[int, float]:
     if rows.num_rows:
         rows = rows.filter(pc.invert(superseded(rows, run.cutoffs())))
     own = [row for row in rows.to_pylist() if row["accuracy"] is not None and row["source"] != "standalone"]
-    own.sort(key=lambda row: (not row["held_out"], row["number"] or 0))  # stable: a later attempt stays behind
+    own.sort(key=lambda row: (not row["held_out"], row["number"] or 0))  # stable: keeps the order of attempts
     first = [own[0][name] for name in ("number", "name")] if own else []
     return {row["version"] or 0: row["accuracy"] for row in own if [row["number"], row["name"]] == first}
 

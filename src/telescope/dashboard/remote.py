@@ -101,7 +101,7 @@ class WandbRuns:
         return len(self._copies)
 
     def start(self, *, must_answer: bool = True) -> None:
-        """Lists the runs, and keeps the list up to date.
+        """Lists the runs, and updates the list until it is closed.
 
         With `must_answer`, raises `WandbError` if W&B cannot be asked and there are no copies to show.
         """
@@ -136,7 +136,7 @@ class WandbRuns:
 
     def _note(self, error: WandbError) -> None:
         is_old = isinstance(error, UnreachableError) and self._copies
-        what = "The runs shown are copies of earlier times." if is_old else ""
+        what = "The runs shown are earlier copies." if is_old else ""
         self.problem = f"{error} {what}".strip()
 
     def _list(self) -> None:

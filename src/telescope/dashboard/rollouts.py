@@ -124,7 +124,7 @@ def in_flight(store: RunStore) -> list[Row]:
 
 
 def add_tokens(turns: Sequence[Row], sequences: Sequence[Row]) -> None:
-    """Gives each answer its part of the recorded sequences.
+    """Assigns each answer its part of the recorded sequences.
 
     Tokens that the model sampled have a version of 0 or more, in the order of the answers.
     """

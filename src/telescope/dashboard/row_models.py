@@ -59,7 +59,7 @@ class EvalSample(BaseModel):
 
 
 class GroupSample(BaseModel):
-    """A sample as a square of its group. `ratio`: of the trainer's probability of its tokens to the engine's."""
+    """A sample as a square of its group. `ratio` is the trainer's probability of its tokens over the engine's."""
 
     id: str
     reward: Number
@@ -132,7 +132,7 @@ class Samples(BaseModel):
 
 
 class Prompt(BaseModel):
-    """A prompt: its answers with a reward and the right ones, in all and of each of `steps`, and its first answer."""
+    """A prompt: the number of its scored and right answers, in total and at each of `steps`, and its first answer."""
 
     prompt_key: str
     environment: str
@@ -240,7 +240,7 @@ class Spans(BaseModel):
 
 
 class PathStep(BaseModel):
-    """A step whose critical path is asked for."""
+    """A step with a critical path."""
 
     step: int
     start: float
@@ -274,7 +274,7 @@ class PathSpan(BaseModel):
 
 
 class Paths(BaseModel):
-    """What the critical paths of steps consist of."""
+    """The parts of the critical paths of steps."""
 
     steps: list[PathStep]
     answers: list[PathAnswer]
@@ -309,13 +309,13 @@ _LogLine: Any = columns_of(LOGS, known="attempt")
 
 
 class LogLine(_LogLine):
-    """A log line. `row` is its place in the table, the cursor of `since`, `before` and `after`."""
+    """A log line. `row` is its index in the table, the cursor of `since`, `before` and `after`."""
 
     row: int
 
 
 class Logs(BaseModel):
-    """Log lines by time. `next` is the cursor `since` of those that come later."""
+    """Log lines by time. `next` is the cursor `since` for later lines."""
 
     next: int
     rows: list[LogLine]
@@ -337,7 +337,7 @@ class ChangedCell(BaseModel):
 
 
 class Effect(BaseModel):
-    """A step metric, or the seconds of a kind of span: means, and their difference in standard deviations."""
+    """A step metric, or the seconds of a kind of span: its means, and their difference in standard deviations."""
 
     name: str
     kind: str
@@ -358,7 +358,7 @@ class ChangedEvent(BaseModel):
 
 
 class ChangedAnswer(BaseModel):
-    """An answer that differs much from those before the step. `mean_before` is of its environment and tags."""
+    """An answer that differs much from those before. `mean_before` is the mean of its environment and tags."""
 
     attempt: int
     sample_id: str
@@ -375,7 +375,7 @@ class ChangedAnswer(BaseModel):
 
 
 class Changes(BaseModel):
-    """What differs before and after a step. `decomposed`: the metric of the cells, the reward if the asked has none."""
+    """Changes at a step. `decomposed` is the metric of the cells: the requested one, or the reward."""
 
     decomposed: str
     cells: list[ChangedCell]

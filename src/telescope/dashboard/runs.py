@@ -32,7 +32,7 @@ CHECKPOINT = re.compile(r"step_(\d+)")
 """Name of the folder of a checkpoint."""
 
 NEWEST_GAUGES = 4000
-"""Rows of gauges, from the end, that are looked through: those of about 20 seconds."""
+"""Newest rows of gauges that are searched, about 20 seconds of a run."""
 
 WAITING = "vllm:num_requests_waiting"
 
@@ -120,7 +120,7 @@ def run_info(registry: Registry, run_id: str) -> dict[str, Any]:
 
 
 def _shell_path(path: Path) -> str:
-    """Returns a path as it is typed in the server's folder."""
+    """Returns a path as one types it in a shell in the server's folder."""
     here, path = Path.cwd(), path.absolute()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 

@@ -30,7 +30,7 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-"""Headers of every answer. Inline styles are those of formulas; scripts and images come from this server only."""
+"""Headers of every response. Inline styles are for formulas; scripts and images come from this server only."""
 
 WRITABLE = "/api/user/"
 """Addresses below it take PUT."""

@@ -36,7 +36,7 @@ PROMPT_SORTS = ("first_step", "last_step", "first_right", "pass_rate", "reward_m
 
 NEAR_STEPS = 20
 SMALL_BYTES = 8 * 2**20
-"""Rows of a list come with their texts when they lie within so many steps, or when the record is this small.
+"""Rows of a list have their texts if they span at most `NEAR_STEPS` steps, or if the record is at most `SMALL_BYTES`.
 Otherwise a list that is ordered by reward would read every text of the run."""
 
 FACETS = ("status", "environment", "reward", "age", "stop_reason", "eval_name")
@@ -62,9 +62,9 @@ _RANGE = re.compile(r"^(\S+) to (\S+)$")
 
 @dataclass(frozen=True)
 class Filters:
-    """Which samples are meant. `tags` are `name=value`, `ranges` are `name=low..high` with an end that may be missing.
+    """Selects samples. `tags` are `name=value`, `ranges` are `name=low..high`, where one end may be missing.
 
-    Values of one facet or tag are alternatives; all else must hold together. `prompt` is a `prompt_key`.
+    Values of one facet or tag are alternatives; all other conditions must hold. `prompt` is a `prompt_key`.
     """
 
     search: str = ""
@@ -209,7 +209,7 @@ def export(store: RunStore, filters: Filters, *, sort: str, limit: int) -> tuple
 
 @contextmanager
 def _filtered(store: RunStore, filters: Filters) -> Iterator[tuple[View, list[str], dict[str, str]]]:
-    """Opens the samples to a search. Yields SQL conditions: those that always hold, and those of each facet."""
+    """Yields a view with the samples, and SQL conditions: general ones, and one per facet."""
     base, conditions = filters.conditions()
     base.append(store.visible())
     store.refresh("samples")
@@ -224,7 +224,7 @@ def _filtered(store: RunStore, filters: Filters) -> Iterator[tuple[View, list[st
 def beginnings(store: RunStore, members: Sequence[Row]) -> dict[tuple[int, str], Row]:
     """Returns the beginnings of the texts of some samples, see `RunStore.beginnings`.
 
-    What all prompts of an environment have in common is left out.
+    The common beginning of all prompts of an environment is left out.
     """
     steps = [row["step"] for row in members if row["step"] is not None]
     if not steps:
@@ -246,12 +246,12 @@ def beginnings(store: RunStore, members: Sequence[Row]) -> dict[tuple[int, str],
 
 
 def _same(first: str, last: str) -> str:
-    """Returns what two texts have in common at their start, and so all texts between them in alphabetical order."""
+    """Returns the common prefix of two texts, and so of all texts between them in alphabetical order."""
     return "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
 
 
 def _elided(prompt: str, same: str) -> str:
-    """Returns a prompt without what others begin with, too. The mark of its message stays."""
+    """Returns a prompt without the prefix that it shares with others. The mark of its message stays."""
     first = prompt.find("\n") + 1 if prompt.startswith("<") else 0
     cut = max(same.rfind(" "), same.rfind("\n")) + 1
     return f"{prompt[:first]}… {prompt[cut:]}" if cut - first > SAME else prompt

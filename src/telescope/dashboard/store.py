@@ -61,8 +61,8 @@ DERIVED = {
 
 COMPRESSED_ROWS = 50_000
 COMPRESS_SECONDS = 5.0
-"""A table that is read with so many rows is compressed so much later, when its page is drawn. A tenth of the memory is
-left, and counts take half of the time."""
+"""A table of at least `COMPRESSED_ROWS` rows is compressed `COMPRESS_SECONDS` after it is read, when its page is drawn.
+It then needs a tenth of the memory, and counts take half of the time."""
 
 LATE_ROWS = 10_000
 """Largest page of samples."""
@@ -251,7 +251,7 @@ class RunStore:
             return set(found)
 
     def kept(self, name: str, num_rows: dict[str, int], make: Callable[[], pa.Table]) -> pa.Table:
-        """Returns what `make` computes from tables. Kept until one of them has another number of rows."""
+        """Returns what `make` computes from tables, cached until the number of rows of one of them changes."""
         with self._keeping:
             if self._kept.get(name, ({}, None))[0] != num_rows:
                 self._kept[name] = (num_rows, make())
@@ -351,7 +351,7 @@ class RunStore:
         return {(row["attempt"], row["sample_id"]): row for row in found.to_pylist(maps_as_pydicts="lossy")}
 
     def aggregate(self, name: str, columns: str, group: str, where: str = "true") -> list[Row]:
-        """Returns aggregates of a table by `group`, from its files: rows that nothing else needs stay out of memory."""
+        """Returns aggregates of a table by `group`, computed from its files without loading the rows into memory."""
         return self._files(name, columns, f"{where} GROUP BY {group}").to_pylist()
 
     def _read(self, name: str, database: duckdb.DuckDBPyConnection, cursors: dict[str, int]) -> None:
@@ -404,7 +404,7 @@ class RunStore:
         return self._files(name, "attempt, sample_id", _matches(name, text), cursor)
 
     def snippets(self, text: str, keys: Collection[tuple[int, str]]) -> dict[tuple[int, str], str]:
-        """Returns what is around the first match of a search, by attempt and sample. A prompt comes last."""
+        """Returns the text around the first match of a search, by attempt and sample. Prompts are searched last."""
         found: dict[tuple[int, str], str] = {}
         around = f"'(?is).{{0,{BEFORE_MATCH}}}' || regexp_escape({sql_text(text)}) || '.{{0,{BEHIND_MATCH}}}'"
         for name, columns in SEARCHED.items():
@@ -420,7 +420,7 @@ class RunStore:
         return found
 
     def token_sums(self, step: int) -> dict[tuple[int, str], Row]:
-        """Returns the sum of the engine's logprobs of the samples of a step, and the ratio of the trainer's to it."""
+        """Returns, for each sample of a step, the engine's summed logprobs and the trainer/engine probability ratio."""
         gaps = "list_transform(list_zip(trainer_logprobs, engine_logprobs), lambda x: x[1]::DOUBLE - x[2])"
         sums = (
             "list_sum(engine_logprobs::DOUBLE[]) AS logprob_sum, "
@@ -473,16 +473,16 @@ class RunStore:
 
 
 def _listed(keys: Iterable[tuple[int, str]]) -> str:
-    """Returns attempts and samples as a list in SQL."""
+    """Returns attempts and samples as an SQL list."""
     return ", ".join(f"({int(attempt)}, {sql_text(sample_id)})" for attempt, sample_id in keys)
 
 
 def _matches(name: str, text: str) -> str:
-    """Returns an SQL condition for the rows of a table with `text`, without regard to case."""
-    # An expression finds it in half of the time of ILIKE.
+    """Returns an SQL condition for the rows of a table that contain `text`, ignoring case."""
+    # A regular expression takes half the time of ILIKE.
     pattern = f"regexp_escape({sql_text(text)})"
     matches = " OR ".join(f"regexp_matches({column}, {pattern}, 'i')" for column in SEARCHED[name])
-    # The answers of the model are in `samples` too.
+    # The model's answers are also in `samples`.
     own = "role IS DISTINCT FROM 'assistant'" if name == "turns" else "true"
     return f"{own} AND ({matches})"
 

@@ -61,7 +61,7 @@ def spans(store: RunStore, start: float | None, end: float | None, limit: int, b
             f'UNION ALL SELECT start, "end" - start, 1, row, status {near} >= $width'
         )
         with store.view(shown=store.kept("shown", num_rows, lambda: _shown(store))) as view:
-            # Many lanes get fewer parts, so that no answer has more rows than were asked for.
+            # With many lanes the parts are longer, so that the response has at most `limit` rows.
             while (rows := view.columns(parts, ranged).num_rows) > limit and ranged["width"] < high - low:
                 ranged["width"] *= 1.1 * rows / limit
             once = {"micro_batch": "one.micro_batch", "sample_id": "one.sample_id"}
@@ -81,7 +81,7 @@ def spans(store: RunStore, start: float | None, end: float | None, limit: int, b
 
 
 def _shown(store: RunStore) -> pa.Table:
-    """Returns the spans that their lanes show, and for how many `seconds`: not where another one has the lane."""
+    """Returns the spans that lanes show, and for how many `seconds`, without the time when another span covers it."""
     lanes = sorted(store.seen("spans", ", ".join(LANE)), key=str)
     tracks: dict[tuple[Any, ...], int] = {}
     places = []
@@ -101,10 +101,10 @@ def _shown(store: RunStore) -> pa.Table:
         )
     start, end, key = (rows[name].to_numpy() for name in ("start", "end", "key"))
     level, track = np.array(places).T[:, key]
-    # One axis for all: each track has a time of its own.
+    # One axis for all tracks: each track is shifted to its own range of time.
     offset = track * (end.max() - start.min() + 1.0) - start.min()
     seconds = np.zeros(len(start))
-    begins = ends = np.empty(0)  # what the levels before cover
+    begins = ends = np.empty(0)  # intervals that earlier levels cover
     for own in range(len(AFTER_ENGINE) + 1):
         chosen = np.flatnonzero(level == own)
         chosen = chosen[np.argsort(start[chosen] + offset[chosen], kind="stable")]
@@ -117,7 +117,7 @@ def _shown(store: RunStore) -> pa.Table:
 
 
 def _union(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns intervals in order that cover the same times and do not overlap."""
+    """Returns sorted, disjoint intervals that cover the same times."""
     order = np.argsort(begins, kind="stable")
     begins, reached = begins[order], np.maximum.accumulate(ends[order])
     opens = np.flatnonzero(np.concatenate(([True], begins[1:] > reached[:-1]))[: len(begins)])
@@ -132,7 +132,7 @@ def _covered(begins: np.ndarray, ends: np.ndarray, times: np.ndarray) -> np.ndar
 
 
 def paths(store: RunStore, first: int, last: int, most: int) -> dict[str, Any]:
-    """Returns what the critical paths of steps consist of, for at most `most` of the steps, evenly spaced.
+    """Returns the parts of the critical paths of steps, for at most `most` of the steps, evenly spaced.
 
     Of each step the last answer of each group, and the spans that overlap it: those of its last answer, of the trainer
     rank that was last, and of the weight syncs.
@@ -217,9 +217,9 @@ def gauges(
 
 
 class LogQuery(BaseModel):
-    """Which log lines are meant: the newest, those around the time `at`, or those beside the row `before` or `after`.
+    """Selects log lines: the newest, lines around the time `at`, or lines beside the row `before` or `after`.
 
-    `since`: those that were recorded from this row on. `start`, `end`: of this time alone. `level`: the lowest one.
+    `since`: recorded from this row on. `start`, `end`: only lines of this time. `level`: the lowest level.
     `component`: one process (`trainer-0`) or all of a kind (`trainer`).
     """
 
@@ -237,7 +237,7 @@ class LogQuery(BaseModel):
 
 
 def logs(store: RunStore, query: LogQuery) -> dict[str, Any]:
-    """Returns log lines by time, lines of one time in the order of the record.
+    """Returns log lines by time. Lines with equal times keep the order of the record.
 
     Lines of several files arrive a second or two late, so the newest rows are not the latest lines.
     """

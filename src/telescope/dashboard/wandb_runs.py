@@ -39,11 +39,11 @@ _UNREACHABLE = ("giving up after", "dial tcp", "timed out", "timeout", "in time"
 
 
 class WandbError(UserError):
-    """W&B cannot be asked, or refuses."""
+    """Raised if W&B cannot be reached or refuses a request."""
 
 
 class UnreachableError(WandbError):
-    """The server does not answer. It may answer later."""
+    """Raised if the server does not respond. It may respond later."""
 
 
 @dataclass(frozen=True)
@@ -74,31 +74,31 @@ class RemoteFile:
 
 
 class WandbServer:
-    """The server with the user's projects. Raises `WandbError` with what to do, and nothing else."""
+    """Sends requests for the user's projects. Raises only `WandbError`, with the fix."""
 
     path = "your projects"
-    """What is asked about, in messages."""
+    """The requested object in messages."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        """For the empty folders that W&B's client makes for each run that it lists."""
+        """Receives the empty folders that W&B's client makes for each run that it lists."""
         self._api: Any = None
 
     @property
     def host(self) -> str:
-        """The W&B server that is asked."""
+        """The host of the W&B server."""
         return server_hosts(os.environ)[0]
 
     @property
     def _server(self) -> str:
-        """The server in messages: W&B's own has several names, a user's has one."""
+        """The name of the server in messages: W&B's own, or the host of another."""
         return "W&B" if self.host in DEFAULT_HOSTS else self.host
 
     def projects(self) -> list[str]:
-        """Returns the user's projects with runs of Telescope, as ENTITY/PROJECT. Asks about each of them."""
+        """Returns the user's projects with runs of Telescope, as ENTITY/PROJECT. Sends a request for each project."""
 
         def ask() -> list[str]:
-            self._api = None  # W&B's client keeps its first answer
+            self._api = None  # W&B's client caches its first response
             listed = self._client().projects()
             paths = [f"{listed.entity}/{project.name}" for project in listed]
             return [path for path in paths if len(self._client().runs(path, OURS, per_page=1, lazy=False))]
@@ -109,7 +109,7 @@ class WandbServer:
     def _client(self) -> Any:
         if self._api is None:
             if not is_installed("wandb"):
-                raise WandbError(f"W&B has {self.path}, and is not installed. Run `pip install wandb`.")
+                raise WandbError(f"Reading {self.path} needs the package wandb. Run `pip install wandb`.")
             if not has_credentials(os.environ):
                 raise WandbError(
                     f"There are no credentials for {self._server}, which has the runs of {self.path}. "
@@ -146,7 +146,7 @@ class WandbServer:
         if "Could not find" in text:
             return WandbError(
                 f"W&B has no project {self.path!r}, or you may not see it. Check the name, and with `wandb status` "
-                "as whom you are logged in."
+                "which account is logged in."
             )
         return WandbError(f"W&B does not let you read {self.path!r}: {text}")
 
@@ -169,7 +169,7 @@ class WandbProject(WandbServer):
         filters = {"$or": some} if newer_than else {}
 
         def ask() -> list[Any]:
-            self._client().flush()  # W&B keeps earlier answers
+            self._client().flush()  # W&B's client caches responses
             listed = self._client().runs(self.path, filters, "-created_at", per_page=PAGE_SIZE, lazy=False)
             return list(listed)
 
@@ -219,7 +219,7 @@ class WandbProject(WandbServer):
 
 
 def is_record_file(name: Any) -> bool:
-    """Returns whether a server's name is that of a record file. It then leads nowhere else."""
+    """Returns whether a name from the server is that of a record file, and so stays below the run's folder."""
     if not isinstance(name, str) or kind_of(name) is None:
         return False
     parts = PurePosixPath(name).parts

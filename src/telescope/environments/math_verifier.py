@@ -83,7 +83,7 @@ class _Checker:
                     self._end()
             except (EOFError, OSError):  # the child exited
                 self._end()
-            except BaseException:  # a deadline of the caller leaves an unread answer in the pipe
+            except BaseException:  # after a timeout of the caller, an unread answer would stay in the pipe
                 self._end()
                 raise
             return reply

@@ -62,7 +62,7 @@ class Packages:
 
 @dataclass(slots=True, frozen=True)
 class Discovery:
-    """The search for one kind of class: its name in messages, the package that ships some, and their base class."""
+    """Describes the search for a kind of class: its name in messages, the package of built-in ones, the base class."""
 
     kind: str
     package: str

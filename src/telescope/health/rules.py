@@ -293,12 +293,10 @@ def waiting(history: History) -> Finding | None:
     Where many groups are discarded for equal rewards, other prompts shorten it without more servers.
     """
     share = history.mean(NO_SIGNAL) or 0.0
-    first = (
-        f"Use {_task(history)} prompts ({share:.0f} % of the groups have equal rewards). Then a" if share >= 40 else "A"
-    )
+    prompts = f"Use {_task(history)} prompts: {share:.0f} % of the groups have equal rewards. Then a"
     return _share(
         history, WAIT, "waiting", "needs more servers", "The trainer waits {share:.0f} % of the time for answers.",
-        f"{first}dd inference servers, raise max_async_rollout, or give the trainer fewer GPUs.",
+        f"{prompts if share >= 40 else 'A'}dd inference servers, raise max_async_rollout, or give the trainer fewer GPUs.",
     )  # fmt: skip
 
 

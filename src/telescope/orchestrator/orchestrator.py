@@ -453,7 +453,7 @@ class Orchestrator:
                 self.position(),
             )  # fmt: skip
             await self._step_recorder.trained(trained)
-            # After the counts of the step: what is too old for the new weights belongs to the next one, as its rows do.
+            # After the counts of the step: samples too old for the new weights count in the next one, as in the record.
             self._withdraw_stale_groups()
             if self.services.after_step is not None:
                 await self.services.after_step(step + 1, self.run_state)

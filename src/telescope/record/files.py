@@ -133,7 +133,7 @@ def replace_json(path: Path, value: Any, *, indent: int | None = 1) -> int:
 
 
 def sync(path: Path) -> None:
-    """Makes a file or a folder's names survive a power failure."""
+    """Flushes a file, or the names in a folder, to disk, so that they survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

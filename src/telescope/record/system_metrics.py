@@ -179,7 +179,7 @@ class GpuReader:
                 try:
                     readings.append(Reading(now, name, float(ask(self._nvml, device)), gpu=index))
                 except (self._nvml.NVMLError_NotSupported, self._nvml.NVMLError_NoPermission):
-                    self._unsupported.add((index, name))  # not asked again
+                    self._unsupported.add((index, name))  # not queried again
         return readings
 
 

@@ -1,4 +1,4 @@
-"""What a tracker is: where a run's numbers go besides its record."""
+"""Defines a tracker: a service that receives a run's numbers besides its record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Report = Callable[[str, str], None]
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What trackers know of their run besides its record."""
+    """Describes a run to its trackers, besides the record."""
 
     trackers: list[str]
     directory: str
@@ -29,7 +29,7 @@ class TrackedRun:
     """`must` for a run that somebody named, else `allow`."""
     wandb_mode: str
     interval: float
-    """Seconds between two looks at the record."""
+    """Seconds between two reads of the record."""
     name: str | None = None
     entity: str | None = None
     tags: list[str] = field(default_factory=list)
@@ -48,7 +48,7 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """One place that numbers go to. Called from one thread. Any method may block or raise.
+    """Receives the numbers of a run. Called from one thread. Any method may block or raise.
 
     `log` adds numbers and distributions of a step. Evals and distributions of a step may come after later steps.
     `log_gauges` adds numbers of the system at a Unix time, `log_summary` sets final ones. `upload` copies files that

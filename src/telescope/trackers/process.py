@@ -1,4 +1,4 @@
-"""The process that copies the record of a run to its trackers: one thread each reads the record and calls its tracker.
+"""Copies the record of a run to its trackers, in a process of its own with one thread per tracker.
 
 `launch` starts it. It ends when stdin closes, which it does when the record is complete or the driver has exited.
 
@@ -87,19 +87,19 @@ def _copy(name: str, run: TrackedRun, report: Report, ended: threading.Event) ->
 
     if (tracker := attempt(start)) is None:
         return
-    news = RecordNews(run, tracker.last_step)
+    follower = RecordFollower(run, tracker.last_step)
     last = False
     while not last:
         last = ended.wait(run.interval)
         try:
-            for method, *values in news.take(last=last):
+            for method, *values in follower.take(last=last):
                 attempt(partial(getattr(tracker, method), *values))
-        except Exception:  # a damaged file, a disk that does not answer: the record is there later
+        except Exception:  # a damaged file or a slow disk: the record is read again later
             traceback.print_exc(file=sys.stderr)
     attempt(tracker.finish)
 
 
-class RecordNews:
+class RecordFollower:
     """Reads a record for one tracker, which has the steps up to `last_step` already."""
 
     def __init__(self, run: TrackedRun, last_step: int) -> None:
@@ -117,7 +117,7 @@ class RecordNews:
             yield from self._evals()
             return
         cut = self._record.cutoffs()
-        # Until this attempt has started, nobody knows from which step on it replaces what earlier ones have recorded.
+        # The step from which this attempt replaces rows of earlier ones is known only after it has started.
         if self._run.attempt == 1 or self._run.attempt - 1 in cut:
             for row in self._step_rows("steps", cut):
                 if row["step"] > self._last_step:  # the trainer may restart from an earlier step
@@ -156,7 +156,7 @@ class RecordNews:
         return rows.filter(pc.invert(superseded(rows, cut))).to_pylist()
 
     def _of_attempt(self, table: str) -> pa.Table:
-        """Returns new rows of this attempt and later ones; those of earlier ones are sent already."""
+        """Returns new rows from this attempt on. Rows of earlier attempts were sent by them."""
         if table not in self._cursors:
             attempts = self._record.rows_since(table, 0, ["attempt"])[0]["attempt"]
             self._cursors[table] = pc.sum(pc.less(attempts, self._run.attempt)).as_py() or 0

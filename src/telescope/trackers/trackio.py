@@ -20,7 +20,7 @@ class TrackioTracker:
         self.last_step = run.last_step
         self._run = trackio.init(
             project=run.project, name=f"{run.name}-{run.run_id}", config=run.config, resume="allow", embed=False,
-            auto_log_cpu=False, auto_log_gpu=False,  # the gauges have them, of every machine
+            auto_log_cpu=False, auto_log_gpu=False,  # the gauges have these numbers for every machine
         )  # fmt: skip
 
     def log(self, step: int, values: Mapping[str, float | Histogram]) -> None:

@@ -77,7 +77,7 @@ class WandbTracker:
             if run.wandb_mode == "offline":
                 raise
             report("WARNING", f"W&B cannot be used, so the run is recorded offline: {error}")
-            wandb.teardown()  # its service still holds the id of the run
+            wandb.teardown()  # its service still uses the id of the run
             opened = _init(run, "offline")
         if opened.url:
             report("INFO", f"W&B: {opened.url}")

@@ -61,7 +61,7 @@ NAMES_PER_QUESTION = 100
 
 
 def kind_of(name: str) -> str | None:
-    """Returns the kind of upload that a file belongs to. None: it is never copied."""
+    """Returns the kind of upload that a file belongs to, or None if it is never copied."""
     if any(fnmatch(part, pattern) for part in Path(name).parts for pattern in SECRETS):
         return None
     found = next((kind for kind, names in PATTERNS.items() if any(fnmatch(name, each) for each in names)), None)
@@ -150,7 +150,7 @@ class RecordUpload:
                 with ThreadPoolExecutor(NUM_DELETIONS) as pool:
                     files = list(self._on_server().files(names=some, per_page=NAMES_PER_QUESTION))
                     list(pool.map(lambda file: file.delete(), files))
-        except Exception:  # they cost space, and nothing else
+        except Exception:  # stale files only cost space
             traceback.print_exc(file=sys.stderr)
 
     def _uploaded(self) -> dict[str, int]:

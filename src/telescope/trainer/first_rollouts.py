@@ -21,8 +21,8 @@ FIRST_EDGE = 64
 LEAST_TOKENS = 32
 """Fewer tokens between two edges say little."""
 GROWTH, GROWTH_FLOOR, GROWTH_TOKENS = 5.0, 0.4, 256
-"""A difference is too large at so many times that of earlier positions, and this share of the tolerance, if both are
-means over so many tokens."""
+"""A difference is too large if it is `GROWTH` times that of earlier positions and `GROWTH_FLOOR` of the tolerance, with
+both as means over `GROWTH_TOKENS` tokens."""
 BOUNDARIES = ("sliding_window", "attention_chunk_size", "original_max_position_embeddings")
 
 

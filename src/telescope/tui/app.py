@@ -1,6 +1,6 @@
-"""The application: its pages, keys and the look for new rows.
+"""The application: its pages and keys, and the poll for new rows.
 
-Reading runs in threads, because a query may take a second over a slow disk. The page that is seen reads when it is
+Reading runs in threads, because a query may take a second over a slow disk. The visible page reads when it is
 opened, and again when the run has grown.
 """
 
@@ -59,18 +59,18 @@ class RunApp(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Begins to look for new rows."""
-        self.query_one(Tabs).can_focus = False  # their keys are 1 to 4
-        self.set_interval(LIVE_SECONDS, self.look)
+        """Starts to poll for new rows."""
+        self.query_one(Tabs).can_focus = False  # 1 to 4 select tabs
+        self.set_interval(LIVE_SECONDS, self.poll)
 
     @property
     def page(self) -> Page:
-        """The page that is seen."""
+        """The visible page."""
         return self.query_one(f"#{self.query_one(TabbedContent).active or 'overview'}", Page)
 
     @on(TabbedContent.TabActivated)
     def page_opened(self) -> None:
-        """Reads the page that is seen."""
+        """Reads the visible page."""
         self.page.action_focus_first()
         self.page.refresh_data()
 
@@ -78,14 +78,14 @@ class RunApp(App[None]):
         """Shows a page."""
         self.query_one(TabbedContent).active = name
 
-    def look(self) -> None:
-        """Reads again what has grown, unless a read is in progress: on a slow disk, none would end."""
+    def poll(self) -> None:
+        """Reads the page again if the run has grown, unless a read is in progress, which a slow disk may delay."""
         if not any(self.workers):
             self.read_grown()
 
     @work
     async def read_grown(self) -> None:
-        """Reads the page that is seen if the run has grown."""
+        """Reads the visible page if the run has grown."""
         seen = await asyncio.to_thread(lambda: (self._sizes.read(), self.store.run.status))
         if self.is_running and seen != self._seen:
             self._seen = seen

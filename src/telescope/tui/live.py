@@ -1,4 +1,4 @@
-"""What commands show while they work: `telescope train` its overview, others their phase or a bar.
+"""Shows the progress of commands: the overview of `telescope train`, the phase or a bar of others.
 
 Each prints plain lines where stderr is no terminal. A view has its own thread, only reads, and can be stopped at any
 time without affecting the run.
@@ -82,7 +82,7 @@ class PhaseView:
                 line.update(Text(f"{seconds:.0f} s  {status.phase}{done}{starting}"))
 
     def _print_lines(self, status: RunStatus) -> None:
-        """Prints phases, messages and steps. A step comes after the phase in which it ended."""
+        """Prints phases, messages and steps. A step is printed after the phase in which it ended."""
         shown_phase, num_steps, said, stopping = "", 0, set[str](), False
 
         def show(phase: str, *lines: str) -> None:
@@ -109,7 +109,7 @@ class PhaseView:
 
 @contextmanager
 def phases(what: str, notes: Iterable[str], again: str = "") -> Iterator[PhaseView]:
-    """Shows notes, then the phases of a command. Its interruption ends the command, its failure is a `RunError`."""
+    """Shows notes, then the phases of a command. An interruption ends the command; a failure becomes a `RunError`."""
     view = PhaseView()
     for note in notes:
         view.say(f"· {note}")
@@ -119,7 +119,7 @@ def phases(what: str, notes: Iterable[str], again: str = "") -> Iterator[PhaseVi
         view.say(f"Interrupted; every process was ended{again}")
         raise SystemExit(EXIT_INTERRUPTED) from None
     except InfrastructureError as error:
-        raise RunError(f"the {what} could not go on: {error}{again}") from error
+        raise RunError(f"the {what} could not continue: {error}{again}") from error
     finally:
         view.stop()
 

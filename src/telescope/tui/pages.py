@@ -1,4 +1,4 @@
-"""What the pages of the terminal view share, and its pages but that of rollouts."""
+"""The base class of the terminal view's pages, and all pages except rollouts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Page(TabPane):
         raise NotImplementedError
 
     def refresh_data(self) -> None:
-        """Reads in a thread and shows the result. A newer request replaces one that runs."""
+        """Reads in a thread and shows the result. A newer request replaces a running one."""
         self.in_thread(self.read, self.show, "read")
 
     def in_thread(self, read: Callable[[], Any], show: Callable[[Any], None], group: str) -> None:
@@ -78,10 +78,10 @@ class Page(TabPane):
                 self.app.clear_notifications()
                 self.notify(single_line(str(error)), severity="warning", markup=False)
                 return
-            if self.view.is_running:  # otherwise the application ended meanwhile, and its widgets are gone
+            if self.view.is_running:  # the application may have ended, and its widgets with it
                 show(found)
 
-        # Not `run()`: one that is replaced before it begins would be a coroutine that nobody awaits.
+        # Not `run()`: a worker that is replaced before it starts would leave a coroutine that is never awaited.
         self.run_worker(run, exclusive=True, group=f"{self.id} {group}")  # type: ignore[arg-type]
 
     def action_focus_first(self) -> None:
@@ -100,7 +100,7 @@ class Page(TabPane):
 
 
 class OverviewPage(Page):
-    """Whether the run is healthy, how far it is, and what it does."""
+    """Shows whether the run is healthy, its progress, and what it does."""
 
     FIRST = "VerticalScroll"
 
@@ -157,7 +157,7 @@ class MetricsPage(Page):
 
     @on(Input.Changed, "#metric-filter")
     def list_names(self) -> None:
-        """Shows the names that contain every word of the filter, those that are looked at first before the others."""
+        """Shows the names that contain every word of the filter, the most important metrics first."""
         words = self.query_one(Input).value.lower().split()
         names = self.query_one(OptionList)
         every = dict.fromkeys([*(name for name in FIRST if name in self.metrics), *sorted(self.metrics)])
@@ -175,7 +175,7 @@ class MetricsPage(Page):
         self.draw()
 
     def action_pin(self) -> None:
-        """Keeps the plot of the current metric, or lets it go."""
+        """Pins the plot of the current metric, or unpins it."""
         (self.kept.remove if self.current in self.kept else self.kept.append)(self.current)
         self.draw()
 
@@ -232,7 +232,7 @@ class LogsPage(Page):
         yield RichLog(max_lines=MOST_LINES, wrap=True, markup=False, highlight=False, auto_scroll=False)
 
     def read(self) -> dict[str, Any]:
-        """Returns the newest lines at first, and those since then later."""
+        """Returns the newest lines at first, then only new ones."""
         asked = (self.level, self.search)
         components = [word for word in asked[1].split() if word.startswith(COMPONENT)]
         component = components[0].removeprefix(COMPONENT) if components else ""
@@ -266,12 +266,12 @@ class LogsPage(Page):
         self.read_anew()
 
     def action_level(self) -> None:
-        """Takes the next lowest level."""
+        """Changes the lowest level that is shown."""
         self.level = LEVELS[(LEVELS.index(self.level) + 1) % len(LEVELS)]
         self.read_anew()
 
     def action_follow(self) -> None:
-        """Follows new lines, or stands still."""
+        """Follows new lines, or stops following."""
         self.follows = not self.follows
         self.refresh_data()
 

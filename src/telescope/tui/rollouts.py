@@ -107,7 +107,7 @@ class RolloutsPage(Page):
     def show(self, found: dict[str, Any]) -> None:
         """Fills the table. The cursor stays on its sample."""
         table = self.query_one(DataTable)
-        chosen = self._chosen  # before the rows change: the table moves its cursor to the first row meanwhile
+        chosen = self._chosen  # before the rows change, because the table then moves its cursor to the first row
         self._rows = found["rows"]
         if not table.columns:
             table.add_columns(*COLUMNS)
@@ -177,7 +177,7 @@ def _next(values: Iterable[str], value: str) -> str:
 
 
 def _cells(row: dict[str, Any]) -> list[Text]:
-    """Returns the cells of `COLUMNS`: texts at the left, numbers at the right."""
+    """Returns the cells of `COLUMNS`: texts left-aligned, numbers right-aligned."""
     return [
         Text(single_line(row[name])) if name in TEXTS else Text(number(row[name], 3), justify="right")
         for name in COLUMNS.values()

@@ -175,8 +175,8 @@ def test_copies_stay_viewable_without_wandb_and_the_page_says_so(server, recorde
     assert [row["steps"] for row in body["runs"]] == [3]
     (problem,) = body["problems"]
     assert problem["path"] == f"W&B {ENTITY}/p"
-    assert "cannot be reached" in problem["problem"] and "copies of earlier times" in problem["problem"]
-    assert "copies of earlier times" in capfd.readouterr().err
+    assert "cannot be reached" in problem["problem"] and "earlier copies" in problem["problem"]
+    assert "earlier copies" in capfd.readouterr().err
     server.is_down = False
     until(lambda: again.problem is None)
     again.close()

@@ -54,7 +54,7 @@ class View:
         await self._pilot.resize_terminal(width, height)
         await self.settle()
 
-    async def look(self) -> None:
+    async def poll(self) -> None:
         """Looks for new rows, as the application does every second."""
         self.app.read_grown()
         await self.settle()

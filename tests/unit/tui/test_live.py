@@ -177,7 +177,7 @@ def test_the_clock_counts_hours_only_when_there_are_any() -> None:
     ("error", "raised", "words"),
     [
         (Interrupted(), SystemExit, "Interrupted; every process was ended. The same command continues"),
-        (InfrastructureError("a server is gone"), RunError, "the evaluation could not go on: a server is gone. The"),
+        (InfrastructureError("a server is gone"), RunError, "the evaluation could not continue: a server is gone. The"),
     ],
 )
 def test_a_command_that_shows_phases_ends_with_what_to_do(

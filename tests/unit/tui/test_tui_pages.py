@@ -200,7 +200,7 @@ async def test_a_live_run_grows_on_the_page_that_is_seen(tmp_path: Path, open_vi
                 "logs", {"time": time.time(), "level": "ERROR", "component": "x", "message": "newest"}
             )
             replay.recorder.flush()
-            await view.look()
+            await view.poll()
             assert "4 of 50 steps" in view.text("#about")
             await view.press("4")
             assert view.text("RichLog").strip().endswith("newest")
@@ -209,7 +209,7 @@ async def test_a_live_run_grows_on_the_page_that_is_seen(tmp_path: Path, open_vi
                 "logs", {"time": time.time(), "level": "INFO", "component": "x", "message": "one more"}
             )
             replay.recorder.flush()
-            await view.look()
+            await view.poll()
             assert view.text("RichLog").count("\n") == before + 1
 
 

@@ -1,4 +1,4 @@
-/** What changed at a step: the steps before it against as many from it on, ranked by their part in the change. */
+/** Shows what changed at a step: compares the steps before it with equally many from it on, and ranks causes by their part in the change. */
 
 import { useMemo, useRef } from "react";
 import { runPath } from "../../api";
@@ -21,9 +21,9 @@ import "../panes.css";
 import "./changes.css";
 
 const WINDOWS = ["1", "5", "10", "20"];
-/** Rows of a table at first. */
+/** Rows that a table shows before it is expanded. */
 const FEW = 12;
-export const REWARD = "reward/all_groups/mean";
+const REWARD = "reward/all_groups/mean";
 
 export function Changes() {
   const run = useRunId();
@@ -102,8 +102,8 @@ function Body({ found, step, last, window, metric }: { found: Found; step: numbe
                   <th />
                   <th className="r">samples</th>
                   <th className="r">mean</th>
-                  <th className="r" title="Through its share of the samples">mix</th>
-                  <th className="r" title="Through its own mean">within</th>
+                  <th className="r" title="Change due to its share of the samples">mix</th>
+                  <th className="r" title="Change due to its own mean">within</th>
                   <th className="r">both</th>
                   <th className="br" />
                 </tr>
@@ -173,7 +173,7 @@ function Body({ found, step, last, window, metric }: { found: Found; step: numbe
   );
 }
 
-/** How much of the change came from the mix of samples, and how much from within environments and tags. */
+/** Shows which part of the change came from the mix of samples, and which from within environments and tags. */
 function parts(cells: ChangedCell[]): string {
   const sum = (of: (cell: ChangedCell) => number | null) => cells.reduce((total, cell) => total + (of(cell) ?? 0), 0);
   return `${signed(sum((cell) => cell.within))} within environments and tags, ${signed(sum((cell) => cell.mix))} through their mix.`;
@@ -218,10 +218,10 @@ function EffectRow({ effect, most, href }: { effect: Effect; most: number; href:
   );
 }
 
-/** Windows on each side that the chart shows. */
+/** Number of windows that the chart shows on each side of the step. */
 const SHOWN_WINDOWS = 4;
 
-/** The metric around the step. */
+/** Draws the metric around the step. */
 function Around({ metric, step, window }: { metric: string; step: number; window: number }) {
   const run = useRunId();
   const info = useRunInfo(run).data;

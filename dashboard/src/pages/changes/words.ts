@@ -1,4 +1,4 @@
-/** What a comparison says in words. */
+/** Describes a comparison of steps in words. */
 
 import { number, signed } from "../../format";
 import { visible } from "../../text/hostile";
@@ -24,7 +24,7 @@ export function changeOf(found: Changes, metric: string): Change | null {
   return own && own.before !== null && own.after !== null ? { before: own.before, after: own.after } : null;
 }
 
-/** Returns the change in a sentence. */
+/** Returns a sentence about the change. */
 export function sentence(metric: string, change: Change | null, step: number): string {
   const { title, unit } = titleOf(metric);
   const name = visible(metric === "reward/all_groups/mean" ? "Reward of all groups" : `${title}${unit ? ` (${unit})` : ""}`);
@@ -36,7 +36,7 @@ export function sentence(metric: string, change: Change | null, step: number): s
 
 export const cellName = (cell: Pick<ChangedCell, "environment" | "cell">): string => visible([cell.environment, cell.cell].filter(Boolean).join(", ")) || "all";
 
-/** Returns the name of a metric, or what a kind of span takes. */
+/** Returns the name of a metric, or of the time that a kind of span takes. */
 export function effectName({ name, kind }: Pick<Effect, "name" | "kind">): string {
   if (kind === "span") return visible(`seconds of ${name.replaceAll("_", " ").replace(" server ", ", server ")}`);
   const { title, unit } = titleOf(name);

@@ -8,7 +8,7 @@ export interface DiffRow {
   text: string;
 }
 
-export interface FileDiff {
+interface FileDiff {
   path: string;
   added: number;
   removed: number;

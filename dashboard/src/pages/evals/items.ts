@@ -91,7 +91,7 @@ export function difference(items: Item[]): Difference | null {
   };
 }
 
-export interface PassCurve {
+interface PassCurve {
   k: number[];
   /** pass@k: the chance that one of k answers of an item is right. */
   one: number[];
@@ -124,7 +124,7 @@ export function passCurve(samples: EvalSample[]): PassCurve {
 /** Returns whether an eval of a version lies in a range of the ruler: after its first step, and up to the end of its last. */
 export const isInRange = (row: EvalRow, range: Range | null): boolean => !range || (row.version >= range.from && row.version <= range.to + 1);
 
-export interface Slice {
+interface Slice {
   name: string;
   items: Item[];
 }

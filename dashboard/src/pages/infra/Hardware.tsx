@@ -1,10 +1,10 @@
-/** What the machines of a run are made of: equal ones together. */
+/** Lists the hardware of the run's machines. Equal machines are one entry. */
 
 import { number } from "../../format";
 import { visible } from "../../text/hostile";
 import type { Node } from "../../types";
 
-/** Returns the facts about a machine that were recorded, in words. */
+/** Returns what was recorded about a machine, in words. */
 export function factsOf(node: Node): [name: string, value: string][] {
   const gpus = [...new Map(node.gpus.map((name) => [name, node.gpus.filter((other) => other === name).length]))];
   const facts: [string, string | null][] = [

@@ -112,7 +112,7 @@ export function seriesOf(spec: ChartSpec, all: readonly GaugeSeries[]): { label:
 }
 
 /** Mean, smallest and largest reading of several series over time. */
-export interface Aggregate {
+interface Aggregate {
   label: string;
   count: number;
   time: number[];

@@ -18,7 +18,7 @@ import "../panes.css";
 import "./logs.css";
 
 const PAGE_ROWS = 400;
-/** Rows of one look at what was recorded meanwhile, the most that the server gives. */
+/** Rows of one request for new lines: the server's limit. */
 const FRESH_ROWS = 10_000;
 const AROUND_SECONDS = 5;
 const LINE = 20;
@@ -26,7 +26,7 @@ const LINE = 20;
 interface State {
   query: object;
   rows: LogLine[];
-  /** The first row that was not recorded yet at the last look. */
+  /** The first row after those of the last request. */
   next: number;
   /** Whether the first line of the record, or of what the filters leave, is among the rows. */
   begin: boolean;
@@ -69,7 +69,7 @@ export function Logs() {
     const half = query.at ? PAGE_ROWS / 2 : PAGE_ROWS;
     setState({ query, rows: page.rows, next: page.next, begin: early < half, more: page.rows.length - early >= half, error: null });
   };
-  // Lines of several files arrive out of order; those after a gap come when the page is scrolled there.
+  // Lines of several files arrive out of order. Lines after a gap are loaded when the page is scrolled there.
   const fresh = async (since: number, signal: AbortSignal): Promise<void> => {
     const page = await read({ ...filters, since }, FRESH_ROWS, signal);
     setNames(page);
@@ -77,7 +77,7 @@ export function Logs() {
     if (page.rows.length === FRESH_ROWS) await fresh(page.next, signal);
   };
 
-  // The first page of a query; then, when the table grows, what was recorded since.
+  // Loads the first page of a query, and the new rows whenever the table grows.
   useEffect(() => {
     const abort = new AbortController();
     (current && !current.error ? fresh(current.next, abort.signal) : first(abort.signal)).catch(

@@ -4,10 +4,10 @@ import type { LogLine } from "../../types";
 
 export const LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] as const;
 
-/** Whether a line stands before another one: by time, lines of one time in the order of the record. */
+/** Compares two lines by time. Lines with equal times keep the order of the record. */
 export const isBefore = (one: LogLine, other: LogLine): boolean => ((one.time ?? 0) - (other.time ?? 0) || one.row - other.row) < 0;
 
-/** Joins pages of rows, each row once, by time. */
+/** Merges pages of rows by time, without duplicates. */
 export function join(old: readonly LogLine[], fresh: readonly LogLine[]): LogLine[] {
   if (fresh.length === 0) return old as LogLine[];
   const byRow = new Map([...old, ...fresh].map((row) => [row.row, row]));

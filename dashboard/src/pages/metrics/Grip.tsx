@@ -1,4 +1,4 @@
-/** The handle of a chart or a section: dragged, or moved by space, arrows, space; and where it can be dropped. */
+/** The drag handle of a chart or section, by pointer or keyboard (space, arrows, space), and its drop targets. */
 
 import { useEffect, useLayoutEffect, useRef, useState } from "react";
 
@@ -58,12 +58,12 @@ export function Grip({ kind, name, label = name, move }: GripProps) {
   );
 }
 
-/** Returns whether something lies over a place where it can be dropped, and the handlers of that place. `drop` tells whether it took it. */
+/** Returns whether something is dragged over a drop target, and the target's handlers. `drop` returns whether it accepted the data. */
 export function useDrop(kinds: string[], drop: (data: DataTransfer) => boolean) {
   const [isOver, setOver] = useState(false);
   useEffect(() => {
     if (!isOver) return;
-    // A drag may end anywhere, and a place inside of this one may take what is dropped.
+    // A drag may end anywhere, and a target inside this one may accept the drop.
     const end = () => setOver(false);
     for (const name of ["dragend", "drop"]) addEventListener(name, end, true);
     return () => ["dragend", "drop"].forEach((name) => removeEventListener(name, end, true));

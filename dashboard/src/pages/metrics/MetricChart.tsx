@@ -19,14 +19,14 @@ interface MetricChartProps {
   runs: DrawnRun[];
   view: View;
   open?: () => void;
-  /** Shows it on the whole screen. */
+  /** Opens the chart in full screen. */
   fill?: () => void;
   close?: () => void;
   remove?: () => void;
   /** Another chart was dropped on this one. */
   drop?: (metric: string) => void;
   move?: (by: 1 | -1) => void;
-  /** The runs have their names at their values. */
+  /** Shows the names of the runs beside their values. */
   named?: boolean;
 }
 
@@ -77,7 +77,7 @@ function Placed({ metric, runs, view, open, fill, close, remove, move, named, ov
   const scale = view.scales[metric] ?? {};
   const log = (scale.log ?? view.log) && lines.some((line) => line.values.some((value: Value) => value !== null && value > 0));
   const set = (next: Partial<Scale>) => view.setScale(metric, { ...scale, ...next });
-  // An axis of a metric has no range of steps: the ruler's chooses its points.
+  // A metric as the x axis has no range of steps, so the range of the ruler selects the points.
   const axes = over
     ? { axis: `metric ${over}`, xTicks: ticks, xFormat: (x: number) => number(x), xTitle: over }
     : { axis: view.axis, xEnd: view.xEnd, xStart: view.xStart, xFormat: view.xFormat, xTicks: view.xTicks, zoom: view.zoom, onZoom: view.onZoom, onPick: view.onPick, stepOf: view.stepOf, metric: isEval(metric) ? undefined : metric, xTitle: X_TITLES[view.axis] };

@@ -51,7 +51,7 @@ export function RunTable({ runs, axis }: { runs: DrawnRun[]; axis: XAxis }) {
           </button>
         </span>
         <span className="tabs" role="group" aria-label="Values">
-          <button aria-pressed={last !== "common"} onClick={() => setLast(null)} title="Of each run the last values that it has">
+          <button aria-pressed={last !== "common"} onClick={() => setLast(null)} title="The last values of each run">
             at the end
           </button>
           <button aria-pressed={last === "common"} disabled={common === null} onClick={() => setLast("common")} title="At the last step that all runs have, here and in the titles of the charts">
@@ -99,7 +99,7 @@ export function RunTable({ runs, axis }: { runs: DrawnRun[]; axis: XAxis }) {
                     <b>{run.name}</b> <span className="f">{run.id === run.name ? "" : run.id}</span>
                   </a>
                 )}
-                <button className="base f s" aria-pressed={run.baseline ?? false} title="Draw it in grey, and show how far the others are from it" aria-label={`${run.name} is the baseline`} onClick={() => setBaseline(run.baseline ? null : leavesOf(run)[0]!.id)}>
+                <button className="base f s" aria-pressed={run.baseline ?? false} title="Draw it in grey, and show the difference of other runs to it" aria-label={`${run.name} is the baseline`} onClick={() => setBaseline(run.baseline ? null : leavesOf(run)[0]!.id)}>
                   {run.baseline ? "baseline" : "as baseline"}
                 </button>
               </td>
@@ -130,7 +130,7 @@ export function RunTable({ runs, axis }: { runs: DrawnRun[]; axis: XAxis }) {
   );
 }
 
-/** How far a value is from that of the baseline; its room where it has none. */
+/** Shows the difference of a value to the baseline's, or an equally wide space if there is none. */
 function Difference({ value, from }: { value: number | null; from: number | null }) {
   return <span className="delta f">{value === null || from === null ? "\u00a0" : difference(value - from)}</span>;
 }

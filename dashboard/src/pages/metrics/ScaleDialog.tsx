@@ -1,4 +1,4 @@
-/** Axes of one chart: ends and scale of y, and the metric of x. Fields that are left empty follow all charts. */
+/** Edits the axes of one chart: range and scale of y, and the metric of x. Empty fields use the settings of all charts. */
 
 import { useId, useState } from "react";
 import { Dialog } from "../../shell/Dialog";
@@ -63,11 +63,11 @@ export function ScaleDialog({ metric, scale, names, set, close }: ScaleDialogPro
   );
 }
 
-/** Returns why two ends are no axis; null if they are one. */
+/** Returns why two ends are not a valid axis; null if they are. */
 function problemOf([low, high]: (number | undefined)[], log: boolean): string | null {
-  if (Number.isNaN(low) || Number.isNaN(high)) return "An end is a number, or empty.";
-  if (low !== undefined && high !== undefined && low >= high) return "The axis ends below its begin.";
-  return log && (low ?? 1) <= 0 ? "A log scale begins above 0." : null;
+  if (Number.isNaN(low) || Number.isNaN(high)) return "Enter a number, or leave the field empty.";
+  if (low !== undefined && high !== undefined && low >= high) return "The end of the axis must lie above its start.";
+  return log && (low ?? 1) <= 0 ? "A log scale must start above 0." : null;
 }
 
 /** A field for the name of a metric, with all names to choose from. */

@@ -29,9 +29,9 @@ export interface View extends Pick<ChartProps, "zoom" | "onZoom" | "onPick" | "s
   /** Axes of single charts, by metric. */
   scales: Scales;
   setScale: (metric: string, scale: Scale) => void;
-  /** All metrics: any may be an x axis. */
+  /** All metrics. Any of them may be the x axis. */
   names: string[];
-  /** The steps that the ruler chooses; null for all. */
+  /** The range of steps on the ruler; null for all steps. */
   range: Range | null;
   /** The step of the values in the title lines, if that is not the last one: `step 57`. */
   until?: string;
@@ -42,15 +42,15 @@ const NO_SCALE: Scale = {};
 interface Series extends DeclaredRange {
   lines: Line[];
   heat: Heat | null;
-  /** What the bands are. */
+  /** What the bands show. */
   note: string;
-  /** Which samples are meant, where these are not those of the filter. */
+  /** Names the samples if they are not those of the filter. */
   scope: string;
 }
 
 const WORDS: Record<BandKind, string> = { none: "", std: "mean ± std", percentiles: "p5 to p95, p25 to p75", range: "min to max", heat: "share of samples" };
 
-/** Returns the runs as a chart draws them: with its own metric as the x axis, if it has one. */
+/** Returns the runs for one chart, over its own x axis if it has one. */
 export function usePlaced(runs: DrawnRun[], x: string, range: Range | null): DrawnRun[] {
   return useMemo(() => (x ? runs.flatMap(leavesOf).flatMap((run) => overMetric(run, x, range) ?? []) : runs), [runs, x, x ? range?.from : 0, x ? range?.to : 0]);
 }
@@ -59,7 +59,7 @@ export function useSeries(metric: string, runs: DrawnRun[], view: View, x: strin
   const first = runs[0]!;
   const { filter, keep } = view;
   const scale = view.scales[metric] ?? NO_SCALE;
-  // Steps that lie beside each other on an axis of a metric do not follow each other: nothing joins how their samples spread.
+  // Neighbors on the axis of a metric are not consecutive steps, so no band can join them.
   const band = x ? "none" : view.band;
   const source = sourceOf(metric, filter, (name) => leavesOf(first).some((leaf) => name in leaf.steps.metrics));
   const statistic = source?.kind === "samples" ? source : statisticOf(metric);
@@ -81,7 +81,7 @@ export function useSeries(metric: string, runs: DrawnRun[], view: View, x: strin
     const bands = bandsOf(first, found[0], spread, keep);
     const heat = spread === "heat" ? heatOf(first, found[0]) : null;
     const joined = filtered
-      ? // The samples of one environment or tag: steps may lack them.
+      ? // Some steps may have no sample of an environment or tag.
         drawnLines(runs, (leaf) => statisticColumn(leaf, found[read.indexOf(leaf)], statistic!.statistic), keep, bands, true)
       : source?.kind === "metric"
         ? linesOf(runs, source.name, keep, bands)

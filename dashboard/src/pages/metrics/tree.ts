@@ -3,7 +3,7 @@
 import { statisticOf } from "../../charts/sources";
 import type { Section } from "../../state/layouts";
 
-export interface TreeRow {
+interface TreeRow {
   kind: "section" | "group" | "metric";
   label: string;
   /** Name of the metric, or of the section. */
@@ -56,7 +56,7 @@ function order(a: string, b: string): number {
   return at(a) - at(b) || a.localeCompare(b);
 }
 
-/** Returns whether a name has all words of a search. */
+/** Returns whether a name contains every word of a search. */
 export const fitsSearch = (name: string, search: string): boolean => search.toLowerCase().split(/\s+/).every((word) => name.toLowerCase().includes(word));
 
 /** Returns the rows of the tree that fit the search, without those of closed sections. */

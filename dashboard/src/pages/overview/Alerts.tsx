@@ -1,4 +1,4 @@
-/** Alerts: open ones with what to try, then closed ones and notes. Each leads to its moment. Results of evals stand apart. */
+/** Lists open alerts with advice, then closed alerts and notes, each linked to its step. Eval results have a list of their own. */
 
 import { useLayoutEffect, useRef, useState } from "react";
 import { embedded } from "../../embedded";
@@ -7,11 +7,11 @@ import { lastedOf, momentOf, placeOf } from "../../state/alerts";
 import { elsewhere, format, usePlace } from "../../state/url";
 import type { Alert } from "../../types";
 
-/** Closed alerts and notes, and results of evals, that are shown at first. */
+/** Closed alerts and notes, and eval results, that are shown before the list is expanded. */
 const FEW = 6;
 const FEW_RESULTS = 2;
 
-/** `live`: without it nothing is open any more. What was open at the end says so. */
+/** Unless the run is `live`, every alert is closed; one that was open when the run ended says "at the end". */
 export function Alerts({ alerts, live }: { alerts: Alert[]; live: boolean }) {
   const results = alerts.filter((alert) => alert.kind === "eval" && alert.level === "info");
   const others = alerts.filter((alert) => !results.includes(alert));
@@ -82,7 +82,7 @@ function One({ alert, live }: { alert: Alert; live: boolean }) {
   );
 }
 
-/** A text of three lines at most, until it is opened. */
+/** A text that is cut to three lines until it is expanded. */
 function Clamped({ text }: { text: string }) {
   const [opened, open] = useState(false);
   const [cut, setCut] = useState(false);

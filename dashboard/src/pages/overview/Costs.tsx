@@ -1,4 +1,4 @@
-/** Where the GPU hours went: one bar for tokens, one for engines, one for the trainer; with a price in money. */
+/** Shows where the GPU hours went: a bar for tokens, for engines and for the trainer, with costs if there is a price. */
 
 import { runPath } from "../../api";
 import { number, percent } from "../../format";
@@ -10,9 +10,9 @@ import { useParam } from "../../state/url";
 import type { Costs as Found } from "../../types";
 import { type Bar, barsOf, priceOf } from "./costs";
 
-/** A live run is counted again at most this often: all of its samples are summed. */
+/** Shortest time between two reads of a live run. Each read sums all samples. */
 const COUNT_MS = 10_000;
-/** Shares below are not written under a bar. */
+/** Smaller shares have no label under a bar. */
 const LEAST_SHARE = 0.005;
 
 export function Costs({ run }: { run: string }) {

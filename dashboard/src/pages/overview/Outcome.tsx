@@ -1,4 +1,4 @@
-/** What came out first: each eval from its first to its newest result, the best checkpoint, and how to use it. */
+/** Shows the outcome of a run: each eval from its first to its newest result, and the best checkpoint with the commands that use it. */
 
 import { useState } from "react";
 import { embedded } from "../../embedded";
@@ -9,7 +9,7 @@ import type { RunInfo, Sentence, StepColumns } from "../../types";
 import { visible } from "../../text/hostile";
 import { bestCheckpoint, commandsOf, curvesOf, type EvalCurve } from "./outcome";
 
-/** Evals in the card; the page of evals has the others. */
+/** Number of evals in the card. The Evals page has the others. */
 const MOST = 3;
 
 export function Outcome({ info, steps, sentence }: { info: RunInfo; steps: StepColumns; sentence: Sentence | undefined }) {
@@ -69,7 +69,7 @@ function Checkpoint({ info, steps, curve, live }: { info: RunInfo; steps: StepCo
       <span className="l">
         {measured ? "Best checkpoint" : best ? "Newest checkpoint" : "Checkpoint"}
         {commands.length > 0 && (
-          <span className="tabs" role="group" aria-label="What to do with it">
+          <span className="tabs" role="group" aria-label="Commands for the checkpoint">
             {commands.map(({ does }) => (
               <button key={does} aria-pressed={does === command?.does} onClick={() => choose(does)}>
                 {does}

@@ -84,7 +84,7 @@ function strong(text: string) {
 function Verdict({ health, info, steps }: { health: Health; info: RunInfo; steps: StepColumns }) {
   const outcome = health.verdict.find((sentence) => sentence.is_outcome);
   const others = health.verdict.filter((sentence) => sentence !== outcome);
-  // What ended the run or needs a person at once stands before the outcome.
+  // Failures and problems that need attention come before the outcome.
   const urgent = outcome && health.verdict[0] === outcome ? [] : others.splice(0, 1);
   const from = (sentence: Sentence) => (sentence.metrics.length ? `From ${sentence.metrics.join(", ")}` : undefined);
   return (

@@ -1,4 +1,4 @@
-/** Where the time went, as parts of bars. */
+/** Divides tokens and time into the segments of bars. */
 
 import type { Costs } from "../../types";
 
@@ -6,7 +6,7 @@ export interface Part {
   name: string;
   value: number;
   color: string;
-  /** What the name stands for. */
+  /** Explains the name. */
   title: string;
 }
 
@@ -29,7 +29,7 @@ const ORDER: [name: string, color: string, title: string][] = [
   ["outside steps", "--line2", "start, evals before training, restarts"],
 ];
 
-/** Returns the parts that have a value, in one order. */
+/** Returns the parts with a value, in a fixed order. */
 export function partsOf(values: Record<string, number>): Part[] {
   const known = ORDER.flatMap(([name, color, title]) => ((values[name] ?? 0) > 0 ? [{ name, color, title, value: values[name]! }] : []));
   const others = Object.entries(values).filter(([name, value]) => value > 0 && !ORDER.some(([one]) => one === name));
@@ -43,7 +43,7 @@ export interface Bar {
   total: number;
 }
 
-/** Returns the bars of a run: generated tokens, hours of engines, hours of the trainer. */
+/** Returns the bars of a run: generated tokens, engine hours and trainer hours. */
 export function barsOf(costs: Costs): Bar[] {
   const bar = (title: string, unit: Bar["unit"], values: Record<string, number>): Bar => {
     const parts = partsOf(values);
@@ -53,7 +53,7 @@ export function barsOf(costs: Costs): Bar[] {
   return [bar("Generated", "tokens", costs.tokens), bar("Engines", "hours", hours(costs.engines)), bar("Trainer", "hours", hours(costs.trainer))].filter((one) => one.total > 0);
 }
 
-/** Returns a price per hour from text, null for none. */
+/** Parses a price per hour; null if it is not a positive number. */
 export function priceOf(text: string): number | null {
   const price = Number(text.trim().replace(",", "."));
   return text.trim() !== "" && Number.isFinite(price) && price > 0 ? price : null;

@@ -1,4 +1,4 @@
-/** What came out of a run: its evals from first to newest, its best checkpoint, and the commands that use it. */
+/** Finds the outcome of a run: its evals from first to newest, its best checkpoint, and the commands that use it. */
 
 import { checkpointMarks } from "../../state/steps";
 import { curveOf } from "../../state/run";
@@ -30,7 +30,7 @@ export interface Best {
   accuracy: number | null;
 }
 
-/** Returns the checkpoint with the best result of an eval; without any result the newest. One whose files are here comes first. */
+/** Returns the checkpoint with the best result of an eval, or the newest without any result. Checkpoints whose files exist come first. */
 export function bestCheckpoint(steps: StepColumns | null, kept: number[], curve: EvalCurve | undefined): Best | null {
   const accuracies = new Map(curve?.rows.map((row) => [row.version, row.accuracy]));
   const all = checkpointMarks(steps, kept).map((mark) => ({ ...mark, accuracy: accuracies.get(mark.step) ?? null }));
@@ -44,7 +44,7 @@ export interface Command {
   text: string;
 }
 
-/** Returns what a shell runs with a checkpoint, or with the final `model` where none is kept. `newest`: a resume needs no step. */
+/** Returns shell commands that use a checkpoint, or the final `model` if no checkpoint is kept. The `newest` is resumed without naming its step. */
 export function commandsOf(path: string, best: Best | null, newest: number | undefined, model: string | null, live: boolean): Command[] {
   if (!best?.kept) return model === null ? [] : [{ does: "chat", text: `telescope chat ${model}` }, { does: "eval", text: `telescope eval ${model}` }];
   const resume: Command = { does: "resume", text: `telescope train --resume ${path}${best.step === newest ? "" : ` --resume_from_checkpoint ${best.step}`}` };

@@ -9,7 +9,7 @@ import type { Value } from "../../types";
 import type { SamplePage, SampleRow } from "./types";
 
 const ROW = 20;
-/** A hit of a search has its numbers in one line and the text around the match in another. */
+/** Height of a search hit: one line for its numbers, one for the text around the match. */
 const HIT = 42;
 export const PAGE_ROWS = 200;
 
@@ -47,7 +47,7 @@ function besideTitle(sort: string): string {
 /** Characters before a match that the server sends. */
 const BEFORE_MATCH = 24;
 
-/** Returns a text around a match as one line; it begins at a word where it was cut. */
+/** Returns the text around a match as one line that starts at the beginning of a word. */
 function snippetLine(text: string, search: string): string {
   const isCut = text.toLowerCase().indexOf(search.toLowerCase()) >= BEFORE_MATCH;
   return (isCut ? text.replace(/^\S{0,12}\s/, "… ") : text).replace(/\s+/g, " ");

@@ -15,9 +15,9 @@ const Code = lazy(() => loaded(() => import("./Code")));
 
 /** Longer gold answers, in characters, are shown in the conversation. */
 const SHORT_GOLD = 80;
-/** A reply of at most so many tokens opens with its tokens, a longer one as text. */
+/** A reply with at most this many tokens is first shown by token, a longer one as text. */
 const FEW_TOKENS = 64;
-/** Longer thinking starts folded after so many characters. */
+/** Longer thinking is first folded after this many characters. */
 const THINKING_CHARS = 4000;
 
 export type Shown = View | "text" | "raw" | "diff";
@@ -31,11 +31,11 @@ interface PaneProps {
   /** The answer beside this one, and whether it stands first. */
   against?: { text: string; isFirst: boolean };
   folded: Folded;
-  /** Stands below the conversation, in a place of its own. */
+  /** Rendered below the conversation, outside its scroll area. */
   children?: React.ReactNode;
 }
 
-/** Messages that show their first line alone, by role and place: the answers of a group have the same ones folded. */
+/** Folded messages by role and index, so that all answers of a group fold the same ones. */
 export interface Folded {
   keys: ReadonlySet<string>;
   set: (keys: ReadonlySet<string>) => void;
@@ -62,7 +62,7 @@ export function ConversationPane({ detail, title, shown, setShown, search, again
   const colored = view !== "text" && view !== "raw" && view !== "diff";
   const token = at ? (tokens.get(at.turn)?.[at.index] ?? null) : null;
   const box = useRef<HTMLDivElement>(null);
-  // The first match of a search comes into view.
+  // Scrolls to the first match of a search.
   useEffect(() => void box.current?.querySelector("mark")?.scrollIntoView({ block: "center" }), [detail, search]);
   const places: Record<string, number> = {};
   const named = messages.map((message) => ({ message, key: `${message.role} ${(places[message.role] = (places[message.role] ?? 0) + 1)}` }));
@@ -156,7 +156,7 @@ interface LineProps {
   children: React.ReactNode;
 }
 
-/** Characters of a folded text that are shown. */
+/** Characters that a folded text shows. */
 const FOLDED_CHARS = 200;
 
 function Line({ message, turn, tokens = turn?.num_tokens ?? undefined, reply, folded, onFold, children }: LineProps) {

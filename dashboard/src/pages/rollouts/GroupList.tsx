@@ -14,8 +14,8 @@ const WIDEST = 125;
 
 const gapOf = (answers: number) => (answers > 16 ? 1 : 3);
 
-/** Returns the width of the squares of so many answers. */
-export const squaresWidth = (answers: number) => Math.min(WIDEST, Math.max(1, answers) * (SIDE + gapOf(answers)) - gapOf(answers));
+/** Returns the width of the squares of `n` answers. */
+const squaresWidth = (answers: number) => Math.min(WIDEST, Math.max(1, answers) * (SIDE + gapOf(answers)) - gapOf(answers));
 
 interface SquaresProps {
   samples: readonly GroupSample[];

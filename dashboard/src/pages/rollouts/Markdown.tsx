@@ -9,25 +9,25 @@ import { Plain } from "../../text/SafeText";
 const Tex = lazy(() => loaded(() => import("./Tex")));
 const Code = lazy(() => loaded(() => import("./Code")));
 
-/** What is behind so many characters is shown as it is. */
+/** Text beyond this many characters is shown unparsed. */
 const LONGEST = 60_000;
 /**
- * The time for a paragraph grows with the square of its marks, such as brackets and asterisks, and with its lines. What is
- * behind this sum is shown as it is: 0.1 s of a browser.
+ * Limit on the parsing work, about 0.1 s in a browser. The work for a paragraph grows with the square of its marks, such as
+ * brackets and asterisks, and with its lines. Text beyond the limit is shown unparsed.
  */
 const MOST_WORK = 10_000_000;
 const WORK_OF_LINE = 3000;
-/** Formulas of a message, and their characters. Others are shown as they were written. */
+/** Limits on the number of formulas in a message and on their length. Further ones are shown unparsed. */
 const MOST_FORMULAS = 500;
 const FORMULA_CHARS = 20_000;
-/** Quotes and lists inside each other. */
+/** Deepest nesting of quotes and lists. */
 const DEEPEST = 40;
-/** Characters that are searched for the next formula at once: all of the rest, at each mark, would take the square of the text. */
+/** Characters that are searched for the next formula. Searching the whole rest at each mark would take quadratic time. */
 const AHEAD = 1000;
 
 const MARKS = /[^\p{L}\p{N}\s.,;:'"]|\d[.)]\s/gu;
 
-/** Returns where the part of a text ends that is parsed: at the start of a paragraph. */
+/** Returns the length of the text that is parsed. It ends before a paragraph. */
 export function parsedLength(text: string): number {
   let [work, at] = [0, 0];
   for (const paragraph of text.slice(0, LONGEST + 1).split(/(?<=\n[ \t]*\n)/)) {
@@ -41,7 +41,7 @@ export function parsedLength(text: string): number {
 let formulas = 0;
 let formulaChars = 0;
 
-/** Returns the formula at the start of a text, until a message has many. */
+/** Returns the formula at the start of a text, unless the message already has `MOST_FORMULAS`. */
 function formulaAt(src: string): Formula | null {
   const found = formulas < MOST_FORMULAS && formulaChars < FORMULA_CHARS ? texAt(src) : null;
   if (found) [formulas, formulaChars] = [formulas + 1, formulaChars + found.raw.length];
@@ -202,7 +202,7 @@ function One({ token, search, depth }: { token: Token; search: string; depth: nu
   }
 }
 
-/** Returns the tokens of a text, and how many of its characters they are. */
+/** Returns the tokens of a text, and how many characters they cover. */
 export function parse(text: string): { tokens: Token[]; end: number } {
   const end = parsedLength(text);
   [formulas, formulaChars] = [0, 0];
@@ -213,7 +213,7 @@ export function parse(text: string): { tokens: Token[]; end: number } {
   }
 }
 
-/** Returns a text as Markdown. HTML in it is shown as written, and so is the rest of one that takes long to parse. */
+/** Renders a text as Markdown. HTML is shown as source, and so is the rest of a text that would take long to parse. */
 export default function Markdown({ text, search = "" }: { text: string; search?: string }) {
   const { tokens, end } = useMemo(() => parse(text), [text]);
   return (

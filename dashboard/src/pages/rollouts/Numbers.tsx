@@ -66,7 +66,7 @@ export function timing(detail: Detail): { intervals: Interval[]; whole: number }
 }
 
 /** Differences of the logprobs of trainer and engine. An answer may have more tokens than a call takes arguments. */
-export function mismatchOf(detail: Detail): { sum: number | null; ratio: number; tokens: number; mean: number; largest: number; outside: number } {
+function mismatchOf(detail: Detail): { sum: number | null; ratio: number; tokens: number; mean: number; largest: number; outside: number } {
   const sampled = detail.turns.flatMap(tokensOf).filter((token) => token.logprob !== null);
   const compared = detail.turns.flatMap(tokensOf).filter((token) => ratio(token) !== null);
   const gaps = compared.map((token) => Math.abs(token.trainerLogprob! - token.logprob!));

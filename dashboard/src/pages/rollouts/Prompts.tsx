@@ -1,4 +1,4 @@
-/** Prompts of the run: the list with their pass rates, and the page of one with its answers by step and in other runs. */
+/** Shows the prompts of a run: a list with pass rates, and the page of one prompt with its answers by step and in other runs. */
 
 import { useVirtualizer } from "@tanstack/react-virtual";
 import { useMemo, useRef, useState } from "react";
@@ -19,13 +19,13 @@ import { fate, type Filling, type RewardScale } from "./squares";
 import type { SamplePage } from "./types";
 
 const ROW = 20;
-/** Prompts in the list, and answers on the page of one. */
+/** Limits on the prompts in the list, and on the answers on the page of one. */
 const MOST_PROMPTS = 500;
 const MOST_ANSWERS = 2000;
-/** Other runs that are looked into at once; a click looks into the others. */
+/** Other runs that are searched without a click. */
 const FEW_RUNS = 4;
 
-/** Pass rate by step: a cell a step, pale to full. */
+/** Draws the pass rate as one cell per step, from pale to full. */
 function Rates({ prompt }: { prompt: Prompt }) {
   return (
     <span className="rates" aria-hidden="true">
@@ -34,7 +34,7 @@ function Rates({ prompt }: { prompt: Prompt }) {
   );
 }
 
-/** All prompts of the answers that pass the filters, with the share of right ones. */
+/** Lists the prompts of the answers that pass the filters, with their share of right answers. */
 export function PromptList({ run, query, version }: { run: string; query: Query; version: string }) {
   const { params } = usePlace();
   const { sort: _, ...filters } = query;
@@ -102,7 +102,7 @@ interface GroupsProps {
   onSelect: (group: PromptGroup, sample: string) => void;
 }
 
-/** The groups of one prompt, a row each: step, answers, mean reward, fate. */
+/** Lists the groups of one prompt: step, answers, mean reward and outcome. */
 export function PromptGroups({ groups, filling, scaleOf, selected, onSelect }: GroupsProps) {
   return (
     <table className="ans pg">
@@ -147,11 +147,11 @@ export function usePromptGroups(run: string, prompt: string | null | undefined, 
   return { ...rows, groups: useMemo(() => groupsOf(rows.data?.rows ?? []), [rows.data]) };
 }
 
-/** Selects an answer of a prompt, on whose page or beside whose conversation it stands. */
+/** Selects an answer of a prompt. */
 export const openAnswer = (group: PromptGroup, sample: string): void =>
   setParams({ sample, attempt: String(group.attempt), step: group.step < 0 ? null : String(group.step), prompt: null });
 
-/** One prompt: pass rate by step, first right answer, its answers by step, and the same prompt in other runs. */
+/** The page of one prompt: pass rate by step, first right answer, answers by step, and the same prompt in other runs. */
 export function PromptPane({ run, prompt, version, filling, scaleOf }: PromptProps) {
   const { data, error, loading, groups } = usePromptGroups(run, prompt, version);
   const own = useResource<PromptPage>(runPath(run, "prompts"), { prompt }, version).data?.rows[0];
@@ -168,7 +168,7 @@ export function PromptPane({ run, prompt, version, filling, scaleOf }: PromptPro
   const text = useFirstText(run, first);
   const messages = useMemo(() => parsePrompt(text ?? data?.rows[0]?.prompt ?? ""), [text, data]);
   if (error && !data) return <section className="p2 wide"><p className="none w">{error.message}</p></section>;
-  if (!loading && groups.length === 0) return <section className="p2 wide"><p className="none d">No answer of this prompt is in the record of this run.</p></section>;
+  if (!loading && groups.length === 0) return <section className="p2 wide"><p className="none d">The record of this run has no answer to this prompt.</p></section>;
   const curves = [...(own ? [{ color: colorOf(run), prompt: own }] : []), ...others.map((one) => ({ color: colorOf(one.run.id), prompt: one.prompt }))];
   return (
     <section className="p2 wide" aria-label="Prompt">
@@ -213,7 +213,7 @@ export function PromptPane({ run, prompt, version, filling, scaleOf }: PromptPro
               </table>
             )}
             <p className="d">
-              {found.some((one) => one.loading) ? "Looking into other runs." : others.length === 0 ? (looked.length === 0 ? "There is no other run." : `None of ${count(looked.length)} other ${looked.length === 1 ? "run" : "runs"} has it.`) : ""}{" "}
+              {found.some((one) => one.loading) ? "Searching other runs." : others.length === 0 ? (looked.length === 0 ? "There is no other run." : `None of ${count(looked.length)} other ${looked.length === 1 ? "run" : "runs"} has it.`) : ""}{" "}
               {looked.length < candidates.length && <button className="link" onClick={() => lookFurther(true)}>Look into {count(candidates.length - looked.length)} more</button>}
             </p>
           </div>
@@ -230,7 +230,7 @@ function useFirstText(run: string, first: PromptGroup | undefined): string | nul
 
 const HEIGHT = 96;
 
-/** Pass rates by step, a line a run with a dot a step. */
+/** Draws pass rates by step: one line per run, one dot per step. */
 function PassRates({ curves }: { curves: { color: string; prompt: Prompt }[] }) {
   const steps = curves.flatMap((curve) => curve.prompt.steps);
   const [low, high] = [Math.min(...steps), Math.max(...steps)];

@@ -83,7 +83,7 @@ export function Rollouts() {
   if (counted.data) counts.current = counted.data;
   const total = page.data?.total ?? counts.current?.total;
 
-  // Those of the whole run: which answers are listed does not matter.
+  // Facets of the whole run, whichever answers are listed.
   const metrics = useKept((page.data ?? counts.current)?.metrics) ?? [];
 
   const environments = useMemo(() => new Map((info?.environments ?? []).map((one) => [one.name, one])), [info]);
@@ -132,7 +132,7 @@ export function Rollouts() {
 
   const select = (id: string | null, more: Record<string, string | null> = {}) => id && setParams({ sample: id, prompt: null, ...more }, false);
   const selectRow = (row: SampleRow) => select(row.sample_id, { step: row.step < 0 ? null : String(row.step), attempt: String(row.attempt) });
-  // Enter opens the first hit of a search, as soon as it is known.
+  // Enter opens the first hit as soon as the search returns it.
   const wantsFirst = useRef(false);
   useEffect(() => {
     const hit = page.data?.rows[0];
@@ -304,14 +304,14 @@ function Title({ detail, of, note }: { detail: Detail; of?: number; note: React.
   );
 }
 
-/** Returns the newest value that was known. */
+/** Returns the value, or the last known one while it is undefined. */
 function useKept<T>(value: T | undefined): T | undefined {
   const kept = useRef<T>(undefined);
   if (value !== undefined) kept.current = value;
   return kept.current;
 }
 
-/** What fills the squares, and the ends of the scale. */
+/** Chooses the number that fills the squares, and shows the ends of its scale. */
 function Legend({ by, metrics, scale }: { by: string; metrics: readonly string[]; scale: RewardScale }) {
   return (
     <div className="fillkey s d">

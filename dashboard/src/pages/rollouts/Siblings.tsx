@@ -1,4 +1,4 @@
-/** What stands below a conversation, in a place of its own: the other answers of its group, and those of its prompt at other steps. */
+/** Lists, below a conversation, the other answers of its group and the answers to its prompt at other steps. */
 
 import { useState } from "react";
 import { count, NONE, number, signed } from "../../format";
@@ -9,7 +9,7 @@ import { openAnswer, PromptGroups, usePromptGroups } from "./Prompts";
 import type { Filling, RewardScale } from "./squares";
 import type { Detail, Group } from "./types";
 
-/** Metrics that stand beside an answer in the list; the others are in the pane of numbers. */
+/** Number of metrics beside each answer. The pane of numbers has the others. */
 const MOST_METRICS = 3;
 
 interface SiblingsProps {
@@ -30,7 +30,7 @@ export function Siblings({ run, detail, group, filling, scaleOf, version, onSele
   return (
     <>
       <div className="gh">
-        <span className="seg small" role="group" aria-label="What is listed below">
+        <span className="seg small" role="group" aria-label="Answers to list">
           {group && <button aria-pressed={!shown} onClick={() => showOthers(false)}>answers of the group</button>}
           {prompt && <button aria-pressed={shown} onClick={() => showOthers(true)}>same prompt, other steps</button>}
         </span>
@@ -49,8 +49,8 @@ export function Siblings({ run, detail, group, filling, scaleOf, version, onSele
   );
 }
 
-/** The other answers of the group, one line each. */
-export function AllAnswers({ group, filling, selected, onSelect }: { group: Group; filling: Filling; selected: string; onSelect: (id: string) => void }) {
+/** Lists the other answers of the group, one per line. */
+function AllAnswers({ group, filling, selected, onSelect }: { group: Group; filling: Filling; selected: string; onSelect: (id: string) => void }) {
   const texts = group.samples.some((one) => one.completion);
   const sums = group.samples.some((one) => one.logprob_sum !== null);
   const names = [...new Set(group.samples.flatMap((one) => Object.keys(one.metrics ?? {})))].slice(0, sums ? 1 : MOST_METRICS);

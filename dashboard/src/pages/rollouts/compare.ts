@@ -3,7 +3,7 @@
 import { count, number, signed } from "../../format";
 import type { Detail } from "./types";
 
-export interface Pair {
+interface Pair {
   name: string;
   first: string;
   second: string;
@@ -45,7 +45,7 @@ export function startWords(first: string, second: string): string {
   return same === 0 ? "The answers differ from the first character." : `The first ${number(same)} characters are equal.`;
 }
 
-export interface DiffPiece {
+interface DiffPiece {
   text: string;
   /** Not in the other text. */
   own: boolean;

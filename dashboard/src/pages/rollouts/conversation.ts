@@ -144,7 +144,7 @@ function withRecords(messages: Message[], calls: readonly ToolCall[]): Message[]
   return [...known, ...left.map(recordedCall)];
 }
 
-export interface RecordedTurn {
+interface RecordedTurn {
   turn: number;
   role: string;
   text: string;

@@ -92,5 +92,5 @@ export const noFilters = (): Record<string, null> => Object.fromEntries(OWN.map(
 /** Returns how many filters are on, beside the search. */
 export const numChosen = (params: Params): number => OWN.filter((name) => name !== "search").reduce((sum, name) => sum + parseList(params[name]).length, 0);
 
-/** An export holds so many samples at most. */
+/** Most samples in an export. */
 export const MOST_EXPORTED = 100_000;

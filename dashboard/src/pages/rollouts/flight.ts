@@ -2,7 +2,7 @@
 
 import type { InFlight } from "../../types";
 
-export interface FlightGroup {
+interface FlightGroup {
   attempt: number;
   id: number | null;
   environment: string;

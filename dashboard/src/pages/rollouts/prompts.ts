@@ -1,4 +1,4 @@
-/** The answers of one prompt by step, and what to say of them. */
+/** Groups the answers of a prompt by step, and describes them in words. */
 
 import { count, percent } from "../../format";
 import type { Prompt } from "../../types";
@@ -21,12 +21,12 @@ export const PROMPT_SORTS: [value: string, title: string][] = [
 
 type Marked = Pick<Prompt, "n" | "num_right">;
 
-/** Returns the mark of a prompt in words; empty when some of its answers are right. */
+/** Returns the mark of a prompt in words; empty if only some of its answers are right. */
 export function markOf({ n, num_right }: Marked): string {
   return num_right === 0 ? "never solved" : num_right === n ? "always solved" : "";
 }
 
-/** Says how often a prompt was answered right, and since when. */
+/** Returns a sentence about how often a prompt was answered right, and since which step. */
 export function verdict(prompt: Prompt): string {
   const steps = `${count(prompt.steps.length)} ${prompt.steps.length === 1 ? "step" : "steps"}`;
   const answers = `${count(prompt.n)} ${prompt.n === 1 ? "answer" : "answers"} at ${steps}`;
@@ -47,7 +47,7 @@ export interface PromptGroup {
   samples: GroupSample[];
 }
 
-/** Returns the answers of a prompt by step and group, in their order. Those of an eval are one group. */
+/** Returns the answers of a prompt by step and group, in this order. The answers of an eval are one group. */
 export function groupsOf(rows: readonly SampleRow[]): PromptGroup[] {
   const groups = new Map<string, PromptGroup>();
   for (const row of rows) {

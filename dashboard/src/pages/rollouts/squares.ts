@@ -27,7 +27,7 @@ export function level(reward: number | null, { low, high }: RewardScale): number
 
 export const METRIC = "metric:";
 
-/** Numbers by which squares are filled, beside the metrics of the environment. */
+/** Numbers that can fill squares, besides the metrics of the environment. */
 export const SQUARES: [value: string, title: string][] = [
   ["reward", "reward"],
   ["length", "answer tokens"],
@@ -49,13 +49,13 @@ export function squareValue(answer: Answer, by: string): Value {
   return by === "advantage" ? answer.advantage : answer.reward;
 }
 
-/** How squares are filled: by which number, and between which ends in an environment. */
+/** How squares are filled: the number, and the ends of its scale in each environment. */
 export interface Filling {
   by: string;
   scaleOf: (environment: string) => RewardScale;
 }
 
-/** Returns the filling by a number: rewards between the ends of their environment, others between the ends of what is shown. */
+/** Returns how a number fills squares. Rewards span the range of their environment, other numbers the shown values. */
 export function fillingBy(by: string, rewards: Filling["scaleOf"], shown: readonly Answer[]): Filling {
   if (by === "reward") return { by, scaleOf: rewards };
   const values = shown.map((answer) => squareValue(answer, by)).filter((value): value is number => value !== null && Number.isFinite(value));

@@ -42,7 +42,7 @@ export function tokensOf(turn: DetailTurn): Token[] {
   });
 }
 
-export interface TokenPart {
+interface TokenPart {
   /** Index of its first token in the reply. */
   from: number;
   tokens: Token[];
@@ -86,7 +86,7 @@ const FULL_ENTROPY = 2;
 /** |log ratio| of the full color. */
 const FULL_LOG_RATIO = 0.25;
 
-export interface Shade {
+interface Shade {
   color: "neg" | "pos" | "heat" | "off" | null;
   /** Strength from 0 to 1. */
   strength: number;

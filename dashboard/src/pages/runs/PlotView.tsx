@@ -1,4 +1,4 @@
-/** The choice between the table of runs and its plots, and of the fields that these show. The address holds both. */
+/** Chooses between the table of runs and its plots, and the fields of the plots. Both choices are in the address. */
 
 import { useMemo, useState } from "react";
 import { Chooser, type Option } from "../../shell/Chooser";
@@ -14,7 +14,7 @@ const VIEWS: [string, string][] = [
 ];
 const FIRST_AXES = 6;
 
-/** Returns the fields of the chosen plot: of x and y, or of the axes, whose last one is the outcome. None for the table. */
+/** Returns the fields of the chosen plot: x and y, or all axes with the outcome last. Empty for the table. */
 export function usePlotFields(fields: Field[]): string[] {
   const { params } = usePlace();
   const { view, x, y, axes, outcome } = params;

@@ -1,4 +1,4 @@
-/** Settings against outcomes of the listed runs: a scatter of two fields, and parallel coordinates of many. */
+/** Plots the fields of the listed runs: a scatter plot of two, and parallel coordinates of settings and an outcome. */
 
 import { type ReactNode, useEffect, useRef, useState } from "react";
 import { setting } from "../../format";
@@ -15,7 +15,7 @@ interface Shared {
 
 const EDGE = 24;
 const BELOW = 44;
-/** Longest labels, in letters. */
+/** Longest label, in characters. */
 const LONGEST = 18;
 
 const short = (text: string) => (text.length > LONGEST ? `${text.slice(0, LONGEST - 1)}…` : text);
@@ -25,7 +25,7 @@ const textOf = (column: Column, run: RunRow): string => {
   return value === null ? "none" : typeof value === "number" ? write(column)(value) : value;
 };
 
-/** Returns the size of an element, and what to tie to it. */
+/** Returns the size of an element, and the ref to attach to it. */
 function useSize() {
   const host = useRef<HTMLDivElement>(null);
   const [size, setSize] = useState({ width: 0, height: 0 });
@@ -37,7 +37,7 @@ function useSize() {
   return { host, ...size };
 }
 
-/** A plot with a line of words above it: about the run under the pointer or the focus, else about all. */
+/** A plot below a line of text about the run under the pointer or focus, or else about all runs. */
 function Plot({ words, choices, draw }: { words: ReactNode; choices: ReactNode; draw: (width: number, height: number) => ReactNode }) {
   const { host, width, height } = useSize();
   return (
@@ -115,14 +115,14 @@ export function Scatter({ runs, x, y, choices, colorOf, hrefOf }: Shared & { x: 
   );
 }
 
-/** Returns the points whose names do not cover each other. */
+/** Returns the points whose labels do not overlap. */
 function apart(points: { id: string; x: number; y: number; room: number }[]): Set<string> {
   const kept: typeof points = [];
   for (const point of points) if (kept.every((other) => Math.abs(other.x - point.x) > Math.max(other.room, point.room) || Math.abs(other.y - point.y) > 16)) kept.push(point);
   return new Set(kept.map((point) => point.id));
 }
 
-/** Colors of outcomes from low to high; the lowest ones would not be seen as lines. */
+/** Colors of outcomes from low to high, without the palest ones, which are invisible as lines. */
 const RAMP = ["--r2", "--r3", "--r4"];
 
 export function Parallel({ runs, columns, choices, hrefOf }: Omit<Shared, "colorOf"> & { columns: Column[]; choices: ReactNode }) {
@@ -135,12 +135,12 @@ export function Parallel({ runs, columns, choices, hrefOf }: Omit<Shared, "color
     return place === null ? "--ink3" : RAMP[Math.min(RAMP.length - 1, Math.floor(place * RAMP.length))]!;
   };
   const shown = runs.find((run) => run.id === at);
-  // The best are drawn over the others, the one under the pointer over all.
+  // Better runs are drawn on top, and the run under the pointer over all others.
   const rank = (run: RunRow) => (run.id === at ? 2 : (last.place(outcome.value(run)) ?? -1));
   const ordered = [...runs].sort((a, b) => rank(a) - rank(b));
   return (
     <Plot
-      words={shown ? `${visible(shown.name)}: ${columns.map((column) => `${column.title} ${textOf(column, shown)}`).join(", ")}` : "A line is a run, stronger in color with a higher outcome"}
+      words={shown ? `${visible(shown.name)}: ${columns.map((column) => `${column.title} ${textOf(column, shown)}`).join(", ")}` : "Each line is a run; higher outcomes have a stronger color"}
       choices={choices}
       draw={(width, height) => {
         const step = (width - 2 * 70) / Math.max(1, axes.length - 1);

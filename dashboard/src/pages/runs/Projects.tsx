@@ -1,4 +1,4 @@
-/** The W&B projects whose runs are listed: those that the server found with the user's key, without those that the user removed. */
+/** Edits which W&B projects are listed: projects that the server found with the user's key or the user added, without removed ones. */
 
 import { useState } from "react";
 import { count } from "../../format";
@@ -77,8 +77,8 @@ function Chosen({ list }: { list: ProjectList }) {
       {list.can_change && list.problem && <p className="d">{visible(list.problem)}</p>}
       <p className="f s">
         {list.can_change
-          ? "Your projects with runs of Telescope are found by the key of wandb login. Removing one here changes nothing on W&B."
-          : "These were given to telescope ui. Without an argument, it finds your projects itself."}
+          ? "Projects with Telescope runs are found with the key of wandb login. Removing one here changes nothing on W&B."
+          : "These projects were named on the command line. Without an argument, telescope ui finds your projects."}
       </p>
     </div>
   );

@@ -1,4 +1,4 @@
-/** Gives a run another name. It is the user's own: the run does not change. */
+/** Renames a run for this user. The run itself does not change. */
 
 import { useState } from "react";
 import { Dialog } from "../../shell/Dialog";
@@ -30,7 +30,7 @@ export function RenameDialog({ run, close }: { run: RunRow; close: () => void })
         </button>
       </form>
       {error && <p className="w">{error.message}</p>}
-      <p className="f s">The name is yours, on all pages. The run keeps its own.</p>
+      <p className="f s">All pages show this name to you. The run itself does not change.</p>
     </Dialog>
   );
 }

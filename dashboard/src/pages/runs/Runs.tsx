@@ -140,12 +140,12 @@ function Table({ list, ids, known, lost }: { list: RunList; ids: string[]; known
     { keys: ["k", "ArrowUp"], does: "run before", run: () => move(-1) },
     { keys: ["Enter"], does: "open the run, fold the group", run: () => open(lines[at]) },
     { keys: ["x"], does: "choose the run or the group", run: () => lines[at] && pick(membersOf(lines[at]), !isPicked(lines[at])) },
-    { keys: ["c"], does: "draw the chosen runs in Metrics", run: () => leave("metrics") },
-    { keys: ["d"], does: "compare config and code of the chosen runs", run: () => picked.length > 1 && leave("compare") },
-    { keys: ["t"], does: "tags of the chosen runs", run: () => picked.length > 0 && setOpened("tags") },
-    { keys: ["r"], does: "rename the chosen run", run: () => single && setOpened("name") },
-    { keys: ["a"], does: "archive the chosen runs, or take them back", run: () => chosenRuns.length > 0 && labels.archive(chosenRuns, !areArchived) },
-    { keys: ["b"], does: "take the chosen run as the baseline", run: () => single && setBaseline(single === baseline ? null : single.id) },
+    { keys: ["c"], does: "draw the selected runs in Metrics", run: () => leave("metrics") },
+    { keys: ["d"], does: "compare config and code of the selected runs", run: () => picked.length > 1 && leave("compare") },
+    { keys: ["t"], does: "tags of the selected runs", run: () => picked.length > 0 && setOpened("tags") },
+    { keys: ["r"], does: "rename the selected run", run: () => single && setOpened("name") },
+    { keys: ["a"], does: "archive the selected runs, or unarchive them", run: () => chosenRuns.length > 0 && labels.archive(chosenRuns, !areArchived) },
+    { keys: ["b"], does: "use the selected run as the baseline", run: () => single && setBaseline(single === baseline ? null : single.id) },
   ]);
   const live = all.filter((run) => run.live).length;
   const sortedBy = sort.replace(/^-/, "");
@@ -195,7 +195,7 @@ function Table({ list, ids, known, lost }: { list: RunList; ids: string[]; known
             Rename
           </button>
           <button className="btn" onClick={() => labels.archive(chosenRuns, !areArchived)} title="a">
-            {areArchived ? "Take back from the archive" : "Archive"}
+            {areArchived ? "Unarchive" : "Archive"}
           </button>
           <button className="btn" disabled={!single} aria-pressed={single !== undefined && single === baseline} onClick={() => setBaseline(single === baseline ? null : single!.id)} title={single ? "b" : "Choose one run"}>
             Baseline
@@ -275,7 +275,7 @@ function Table({ list, ids, known, lost }: { list: RunList; ids: string[]; known
                             {shown}
                             {delta && <span className="f s" title={`minus ${visible(baseline!.name)}`}> {delta}</span>}
                             {column === NAME && run === baseline && (
-                              <button className="base s" title="The others show how far they are from it. Take it away" onClick={() => setBaseline(null)}>
+                              <button className="base s" title="Other runs show their difference to it. Click to remove the baseline" onClick={() => setBaseline(null)}>
                                 baseline ×
                               </button>
                             )}
@@ -381,7 +381,7 @@ function Filter() {
   );
 }
 
-/** Names the fields of the filter that no run has. */
+/** Warns of fields in the filter that no run has. */
 function Unknown({ terms, known }: { terms: string; known: Field[] }) {
   const missing = useMemo(() => (known.length > 0 ? unknownFields(parseFilter(terms), known.map((field) => field.name)) : []), [terms, known]);
   if (missing.length === 0) return null;

@@ -1,22 +1,22 @@
-/** Axes of any field of runs: numbers, on a log scale where they span decades, or the values that there are. No drawing here. */
+/** Computes the axis of any field of runs: numeric, on a log scale if it spans decades, or categorical. Draws nothing. */
 
 import { logTicks, ticks } from "../../charts/math";
 import { compare, type Sortable } from "../../state/groups";
 
-/** Numbers that span this factor are on a log scale, as learning rates are. */
+/** Numbers that span at least this factor, such as learning rates, are on a log scale. */
 const LOG_FROM = 20;
 const MOST_TICKS = 12;
-/** Room beside the outermost numbers. */
+/** Margin beyond the outermost numbers, as a share of the axis. */
 const ROOM = 0.05;
 
 export interface Axis {
-  /** Place of a value from 0 to 1; null if it has none. */
+  /** Position of a value from 0 to 1; null if it is not on the axis. */
   place: (value: Sortable) => number | null;
   ticks: { at: number; text: string }[];
   log: boolean;
 }
 
-/** Returns the axis of some values. `write` is for numbers. */
+/** Returns the axis of some values. `write` formats numbers. */
 export function axisOf(values: Sortable[], write: (value: number) => string, wanted = 5): Axis {
   const known = values.filter((value) => value !== null);
   const numbers = known.filter((value) => typeof value === "number");
@@ -28,7 +28,7 @@ export function axisOf(values: Sortable[], write: (value: number) => string, wan
   const [from, to] = [scale(low) - room, scale(high) + room];
   const place = (value: Sortable) => (typeof value === "number" && (!log || value > 0) ? (scale(value) - from) / (to - from) : null);
   const distinct = [...new Set(numbers)].sort((a, b) => a - b);
-  // The few values of a setting are its ticks, unless they would cover each other.
+  // If a setting has few values, they are the ticks, unless their labels would overlap.
   const isApart = distinct.every((value, i) => i === 0 || place(value)! - place(distinct[i - 1]!)! > 0.06);
   const marks = distinct.length <= 8 && isApart ? distinct : log ? logTicks(10 ** from, 10 ** to) : ticks(from, to, wanted).filter((tick) => tick >= from && tick <= to);
   return { place, ticks: marks.map((value) => ({ at: place(value)!, text: write(value) })), log };

@@ -23,13 +23,13 @@ export interface Column {
   show: (run: RunRow) => ReactNode;
   /** Writes a mean of its values; without it, runs of a group have no mean. */
   write?: (value: number) => string;
-  /** Writes a difference to the baseline: it is an outcome. */
+  /** Formats a difference to the baseline. Only outcomes have it. */
   difference?: (value: number) => string;
   /** Shows it for several runs. */
   together?: (runs: RunRow[]) => ReactNode;
 }
 
-/** The outcome comes first. */
+/** Columns of the table, outcomes first. */
 export const DEFAULT_COLUMNS = ["heldout", "reward", "status", "steps", "checkpoint", "started_at", "duration", "algorithm", "tags", "model", "environments"];
 export const DEFAULT_SORT = "-started_at";
 
@@ -83,7 +83,7 @@ function Steps({ run }: { run: RunRow }) {
   );
 }
 
-/** The newest held-out accuracy, from the first; of a run that has trained on, with the step that it is of. */
+/** Shows the first and newest held-out accuracy, and the step of the newest if the run has trained further. */
 function HeldOut({ run }: { run: RunRow }) {
   const { heldout_before: before, heldout_after: after, heldout_step: step } = run;
   if (before === null && after === null) return NONE;
@@ -119,7 +119,7 @@ const OWN: Column[] = [
   { ...quantity("reward", "reward", (run) => run.reward_last, (value) => number(value, 3)), difference, show: (run) => <Reward run={run} />, hint: "mean of all scored samples, first 10 steps → last 10; runs of earlier versions have that of the samples trained on" },
   { ...quantity("heldout", "held out", (run) => run.heldout_after ?? run.heldout_before, (value) => percent(value)), difference: points, show: (run) => <HeldOut run={run} />, hint: "accuracy of the first eval with held-out items, before training → newest" },
   quantity("gain", "gain, points", gain, points),
-  { ...quantity("checkpoint", "best saved", (run) => run.best_checkpoint, (value) => `step ${count(value)}`), write: undefined, hint: "the checkpoint with the highest held-out accuracy, of those that are there" },
+  { ...quantity("checkpoint", "best saved", (run) => run.best_checkpoint, (value) => `step ${count(value)}`), write: undefined, hint: "the existing checkpoint with the highest held-out accuracy" },
   { ...quantity("heldout_step", "held out at step", (run) => run.heldout_step, (value) => number(value)), hint: "finished steps of the newest held-out accuracy" },
   text("algorithm", "algorithm", (run) => run.algorithm ?? ""),
   { ...text("model", "model", (run) => shortModel(run.model)), show: (run) => <span title={visible(run.model ?? "")}>{visible(shortModel(run.model))}</span> },
@@ -200,15 +200,15 @@ export function fromBaseline(column: Column, run: RunRow, baseline: RunRow): str
   return column.difference && typeof value === "number" && typeof base === "number" ? column.difference(value - base) : null;
 }
 
-/** Returns the table as CSV: the values as they are measured, in the order of the runs. */
+/** Returns the table as CSV with unrounded values, in the order of the runs. */
 export function runsCsv(runs: RunRow[], columns: Column[]): string {
   return csv(["id", ...columns.map((column) => column.id)], runs.map((run) => [run.id, ...columns.map((column) => column.value(run))]));
 }
 
-/** Settings that name a run and its places: they explain no outcome. */
+/** Settings that only name a run, its folders or its ports, and so explain no outcome. */
 const BOOKKEEPING = /^config\.(run_dir|wandb_\w+|resume_\w+|\w*_port)$/;
 
-/** Returns the settings that differ between runs: numbers of many values first, as a sweep has, then others of few. */
+/** Returns the settings that differ between runs: numbers with many values first, as in a sweep, then settings with few values. */
 export const differingSettings = (fields: Field[]): string[] =>
   fields
     .filter((field) => field.name.startsWith("config.") && field.values > 1 && !BOOKKEEPING.test(field.name))

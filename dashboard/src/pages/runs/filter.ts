@@ -5,7 +5,7 @@ import type { RunRow } from "../../types";
 
 type Sign = "=" | "!=" | ">" | ">=" | "<" | "<=";
 
-export interface Term {
+interface Term {
   /** Null for a word that is looked for everywhere. */
   field: string | null;
   sign: Sign;
@@ -92,7 +92,7 @@ export function toggleTerm(text: string, term: string): string {
   return (parts.includes(term) ? parts.filter((part) => part !== term) : [...parts, term]).join(" ");
 }
 
-/** Returns the fields of a filter that no run has, each with the known name that is most like it; null where none is. */
+/** Returns the fields of a filter that no run has, each with the most similar known name, or null if none is similar. */
 export function unknownFields(terms: Term[], fields: string[]): { field: string; meant: string | null }[] {
   const known = new Set(fields);
   const names = ["tag", ...Object.keys(OWN), ...fields.map((name) => name.replace(/^(config\.|last\.(?=.*\/))/, ""))];
@@ -105,7 +105,7 @@ export function unknownFields(terms: Term[], fields: string[]): { field: string;
   });
 }
 
-/** Returns how many letters are to be put in, taken out or replaced to make one text of the other. */
+/** Returns the Levenshtein distance of two texts. */
 function distance(a: string, b: string): number {
   let row = Array.from({ length: b.length + 1 }, (_, i) => i);
   for (let i = 0; i < a.length; i += 1) {

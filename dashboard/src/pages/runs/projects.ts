@@ -7,7 +7,7 @@ export interface Choice {
 
 const PROJECT = /^(?:https?:\/\/[^/]+\/(?:wandb\/)?)?([\w.-]+)\/([\w.-]+)(?:\/(?:runs|table|workspace).*)?\/?$/;
 
-/** Returns ENTITY/PROJECT of a name or an address of W&B, or null. */
+/** Parses ENTITY/PROJECT or the address of a W&B project; null if it is neither. */
 export function parseProject(text: string): string | null {
   const match = PROJECT.exec(text.trim());
   return match && `${match[1]}/${match[2]}`;
@@ -15,7 +15,7 @@ export function parseProject(text: string): string | null {
 
 const without = (list: string[] | undefined, path: string) => (list ?? []).filter((other) => other !== path);
 
-/** Returns the choice with a project that is shown, or not. */
+/** Returns the choice after a project is added or removed. */
 export function choose(old: Choice | null, path: string, on: boolean): Choice {
   const added = without(old?.added, path);
   const removed = without(old?.removed, path);

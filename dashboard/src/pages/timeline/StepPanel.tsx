@@ -13,12 +13,12 @@ import { COLOR, type SpanColumns } from "./spans";
 interface StepPanelProps {
   read: StepPaths;
   around: Around;
-  /** A step that is chosen while several are in view. */
+  /** The selected step, while several are in view. */
   chosen: number | null;
   onFit: () => void;
 }
 
-/** What the step waited for, or the mean step of several: a sentence, and a table whose seconds add up to the step. */
+/** Explains what a step, or the mean of several, waited for: a sentence, and a table whose seconds add up to the step. */
 export function StepPanel({ read: { first, last, paths }, around, chosen, onFit }: StepPanelProps) {
   const several = first !== last;
   const path = several ? meanPath(paths) : paths[0]!;

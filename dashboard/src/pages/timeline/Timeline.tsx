@@ -37,9 +37,9 @@ const CONSTANT_SECONDS = 11;
 const MOST_GAUGES = 16;
 /** How often a live run is asked for gauges that it did not have before. */
 const NAMES_MS = 10_000;
-/** From so many whole steps in view on, the panel shows their mean, unless the chosen one fills a large part of it. */
+/** With at least this many whole steps in view, the panel shows their mean, unless the selected step fills a large part of the view. */
 const SEVERAL = 4;
-/** How often a live view of merged spans is read again: the server looks at all spans for it. */
+/** Interval between reads of merged spans in a live run. Each read scans all spans on the server. */
 const MERGED_MS = 10_000;
 const KEY: Kind[] = ["queue", "prefill", "decode", "environment", "reward", "request", "forward", "backward", "reduction", "optimizer", "weight sync", "checkpoint", "eval"];
 const NAMES: Partial<Record<Kind, string>> = { environment: "tool", reduction: "reduce", request: "outside the engine" };
@@ -287,7 +287,7 @@ function fitRange(steps: StepColumns, { from, to }: Range): View | null {
   return { from: start - 0.02 * (end - start), to: end + 0.02 * (end - start) };
 }
 
-/** The steps that lie in a view from start to end; null if none does. */
+/** Returns the first and last step that lie wholly in the view; null if none does. */
 function wholeSteps(steps: StepColumns, view: View): { first: number; last: number; number: number } | null {
   const rows = steps.step.map((_, row) => row).filter((row) => (steps.started_at[row] ?? -Infinity) >= view.from && (steps.ended_at[row] ?? Infinity) <= view.to);
   return rows.length ? { first: steps.step[rows[0]!]!, last: steps.step[rows.at(-1)!]!, number: rows.length } : null;

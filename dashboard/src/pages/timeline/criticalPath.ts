@@ -74,7 +74,7 @@ export function tableRows(path: CriticalPath): Part[] {
 const REST = "Between phases";
 
 export type StepSpan = Omit<PathSpan, "of_step">;
-export type StepSample = Omit<PathAnswer, "step">;
+type StepSample = Omit<PathAnswer, "step">;
 
 export interface CriticalPath {
   step: number;
@@ -89,7 +89,7 @@ export interface CriticalPath {
   parts: Part[];
   /** Of the groups of the batch, those ready earlier than the last, and by how many seconds. */
   groupsReady: { earlier: number; of: number; seconds: number } | null;
-  /** Servers that its answers came from. */
+  /** Servers that generated its answers. */
   servers: number[];
 }
 
@@ -122,7 +122,7 @@ const TRAINER_PHASES: Record<string, Phase> = {
   checkpoint: { label: "Checkpoint", kind: "checkpoint", priority: 2 },
 };
 
-/** A rank is late when it begins this share of the step after the first one. */
+/** A rank is late if it begins after the first one by more than this share of the step. */
 const LATE = 0.1;
 
 /** Computes the critical path of a step from the spans around it and the samples that it trained. */
@@ -189,7 +189,7 @@ function groupsReady(samples: readonly StepSample[], last: StepSample | null): C
   return { earlier: others.length, of: readyAt.size, seconds: last.finished_at! - Math.max(...others) };
 }
 
-/** The path of the mean step: the seconds of each part, divided by the number of steps. */
+/** Returns the path of the mean step: the seconds of each part divided by the number of steps. */
 export function meanPath(paths: readonly CriticalPath[]): CriticalPath {
   const mean = (of: (path: CriticalPath) => number) => paths.reduce((sum, path) => sum + of(path), 0) / paths.length;
   const [end, ready] = [mean((path) => path.end - path.start), mean((path) => path.ready - path.start)];
@@ -205,7 +205,7 @@ export function meanPath(paths: readonly CriticalPath[]): CriticalPath {
   return { step: paths[0]!.step, start: 0, end, ready, rank: null, last: null, lane: null, parts: ordered, groupsReady: null, servers: [...new Set(paths.flatMap((path) => path.servers))] };
 }
 
-/** What else happened: servers that were down, and evals. */
+/** Other events of the time: server outages and evals. */
 export interface Around {
   outages: readonly Outage[];
   evals: readonly { from: number; to: number; servers: readonly number[] }[];
@@ -213,19 +213,19 @@ export interface Around {
 
 interface Cause {
   name: "rank" | "engine" | "checkpoint" | "eval" | "answer" | "weight sync" | Kind;
-  /** Of a step; of the mean one, where there are several. */
+  /** Seconds per step. */
   seconds: number;
 }
 
 /** An answer is alone when the other groups were ready this share of the wait earlier. */
 const ALONE = 0.3;
 
-/** A step that spends more than this share of itself on one thing could be shorter with other settings. */
+/** If one part takes more than this share of a step, other settings could shorten the step. */
 const WAITS = 0.25;
 
 const overlap = (from: number, to: number, one: { from: number; to: number }) => Math.max(0, Math.min(to, one.to) - Math.max(from, one.from));
 
-/** What the steps waited for, the largest first. A wait for answers has one cause: what happened in most of it. */
+/** Returns what the steps waited for, longest first. A wait for answers has one cause: whatever took most of it. */
 function causesOf(paths: readonly CriticalPath[], { outages, evals }: Around): Cause[] {
   const found = new Map<Cause["name"], number>();
   const add = (name: Cause["name"], seconds: number) => found.set(name, (found.get(name) ?? 0) + seconds / paths.length);
@@ -269,7 +269,7 @@ const FOR: Partial<Record<Cause["name"], string>> = {
   other: "for its batch to be packed",
 };
 
-/** Names the servers that were down in a time: "engine 1", "engines 0 and 2". */
+/** Names the servers that were down during an interval: "engine 1", "engines 0 and 2". */
 function downIn(paths: readonly CriticalPath[], outages: readonly Outage[]): { text: string; seconds: number } {
   const [from, to] = [paths[0]!.start, paths.at(-1)!.end];
   const seen = outages.filter((one) => overlap(from, to, one) > 0);
@@ -279,7 +279,7 @@ function downIn(paths: readonly CriticalPath[], outages: readonly Outage[]): { t
 
 const seconds = (value: number) => `${value < 10 ? value.toFixed(value < 1 ? 2 : 1) : value.toFixed(0)} s`;
 
-/** What the steps waited for or spent their time on, in one sentence. */
+/** Returns one sentence about what the steps waited for or spent their time on. */
 export function verdict(paths: readonly CriticalPath[], around: Around): string {
   const mean = paths.length === 1 ? paths[0]! : meanPath(paths);
   const it = paths.length === 1 ? "It" : "The mean step";
@@ -296,16 +296,16 @@ export function verdict(paths: readonly CriticalPath[], around: Around): string 
   return `${wait}${most.label} took ${seconds(most.seconds)}, ${share}\u2009% of ${paths.length === 1 ? "it" : "the mean step"}.`;
 }
 
-/** The rank that held up the steps most: "Rank 1 began late". */
+/** Returns the rank that delayed the steps most: "Rank 1 began late". */
 function late(paths: readonly CriticalPath[]): string {
   const rows = total(paths.flatMap((path) => path.parts)).filter((row) => row.label.endsWith("began late"));
   return rows.sort((a, b) => b.seconds - a.seconds)[0]?.label ?? "A rank began late";
 }
 
-/** A second cause is named from this share of a step on. */
+/** A second cause is named if it takes at least this share of a step. */
 const ALSO = 0.1;
 
-/** What would shorten the steps: for the main cause, and another one that matters. Empty if they hardly waited. */
+/** Returns what would shorten the steps, for the main cause and a second one if it matters. Empty if they hardly waited. */
 export function advice(paths: readonly CriticalPath[], around: Around): string[] {
   const whole = wholeOf(paths);
   const causes = causesOf(paths, around).filter((cause) => cause.seconds > ALSO * whole);
@@ -322,7 +322,7 @@ export function advice(paths: readonly CriticalPath[], around: Around): string[]
       case "weight sync":
         return `Weight syncs took ${seconds(spent)} a step: raise weight_broadcast_bucket_mb, or set weight_transfer: background.`;
       case "eval":
-        return "An eval had the engines: raise eval_every, evaluate fewer num_samples, or set eval_num_servers.";
+        return "An eval occupied the engines: raise eval_every, evaluate fewer num_samples, or set eval_num_servers.";
       case "answer":
         return paths.length === 1
           ? `Raise max_async_rollout: group ${paths[0]!.last!.group_id} would join a later step. Or lower max_tokens.`

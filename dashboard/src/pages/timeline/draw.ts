@@ -45,7 +45,7 @@ export interface Scene {
   origin: number;
   /** The newest time of a live run; null when it has ended. */
   now: number | null;
-  /** The newest time of the run, until which a gauge holds its last reading. */
+  /** The newest time of the run. Gauges are drawn with their last reading until then. */
   end: number;
   batches: Mark[];
   /** Times at which groups were ready. */
@@ -57,13 +57,13 @@ export interface Scene {
   /** Rows of the columns to outline: the samples of a group, and the selected one. */
   group: ReadonlySet<string>;
   sample: string;
-  /** Requests that are left out. */
+  /** Requests that are hidden. */
   hidden: ReadonlySet<Outcome>;
 }
 
 const DARK_KINDS = new Set(["backward", "optimizer", "prefill", "checkpoint"]);
 
-/** Lines over the color of a request, so that outcomes differ without it. In pixels of a tile: lines from point to point. */
+/** Hatching of requests, which shows the outcome without color: lines between points of a tile, in pixels. */
 const TILE = 8;
 const HATCHES: Partial<Record<Outcome, [number, number, number, number][]>> = {
   discarded: [[-1, 9, 9, -1], [-5, 5, 5, -5], [3, 13, 13, 3]],
@@ -138,7 +138,7 @@ export function draw(context: CanvasRenderingContext2D, scene: Scene, width: num
   context.clip();
   context.translate(0, AXIS - scroll);
 
-  // Spans are drawn in whole pixels of the device.
+  // Spans are drawn in whole device pixels.
   const ratio = context.getTransform().a;
   const narrow = perPixel / ratio;
   const first = Math.round((lanes.start - view.from) / narrow) + LABEL_WIDTH * ratio;
@@ -173,7 +173,7 @@ export function draw(context: CanvasRenderingContext2D, scene: Scene, width: num
     for (const [a, b, box] of shown) {
       const outcome = OUTCOMES[box.outcome]!;
       if (outcome === "kept") continue;
-      // An eval has one line along its middle where there is room. In thin slots, patterns go on from one to the next.
+      // An eval has a line along its middle if the slot is high enough. In thin slots, patterns continue across slots.
       const middle = outcome === "eval" && h >= 2;
       context.fillStyle = middle ? ground : (hatch(context, outcome, ground) ?? ground);
       if (middle) context.fillRect(a, y + Math.floor(h / 2), b - a, 1);
@@ -341,7 +341,7 @@ export function draw(context: CanvasRenderingContext2D, scene: Scene, width: num
     context.fillRect(LABEL_WIDTH, bottom, plot, 1);
   }
 
-  // A reading holds until the next one: a line would slope over what was not measured.
+  // A reading is drawn until the next one. A sloped line would show values that were not measured.
   function plotLine(series: Readings, x: (t: number) => number, y: (v: number) => number, bottom: number, stroke: string, fill: string, alpha: number): void {
     const points = series.time.flatMap((time, i): [number, number][] => (series.mean[i] == null ? [] : [[x(time), y(series.mean[i]!)]]));
     const held = Math.min(right, x(scene.end));

@@ -65,17 +65,17 @@ export function useSpans(run: string, view: View | null, buckets: number, versio
   return { loaded, error };
 }
 
-/** Steps of a range whose paths are read for its mean, evenly spaced. */
+/** Most steps that are read for the mean of a range, evenly spaced. */
 const MOST_PATHS = 100;
 
 export interface StepPaths {
-  /** The steps that were asked for. */
+  /** The requested steps. */
   first: number;
   last: number;
   paths: CriticalPath[];
 }
 
-/** Returns the critical paths of a range of steps. Those of the range before it are held until they are read. */
+/** Returns the critical paths of a range of steps, and those of the previous range until they are read. */
 export function useCriticalPaths(run: string, first: number | null, last: number | null): { read: StepPaths | null; error: Error | null } {
   const [state, setState] = useState<{ run: string; read: StepPaths | null; error: Error | null }>({ run, read: null, error: null });
   useEffect(() => {

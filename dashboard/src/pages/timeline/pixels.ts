@@ -1,4 +1,4 @@
-/** Turns the spans of a track into whole pixels, so that each kind gets as many as its share of the time. */
+/** Rasterizes the spans of a track, so that each kind gets as many pixels as its share of the time. */
 
 import { KINDS, OUTCOMES, type Track } from "./spans";
 
@@ -8,21 +8,21 @@ export interface Box {
   to: number;
   kind: number;
   outcome: number;
-  /** Index in the track of the first span; several narrow ones may share a box. */
+  /** Index in the track of the first span. Several narrow spans may share a box. */
   index: number;
 }
 
 const IDLE = KINDS.length * OUTCOMES.length;
-/** A share of a pixel below this is an error of rounding. */
+/** Smaller shares of a pixel are rounding errors. */
 const NOTHING = 1e-6;
 
-// Of each kind and outcome: its part of the present pixel, how far it is behind, and its first span there.
+// For each kind and outcome: its share of the current pixel, the time that it still lacks, and its first span there.
 const cover = new Float64Array(IDLE + 1);
 const owed = new Float64Array(IDLE + 1);
 const spans = new Int32Array(IDLE + 1);
 const owedKind = new Float64Array(KINDS.length + 1);
 const kindOf = Uint8Array.from({ length: IDLE + 1 }, (_, one) => Math.floor(one / OUTCOMES.length));
-/** What the present pixel has. */
+/** Kinds and outcomes in the current pixel. */
 const present = new Uint8Array(IDLE + 1);
 
 const drawn = new WeakMap<Track, { origin: number; narrow: number; boxes: Box[] }>();
@@ -46,7 +46,7 @@ export function pixelBoxes(track: Track, origin: number, narrow: number): Box[] 
   let filled = 0;
   const emit = (from: number, to: number, index: number) => {
     const [kind, outcome] = [track.kind[index]!, track.outcome[index]!];
-    // Neighbors of one kind are one box, but two spans that are long enough to be seen are two.
+    // Adjacent pixels of one kind are one box, but two spans that are long enough to be seen stay two.
     if (last !== null && last.to === from && last.kind === kind && last.outcome === outcome && (last.index === index || to - from < 2)) last.to = to;
     else boxes.push((last = { from, to, kind, outcome, index }));
   };
@@ -72,7 +72,7 @@ export function pixelBoxes(track: Track, origin: number, narrow: number): Box[] 
       owed[one]! += cover[one]!;
       owedKind[kindOf[one]!]! += cover[one]!;
     }
-    // First the kind, then what became of it.
+    // First choose the kind, then the outcome.
     let best = present[0]!;
     for (let place = 1; place < used; place++) {
       const one = present[place]!;
@@ -110,7 +110,7 @@ export function pixelBoxes(track: Track, origin: number, narrow: number): Box[] 
   return boxes;
 }
 
-/** The boxes that touch the columns [from, to). */
+/** Returns the boxes that overlap the columns [from, to). */
 export function boxesWithin(boxes: readonly Box[], from: number, to: number): Box[] {
   let low = 0;
   let high = boxes.length;

@@ -30,7 +30,7 @@ export function kindOf(component: string, name: string): Kind {
   return BY_NAME[name] ?? (component === "environment" ? "environment" : component === "rollout" ? "environment" : "other");
 }
 
-/** What became of a request. Spans without a sample, and those of samples that run, are drawn as kept ones. */
+/** Outcomes of a request. Spans without a sample, or of a running sample, are drawn as kept. */
 export const OUTCOMES = ["kept", "discarded", "cancelled", "eval"] as const;
 export type Outcome = (typeof OUTCOMES)[number];
 
@@ -39,16 +39,16 @@ function outcomeOf(status: string | null | undefined): number {
   return Math.max(0, OUTCOMES.indexOf((status === "masked" ? "discarded" : status) as Outcome));
 }
 
-/** Which span a slot shows where several cover the same time, as in the server's `AFTER_ENGINE`. */
+/** Which span a slot shows if several overlap, as in the server's `AFTER_ENGINE`. */
 const LEVEL: Partial<Record<Kind, number>> = { environment: 1, reward: 2, request: 3 };
 const LEVELS = 4;
 
-/** What a lane shows: spans that do not overlap, sorted by their start. */
+/** The spans that a lane shows, which do not overlap, sorted by start. */
 export interface Track {
   start: Float64Array;
   end: Float64Array;
   kind: Uint8Array;
-  /** Place in `OUTCOMES`. */
+  /** Index in `OUTCOMES`. */
   outcome: Uint8Array;
   /** Row of the columns. */
   row: Int32Array;
@@ -107,7 +107,7 @@ class Builder {
     const { start, end, component, name, count, status, part_seconds = 0 } = this.columns;
     const rows = this.rows.sort((a, b) => start[a]! - start[b]! || end[b]! - end[a]!);
     const kinds = rows.map((row) => KINDS.indexOf(kindOf(component[row]!, name[row]!)));
-    // Spans that were merged took turns: each kind has its share of the part, one after the other.
+    // Merged spans are drawn one after the other, each kind with its share of the interval.
     let stacked = -Infinity;
     const shifts = rows.map((row) => {
       if ((count?.[row] ?? 1) === 1 && end[row]! - start[row]! >= part_seconds) return 0;
@@ -198,7 +198,7 @@ export function buildLanes(columns: SpanColumns): Lanes {
     columns,
     orchestrator: built.filter((lane) => lane.area === "orchestrator"),
     trainer: built.filter((lane) => lane.area === "trainer"),
-    // Every slot of the run has its lane, also where it is empty: lanes stay in their places.
+    // Every slot of the run has a lane, even if it is empty, so lanes do not move.
     engines: [...servers].sort((a, b) => a - b).map((server) => ({
       server,
       lanes: withSlots(server, built.filter((lane) => lane.area === "engine" && lane.owner === server), Array.from({ length: slots.get(server) ?? 0 }, (_, slot) => slot)),

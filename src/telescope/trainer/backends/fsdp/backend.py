@@ -264,14 +264,14 @@ class FSDPBackend(RLBackend):
         return self.policy.causal_lm.config
 
     def _prepare_checkpoints(self) -> None:
-        """Starts the writer and allocates the copy, for which the first checkpoint would pause training."""
+        """Starts the writer and allocates the copy, so that the first checkpoint does not pause training for it."""
         saver, state = self.saver, self._saved_state()
         # torch made the state of the new optimizer by a step without gradients and learning rate, and counted it.
         for values in self.optimizer.state.values():
             values["step"].zero_()
         try:
             saver.prepare(state)
-        except OSError as error:  # each checkpoint will fail with it, and the run goes on
+        except OSError as error:  # each checkpoint will fail for this reason, and the run continues
             logger.warning("checkpoints will fail: %s", error)
 
     def _saved_state(self) -> dict[str, Any]:
