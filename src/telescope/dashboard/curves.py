@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from telescope.dashboard.samples import NUMBERS, Filters
-from telescope.dashboard.store import NotFoundError, Row, RunStore
+from telescope.dashboard.store import NotFoundError, Row, RunStore, key_of
 from telescope.errors import UserError
 from telescope.record.query import sql_text
 
@@ -146,7 +146,7 @@ def eval_samples(store: RunStore, attempt: int, eval_id: str) -> list[Row]:
     where = f"attempt = {int(attempt)} AND step IN ({steps}) AND group_id < 0"
     texts = store.beginnings(where, TEXT, ", golden")
     for row in rows:
-        text = texts.get((attempt, row["sample_id"]), {})
+        text = texts.get(key_of(row), {})
         row.update({"prompt": text.get("prompt") or "", "answer": text.get("answer") or ""})
         row.update({"golden": text.get("golden") or {}, "tags": row["tags"] or {}})
     return rows

@@ -18,7 +18,7 @@ from typing import Any
 
 import pydantic_core
 
-from telescope.dashboard.store import NO_HITS, Row, RunStore, View
+from telescope.dashboard.store import NO_HITS, Key, Row, RunStore, View, key_of
 from telescope.errors import UserError
 from telescope.record.query import sql_text
 
@@ -119,12 +119,12 @@ def samples(
     if not is_quick:
         is_quick = sum(file.num_bytes for file in store.run.table_files("samples")) <= SMALL_BYTES
     texts = beginnings(store, rows) if is_quick else {}
-    around = store.snippets(filters.search.strip(), [_key(row) for row in rows]) if filters.search.strip() else {}
+    around = store.snippets(filters.search.strip(), [key_of(row) for row in rows]) if filters.search.strip() else {}
     for row in rows:
         row["metrics"], row["tags"] = row["metrics"] or {}, row["tags"] or {}
-        text = texts.get(_key(row), {})
+        text = texts.get(key_of(row), {})
         row["prompt"], row["completion"] = text.get("prompt") or "", text.get("answer") or ""
-        row["snippet"] = around.get(_key(row))
+        row["snippet"] = around.get(key_of(row))
     metrics = sorted(name for (name,) in store.seen("samples", "unnest(map_keys(metrics))"))
     return {"total": total, "rows": rows, "facets": facets, "metrics": metrics}
 
@@ -167,12 +167,8 @@ def prompts(store: RunStore, filters: Filters, *, mark: str, sort: str, offset: 
         row["attempt"], row["sample_id"], row["group_id"] = row.pop("first")
     texts = beginnings(store, [{**row, "step": row["first_step"]} for row in rows])
     for row in rows:
-        row["prompt"] = texts.get(_key(row), {}).get("prompt") or ""
+        row["prompt"] = texts.get(key_of(row), {}).get("prompt") or ""
     return {**marks, "rows": rows}
-
-
-def _key(row: Row) -> tuple[int, str]:
-    return row["attempt"], row["sample_id"]
 
 
 def _facets(
@@ -221,7 +217,7 @@ def _filtered(store: RunStore, filters: Filters) -> Iterator[tuple[View, list[st
         yield view, base, conditions
 
 
-def beginnings(store: RunStore, members: Sequence[Row]) -> dict[tuple[int, str], Row]:
+def beginnings(store: RunStore, members: Sequence[Row]) -> dict[Key, Row]:
     """Returns the beginnings of the texts of some samples, see `RunStore.beginnings`.
 
     What all prompts of an environment have in common is left out.
@@ -236,10 +232,10 @@ def beginnings(store: RunStore, members: Sequence[Row]) -> dict[tuple[int, str],
     texts = store.beginnings(f"step BETWEEN {min(steps)} AND {max(steps)} AND ({among})", COMPARED)
     prompts: dict[str | None, set[str]] = defaultdict(set)
     for row in members:
-        prompts[row["environment"]].add(texts.get(_key(row), {}).get("prompt") or "")
+        prompts[row["environment"]].add(texts.get(key_of(row), {}).get("prompt") or "")
     same = {environment: _same(min(some), max(some)) for environment, some in prompts.items() if len(some) > 1}
     for row in members:
-        if text := texts.get(_key(row)):
+        if text := texts.get(key_of(row)):
             text["prompt"] = _elided(text["prompt"] or "", same.get(row["environment"], ""))[:BEGINNING]
             text["answer"] = (text["answer"] or "")[:BEGINNING]
     return texts
