@@ -32,7 +32,7 @@ def distribution(
     statistics, and all steps of a tag or of a number without any, are computed from the samples. Raises `UserError` for
     an unknown metric or a malformed tag. The columns of the histogram are empty unless `histogram` is true.
     """
-    _, tags = Filters(tags=[tag] if tag else []).conditions()
+    _, tags = Filters(tag=[tag] if tag else []).conditions()
     chosen = " AND ".join(tags.values()) or "true"
     visible = store.visible()
     store.refresh("step_stats")

@@ -51,7 +51,6 @@ class RunApp(App[None]):
         self._seen: object = None
 
     def compose(self) -> ComposeResult:
-        """Creates the pages."""
         with TabbedContent():
             for number, (name, page) in enumerate(PAGES.items(), 1):
                 yield page(f"{number} {name}", id=name)
@@ -65,7 +64,6 @@ class RunApp(App[None]):
 
     @property
     def page(self) -> Page:
-        """The page that is seen."""
         return self.query_one(f"#{self.query_one(TabbedContent).active or 'overview'}", Page)
 
     @on(TabbedContent.TabActivated)
@@ -75,7 +73,6 @@ class RunApp(App[None]):
         self.page.refresh_data()
 
     def action_open(self, name: str) -> None:
-        """Shows a page."""
         self.query_one(TabbedContent).active = name
 
     def look(self) -> None:
