@@ -58,7 +58,6 @@ class RunApp(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Begins to look for new rows."""
         self.query_one(Tabs).can_focus = False  # their keys are 1 to 4
         self.set_interval(LIVE_SECONDS, self.look)
 
@@ -68,7 +67,6 @@ class RunApp(App[None]):
 
     @on(TabbedContent.TabActivated)
     def page_opened(self) -> None:
-        """Reads the page that is seen."""
         self.page.action_focus_first()
         self.page.refresh_data()
 

@@ -184,7 +184,6 @@ class MetricsPage(Page):
 
     @on(OptionList.OptionHighlighted, "#metric-list")
     def plot_chosen(self, event: OptionList.OptionHighlighted) -> None:
-        """Plots the metric under the cursor."""
         self.current = event.option.id or ""
         self.draw()
 

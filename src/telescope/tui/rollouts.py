@@ -128,7 +128,6 @@ class RolloutsPage(Page):
 
     @on(DataTable.RowHighlighted)
     def row_chosen(self, event: DataTable.RowHighlighted) -> None:
-        """Shows the conversation of the row under the cursor."""
         if not 0 <= event.cursor_row < len(self._rows):
             return
         row = self._rows[event.cursor_row]
