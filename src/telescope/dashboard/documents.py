@@ -70,9 +70,7 @@ class Documents:
         return Document(value=kept["value"], version=_digest(kept["value"]))
 
     def write(self, name: str, value: Any, version: str, run_id: str = "") -> Document:
-        """Replaces the document that has this version.
-
-        A value of None removes it.
+        """Replaces the document that has this version. A value of None removes it.
 
         Raises `ConflictError` if there is another version by now, `UserError` if the document is too large, there are
         too many or the folder cannot be written.

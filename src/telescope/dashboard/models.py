@@ -38,9 +38,7 @@ def columns_of(table: Table, *, known: str, names: Sequence[str] = ()) -> Callab
 
 
 def to_json(value: Any) -> bytes:
-    """Encodes an answer as JSON.
-
-    NaN and infinity are null; numpy's arrays and numbers are lists and numbers.
+    """Encodes an answer as JSON: NaN and infinity as null, numpy's arrays and numbers as lists and numbers.
 
     Halves of surrogate pairs, which a name may have and UTF-8 cannot, become question marks.
     """

@@ -111,12 +111,7 @@ class WandbRuns:
         for folder in self.root.iterdir():
             if RunFiles(folder).run_json.is_file():
                 self._copies[folder.name] = RunCopy(self.project, folder, None)
-        try:
-            self._list()
-        except WandbError as error:
-            if must_answer and not self._copies:
-                raise
-            self._note(error)
+        self._look(must_answer=must_answer and not self._copies)
         self._thread.start()
 
     def close(self) -> None:
@@ -131,15 +126,17 @@ class WandbRuns:
 
     def _keep_listing(self) -> None:
         while not self._closing.wait(LIST_SECONDS):
-            try:
-                self._list()
-            except WandbError as error:
-                self._note(error)
+            self._look()
 
-    def _note(self, error: WandbError) -> None:
-        is_old = isinstance(error, UnreachableError) and self._copies
-        what = "The runs shown are copies of earlier times." if is_old else ""
-        self.problem = f"{error} {what}".strip()
+    def _look(self, *, must_answer: bool = False) -> None:
+        try:
+            self._list()
+        except WandbError as error:
+            if must_answer:
+                raise
+            is_old = isinstance(error, UnreachableError) and self._copies
+            what = "The runs shown are copies of earlier times." if is_old else ""
+            self.problem = f"{error} {what}".strip()
 
     def _list(self) -> None:
         running = [name for name, copy in self._copies.items() if copy.is_running]
@@ -209,11 +206,10 @@ class RunCopy:
         if self._versions:
             return
         self._files.run_dir.mkdir(parents=True, exist_ok=True)
-        statuses = {"running": "running", "finished": "finished", "failed": "failed"}
         info = RunInfo(
             run_id=run.name,
             name=run.display_name,
-            status=statuses.get(run.state, "stopped"),
+            status=run.state if run.state in ("running", "finished", "failed") else "stopped",
             started_at=run.created_at,
             attempt=1,
             ended_at=None if run.state == "running" else run.heartbeat_at,
@@ -255,18 +251,16 @@ class RunCopy:
             try:
                 self._sync()
             except (WandbError, OSError) as error:
-                self._fail(error)
+                text = str(error)
+                if isinstance(error, OSError):
+                    text = f"The copy in {self._files.run_dir} cannot be written: {error.strerror or error}"
+                # A copy that was complete once can still be read.
+                phase: Phase = "synced" if self._is_complete else "failed"
+                self.state = RemoteCopy(phase, self.state.source, message=text)
             is_idle = time.monotonic() - self._asked_at > IDLE_SECONDS
             is_done = self._is_complete and not self._may_change()
             if is_idle or is_done or self.state.phase == "failed" or self._closing.wait(LIVE_SECONDS):
                 return
-
-    def _fail(self, error: Exception) -> None:
-        text = str(error)
-        if isinstance(error, OSError):
-            text = f"The copy in {self._files.run_dir} cannot be written: {error.strerror or error}"
-        # A copy that was complete once can still be read.
-        self.state = RemoteCopy("synced" if self._is_complete else "failed", self.state.source, message=text)
 
     def _sync(self) -> None:
         files = self._project.files(self._files.run_dir.name)

@@ -219,9 +219,7 @@ def _facets(
 
 
 def export(store: RunStore, query: ExportQuery) -> tuple[int, Iterator[bytes]]:
-    """Exports the first samples that pass all filters.
-
-    Returns the number of all of them, and lines of JSON.
+    """Returns the number of samples that pass all filters, and the first ones as lines of JSON.
 
     Lines have all columns and are in the order of the record.
     """
@@ -249,10 +247,7 @@ def _filtered(store: RunStore, filters: Filters) -> Iterator[tuple[View, list[st
 
 
 def beginnings(store: RunStore, members: Sequence[Row]) -> dict[Key, Row]:
-    """Returns the beginnings of the texts of some samples, see `RunStore.beginnings`.
-
-    What all prompts of an environment have in common is left out.
-    """
+    """Returns `RunStore.beginnings` of some samples, without what all prompts of an environment have in common."""
     steps = [row["step"] for row in members if row["step"] is not None]
     if not steps:
         return {}

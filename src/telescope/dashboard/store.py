@@ -268,9 +268,7 @@ class RunStore:
         return self.kept(f"values of {column}", state, lambda: [value for (value,) in self.fetch(values)])
 
     def search(self, text: str) -> pa.Table:
-        """Finds the samples with `text` in any of their texts.
-
-        Returns attempt and sample_id. Ignores case.
+        """Finds the samples with `text` in any of their texts, in any case: attempt and sample_id.
 
         Waits for other searches only, and scans what is new since the last search for this text.
         """
@@ -387,9 +385,7 @@ class RunStore:
         return _by_key(self._files("tokens", f"{KEY}, {sums}", where, *self._places("tokens", where)))
 
     def _places(self, name: str, where: str) -> tuple[int, int | None]:
-        """Returns the first and the last row that match `where`.
-
-        It is a condition on columns in memory; rows are counted as in the record.
+        """Returns the first and the last row of the record that match `where`, a condition on columns in memory.
 
         (0, None): all rows; (0, -1): none. A read of a few rows then opens one file of hundreds.
         """
@@ -402,9 +398,9 @@ class RunStore:
         return (0, -1) if last is None else (first, last)
 
     def _files(self, name: str, columns: str, where: str, cursor: int = 0, last: int | None = None) -> pa.Table:
-        """Returns rows of a table from its files, superseded ones too. Starts again when a file was compacted.
+        """Returns rows from the files with rows from `cursor` to `last`, superseded ones too.
 
-        Reads the files with rows from `cursor` to `last`.
+        Starts again when a file was compacted.
         """
         for attempt in range(READ_ATTEMPTS):
             found = self.run.table_files(name, cursor)
