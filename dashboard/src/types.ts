@@ -182,6 +182,8 @@ export interface Effect {
 
 /** An environment of a run: a row of the table `environments`. */
 export interface Environment {
+  metrics_ranges: Record<string, MetricRange>;
+  tags_options: Record<string, string[]>;
   attempt: number;
   key: string;
   name: string;
@@ -191,8 +193,6 @@ export interface Environment {
   is_multi_turn: boolean | null;
   reward_min: Value;
   reward_max: Value;
-  metrics_ranges: Record<string, MetricRange>;
-  tags_options: Record<string, string[]>;
   not_extendable: string | null;
 }
 
@@ -341,8 +341,8 @@ export interface InFlight {
   group_id: Value;
   sample_index: Value;
   environment: string | null;
-  start_version: Value;
   prompt_tokens: Value;
+  start_version: Value;
   server: Value;
   lane: Value;
   started_at: Value;
@@ -361,6 +361,7 @@ export interface Info {
 
 /** A log line. `row` is its index in the table, the cursor of `since`, `before` and `after`. */
 export interface LogLine {
+  row: number;
   attempt: number;
   time: Value;
   level: string | null;
@@ -369,7 +370,6 @@ export interface LogLine {
   process: Value;
   place: string | null;
   source: string | null;
-  row: number;
 }
 
 /** Log lines by time. `next` is the cursor `since` for later lines. */
@@ -593,6 +593,7 @@ export interface Runs {
 
 /** Everything about a sample: its row of the table `samples`, and the rows of other tables that belong to it. */
 export interface Sample {
+  prompt_key?: string | null;
   attempt: number;
   sample_id: string;
   group_id: number;
@@ -624,7 +625,6 @@ export interface Sample {
   num_retries: Value;
   wasted_tokens: Value;
   total_tokens: Value;
-  prompt_key?: string | null;
   prompt_text: string | null;
   completion_text: string | null;
   golden: Record<string, string>;
@@ -638,6 +638,7 @@ export interface Sample {
 
 /** A sample in a list, with the beginnings of its texts. */
 export interface SampleRow {
+  prompt_key?: string | null;
   attempt: number;
   sample_id: string;
   group_id: number;
@@ -669,7 +670,6 @@ export interface SampleRow {
   num_retries: Value;
   wasted_tokens: Value;
   total_tokens: Value;
-  prompt_key?: string | null;
   prompt: string;
   completion: string;
   snippet: string | null;
@@ -764,6 +764,13 @@ export interface ToolCall {
 
 /** A turn of a conversation, with arrays of recorded tokens. */
 export interface Turn {
+  tokens?: string[] | null;
+  token_ids?: number[] | null;
+  logprobs?: Value[] | null;
+  trainer_logprobs?: Value[] | null;
+  entropies?: Value[] | null;
+  versions?: number[] | null;
+  mask?: boolean[] | null;
   attempt: number;
   sample_id: string;
   turn: number;
@@ -775,11 +782,4 @@ export interface Turn {
   ended_at: Value;
   restarts: boolean | null;
   divergence: string | null;
-  tokens?: string[] | null;
-  token_ids?: number[] | null;
-  logprobs?: Value[] | null;
-  trainer_logprobs?: Value[] | null;
-  entropies?: Value[] | null;
-  versions?: number[] | null;
-  mask?: boolean[] | null;
 }

@@ -55,9 +55,7 @@ def create_app(
     static: Path = STATIC,
     documents: Path | None = None,
 ) -> FastAPI:
-    """Builds the application over the runs below `roots`.
-
-    Each root is a run or a folder of runs; `remotes` are those on W&B.
+    """Builds the application over the runs below `roots`, runs or folders of runs. `remotes` are those on W&B.
 
     What the user keeps is in the folder `documents`, by default in the user's config folder.
     """

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from telescope.dashboard.store import RunStore
+from telescope.dashboard.store import RunStore, among, key_of
 from telescope.health.rules import REWARD
 from telescope.health.verdict import CELLS
 from telescope.record.query import sql_text
@@ -85,14 +85,13 @@ def changes(store: RunStore, step: int, window: int, metric: str) -> dict[str, A
         f"QUALIFY row_number() OVER (PARTITION BY attempt, group_id ORDER BY {order}) = 1 "
         f"ORDER BY {order} LIMIT {NUM_ANSWERS}"
     )
-    keys = ", ".join(f"({row['attempt']}, {sql_text(row['sample_id'])})" for row in answers)
-    texts = store.beginnings(f"(attempt, sample_id) IN ({keys})", NUM_CHARACTERS) if answers else {}
+    texts = store.beginnings(among(map(key_of, answers)), NUM_CHARACTERS)
     events = store.rows(
         f"SELECT attempt, step, time, level, kind, message FROM alerts WHERE {near} AND (kind <> 'eval' OR level <> "
         f"'info') ORDER BY abs(step - {step}), time LIMIT {NUM_EVENTS}"
     )
     for row in answers:
-        row["answer"] = texts.get((row["attempt"], row["sample_id"]), {}).get("answer") or ""
+        row["answer"] = texts.get(key_of(row), {}).get("answer") or ""
     effects.sort(key=lambda one: -abs(one["effect"]))
     decomposed = metric if _of_samples(metric) else REWARD
     return {"decomposed": decomposed, "cells": cells, "effects": effects, "events": events, "answers": answers}

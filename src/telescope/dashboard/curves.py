@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from telescope.dashboard.samples import NUMBERS, Filters
-from telescope.dashboard.store import NotFoundError, Row, RunStore
+from telescope.dashboard.store import NotFoundError, Row, RunStore, key_of
 from telescope.errors import UserError
 from telescope.record.query import sql_text
 
@@ -32,7 +32,7 @@ def distribution(
     statistics, and all steps of a tag or of a number without any, are computed from the samples. Raises `UserError` for
     an unknown metric or a malformed tag. The columns of the histogram are empty unless `histogram` is true.
     """
-    _, tags = Filters(tags=[tag] if tag else []).conditions()
+    _, tags = Filters(tag=[tag] if tag else []).conditions()
     chosen = " AND ".join(tags.values()) or "true"
     visible = store.visible()
     store.refresh("step_stats")
@@ -146,7 +146,7 @@ def eval_samples(store: RunStore, attempt: int, eval_id: str) -> list[Row]:
     where = f"attempt = {int(attempt)} AND step IN ({steps}) AND group_id < 0"
     texts = store.beginnings(where, TEXT, ", golden")
     for row in rows:
-        text = texts.get((attempt, row["sample_id"]), {})
+        text = texts.get(key_of(row), {})
         row.update({"prompt": text.get("prompt") or "", "answer": text.get("answer") or ""})
         row.update({"golden": text.get("golden") or {}, "tags": row["tags"] or {}})
     return rows

@@ -14,9 +14,10 @@ import json
 import os
 import re
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 from telescope.errors import UserError
 from telescope.record.files import read_json, replace_file
@@ -37,9 +38,8 @@ class ConflictError(UserError):
     """The document was changed since the writer read it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """A JSON value, and what identifies this state of it. The value is null if there is no document yet."""
+class Document(BaseModel):
+    """A document that the user keeps. `value` is null and `version` empty if there is none yet."""
 
     value: Any
     version: str
@@ -66,13 +66,11 @@ class Documents:
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read: {error}. Repair or remove it.") from error
         if not isinstance(kept, dict) or "value" not in kept:
-            return Document(None, NO_VERSION)
-        return Document(kept["value"], _digest(kept["value"]))
+            return Document(value=None, version=NO_VERSION)
+        return Document(value=kept["value"], version=_digest(kept["value"]))
 
     def write(self, name: str, value: Any, version: str, run_id: str = "") -> Document:
-        """Replaces the document that has this version.
-
-        A value of None removes it.
+        """Replaces the document that has this version. A value of None removes it.
 
         Raises `ConflictError` if there is another version by now, `UserError` if the document is too large, there are
         too many or the folder cannot be written.
@@ -87,14 +85,14 @@ class Documents:
             try:
                 if value is None:
                     path.unlink(missing_ok=True)
-                    return Document(None, NO_VERSION)
+                    return Document(value=None, version=NO_VERSION)
                 self.folder.mkdir(parents=True, exist_ok=True)
                 if not path.exists() and sum(1 for _ in self.folder.iterdir()) >= MAX_DOCUMENTS:
                     raise UserError(f"{self.folder} has {MAX_DOCUMENTS} documents. Remove those of old runs.")
                 replace_file(path, content)
             except OSError as error:
                 raise UserError(f"{name} cannot be kept in {self.folder}: {error.strerror}.") from error
-        return Document(value, _digest(value))
+        return Document(value=value, version=_digest(value))
 
     def _path(self, name: str, run_id: str) -> Path:
         if not NAME.fullmatch(name):

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pydantic_core
 
-from telescope.dashboard.remote import CopyState, RunCopy
+from telescope.dashboard.remote import RemoteCopy, RunCopy
 from telescope.record.reader import Run
 from telescope.record.tables import TABLES
 
@@ -69,7 +69,7 @@ async def run_events(
 ) -> AsyncIterator[bytes]:
     """Yields the events of some runs until the page is gone. `copies` are those of runs on W&B."""
     copies = copies or {}
-    shown: dict[str, CopyState] = {}
+    shown: dict[str, RemoteCopy] = {}
     sizes = {run_id: TableSizes(run) for run_id, run in runs.items()}
     sent = parse_id(last_id)
     states: dict[str, str] = {}

@@ -253,10 +253,7 @@ def _rounded(values: Sequence[Any]) -> list[Any]:
 
 
 def _pages(static: Path) -> tuple[str, dict[str, str], str]:
-    """Returns the modules and styles of the built pages.
-
-    The name of the first module, all modules that it leads to, and the styles with their fonts.
-    """
+    """Returns the name of the first module, all modules that it leads to, and the styles with their fonts."""
     index = static / "index.html"
     entry = _ENTRY.search(index.read_text()) if index.is_file() else None
     if entry is None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pydantic_core
 from pydantic import BaseModel, create_model
 
+from telescope.dashboard.remote import RemoteCopy
 from telescope.record.schema import INT32_LIST, NUMBERS, TEXT_LIST, TEXTS, Table
 from telescope.record.tables import ATTEMPTS, ENVIRONMENTS, NODES
 
 Number = float | None
+Model = TypeVar("Model", bound=BaseModel)
 
 TYPES: dict[pa.DataType, Any] = {
     pa.string(): str, pa.int64(): int, pa.float64(): float, pa.bool_(): bool, INT32_LIST: list[int],
@@ -20,30 +22,23 @@ TYPES: dict[pa.DataType, Any] = {
 }  # fmt: skip
 
 
-def columns_of(table: Table, *, known: str, names: Sequence[str] = ()) -> Any:
-    """Returns a base class with columns of a table, by default all. Only `known` ones and maps are never null."""
-    types = {column.name: column.type for column in table.columns}
-    fields: dict[str, Any] = {}
-    for name in names or table.column_names:
-        required = name in known.split() or types[name] in (NUMBERS, TEXTS)
-        fields[name] = (TYPES[types[name]] if required else TYPES[types[name]] | None, ...)
-    return create_model(table.name, **fields)
+def columns_of(table: Table, *, known: str, names: Sequence[str] = ()) -> Callable[[type[Model]], type[Model]]:
+    """Adds columns of a table to a model, by default all. Only `known` ones and maps are never null."""
 
+    def extend(model: type[Model]) -> type[Model]:
+        fields: dict[str, Any] = {}
+        for column in table.columns:
+            if column.name in (names or table.column_names) and column.name not in model.model_fields:
+                of_column = TYPES[column.type]
+                required = column.name in known.split() or column.type in (NUMBERS, TEXTS)
+                fields[column.name] = (of_column if required else of_column | None, ...)
+        return create_model(model.__name__, __base__=model, __doc__=model.__doc__, **fields)
 
-class RemoteCopy(BaseModel):
-    """How far the copy of a run on W&B is. `listed`: no page has asked for it, and it has no tables."""
-
-    phase: Literal["listed", "syncing", "synced", "failed"]
-    source: str
-    done_bytes: int
-    total_bytes: int
-    message: str | None
+    return extend
 
 
 def to_json(value: Any) -> bytes:
-    """Encodes a response as JSON.
-
-    NaN and infinity are null; numpy's arrays and numbers are lists and numbers.
+    """Encodes a response as JSON: NaN and infinity as null, numpy's arrays and numbers as lists and numbers.
 
     Halves of surrogate pairs, which a name may have and UTF-8 cannot, become question marks.
     """
@@ -140,12 +135,8 @@ class Runs(BaseModel):
     roots: list[str]
 
 
-_Attempt: Any = columns_of(
-    ATTEMPTS, known="attempt notes", names=[name for name in ATTEMPTS.column_names if name != "model_config"]
-)
-
-
-class Attempt(_Attempt):
+@columns_of(ATTEMPTS, known="attempt notes", names=[name for name in ATTEMPTS.column_names if name != "model_config"])
+class Attempt(BaseModel):
     """A start of a run: a row of the table `attempts`."""
 
 
@@ -156,20 +147,16 @@ class MetricRange(BaseModel):
     max: Number
 
 
-_Environment: Any = columns_of(ENVIRONMENTS, known="attempt key name purpose")
-
-
-class Environment(_Environment):
+@columns_of(ENVIRONMENTS, known="attempt key name purpose")
+class Environment(BaseModel):
     """An environment of a run: a row of the table `environments`."""
 
     metrics_ranges: dict[str, MetricRange]
     tags_options: dict[str, list[str]]
 
 
-_Node: Any = columns_of(NODES, known="attempt node gpus links")
-
-
-class Node(_Node):
+@columns_of(NODES, known="attempt node gpus links")
+class Node(BaseModel):
     """A machine of a run: a row of the table `nodes`."""
 
 
@@ -382,13 +369,6 @@ class CodeDifference(BaseModel):
 
     files: list[FileDifference]
     num_equal: int
-
-
-class Document(BaseModel):
-    """A document that the user keeps. `value` is null and `version` empty if there is none yet."""
-
-    value: Any
-    version: str
 
 
 class Costs(BaseModel):

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -67,19 +68,25 @@ MOST_EXAMPLES = 4
 """Values of a field that the choice of columns shows."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Listing:
     """A run as the list of runs shows it. `rewards` are mean rewards of at most `LINE_POINTS` ranges of steps.
 
     `heldout` is what `heldout_of` returns.
     """
 
+    run: Run
     summary: RunSummary
     config: dict[str, Any]
     rewards: list[float | None]
     heldout: dict[int, float]
     experiment: str
     config_problem: str | None
+
+    @cached_property
+    def fields(self) -> dict[str, Any]:
+        """All fields of the run, see `values_of`."""
+        return values_of(self.run, self.config)
 
 
 class Registry:
@@ -93,7 +100,6 @@ class Registry:
         self._searched = -SEARCH_SECONDS
         self._problems: dict[Path, str] = {}
         self._listings: dict[str, tuple[object, Listing]] = {}
-        self._fields: dict[str, tuple[object, dict[str, Any]]] = {}
 
     @property
     def roots(self) -> list[Path]:
@@ -174,16 +180,6 @@ class Registry:
         """Returns one run. Raises `NotFoundError`."""
         return self._listing(run_id, self.find(run_id).run)
 
-    def fields(self, run_id: str) -> dict[str, Any]:
-        """Returns the fields of a run, see `values_of`. Raises `NotFoundError`."""
-        run = self.find(run_id).run
-        files = run.files
-        state = tuple(map(_modified, (files.run_json, files.table("steps"), files.table("evals"))))
-        known = self._fields.get(run_id)
-        if known is None or known[0] != state:
-            self._fields[run_id] = known = (state, values_of(run, self._listing(run_id, run).config))
-        return known[1]
-
     def _listing(self, run_id: str, run: Run) -> Listing:
         """Reads a run, unless its files are unchanged. The files of a live run change with each heartbeat."""
         files = run.files
@@ -194,8 +190,8 @@ class Registry:
             return known[1]
         config, _ = config_of(run)
         steps = run.table("steps", columns=["step", "reward_mean"]).sort_by("step")
-        line = _line(steps["reward_mean"])
-        listing = Listing(run.summary(steps), config, line, heldout_of(run), experiment(config), run.config_problem)
+        rest = (config, _line(steps["reward_mean"]), heldout_of(run), experiment(config), run.config_problem)
+        listing = Listing(run, run.summary(steps), *rest)
         self._listings[run_id] = (state, listing)
         return listing
 
@@ -281,7 +277,7 @@ def values_of(run: Run, config: Mapping[str, Any]) -> dict[str, Any]:
     for name in sorted({name for row in rows for name in row}):
         values = [value for value in (row.get(name) for row in rows) if value is not None and math.isfinite(value)]
         if values:
-            fields[LAST + name] = _mean(values)
+            fields[LAST + name] = math.fsum(value / len(values) for value in values)  # a sum may be infinite
     evals, _ = run.rows_since("evals", 0, ["name", "version", "status", "accuracy"])
     newest: dict[str, int] = {}
     for row in evals.to_pylist():
@@ -301,13 +297,6 @@ def heldout_of(run: Run) -> dict[int, float]:
     own.sort(key=lambda row: (not row["held_out"], row["number"] or 0))  # stable: keeps the order of attempts
     first = [own[0][name] for name in ("number", "name")] if own else []
     return {row["version"] or 0: row["accuracy"] for row in own if [row["number"], row["name"]] == first}
-
-
-def _mean(values: list[float]) -> float:
-    try:
-        return math.fsum(values) / len(values)
-    except OverflowError:  # the sum is no float, the mean may be one
-        return sum(value / len(values) for value in values)
 
 
 def known_fields(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:

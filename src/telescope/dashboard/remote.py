@@ -20,11 +20,13 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import yaml
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
 
 from telescope.dashboard.wandb_runs import RemoteFile, RemoteRun, UnreachableError, WandbError, WandbProject
 from telescope.record.files import RunFiles, read_json, replace_file, replace_json
@@ -55,9 +57,9 @@ STATE_NAME = "wandb_copy.json"
 Phase = Literal["listed", "syncing", "synced", "failed"]
 
 
-@dataclass(frozen=True, slots=True)
-class CopyState:
-    """How far a copy is. `listed`: nothing but what the list of runs has."""
+@dataclass(frozen=True, config=ConfigDict(json_schema_serialization_defaults_required=True))
+class RemoteCopy:
+    """How far the copy of a run on W&B is. `listed`: no page has asked for it, and it has no tables."""
 
     phase: Phase
     source: str
@@ -109,12 +111,7 @@ class WandbRuns:
         for folder in self.root.iterdir():
             if RunFiles(folder).run_json.is_file():
                 self._copies[folder.name] = RunCopy(self.project, folder, None)
-        try:
-            self._list()
-        except WandbError as error:
-            if must_answer and not self._copies:
-                raise
-            self._note(error)
+        self._look(must_answer=must_answer and not self._copies)
         self._thread.start()
 
     def close(self) -> None:
@@ -129,15 +126,17 @@ class WandbRuns:
 
     def _keep_listing(self) -> None:
         while not self._closing.wait(LIST_SECONDS):
-            try:
-                self._list()
-            except WandbError as error:
-                self._note(error)
+            self._look()
 
-    def _note(self, error: WandbError) -> None:
-        is_old = isinstance(error, UnreachableError) and self._copies
-        what = "The runs shown are earlier copies." if is_old else ""
-        self.problem = f"{error} {what}".strip()
+    def _look(self, *, must_answer: bool = False) -> None:
+        try:
+            self._list()
+        except WandbError as error:
+            if must_answer:
+                raise
+            is_old = isinstance(error, UnreachableError) and self._copies
+            what = "The runs shown are earlier copies." if is_old else ""
+            self.problem = f"{error} {what}".strip()
 
     def _list(self) -> None:
         running = [name for name, copy in self._copies.items() if copy.is_running]
@@ -179,7 +178,7 @@ class RunCopy:
         self._versions: dict[str, str] = kept["versions"]
         self._remote: dict[str, Any] = kept["remote"]
         self._is_complete: bool = kept["is_complete"]
-        self.state = CopyState("synced" if self._is_complete else "listed", f"W&B {project.path}")
+        self.state = RemoteCopy("synced" if self._is_complete else "listed", f"W&B {project.path}")
         if run is not None:
             self.take_over(run)
 
@@ -207,11 +206,10 @@ class RunCopy:
         if self._versions:
             return
         self._files.run_dir.mkdir(parents=True, exist_ok=True)
-        statuses = {"running": "running", "finished": "finished", "failed": "failed"}
         info = RunInfo(
             run_id=run.name,
             name=run.display_name,
-            status=statuses.get(run.state, "stopped"),
+            status=run.state if run.state in ("running", "finished", "failed") else "stopped",
             started_at=run.created_at,
             attempt=1,
             ended_at=None if run.state == "running" else run.heartbeat_at,
@@ -253,18 +251,16 @@ class RunCopy:
             try:
                 self._sync()
             except (WandbError, OSError) as error:
-                self._fail(error)
+                text = str(error)
+                if isinstance(error, OSError):
+                    text = f"The copy in {self._files.run_dir} cannot be written: {error.strerror or error}"
+                # A copy that was complete once can still be read.
+                phase: Phase = "synced" if self._is_complete else "failed"
+                self.state = RemoteCopy(phase, self.state.source, message=text)
             is_idle = time.monotonic() - self._asked_at > IDLE_SECONDS
             is_done = self._is_complete and not self._may_change()
             if is_idle or is_done or self.state.phase == "failed" or self._closing.wait(LIVE_SECONDS):
                 return
-
-    def _fail(self, error: Exception) -> None:
-        text = str(error)
-        if isinstance(error, OSError):
-            text = f"The copy in {self._files.run_dir} cannot be written: {error.strerror or error}"
-        # A copy that was complete once can still be read.
-        self.state = CopyState("synced" if self._is_complete else "failed", self.state.source, message=text)
 
     def _sync(self) -> None:
         files = self._project.files(self._files.run_dir.name)
@@ -300,13 +296,13 @@ class RunCopy:
             shutil.rmtree(staging, ignore_errors=True)
             self._write_kept()
         message = f"{num_missing} of its {len(sizes)} files are not on W&B yet." if num_missing else None
-        self.state = CopyState("synced", self.state.source, message=message)
+        self.state = RemoteCopy("synced", self.state.source, message=message)
 
     def _download_all(self, wanted: dict[str, RemoteFile], staging: Path) -> None:
         """Downloads files, small tables first. Those of one table come in the order of their rows."""
         total = sum(file.size for file in wanted.values())
         if not self._is_complete or total > SHOWN_BYTES:
-            self.state = CopyState("syncing", self.state.source, 0, total)
+            self.state = RemoteCopy("syncing", self.state.source, 0, total)
         tables: dict[PurePosixPath, list[str]] = defaultdict(list)
         for name in sorted(wanted):
             tables[PurePosixPath(name).parent].append(name)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from telescope.dashboard.registry import config_of
 from telescope.dashboard.samples import beginnings
-from telescope.dashboard.store import NotFoundError, Row, RunStore
+from telescope.dashboard.store import KEY, NotFoundError, Row, RunStore, key_of
 from telescope.dashboard.token_texts import find_tokenizer, token_texts
 
 IN_FLIGHT = (
     *("attempt", "sample_id", "group_id", "sample_index", "environment", "start_version", "prompt_tokens"),
     *("server", "lane", "started_at"),
 )
+
+TOKEN_ARRAYS = ("token_ids", "logprobs", "trainer_logprobs", "entropies", "versions", "mask")
+TOKEN_COLUMNS = {"logprobs": "engine_logprobs", "mask": "trained"}
+"""Arrays of an answer's tokens, and those whose columns in `tokens` have other names."""
 
 AROUND_SECONDS = 1.0
 """Clocks of engine and driver differ by less."""
@@ -46,13 +51,11 @@ def groups(store: RunStore, step: int) -> list[dict[str, Any]]:
     prompts: dict[tuple[int, int], str] = {}
     for row in members:
         key = (row["attempt"], row["group_id"])
-        text = texts.get((row["attempt"], row["sample_id"]), {})
+        text = texts.get(key_of(row), {})
         prompts.setdefault(key, text.get("prompt") or "")
         kept = {name: row[name] for name in ("reward", "advantage", "status")}
         numbers = {"length": row["completion_tokens"], "metrics": row["metrics"] or {}}
-        numbers |= {
-            name: sums.get((row["attempt"], row["sample_id"]), {}).get(name) for name in ("logprob_sum", "ratio")
-        }
+        numbers |= {name: sums.get(key_of(row), {}).get(name) for name in ("logprob_sum", "ratio")}
         samples[key].append({"id": row["sample_id"], **kept, **numbers, "completion": text.get("answer") or ""})
     return [
         {
@@ -67,28 +70,27 @@ def groups(store: RunStore, step: int) -> list[dict[str, Any]]:
 
 def detail(store: RunStore, attempt: int, sample_id: str) -> dict[str, Any]:
     """Returns everything about a sample. Raises `NotFoundError` if there is none or a later attempt superseded it."""
-    visible = store.visible()
-    found = store.of_sample("samples", attempt, sample_id, visible)
-    if not found:
+    key = (attempt, sample_id)
+
+    def read(table: str, where: str = "true", columns: str = "*") -> list[Row]:
+        return store.of_samples(table, [key], where, columns)[key]
+
+    if not (found := read("samples", store.visible())):
         raise NotFoundError(f"Attempt {attempt} has no sample {sample_id!r}, or a later attempt replaced it.")
     sample = found[0]
     in_memory = "SELECT prompt_key FROM samples WHERE attempt = ? AND sample_id = ?"
     sample["prompt_key"] = store.fetch(in_memory, [attempt, sample_id])[0][0]
-    whole = {name: store.of_sample(name, attempt, sample_id) for name in ("turns", "tool_calls", "info")}
-    whole["tokens"] = store.of_sample("tokens", attempt, sample_id, f"step = {sample['step']}")
+    whole = {name: read(name) for name in ("turns", "tool_calls", "info")}
+    whole["tokens"] = read("tokens", f"step = {sample['step']}")
     # A span of the sample starts within its times.
     begin, end = sample["started_at"], sample["finished_at"]
     near = [f"start >= {begin - AROUND_SECONDS}"] if begin is not None else []
     near += [f"start <= {end + AROUND_SECONDS}"] if end is not None else []
-    spans = store.of_sample("spans", attempt, sample_id, " AND ".join(near) or "true")
-    add_tokens(sorted(whole["turns"], key=by_turn), sorted(whole["tokens"], key=lambda row: row["part"]))
+    first_token = "try_cast(attributes['first_token_seconds'] AS DOUBLE) AS first_token_seconds"
+    spans = read("spans", " AND ".join(near) or "true", f'{KEY}, name, start, "end", {first_token}')
+    add_tokens(sorted(whole["turns"], key=itemgetter("turn")), sorted(whole["tokens"], key=itemgetter("part")))
     add_texts(store, whole["turns"])
     return assemble(sample, {**whole, "spans": spans})
-
-
-def by_turn(row: Row) -> Any:
-    """Returns the place of a row in its conversation."""
-    return row["turn"]
 
 
 def assemble(sample: Row, whole: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
@@ -96,25 +98,14 @@ def assemble(sample: Row, whole: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
     return {
         **{name: value for name, value in sample.items() if name != "info_turns"},  # of earlier versions
         **{name: sample[name] or {} for name in ("metrics", "tags", "golden", "divergences")},
-        "turns": sorted(whole["turns"], key=by_turn),
-        "tool_calls": sorted(whole["tool_calls"], key=lambda row: row["call"]),
-        "info": sorted(whole["info"], key=lambda row: (row["number"], row["key"])),
+        "turns": sorted(whole["turns"], key=itemgetter("turn")),
+        "tool_calls": sorted(whole["tool_calls"], key=itemgetter("call")),
+        "info": sorted(whole["info"], key=itemgetter("number", "key")),
         "spans": [
-            {
-                **{name: row[name] for name in ("name", "start", "end")},
-                "first_token_seconds": _number((row["attributes"] or {}).get("first_token_seconds")),
-            }
-            for row in sorted(whole["spans"], key=lambda row: row["start"])
+            {name: row[name] for name in ("name", "start", "end", "first_token_seconds")}
+            for row in sorted(whole["spans"], key=itemgetter("start"))
         ],
     }
-
-
-def _number(text: str | None) -> float | None:
-    """Reads an attribute. Another program may have written it."""
-    try:
-        return None if text is None else float(text)
-    except ValueError:
-        return None
 
 
 def in_flight(store: RunStore) -> list[Row]:
@@ -129,14 +120,7 @@ def add_tokens(turns: Sequence[Row], sequences: Sequence[Row]) -> None:
     Tokens that the model sampled have a version of 0 or more, in the order of the answers.
     """
     sampled = [
-        {
-            "token_ids": sequence["token_ids"][place],
-            "logprobs": sequence["engine_logprobs"][place],
-            "trainer_logprobs": sequence["trainer_logprobs"][place],
-            "entropies": sequence["entropies"][place],
-            "versions": sequence["versions"][place],
-            "mask": sequence["trained"][place],
-        }
+        {name: sequence[TOKEN_COLUMNS.get(name, name)][place] for name in TOKEN_ARRAYS}
         for sequence in sequences
         for place, version in enumerate(sequence["versions"] or ())
         if version >= 0
@@ -149,7 +133,7 @@ def add_tokens(turns: Sequence[Row], sequences: Sequence[Row]) -> None:
     for turn, length in zip(answers, lengths, strict=True):
         own = sampled[begin : begin + length]
         begin += length
-        turn.update({name: [token[name] for token in own] for name in sampled[0]})
+        turn.update({name: [token[name] for token in own] for name in TOKEN_ARRAYS})
 
 
 def add_texts(store: RunStore, turns: Sequence[Row]) -> None:

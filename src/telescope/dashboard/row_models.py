@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import BaseModel
 
 from telescope.dashboard.models import Number, columns_of
@@ -32,12 +30,8 @@ class Distribution(BaseModel):
     histogram: list[list[int] | None]
 
 
-_EvalRow: Any = columns_of(
-    EVALS, known="attempt eval_id name source status step version num_items num_completions num_scored"
-)
-
-
-class EvalRow(_EvalRow):
+@columns_of(EVALS, known="attempt eval_id name source status step version num_items num_completions num_scored")
+class EvalRow(BaseModel):
     """The result of one eval: a row of the table `evals`."""
 
 
@@ -87,10 +81,8 @@ class Group(BaseModel):
     samples: list[GroupSample]
 
 
-_InFlight: Any = columns_of(SAMPLES, known="attempt sample_id", names=IN_FLIGHT)
-
-
-class InFlight(_InFlight):
+@columns_of(SAMPLES, known="attempt sample_id", names=IN_FLIGHT)
+class InFlight(BaseModel):
     """A sample that is being generated. `start_version` is the policy version when its group was opened."""
 
 
@@ -101,14 +93,12 @@ class Facet(BaseModel):
     count: int
 
 
-_SampleNumbers: Any = columns_of(
+@columns_of(
     SAMPLES,
     known="attempt sample_id group_id sample_index environment status step",
     names=[name for name in SAMPLES.column_names if name not in LONG_COLUMNS["samples"]],
 )
-
-
-class SampleNumbers(_SampleNumbers):
+class SampleNumbers(BaseModel):
     """What every answer about a sample has: its row of the table `samples`, without texts."""
 
     prompt_key: str | None = None
@@ -162,10 +152,8 @@ class Prompts(BaseModel):
     rows: list[Prompt]
 
 
-_Turn: Any = columns_of(TURNS, known="attempt sample_id turn role text")
-
-
-class Turn(_Turn):
+@columns_of(TURNS, known="attempt sample_id turn role text")
+class Turn(BaseModel):
     """A turn of a conversation, with arrays of recorded tokens."""
 
     tokens: list[str] | None = None
@@ -177,17 +165,13 @@ class Turn(_Turn):
     mask: list[bool] | None = None
 
 
-_ToolCall: Any = columns_of(TOOL_CALLS, known="attempt sample_id call name")
-
-
-class ToolCall(_ToolCall):
+@columns_of(TOOL_CALLS, known="attempt sample_id call name")
+class ToolCall(BaseModel):
     """A call of a tool."""
 
 
-_Info: Any = columns_of(INFO, known="attempt sample_id number key")
-
-
-class Info(_Info):
+@columns_of(INFO, known="attempt sample_id number key")
+class Info(BaseModel):
     """A note that an environment attached to a sample."""
 
 
@@ -305,10 +289,8 @@ class GaugeName(BaseModel):
     series: int
 
 
-_LogLine: Any = columns_of(LOGS, known="attempt")
-
-
-class LogLine(_LogLine):
+@columns_of(LOGS, known="attempt")
+class LogLine(BaseModel):
     """A log line. `row` is its index in the table, the cursor of `since`, `before` and `after`."""
 
     row: int

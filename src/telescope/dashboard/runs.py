@@ -16,7 +16,8 @@ from typing import Any
 import pyarrow.compute as pc
 
 import telescope
-from telescope.dashboard.registry import BOOKKEEPING, Listing, Registry, config_of, json_object, known_fields
+from telescope.dashboard.models import Now
+from telescope.dashboard.registry import BOOKKEEPING, Listing, Registry, config_of, json_object
 from telescope.dashboard.remote import RunCopy
 from telescope.dashboard.steps import StepMetrics
 from telescope.dashboard.store import RunStore
@@ -41,15 +42,9 @@ def run_rows(registry: Registry, names: Sequence[str] = ()) -> dict[str, Any]:
     """Returns the page of runs: rows, problems and roots. Each row has the named fields."""
     rows = []
     for run_id, listing in registry.listings():
-        values = registry.fields(run_id) if names else {}
         row = run_row(run_id, listing, registry.copy_in(listing.summary.path))
-        rows.append({**row, "fields": {name: values.get(name) for name in names}})
+        rows.append({**row, "fields": {name: listing.fields.get(name) for name in names}})
     return {"runs": rows, "problems": registry.problems, "roots": [str(root) for root in registry.roots]}
-
-
-def all_fields(registry: Registry) -> list[dict[str, Any]]:
-    """Returns the fields that any run has."""
-    return known_fields([registry.fields(run_id) for run_id, _ in registry.listings()])
 
 
 def run_row(run_id: str, listing: Listing, copy: RunCopy | None) -> dict[str, Any]:
@@ -206,12 +201,10 @@ def now_of(run: Run) -> dict[str, Any]:
     """Returns phase, requests, servers and queue of a run. `live` is false, and the rest empty, when it has ended."""
     now = run.now() or {}
     components = {str(part): str(doing) for part, doing in (now.get("components") or {}).items()}
-    numbers = ("time", "phase", "step", "version", "num_generating", "num_slots", "eval_done", "eval_total")
-    rates = ("num_open_groups", "num_finished_groups", "tokens_per_second", "seconds_left")
     oldest = pc.min(run.in_flight()["started_at"]).as_py() if now else None
     return {
+        **{name: now.get(name) for name in Now.model_fields},
         "live": run.status == "live",
-        **{name: now.get(name) for name in (*numbers, *rates)},
         "trainer": components.pop("trainer", None),
         "servers": [
             {"name": part, "doing": components.pop(part)}

@@ -12,18 +12,23 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise, takewhile
-from typing import Any
+from typing import Annotated, Any
 
 import pydantic_core
+from fastapi import Query
+from pydantic import BaseModel
 
-from telescope.dashboard.store import NO_HITS, Row, RunStore, View
+from telescope.dashboard import api
+from telescope.dashboard.store import NO_HITS, Key, Row, RunStore, View, key_of
 from telescope.errors import UserError
 from telescope.record.query import sql_text
 
 BEGINNING = 200
 """Characters of a prompt or an answer in a list."""
+
+MOST_EXPORTED = 100_000
+"""Samples of one export. `X-Total-Count` has the number of all that pass the filters."""
 
 COMPARED = 2000
 SAME = 24
@@ -60,32 +65,36 @@ METRIC = "metric:"
 _RANGE = re.compile(r"^(\S+) to (\S+)$")
 
 
-@dataclass(frozen=True)
-class Filters:
-    """Selects samples. `tags` are `name=value`, `ranges` are `name=low..high`, where one end may be missing.
+class Filters(BaseModel):
+    """Selects samples. `prompt` is a `prompt_key`.
 
-    Values of one facet or tag are alternatives; all other conditions must hold. `prompt` is a `prompt_key`.
+    Values of one facet or tag are alternatives; all other conditions must hold. A range may lack one of its ends.
     """
 
+    tag: Annotated[list[str], Query(description="NAME=VALUE")] = []
+    range: Annotated[list[str], Query(description="NAME=LOW..HIGH")] = []
     search: str = ""
-    facets: Mapping[str, str] | None = None
-    tags: Sequence[str] = ()
-    ranges: Sequence[str] = ()
-    step_min: int | None = None
-    step_max: int | None = None
-    prompt: str = ""
+    status: str = ""
+    environment: str = ""
+    reward: str = ""
+    age: str = ""
+    stop_reason: str = ""
+    eval_name: str = ""
+    step_min: api.Integer | None = None
+    step_max: api.Integer | None = None
+    prompt: Annotated[str, Query(description="`prompt_key` of a prompt")] = ""
 
     def conditions(self) -> tuple[list[str], dict[str, str]]:
         """Returns SQL conditions: those that always hold, and those of each facet. Raises `UserError`."""
-        base = [_within(text) for text in self.ranges]
+        base = [_within(text) for text in self.range]
         for sign, end in ((">=", self.step_min), ("<=", self.step_max)):
             if end is not None:
                 base.append(f"step {sign} {int(end)}")
         base += [f"prompt_key = {sql_text(self.prompt)}"] * bool(self.prompt)
-        facets = self.facets or {}
-        chosen = {name: _condition(name, facets[name].split(",")) for name in FACETS if facets.get(name)}
+        given = {name: getattr(self, name) for name in FACETS}
+        chosen = {name: _condition(name, text.split(",")) for name, text in given.items() if text}
         values: dict[str, list[str]] = defaultdict(list)
-        for tag in self.tags:
+        for tag in self.tag:
             name, equals, value = tag.partition("=")
             if not equals:
                 raise UserError(f"tag={tag!r} has no value. Write it as NAME=VALUE.")
@@ -94,49 +103,72 @@ class Filters:
         return base, chosen
 
 
-def samples(
-    store: RunStore, filters: Filters, *, sort: str, offset: int, limit: int, with_facets: bool = True
-) -> dict[str, Any]:
+class SampleQuery(Filters):
+    """A page of samples."""
+
+    sort: str = "step"
+    offset: api.Row = 0
+    limit: Annotated[int, Query(ge=0, le=10_000)] = 100
+    facets: Annotated[bool, Query(description="Also count the samples of each facet, which takes longer.")] = True
+
+
+class PromptQuery(Filters):
+    """A page of prompts, with one of `MARKS` or all."""
+
+    mark: str = ""
+    sort: str = "first_step"
+    offset: api.Row = 0
+    limit: Annotated[int, Query(ge=0, le=1000)] = 100
+
+
+class ExportQuery(Filters):
+    """The first samples of an order."""
+
+    sort: str = "step"
+    limit: Annotated[int, Query(ge=1, le=MOST_EXPORTED)] = MOST_EXPORTED
+
+
+def samples(store: RunStore, query: SampleQuery) -> dict[str, Any]:
     """Returns one page of the samples that pass all filters, with counts of each facet.
 
-    A facet counts the samples that pass the filters of the others. `with_facets=False` skips the counts, which take
-    longer than the page. Raises `UserError` for an unknown order or filter.
+    A facet counts the samples that pass the filters of the others. Raises `UserError` for an unknown order or filter.
     """
-    order = _order(sort)
+    order = _order(query.sort)
     visible = store.visible()
     store.refresh("samples")
     every: Mapping[str, Sequence[Any]] = {}
-    if with_facets:
+    if query.facets:
         tags = {f"tag:{name}": values for name, values in sorted(store.tags().items()) if len(values) > 1}
         every = {name: store.distinct(name, visible) for name in FACETS} | dict(list(tags.items())[:MOST_TAGS])
-    with _filtered(store, filters) as (view, base, conditions):
+    with _filtered(store, query) as (view, base, conditions):
         where = " AND ".join([*base, *conditions.values()])
         ((total,),) = view.fetch(f"SELECT count(*) FROM samples WHERE {where}")
-        rows = view.rows(f"FROM samples WHERE {where} ORDER BY {order} LIMIT {int(limit)} OFFSET {int(offset)}")
+        rows = view.rows(f"FROM samples WHERE {where} ORDER BY {order} LIMIT {query.limit} OFFSET {query.offset}")
         facets = _facets(view, base, conditions, every)
     steps = [row["step"] for row in rows if row["step"] is not None]
     is_quick = not steps or max(steps) - min(steps) <= NEAR_STEPS
     if not is_quick:
         is_quick = sum(file.num_bytes for file in store.run.table_files("samples")) <= SMALL_BYTES
     texts = beginnings(store, rows) if is_quick else {}
-    around = store.snippets(filters.search.strip(), [_key(row) for row in rows]) if filters.search.strip() else {}
+    around = store.snippets(text, [key_of(row) for row in rows]) if (text := query.search.strip()) else {}
     for row in rows:
         row["metrics"], row["tags"] = row["metrics"] or {}, row["tags"] or {}
-        text = texts.get(_key(row), {})
-        row["prompt"], row["completion"] = text.get("prompt") or "", text.get("answer") or ""
-        row["snippet"] = around.get(_key(row))
+        found = texts.get(key_of(row), {})
+        row["prompt"], row["completion"] = found.get("prompt") or "", found.get("answer") or ""
+        row["snippet"] = around.get(key_of(row))
     metrics = sorted(name for (name,) in store.seen("samples", "unnest(map_keys(metrics))"))
     return {"total": total, "rows": rows, "facets": facets, "metrics": metrics}
 
 
-def prompts(store: RunStore, filters: Filters, *, mark: str, sort: str, offset: int, limit: int) -> dict[str, Any]:
+def prompts(store: RunStore, query: PromptQuery) -> dict[str, Any]:
     """Returns one page of the prompts of the samples that pass all filters, with their answers and right ones by step.
 
     An answer is right if its metric `correct` is 1; without that metric, if its reward is the highest of its
     environment: as declared, or as seen. Answers without a reward do not count. Raises `UserError` for an unknown mark,
     order or filter.
     """
-    if sort.removeprefix("-") not in PROMPT_SORTS or mark not in ("", *MARKS):
+    column = query.sort.removeprefix("-")
+    if column not in PROMPT_SORTS or query.mark not in ("", *MARKS):
         raise UserError(f"Use one of {', '.join(PROMPT_SORTS)} as sort, and one of {', '.join(MARKS)} as mark.")
     store.refresh("environments")
     by_prompt = """
@@ -153,26 +185,21 @@ def prompts(store: RunStore, filters: Filters, *, mark: str, sort: str, offset: 
             list(n ORDER BY step) AS counts, list(num_right ORDER BY step) AS rights,
             arg_min(first, step) AS first
         FROM by_step GROUP BY prompt_key, environment"""
-    order = f"{sort.removeprefix('-')} {'DESC' if sort.startswith('-') else 'ASC'} NULLS LAST, first_step, prompt_key"
-    with _filtered(store, filters) as (view, base, conditions):
+    order = f"{column} {'ASC' if column == query.sort else 'DESC'} NULLS LAST, first_step, prompt_key"
+    with _filtered(store, query) as (view, base, conditions):
         where = " AND ".join([*base, *conditions.values(), "reward IS NOT NULL"])
         view.fetch(f"CREATE TEMP VIEW passing AS FROM samples WHERE {where}")
         view.fetch(f"CREATE TEMP TABLE prompts AS {by_prompt}")
         counts = ", ".join(f"count_if({condition}) AS {name}" for name, condition in MARKS.items())
         (marks,) = view.rows(f"SELECT count(*) AS total, {counts} FROM prompts")
-        rows = view.rows(
-            f"FROM prompts WHERE {MARKS.get(mark, 'true')} ORDER BY {order} LIMIT {int(limit)} OFFSET {int(offset)}"
-        )
+        chosen = f"FROM prompts WHERE {MARKS.get(query.mark, 'true')} ORDER BY {order}"
+        rows = view.rows(f"{chosen} LIMIT {query.limit} OFFSET {query.offset}")
     for row in rows:
         row["attempt"], row["sample_id"], row["group_id"] = row.pop("first")
     texts = beginnings(store, [{**row, "step": row["first_step"]} for row in rows])
     for row in rows:
-        row["prompt"] = texts.get(_key(row), {}).get("prompt") or ""
+        row["prompt"] = texts.get(key_of(row), {}).get("prompt") or ""
     return {**marks, "rows": rows}
-
-
-def _key(row: Row) -> tuple[int, str]:
-    return row["attempt"], row["sample_id"]
 
 
 def _facets(
@@ -191,18 +218,16 @@ def _facets(
     return {name: _facet(name, values, grouped[name]) for name, values in every.items()}
 
 
-def export(store: RunStore, filters: Filters, *, sort: str, limit: int) -> tuple[int, Iterator[bytes]]:
-    """Exports the first `limit` samples that pass all filters.
-
-    Returns the number of all of them, and lines of JSON.
+def export(store: RunStore, query: ExportQuery) -> tuple[int, Iterator[bytes]]:
+    """Returns the number of samples that pass all filters, and the first ones as lines of JSON.
 
     Lines have all columns and are in the order of the record.
     """
-    order = _order(sort)
-    with _filtered(store, filters) as (view, base, conditions):
+    order = _order(query.sort)
+    with _filtered(store, query) as (view, base, conditions):
         where = " AND ".join([*base, *conditions.values()])
         ((total,),) = view.fetch(f"SELECT count(*) FROM samples WHERE {where}")
-        first = f"SELECT rowid AS place, * FROM samples WHERE {where} ORDER BY {order} LIMIT {int(limit)}"
+        first = f"SELECT rowid AS place, * FROM samples WHERE {where} ORDER BY {order} LIMIT {query.limit}"
         chosen = view.columns(f"SELECT attempt, sample_id, step FROM ({first}) ORDER BY place")
     return total, (pydantic_core.to_json(row, inf_nan_mode="null") + b"\n" for row in store.whole_samples(chosen))
 
@@ -221,11 +246,8 @@ def _filtered(store: RunStore, filters: Filters) -> Iterator[tuple[View, list[st
         yield view, base, conditions
 
 
-def beginnings(store: RunStore, members: Sequence[Row]) -> dict[tuple[int, str], Row]:
-    """Returns the beginnings of the texts of some samples, see `RunStore.beginnings`.
-
-    The common beginning of all prompts of an environment is left out.
-    """
+def beginnings(store: RunStore, members: Sequence[Row]) -> dict[Key, Row]:
+    """Returns `RunStore.beginnings` of some samples, without what all prompts of an environment have in common."""
     steps = [row["step"] for row in members if row["step"] is not None]
     if not steps:
         return {}
@@ -236,10 +258,10 @@ def beginnings(store: RunStore, members: Sequence[Row]) -> dict[tuple[int, str],
     texts = store.beginnings(f"step BETWEEN {min(steps)} AND {max(steps)} AND ({among})", COMPARED)
     prompts: dict[str | None, set[str]] = defaultdict(set)
     for row in members:
-        prompts[row["environment"]].add(texts.get(_key(row), {}).get("prompt") or "")
+        prompts[row["environment"]].add(texts.get(key_of(row), {}).get("prompt") or "")
     same = {environment: _same(min(some), max(some)) for environment, some in prompts.items() if len(some) > 1}
     for row in members:
-        if text := texts.get(_key(row)):
+        if text := texts.get(key_of(row)):
             text["prompt"] = _elided(text["prompt"] or "", same.get(row["environment"], ""))[:BEGINNING]
             text["answer"] = (text["answer"] or "")[:BEGINNING]
     return texts

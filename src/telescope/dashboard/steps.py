@@ -44,11 +44,6 @@ class StepColumns:
     def read(self, store: RunStore) -> None:
         """Adds the rows that are new in the record."""
         data, self._cursor = store.run.rows_since("steps", self._cursor, [*NAMES, "metrics"])
-        if data.num_rows:
-            self._add(data)
-        self._add_statistics(store)
-
-    def _add(self, data: pa.Table) -> None:
         first, self.num_rows = self.num_rows, self.num_rows + data.num_rows
         rows = np.arange(first, self.num_rows)
         for name in NAMES:
@@ -58,6 +53,7 @@ class StepColumns:
             if np.isinf(values).any():
                 self._not_finite.add(name)
         self._places |= zip(zip(*(data[name].to_pylist() for name in NAMES[:2]), strict=True), rows, strict=True)
+        self._add_statistics(store)
 
     def visible(self, since: int, cutoffs: Mapping[int, int]) -> tuple[dict[str, list[Any]], StepMetrics]:
         """Returns columns and metrics of the rows from `since` on. Leaves out superseded ones."""

@@ -1,7 +1,7 @@
 """Tables of one run in an in-memory database that grows with the run.
 
 Owns which rows have been read and what the queries of the pages run on. Long texts and token arrays stay in the files:
-`of_sample` reads them for one sample, from the files that have its rows, and `search` scans them. Does not own the
+`of_samples` reads them for some samples, from the files that have its rows, and `search` scans them. Does not own the
 formats (`record.reader`) or what a page asks.
 
 Invariants: a row is read once, so a request costs what is new since the last one. A run directory that was replaced by
@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import duckdb
 import pyarrow as pa
@@ -93,6 +94,8 @@ UNREAD = object()
 """Differs from the id of every run, so the first `refresh` opens the database."""
 
 Row = dict[str, Any]
+Key = tuple[int, str]
+Kept = TypeVar("Kept")
 Parameters = Sequence[Any] | Mapping[str, Any]
 
 
@@ -132,13 +135,8 @@ class RunStore:
         self.used_at = 0.0
         """When its tables were used last, in monotonic time."""
         self._identity: object = UNREAD
-        # Taken in this order. Reading a large table delays only who asks for it.
-        self._searching = threading.Lock()
-        self._tagging = threading.Lock()
-        self._listing = threading.Lock()
-        self._stepping = threading.Lock()
-        self._keeping = threading.Lock()
-        self._reading = {name: threading.Lock() for name in TABLES}
+        # One for each table and each thing that is computed, so that a slow one delays only who asks for it.
+        self._locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
         self._lock = threading.Lock()
 
     def _reset(self) -> None:
@@ -157,14 +155,10 @@ class RunStore:
 
     def _forget(self) -> None:
         self._cursors: dict[str, int] = {}
-        self._values: dict[str, tuple[object, list[Any]]] = {}
-        self._known_cutoffs: tuple[tuple[int, int], dict[int, int]] | None = None
         self._searches: dict[str, tuple[dict[str, int], pa.Table]] = {}
         self._steps = StepColumns()
         self._seen: dict[tuple[str, str], tuple[int, set[tuple[Any, ...]]]] = {}
-        self._kept: dict[str, tuple[dict[str, int], pa.Table]] = {}
-        self._tags: dict[str, set[str]] = {}
-        self._num_tagged = 0
+        self._kept: dict[str, tuple[object, Any]] = {}
 
     @property
     def is_open(self) -> bool:
@@ -190,7 +184,7 @@ class RunStore:
                 self._identity = identity
             database, cursors = self._database, self._cursors
         for name in names:
-            with self._reading[name], _cursor(database) as connection:
+            with self._locks[name], _cursor(database) as connection:
                 self._read(name, connection, cursors)
         return {name: cursors[name] for name in names}
 
@@ -233,14 +227,14 @@ class RunStore:
 
     def steps(self, since: int = 0) -> tuple[int, dict[str, list[Any]], StepMetrics]:
         """Returns the steps from row `since` on, without superseded ones: next cursor, columns, metrics."""
-        with self._stepping:
+        with self._locks["steps as columns"]:
             self.visible()
             self._steps.read(self)
             return (self._steps.num_rows, *self._steps.visible(since, self._cutoffs()))
 
     def seen(self, table: str, columns: str) -> set[tuple[Any, ...]]:
         """Returns the distinct values of some columns of a table. Looks at new rows only."""
-        with self._listing:
+        with self._locks[f"{columns} of {table}"]:
             self.refresh(table)
             ((end,),) = self.fetch(f"SELECT count(*) FROM {table}")
             first, found = self._seen.get((table, columns), (0, set()))
@@ -250,57 +244,42 @@ class RunStore:
             self._seen[table, columns] = (end, found)
             return set(found)
 
-    def kept(self, name: str, num_rows: dict[str, int], make: Callable[[], pa.Table]) -> pa.Table:
-        """Returns what `make` computes from tables, cached until the number of rows of one of them changes."""
-        with self._keeping:
-            if self._kept.get(name, ({}, None))[0] != num_rows:
-                self._kept[name] = (num_rows, make())
-            return self._kept[name][1]
+    def kept(self, name: str, state: object, make: Callable[[], Kept]) -> Kept:
+        """Returns what `make` computes, cached until `state` changes, such as the number of rows of tables."""
+        with self._locks[name]:
+            found = self._kept.get(name)
+            if found is None or found[0] != state:
+                found = self._kept[name] = (state, make())
+            return cast("Kept", found[1])
 
     def tags(self) -> dict[str, list[str]]:
         """Returns the values of each tag of the samples. A tag with more than `MOST_TAG_VALUES` has none."""
-        with self._tagging:
-            self.refresh("samples")
-            ((end,),) = self.fetch("SELECT count(*) FROM samples")
-            if end != self._num_tagged:
-                fresh = self.fetch(
-                    "SELECT DISTINCT tag.key, tag.value FROM "
-                    "(SELECT unnest(map_entries(tags)) AS tag FROM samples WHERE rowid >= ?)",
-                    [self._num_tagged],
-                )
-                self._num_tagged = end
-                for name, value in fresh:
-                    known = self._tags.setdefault(name, set())
-                    if len(known) <= MOST_TAG_VALUES:
-                        known.add(value)
-            return {
-                name: sorted(values) if len(values) <= MOST_TAG_VALUES else [] for name, values in self._tags.items()
-            }
+        values = (
+            f"SELECT name, CASE WHEN count(*) <= {MOST_TAG_VALUES} THEN list(value ORDER BY value) ELSE [] END "
+            "FROM (SELECT DISTINCT unnest(map_keys(tags)) AS name, unnest(map_values(tags)) AS value FROM samples) "
+            "GROUP BY name"
+        )
+        return self.kept("values of tags", self.refresh("samples"), lambda: dict(self.fetch(values)))
 
     def distinct(self, column: str, where: str) -> list[Any]:
         """Returns the values of a column of `samples`, sorted, without null. Kept until there are new rows."""
+        values = f"SELECT DISTINCT {column} FROM samples WHERE {where} AND {column} IS NOT NULL ORDER BY 1"
         state = (self._cursors["samples"], where)
-        if self._values.get(column, (None, []))[0] != state:
-            found = self.fetch(
-                f"SELECT DISTINCT {column} FROM samples WHERE {where} AND {column} IS NOT NULL ORDER BY 1"
-            )
-            self._values[column] = (state, [value for (value,) in found])
-        return self._values[column][1]
+        return self.kept(f"values of {column}", state, lambda: [value for (value,) in self.fetch(values)])
 
     def search(self, text: str) -> pa.Table:
-        """Finds the samples with `text` in any of their texts.
-
-        Returns attempt and sample_id. Ignores case.
+        """Finds the samples with `text` in any of their texts, in any case: attempt and sample_id.
 
         Waits for other searches only, and scans what is new since the last search for this text.
         """
-        with self._searching:
+        with self._locks["search"]:
             self.refresh("samples")
             ends = {name: self.run.num_rows(name) for name in SEARCHED}
             done, hits = self._searches.pop(text, ({}, NO_HITS))
             for name, end in ends.items():
                 if (cursor := done.get(name, 0)) < end:
-                    hits = pa.concat_tables([hits, self._scan(name, text, cursor).cast(NO_HITS.schema)])
+                    fresh = self._files(name, KEY, _matches(name, text), cursor)
+                    hits = pa.concat_tables([hits, fresh.cast(NO_HITS.schema)])
             self._searches[text] = (ends, hits)
             while len(self._searches) > NUM_SEARCHES:
                 self._searches.pop(next(iter(self._searches)))
@@ -310,45 +289,31 @@ class RunStore:
         """Yields the whole rows of some samples from the files: attempt, sample_id and step, in the record's order."""
         for first in range(0, chosen.num_rows, EXPORTED_AT_ONCE):
             piece = chosen.slice(first, EXPORTED_AT_ONCE).to_pylist()
-            keys = _listed((row["attempt"], row["sample_id"]) for row in piece)
             steps = [int(row["step"]) for row in piece]
             near = f"step BETWEEN {min(steps)} AND {max(steps)}"
-            found = self._files("samples", "*", f"{near} AND (attempt, sample_id) IN ({keys})")
-            rows = {(row["attempt"], row["sample_id"]): row for row in found.to_pylist(maps_as_pydicts="lossy")}
-            # A damaged file may have lost one since the search.
-            yield from (rows[key] for row in piece if (key := (row["attempt"], row["sample_id"])) in rows)
+            for rows in self.of_samples("samples", list(map(key_of, piece)), near).values():
+                yield from rows
 
-    def of_sample(self, table: str, attempt: int, sample_id: str, where: str = "true") -> list[Row]:
-        """Returns the whole rows of one sample from the files."""
-        own = f"attempt = {int(attempt)} AND sample_id = {sql_text(sample_id)}"
-        # All spans are too many to be read for one sample; their times say which parts of the files to read.
-        first, last = (0, None) if table == "spans" else self._places(table, own)
-        if last == -1:
-            return []
-        rows = self._files(table, "*", f"{own} AND {where}", first, last)
-        empty = dict.fromkeys(TABLES[table].column_names)
-        return [empty | row for row in rows.to_pylist(maps_as_pydicts="lossy")]
-
-    def of_samples(self, table: str, keys: Collection[tuple[int, str]]) -> dict[tuple[int, str], list[Row]]:
-        """Returns the whole rows of some samples by attempt and sample, from one pass over the files."""
-        found: dict[tuple[int, str], list[Row]] = {key: [] for key in keys}
-        if keys:
-            rows = self._files(table, "*", f"(attempt, sample_id) IN ({_listed(keys)})").to_pylist(
-                maps_as_pydicts="lossy"
-            )
-            for row in rows:
-                found[row["attempt"], row["sample_id"]].append(dict.fromkeys(TABLES[table].column_names) | row)
+    def of_samples(
+        self, table: str, keys: Iterable[Key], where: str = "true", columns: str = "*"
+    ) -> dict[Key, list[Row]]:
+        """Returns whole rows by sample, from one pass over the files that have them."""
+        found: dict[Key, list[Row]] = {key: [] for key in keys}
+        own = among(found)
+        # All spans are too many to be read for their samples; their times say which parts of the files to read.
+        places = (0, None) if table == "spans" else self._places(table, own)
+        for row in self._files(table, columns, f"{own} AND {where}", *places).to_pylist(maps_as_pydicts="lossy"):
+            found[key_of(row)].append(row)
         return found
 
-    def beginnings(self, where: str, length: int, columns: str = "") -> dict[tuple[int, str], Row]:
+    def beginnings(self, where: str, length: int, columns: str = "") -> dict[Key, Row]:
         """Returns the first characters of `prompt` and `answer`, by attempt and sample.
 
         A prompt begins with its last user message: what is before it, such as a system prompt, is often the same.
         `where` is about columns that are in memory.
         """
         shown = f"substr(prompt_text, {USER_BEGINS}, {length}) AS prompt, left(completion_text, {length}) AS answer"
-        found = self._files("samples", f"attempt, sample_id, {shown}{columns}", where, *self._places("samples", where))
-        return {(row["attempt"], row["sample_id"]): row for row in found.to_pylist(maps_as_pydicts="lossy")}
+        return _by_key(self._files("samples", f"{KEY}, {shown}{columns}", where, *self._places("samples", where)))
 
     def aggregate(self, name: str, columns: str, group: str, where: str = "true") -> list[Row]:
         """Returns aggregates of a table by `group`, computed from its files without loading the rows into memory."""
@@ -395,31 +360,21 @@ class RunStore:
 
     def _cutoffs(self) -> dict[int, int]:
         state = (self._cursors["attempts"], self._cursors["steps"])
-        if self._known_cutoffs is None or self._known_cutoffs[0] != state:
-            self._known_cutoffs = (state, self.run.cutoffs())
-        return self._known_cutoffs[1]
+        return self.kept("cutoffs", state, self.run.cutoffs)
 
-    def _scan(self, name: str, text: str, cursor: int) -> pa.Table:
-        """Reads the files of a table from row `cursor` on, for rows that contain `text`."""
-        return self._files(name, "attempt, sample_id", _matches(name, text), cursor)
-
-    def snippets(self, text: str, keys: Collection[tuple[int, str]]) -> dict[tuple[int, str], str]:
+    def snippets(self, text: str, keys: Collection[Key]) -> dict[Key, str]:
         """Returns the text around the first match of a search, by attempt and sample. Prompts are searched last."""
-        found: dict[tuple[int, str], str] = {}
+        found: dict[Key, str] = {}
         around = f"'(?is).{{0,{BEFORE_MATCH}}}' || regexp_escape({sql_text(text)}) || '.{{0,{BEHIND_MATCH}}}'"
         for name, columns in SEARCHED.items():
-            left = [key for key in keys if key not in found]
-            own = f"(attempt, sample_id) IN ({_listed(left)})" if left else "false"
-            first, last = self._places(name, own)
-            if last != -1:
-                shown = ", ".join(f"nullif(regexp_extract({column}, {around}), '')" for column in reversed(columns))
-                rows = self._files(
-                    name, f"{KEY}, coalesce({shown}) AS x", f"{own} AND {_matches(name, text)}", first, last
-                )
-                found |= {(row["attempt"], row["sample_id"]): row["x"] for row in reversed(rows.to_pylist())}
+            own = among(key for key in keys if key not in found)
+            shown = ", ".join(f"nullif(regexp_extract({column}, {around}), '')" for column in reversed(columns))
+            where = f"{own} AND {_matches(name, text)}"
+            rows = self._files(name, f"{KEY}, coalesce({shown}) AS x", where, *self._places(name, own))
+            found |= {key_of(row): row["x"] for row in reversed(rows.to_pylist())}
         return found
 
-    def token_sums(self, step: int) -> dict[tuple[int, str], Row]:
+    def token_sums(self, step: int) -> dict[Key, Row]:
         """Returns, for each sample of a step, the engine's summed logprobs and the trainer/engine probability ratio."""
         gaps = "list_transform(list_zip(trainer_logprobs, engine_logprobs), lambda x: x[1]::DOUBLE - x[2])"
         sums = (
@@ -427,13 +382,10 @@ class RunStore:
             f"exp(list_sum(list_filter({gaps}, lambda gap: isfinite(gap)))) AS ratio"
         )
         where = f"step = {int(step)}"
-        rows = self._files("tokens", f"{KEY}, {sums}", where, *self._places("tokens", where)).to_pylist()
-        return {(row["attempt"], row["sample_id"]): row for row in rows}
+        return _by_key(self._files("tokens", f"{KEY}, {sums}", where, *self._places("tokens", where)))
 
     def _places(self, name: str, where: str) -> tuple[int, int | None]:
-        """Returns the first and the last row that match `where`.
-
-        It is a condition on columns in memory; rows are counted as in the record.
+        """Returns the first and the last row of the record that match `where`, a condition on columns in memory.
 
         (0, None): all rows; (0, -1): none. A read of a few rows then opens one file of hundreds.
         """
@@ -446,9 +398,9 @@ class RunStore:
         return (0, -1) if last is None else (first, last)
 
     def _files(self, name: str, columns: str, where: str, cursor: int = 0, last: int | None = None) -> pa.Table:
-        """Returns rows of a table from its files, superseded ones too. Starts again when a file was compacted.
+        """Returns rows from the files with rows from `cursor` to `last`, superseded ones too.
 
-        Reads the files with rows from `cursor` to `last`.
+        Starts again when a file was compacted.
         """
         for attempt in range(READ_ATTEMPTS):
             found = self.run.table_files(name, cursor)
@@ -472,9 +424,22 @@ class RunStore:
         raise AssertionError("the last attempt returns or raises")
 
 
-def _listed(keys: Iterable[tuple[int, str]]) -> str:
-    """Returns attempts and samples as an SQL list."""
-    return ", ".join(f"({int(attempt)}, {sql_text(sample_id)})" for attempt, sample_id in keys)
+def key_of(row: Row) -> Key:
+    """Returns what names the sample of a row."""
+    return row["attempt"], row["sample_id"]
+
+
+def among(keys: Iterable[Key]) -> str:
+    """Returns an SQL condition for the rows of some samples."""
+    ids: dict[int, list[str]] = defaultdict(list)
+    for attempt, sample_id in keys:
+        ids[attempt].append(sql_text(sample_id))
+    each = (f"attempt = {int(attempt)} AND sample_id IN ({', '.join(some)})" for attempt, some in ids.items())
+    return f"({' OR '.join(each) or 'false'})"
+
+
+def _by_key(rows: pa.Table) -> dict[Key, Row]:
+    return {key_of(row): row for row in rows.to_pylist(maps_as_pydicts="lossy")}
 
 
 def _matches(name: str, text: str) -> str:

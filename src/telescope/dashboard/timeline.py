@@ -200,17 +200,17 @@ def gauges(
     low = first if start is None else start
     high = last if end is None else end
     width = max((high - low) / points, 1e-6)
-    key = "name, component, node, gpu, rank, server, labels"
+    key = "name, component, node, gpu, rank, server"
     return [
         {**row, "labels": row["labels"] or {}}
         for row in store.rows(
-            "WITH parts AS (SELECT name, component, node, gpu, rank, server, labels::VARCHAR AS shown, "
+            f"WITH parts AS (SELECT {key}, labels::VARCHAR AS shown, "
             "any_value(labels) AS labels, max(time) AS time, min(value) AS low, avg(value) AS mean, max(value) AS high "
             "FROM gauges WHERE list_contains($names, name) AND time BETWEEN $low AND $high "
-            "GROUP BY name, component, node, gpu, rank, server, shown, least(floor((time - $low) / $width), $last)) "
-            f"SELECT {key.replace('labels', 'any_value(labels) AS labels')}, list(time ORDER BY time) AS time, "
+            f"GROUP BY {key}, shown, least(floor((time - $low) / $width), $last)) "
+            f"SELECT {key}, any_value(labels) AS labels, list(time ORDER BY time) AS time, "
             "list(low ORDER BY time) AS min, list(mean ORDER BY time) AS mean, list(high ORDER BY time) AS max "
-            "FROM parts GROUP BY name, component, node, gpu, rank, server, shown ORDER BY ALL",
+            f"FROM parts GROUP BY {key}, shown ORDER BY ALL",
             {"names": names, "low": low, "high": high, "width": width, "last": points - 1},
         )
     ]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
@@ -96,15 +97,11 @@ class WandbServer:
 
     def projects(self) -> list[str]:
         """Returns the user's projects with runs of Telescope, as ENTITY/PROJECT. Sends a request for each project."""
-
-        def ask() -> list[str]:
+        with self._explained():
             self._api = None  # W&B's client caches its first response
             listed = self._client().projects()
             paths = [f"{listed.entity}/{project.name}" for project in listed]
             return [path for path in paths if len(self._client().runs(path, OURS, per_page=1, lazy=False))]
-
-        found: list[str] = self._ask(ask)
-        return found
 
     def _client(self) -> Any:
         if self._api is None:
@@ -129,15 +126,16 @@ class WandbServer:
             self._api = wandb.Api(timeout=ANSWER_SECONDS)
         return self._api
 
-    def _ask(self, question: Any) -> Any:
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
         try:
-            return question()
+            yield
         except UserError:
             raise
         except Exception as error:  # the client raises errors of its own, ValueError, and those of its transport
-            raise self._explained(error) from error
+            raise self._problem(error) from error
 
-    def _explained(self, error: Exception) -> WandbError:
+    def _problem(self, error: Exception) -> WandbError:
         text = (str(error) or repr(error)).splitlines()[0]
         if any(word.lower() in str(error).lower() for word in _UNREACHABLE):
             return UnreachableError(f"{self._server} cannot be reached: {text}.")
@@ -167,13 +165,9 @@ class WandbProject(WandbServer):
         newer = datetime.fromtimestamp(newer_than).astimezone().isoformat()
         some = [{"state": "running"}, {"name": {"$in": list(names)}}, {"createdAt": {"$gt": newer}}]
         filters = {"$or": some} if newer_than else {}
-
-        def ask() -> list[Any]:
+        with self._explained():
             self._client().flush()  # W&B's client caches responses
-            listed = self._client().runs(self.path, filters, "-created_at", per_page=PAGE_SIZE, lazy=False)
-            return list(listed)
-
-        found = self._ask(ask)
+            found = list(self._client().runs(self.path, filters, "-created_at", per_page=PAGE_SIZE, lazy=False))
         ours = [
             RemoteRun(
                 name=run.id,
@@ -193,15 +187,13 @@ class WandbProject(WandbServer):
 
     def files(self, name: str) -> dict[str, RemoteFile] | None:
         """Returns the current files of a record by their path. None without a record."""
-
-        def ask() -> dict[str, RemoteFile]:
-            run = self._client().run(f"{self.path}/{name}")
-            listed = run.files(pattern=f"{FOLDER}/%", per_page=PAGE_SIZE)
-            return {
-                file.name: RemoteFile(file.size, file.md5 or f"{file.size} {file.updated_at}", file) for file in listed
-            }
-
-        return self._ask(ask) or None
+        with self._explained():
+            listed = self._client().run(f"{self.path}/{name}").files(pattern=f"{FOLDER}/%", per_page=PAGE_SIZE)
+            found = [
+                (file.name, RemoteFile(file.size, file.md5 or f"{file.size} {file.updated_at}", file))
+                for file in listed
+            ]
+        return dict(found) or None
 
     def read_manifest(self, files: dict[str, RemoteFile], folder: Path) -> dict[str, int]:
         """Downloads the list of current files. Returns sizes by path; other names than a record's are left out."""
@@ -214,7 +206,8 @@ class WandbProject(WandbServer):
 
     def download(self, file: RemoteFile, folder: Path) -> Path:
         """Downloads a file to its name on W&B below `folder`. Returns its path."""
-        self._ask(lambda: file.handle.download(root=str(folder), replace=True).close())
+        with self._explained():
+            file.handle.download(root=str(folder), replace=True).close()
         return folder / file.handle.name
 
 

@@ -182,18 +182,22 @@ def reward(history: History) -> Finding | None:
     )  # fmt: skip
 
 
-def _spike(history: History, metric: str, least: float = 0.0) -> tuple[float, float, int] | None:
-    """Finds the largest recent value above ten times the usual one. Returns it, the usual one, and the steps since."""
-    found = None
+def _spike(history: History, metric: str, kind: str, text: str, advice: str, least: float = 0.0) -> Finding | None:
+    """Finds the largest recent value above ten times the usual one. `text` has places for `value` and `usual`."""
+    found: tuple[float, float, int] | None = None
     for steps_ago in range(WINDOW):
         newest = history.last(metric, 1, steps_ago)
-        usual = history.last(metric, USUAL, steps_ago + 1)
-        if not newest or len(usual) < WINDOW:
+        before = history.last(metric, USUAL, steps_ago + 1)
+        if not newest or len(before) < WINDOW:
             continue
-        median = statistics.median(usual)
+        median = statistics.median(before)
         if newest[0] > max(10 * median, least) and (found is None or newest[0] > found[0]):
             found = newest[0], median, steps_ago
-    return found
+    if found is None:
+        return None
+    value, usual, steps_ago = found
+    text = text.format(value=value, usual=usual)
+    return Finding(kind, f"spiked, usually {usual:.2g}", text, advice, (metric,), steps_ago=steps_ago)
 
 
 _LEAST_KL = 0.01  # Nats. Engines and trainer of one version differ by 0.001 to 0.01 in bfloat16.
@@ -201,27 +205,17 @@ _LEAST_KL = 0.01  # Nats. Engines and trainer of one version differ by 0.001 to 
 
 def kl(history: History) -> Finding | None:
     """Ten times the usual divergence of one step: a server has old weights, or a batch is stale."""
-    found = _spike(history, KL, _LEAST_KL)
-    if found is None:
-        return None
-    value, usual, steps_ago = found
-    return Finding(
-        "kl", f"spiked, usually {usual:.2g}",
-        f"Engine and trainer differed by {value:.2g} nats (KL) in one step, usually by {usual:.2g}.",
-        "Look at mismatch and staleness of that step; use_tis bounds the effect on the loss.", (KL,),
-        steps_ago=steps_ago,
+    return _spike(
+        history, KL, "kl", "Engine and trainer differed by {value:.2g} nats (KL) in one step, usually by {usual:.2g}.",
+        "Look at mismatch and staleness of that step; use_tis bounds the effect on the loss.", _LEAST_KL,
     )  # fmt: skip
 
 
 def grad_norm(history: History) -> Finding | None:
     """Finds a gradient norm of ten times the usual: unclipped, the step moves the weights as far as ten steps."""
-    found = _spike(history, GRAD_NORM)
-    if found is None:
-        return None
-    value, usual, steps_ago = found
-    return Finding(
-        "grad_norm", f"spiked, usually {usual:.2g}", f"The gradient norm reached {value:.3g}, usually {usual:.3g}.",
-        "Lower learning_rate or grad_clip if it repeats.", (GRAD_NORM,), steps_ago=steps_ago,
+    return _spike(
+        history, GRAD_NORM, "grad_norm", "The gradient norm reached {value:.3g}, usually {usual:.3g}.",
+        "Lower learning_rate or grad_clip if it repeats.",
     )  # fmt: skip
 
 
@@ -292,11 +286,12 @@ def waiting(history: History) -> Finding | None:
 
     Where many groups are discarded for equal rewards, other prompts shorten it without more servers.
     """
-    share = history.mean(NO_SIGNAL) or 0.0
-    prompts = f"Use {_task(history)} prompts: {share:.0f} % of the groups have equal rewards. Then a"
+    advice = "Add inference servers, raise max_async_rollout, or give the trainer fewer GPUs."
+    if (share := history.mean(NO_SIGNAL) or 0.0) >= 40:
+        advice = f"Use {_task(history)} prompts: {share:.0f} % of the groups have equal rewards. {advice}"
     return _share(
         history, WAIT, "waiting", "needs more servers", "The trainer waits {share:.0f} % of the time for answers.",
-        f"{prompts if share >= 40 else 'A'}dd inference servers, raise max_async_rollout, or give the trainer fewer GPUs.",
+        advice,
     )  # fmt: skip
 
 

@@ -80,12 +80,11 @@ def _copy(name: str, run: TrackedRun, report: Report, ended: threading.Event) ->
                 report("WARNING", f"{problem}. The run continues; see logs/trackers.log.")
             has_failed = True
 
-    def start() -> Tracker:
-        module = importlib.import_module(f"telescope.trackers.{name}")
-        tracker: Tracker = getattr(module, f"{name.title()}Tracker")(run, report)
-        return tracker
+    def start() -> Any:
+        return getattr(importlib.import_module(f"telescope.trackers.{name}"), f"{name.title()}Tracker")(run, report)
 
-    if (tracker := attempt(start)) is None:
+    tracker: Tracker | None = attempt(start)
+    if tracker is None:
         return
     follower = RecordFollower(run, tracker.last_step)
     last = False

@@ -51,7 +51,6 @@ class RunApp(App[None]):
         self._seen: object = None
 
     def compose(self) -> ComposeResult:
-        """Creates the pages."""
         with TabbedContent():
             for number, (name, page) in enumerate(PAGES.items(), 1):
                 yield page(f"{number} {name}", id=name)
@@ -59,23 +58,19 @@ class RunApp(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Starts to poll for new rows."""
-        self.query_one(Tabs).can_focus = False  # 1 to 4 select tabs
+        self.query_one(Tabs).can_focus = False  # their keys are 1 to 4
         self.set_interval(LIVE_SECONDS, self.poll)
 
     @property
     def page(self) -> Page:
-        """The visible page."""
         return self.query_one(f"#{self.query_one(TabbedContent).active or 'overview'}", Page)
 
     @on(TabbedContent.TabActivated)
     def page_opened(self) -> None:
-        """Reads the visible page."""
         self.page.action_focus_first()
         self.page.refresh_data()
 
     def action_open(self, name: str) -> None:
-        """Shows a page."""
         self.query_one(TabbedContent).active = name
 
     def poll(self) -> None:

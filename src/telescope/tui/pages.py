@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from rich.console import Group, RenderableType
@@ -51,9 +51,11 @@ class Page(TabPane):
         Binding("escape", "focus_first", "Back", show=False),
     ]
 
+    filter = ""
+    """What was entered to choose rows."""
+
     @property
     def view(self) -> RunApp:
-        """The application."""
         return cast("RunApp", self.app)
 
     def read(self) -> Any:
@@ -61,12 +63,22 @@ class Page(TabPane):
         raise NotImplementedError
 
     def show(self, found: Any) -> None:
-        """Shows what `read` returned."""
         raise NotImplementedError
 
     def refresh_data(self) -> None:
         """Reads in a thread and shows the result. A newer request replaces a running one."""
         self.in_thread(self.read, self.show, "read")
+
+    def read_anew(self) -> None:
+        """Reads from the start: filter or order is another one."""
+        self.refresh_data()
+
+    @on(Input.Submitted)
+    def submitted(self, event: Input.Submitted) -> None:
+        """Reads what the filter chooses."""
+        self.filter = event.value
+        self.action_focus_first()
+        self.read_anew()
 
     def in_thread(self, read: Callable[[], Any], show: Callable[[Any], None], group: str) -> None:
         """Calls `read` in a thread and then `show` with its result. Of one group, only the newest is shown."""
@@ -99,22 +111,25 @@ class Page(TabPane):
         await first.run_action(f"cursor_{way}" if hasattr(first, "action_cursor_down") else f"scroll_{way}")
 
 
+def next_of(values: Iterable[str], value: str) -> str:
+    """Returns the value behind one, and behind the last the first."""
+    every = list(values)
+    return every[(every.index(value) + 1) % len(every)]
+
+
 class OverviewPage(Page):
     """Shows whether the run is healthy, its progress, and what it does."""
 
     FIRST = "VerticalScroll"
 
     def compose(self) -> ComposeResult:
-        """Creates the text."""
         with VerticalScroll():
             yield Static(id="about")
 
     def read(self) -> dict[str, Any]:
-        """Returns what is shown."""
         return read_overview(self.view.registry, self.view.run_id)
 
     def show(self, found: dict[str, Any]) -> None:
-        """Draws the page."""
         self.query_one("#about", Static).update(draw(found, width=max(60, self.size.width - 4)))
 
 
@@ -134,7 +149,6 @@ class MetricsPage(Page):
     current: str = ""
 
     def compose(self) -> ComposeResult:
-        """Creates the list and the plots."""
         self.kept: list[str] = []
         with Horizontal():
             with Vertical(id="names"):
@@ -170,7 +184,6 @@ class MetricsPage(Page):
 
     @on(OptionList.OptionHighlighted, "#metric-list")
     def plot_chosen(self, event: OptionList.OptionHighlighted) -> None:
-        """Plots the metric under the cursor."""
         self.current = event.option.id or ""
         self.draw()
 
@@ -180,7 +193,6 @@ class MetricsPage(Page):
         self.draw()
 
     def on_resize(self) -> None:
-        """Draws for the new size."""
         self.draw()
 
     def draw(self) -> None:
@@ -221,19 +233,18 @@ class LogsPage(Page):
     """
     BINDINGS: ClassVar[list[BindingType]] = [Binding("f", "follow", "Follow"), Binding("e", "level", "Level")]
 
-    level = search = ""
+    level = ""
     follows = True
     next_row: int | None = None
 
     def compose(self) -> ComposeResult:
-        """Creates filter and lines."""
         yield Input(placeholder=f"/ search, or {COMPONENT}trainer-0", id="log-filter")
         yield Static(id="log-state", markup=False)
         yield RichLog(max_lines=MOST_LINES, wrap=True, markup=False, highlight=False, auto_scroll=False)
 
     def read(self) -> dict[str, Any]:
         """Returns the newest lines at first, then only new ones."""
-        asked = (self.level, self.search)
+        asked = (self.level, self.filter)
         components = [word for word in asked[1].split() if word.startswith(COMPONENT)]
         component = components[0].removeprefix(COMPONENT) if components else ""
         search = " ".join(word for word in asked[1].split() if word not in components)
@@ -242,8 +253,7 @@ class LogsPage(Page):
         return {**logs(self.view.store, query), "asked": asked}
 
     def show(self, found: dict[str, Any]) -> None:
-        """Adds the lines."""
-        if found["asked"] != (self.level, self.search):
+        if found["asked"] != (self.level, self.filter):
             return
         lines = self.query_one(RichLog)
         if self.next_row is None:
@@ -258,30 +268,19 @@ class LogsPage(Page):
         components = ", ".join(map(single_line, found["components"]))
         self.query_one("#log-state", Static).update(f"{level}, {follows}; components: {components}")
 
-    @on(Input.Submitted, "#log-filter")
-    def search_submitted(self, event: Input.Submitted) -> None:
-        """Reads the lines of the search."""
-        self.search = event.value
-        self.action_focus_first()
-        self.read_anew()
-
     def action_level(self) -> None:
-        """Changes the lowest level that is shown."""
-        self.level = LEVELS[(LEVELS.index(self.level) + 1) % len(LEVELS)]
+        self.level = next_of(LEVELS, self.level)
         self.read_anew()
 
     def action_follow(self) -> None:
-        """Follows new lines, or stops following."""
         self.follows = not self.follows
         self.refresh_data()
 
     def read_anew(self) -> None:
-        """Reads the newest lines again."""
         self.next_row = None
-        self.refresh_data()
+        super().read_anew()
 
     def on_resize(self) -> None:
-        """Wraps the lines anew."""
         if self.next_row is not None and self.view.page is self:
             self.read_anew()
 

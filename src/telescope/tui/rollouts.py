@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from rich.console import Group, RenderableType
@@ -15,9 +14,9 @@ from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widgets import DataTable, Input, Static
 
 from telescope.dashboard.rollouts import detail
-from telescope.dashboard.samples import FACETS, NUMBERS, Filters, samples
+from telescope.dashboard.samples import FACETS, NUMBERS, Filters, SampleQuery, samples
 from telescope.errors import UserError
-from telescope.tui.pages import Page
+from telescope.tui.pages import Page, next_of
 from telescope.tui.text import number, prompt_messages, safe, without_end
 from telescope.utils.text import single_line
 
@@ -44,7 +43,7 @@ def parse_filter(text: str) -> Filters:
 
     Raises `UserError` for a step that is no number or range.
     """
-    words, facets, ranges = list[str](), dict[str, str](), list[str]()
+    words, facets, ranges = list[str](), dict[str, Any](), list[str]()
     steps: list[int | None] = [None, None]
     for part in text.split():
         name, equals, value = part.partition("=")
@@ -62,7 +61,7 @@ def parse_filter(text: str) -> Filters:
             facets[name] = value
         else:
             words.append(part)
-    return Filters(search=" ".join(words), facets=facets, ranges=ranges, step_min=steps[0], step_max=steps[1])
+    return Filters(search=" ".join(words), range=ranges, step_min=steps[0], step_max=steps[1], **facets)
 
 
 class RolloutsPage(Page):
@@ -81,14 +80,12 @@ class RolloutsPage(Page):
         Binding("f", "follow", "Newest"),
     ]
 
-    _filter = ""
     _order = next(iter(ORDERS))
     _kind = next(iter(KINDS))
     _rows: Sequence[dict[str, Any]] = ()
     _chosen: tuple[int, str] | None = None
 
     def compose(self) -> ComposeResult:
-        """Creates table and conversation."""
         with Horizontal():
             with Vertical(id="list"):
                 yield Input(placeholder="/ words, step=40..50 status=kept reward=0..0.5", id="sample-filter")
@@ -99,10 +96,10 @@ class RolloutsPage(Page):
 
     def read(self) -> dict[str, Any]:
         """Returns the first samples of the filter. Raises `UserError` for a wrong one."""
-        filters = parse_filter(self._filter)
+        given = parse_filter(self.filter).model_dump()
         if self._shown_kind:
-            filters = replace(filters, facets={**(filters.facets or {}), "status": KINDS[self._shown_kind]})
-        return samples(self.view.store, filters, sort=self._order, offset=0, limit=NUM_ROWS, with_facets=False)
+            given["status"] = KINDS[self._shown_kind]
+        return samples(self.view.store, SampleQuery(**given, sort=self._order, limit=NUM_ROWS, facets=False))
 
     def show(self, found: dict[str, Any]) -> None:
         """Fills the table. The cursor stays on its sample."""
@@ -126,19 +123,11 @@ class RolloutsPage(Page):
     @property
     def _shown_kind(self) -> str:
         """The kind, unless the filter chooses."""
-        chooses = any(word.startswith(("status=", "eval_name=")) for word in self._filter.split())
+        chooses = any(word.startswith(("status=", "eval_name=")) for word in self.filter.split())
         return "" if chooses else self._kind
-
-    @on(Input.Submitted, "#sample-filter")
-    def filter_submitted(self, event: Input.Submitted) -> None:
-        """Reads the samples of the filter."""
-        self._filter = event.value
-        self.action_focus_first()
-        self._read_anew()
 
     @on(DataTable.RowHighlighted)
     def row_chosen(self, event: DataTable.RowHighlighted) -> None:
-        """Shows the conversation of the row under the cursor."""
         if not 0 <= event.cursor_row < len(self._rows):
             return
         row = self._rows[event.cursor_row]
@@ -148,32 +137,26 @@ class RolloutsPage(Page):
             self.in_thread(lambda: detail(self.view.store, *key), self._show_sample, "sample")
 
     def action_sort(self) -> None:
-        """Takes the next order."""
-        self._order = _next(ORDERS, self._order)
-        self._read_anew()
+        self._order = next_of(ORDERS, self._order)
+        self.read_anew()
 
     def action_kind(self) -> None:
         """Takes the next kind: training, evals, both."""
-        self._kind = _next(KINDS, self._kind)
-        self._read_anew()
+        self._kind = next_of(KINDS, self._kind)
+        self.read_anew()
 
     def action_follow(self) -> None:
         """Goes to the newest sample."""
         self._order = next(iter(ORDERS))
-        self._read_anew()
+        self.read_anew()
 
-    def _read_anew(self) -> None:
+    def read_anew(self) -> None:
         self._chosen = None
-        self.refresh_data()
+        super().read_anew()
 
     def _show_sample(self, sample: dict[str, Any]) -> None:
         self.query_one("#sample", Static).update(draw_sample(sample))
         self.query_one("#conversation", VerticalScroll).scroll_home(animate=False)
-
-
-def _next(values: Iterable[str], value: str) -> str:
-    every = list(values)
-    return every[(every.index(value) + 1) % len(every)]
 
 
 def _cells(row: dict[str, Any]) -> list[Text]:

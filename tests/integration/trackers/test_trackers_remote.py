@@ -15,7 +15,7 @@ from telescope.cli import ui
 from telescope.cli.main import main
 from telescope.dashboard import remote, wandb_runs
 from telescope.dashboard.app import create_app
-from telescope.dashboard.remote import CopyState, RunCopy, WandbRuns
+from telescope.dashboard.remote import RemoteCopy, RunCopy, WandbRuns
 from telescope.dashboard.wandb_runs import WandbError, WandbProject, is_record_file
 from telescope.errors import UserError
 from telescope.record.files import record_files
@@ -221,7 +221,7 @@ def test_a_run_that_has_just_started_has_nothing_to_copy_yet(server, recorder):
         copy = runs.copy_in(runs.root / "live")
         copy.open()
         until(lambda: server.operations("RunFiles"))
-        assert copy.state == CopyState("listed", f"W&B {ENTITY}/p")
+        assert copy.state == RemoteCopy("listed", f"W&B {ENTITY}/p")
         upload(stored, recorder.files.run_dir)
         until(lambda: copy.state.phase == "synced")
 

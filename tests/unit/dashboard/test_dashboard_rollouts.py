@@ -16,7 +16,6 @@ from telescope.dashboard import curves, rollouts, samples, store
 from telescope.dashboard.app import create_app
 from telescope.dashboard.rollouts import add_tokens
 from telescope.dashboard.samples import _edges
-from telescope.dashboard.store import RunStore
 from telescope.orchestrator.step_stats import distribution
 from telescope.record.log_files import LogFiles
 from telescope.record.reader import Run
@@ -224,14 +223,14 @@ def test_samples_in_flight_are_those_of_a_live_run(tmp_path):
 def test_a_search_keeps_no_other_request_waiting(root, monkeypatch):
     client = TestClient(create_app([root]), base_url="http://localhost")
     scanning, done = threading.Event(), threading.Event()
-    scan = RunStore._scan
+    matches = store._matches
 
-    def slow(self, *arguments):
+    def slow(*arguments):
         scanning.set()
         assert done.wait(30)
-        return scan(self, *arguments)
+        return matches(*arguments)
 
-    monkeypatch.setattr(RunStore, "_scan", slow)
+    monkeypatch.setattr(store, "_matches", slow)
     with ThreadPoolExecutor(1) as pool:
         search = pool.submit(client.get, f"{RUN}/samples?search=answer_2")
         assert scanning.wait(30)

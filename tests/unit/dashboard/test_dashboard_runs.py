@@ -17,7 +17,7 @@ from telescope.dashboard import events
 from telescope.dashboard.app import create_app
 from telescope.dashboard.curves import eval_samples
 from telescope.dashboard.events import format_id, parse_id, run_events
-from telescope.dashboard.remote import CopyState
+from telescope.dashboard.remote import RemoteCopy
 from telescope.dashboard.store import RunStore
 from telescope.errors import UserError
 from telescope.record.reader import Run
@@ -255,7 +255,7 @@ async def test_a_copy_that_grows_is_reported_while_it_does(root: Path, monkeypat
 
     async def is_gone() -> bool:
         done = next(sizes)
-        copy.state = CopyState("syncing", "W&B me/p", done or 0, 3)
+        copy.state = RemoteCopy("syncing", "W&B me/p", done or 0, 3)
         return done is None
 
     runs = {"first": Run(root / "first")}

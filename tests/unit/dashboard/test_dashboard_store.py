@@ -9,7 +9,7 @@ from fastapi.testclient import TestClient
 from tests.unit.dashboard.conftest import write_run, write_step
 
 from telescope.dashboard.app import create_app
-from telescope.dashboard.store import RunStore
+from telescope.dashboard.store import RunStore, key_of
 from telescope.record.query import block_rows
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
@@ -99,9 +99,9 @@ def test_one_sample_is_read_from_one_file_of_a_table(tmp_path, monkeypatch):
     for row in Run(tmp_path / "run").table("samples").to_pylist():
         store.refresh("turns")
         opened.clear()
-        (turn,) = store.of_sample("turns", row["attempt"], row["sample_id"])
+        (turn,) = store.of_samples("turns", [key_of(row)])[key_of(row)]
         assert (turn["text"], opened) == (row["completion_text"], [1])
-    assert store.of_sample("turns", 1, "unknown") == []
+    assert store.of_samples("turns", [(1, "unknown")]) == {(1, "unknown"): []}
 
 
 def test_a_sample_is_found_when_an_earlier_file_is_lost(tmp_path):

@@ -67,10 +67,10 @@ def test_a_curve_of_many_values_is_that_of_their_means() -> None:
 def test_a_filter_names_columns_and_searches_for_the_rest() -> None:
     found = parse_filter("step=40..50 status=kept,discarded reward=0..0.5 completion_tokens=12 two words a=b")
     assert (found.step_min, found.step_max) == (40, 50)
-    assert found.facets == {"status": "kept,discarded"}
-    assert found.ranges == ["reward=0..0.5", "completion_tokens=12..12"]
+    assert (found.status, found.reward) == ("kept,discarded", "")
+    assert found.range == ["reward=0..0.5", "completion_tokens=12..12"]
     assert found.search == "two words a=b"
-    assert parse_filter("reward=1").facets == {"reward": "1"}
+    assert parse_filter("reward=1").reward == "1"
     assert [(f.step_min, f.step_max) for f in map(parse_filter, ("step=7", "step=7..", "step=..7"))] == [
         (7, 7), (7, None), (None, 7),
     ]  # fmt: skip

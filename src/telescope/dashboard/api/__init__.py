@@ -49,10 +49,7 @@ Store = Annotated[RunStore, Depends(_store)]
 
 
 def check_parameters(request: Request) -> None:
-    """Raises `HTTPException` for a parameter that the address does not have: ignored, a filter would select all.
-
-    Also for too many of them.
-    """
+    """Refuses too many parameters, and those that the address does not have: ignored, a filter would select all."""
     given = request.query_params.multi_items()
     longest = max((value.count(",") + 1 for _, value in given), default=0)
     for count, limit, what in ((len(given), MOST_PARAMETERS, "parameters"), (longest, MOST_VALUES, "values in a list")):

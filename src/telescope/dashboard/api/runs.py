@@ -15,6 +15,7 @@ from telescope.dashboard.changes import changes as changes_of
 from telescope.dashboard.costs import costs as costs_of
 from telescope.dashboard.events import run_events
 from telescope.dashboard.export import export_run
+from telescope.dashboard.registry import known_fields
 
 router = APIRouter(prefix="/api", tags=["Runs"])
 
@@ -33,7 +34,7 @@ def projects(request: Request) -> Reply:
 
 @router.get("/fields", response_model=list[models.Field], summary="Fields that the list of runs can show")
 def fields(request: Request, registry: Runs) -> Reply:
-    return Reply(request, runs.all_fields(registry))
+    return Reply(request, known_fields([listing.fields for _, listing in registry.listings()]))
 
 
 @router.get("/runs/{run}", response_model=models.RunInfo, summary="Config, attempts and result of a run")

@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
 
 from telescope.dashboard import curves, rollouts, row_models
 from telescope.dashboard import samples as samples_of
-from telescope.dashboard.api import Integer, Reply, Row, Store
-
-MOST_EXPORTED = 100_000
-"""Samples of one export. `X-Total-Count` has the number of all that pass the filters."""
+from telescope.dashboard.api import Integer, Reply, Store
 
 FILE_NAME = re.compile(r"[^\w.~-]")
 
@@ -25,71 +22,19 @@ def groups(request: Request, store: Store, step: Integer) -> Reply:
     return Reply(request, rollouts.groups(store, step))
 
 
-def _filters(
-    tag: Annotated[list[str], Query(default_factory=list, description="NAME=VALUE")],
-    range_: Annotated[list[str], Query(alias="range", default_factory=list, description="NAME=LOW..HIGH")],
-    search: str = "",
-    status: str = "",
-    environment: str = "",
-    reward: str = "",
-    age: str = "",
-    stop_reason: str = "",
-    eval_name: str = "",
-    step_min: Integer | None = None,
-    step_max: Integer | None = None,
-    prompt: Annotated[str, Query(description="`prompt_key` of a prompt")] = "",
-) -> samples_of.Filters:
-    facets = {"status": status, "environment": environment, "reward": reward, "age": age}
-    return samples_of.Filters(
-        search=search,
-        facets={**facets, "stop_reason": stop_reason, "eval_name": eval_name},
-        tags=tag,
-        ranges=range_,
-        step_min=step_min,
-        step_max=step_max,
-        prompt=prompt,
-    )
-
-
-Filters = Annotated[samples_of.Filters, Depends(_filters)]
-
-
 @router.get("/samples", response_model=row_models.Samples, summary="Search, filter and sort samples")
-def samples(
-    request: Request,
-    store: Store,
-    filters: Filters,
-    sort: str = "step",
-    offset: Row = 0,
-    limit: Annotated[int, Query(ge=0, le=10_000)] = 100,
-    facets: Annotated[bool, Query(description="Also count the samples of each facet, which takes longer.")] = True,
-) -> Reply:
-    page = samples_of.samples(store, filters, sort=sort, offset=offset, limit=limit, with_facets=facets)
-    return Reply(request, page)
+def samples(request: Request, store: Store, query: Annotated[samples_of.SampleQuery, Query()]) -> Reply:
+    return Reply(request, samples_of.samples(store, query))
 
 
 @router.get("/prompts", response_model=row_models.Prompts, summary="Prompts of the samples that pass the filters")
-def prompts(
-    request: Request,
-    store: Store,
-    filters: Filters,
-    mark: str = "",
-    sort: str = "first_step",
-    offset: Row = 0,
-    limit: Annotated[int, Query(ge=0, le=1000)] = 100,
-) -> Reply:
-    return Reply(request, samples_of.prompts(store, filters, mark=mark, sort=sort, offset=offset, limit=limit))
+def prompts(request: Request, store: Store, query: Annotated[samples_of.PromptQuery, Query()]) -> Reply:
+    return Reply(request, samples_of.prompts(store, query))
 
 
 @router.get("/samples.jsonl", response_class=StreamingResponse, summary="Whole samples as lines of JSON")
-def export(
-    run: str,
-    store: Store,
-    filters: Filters,
-    sort: str = "step",
-    limit: Annotated[int, Query(ge=1, le=MOST_EXPORTED)] = MOST_EXPORTED,
-) -> StreamingResponse:
-    total, lines = samples_of.export(store, filters, sort=sort, limit=limit)
+def export(run: str, store: Store, query: Annotated[samples_of.ExportQuery, Query()]) -> StreamingResponse:
+    total, lines = samples_of.export(store, query)
     headers = {
         "Content-Disposition": f'attachment; filename="{FILE_NAME.sub("_", run)}-samples.jsonl"',
         "X-Total-Count": str(total),

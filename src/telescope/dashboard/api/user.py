@@ -6,12 +6,10 @@ import json
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, HTTPException, Query, Request
-from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
-from telescope.dashboard import models
 from telescope.dashboard.api import Reply, Runs
-from telescope.dashboard.documents import MAX_BYTES, Documents
+from telescope.dashboard.documents import MAX_BYTES, Document, Documents
 
 router = APIRouter(prefix="/api/user", tags=["Documents"])
 
@@ -39,14 +37,13 @@ Kept = Annotated[Documents, Depends(_documents)]
 RunId = Annotated[str, Depends(_run_id)]
 
 
-@router.get("/{name}", response_model=models.Document, summary="A document that the user keeps")
+@router.get("/{name}", response_model=Document, summary="A document that the user keeps")
 def read_document(request: Request, kept: Kept, run_id: RunId, name: str) -> Reply:
-    document = kept.read(name, run_id)
-    return Reply(request, {"value": document.value, "version": document.version})
+    return Reply(request, kept.read(name, run_id))
 
 
-@router.put("/{name}", response_model=models.Document, summary="Replaces the version that was read")
-async def write_document(request: Request, kept: Kept, run_id: RunId, name: str) -> JSONResponse:
+@router.put("/{name}", response_model=Document, summary="Replaces the version that was read")
+async def write_document(request: Request, kept: Kept, run_id: RunId, name: str) -> Reply:
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         raise HTTPException(415, "A document is sent as application/json.")
     body = bytearray()
@@ -55,12 +52,11 @@ async def write_document(request: Request, kept: Kept, run_id: RunId, name: str)
         if len(body) > MAX_BYTES:
             raise HTTPException(413, f"A document has at most {MAX_BYTES} bytes.")
     try:
-        given = models.Document.model_validate(json.loads(bytes(body)))
+        given = Document.model_validate(json.loads(bytes(body)))
         # Python reads NaN and halves of surrogate pairs, which no answer can hold.
         json.dumps(given.value, allow_nan=False, ensure_ascii=False).encode()
     except ValidationError as error:
         raise HTTPException(400, NOT_A_DOCUMENT) from error
     except (ValueError, RecursionError) as error:
         raise HTTPException(400, "The document is not JSON in UTF-8, which has neither NaN nor Infinity.") from error
-    written = kept.write(name, given.value, given.version, run_id)
-    return JSONResponse({"value": written.value, "version": written.version})
+    return Reply(request, kept.write(name, given.value, given.version, run_id))
