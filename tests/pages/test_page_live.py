@@ -92,6 +92,19 @@ def test_pages_follow_a_run(browser: Browser, server: DashboardProcess, live: Li
             assert one.problems == []
 
 
+def test_groups_are_listed_before_the_first_step_has_ended(browser: Browser, tmp_path: Path):
+    with Replay(tmp_path / "early", num_steps=20) as replay:
+        replay.write_until(replay.step_end(0) - 0.5)
+        assert replay.recorder.flush()
+        groups = Run(tmp_path / "early").sql("select group_id from groups where step = 0").to_dicts()
+        assert groups
+        with DashboardProcess(tmp_path / "early") as server, visit(browser, server.address) as opened:
+            listed = opened.open("early/rollouts").get_by_label("Steps and groups")
+            expect(listed).to_contain_text(f"Step 0 {len(groups)} groups")
+            expect(opened.page.locator(".conv")).to_be_visible()
+            assert opened.problems == []
+
+
 def test_a_request_is_on_the_timeline_before_it_ends(browser: Browser, server: DashboardProcess, live: LiveRun):
     with visit(browser, server.address) as opened:
         page = opened.open("live/timeline", {"sample": live.generate()})

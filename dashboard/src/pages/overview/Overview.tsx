@@ -162,7 +162,7 @@ function Charts({ info, steps }: { info: RunInfo; steps: StepColumns }) {
     xEnd: Math.max(axisEnd((steps.step.at(-1) ?? -1) + 1, live ? info.info.num_steps : null), ...runs.map((one) => one.x.at(-1) ?? 0)),
   };
   const place = usePlace();
-  const shown = chosen.filter((id) => charts.has(id) || names.has(metricOf(id) ?? ""));
+  const shown = chosen.filter((id) => charts.has(id) || (metricOf(id) !== null && names.has(metricOf(id)!)));
   return (
     <section className="plots" aria-label="Charts">
       <div className="grid">

@@ -61,11 +61,13 @@ export function Rollouts() {
     if (newest !== null && opened?.run !== run) setOpened({ run, step: newest });
   }, [newest, run, opened]);
   const named = params.step === undefined ? NaN : Number(params.step);
-  const step = Number.isInteger(named) && named >= 0 ? named : opened?.run === run && !range ? opened.step : newest;
+  // Before a step has ended, its groups are there as they are scored.
+  const begun = newest ?? (steps ? (range?.from ?? 0) : null);
+  const step = Number.isInteger(named) && named >= 0 ? named : opened?.run === run && !range ? opened.step : begun;
   const sample = params.sample ?? "";
 
   const groupsVersion = useVersion(run, "groups");
-  const groups = useResource<Group[]>(step === null ? null : runPath(run, "groups"), { step }, step === newest ? groupsVersion : "");
+  const groups = useResource<Group[]>(step === null ? null : runPath(run, "groups"), { step }, step === begun ? groupsVersion : "");
   const list = params.list === "answers" || params.list === "prompts" ? params.list : params.list === "flight" && live ? "flight" : "groups";
 
   const [draft, setDraft] = useSearchText((search) => ({ search, list: list === "prompts" ? "prompts" : search ? "answers" : null }));

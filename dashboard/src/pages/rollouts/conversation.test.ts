@@ -60,6 +60,15 @@ test("turns follow the prompt, and a turn that repeats it is shown once", () => 
   ]);
 });
 
+test("a turn without a text hides no other turn", () => {
+  const turns = [
+    { turn: 0, role: "assistant", text: null as unknown as string },
+    { turn: 1, role: "environment", text: null as unknown as string },
+    { turn: 2, role: "assistant", text: "7" },
+  ];
+  expect(conversation(sample({ turns })).at(-1)).toMatchObject({ role: "assistant", text: "7", turn: 2 });
+});
+
 test("a prompt is listed by its last user message", () => {
   expect(promptLine(CHATML)).toBe("5 7 9 -> 7");
 });

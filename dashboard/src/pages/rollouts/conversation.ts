@@ -171,7 +171,8 @@ export function conversation({ prompt_text, completion_text, turns, tool_calls, 
   const said: Message[] = [];
   let answers = 0;
   let open: Message[] = []; // calls whose result the model has not been given
-  for (const { turn, role, text, turn_type } of turns) {
+  for (const { turn, role, text: recorded, turn_type } of turns) {
+    const text = recorded ?? ""; // a damaged row does not hide the other turns
     if (role === "assistant") {
       const answer = answers++;
       const messages = withRecords(splitAnswer(text), tool_calls.filter((call) => call.turn === answer)).map((message): Message => ({ ...message, turn }));
