@@ -7,7 +7,7 @@ import pytest
 from telescope.config import load_config
 from telescope.config.eval_config import SHARED_FIELDS
 from telescope.config.loader import parse_overrides
-from telescope.config.other_names import FIELD_OF, FIELDS, SENTENCE_OF, SENTENCES, hint
+from telescope.config.other_names import FIELD_OF, NAMES, SENTENCE_OF, hint
 from telescope.config.schema import TelescopeConfig
 from telescope.errors import ConfigError
 from telescope.utils.text import nearest_name
@@ -16,11 +16,11 @@ KNOWN = TelescopeConfig.model_fields
 
 
 def test_the_tables_name_fields_that_exist_once():
-    assert not FIELDS.keys() - KNOWN.keys()
+    assert not NAMES["fields"].keys() - KNOWN.keys()
     assert not FIELD_OF.keys() & SENTENCE_OF.keys()
     assert not (FIELD_OF.keys() | SENTENCE_OF.keys()) & KNOWN.keys()
-    assert len(FIELD_OF) == sum(len(names.split()) for names in FIELDS.values())
-    assert len(SENTENCE_OF) == sum(len(names.split()) for names in SENTENCES)
+    assert len(FIELD_OF) == sum(len(names.split()) for names in NAMES["fields"].values())
+    assert len(SENTENCE_OF) == sum(len(one["names"].split()) for one in NAMES["sentences"])
 
 
 @pytest.mark.parametrize(
