@@ -9,7 +9,7 @@ const METRIC = "metric:";
 /** Charts that the overview makes of several metrics, in the order that they begin with, each with its main metric. */
 export const STANDARD: { id: string; title: string; metric: string }[] = [
   { id: "reward", title: "Reward", metric: "reward/all_groups/mean" },
-  { id: "signal", title: "No signal", metric: "discarded/zero_advantage/pct" },
+  { id: "signal", title: "Zero advantage", metric: "discarded/zero_advantage/pct" },
   { id: "entropy", title: "Entropy", metric: "entropy" },
   { id: "kl", title: "KL to engine", metric: "kl_divergence_inference" },
   { id: "time", title: "Step time", metric: "timing_step_total" },

@@ -33,9 +33,9 @@ CELLS = (
     Cell("kl", "KL to engine", rules.KL, "nats"),
     Cell("grad_norm", "Grad norm", rules.GRAD_NORM, ""),
     Cell("length", "Length", rules.LENGTH, "tokens"),
-    Cell("truncated", "Cut off", rules.TRUNCATED, "%"),
-    Cell("no_signal", "No signal", rules.NO_SIGNAL, "%"),
-    Cell("staleness", "Token age", rules.AGE, "versions"),
+    Cell("truncated", "Truncated", rules.TRUNCATED, "%"),
+    Cell("no_signal", "Zero advantage", rules.NO_SIGNAL, "%"),
+    Cell("staleness", "Staleness", rules.AGE, "versions"),
 )
 
 

@@ -67,7 +67,7 @@ export function standardCharts(runs: DrawnRun[], info: RunInfo, reward: Distribu
     const lines: Line[] = used.map(([label, color], i) => ({ label, color, values: edges[i]!, measured: used[i]![2], x, area: true, direct: label, silent: true }));
     if (lines.length === 0) lines.push({ label: "none", color: "--ink2", values: total, x });
     out.set("signal", {
-      title: "No signal",
+      title: "Zero advantage",
       unit: "% of groups",
       x,
       lines,

@@ -38,11 +38,11 @@ const VIEW_KEYS: Shown[] = ["text", "surprise", "ratio", "entropy", "mask", "ver
 /** Rows of the heat strip: the first metric that the run has. */
 const HEAT: [label: string, metrics: string[], format?: (value: Value) => string][] = [
   ["reward", ["reward/all_groups/mean", "reward/total/mean"], (value) => number(value, 2)],
-  ["no signal", ["discarded/zero_advantage/pct"], (value) => percent(value === null ? null : value / 100, 0)],
+  ["zero advantage", ["discarded/zero_advantage/pct"], (value) => percent(value === null ? null : value / 100, 0)],
   ["answer tokens", ["rollouts/tokens_completion/mean"]],
   ["step seconds", ["timing_step_total"]],
   ["entropy", ["entropy"]],
-  ["token age", ["staleness/token_age_mean"], (value) => number(value, 2)],
+  ["staleness", ["staleness/token_age_mean"], (value) => number(value, 2)],
 ];
 
 export function Rollouts() {

@@ -13,6 +13,12 @@ test("words are looked for in names, model, environments and tags", () => {
   expect(found("grpo qwen3")).toBe(true);
   expect(found("grpo rloo")).toBe(false);
   expect(found("sweep", ["sweep"])).toBe(true);
+  expect(found("grpo -rloo")).toBe(true);
+  expect(found("-grpo")).toBe(false);
+});
+
+test("a comparison that is still being typed hides no run", () => {
+  expect(["reward>", "reward>=", "reward>0.4"].map((text) => found(text))).toEqual([true, true, true]);
 });
 
 test("a condition compares numbers as numbers", () => {

@@ -1,4 +1,4 @@
-/** The filter of runs: words, and conditions such as `learning_rate=1e-6`, `tag=sweep`, `reward>0.5`, `model=*qwen*`. */
+/** The filter of runs: words, `-words` that are excluded, and conditions such as `tag=sweep`, `reward>0.5`, `model=*qwen*`. */
 
 import { setting } from "../../format";
 import type { RunRow } from "../../types";
@@ -41,12 +41,14 @@ export const gain = (run: RunRow): number | null =>
   run.heldout_before === null || run.heldout_after === null ? null : run.heldout_after - run.heldout_before;
 
 export function parseFilter(text: string): Term[] {
-  return partsOf(text).map((part): Term => {
+  const terms = partsOf(text).map((part): Term => {
     const match = part.startsWith('"') ? null : CONDITION.exec(part);
     const bare = (value: string) => value.replaceAll('"', "").toLowerCase();
     if (!match) return { field: null, sign: "=", value: bare(part) };
     return { field: match[1]!, sign: match[2] as Sign, value: bare(match[3]!) };
   });
+  // A comparison without a number is still being typed.
+  return terms.filter(({ sign, value }) => value !== "" || sign === "=" || sign === "!=");
 }
 
 /** Returns the name under which the server knows a field: a setting unless it says otherwise; null for a field of every run. */
@@ -83,7 +85,8 @@ export function fits(value: unknown, sign: Sign, wanted: string): boolean {
 
 export function matches(run: RunRow, terms: Term[], tags: string[]): boolean {
   const all = [run.name, run.id, run.status, run.model, run.algorithm, run.project, ...run.environments, ...tags].join(" ").toLowerCase();
-  return terms.every((term) => (term.field === null ? all.includes(term.value) : fits(valueOf(run, term.field, tags), term.sign, term.value)));
+  const has = (word: string) => (/^-./.test(word) ? !all.includes(word.slice(1)) : all.includes(word));
+  return terms.every((term) => (term.field === null ? has(term.value) : fits(valueOf(run, term.field, tags), term.sign, term.value)));
 }
 
 /** Returns the filter with a condition added, or without it if it was there. */
