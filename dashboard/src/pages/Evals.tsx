@@ -7,7 +7,7 @@ import { type Band, Chart, type Line } from "../charts/Chart";
 import { nearest, wilson } from "../charts/math";
 import { Spark } from "../charts/Spark";
 import { count, duration, NONE, number, percent } from "../format";
-import { Failure, Quiet } from "../shell/App";
+import { Failure, Quiet, Reading } from "../shell/App";
 import { useKeys } from "../shell/keys";
 import { useVersion } from "../state/live";
 import { type Resource, useResource } from "../state/resource";
@@ -27,12 +27,12 @@ export function Evals() {
   const info = useRunInfo(run).data;
   const { live } = useStatus(run);
   if (evals.error && !evals.data) return <Failure error={evals.error} />;
-  if (!evals.data || !info) return null;
+  if (!evals.data || !info) return <Reading what="the evals" />;
   if (evals.data.length === 0) {
     const wanted = Array.isArray(info.config.evals) && info.config.evals.length > 0;
     return (
       <Quiet title={wanted ? (live ? "No eval has finished yet." : "No eval was finished.") : "This run has no evals."} text={wanted ? (live ? "The first result appears here. The page updates by itself." : "The alerts of the overview and the logs say why.") : "Name environments in the field evals of a config, or measure its checkpoints afterwards:"}>
-        {!wanted && <pre>telescope eval --help</pre>}
+        {!wanted && <pre>telescope eval {info.path} --eval {visible(info.environments[0]?.name ?? "math500")}</pre>}
       </Quiet>
     );
   }

@@ -109,6 +109,11 @@ export function Quiet({ title, text, children }: { title: string; text?: ReactNo
   );
 }
 
+/** Says what a page waits for, unless it comes at once. */
+export function Reading({ what }: { what: string }) {
+  return <p className="quiet reading" role="status">Reading {what}.</p>;
+}
+
 /** Says why a read failed. `wasThere`: the page has shown the run. */
 export function Failure({ error, wasThere = false }: { error: Error; wasThere?: boolean }) {
   const status = error instanceof ApiError ? error.status : 0;

@@ -4,7 +4,7 @@ import { useCallback, useEffect, useMemo, useRef, useState } from "react";
 import { runPath } from "../../api";
 import { download, fileName } from "../../charts/export";
 import { duration, NONE, number } from "../../format";
-import { Failure, Quiet } from "../../shell/App";
+import { Failure, Quiet, Reading } from "../../shell/App";
 import { useKeys } from "../../shell/keys";
 import { useVersion } from "../../state/live";
 import { useResource } from "../../state/resource";
@@ -199,7 +199,7 @@ export function Timeline() {
 
   if (error && !loaded) return <Failure error={error} />;
   if (steps && !bounds) return <Quiet title="Nothing has run yet." text="Requests, training steps and weight syncs appear here when they end. The page updates by itself." />;
-  if (!view || !bounds) return null;
+  if (!view || !bounds) return <Reading what="the spans" />;
 
   const scene: Scene = {
     lanes, layout, view, origin, now: live ? bounds.to : null, end: bounds.to, hidden, batches, ready: scored, alerts, outages: down, gauges, path: params.path === "0" ? [] : path, group, sample,
