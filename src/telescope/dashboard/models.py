@@ -10,8 +10,8 @@ import pydantic_core
 from pydantic import BaseModel, create_model
 
 from telescope.dashboard.remote import RemoteCopy
-from telescope.record.schema import INT32_LIST, NUMBERS, TEXT_LIST, TEXTS, Table
-from telescope.record.tables import ATTEMPTS, ENVIRONMENTS, NODES
+from telescope.record.schema import INT32_LIST, NUMBERS, TEXT_LIST, TEXTS
+from telescope.record.tables import TABLES
 
 Number = float | None
 Model = TypeVar("Model", bound=BaseModel)
@@ -22,13 +22,13 @@ TYPES: dict[pa.DataType, Any] = {
 }  # fmt: skip
 
 
-def columns_of(table: Table, *, known: str, names: Sequence[str] = ()) -> Callable[[type[Model]], type[Model]]:
+def columns_of(table: str, *, known: str, names: Sequence[str] = ()) -> Callable[[type[Model]], type[Model]]:
     """Adds columns of a table to a model, by default all. Only `known` ones and maps are never null."""
 
     def extend(model: type[Model]) -> type[Model]:
         fields: dict[str, Any] = {}
-        for column in table.columns:
-            if column.name in (names or table.column_names) and column.name not in model.model_fields:
+        for column in TABLES[table].columns:
+            if column.name in (names or TABLES[table].column_names) and column.name not in model.model_fields:
                 of_column = TYPES[column.type]
                 required = column.name in known.split() or column.type in (NUMBERS, TEXTS)
                 fields[column.name] = (of_column if required else of_column | None, ...)
@@ -135,7 +135,11 @@ class Runs(BaseModel):
     roots: list[str]
 
 
-@columns_of(ATTEMPTS, known="attempt notes", names=[name for name in ATTEMPTS.column_names if name != "model_config"])
+@columns_of(
+    "attempts",
+    known="attempt notes",
+    names=[name for name in TABLES["attempts"].column_names if name != "model_config"],
+)
 class Attempt(BaseModel):
     """A start of a run: a row of the table `attempts`."""
 
@@ -147,7 +151,7 @@ class MetricRange(BaseModel):
     max: Number
 
 
-@columns_of(ENVIRONMENTS, known="attempt key name purpose")
+@columns_of("environments", known="attempt key name purpose")
 class Environment(BaseModel):
     """An environment of a run: a row of the table `environments`."""
 
@@ -155,7 +159,7 @@ class Environment(BaseModel):
     tags_options: dict[str, list[str]]
 
 
-@columns_of(NODES, known="attempt node gpus links")
+@columns_of("nodes", known="attempt node gpus links")
 class Node(BaseModel):
     """A machine of a run: a row of the table `nodes`."""
 

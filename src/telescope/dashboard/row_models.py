@@ -7,7 +7,7 @@ from pydantic import BaseModel
 from telescope.dashboard.models import Number, columns_of
 from telescope.dashboard.rollouts import IN_FLIGHT
 from telescope.dashboard.store import LONG_COLUMNS
-from telescope.record.tables import EVALS, INFO, LOGS, SAMPLES, TOOL_CALLS, TURNS
+from telescope.record.tables import TABLES
 
 
 class Distribution(BaseModel):
@@ -30,7 +30,7 @@ class Distribution(BaseModel):
     histogram: list[list[int] | None]
 
 
-@columns_of(EVALS, known="attempt eval_id name source status step version num_items num_completions num_scored")
+@columns_of("evals", known="attempt eval_id name source status step version num_items num_completions num_scored")
 class EvalRow(BaseModel):
     """The result of one eval: a row of the table `evals`."""
 
@@ -81,7 +81,7 @@ class Group(BaseModel):
     samples: list[GroupSample]
 
 
-@columns_of(SAMPLES, known="attempt sample_id", names=IN_FLIGHT)
+@columns_of("samples", known="attempt sample_id", names=IN_FLIGHT)
 class InFlight(BaseModel):
     """A sample that is being generated. `start_version` is the policy version when its group was opened."""
 
@@ -94,9 +94,9 @@ class Facet(BaseModel):
 
 
 @columns_of(
-    SAMPLES,
+    "samples",
     known="attempt sample_id group_id sample_index environment status step",
-    names=[name for name in SAMPLES.column_names if name not in LONG_COLUMNS["samples"]],
+    names=[name for name in TABLES["samples"].column_names if name not in LONG_COLUMNS["samples"]],
 )
 class SampleNumbers(BaseModel):
     """What every answer about a sample has: its row of the table `samples`, without texts."""
@@ -152,7 +152,7 @@ class Prompts(BaseModel):
     rows: list[Prompt]
 
 
-@columns_of(TURNS, known="attempt sample_id turn role text")
+@columns_of("turns", known="attempt sample_id turn role text")
 class Turn(BaseModel):
     """A turn of a conversation, with arrays of recorded tokens."""
 
@@ -165,12 +165,12 @@ class Turn(BaseModel):
     mask: list[bool] | None = None
 
 
-@columns_of(TOOL_CALLS, known="attempt sample_id call name")
+@columns_of("tool_calls", known="attempt sample_id call name")
 class ToolCall(BaseModel):
     """A call of a tool."""
 
 
-@columns_of(INFO, known="attempt sample_id number key")
+@columns_of("info", known="attempt sample_id number key")
 class Info(BaseModel):
     """A note that an environment attached to a sample."""
 
@@ -289,7 +289,7 @@ class GaugeName(BaseModel):
     series: int
 
 
-@columns_of(LOGS, known="attempt")
+@columns_of("logs", known="attempt")
 class LogLine(BaseModel):
     """A log line. `row` is its index in the table, the cursor of `since`, `before` and `after`."""
 

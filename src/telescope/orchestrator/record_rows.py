@@ -1,6 +1,6 @@
 """Converts orchestrator objects to rows of the record's tables.
 
-Pure functions; `telescope.record.tables` describes the columns. A sample is written once, when its outcome is final.
+Pure functions; `record/tables.toml` describes the columns. A sample is written once, when its outcome is final.
 """
 
 from __future__ import annotations

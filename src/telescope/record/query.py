@@ -26,7 +26,7 @@ from telescope.errors import UserError
 from telescope.record.reader import READ_ATTEMPTS, Run, is_readable, superseded_sql
 from telescope.record.schema import type_name
 from telescope.record.table_files import TableFile
-from telescope.record.tables import IN_FLIGHT, SAMPLES, TABLES
+from telescope.record.tables import IN_FLIGHT, TABLES
 from telescope.utils.text import did_you_mean, plain
 
 Connection = duckdb.DuckDBPyConnection
@@ -202,7 +202,7 @@ def load(connection: Connection, name: str, data: pa.Table) -> str:
 
 def _empty(name: str) -> str:
     """Returns a query for no rows with the current columns. Older files may lack some."""
-    columns = TABLES.get(name, SAMPLES).columns
+    columns = TABLES.get(name, TABLES["samples"]).columns
     typed = ", ".join(f'NULL::{type_name(column.type)} AS "{column.name}"' for column in columns)
     return f"SELECT {typed} LIMIT 0"
 
@@ -296,7 +296,7 @@ def _explain(message: str, sql: str) -> str:
 def _unknown_column(sql: str, column: str) -> str:
     names = [name for name in _mentioned(sql) if name != "run"] or list(VIEWS)
     lines = [f"There is no column {column!r}."]
-    known = {name: ("run", *TABLES.get(name, SAMPLES).column_names) for name in names}
+    known = {name: ("run", *TABLES.get(name, TABLES["samples"]).column_names) for name in names}
     lines[0] += did_you_mean(column, [each for columns in known.values() for each in columns])
     for name, columns in known.items():
         lines.append(f"Columns of {name}: {', '.join(columns)}.")

@@ -29,7 +29,7 @@ from telescope.record.files import RunFiles, read_json
 from telescope.record.run_info import RunInfo, read_heartbeat, read_run_json, status_now
 from telescope.record.schema import Table
 from telescope.record.table_files import AFTER_ALL_ROWS, BLOCK_NAME, TableFile, list_files
-from telescope.record.tables import SAMPLES, TABLES
+from telescope.record.tables import TABLES
 from telescope.utils.text import single_line
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class Run:
                 ]
             except (OSError, ValueError, TypeError, KeyError) as error:
                 logger.warning("record: %s cannot be read: %s", self.files.in_flight, error)
-        return rows_to_table(SAMPLES, rows)[0]
+        return rows_to_table(TABLES["samples"], rows)[0]
 
     def now(self) -> dict[str, Any] | None:
         """Returns what a live run does: `time`, `phase`, `components`, ... None if it is not live or does not say."""

@@ -144,7 +144,7 @@ class Recorder:
         copy = {key: dict(value) if type(value) is dict else value for key, value in row.items()}
         if not copy.keys() <= columns:
             unknown = ", ".join(sorted(copy.keys() - columns))
-            raise ValueError(f"table {table!r} has no column {unknown}; see telescope.record.tables")
+            raise ValueError(f"table {table!r} has no column {unknown}; see record/tables.toml")
         if "attempt" in columns:
             copy.setdefault("attempt", self.attempt)
         with self._lock:
@@ -291,7 +291,7 @@ class Recorder:
             return False
         if writer.num_tail_bytes >= BLOCK_BYTES or writer.num_tails >= MAX_TAILS:
             return True
-        if TABLES[name] in ROLLOUT_TABLES:
+        if name in ROLLOUT_TABLES:
             return enough_rollouts
         return time.monotonic() - writer.tails_began >= self.sizes.block_seconds
 

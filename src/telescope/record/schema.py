@@ -7,18 +7,25 @@ from enum import IntEnum
 
 import pyarrow as pa
 
-TEXT = pa.string()
-INTEGER = pa.int64()
-NUMBER = pa.float64()
-BOOLEAN = pa.bool_()
-TIME = pa.float64()
 NUMBERS = pa.map_(pa.string(), pa.float64())
 TEXTS = pa.map_(pa.string(), pa.string())
 TEXT_LIST = pa.list_(pa.string())
 INT32_LIST = pa.list_(pa.int32())
-FLOAT32_LIST = pa.list_(pa.float32())
-NUMBER_LIST = pa.list_(pa.float64())
-BOOLEAN_LIST = pa.list_(pa.bool_())
+
+TYPES: dict[str, pa.DataType] = {
+    "text": pa.string(),
+    "integer": pa.int64(),
+    "number": pa.float64(),
+    "boolean": pa.bool_(),
+    "numbers": NUMBERS,
+    "texts": TEXTS,
+    "text_list": TEXT_LIST,
+    "int32_list": INT32_LIST,
+    "float32_list": pa.list_(pa.float32()),
+    "number_list": pa.list_(pa.float64()),
+    "boolean_list": pa.list_(pa.bool_()),
+}
+"""Arrow types, by their names in `tables.toml`."""
 
 
 class Keep(IntEnum):
@@ -69,12 +76,9 @@ class Table:
         return tuple(column.name for column in self.columns)
 
 
-def attempt_table(name: str, doc: str, *columns: Column, key: tuple[str, ...], keep: Keep, **marks: bool) -> Table:
-    """Returns a table whose rows belong to an attempt: the column comes first, and is part of the key."""
-    return Table(name, doc, (ATTEMPT, *columns), ("attempt", *key), keep, **marks)
-
-
-ATTEMPT = Column("attempt", INTEGER, "Start of the run that wrote this row, counted from 1. Filled in by the recorder.")
+ATTEMPT = Column(
+    "attempt", TYPES["integer"], "Start of the run that wrote this row, counted from 1. Filled in by the recorder."
+)
 
 
 def type_name(arrow_type: pa.DataType) -> str:

@@ -14,7 +14,7 @@ from telescope.record.query import Database
 from telescope.record.reader import Run
 from telescope.record.table_files import block_name
 from telescope.record.table_writer import TableWriter
-from telescope.record.tables import GAUGES
+from telescope.record.tables import TABLES
 
 WRITER = Path(__file__).parent / "record_writer_process.py"
 WAIT_SECONDS = 60.0
@@ -103,12 +103,12 @@ def test_flushed_rows_survive_kill_9_and_the_next_attempt_appends(tmp_path):
 @pytest.mark.parametrize("damage", [b"", b"PAR1 cut off"])
 def test_a_file_damaged_by_a_power_failure_loses_only_its_own_rows(tmp_path, caplog, damage):
     directory = tmp_path / "tables" / "gauges"
-    writer = TableWriter(GAUGES, directory)
+    writer = TableWriter(TABLES["gauges"], directory)
     for number in range(40):
         writer.append([{"value": number}])
         writer.close_block()
     (directory / block_name(20, 21)).write_bytes(damage)
-    TableWriter(GAUGES, directory).append([{"value": 40}])
+    TableWriter(TABLES["gauges"], directory).append([{"value": 40}])
     expected = [number for number in range(41) if number != 20]
     run = Run(tmp_path)
     assert numbers(run, "gauges", "value") == expected

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telescope.record.convert import conform, rows_to_table
-from telescope.record.tables import SAMPLES, STEPS, TABLES, TOKENS
+from telescope.record.tables import TABLES
 
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()) | st.binary(max_size=5),
@@ -33,7 +33,7 @@ def test_numpy_values_are_numbers():
         "reward_mean": np.float32(0.5),
         "metrics": {"a": np.float64(1), "b": np.int32(2), "c": True},
     }
-    table, problems = rows_to_table(STEPS, [row])
+    table, problems = rows_to_table(TABLES["steps"], [row])
     assert not problems
     assert table.to_pylist()[0]["metrics"] == [("a", 1.0), ("b", 2.0), ("c", 1.0)]
     assert table["step"].to_pylist() == [3]
@@ -42,7 +42,7 @@ def test_numpy_values_are_numbers():
 def test_token_arrays_and_lists_are_equal():
     values = {"token_ids": np.array([1, 2], np.int64), "engine_logprobs": np.array([-0.5, -1.0], np.float32)}
     lists = {"token_ids": [1, 2], "engine_logprobs": [-0.5, -1.0]}
-    table, problems = rows_to_table(TOKENS, [values, {}, lists, {"token_ids": np.empty(0, np.int32)}])
+    table, problems = rows_to_table(TABLES["tokens"], [values, {}, lists, {"token_ids": np.empty(0, np.int32)}])
     assert not problems
     assert table["token_ids"].to_pylist() == [[1, 2], None, [1, 2], []]
     assert table["engine_logprobs"].to_pylist() == [[-0.5, -1.0], None, [-0.5, -1.0], None]
@@ -50,27 +50,27 @@ def test_token_arrays_and_lists_are_equal():
 
 def test_token_arrays_that_do_not_fit_are_null_and_named():
     arrays = [np.array([1, 2]), np.array([2**40]), np.array([0.5]), np.array([[1]]), np.array(["a"])]
-    table, problems = rows_to_table(TOKENS, [{"token_ids": array} for array in arrays])
+    table, problems = rows_to_table(TABLES["tokens"], [{"token_ids": array} for array in arrays])
     assert table["token_ids"].to_pylist() == [[1, 2], [None], [None], [None], [None]]
     assert list(problems) == ["token_ids"]
 
 
 def test_an_odd_metric_loses_only_itself():
     rows = [{"metrics": {"good": 1.0, "odd": "high"}, "reward": 1.0}, {"metrics": {"good": 2.0}}]
-    table, problems = rows_to_table(SAMPLES, rows)
+    table, problems = rows_to_table(TABLES["samples"], rows)
     assert table["metrics"].to_pylist() == [[("good", 1.0), ("odd", None)], [("good", 2.0)]]
     assert list(problems) == ["metrics"]
     assert "'high'" in problems["metrics"]
 
 
 def test_invalid_unicode_is_written():
-    table, problems = rows_to_table(SAMPLES, [{"completion_text": "a\ud800b", "tags": {"kind\udfff": 1}}])
+    table, problems = rows_to_table(TABLES["samples"], [{"completion_text": "a\ud800b", "tags": {"kind\udfff": 1}}])
     assert not problems
     assert table["completion_text"].to_pylist() == ["a?b"]
     assert table["tags"].to_pylist() == [[("kind?", "1")]]
 
 
 def test_a_missing_column_reads_as_null():
-    data = conform(pa.table({"step": pa.array([1], pa.int64()), "unknown": ["x"]}), STEPS.schema)
-    assert data.schema == STEPS.schema
+    data = conform(pa.table({"step": pa.array([1], pa.int64()), "unknown": ["x"]}), TABLES["steps"].schema)
+    assert data.schema == TABLES["steps"].schema
     assert data["reward_mean"].to_pylist() == [None]

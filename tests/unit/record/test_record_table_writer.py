@@ -21,7 +21,7 @@ from telescope.record.files import TEMPORARY_PREFIX
 from telescope.record.reader import Run
 from telescope.record.table_files import block_name
 from telescope.record.table_writer import TAIL_BYTES, TableWriter
-from telescope.record.tables import GAUGES, SAMPLES
+from telescope.record.tables import TABLES
 
 
 class Killed(BaseException):
@@ -38,7 +38,7 @@ class Machine:
         self.directory = run_dir / "tables" / "gauges"
         self.directory.mkdir(parents=True)
         self.run = Run(run_dir)
-        self.writer = TableWriter(GAUGES, self.directory)
+        self.writer = TableWriter(TABLES["gauges"], self.directory)
         self.visible = self.cursor = 0
         self.followed: list[float] = []
         self.operations_left = -1
@@ -103,7 +103,7 @@ class Machine:
         self.look()
         if self.is_killed:
             # Another process goes on. What the last one wrote completely is there.
-            self.writer = TableWriter(GAUGES, self.directory)
+            self.writer = TableWriter(TABLES["gauges"], self.directory)
             assert not list(self.directory.glob(f"{TEMPORARY_PREFIX}*"))
             self.look()
 
@@ -117,12 +117,12 @@ class Machine:
         elif operation == "close block":
             self.writer.close_block()
         elif operation == "restart":
-            self.writer = TableWriter(GAUGES, self.directory)
+            self.writer = TableWriter(TABLES["gauges"], self.directory)
         else:
             try:
                 compact(self.run)
             finally:
-                self.writer = TableWriter(GAUGES, self.directory)
+                self.writer = TableWriter(TABLES["gauges"], self.directory)
 
 
 OPERATIONS = st.one_of(
@@ -152,7 +152,7 @@ def test_a_reader_sees_each_row_once_whenever_the_writer_is_killed_or_its_disk_f
 
 
 def test_a_row_is_in_a_tail_and_then_in_a_compressed_block(tmp_path):
-    writer = TableWriter(SAMPLES, tmp_path)
+    writer = TableWriter(TABLES["samples"], tmp_path)
     writer.append([{"sample_id": "a", "completion_text": "ha" * 10_000}])
     writer.append([{"sample_id": "b"}])
     (tail,) = tmp_path.iterdir()
@@ -164,7 +164,7 @@ def test_a_row_is_in_a_tail_and_then_in_a_compressed_block(tmp_path):
 
 @pytest.mark.parametrize("large", [True, False])
 def test_a_tail_ends_when_it_is_old_or_large(tmp_path, large):
-    writer = TableWriter(SAMPLES, tmp_path)
+    writer = TableWriter(TABLES["samples"], tmp_path)
     for name in "ab":
         writer.append([{"sample_id": name, "completion_text": "x" * (TAIL_BYTES if large else 1)}])
         writer.end_tail(seconds=1e6 if large else 0.0)
@@ -176,7 +176,7 @@ def test_a_tail_ends_when_it_is_old_or_large(tmp_path, large):
 
 
 def test_the_folder_changes_with_every_append(tmp_path):
-    writer = TableWriter(SAMPLES, tmp_path)
+    writer = TableWriter(TABLES["samples"], tmp_path)
     writer.append([{}])
     os.utime(tmp_path, (0, 0))
     writer.append([{}])
@@ -218,10 +218,10 @@ def put_dangling_link(path: Path) -> None:
 )
 def test_what_is_no_tail_of_the_table_is_set_aside_and_rows_go_on(tmp_path, caplog, put, name):
     folder = tmp_path / "tables" / "gauges"
-    writer = TableWriter(GAUGES, folder)
+    writer = TableWriter(TABLES["gauges"], folder)
     writer.append([{"value": 0.0}, {"value": 1.0}])
     put(folder / name)
-    writer = TableWriter(GAUGES, folder)
+    writer = TableWriter(TABLES["gauges"], folder)
     assert f"{folder / name} is no file of table gauges" in caplog.text and f"set-aside-{name}" in caplog.text
     writer.append([{"value": 2.0}])
     assert values(folder) == [0, 1, 2]
@@ -233,12 +233,12 @@ def test_what_is_no_tail_of_the_table_is_set_aside_and_rows_go_on(tmp_path, capl
 @pytest.mark.parametrize("put", [Path.mkdir, put_dangling_link])
 def test_a_folder_or_link_with_the_name_of_a_block_hides_no_rows(tmp_path, caplog, put):
     folder = tmp_path / "tables" / "gauges"
-    TableWriter(GAUGES, folder).append([{"value": 0.0}, {"value": 1.0}])
+    TableWriter(TABLES["gauges"], folder).append([{"value": 0.0}, {"value": 1.0}])
     put(folder / block_name(0, 2))
     put(folder / block_name(0, 99))
     assert values(folder) == [0, 1]
     assert Run(tmp_path).num_rows("gauges") == 2
-    writer = TableWriter(GAUGES, folder)
+    writer = TableWriter(TABLES["gauges"], folder)
     writer.close_block()
     assert values(folder) == [0, 1]
     assert caplog.text.count("is no file of table gauges") == 2
@@ -246,7 +246,7 @@ def test_a_folder_or_link_with_the_name_of_a_block_hides_no_rows(tmp_path, caplo
 
 def test_a_tail_of_another_table_that_comes_later_is_set_aside_by_the_second_try(tmp_path):
     folder = tmp_path / "tables" / "gauges"
-    writer = TableWriter(GAUGES, folder)
+    writer = TableWriter(TABLES["gauges"], folder)
     writer.append([{"value": 0.0}, {"value": 1.0}])
     put_other_types(folder / "000000000001.arrows")
     with pytest.raises(pa.ArrowInvalid):
@@ -259,14 +259,14 @@ def test_a_tail_of_another_table_that_comes_later_is_set_aside_by_the_second_try
 def test_names_that_were_set_aside_before_are_kept(tmp_path):
     for _ in range(3):
         (tmp_path / block_name(0, 1)).mkdir()
-        TableWriter(GAUGES, tmp_path)
+        TableWriter(TABLES["gauges"], tmp_path)
     names = [f"set-aside-{prefix}{block_name(0, 1)}" for prefix in ("", "2-", "3-")]
     assert sorted(os.listdir(tmp_path)) == sorted(names)
 
 
 def test_compaction_leaves_a_tail_of_another_table_out(tmp_path, caplog):
     folder = tmp_path / "tables" / "gauges"
-    TableWriter(GAUGES, folder).append([{"value": 0.0}])
+    TableWriter(TABLES["gauges"], folder).append([{"value": 0.0}])
     foreign = folder / "000000000001.arrows"
     put_other_types(foreign)
     run = Run(tmp_path)
