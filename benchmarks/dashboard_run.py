@@ -16,7 +16,7 @@ from telescope.record.table_writer import write_block
 from telescope.record.tables import ROLLOUT_TABLES, TABLES
 from telescope.testing.replay import ONCE, Replay, shift
 
-SAMPLE_TABLES = {table.name for table in ROLLOUT_TABLES} | {"spans"}
+SAMPLE_TABLES = {*ROLLOUT_TABLES, "spans"}
 """Tables that grow with the samples of a step."""
 
 FIXED_TABLES = {*ONCE, "environments", "alerts"}
