@@ -54,7 +54,7 @@ PICTURES = {
     "overview": Picture(f"#/{RUN}/overview", "Reward"),
     "overview-dark": Picture(f"#/{RUN}/overview", "Reward", dark=True),
     "metrics": Picture(f"#/{RUN}/metrics?with={','.join(OTHERS)}", "entropy"),
-    "rollouts": Picture(f"#/{RUN}/rollouts?step=60", "All answers"),
+    "rollouts": Picture(f"#/{RUN}/rollouts?step=60", "answers of the group"),
     "timeline": Picture(f"#/{RUN}/timeline?step=48", "Critical path", dark=True),
     "infra": Picture(f"#/{RUN}/infra", "Machine"),
     "evals": Picture(f"#/{RUN}/evals", "Every item"),
