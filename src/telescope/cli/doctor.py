@@ -34,9 +34,16 @@ from rich.table import Table
 from rich.text import Text
 
 import telescope
-from telescope.config.machine import LOOPBACK, listen_problem, local_resources, ray_cluster_is_configured, visible_gpus
+from telescope.config.machine import (
+    LOOPBACK,
+    SHARED_MEMORY,
+    listen_problem,
+    local_resources,
+    ray_cluster_is_configured,
+    visible_gpus,
+)
 from telescope.config.megatron import NEEDS_TRANSFORMER_ENGINE, TRANSFORMER_ENGINE, TRANSFORMER_ENGINE_FIX
-from telescope.config.preflight import SHARED_MEMORY, VLLM_QUEUE_BYTES, plugin_problem
+from telescope.config.preflight import VLLM_QUEUE_BYTES, plugin_problem
 from telescope.config.schema import TelescopeConfig
 from telescope.errors import UserError
 from telescope.inference.vllm import support

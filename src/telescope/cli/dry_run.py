@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from telescope.config import LoadedConfig, TelescopeConfig, preflight
+from telescope.config import LoadedConfig, TelescopeConfig, model_checks, preflight
 from telescope.config.generate import yaml_text
 from telescope.config.loader import choose_run_dir
 from telescope.config.machine import local_resources
@@ -103,11 +103,11 @@ def print_dry_run(
     if report is None or problems:
         raise ConfigError("\n".join([*problems, *([] if elsewhere else here), *trials]))
     # `report` is reused, so that the hub is not contacted again.
-    with_files = (preflight.check_report, preflight.check_disk, preflight.check_checkpoint_memory)
+    with_files = (model_checks.check_report, model_checks.check_disk, model_checks.check_checkpoint_memory)
     files = preflight.find_problems(config, [partial(check, report=report) for check in with_files])
     machine = assumed or local_resources()
-    fit = preflight.find_problems(config, [partial(preflight.check_fit, report=report, machine=machine)])
-    excluded = preflight.find_problems(config, [partial(preflight.check_shape, report=report)])  # on every machine
+    fit = preflight.find_problems(config, [partial(model_checks.check_fit, report=report, machine=machine)])
+    excluded = preflight.find_problems(config, [partial(model_checks.check_shape, report=report)])  # on every machine
     if assumed is not None:
         # Print the plan even if the hub cannot be reached and the sizes come from elsewhere.
         refused, remarked = ([*excluded, *fit], [*here, *files]) if report.shape is not None else (files, here)
@@ -278,7 +278,7 @@ def _print_memory(
     console.print(table)
     if memory is None and placement.device == "cuda":
         console.print("  GPU memory is not known here: --gpu-memory-gib 80 checks the plan for such GPUs.")
-    if sentence := preflight.checkpoint_sentence(config, report):
+    if sentence := model_checks.checkpoint_sentence(config, report):
         console.print(f"  {sentence}", soft_wrap=True)
     remarks, engine = list(estimate.problems), estimate.engine
     if engine.kv_cache is not None and engine.longest_sequence_kv <= engine.kv_cache < engine.all_slots_kv:

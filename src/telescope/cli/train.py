@@ -145,7 +145,7 @@ def check_before_start(loaded: LoadedConfig) -> list[str]:
 
     Backend, model and parsers are tried, which takes seconds, only if nothing else is wrong.
     """
-    from telescope.config import preflight
+    from telescope.config import model_checks, preflight
     from telescope.config.model_files import check_rendering
 
     config = loaded.config
@@ -161,7 +161,7 @@ def check_before_start(loaded: LoadedConfig) -> list[str]:
         notices.extend(try_components(config, here=not (unusable or rest)))
 
     unknown = preflight.find_problems(config, preflight.checks_of_environments())
-    unusable = preflight.find_problems(config, (preflight.check_packages, check_rendering, preflight.check_model))
+    unusable = preflight.find_problems(config, (preflight.check_packages, check_rendering, model_checks.check_model))
     rest = preflight.find_problems(config, (check_resume, *preflight.checks_of_machine()))
     trials = [] if unknown else preflight.find_problems(config, [check_components])
     if problems := list(dict.fromkeys((*unknown, *unusable, *rest, *trials))):

@@ -27,6 +27,7 @@ NVIDIA_SMI_TIMEOUT_SECONDS = 10.0  # the driver may need seconds to wake sleepin
 CLUSTER_TIMEOUT_SECONDS = 5.0  # for a connection to the head node of a cluster
 MIB = 1 << 20
 LOOPBACK = "127.0.0.1"
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def local_resources() -> ClusterResources:
@@ -190,3 +191,10 @@ def free_block(host: str, count: int, above: int) -> int | None:
         if all(listen_problem(host, port) is None for port in range(base, base + count)):
             return base
     return None
+
+
+def existing_parent(path: Path) -> Path:
+    """Returns the path itself, or the nearest folder above it that exists."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path

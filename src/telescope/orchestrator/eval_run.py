@@ -29,6 +29,8 @@ from telescope.config import EvalEntry, TelescopeConfig, preflight
 from telescope.config.environments import EnvironmentKeys, environment_keys
 from telescope.config.eval_config import EvalRequest, build_eval_config, measurement_digest
 from telescope.config.machine import local_resources, ray_cluster_is_configured
+from telescope.config.model_checks import check_report
+from telescope.config.model_files import inspect_model
 from telescope.config.plan import plan_placement
 from telescope.errors import ConfigError, UserError
 from telescope.evals.runner import EvalResult, SamplesFile, plan_eval
@@ -309,7 +311,7 @@ class _EvalRun:
         job, status = self._job, self._status
         folder = (await self._folder_of(job.targets[0])).absolute()
         config = job.config.replace(model=str(folder))
-        preflight.check_report(config, await asyncio.to_thread(preflight.inspect_model, config))
+        check_report(config, await asyncio.to_thread(inspect_model, config))
         loop = asyncio.get_running_loop()
 
         def on_ray_started() -> None:

@@ -260,7 +260,7 @@ def test_a_verification_needs_no_disk_for_checkpoints_or_a_model(tmp_path, monke
     dry_run(**HERE)  # makes the model
 
     def disk_usage(path):
-        return SimpleNamespace(free=2**40 if path == preflight.SHARED_MEMORY else 1, total=2**40)
+        return SimpleNamespace(free=2**40 if path == machine.SHARED_MEMORY else 1, total=2**40)
 
     monkeypatch.setattr(preflight.shutil, "disk_usage", disk_usage)
     monkeypatch.setattr("telescope.cli.train.try_components", lambda config, here: [])

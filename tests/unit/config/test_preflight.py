@@ -15,7 +15,7 @@ from tests.model_folder import write_model_folder
 
 from telescope.cli.main import main
 from telescope.cli.train import check_before_start
-from telescope.config import LoadedConfig, TelescopeConfig, preflight
+from telescope.config import LoadedConfig, TelescopeConfig, model_checks, preflight
 from telescope.config.loader import build_config, choose_run_dir
 from telescope.config.model_files import ModelReport, check_rendering, inspect_model
 from telescope.config.model_shape import ModelShape, known_shape
@@ -249,10 +249,10 @@ def test_a_disk_without_space_for_the_trained_model_is_refused(monkeypatch, tmp_
     run = config(model=str(write_model_folder(tmp_path / "model")), run_dir=str(tmp_path / "run"))
     report = inspect_model(run)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000, total=2000))
-    message = message_of(lambda config: preflight.check_disk(config, report), run)
+    message = message_of(lambda config: model_checks.check_disk(config, report), run)
     assert "whose disk has 0 MiB free, and the trained model takes 1 MiB. Free" in message
     assert "save_final_model to false" in message
-    preflight.check_disk(run.replace(save_final_model=False), report)
+    model_checks.check_disk(run.replace(save_final_model=False), report)
 
 
 def test_a_checkpoint_that_fits_neither_disk_nor_shared_memory_is_refused_with_its_size(monkeypatch, tmp_path):
@@ -266,16 +266,18 @@ def test_a_checkpoint_that_fits_neither_disk_nor_shared_memory_is_refused_with_i
     ):
         monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free, total=1))
         if words is None:
-            preflight.check_disk(run, report)
-            preflight.check_checkpoint_memory(run, report)
-            assert preflight.checkpoint_sentence(run, report).startswith("A checkpoint takes about 1 MiB of the 2 MiB")
+            model_checks.check_disk(run, report)
+            model_checks.check_checkpoint_memory(run, report)
+            assert model_checks.checkpoint_sentence(run, report).startswith(
+                "A checkpoint takes about 1 MiB of the 2 MiB"
+            )
         else:
-            assert words in message_of(lambda config: preflight.check_disk(config, report), run)
-    preflight.check_disk(run.replace(checkpoint_save_training_state=False), report)
+            assert words in message_of(lambda config: model_checks.check_disk(config, report), run)
+    model_checks.check_disk(run.replace(checkpoint_save_training_state=False), report)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=size))
-    message = message_of(lambda config: preflight.check_checkpoint_memory(config, report), run)
+    message = message_of(lambda config: model_checks.check_checkpoint_memory(config, report), run)
     assert "the ranks copy about 1 MiB there for a checkpoint" in message
-    preflight.check_checkpoint_memory(run.replace(ray_address="auto", checkpoint_every=0), report)
+    model_checks.check_checkpoint_memory(run.replace(ray_address="auto", checkpoint_every=0), report)
 
 
 @pytest.mark.parametrize(
@@ -319,9 +321,9 @@ def test_a_gpu_whose_kv_cache_cannot_hold_one_sequence_is_refused():
     run = config(model="Qwen/Qwen2.5-7B", max_model_len=32768, weight_transfer="in_place")
     report = ModelReport("a table", known_shape(run.model))
     machine = assumed_cluster(run, gpu_memory_bytes=17 << 30)
-    message = message_of(lambda run: preflight.check_kv_cache(run, report, machine), run)
+    message = message_of(lambda run: model_checks.check_kv_cache(run, report, machine), run)
     assert message.startswith("max_model_len is 32768, but the KV cache of a server holds 0 tokens")
-    preflight.check_kv_cache(run, report, assumed_cluster(run, gpu_memory_bytes=24 << 30))
+    model_checks.check_kv_cache(run, report, assumed_cluster(run, gpu_memory_bytes=24 << 30))
 
 
 @pytest.mark.parametrize(("capabilities", "problem"), [([9.0, 8.0], "a GPU here has 8"), ([8.9, 9.0], None)])
@@ -344,10 +346,10 @@ def test_quantized_servers_are_refused_where_there_is_no_gpu(monkeypatch):
 
 def test_what_a_known_shape_excludes_is_refused_without_its_files():
     report = ModelReport("a table", known_shape("Qwen/Qwen3-4B"), unchecked="the hub cannot be reached")
-    check = functools.partial(preflight.check_shape, report=report)
+    check = functools.partial(model_checks.check_shape, report=report)
     assert "router_replay is true" in message_of(check, config(router_replay=True))
     assert "'q_porj'" in message_of(check, config(lora_rank=8, lora_target_modules=["q_porj"]))
-    assert "the hub cannot be reached" in message_of(lambda run: preflight.check_report(run, report), config())
+    assert "the hub cannot be reached" in message_of(lambda run: model_checks.check_report(run, report), config())
 
 
 def test_router_replay_is_refused_where_vllm_returns_no_routes(monkeypatch):
@@ -370,9 +372,9 @@ def test_a_load_balancing_loss_that_the_model_asks_for_is_named():
 
 def test_router_replay_needs_experts_and_is_suggested_where_there_are_some():
     dense, sparse = (ModelReport("a table", known_shape(f"Qwen/Qwen3-{size}")) for size in ("4B", "30B-A3B"))
-    message = message_of(lambda run: preflight.check_shape(run, dense), config(router_replay=True))
+    message = message_of(lambda run: model_checks.check_shape(run, dense), config(router_replay=True))
     assert message.startswith("router_replay is true, but ")
-    preflight.check_shape(config(router_replay=True), sparse)
+    model_checks.check_shape(config(router_replay=True), sparse)
     (remark,) = remarks_on_place(config(), "cuda", sparse.shape)
     assert "Set router_replay to true" in remark
     assert remarks_on_place(config(router_replay=True), "cuda", sparse.shape) == []

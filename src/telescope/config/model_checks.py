@@ -1,0 +1,149 @@
+"""Checks of a run's model before the start: its files, its shape, and the memory and disks that it needs.
+
+They read a `ModelReport`, what the files say. `preflight` has the checks of everything else.
+"""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+from telescope.config import lora, megatron
+from telescope.config.loader import choose_checkpoint_dir, choose_run_dir
+from telescope.config.machine import SHARED_MEMORY, existing_parent, local_resources, ray_cluster_is_configured
+from telescope.config.memory import GIB, checkpoint_bytes, estimate_memory, trainer_share
+from telescope.config.model_files import ModelReport, architecture_of, inspect_model, vocabulary_size
+from telescope.config.model_shape import DTYPE_BYTES
+from telescope.config.plan import ClusterResources, resolve_device
+from telescope.errors import ConfigError
+
+if TYPE_CHECKING:
+    from telescope.config.schema import TelescopeConfig
+
+
+def check_model(config: TelescopeConfig) -> None:
+    """Checks the model's files, and refuses one that certainly does not fit here."""
+    report = inspect_model(config)
+    check_shape(config, report)
+    check_report(config, report)
+    check_disk(config, report)
+    check_checkpoint_memory(config, report)
+    check_fit(config, report, local_resources())
+
+
+def check_report(config: TelescopeConfig, report: ModelReport) -> None:
+    """Checks that the model's files are readable, and sizes that filters need."""
+    if report.unchecked:
+        raise ConfigError(
+            f"model is {config.model!r}: {report.unchecked}. Set model to a local folder, or connect to the hub, or "
+            "download the model beforehand (`hf download`)"
+        )
+    if config.filter_gibberish:
+        vocabulary_size(config)
+
+
+def check_shape(config: TelescopeConfig, report: ModelReport) -> None:
+    """Checks fields that the model's shape excludes, on any machine."""
+    shape = report.shape
+    if config.router_replay and shape is not None and (not shape.num_experts or shape.experts_per_token < 2):
+        has = "one expert per token" if shape.num_experts else "no experts"
+        raise ConfigError(f"router_replay is true, but {config.model} has {has}. Set router_replay to false")
+    if config.router_replay and architecture_of(config) not in (None, "qwen3_moe"):
+        raise ConfigError(
+            f"router_replay is true, which works for Qwen3-MoE, and {config.model} is another model. Set router_replay "
+            "to false"
+        )
+    if config.lora_rank and shape is not None and (report.unchecked or architecture_of(config) in megatron.MODEL_TYPES):
+        lora.check_adapters(config, shape)
+
+
+def checkpoint_sentence(config: TelescopeConfig, report: ModelReport) -> str | None:
+    """Returns what one checkpoint takes and what there is. None without checkpoints, or if sizes are not known."""
+    if not config.checkpoint_every or report.shape is None:
+        return None
+    folder = choose_checkpoint_dir(config.checkpoint_dir, choose_run_dir(config))
+    free = shutil.disk_usage(existing_parent(folder)).free
+    size = checkpoint_bytes(config, report.shape)
+    return (
+        f"A checkpoint takes about {_size(size)} of the {_size(free)} that are free on its disk, and as much shared "
+        "memory on the nodes of the trainer."
+    )
+
+
+def check_disk(config: TelescopeConfig, report: ModelReport) -> None:
+    """Checks that the trained model and one checkpoint fit on their disks."""
+    if report.shape is None:
+        return
+    run_dir = choose_run_dir(config)
+    folder = choose_checkpoint_dir(config.checkpoint_dir, run_dir)
+    model = report.shape.num_parameters * DTYPE_BYTES[config.model_dtype] if config.save_final_model else 0
+    disk = shutil.disk_usage(existing_parent(run_dir))
+    if disk.total and disk.free < model:  # what is no disk, such as /proc, has no size
+        raise ConfigError(
+            f"run_dir is {str(run_dir)!r}, whose disk has {disk.free >> 20:,} MiB free, and the trained model takes "
+            f"{-(-model >> 20):,} MiB. Free some space, set run_dir to a folder of another disk, or set "
+            "save_final_model to false"
+        )
+    if not config.checkpoint_every:
+        return
+    needed, beside = checkpoint_bytes(config, report.shape), ""
+    if model and existing_parent(run_dir).stat().st_dev == existing_parent(folder).stat().st_dev:
+        beside = f", beside {_size(model)} for the trained model"
+    disk = shutil.disk_usage(existing_parent(folder))
+    if disk.total and disk.free < needed + (model if beside else 0):
+        raise ConfigError(
+            f"Checkpoints are written to {str(folder)!r}, whose disk has {_size(disk.free)} free, and one checkpoint "
+            f"takes about {_size(needed)}{beside}. Free some space, set checkpoint_dir to a folder of another disk, "
+            "set checkpoint_save_training_state to false, or set checkpoint_every to 0"
+        )
+
+
+def check_checkpoint_memory(config: TelescopeConfig, report: ModelReport) -> None:
+    """Checks shared memory for the copies of FSDP's ranks here."""
+    if config.train_backend == "megatron":
+        return
+    if not config.checkpoint_every or report.shape is None or not SHARED_MEMORY.is_dir():
+        return
+    if ray_cluster_is_configured(config.ray_address):
+        return
+    needed, free = checkpoint_bytes(config, report.shape), shutil.disk_usage(SHARED_MEMORY).free
+    if free < needed:
+        raise ConfigError(
+            f"{SHARED_MEMORY} has {_size(free)} free, and the ranks copy about {_size(needed)} there for a checkpoint. "
+            f"Start the container with more, such as `docker run --shm-size={-(-needed // GIB) + 8}g`, set "
+            "checkpoint_save_training_state to false, or set checkpoint_every to 0"
+        )
+
+
+def check_fit(config: TelescopeConfig, report: ModelReport, machine: ClusterResources) -> None:
+    """Refuses a model that certainly does not fit `machine`."""
+    check_kv_cache(config, report, machine)
+    check_shared_gpu(config, report, machine)
+
+
+def check_shared_gpu(config: TelescopeConfig, report: ModelReport, machine: ClusterResources) -> None:
+    """Checks that a trainer rank fits beside the server on a shared GPU."""
+    memory = machine.nodes[0].gpu_memory_bytes
+    if not config.share_gpus or memory is None or resolve_device(config, machine) != "cuda" or report.shape is None:
+        return
+    estimate = estimate_memory(config, report.shape, device_memory_bytes=memory)
+    if estimate.trainer.states > trainer_share(config, memory):
+        raise ConfigError(estimate.problems[0])
+
+
+def check_kv_cache(config: TelescopeConfig, report: ModelReport, machine: ClusterResources) -> None:
+    """Checks that the KV cache fits `max_model_len` tokens. On GPUs only weights are counted beside it."""
+    if ray_cluster_is_configured(config.ray_address) or report.shape is None:
+        return
+    device = resolve_device(config, machine)
+    node = machine.nodes[0]
+    memory = node.memory_bytes if device == "cpu" else node.gpu_memory_bytes
+    estimate = estimate_memory(config, report.shape, device=device, device_memory_bytes=memory)
+    engine = estimate.engine
+    left = int((memory or 0) * config.gpu_memory_utilization) - engine.weights
+    if estimate.kv_cache_problem and (device == "cpu" or left < engine.longest_sequence_kv):
+        raise ConfigError(estimate.kv_cache_problem)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB else f"{-(-num_bytes >> 20):,} MiB"
