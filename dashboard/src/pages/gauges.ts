@@ -34,7 +34,7 @@ export function lastOf(series: GaugeSeries): Value {
   return series.mean.findLast((value) => value !== null) ?? null;
 }
 
-export function meanOf(series: GaugeSeries): Value {
+export function meanReading(series: GaugeSeries): Value {
   const known = series.mean.filter((value): value is number => value !== null);
   return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
 }

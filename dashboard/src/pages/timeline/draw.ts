@@ -8,7 +8,7 @@ import { ALERT_Y, AXIS, LABEL_WIDTH, RIGHT, slotsOf, type Layout, type Row } fro
 import { type Box, boxesWithin, pixelBoxes } from "./pixels";
 import { firstFrom } from "./search";
 import { COLOR, KINDS, type Lanes, type Outcome, OUTCOMES, type Track } from "./spans";
-import { clock, ticks, type View } from "./viewport";
+import { timeLabel, timeTicks, type View } from "./viewport";
 
 const FONT = '12px -apple-system, "Segoe UI", Inter, Roboto, system-ui, "Noto Sans", sans-serif';
 
@@ -124,7 +124,7 @@ export function draw(context: CanvasRenderingContext2D, scene: Scene, width: num
   };
 
   // Grid and axis: labels stay at the top, whatever is scrolled.
-  const marks = ticks(view, scene.origin, Math.max(2, Math.floor(plot / 110)));
+  const marks = timeTicks(view, scene.origin, Math.max(2, Math.floor(plot / 110)));
   for (const time of marks.times) {
     const x = Math.round(X(time));
     if (x < LABEL_WIDTH || x > right) continue;
@@ -385,7 +385,7 @@ export function draw(context: CanvasRenderingContext2D, scene: Scene, width: num
   for (const time of marks.times) {
     const x = Math.round(X(time));
     if (x < LABEL_WIDTH + 14 || x > right - 24) continue;
-    text(clock(time - scene.origin, marks.step), x, 12, "--ink3", "center");
+    text(timeLabel(time - scene.origin, marks.step), x, 12, "--ink3", "center");
   }
   if (scene.now !== null && scene.now <= view.to) {
     const x = X(scene.now);

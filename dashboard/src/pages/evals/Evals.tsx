@@ -1,24 +1,24 @@
 /** Evals of a run: accuracy over checkpoints, and the items gained and lost between two of them. */
 
 import { useEffect, useMemo, useState } from "react";
-import { runPath } from "../api";
-import { embedded } from "../embedded";
-import { type Band, Chart, type Line } from "../charts/Chart";
-import { nearest, wilson } from "../charts/math";
-import { Spark } from "../charts/Spark";
-import { count, duration, NONE, number, percent } from "../format";
-import { Failure, Quiet, Reading } from "../shell/App";
-import { useKeys } from "../shell/keys";
-import { useVersion } from "../state/live";
-import { type Resource, useResource } from "../state/resource";
-import { useSelected } from "../state/cursor";
-import { curveOf, useEvals, useEvalsOf, useRunId, useRunInfo, useRuns, useStatus } from "../state/run";
-import { COLORS, useRunColors } from "../state/colors";
-import { setParams, type Range, useOthers, useParam, useRange } from "../state/url";
-import type { EvalRow, EvalSample, Value } from "../types";
-import { BLOCKS, blockOf, difference, isInRange, type Item, joinItems, passCurve, recordedGain, slicesOf } from "./evals/items";
-import { ItemPane } from "./evals/ItemPane";
-import { visible } from "../text/hostile";
+import { runPath } from "../../api";
+import { embedded } from "../../embedded";
+import { type Band, Chart, type Line } from "../../charts/Chart";
+import { nearest, wilson } from "../../charts/math";
+import { Spark } from "../../charts/Spark";
+import { count, duration, NONE, number, percent } from "../../format";
+import { Failure, Quiet, Reading } from "../../shell/App";
+import { useKeys } from "../../shell/keys";
+import { useVersion } from "../../state/live";
+import { type Resource, useResource } from "../../state/resource";
+import { useSelected } from "../../state/cursor";
+import { curveOf, useEvals, useEvalsOf, useRunId, useRunInfo, useRuns, useStatus } from "../../state/run";
+import { COLORS, useRunColors } from "../../state/colors";
+import { setParams, type Range, useOthers, useParam, useRange } from "../../state/url";
+import type { EvalRow, EvalSample, Value } from "../../types";
+import { BLOCKS, blockOf, isInRange, type Item, joinItems, pairedDifference, passCurve, recordedGain, slicesOf } from "./items";
+import { ItemPane } from "./ItemPane";
+import { visible } from "../../text/hostile";
 import "./evals.css";
 
 export function Evals() {
@@ -169,7 +169,7 @@ function Slices({ items }: { items: Item[] }) {
         Where it changed <span>of {count(items.length)} items</span>
       </h2>
       {slices.map((slice) => {
-        const result = difference(slice.items);
+        const result = pairedDifference(slice.items);
         if (!result) return null;
         const [low, high] = wilson(result.after, result.items);
         const at = (share: number) => `${100 * share}%`;
@@ -268,7 +268,7 @@ function Verdict({ name, curve, first, range, before, after, items }: VerdictPro
         <p>{curve.length === 1 ? "A second eval, at another checkpoint, will show what changed." : "Choose two different checkpoints to see what changed."}</p>
       </div>
     );
-  const result = difference(items);
+  const result = pairedDifference(items);
   const recorded = recordedGain(before, after, first);
   const shown = recorded ?? result;
   const gained = items.filter((item) => blockOf(item) === "gained").length;
