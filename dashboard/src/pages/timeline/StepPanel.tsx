@@ -51,7 +51,7 @@ export function StepPanel({ read: { first, last, paths }, around, chosen, onFit 
               <td className="r">{row.seconds.toFixed(2)}</td>
             </tr>
           ))}
-          <tr className="sum"><td /><td>{several ? "mean step" : "step"}</td><td /><td /><td className="r">{whole.toFixed(2)}</td></tr>
+          <tr className="sum"><td /><td>{several ? "mean step" : "step"}</td><td className="br" /><td className="sh" /><td className="r">{whole.toFixed(2)}</td></tr>
         </tbody>
       </table>
       {several && chosen !== null && <p className="go"><button className="link" onClick={onFit}>Show step {chosen} alone</button></p>}
