@@ -1,5 +1,6 @@
 /** Series of gauges, for Timeline and Infra. */
 
+import { bisectRight } from "d3-array";
 import type { GaugeSeries, Value } from "../types";
 
 export type { GaugeSeries };
@@ -41,14 +42,7 @@ export function meanReading(series: GaugeSeries): Value {
 
 /** The reading at or before a time. */
 export function at(series: GaugeSeries, time: number): Value {
-  let low = 0;
-  let high = series.time.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (series.time[middle]! <= time) low = middle + 1;
-    else high = middle;
-  }
-  return series.mean[low - 1] ?? null;
+  return series.mean[bisectRight(series.time, time) - 1] ?? null;
 }
 
 /** The nodes, GPUs and processes that series belong to, in words: `GPU 3`, `server 0`, `rank 1`. */

@@ -1,11 +1,11 @@
 /** Draws the lanes of the timeline: orchestrator, engines, trainer. */
 
+import { bisectLeft } from "d3-array";
 import { duration } from "../../format";
 import { color, FONT } from "../../state/theme";
 import type { Brush } from "./brush";
 import { ALERT_Y, AXIS, LABEL_WIDTH, type Layout, type Row, slotsOf } from "./layout";
 import type { Scene } from "./scene";
-import { firstFrom } from "./search";
 import { COLOR, KINDS } from "./spans";
 
 const DARK_KINDS = new Set(["backward", "optimizer", "prefill", "checkpoint"]);
@@ -13,7 +13,7 @@ const DARK_KINDS = new Set(["backward", "optimizer", "prefill", "checkpoint"]);
 /** Draws groups becoming ready, batches, checkpoints, evals and alerts. */
 export function drawOrchestrator({ context, X, right, text, rule, boxes }: Brush, { view, layout, lanes, ready, alerts, batches }: Scene): void {
   text("Orchestrator", 20, 25, "--ink", "left", true);
-  const readyFrom = firstFrom(ready, view.from);
+  const readyFrom = bisectLeft(ready, view.from);
   context.fillStyle = color("--ink2");
   let lastX = -10;
   for (let i = readyFrom; i < ready.length && ready[i]! <= view.to; i++) {
@@ -114,7 +114,7 @@ function drawRunning({ context, rect }: Brush, scene: Scene, { lane: { running }
 /** Outlines the requests of the selected group in a row. */
 function outline({ context, X, right }: Brush, { view, lanes, group, sample }: Scene, { lane: { main }, y, height }: Row): void {
   const found = new Map<string, { from: number; to: number }>();
-  for (let i = firstFrom(main.start, view.from - main.longest); i < main.start.length && main.start[i]! < view.to; i++) {
+  for (let i = bisectLeft(main.start, view.from - main.longest); i < main.start.length && main.start[i]! < view.to; i++) {
     const id = lanes.columns.sample_id[main.row[i]!];
     if (!id || !group.has(id)) continue;
     const known = found.get(id);
