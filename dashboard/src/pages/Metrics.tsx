@@ -19,7 +19,7 @@ import { LayoutChoice, useLayout } from "./metrics/LayoutChoice";
 import { MetricChart } from "./metrics/MetricChart";
 import { MetricTree } from "./metrics/MetricTree";
 import { RunTable } from "./metrics/RunTable";
-import type { View } from "./metrics/series";
+import { usePlaced, type View } from "./metrics/series";
 import { Toolbar } from "./metrics/Toolbar";
 import { fitsSearch, place as placeOfMetric } from "./metrics/tree";
 import "./metrics.css";
@@ -78,6 +78,7 @@ function Loaded({ runs, axis, environments, planned }: { runs: DrawnRun[]; axis:
     filter,
     environments,
     x,
+    placed: usePlaced(runs, x, range),
     scales: layout.scales,
     setScale,
     names: measured,
