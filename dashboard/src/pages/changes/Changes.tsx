@@ -4,7 +4,7 @@ import { useMemo, useRef } from "react";
 import { runPath } from "../../api";
 import { Chart } from "../../charts/Chart";
 import { linesOf } from "../../charts/data";
-import { useDrawnRuns, useStepAxis } from "../../charts/runs";
+import { useDrawnRuns } from "../../charts/runs";
 import { count, duration, NONE, number, percent, signed, unbroken } from "../../format";
 import { Failure, Quiet } from "../../shell/App";
 import { useKeys } from "../../shell/keys";
@@ -227,13 +227,12 @@ function Around({ metric, step, window }: { metric: string; step: number; window
   const info = useRunInfo(run).data;
   const { steps } = useSteps(run);
   const runs = useDrawnRuns(info, steps, "step");
-  const axis = useStepAxis(runs[0], "step");
   const lines = useMemo(() => (runs[0] ? linesOf(runs.slice(0, 1), metric, 0) : []), [runs, metric]);
   if (!runs[0] || lines.length === 0) return null;
   const zoom = { from: Math.max(0, step - SHOWN_WINDOWS * window), to: Math.min(steps!.step.at(-1)!, step + SHOWN_WINDOWS * window) };
   return (
     <div className="around">
-      <Chart {...titleOf(metric)} x={runs[0].x} lines={lines} zoom={zoom.to > zoom.from ? zoom : null} onPick={axis.onPick && ((x) => setParams({ step: String(Math.round(x)) }))} />
+      <Chart {...titleOf(metric)} x={runs[0].x} lines={lines} zoom={zoom.to > zoom.from ? zoom : null} onPick={(x) => setParams({ step: String(Math.round(x)) })} />
     </div>
   );
 }
