@@ -25,7 +25,7 @@ const page = (load: () => Promise<Record<string, unknown>>, name: string) =>
 const ALL: Route[] = [
   { page: "runs", title: "Runs", key: "r", ofRun: false, component: page(() => import("./pages/runs/Runs"), "Runs") },
   { page: "overview", inFile: true, title: "Overview", key: "o", ofRun: true, component: page(() => import("./pages/overview/Overview"), "Overview") },
-  { page: "metrics", inFile: true, title: "Metrics", key: "m", ofRun: true, component: page(() => import("./pages/Metrics"), "Metrics") },
+  { page: "metrics", inFile: true, title: "Metrics", key: "m", ofRun: true, component: page(() => import("./pages/metrics/Metrics"), "Metrics") },
   { page: "rollouts", title: "Rollouts", key: "s", ofRun: true, component: page(() => import("./pages/rollouts/Rollouts"), "Rollouts") },
   { page: "answers", inFile: "only", title: "Answers", key: "a", ofRun: true, component: page(() => import("./pages/report/Answers"), "Answers") },
   { page: "timeline", title: "Timeline", key: "t", ofRun: true, component: page(() => import("./pages/timeline/Timeline"), "Timeline") },
