@@ -1,9 +1,9 @@
 /** A chart as a PNG of one size, whatever the page and the screen: title, legend, titles of the axes, plot. */
 
-import { color } from "../state/theme";
+import { color, FONT } from "../state/theme";
 import type { ChartProps } from "./Chart";
 import { download } from "./export";
-import { align, draw, FONT } from "./plot";
+import { align, draw } from "./plot";
 
 /** Layout size in pixels; the picture is `SCALE` times as large. It fits a slide and a column of a paper. */
 const WIDTH = 960;

@@ -3,7 +3,7 @@
 import uPlot from "uplot";
 import { number } from "../format";
 import { cursorOn } from "../state/cursor";
-import { color } from "../state/theme";
+import { color, FONT } from "../state/theme";
 import type { Value } from "../types";
 import type { Band, ChartProps, Line } from "./Chart";
 import { type Heat, heatGrid } from "./heat";
@@ -19,7 +19,6 @@ const LEAST_RIGHT = 8;
 const LABEL_HEIGHT = 13;
 /** Space for the title of an axis, in pixels. */
 const TITLE_HEIGHT = 20;
-export const FONT = '12px -apple-system, "Segoe UI", Inter, Roboto, system-ui, "Noto Sans", sans-serif';
 
 export interface Drawn {
   x: number[];

@@ -1,5 +1,6 @@
 /** Series of gauges, for Timeline and Infra. */
 
+import { bisectRight } from "d3-array";
 import type { GaugeSeries, Value } from "../types";
 
 export type { GaugeSeries };
@@ -34,21 +35,14 @@ export function lastOf(series: GaugeSeries): Value {
   return series.mean.findLast((value) => value !== null) ?? null;
 }
 
-export function meanOf(series: GaugeSeries): Value {
+export function meanReading(series: GaugeSeries): Value {
   const known = series.mean.filter((value): value is number => value !== null);
   return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
 }
 
 /** The reading at or before a time. */
 export function at(series: GaugeSeries, time: number): Value {
-  let low = 0;
-  let high = series.time.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (series.time[middle]! <= time) low = middle + 1;
-    else high = middle;
-  }
-  return series.mean[low - 1] ?? null;
+  return series.mean[bisectRight(series.time, time) - 1] ?? null;
 }
 
 /** The nodes, GPUs and processes that series belong to, in words: `GPU 3`, `server 0`, `rank 1`. */

@@ -1,6 +1,6 @@
 /** Reads of the API that stay fresh: kept by address, read again when a table of the run grew. */
 
-import { useCallback, useEffect, useSyncExternalStore } from "react";
+import { useCallback, useEffect, useRef, useSyncExternalStore } from "react";
 import { address, ApiError, get, type Query } from "../api";
 import { onRead } from "./live";
 
@@ -118,6 +118,13 @@ export function useResources<T>(keys: readonly string[], versions: readonly stri
   useSyncExternalStore(subscribe, () => keys.map((key) => stamp(known(key))).join());
   useEffect(() => keys.forEach((key, i) => void read(key, versions[i] ?? "")), [all, versions.join("\n")]);
   return keys.map((key) => known<T>(key));
+}
+
+/** Returns the value, or the last known one while it is undefined. */
+export function useKept<T>(value: T | undefined): T | undefined {
+  const kept = useRef<T>(undefined);
+  if (value !== undefined) kept.current = value;
+  return kept.current;
 }
 
 const stamps = new WeakMap<object, number>();

@@ -1,11 +1,11 @@
 /** The run on the page: what the header, the ruler and every page read. */
 
-import { useMemo, useRef } from "react";
+import { useMemo } from "react";
 import { runPath } from "../api";
 import type { EvalRow, Health, RunInfo, Runs } from "../types";
 import { named, useLabels } from "./labels";
 import { useConnection, useEvents, useVersion, useVersions, versionOf } from "./live";
-import { read, type Resource, useResource, useResources } from "./resource";
+import { read, type Resource, useKept, useResource, useResources } from "./resource";
 import { readSteps } from "./steps";
 import { useTick } from "./timing";
 import { usePlace } from "./url";
@@ -28,9 +28,7 @@ export function useNamed(listed: Resource<Runs>): Resource<Runs> {
 /** Returns the runs with fields, read again while the page is seen. A new choice of fields keeps the old rows meanwhile. */
 export function useLiveRuns(fields: string[]): Resource<Runs> {
   const listed = useResource<Runs>("/api/runs", { fields: fields.join(",") }, useTick(FOLLOW_MS));
-  const before = useRef<Runs | undefined>(undefined);
-  if (listed.data) before.current = listed.data;
-  return useNamed({ ...listed, data: listed.data ?? before.current });
+  return useNamed({ ...listed, data: useKept(listed.data) });
 }
 
 /** Returns the id of the run in the address. Pages of a run call it. */

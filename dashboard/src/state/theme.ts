@@ -35,6 +35,9 @@ export function setTheme(theme: Theme): void {
   setParams({ theme });
 }
 
+/** Font of text on canvases, as the token `--sans`. */
+export const FONT = '12px -apple-system, "Segoe UI", Inter, Roboto, system-ui, "Noto Sans", sans-serif';
+
 const colors = new Map<string, string>();
 
 /** Returns a color token's value in the present theme, for canvases: `color("--c1")`. */

@@ -1,14 +1,14 @@
 /** Shows what changed at a step: compares the steps before it with equally many from it on, and ranks causes by their part in the change. */
 
-import { useMemo, useRef } from "react";
+import { useMemo } from "react";
 import { runPath } from "../../api";
 import { Chart } from "../../charts/Chart";
 import { linesOf } from "../../charts/data";
-import { useDrawnRuns, useStepAxis } from "../../charts/runs";
+import { useDrawnRuns } from "../../charts/runs";
 import { count, duration, NONE, number, percent, signed, unbroken } from "../../format";
 import { Failure, Quiet } from "../../shell/App";
 import { useKeys } from "../../shell/keys";
-import { useResource } from "../../state/resource";
+import { useKept, useResource } from "../../state/resource";
 import { useRunId, useRunInfo } from "../../state/run";
 import { useSteps } from "../../state/steps";
 import { elsewhere, format, setParams, useParam, usePlace } from "../../state/url";
@@ -35,9 +35,8 @@ export function Changes() {
   const last = steps?.step.at(-1) ?? 0;
   // The step of an alert may not have ended.
   const step = /^\d+$/.test(stepText) ? Math.min(Number(stepText), last) : last;
-  const kept = useRef<Found | undefined>(undefined);
-  const { data = kept.current, error } = useResource<Found>(steps ? runPath(run, "changes") : null, { step, window, metric });
-  kept.current = data;
+  const { data: found, error } = useResource<Found>(steps ? runPath(run, "changes") : null, { step, window, metric });
+  const data = useKept(found);
   const to = (next: number) => setStep(String(Math.min(Math.max(0, next), last)));
   useKeys("What changed", [
     { keys: ["ArrowLeft", "h"], does: "a step earlier", run: () => to(step - 1) },
@@ -227,13 +226,12 @@ function Around({ metric, step, window }: { metric: string; step: number; window
   const info = useRunInfo(run).data;
   const { steps } = useSteps(run);
   const runs = useDrawnRuns(info, steps, "step");
-  const axis = useStepAxis(runs[0], "step");
   const lines = useMemo(() => (runs[0] ? linesOf(runs.slice(0, 1), metric, 0) : []), [runs, metric]);
   if (!runs[0] || lines.length === 0) return null;
   const zoom = { from: Math.max(0, step - SHOWN_WINDOWS * window), to: Math.min(steps!.step.at(-1)!, step + SHOWN_WINDOWS * window) };
   return (
     <div className="around">
-      <Chart {...titleOf(metric)} x={runs[0].x} lines={lines} zoom={zoom.to > zoom.from ? zoom : null} onPick={axis.onPick && ((x) => setParams({ step: String(Math.round(x)) }))} />
+      <Chart {...titleOf(metric)} x={runs[0].x} lines={lines} zoom={zoom.to > zoom.from ? zoom : null} onPick={(x) => setParams({ step: String(Math.round(x)) })} />
     </div>
   );
 }

@@ -1,7 +1,7 @@
 import { expect, test } from "vitest";
 import { curveOf } from "../../state/run";
 import type { EvalRow, EvalSample } from "../../types";
-import { blockOf, difference, isInRange, joinItems, passCurve, recordedGain, slicesOf } from "./items";
+import { blockOf, isInRange, joinItems, pairedDifference, passCurve, recordedGain, slicesOf } from "./items";
 
 const sample = (item: number, score: number | null, completion = 0, tags = {}): EvalSample => ({
   attempt: 1,
@@ -30,14 +30,14 @@ test("items of one eval alone are left out", () => {
 });
 
 test("the interval of a difference is paired over items", () => {
-  const result = difference(joinItems(before, after))!;
+  const result = pairedDifference(joinItems(before, after))!;
   expect([result.before, result.after, result.gain, result.items]).toEqual([0.5, 0.5, 0, 4]);
   expect(result.high).toBeCloseTo(1.959964 * Math.sqrt(2 / 3 / 4));
   expect(result.low).toBeCloseTo(-result.high);
 });
 
 test("an answer that failed counts as wrong, and never as better than the worst", () => {
-  expect(difference(joinItems([sample(0, null), sample(1, 1)], [sample(0, 1), sample(1, 1)]))).toMatchObject({ before: 0.5, after: 1, items: 2 });
+  expect(pairedDifference(joinItems([sample(0, null), sample(1, 1)], [sample(0, 1), sample(1, 1)]))).toMatchObject({ before: 0.5, after: 1, items: 2 });
   expect(joinItems([sample(0, null), sample(1, -2)], before).map((item) => item.before.score)).toEqual([-2, -2]);
   expect(passCurve([sample(0, 1, 0), sample(0, null, 1), sample(1, 1, 0), sample(1, 1, 1)])).toMatchObject({ k: [1, 2], one: [0.75, 1], all: [0.75, 0.5] });
 });

@@ -73,7 +73,7 @@ export function recordedGain(before: EvalRow, after: EvalRow, first: EvalRow | u
 }
 
 /** Returns the mean difference over items, with its 95 % interval (normal, paired over items). */
-export function difference(items: Item[]): Difference | null {
+export function pairedDifference(items: Item[]): Difference | null {
   const n = items.length;
   if (n === 0) return null;
   const mean = (values: number[]) => values.reduce((sum, value) => sum + value, 0) / n;

@@ -4,7 +4,7 @@ import { useMemo } from "react";
 import { Chart, type Line } from "../../charts/Chart";
 import { smooth } from "../../charts/math";
 import type { GaugeSeries } from "../gauges";
-import { clock, ticks } from "../timeline/viewport";
+import { timeLabel, timeTicks } from "../timeline/viewport";
 import { aggregates, type ChartSpec, membersOf, MOST_LINES, roleColor } from "./infra";
 
 export const PARTS = 250;
@@ -71,8 +71,8 @@ export function GaugeChart({ spec, series, each, role, origin, extent, zoom, pic
         onPick={pick}
         low={spec.low}
         high={spec.high}
-        xTicks={(low, high, wanted) => ticks({ from: low, to: high }, origin, wanted).times}
-        xFormat={(time) => clock(time - origin, 1)}
+        xTicks={(low, high, wanted) => timeTicks({ from: low, to: high }, origin, wanted).times}
+        xFormat={(time) => timeLabel(time - origin, 1)}
         right={widest > 0 ? Math.min(130, 14 + LETTER_PX * widest) : undefined}
       />
     </div>

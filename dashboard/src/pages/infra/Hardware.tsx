@@ -1,12 +1,13 @@
 /** Lists the hardware of the run's machines. Equal machines are one entry. */
 
+import { groups, rollup } from "d3-array";
 import { number } from "../../format";
 import { visible } from "../../text/hostile";
 import type { Node } from "../../types";
 
 /** Returns what was recorded about a machine, in words. */
 export function factsOf(node: Node): [name: string, value: string][] {
-  const gpus = [...new Map(node.gpus.map((name) => [name, node.gpus.filter((other) => other === name).length]))];
+  const gpus = [...rollup(node.gpus, (equal) => equal.length, (name) => name)];
   const facts: [string, string | null][] = [
     ["CPU", node.cpu === null ? null : `${node.cpu}, ${node.num_cores ?? "?"} cores`],
     ["memory", node.memory_bytes === null ? null : `${number(node.memory_bytes / 2 ** 30, 0)} GiB`],
@@ -19,12 +20,9 @@ export function factsOf(node: Node): [name: string, value: string][] {
 }
 
 export function Hardware({ nodes }: { nodes: Node[] }) {
-  if (nodes.length === 0) return null;
-  const kinds = new Map<string, Node[]>();
-  for (const node of nodes) kinds.set(JSON.stringify(factsOf(node)), [...(kinds.get(JSON.stringify(factsOf(node))) ?? []), node]);
   return (
     <>
-      {[...kinds.values()].map((equal) => (
+      {groups(nodes, (node) => JSON.stringify(factsOf(node))).map(([, equal]) => (
         <section key={equal[0]!.node} className="sec" aria-label="Hardware">
           <h2>
             Hardware <span title={visible(equal.map((node) => node.node ?? "").join(", "))}>{equal.length === 1 ? visible(equal[0]!.node ?? "") : `${equal.length} machines`}</span>

@@ -1,7 +1,7 @@
 /** What Infra shows of the gauges: which charts there are, and the machines with their GPUs. */
 
 import type { Value } from "../../types";
-import { lastOf, meanOf, ownerOf, perOther, rate, type GaugeSeries } from "../gauges";
+import { lastOf, meanReading, ownerOf, perOther, rate, type GaugeSeries } from "../gauges";
 
 export interface ChartSpec {
   title: string;
@@ -264,13 +264,13 @@ export function machines(all: readonly GaugeSeries[]): Machine[] {
     const devices = gpus.map((gpu): Device => {
       const mine = (one: GaugeSeries) => here(one) && one.gpu === gpu;
       const load = pick("gpu_utilization_percent", mine);
-      return { name: `GPU ${gpu}`, role: roles(gpu), load: share(load ? lastOf(load) : null), mean: share(load ? meanOf(load) : null), used: last("gpu_memory_used_bytes", mine), total: last("gpu_memory_total_bytes", mine) };
+      return { name: `GPU ${gpu}`, role: roles(gpu), load: share(load ? lastOf(load) : null), mean: share(load ? meanReading(load) : null), used: last("gpu_memory_used_bytes", mine), total: last("gpu_memory_total_bytes", mine) };
     });
     if (gpus.length === 0) {
       for (const busy of all.filter((one) => here(one) && one.name === "telescope:engine_busy_seconds_total")) {
         const clock = pick("telescope:engine_clock_seconds", (one) => sameOwner(one, busy));
         const share = clock ? perOther(busy, clock) : null;
-        devices.push({ name: `server ${busy.server}`, role: "inference", load: share ? lastOf(share) : null, mean: share ? meanOf(share) : null, used: null, total: null });
+        devices.push({ name: `server ${busy.server}`, role: "inference", load: share ? lastOf(share) : null, mean: share ? meanReading(share) : null, used: null, total: null });
       }
       for (const rank of all.filter((one) => here(one) && one.name === "process_memory_bytes")) {
         devices.push({ name: `rank ${rank.rank}`, role: "trainer", load: null, mean: null, used: lastOf(rank), total: null });
@@ -279,7 +279,7 @@ export function machines(all: readonly GaugeSeries[]): Machine[] {
     return {
       name: node,
       cpu: share(cpu ? lastOf(cpu) : null),
-      cpuMean: share(cpu ? meanOf(cpu) : null),
+      cpuMean: share(cpu ? meanReading(cpu) : null),
       memoryUsed: last("memory_used_bytes", here),
       memoryTotal: last("memory_total_bytes", here),
       load: last("load_average_1m", here),

@@ -57,7 +57,8 @@ export function MetricChart(props: MetricChartProps) {
 function Seen({ metric, runs, view, open, fill, close, remove, move, named }: MetricChartProps) {
   const scale = view.scales[metric] ?? {};
   const over = scale.x ?? view.x;
-  const placed = usePlaced(runs, over, view.range);
+  const own = usePlaced(runs, scale.x ?? "", view.range);
+  const placed = scale.x === undefined ? view.placed : own;
   return placed.length > 0 ? (
     <Placed {...{ metric, view, open, fill, close, remove, move, named, over }} runs={placed} />
   ) : (

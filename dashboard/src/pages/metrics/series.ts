@@ -26,6 +26,8 @@ export interface View extends Pick<ChartProps, "zoom" | "onZoom" | "onPick" | "s
   environments: readonly Environment[];
   /** A metric as the x axis of all charts; empty for that of `axis`. */
   x: string;
+  /** The runs over `x`. */
+  placed: DrawnRun[];
   /** Axes of single charts, by metric. */
   scales: Scales;
   setScale: (metric: string, scale: Scale) => void;
@@ -50,7 +52,7 @@ interface Series extends DeclaredRange {
 
 const WORDS: Record<BandKind, string> = { none: "", std: "mean ± std", percentiles: "p5 to p95, p25 to p75", range: "min to max", heat: "share of samples" };
 
-/** Returns the runs for one chart, over its own x axis if it has one. */
+/** Returns the runs over a metric as the x axis, without runs that lack it; the runs themselves if `x` is empty. */
 export function usePlaced(runs: DrawnRun[], x: string, range: Range | null): DrawnRun[] {
   return useMemo(() => (x ? runs.flatMap(leavesOf).flatMap((run) => overMetric(run, x, range) ?? []) : runs), [runs, x, x ? range?.from : 0, x ? range?.to : 0]);
 }

@@ -255,4 +255,3 @@ function PassRates({ curves }: { curves: { color: string; prompt: Prompt }[] }) 
     </figure>
   );
 }
-

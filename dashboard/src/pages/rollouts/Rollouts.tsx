@@ -7,7 +7,7 @@ import { count, number, percent } from "../../format";
 import { Failure, Quiet } from "../../shell/App";
 import { useKeys } from "../../shell/keys";
 import { useVersion } from "../../state/live";
-import { useResource } from "../../state/resource";
+import { useKept, useResource } from "../../state/resource";
 import { useRunId, useRunInfo, useStatus } from "../../state/run";
 import { column, useSteps } from "../../state/steps";
 import { useThrottled } from "../../state/timing";
@@ -81,12 +81,11 @@ export function Rollouts() {
   // Counts take longer than rows: a new filter reads its rows first. The previous counts stay meanwhile, so that the facets
   // keep their place.
   const counted = useResource<SamplePage>(page.data ? samplesPath : null, { ...query, limit: 0 }, samplesVersion);
-  const counts = useRef<SamplePage>(undefined);
-  if (counted.data) counts.current = counted.data;
-  const total = page.data?.total ?? counts.current?.total;
+  const counts = useKept(counted.data);
+  const total = page.data?.total ?? counts?.total;
 
   // Facets of the whole run, whichever answers are listed.
-  const metrics = useKept((page.data ?? counts.current)?.metrics) ?? [];
+  const metrics = useKept((page.data ?? counts)?.metrics) ?? [];
 
   const environments = useMemo(() => new Map((info?.environments ?? []).map((one) => [one.name, one])), [info]);
   const rows = useRef<SampleRow[]>([]);
@@ -122,9 +121,8 @@ export function Rollouts() {
   // A resumed run can have an answer of this name in each attempt.
   const attempt = attemptOf(selected, groups.data, rows.current, page.data) ?? (params.attempt ? Number(params.attempt) : groups.loading && step !== null ? null : (info?.info.attempt ?? 1));
   const detail = useResource<Detail>(selected && attempt !== null ? runPath(run, "samples", attempt, selected) : null);
-  const kept = useRef<Detail>(undefined);
-  if (detail.data) kept.current = detail.data;
-  const shownDetail = detail.data ?? (detail.loading ? kept.current : undefined);
+  const kept = useKept(detail.data);
+  const shownDetail = detail.data ?? (detail.loading ? kept : undefined);
   // In the list of all steps, the group of the shown answer comes from its own step.
   const ownStep = list === "answers" && shownDetail && shownDetail.group_id >= 0 && shownDetail.step !== step ? shownDetail.step : null;
   const own = useResource<Group[]>(ownStep === null ? null : runPath(run, "groups"), { step: ownStep });
@@ -197,7 +195,7 @@ export function Rollouts() {
         </div>
         <div className={`fl ${params.filters === "1" ? "open" : ""}`}>
           <Ranges metrics={metrics} />
-          <Facets counts={counts.current?.facets ?? {}} total={counts.current?.total ?? 0} />
+          <Facets counts={counts?.facets ?? {}} total={counts?.total ?? 0} />
         </div>
         <span className="total d">
           <button className="link" aria-expanded={params.filters === "1"} onClick={() => setParams({ filters: params.filters === "1" ? null : "1" }, true)}>
@@ -304,13 +302,6 @@ function Title({ detail, of, note }: { detail: Detail; of?: number; note: React.
       <b>{detail.sample_id}</b> <span className="d">{place}</span> {note}
     </span>
   );
-}
-
-/** Returns the value, or the last known one while it is undefined. */
-function useKept<T>(value: T | undefined): T | undefined {
-  const kept = useRef<T>(undefined);
-  if (value !== undefined) kept.current = value;
-  return kept.current;
 }
 
 /** Chooses the number that fills the squares, and shows the ends of its scale. */

@@ -1,5 +1,6 @@
 /** A square is an answer: hollow is the lowest reward, full the highest. */
 
+import { extent, median as d3Median } from "d3-array";
 import type { Environment, Value } from "../../types";
 import type { Group } from "./types";
 
@@ -59,8 +60,7 @@ export interface Filling {
 export function fillingBy(by: string, rewards: Filling["scaleOf"], shown: readonly Answer[]): Filling {
   if (by === "reward") return { by, scaleOf: rewards };
   const values = shown.map((answer) => squareValue(answer, by)).filter((value): value is number => value !== null && Number.isFinite(value));
-  const low = values.reduce((least, value) => Math.min(least, value), Infinity);
-  const high = values.reduce((most, value) => Math.max(most, value), -Infinity);
+  const [low = Infinity, high = -Infinity] = extent(values);
   const scale = low < high ? { low, high } : { low: Math.min(low, 0) || 0, high: Number.isFinite(high) ? Math.max(high, 1) : 1 };
   return { by, scaleOf: () => scale };
 }
@@ -76,12 +76,7 @@ export function gini(values: readonly number[]): number | null {
   return (2 * ranked) / (sorted.length * sum) - (sorted.length + 1) / sorted.length;
 }
 
-export function median(values: readonly number[]): number | null {
-  if (values.length === 0) return null;
-  const sorted = [...values].sort((a, b) => a - b);
-  const middle = sorted.length >> 1;
-  return sorted.length % 2 ? sorted[middle]! : (sorted[middle - 1]! + sorted[middle]!) / 2;
-}
+export const median = (values: readonly number[]): number | null => d3Median(values) ?? null;
 
 /** The fate of a group in a word or two: why it was not trained. */
 export function fate(group: Pick<Group, "status" | "reason" | "reward_mean">, scale: RewardScale): string {

@@ -2,11 +2,12 @@ import { useEffect, useLayoutEffect, useRef, useState } from "react";
 import { duration } from "../../format";
 import { useTheme } from "../../state/theme";
 import { visible } from "../../text/hostile";
-import { draw, type Scene } from "./draw";
+import { draw } from "./draw";
 import { ALERT_Y, AXIS, LABEL_WIDTH, RIGHT, rowAt } from "./layout";
+import type { Scene } from "./scene";
 import { spanAt } from "./search";
 import { KINDS, kindOf, OUTCOMES } from "./spans";
-import { clock, pan, zoom, type View } from "./viewport";
+import { pan, timeLabel, zoom, type View } from "./viewport";
 
 const CLICK_PX = 4;
 const HIT_PX = 3;
@@ -174,7 +175,7 @@ export function Canvas({ scene, setView, onSelect, onFit, onSize }: CanvasProps)
   };
 
   const seconds = view.to - view.from;
-  const label = hover ? clock(timeAt(hover.x) - origin, seconds / 2000) : "";
+  const label = hover ? timeLabel(timeAt(hover.x) - origin, seconds / 2000) : "";
   return (
     <div className="tlc" ref={box} onScroll={paint}>
       <div style={{ height: Math.max(layout.height + AXIS, 1) }}>

@@ -1,3 +1,4 @@
+import { useMemo } from "react";
 import { runPath } from "../../api";
 import { duration, NONE, number, signed } from "../../format";
 import { useResource } from "../../state/resource";
@@ -21,8 +22,10 @@ interface StepPanelProps {
 /** Explains what a step, or the mean of several, waited for: a sentence, and a table whose seconds add up to the step. */
 export function StepPanel({ read: { first, last, paths }, around, chosen, onFit }: StepPanelProps) {
   const several = first !== last;
-  const path = several ? meanPath(paths) : paths[0]!;
-  const rows = tableRows(path);
+  // The panel is rendered for each frame of a view that moves.
+  const path = useMemo(() => (several ? meanPath(paths) : paths[0]!), [several, paths]);
+  const rows = useMemo(() => tableRows(path), [path]);
+  const [sentence, tips] = useMemo(() => [verdict(paths, around), advice(paths, around)], [paths, around]);
   const whole = path.end - path.start;
   const most = Math.max(...rows.map((row) => row.seconds), 1e-9);
   const ready = path.groupsReady;
@@ -30,11 +33,11 @@ export function StepPanel({ read: { first, last, paths }, around, chosen, onFit 
   return (
     <section className="sec">
       <h2>{several ? `Mean of steps ${first} to ${last}` : `Step ${path.step}`} <span>{duration(whole)}</span></h2>
-      <p className="vd">{verdict(paths, around)}</p>
+      <p className="vd">{sentence}</p>
       {ready && ready.seconds > 0.05 && (
         <p className="d">{ready.earlier} of {ready.of} groups were ready {duration(ready.seconds)} earlier.</p>
       )}
-      {advice(paths, around).map((tip) => <p className="d" key={tip}>{tip}</p>)}
+      {tips.map((tip) => <p className="d" key={tip}>{tip}</p>)}
       {!several && !path.last && path.ready > path.start && <p className="d">Every answer of its batch was scored before it began.</p>}
       {several && last - first + 1 > paths.length && <p className="d">Measured on {number(paths.length)} of these steps, evenly spaced.</p>}
       <table className="cp">
@@ -51,7 +54,7 @@ export function StepPanel({ read: { first, last, paths }, around, chosen, onFit 
               <td className="r">{row.seconds.toFixed(2)}</td>
             </tr>
           ))}
-          <tr className="sum"><td /><td>{several ? "mean step" : "step"}</td><td /><td /><td className="r">{whole.toFixed(2)}</td></tr>
+          <tr className="sum"><td /><td>{several ? "mean step" : "step"}</td><td className="br" /><td className="sh" /><td className="r">{whole.toFixed(2)}</td></tr>
         </tbody>
       </table>
       {several && chosen !== null && <p className="go"><button className="link" onClick={onFit}>Show step {chosen} alone</button></p>}
@@ -60,6 +63,30 @@ export function StepPanel({ read: { first, last, paths }, around, chosen, onFit 
 }
 
 export const groupOf = (sample: string): string => sample.slice(0, sample.lastIndexOf("-"));
+
+/** Returns the seconds of a request by the name of their spans: as recorded, else of the spans in view. */
+function secondsOf(sample: string, detail: Detail | undefined, columns: SpanColumns | null): Map<string, number> {
+  const found = new Map<string, number>();
+  const add = (name: string, seconds: number) => found.set(name, (found.get(name) ?? 0) + seconds);
+  for (const span of detail?.spans ?? []) add(span.name, span.end - span.start);
+  if (found.size === 0) {
+    columns?.sample_id.forEach((other, row) => {
+      if (other === sample) add(columns.name[row]!, columns.end[row]! - columns.start[row]!);
+    });
+  }
+  // Tools run while the environment replies.
+  if (found.has("environment")) found.set("environment", Math.max(0, found.get("environment")! - (found.get("tool") ?? 0)));
+  return found;
+}
+
+/** Returns the seconds of decode of each request of a group in view. */
+function decodeSeconds(group: string, columns: SpanColumns | null): Map<string, number> {
+  const found = new Map<string, number>();
+  columns?.sample_id.forEach((id, row) => {
+    if (id && groupOf(id) === group && columns.name[row] === "decode") found.set(id, (found.get(id) ?? 0) + columns.end[row]! - columns.start[row]!);
+  });
+  return found;
+}
 
 interface RequestProps {
   run: string;
@@ -73,21 +100,10 @@ interface RequestProps {
 /** The selected request and the others of its group. */
 export function RequestPanel({ run, sample, attempt, columns, running }: RequestProps) {
   const { data: detail, error } = useResource<Detail>(running === null ? runPath(run, "samples", attempt, sample) : null);
-  const traced = new Map<string, number>();
-  for (const span of detail?.spans ?? []) traced.set(span.name, (traced.get(span.name) ?? 0) + span.end - span.start);
-  if (traced.size === 0) {
-    columns?.sample_id.forEach((other, row) => {
-      if (other === sample) traced.set(columns.name[row]!, (traced.get(columns.name[row]!) ?? 0) + columns.end[row]! - columns.start[row]!);
-    });
-  }
-  // Tools run while the environment replies.
-  if (traced.has("environment")) traced.set("environment", Math.max(0, traced.get("environment")! - (traced.get("tool") ?? 0)));
+  const traced = useMemo(() => secondsOf(sample, detail, columns), [sample, detail, columns]);
   const time = (name: string) => (traced.has(name) ? `${number(traced.get(name), 3)} s` : NONE);
   const group = groupOf(sample);
-  const mates = new Map<string, number>();
-  columns?.sample_id.forEach((id, row) => {
-    if (id && groupOf(id) === group && columns.name[row] === "decode") mates.set(id, (mates.get(id) ?? 0) + columns.end[row]! - columns.start[row]!);
-  });
+  const mates = useMemo(() => decodeSeconds(group, columns), [group, columns]);
   const decode = traced.get("decode") ?? 0;
   const whole = Math.max(...mates.values(), 1e-9);
   const middle = median([...mates.values()]);

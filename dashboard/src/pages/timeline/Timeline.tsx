@@ -17,7 +17,7 @@ import { at, type GaugeSeries } from "../gauges";
 import { alertMarks, outages } from "./alerts";
 import { Canvas, type Hit } from "./Canvas";
 import { tableRows, type CriticalPath } from "./criticalPath";
-import type { Gauge, Mark, PathNode, Scene } from "./draw";
+import type { Gauge, Mark, PathNode, Scene } from "./scene";
 import { AXIS, LABEL_WIDTH, layOut, RIGHT, type Layout } from "./layout";
 import { nextRequest } from "./search";
 import { readForExport, useCriticalPaths, useSpans } from "./load";

@@ -1,5 +1,6 @@
 /** Reads of the timeline: spans of the visible time, and what a step waited for. */
 
+import { group } from "d3-array";
 import { useEffect, useRef, useState } from "react";
 import { get, runPath } from "../../api";
 import type { Paths } from "../../types";
@@ -84,15 +85,6 @@ export function useCriticalPaths(run: string, first: number | null, last: number
     const load = () =>
       get<Paths>(runPath(run, "paths"), { first, last, most: MOST_PATHS }, abort.signal)
         .then(({ steps, answers, spans }) => {
-          const group = <T>(rows: readonly T[], of: (row: T) => number) => {
-            const found = new Map<number, T[]>();
-            for (const row of rows) {
-              const own = found.get(of(row));
-              if (own) own.push(row);
-              else found.set(of(row), [row]);
-            };
-            return found;
-          };
           const [answersOf, spansOf] = [group(answers, (row) => row.step), group(spans, (row) => row.of_step)];
           const paths = steps.map(({ step, start, end }) => criticalPath(step, start, end, spansOf.get(step) ?? [], answersOf.get(step) ?? []));
           setState({ run, read: { first, last, paths }, error: null });

@@ -1,5 +1,6 @@
 /** Rasterizes the spans of a track, so that each kind gets as many pixels as its share of the time. */
 
+import { bisector } from "d3-array";
 import { KINDS, OUTCOMES, type Track } from "./spans";
 
 export interface Box {
@@ -110,16 +111,8 @@ export function pixelBoxes(track: Track, origin: number, narrow: number): Box[] 
   return boxes;
 }
 
+const firstAfter = bisector((box: Box) => box.to).right;
+const firstBeyond = bisector((box: Box) => box.from).left;
+
 /** Returns the boxes that overlap the columns [from, to). */
-export function boxesWithin(boxes: readonly Box[], from: number, to: number): Box[] {
-  let low = 0;
-  let high = boxes.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (boxes[middle]!.to <= from) low = middle + 1;
-    else high = middle;
-  }
-  let end = low;
-  while (end < boxes.length && boxes[end]!.from < to) end++;
-  return boxes.slice(low, end);
-}
+export const boxesWithin = (boxes: readonly Box[], from: number, to: number): Box[] => boxes.slice(firstAfter(boxes, from), firstBeyond(boxes, to));

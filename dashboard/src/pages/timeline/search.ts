@@ -1,26 +1,15 @@
 /** Finds the spans of a track. */
 
+import { bisectLeft } from "d3-array";
 import type { SpanColumns, Track } from "./spans";
-
-/** Index of the first of the rising times at or after a time. */
-export function firstFrom(times: ArrayLike<number>, time: number): number {
-  let low = 0;
-  let high = times.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (times[middle]! < time) low = middle + 1;
-    else high = middle;
-  }
-  return low;
-}
 
 /** Index of the span at a time, within a tolerance; the shortest one when several cover it. -1 if there is none. */
 export function spanAt(track: Track, time: number, tolerance: number): number {
   let best = -1;
   let bestDistance = Infinity;
   let bestLength = Infinity;
-  const end = firstFrom(track.start, time + tolerance);
-  for (let i = firstFrom(track.start, time - track.longest - tolerance); i < end; i++) {
+  const end = bisectLeft(track.start, time + tolerance);
+  for (let i = bisectLeft(track.start, time - track.longest - tolerance); i < end; i++) {
     const start = track.start[i]!;
     const stop = track.end[i]!;
     const distance = time < start ? start - time : time > stop ? time - stop : 0;

@@ -6,7 +6,7 @@ import { boxesWithin, pixelBoxes } from "./pixels";
 import { nextRequest, spanAt } from "./search";
 import { KINDS, buildLanes, kindOf, OUTCOMES, type SpanColumns, type Track, withRunning } from "./spans";
 import { traceEvents } from "./trace";
-import { NARROWEST, bound, clock, follow, ticks, zoom } from "./viewport";
+import { NARROWEST, bound, follow, timeLabel, timeTicks, zoom } from "./viewport";
 
 type Row = [string, string, Partial<StepSpan> & { start: number; end: number }];
 
@@ -130,8 +130,8 @@ test("a view stays at the run, and following shows its end", () => {
 });
 
 test("ticks are round in the time of the run", () => {
-  expect(ticks({ from: 1003, to: 1043 }, 1000, 9)).toEqual({ times: [1005, 1010, 1015, 1020, 1025, 1030, 1035, 1040], step: 5 });
-  expect([clock(2465, 5), clock(3750, 60), clock(5.25, 0.05), clock(-2, 1)]).toEqual(["41:05", "1:02:30", "0:05.25", "−0:02"]);
+  expect(timeTicks({ from: 1003, to: 1043 }, 1000, 9)).toEqual({ times: [1005, 1010, 1015, 1020, 1025, 1030, 1035, 1040], step: 5 });
+  expect([timeLabel(2465, 5), timeLabel(3750, 60), timeLabel(5.25, 0.05), timeLabel(-2, 1)]).toEqual(["41:05", "1:02:30", "0:05.25", "−0:02"]);
 });
 
 test("the parts of a partition add up to its time", () => {

@@ -38,7 +38,7 @@ export function follow(view: View, now: number): View {
 const STEPS = [1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400];
 
 /** Times for labels, relative to `origin`, at most about `most` of them, and their distance. */
-export function ticks(view: View, origin: number, most: number): { times: number[]; step: number } {
+export function timeTicks(view: View, origin: number, most: number): { times: number[]; step: number } {
   const step = STEPS.find((size) => (view.to - view.from) / size <= most) ?? 86400;
   const first = Math.ceil((view.from - origin) / step - 1e-9);
   const last = Math.floor((view.to - origin) / step + 1e-9);
@@ -46,7 +46,7 @@ export function ticks(view: View, origin: number, most: number): { times: number
 }
 
 /** Seconds since the start of the run as `41:05`, `1:02:30` or, below a second, `41:05.25`. */
-export function clock(seconds: number, step: number): string {
+export function timeLabel(seconds: number, step: number): string {
   const digits = step >= 1 ? 0 : Math.min(4, Math.ceil(-Math.log10(step) - 1e-9));
   const size = 10 ** digits;
   const whole = Math.round(Math.abs(seconds) * size) / size;

@@ -1,27 +1,27 @@
 /** Every step metric of a run and of those drawn over it, with one crosshair. */
 
 import { useMemo, useState } from "react";
-import { axisEnd, type BandKind, clock } from "../charts/data";
-import { commonStep, type DrawnRun, leavesOf, longest, metricNames, useDrawnRuns, useStepAxis, type XAxis } from "../charts/runs";
-import { clockTicks, smoothingFor, ticks } from "../charts/math";
-import { sourceOf } from "../charts/sources";
-import { number } from "../format";
-import { Failure, Quiet } from "../shell/App";
-import { Dialog } from "../shell/Dialog";
-import { useKeys } from "../shell/keys";
-import { addSection, sectionFor, toggleMetric } from "../state/layouts";
-import { useRunId, useRunInfo } from "../state/run";
-import { useSteps } from "../state/steps";
-import { setParams, useParam, useRange } from "../state/url";
-import type { Environment } from "../types";
-import { ChartSection } from "./metrics/ChartSection";
-import { LayoutChoice, useLayout } from "./metrics/LayoutChoice";
-import { MetricChart } from "./metrics/MetricChart";
-import { MetricTree } from "./metrics/MetricTree";
-import { RunTable } from "./metrics/RunTable";
-import type { View } from "./metrics/series";
-import { Toolbar } from "./metrics/Toolbar";
-import { fitsSearch, place as placeOfMetric } from "./metrics/tree";
+import { axisEnd, type BandKind, clock } from "../../charts/data";
+import { commonStep, type DrawnRun, leavesOf, longest, metricNames, useDrawnRuns, useStepAxis, type XAxis } from "../../charts/runs";
+import { clockTicks, smoothingFor, ticks } from "../../charts/math";
+import { sourceOf } from "../../charts/sources";
+import { number } from "../../format";
+import { Failure, Quiet } from "../../shell/App";
+import { Dialog } from "../../shell/Dialog";
+import { useKeys } from "../../shell/keys";
+import { addSection, sectionFor, toggleMetric } from "../../state/layouts";
+import { useRunId, useRunInfo } from "../../state/run";
+import { useSteps } from "../../state/steps";
+import { setParams, useParam, useRange } from "../../state/url";
+import type { Environment } from "../../types";
+import { ChartSection } from "./ChartSection";
+import { LayoutChoice, useLayout } from "./LayoutChoice";
+import { MetricChart } from "./MetricChart";
+import { MetricTree } from "./MetricTree";
+import { RunTable } from "./RunTable";
+import { usePlaced, type View } from "./series";
+import { Toolbar } from "./Toolbar";
+import { fitsSearch, place as placeOfMetric } from "./tree";
 import "./metrics.css";
 
 export function Metrics() {
@@ -78,6 +78,7 @@ function Loaded({ runs, axis, environments, planned }: { runs: DrawnRun[]; axis:
     filter,
     environments,
     x,
+    placed: usePlaced(runs, x, range),
     scales: layout.scales,
     setScale,
     names: measured,

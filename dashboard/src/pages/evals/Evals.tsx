@@ -1,24 +1,23 @@
 /** Evals of a run: accuracy over checkpoints, and the items gained and lost between two of them. */
 
 import { useEffect, useMemo, useState } from "react";
-import { runPath } from "../api";
-import { embedded } from "../embedded";
-import { type Band, Chart, type Line } from "../charts/Chart";
-import { nearest, wilson } from "../charts/math";
-import { Spark } from "../charts/Spark";
-import { count, duration, NONE, number, percent } from "../format";
-import { Failure, Quiet, Reading } from "../shell/App";
-import { useKeys } from "../shell/keys";
-import { useVersion } from "../state/live";
-import { type Resource, useResource } from "../state/resource";
-import { useSelected } from "../state/cursor";
-import { curveOf, useEvals, useEvalsOf, useRunId, useRunInfo, useRuns, useStatus } from "../state/run";
-import { COLORS, useRunColors } from "../state/colors";
-import { setParams, type Range, useOthers, useParam, useRange } from "../state/url";
-import type { EvalRow, EvalSample, Value } from "../types";
-import { BLOCKS, blockOf, difference, isInRange, type Item, joinItems, passCurve, recordedGain, slicesOf } from "./evals/items";
-import { ItemPane } from "./evals/ItemPane";
-import { visible } from "../text/hostile";
+import { runPath } from "../../api";
+import { embedded } from "../../embedded";
+import { wilson } from "../../charts/math";
+import { Spark } from "../../charts/Spark";
+import { count, duration, NONE, number, percent } from "../../format";
+import { Failure, Quiet, Reading } from "../../shell/App";
+import { useKeys } from "../../shell/keys";
+import { useVersion } from "../../state/live";
+import { type Resource, useResource } from "../../state/resource";
+import { useSelected } from "../../state/cursor";
+import { curveOf, useEvals, useRunId, useRunInfo, useStatus } from "../../state/run";
+import { setParams, type Range, useParam, useRange } from "../../state/url";
+import type { EvalRow, EvalSample } from "../../types";
+import { Curve, OtherMetrics, otherMetrics, Passes } from "./Curves";
+import { BLOCKS, blockOf, isInRange, type Item, joinItems, pairedDifference, recordedGain, slicesOf } from "./items";
+import { ItemPane } from "./ItemPane";
+import { visible } from "../../text/hostile";
 import "./evals.css";
 
 export function Evals() {
@@ -169,7 +168,7 @@ function Slices({ items }: { items: Item[] }) {
         Where it changed <span>of {count(items.length)} items</span>
       </h2>
       {slices.map((slice) => {
-        const result = difference(slice.items);
+        const result = pairedDifference(slice.items);
         if (!result) return null;
         const [low, high] = wilson(result.after, result.items);
         const at = (share: number) => `${100 * share}%`;
@@ -268,7 +267,7 @@ function Verdict({ name, curve, first, range, before, after, items }: VerdictPro
         <p>{curve.length === 1 ? "A second eval, at another checkpoint, will show what changed." : "Choose two different checkpoints to see what changed."}</p>
       </div>
     );
-  const result = difference(items);
+  const result = pairedDifference(items);
   const recorded = recordedGain(before, after, first);
   const shown = recorded ?? result;
   const gained = items.filter((item) => blockOf(item) === "gained").length;
@@ -289,82 +288,6 @@ function Verdict({ name, curve, first, range, before, after, items }: VerdictPro
       )}
     </div>
   );
-}
-
-const wholePercent = (share: number): string => `${number(100 * share, 0)} %`;
-
-function Curve({ name, curve, range }: { name: string; curve: EvalRow[]; range: Range | null }) {
-  const others = useOthers();
-  const runs = useRuns().data?.runs;
-  const run = useRunId();
-  const mine = visible(runs?.find((row) => row.id === run)?.name ?? "this run");
-  const theirs = useEvalsOf(others);
-  const colors = useRunColors();
-  const lines = useMemo(() => {
-    const all = [{ id: run, label: mine, rows: curve }, ...others.map((id, i) => ({ id, label: visible(runs?.find((row) => row.id === id)?.name ?? id), rows: curveOf((theirs[i] ?? []).filter((row) => row.name === name && isInRange(row, range))) }))];
-    return all.flatMap(({ id, label, rows }, i): Line[] => {
-      if (rows.length === 0) return [];
-      const low = rows.map((row) => row.accuracy_low);
-      const high = rows.map((row) => row.accuracy_high);
-      return [
-        {
-          label,
-          color: colors.of(id),
-          x: rows.map((row) => row.version),
-          values: rows.map((row) => row.accuracy),
-          width: i === 0 ? 2 : 1.5,
-          bands: [intervals(low, high, 0.15)],
-          whiskers: i === 0 ? { low, high } : undefined,
-          direct: all.length > 1 ? label : undefined,
-        },
-      ];
-    });
-  }, [curve, mine, name, runs, run, colors, range?.from, range?.to, others.join(), ...theirs]);
-  const x = useMemo(() => curve.map((row) => row.version), [curve]);
-  return <Chart title="Accuracy" unit="after steps, 95 % intervals" axis="version" x={x} lines={lines} onPick={(version) => setParams({ after: String(x[nearest(x, version)]) })} low={0} format={(value) => percent(value)} tickFormat={wholePercent} right={lines.length > 1 ? 90 : 12} />;
-}
-
-interface PassesProps {
-  before?: EvalRow;
-  after: EvalRow;
-  samplesBefore?: EvalSample[];
-  samplesAfter?: EvalSample[];
-}
-
-/** Room for a label such as "10000 steps". */
-const LABEL_PX = 88;
-
-const intervals = (low: Value[], high: Value[], opacity: number): Band => ({ low, high, opacity, measured: { names: ["95 % low", "95 % high"], low, high } });
-
-/** pass@k with its interval, and dashed pass^k, of both checkpoints. */
-function Passes({ before, after, samplesBefore, samplesAfter }: PassesProps) {
-  const lines = useMemo(() => {
-    const curves = [before && before !== after && samplesBefore ? { row: before, samples: samplesBefore, color: "--r3" } : null, samplesAfter ? { row: after, samples: samplesAfter, color: "--c1" } : null];
-    return curves.flatMap((curve): Line[] => {
-      if (!curve) return [];
-      const { k, one, low, high, all } = passCurve(curve.samples);
-      const name = `${curve.row.version} steps`;
-      const common = { color: curve.color, x: k.map(Math.log2), width: curve.color === "--c1" ? 2 : 1.5, direct: name };
-      return [
-        { ...common, label: `pass@k after ${name}`, values: one, bands: [intervals(low, high, 0.12)] },
-        { ...common, label: `pass^k after ${name}`, values: all, dash: [5, 3], silent: true },
-      ];
-    });
-  }, [before, after, samplesBefore, samplesAfter]);
-  return <Chart title="pass@k" unit="95 % intervals; dashed: pass^k" axis="k" x={lines.at(-1)?.x ?? []} lines={lines} low={0} high={1} right={LABEL_PX} format={(value) => percent(value)} tickFormat={wholePercent} xFormat={(at) => String(2 ** at)} />;
-}
-
-/** Returns metrics that say more than the accuracy and the passes do, four at most. */
-function otherMetrics(curve: EvalRow[]): string[] {
-  const names = new Set(curve.flatMap((row) => Object.keys(row.metrics)));
-  return [...names].filter((name) => !/^pass[@^]/.test(name) && name !== curve[0]?.metric && curve.some((row) => row.metrics[name] !== row.accuracy)).slice(0, 4);
-}
-
-function OtherMetrics({ curve }: { curve: EvalRow[] }) {
-  const lines = useMemo(() => otherMetrics(curve).map((name, i): Line => ({ label: name, color: Object.values(COLORS)[i]!, x: curve.map((row) => row.version), values: curve.map((row) => row.metrics[name] ?? null), direct: name })), [curve]);
-  const x = useMemo(() => curve.map((row) => row.version), [curve]);
-  if (lines.length === 0) return null;
-  return <Chart title="Other metrics" unit="after steps" axis="version" x={x} lines={lines} low={0} right={LABEL_PX} />;
 }
 
 const TITLES: Record<(typeof BLOCKS)[number], [string, string]> = {
