@@ -51,7 +51,7 @@ class Projects:
     def close(self) -> None:
         """Stops the threads of the search and of all projects at their next step."""
         self._closing.set()
-        for remote in self.remotes:
+        for remote in list(self.remotes):
             remote.close()
 
     def rows(self) -> dict[str, Any]:
