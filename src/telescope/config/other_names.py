@@ -10,7 +10,8 @@ import yaml
 
 from telescope.utils.text import did_you_mean
 
-NAMES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+# With libyaml where there is one: every command imports this.
+NAMES = yaml.load(Path(__file__).with_suffix(".yaml").read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 FIELD_OF: dict[str, str] = {name: field for field, names in NAMES["fields"].items() for name in names.split()}
 """Fields by their names elsewhere."""

@@ -30,6 +30,9 @@ COLUMNS = {
 }
 """Step metrics that are means over the samples trained on, and what of a sample they are the mean of."""
 
+OF_REWARD = ("reward", "status IN ('kept', 'discarded')")
+"""What `_of_samples` returns for the reward, which is decomposed where the chosen metric is no mean over samples."""
+
 COMPARED = (
     *(cell.metric.partition(" / ")[0] for cell in CELLS),
     *("reward/total/mean", "reward/gini_mean", "staleness/steps/mean", "learning_rate", "rollouts/turns/mean"),
@@ -55,7 +58,8 @@ def changes(store: RunStore, step: int, window: int, metric: str) -> dict[str, A
     effects = [_effect(name, "metric", *_moments(x[earlier]), *_moments(x[later])) for name, x in known.items()]
     store.refresh("samples", "alerts")
     effects += _spans(store, columns["started_at"], columns["ended_at"], np.flatnonzero(earlier), np.flatnonzero(later))
-    value, where = _of_samples(metric) or _of_samples(REWARD) or ("reward", "true")
+    own = _of_samples(metric)
+    value, where = own or OF_REWARD
     tags = [f"{sql_text(f'{name}=')} || tags[{sql_text(name)}]" for name, values in store.tags().items() if values]
     last = min(step + window - 1, int(steps[-1]) if len(steps) else -1)  # later rows are of a step that has not ended
     near = f"step BETWEEN {step - window} AND {last}"
@@ -77,7 +81,7 @@ def changes(store: RunStore, step: int, window: int, metric: str) -> dict[str, A
         "FROM c, t ORDER BY abs(mix + within) DESC, environment, cell"
     )
     far = "(value - coalesce(mean_before, m0)) / sd"
-    far = f"sign(m1 - m0) * {far}" if _of_samples(metric) else f"abs({far})"
+    far = f"sign(m1 - m0) * {far}" if own else f"abs({far})"
     order = "far DESC, abs(completion_tokens - length_before) DESC NULLS LAST, sample_id"
     answers = store.rows(
         f"{samples}, f AS (SELECT s.*, mean_before, {far} AS far, length_before "
@@ -93,8 +97,8 @@ def changes(store: RunStore, step: int, window: int, metric: str) -> dict[str, A
     for row in answers:
         row["answer"] = texts.get(key_of(row), {}).get("answer") or ""
     effects.sort(key=lambda one: -abs(one["effect"]))
-    decomposed = metric if _of_samples(metric) else REWARD
-    return {"decomposed": decomposed, "cells": cells, "effects": effects, "events": events, "answers": answers}
+    found = {"cells": cells, "effects": effects, "events": events, "answers": answers}
+    return {"decomposed": metric if own else REWARD, **found}
 
 
 def _of_samples(metric: str) -> tuple[str, str] | None:
@@ -103,7 +107,7 @@ def _of_samples(metric: str) -> tuple[str, str] | None:
     environment, _, name = rest.partition("/")
     of_environment = f"status = 'kept' AND environment = {sql_text(environment)}"
     if metric == REWARD:
-        return "reward", "status IN ('kept', 'discarded')"
+        return OF_REWARD
     if metric in COLUMNS:
         return COLUMNS[metric], "status = 'kept'"
     if section == "reward" and name == "mean":

@@ -51,35 +51,38 @@ class Projects:
     def close(self) -> None:
         """Stops the threads of the search and of all projects at their next step."""
         self._closing.set()
-        for remote in self.remotes:
+        for remote in list(self.remotes):
             remote.close()
 
     def rows(self) -> dict[str, Any]:
         """Returns the projects for the page, which can change them after `start`."""
+        _, removed, problem = self._chosen()
         shown = [(remote.project.path, remote.num_runs, remote.problem) for remote in list(self.remotes)]
         return {
             "can_change": self._thread is not None,
             "projects": [dict(zip(("path", "runs", "problem"), row, strict=True)) for row in sorted(shown)],
-            "removed": self._chosen()[1],
-            "problem": self._problem,
+            "removed": removed,
+            "problem": problem or self._problem,
         }
 
-    def _chosen(self) -> tuple[list[str], list[str]]:
+    def _chosen(self) -> tuple[list[str], list[str], str | None]:
+        """Returns what the user added and removed, and why it cannot be read, if so."""
+        value, problem = None, None
         try:
             value = self._kept.read(DOCUMENT).value
         except UserError as error:
-            self._problem, value = str(error), None
+            problem = str(error)
         kept = value if isinstance(value, dict) else {}
         lists = [kept.get(name) for name in ("added", "removed")]
         added, removed = ([path for path in each or () if PATH.fullmatch(str(path))] for each in lists)
-        return added, removed
+        return added, removed, problem
 
     def _follow(self) -> None:
         due = 0.0
         while not self._closing.is_set():
             if time.monotonic() >= due:
                 due = time.monotonic() + self._find()
-            added, removed = self._chosen()
+            added, removed, _ = self._chosen()
             wanted = dict.fromkeys(path for path in (*self._found, *added) if path not in removed)
             for remote in list(self.remotes):
                 if remote.project.path not in self._named | wanted.keys():

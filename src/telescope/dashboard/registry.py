@@ -126,7 +126,7 @@ class Registry:
 
     def copy_in(self, run_dir: Path) -> RunCopy | None:
         """Returns the copy in a folder. None: the run is no copy."""
-        copies = (remote.copy_in(run_dir) for remote in self.remotes)
+        copies = (remote.copy_in(run_dir) for remote in list(self.remotes))
         return next((copy for copy in copies if copy is not None), None)
 
     def find(self, run_id: str) -> RunStore:
@@ -154,7 +154,7 @@ class Registry:
                 more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
                 problem = f"These files cannot be read: {', '.join(names[:MOST_NAMED])}{more}"
                 found.setdefault(run.files.run_dir, problem)
-        remote = {f"W&B {each.project.path}": each.problem for each in self.remotes if each.problem}
+        remote = {f"W&B {each.project.path}": each.problem for each in list(self.remotes) if each.problem}
         problems = remote | {str(path): problem for path, problem in found.items()}
         return [{"path": path, "problem": problem} for path, problem in problems.items()]
 

@@ -18,8 +18,9 @@ import shutil
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
@@ -29,6 +30,7 @@ from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
 from telescope.dashboard.wandb_runs import RemoteFile, RemoteRun, UnreachableError, WandbError, WandbProject
+from telescope.errors import UserError
 from telescope.record.files import RunFiles, read_json, replace_file, replace_json
 from telescope.record.run_info import RunInfo, read_run_json, status_now, write_run_json
 from telescope.trackers.wandb_files import FOLDER, MANIFEST
@@ -76,6 +78,15 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "telescope" / "wandb"
 
 
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Turns an `OSError` into a `UserError` with the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"The copy in {folder} cannot be written: {error.strerror or error}") from error
+
+
 class WandbRuns:
     """The runs of one project. `root` is a folder of run directories. Close it, or use it as a context manager."""
 
@@ -105,10 +116,10 @@ class WandbRuns:
     def start(self, *, must_answer: bool = True) -> None:
         """Lists the runs, and updates the list until it is closed.
 
-        With `must_answer`, raises `WandbError` if W&B cannot be asked and there are no copies to show.
+        With `must_answer`, raises `UserError` if W&B cannot be asked, or the cache cannot be written, and there are no
+        copies to show.
         """
-        self.root.mkdir(parents=True, exist_ok=True)
-        for folder in self.root.iterdir():
+        for folder in self.root.iterdir() if self.root.is_dir() else ():
             if RunFiles(folder).run_json.is_file():
                 self._copies[folder.name] = RunCopy(self.project, folder, None)
         self._look(must_answer=must_answer and not self._copies)
@@ -117,7 +128,7 @@ class WandbRuns:
     def close(self) -> None:
         """Ends the threads at their next step."""
         self._closing.set()
-        for copy in self._copies.values():
+        for copy in list(self._copies.values()):
             copy.close()
 
     def copy_in(self, run_dir: Path) -> RunCopy | None:
@@ -130,8 +141,9 @@ class WandbRuns:
 
     def _look(self, *, must_answer: bool = False) -> None:
         try:
-            self._list()
-        except WandbError as error:
+            with _writing(self.root):
+                self._list()
+        except UserError as error:
             if must_answer:
                 raise
             is_old = isinstance(error, UnreachableError) and self._copies
@@ -139,6 +151,7 @@ class WandbRuns:
             self.problem = f"{error} {what}".strip()
 
     def _list(self) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
         running = [name for name, copy in self._copies.items() if copy.is_running]
         runs, others = self.project.runs(self._newest, running)
         self._others |= others
@@ -249,14 +262,12 @@ class RunCopy:
     def _follow(self) -> None:
         while True:
             try:
-                self._sync()
-            except (WandbError, OSError) as error:
-                text = str(error)
-                if isinstance(error, OSError):
-                    text = f"The copy in {self._files.run_dir} cannot be written: {error.strerror or error}"
+                with _writing(self._files.run_dir):
+                    self._sync()
+            except UserError as error:
                 # A copy that was complete once can still be read.
                 phase: Phase = "synced" if self._is_complete else "failed"
-                self.state = RemoteCopy(phase, self.state.source, message=text)
+                self.state = RemoteCopy(phase, self.state.source, message=str(error))
             is_idle = time.monotonic() - self._asked_at > IDLE_SECONDS
             is_done = self._is_complete and not self._may_change()
             if is_idle or is_done or self.state.phase == "failed" or self._closing.wait(LIVE_SECONDS):

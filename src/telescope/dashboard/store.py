@@ -158,6 +158,7 @@ class RunStore:
         self._searches: dict[str, tuple[dict[str, int], pa.Table]] = {}
         self._steps = StepColumns()
         self._seen: dict[tuple[str, str], tuple[int, set[tuple[Any, ...]]]] = {}
+        self._tags: tuple[int, dict[str, set[str]]] = (0, {})
         self._kept: dict[str, tuple[object, Any]] = {}
 
     @property
@@ -253,13 +254,24 @@ class RunStore:
             return cast("Kept", found[1])
 
     def tags(self) -> dict[str, list[str]]:
-        """Returns the values of each tag of the samples. A tag with more than `MOST_TAG_VALUES` has none."""
-        values = (
-            f"SELECT name, CASE WHEN count(*) <= {MOST_TAG_VALUES} THEN list(value ORDER BY value) ELSE [] END "
-            "FROM (SELECT DISTINCT unnest(map_keys(tags)) AS name, unnest(map_values(tags)) AS value FROM samples) "
-            "GROUP BY name"
+        """Returns the values of each tag of the samples. A tag with more than `MOST_TAG_VALUES` has none.
+
+        Looks at new rows only.
+        """
+        fresh = (
+            f"SELECT name, list(DISTINCT value)[:{MOST_TAG_VALUES + 1}] FROM (SELECT unnest(map_keys(tags)) AS name, "
+            "unnest(map_values(tags)) AS value FROM samples WHERE rowid >= ?) GROUP BY name"
         )
-        return self.kept("values of tags", self.refresh("samples"), lambda: dict(self.fetch(values)))
+        with self._locks["values of tags"]:
+            self.refresh("samples")
+            ((end,),) = self.fetch("SELECT count(*) FROM samples")
+            first, known = self._tags if self._tags[0] <= end else (0, {})
+            for name, values in self.fetch(fresh, [first]) if first < end else ():
+                some = known.setdefault(name, set())
+                if len(some) <= MOST_TAG_VALUES:
+                    some.update(values)
+            self._tags = end, known
+            return {name: sorted(some) if len(some) <= MOST_TAG_VALUES else [] for name, some in known.items()}
 
     def distinct(self, column: str, where: str) -> list[Any]:
         """Returns the values of a column of `samples`, sorted, without null. Kept until there are new rows."""

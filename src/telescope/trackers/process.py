@@ -93,8 +93,12 @@ def _copy(name: str, run: TrackedRun, report: Report, ended: threading.Event) ->
         try:
             for method, *values in follower.take(last=last):
                 attempt(partial(getattr(tracker, method), *values))
-        except Exception:  # a damaged file or a slow disk: the record is read again later
+        except Exception as error:  # a damaged file or a slow disk: the record is read again later
             traceback.print_exc(file=sys.stderr)
+            if last:
+                problem = f"{TITLES[name]} lacks the newest numbers, because the record cannot be read: {error!r}"
+                report("WARNING", f"{problem}. See logs/trackers.log.")
+        attempt(partial(tracker.upload, last))
     attempt(tracker.finish)
 
 
@@ -133,7 +137,6 @@ class RecordFollower:
         if last:
             numbers = {name: value for name, value in self._record.result.items() if isinstance(value, int | float)}
             yield "log_summary", numbers
-        yield "upload", last
 
     def _evals(self) -> Iterator[tuple[Any, ...]]:
         names = [entry["name"] for entry in self._run.config.get("evals", ())]

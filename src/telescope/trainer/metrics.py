@@ -81,8 +81,8 @@ class StepMetrics:
         `weights_moved`: an earlier optimizer step of this batch has changed the weights, so that no token is on-policy.
         `counts`: False where another rank adds the same micro-batch.
         """
-        given = (terms.clipped, terms.weight_N, terms.masked_N, terms.penalty_N)
-        self._has = {name: has or term is not None for (name, has), term in zip(self._has.items(), given, strict=True)}
+        given = {"clip": terms.clipped, "weight": terms.weight_N, "mask": terms.masked_N, "penalty": terms.penalty_N}
+        self._has |= {name: True for name, term in given.items() if term is not None}
         if logp_N.numel() == 0 or not counts:
             return
         delta_N = (logp_N.detach() - batch.engine_logprob_N).double().clamp_(-DELTA_CLAMP, DELTA_CLAMP)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -145,19 +146,23 @@ class LiveView(PhaseView):
             from telescope.tui.overview import draw, read_overview
 
             registry = Registry([Path(status.run_dir)])
-            due, stopping = 0.0, False
-            shown: RenderableType = ""
+            found: dict[str, Any] | None = None
+            due, stopping, problem = 0.0, False, ""
             while not stopping:
                 stopping = self._stop.wait(REFRESH_SECONDS)
+                shown: RenderableType = safe(status.phase, "green")
                 try:
                     if stopping or time.monotonic() >= due:
                         due = time.monotonic() + READ_SECONDS
-                        found = read_overview(registry, next(iter(registry.stores())))
-                    width, height = min(self._console.width, MOST_COLUMNS), self._console.height
-                    shown = draw({**found, "now": status.now()}, width, height)
+                        for run_id in registry.stores():  # none before the record has begun
+                            found = read_overview(registry, run_id)
+                    if found is not None:
+                        width, height = min(self._console.width, MOST_COLUMNS), self._console.height
+                        shown = draw({**found, "now": status.now()}, width, height)
                 except Exception as error:  # the run goes on without its view
-                    logger.debug("the record of the run cannot be shown: %r", error)
-                    shown = safe(status.phase, "green")
+                    if repr(error) != problem:
+                        problem = repr(error)
+                        logger.info("the record of the run cannot be shown: %s", problem, exc_info=True)
                 live.update(self._frame(status, shown), refresh=True)
 
     def _frame(self, status: RunStatus, shown: RenderableType) -> RenderableType:

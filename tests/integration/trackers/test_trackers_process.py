@@ -169,6 +169,16 @@ def test_a_tracker_that_fails_costs_its_own_numbers_only(tmp_path, caplog):
     assert told == messages(caplog)
 
 
+def test_a_record_that_cannot_be_read_at_the_end_is_a_warning_and_its_files_are_uploaded(tmp_path, caplog):
+    with recorded(tmp_path) as recorder:
+        trackers = TrackerProcess(config_of(use_wandb=True, event_upload_interval_seconds=600), tmp_path)
+        recorder.write("evals", {"name": "math500", "status": "finished", "step": 0})  # without its numbers
+    trackers.close(timeout=120)
+    (message,) = messages(caplog)
+    assert message.startswith("W&B lacks the newest numbers, because the record cannot be read: TypeError(")
+    assert list(tmp_path.glob("wandb/offline-run-*/files/telescope/files.json"))
+
+
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "logs").write_text("in the way")
     with recorded(tmp_path):

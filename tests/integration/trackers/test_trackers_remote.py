@@ -284,6 +284,18 @@ def test_what_cannot_be_listed_is_a_message(project, what, words, server, monkey
     assert "Traceback" not in printed
 
 
+def test_a_cache_that_cannot_be_written_is_a_message_and_ends_no_thread(server, tmp_path):
+    (tmp_path / "cache").write_text("a file in the place of the folder")
+    with pytest.raises(UserError, match="cannot be written: Not a directory"):
+        opened(server)
+    runs = WandbRuns(WandbProject(ENTITY, "p", Path(os.environ["WANDB_DIR"])))
+    runs.start(must_answer=False)
+    with runs:
+        assert f"The copy in {runs.root} cannot be written" in (runs.problem or "")
+        (tmp_path / "cache").unlink()
+        until(lambda: "cannot be written" not in (runs.problem or ""))
+
+
 def test_names_from_the_server_lead_nowhere_else(server, recorder, tmp_path):
     stored = server.add_run("p", stored_run("live", state="finished"))
     upload(stored, recorder.files.run_dir)

@@ -116,6 +116,18 @@ def test_numbers_that_are_not_finite_are_drawn(tmp_path: Path, bad: float) -> No
     assert step_line(summary(3, reward_mean=bad, seconds=bad, kl_inference=bad), 1000)
 
 
+def test_a_record_that_cannot_be_read_leaves_the_phase_and_is_logged_once(
+    live_run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no such disk")
+
+    monkeypatch.setattr("telescope.tui.overview.read_overview", fail)
+    caplog.set_level("INFO", "telescope.tui.live")
+    assert "saving" in shown(RunStatus("demo", 50, phase="saving", run_dir=str(live_run)), is_terminal=True)
+    assert caplog.messages == ["the record of the run cannot be shown: OSError('no such disk')"]
+
+
 def test_a_terminal_shows_the_run_its_commands_and_what_no_alert_says(live_run: Path) -> None:
     status = RunStatus("demo", 50, phase="training", run_dir=str(live_run))
     status.report("an alert", "log", "warning")
