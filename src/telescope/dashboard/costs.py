@@ -46,7 +46,9 @@ def costs(store: RunStore) -> dict[str, Any]:
         tokens.update({row["part"]: int(row["tokens"] or 0), "lost": int(row["lost"] or 0)})
         times.setdefault(row["attempt"], []).append(row["last"] or 0.0)
         first[row["attempt"]] = min(row["first"] or math.inf, first.get(row["attempt"], math.inf))
-    engines, ranks, starting, num_engines, num_ranks, on_gpus = 0.0, 0.0, 0.0, 0.0, 0, False
+    engines, ranks, starting, on_gpus = 0.0, 0.0, 0.0, False
+    num_engines: dict[int, float] = {}
+    num_ranks: dict[int, float] = {}
     for attempt in store.run.attempts():
         began, topology = attempt["started_at"], dict(attempt["topology"] or ())
         number = attempt["attempt"]
@@ -54,19 +56,21 @@ def costs(store: RunStore) -> dict[str, Any]:
         places = [place for name, place in topology.items() if name.startswith("inference server")]
         counts = [GPUS.search(place) for place in places]
         on_gpus = on_gpus or any(counts)
-        num_engines = sum(float(found[1]) if found else 1.0 for found in counts)
-        num_ranks = sum(name.startswith("trainer rank") for name in topology)
-        engines, ranks = engines + wall * num_engines, ranks + wall * num_ranks
-        starting += num_engines * min(wall, max(0.0, first.get(number, math.inf) - (began or 0.0)))
+        num_engines[number] = sum(float(found[1]) if found else 1.0 for found in counts)
+        num_ranks[number] = float(sum(name.startswith("trainer rank") for name in topology))
+        engines, ranks = engines + wall * num_engines[number], ranks + wall * num_ranks[number]
+        starting += num_engines[number] * min(wall, max(0.0, first.get(number, math.inf) - (began or 0.0)))
 
-    def seconds(name: str) -> float:
-        values = np.array(metrics.get(name, ()))
+    def seconds(name: str, num_of: dict[int, float]) -> float:
+        if name not in metrics:
+            return 0.0
+        values = np.array(metrics[name]) * [num_of.get(number, 0.0) for number in columns["attempt"]]
         return float(values[np.isfinite(values)].sum())
 
-    idle = min(engines, num_engines * seconds("timing_engines_idle"))
+    idle = min(engines, seconds("timing_engines_idle", num_engines))
     busy, generated = max(0.0, engines - idle - starting), max(1, sum(tokens.values()))
-    phases = {part: num_ranks * sum(map(seconds, names)) for part, names in PHASES.items()}
-    in_steps = num_ranks * seconds("timing_step_total")
+    phases = {part: sum(seconds(name, num_ranks) for name in names) for part, names in PHASES.items()}
+    in_steps = seconds("timing_step_total", num_ranks)
     phases["other"] = max(0.0, in_steps - sum(phases.values()))
     return {
         "unit": "GPU" if on_gpus else "process",

@@ -247,7 +247,7 @@ class RunStore:
 
     def kept(self, name: str, state: object, make: Callable[[], Kept]) -> Kept:
         """Returns what `make` computes, cached until `state` changes, such as the number of rows of tables."""
-        with self._locks[name]:
+        with self._locks[f"kept {name}"]:
             found = self._kept.get(name)
             if found is None or found[0] != state:
                 found = self._kept[name] = (state, make())
