@@ -12,6 +12,7 @@ import pytest
 from tests.integration.trackers.conftest import offline_summary, offline_values
 from tests.unit.orchestrator.fakes import config_of
 
+from telescope.config import TelescopeConfig
 from telescope.errors import UserError
 from telescope.orchestrator.run import _TrainingRun
 from telescope.orchestrator.run_directory import RunDirectory
@@ -46,6 +47,16 @@ def recorded(path: Path) -> Iterator[Recorder]:
         yield recorder
 
 
+@contextmanager
+def tracked(path: Path, config: TelescopeConfig = CONFIG) -> Iterator[tuple[Recorder, TrackerProcess, list[str]]]:
+    """A record that has begun, the process that copies it, and what the live view is told."""
+    told: list[str] = []
+    with recorded(path) as recorder:
+        trackers = TrackerProcess(config, path)
+        trackers.tell = told.append
+        yield recorder, trackers, told
+
+
 def messages(caplog) -> list[str]:
     return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
 
@@ -71,8 +82,7 @@ def test_a_standalone_evaluation_goes_to_the_run_that_it_names(tmp_path):
 
 
 def test_without_credentials_wandb_records_offline_and_says_so_without_a_warning(tmp_path, caplog, capfd):
-    with recorded(tmp_path) as recorder:
-        trackers = TrackerProcess(CONFIG, tmp_path)
+    with tracked(tmp_path) as (recorder, trackers, _):
         for step in range(3):
             metrics = {"reward_mean": step / 2, "timing/forward/total": 1.5, "odd": float("nan")}
             recorder.write("steps", {"step": step, "metrics": metrics})
@@ -131,10 +141,8 @@ def test_a_missing_package_of_wandb_is_reported_once(tmp_path, monkeypatch, capl
 
 def test_hanging_trackers_do_not_outlive_the_run(tmp_path, start_instead, caplog):
     start_instead("import time; time.sleep(1000)")
-    told: list[str] = []
-    with recorded(tmp_path):
-        trackers = TrackerProcess(CONFIG, tmp_path)
-        trackers.tell = told.append
+    with tracked(tmp_path) as (_, trackers, told):
+        pass
     before = time.monotonic()
     trackers.close(timeout=0.5)
     assert time.monotonic() - before < 5
@@ -147,10 +155,8 @@ def test_hanging_trackers_do_not_outlive_the_run(tmp_path, start_instead, caplog
 
 def test_a_process_that_crashes_is_a_warning(tmp_path, start_instead, caplog):
     start_instead("import sys, time; sys.stdin.readline(); time.sleep(1); sys.exit(3)")
-    told: list[str] = []
-    with recorded(tmp_path):
-        trackers = TrackerProcess(CONFIG, tmp_path)
-        trackers.tell = told.append
+    with tracked(tmp_path) as (_, trackers, told):
+        pass
     trackers.close()
     assert any("exited with status 3; the run continues" in message for message in messages(caplog))
     assert told == messages(caplog)
@@ -158,10 +164,7 @@ def test_a_process_that_crashes_is_a_warning(tmp_path, start_instead, caplog):
 
 def test_a_tracker_that_fails_costs_its_own_numbers_only(tmp_path, caplog):
     (tmp_path / "tensorboard").write_text("in the way")
-    told: list[str] = []
-    with recorded(tmp_path) as recorder:
-        trackers = TrackerProcess(config_of(use_wandb=True, trackers=["wandb", "tensorboard"]), tmp_path)
-        trackers.tell = told.append
+    with tracked(tmp_path, config_of(use_wandb=True, trackers=["wandb", "tensorboard"])) as (recorder, trackers, told):
         recorder.write("steps", {"step": 1, "metrics": {"a": 1.0}})
     trackers.close()
     assert [message.partition(":")[0] for message in messages(caplog)] == ["TensorBoard failed"]
@@ -171,8 +174,8 @@ def test_a_tracker_that_fails_costs_its_own_numbers_only(tmp_path, caplog):
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "logs").write_text("in the way")
-    with recorded(tmp_path):
-        trackers = TrackerProcess(CONFIG, tmp_path)
+    with tracked(tmp_path) as (_, trackers, _):
+        pass
     trackers.close()
     assert any("cannot be started; the run continues" in message for message in messages(caplog))
     assert trackers.notice == messages(caplog)[-1], "the live view shows it"
