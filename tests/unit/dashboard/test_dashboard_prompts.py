@@ -1,5 +1,6 @@
 """Prompts with their pass rates, and the recorded tokens of answers, against the rows that were written."""
 
+import math
 from collections import Counter
 
 import pytest
@@ -41,9 +42,21 @@ def test_a_prompt_has_one_key_in_all_runs_and_leads_to_its_answers(client):
         assert {(row["environment"], row["step"]) for row in rows} == {("countdown", 4)} and len(rows) == 8
 
 
-def test_answers_with_recorded_tokens_have_the_sum_of_their_logprobs(client):
-    sample = client.get(f"{RUN}/groups?step=4").json()[0]["samples"][0]
-    assert (sample["logprob_sum"], sample["ratio"]) == (None, 1.0)  # a logprob of the fixture is not a number
+def test_answers_with_recorded_tokens_have_the_sum_of_their_logprobs_and_their_ratio(tmp_path):
+    recorded = {"0-0": ([-0.5, -1.0], [-0.25, -0.5]), "0-1": ([-0.5, math.nan], [-1.0, -0.5])}
+    with Recorder(tmp_path / "run") as recorder:
+        for row in sample_rows(0)[:3]:
+            recorder.write("samples", row)
+        for name, (engine, trainer) in recorded.items():
+            numbers = {"engine_logprobs": engine, "trainer_logprobs": trainer}
+            recorder.write("tokens", {"sample_id": name, "part": 0, "step": 0, **numbers})
+    client = TestClient(create_app([tmp_path]), base_url="http://localhost")
+    (group,) = client.get("/api/runs/run/groups?step=0").json()
+    assert [(one["logprob_sum"], one["ratio"]) for one in group["samples"]] == [
+        (pytest.approx(-1.5), pytest.approx(math.exp(0.75))),
+        (None, pytest.approx(math.exp(-0.5))),  # where one of its numbers is missing, the others have a ratio
+        (None, None),
+    ]
 
 
 @pytest.mark.parametrize("query", ["mark=often", "sort=prompt_text"])
