@@ -71,6 +71,17 @@ def test_a_list_leaves_out_what_all_prompts_begin_with():
     assert samples._same("abd", "abe") == "ab"
 
 
+def test_a_list_shows_where_the_prompts_of_an_environment_differ(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        for number, row in enumerate(sample_rows(0)[:3]):
+            prompt = f"<|im_start|>user\nSolve this riddle with the given numbers: {number}<|im_end|>\n"
+            recorder.write("samples", {**row, "environment": "riddles" if number else "one", "prompt_text": prompt})
+    rows = TestClient(create_app([tmp_path]), base_url="http://localhost").get("/api/runs/run/samples").json()["rows"]
+    shown = {row["sample_id"]: row["prompt"].split("\n")[1] for row in rows}
+    same = "Solve this riddle with the given numbers:"
+    assert shown == {"0-0": f"{same} 0<|im_end|>", "0-1": "… 1<|im_end|>", "0-2": "… 2<|im_end|>"}
+
+
 def test_tokens_of_training_sequences_go_to_the_answers_that_sampled_them():
     turns = [
         {"role": "assistant", "num_tokens": 2},
