@@ -3,10 +3,13 @@
 import logging
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.integration.trackers.conftest import offline_summary, offline_values
@@ -19,6 +22,8 @@ from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus, summarize
 from telescope.record.recorder import Recorder
 from telescope.record.run_info import begin_run
+from telescope.trackers import process
+from telescope.trackers.base import TrackedRun
 from telescope.trackers.launch import TrackerProcess
 
 CONFIG = config_of(use_wandb=True)
@@ -153,6 +158,42 @@ def test_hanging_trackers_do_not_outlive_the_run(tmp_path, start_instead, caplog
     assert told == messages(caplog)
 
 
+def test_a_slow_tracker_gets_every_step_later(tmp_path, monkeypatch):
+    taken: list[tuple[int, dict[str, float]]] = []
+    busy, free, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class SlowTracker:
+        last_step = -1
+
+        def __init__(self, *_: object) -> None:
+            self.log_summary = self.upload = lambda _: None
+
+        def log(self, step: int, values: dict[str, float]) -> None:
+            busy.set()
+            free.wait(60)
+            taken.append((step, values))
+
+        def finish(self) -> None:
+            pass
+
+    modules = SimpleNamespace(import_module=lambda name: SimpleNamespace(SlowTracker=SlowTracker))
+    monkeypatch.setattr(process, "importlib", modules)
+    run = TrackedRun(["slow"], str(tmp_path), "p", "r", resume="allow", wandb_mode="disabled", interval=0.01)
+    with recorded(tmp_path) as recorder, ThreadPoolExecutor(1) as pool:
+        copied = pool.submit(process._copy, "slow", run, lambda *_: None, ended)
+        try:
+            for step in range(2000):
+                recorder.write("steps", {"step": step, "metrics": {"a": float(step)}})
+                if step == 0:
+                    assert recorder.flush() and busy.wait(60)
+            assert recorder.flush()
+        finally:
+            ended.set()
+            free.set()
+        copied.result(60)
+    assert taken == [(step, {"a": float(step)}) for step in range(2000)]
+
+
 def test_a_process_that_crashes_is_a_warning(tmp_path, start_instead, caplog):
     start_instead("import sys, time; sys.stdin.readline(); time.sleep(1); sys.exit(3)")
     with tracked(tmp_path) as (_, trackers, told):
@@ -193,9 +234,9 @@ def test_the_process_of_a_killed_run_copies_what_is_recorded_and_exits(tmp_path)
     )
     command = [sys.executable, "-c", script, str(tmp_path), str(Path(__file__).parents[3])]
     answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120)
-    process = Path("/proc") / answer.stdout.strip()
+    folder = Path("/proc") / answer.stdout.strip()
     deadline = time.monotonic() + 120
-    while process.exists() and "Z" not in (process / "stat").read_text().split()[2] and time.monotonic() < deadline:
+    while folder.exists() and "Z" not in (folder / "stat").read_text().split()[2] and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not process.exists() or (process / "stat").read_text().split()[2] == "Z"
+    assert not folder.exists() or (folder / "stat").read_text().split()[2] == "Z"
     assert offline_values(tmp_path)[0]["a"] == 1.0
