@@ -92,7 +92,7 @@ def test_each_key_of_the_list_does_one_thing_of_its_page(visitor: Visit):
         expect(keys).to_contain_text(named)
         own = keys.locator("section", has_not=page.get_by_role("heading", name=re.compile("^(A |The |Tokens)")))
         listed = own.locator("dt > span").all_inner_texts()
-        assert len(listed) == len(set(listed)), place
+        assert len(listed) == len(set(listed)) > 0, place
         assert ("Overview" in keys.inner_text()) == bool(place), "without a run, no key leads to the page of one"
 
 

@@ -16,6 +16,8 @@ from tests.pages.page_visit import Visit, visit
 from tests.unit.dashboard.conftest import write_run
 
 from telescope.record.reader import Run
+from telescope.record.recorder import Recorder
+from telescope.record.run_info import begin_run, end_run
 from telescope.testing.replay import Replay
 
 
@@ -102,6 +104,24 @@ def test_groups_are_listed_before_the_first_step_has_ended(browser: Browser, tmp
             listed = opened.open("early/rollouts").get_by_label("Steps and groups")
             expect(listed).to_contain_text(f"Step 0 {len(groups)} groups")
             expect(opened.page.locator(".conv")).to_be_visible()
+            assert opened.problems == []
+
+
+def test_an_alert_that_is_open_when_the_run_ends_is_closed_then(browser: Browser, tmp_path: Path):
+    with Recorder(tmp_path / "run") as recorder:
+        info = begin_run(recorder, name="run", config_hash="c", config_json="{}", first_step=0, num_steps=3)
+        recorder.write(
+            "steps", {"step": 0, "started_at": info.started_at, "ended_at": info.started_at + 1, "metrics": {}}
+        )
+        alert = {"time": info.started_at + 1, "level": "warning", "kind": "server", "step": 0}
+        recorder.write("alerts", {**alert, "message": "Server 0 is down. Look at its log."})
+        assert recorder.flush()
+        with DashboardProcess(tmp_path / "run") as server, visit(browser, server.address) as opened:
+            page = opened.open("run/overview")
+            expect(page.get_by_role("img", name="open", exact=True)).to_be_visible()
+            end_run(recorder, info, "finished", config_json="{}")
+            expect(page.get_by_role("img", name="closed at the end")).to_be_visible()
+            expect(page.get_by_role("heading", name="Alerts 1 closed")).to_be_visible()
             assert opened.problems == []
 
 

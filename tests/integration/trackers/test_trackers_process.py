@@ -3,21 +3,27 @@
 import logging
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.integration.trackers.conftest import offline_summary, offline_values
 from tests.unit.orchestrator.fakes import config_of
 
+from telescope.config import TelescopeConfig
 from telescope.errors import UserError
 from telescope.orchestrator.run import _TrainingRun
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus, summarize
 from telescope.record.recorder import Recorder
 from telescope.record.run_info import begin_run
+from telescope.trackers import process
+from telescope.trackers.base import TrackedRun
 from telescope.trackers.launch import TrackerProcess
 
 CONFIG = config_of(use_wandb=True)
@@ -46,6 +52,16 @@ def recorded(path: Path) -> Iterator[Recorder]:
         yield recorder
 
 
+@contextmanager
+def tracked(path: Path, config: TelescopeConfig = CONFIG) -> Iterator[tuple[Recorder, TrackerProcess, list[str]]]:
+    """A record that has begun, the process that copies it, and what the live view is told."""
+    told: list[str] = []
+    with recorded(path) as recorder:
+        trackers = TrackerProcess(config, path)
+        trackers.tell = told.append
+        yield recorder, trackers, told
+
+
 def messages(caplog) -> list[str]:
     return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
 
@@ -71,8 +87,7 @@ def test_a_standalone_evaluation_goes_to_the_run_that_it_names(tmp_path):
 
 
 def test_without_credentials_wandb_records_offline_and_says_so_without_a_warning(tmp_path, caplog, capfd):
-    with recorded(tmp_path) as recorder:
-        trackers = TrackerProcess(CONFIG, tmp_path)
+    with tracked(tmp_path) as (recorder, trackers, _):
         for step in range(3):
             metrics = {"reward_mean": step / 2, "timing/forward/total": 1.5, "odd": float("nan")}
             recorder.write("steps", {"step": step, "metrics": metrics})
@@ -131,10 +146,8 @@ def test_a_missing_package_of_wandb_is_reported_once(tmp_path, monkeypatch, capl
 
 def test_hanging_trackers_do_not_outlive_the_run(tmp_path, start_instead, caplog):
     start_instead("import time; time.sleep(1000)")
-    told: list[str] = []
-    with recorded(tmp_path):
-        trackers = TrackerProcess(CONFIG, tmp_path)
-        trackers.tell = told.append
+    with tracked(tmp_path) as (_, trackers, told):
+        pass
     before = time.monotonic()
     trackers.close(timeout=0.5)
     assert time.monotonic() - before < 5
@@ -145,12 +158,46 @@ def test_hanging_trackers_do_not_outlive_the_run(tmp_path, start_instead, caplog
     assert told == messages(caplog)
 
 
+def test_a_slow_tracker_gets_every_step_later(tmp_path, monkeypatch):
+    taken: list[tuple[int, dict[str, float]]] = []
+    busy, free, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class SlowTracker:
+        last_step = -1
+
+        def __init__(self, *_: object) -> None:
+            self.log_summary = self.upload = lambda _: None
+
+        def log(self, step: int, values: dict[str, float]) -> None:
+            busy.set()
+            free.wait(60)
+            taken.append((step, values))
+
+        def finish(self) -> None:
+            pass
+
+    modules = SimpleNamespace(import_module=lambda name: SimpleNamespace(SlowTracker=SlowTracker))
+    monkeypatch.setattr(process, "importlib", modules)
+    run = TrackedRun(["slow"], str(tmp_path), "p", "r", resume="allow", wandb_mode="disabled", interval=0.01)
+    with recorded(tmp_path) as recorder, ThreadPoolExecutor(1) as pool:
+        copied = pool.submit(process._copy, "slow", run, lambda *_: None, ended)
+        try:
+            for step in range(2000):
+                recorder.write("steps", {"step": step, "metrics": {"a": float(step)}})
+                if step == 0:
+                    assert recorder.flush() and busy.wait(60)
+            assert recorder.flush()
+        finally:
+            ended.set()
+            free.set()
+        copied.result(60)
+    assert taken == [(step, {"a": float(step)}) for step in range(2000)]
+
+
 def test_a_process_that_crashes_is_a_warning(tmp_path, start_instead, caplog):
     start_instead("import sys, time; sys.stdin.readline(); time.sleep(1); sys.exit(3)")
-    told: list[str] = []
-    with recorded(tmp_path):
-        trackers = TrackerProcess(CONFIG, tmp_path)
-        trackers.tell = told.append
+    with tracked(tmp_path) as (_, trackers, told):
+        pass
     trackers.close()
     assert any("exited with status 3; the run continues" in message for message in messages(caplog))
     assert told == messages(caplog)
@@ -158,10 +205,7 @@ def test_a_process_that_crashes_is_a_warning(tmp_path, start_instead, caplog):
 
 def test_a_tracker_that_fails_costs_its_own_numbers_only(tmp_path, caplog):
     (tmp_path / "tensorboard").write_text("in the way")
-    told: list[str] = []
-    with recorded(tmp_path) as recorder:
-        trackers = TrackerProcess(config_of(use_wandb=True, trackers=["wandb", "tensorboard"]), tmp_path)
-        trackers.tell = told.append
+    with tracked(tmp_path, config_of(use_wandb=True, trackers=["wandb", "tensorboard"])) as (recorder, trackers, told):
         recorder.write("steps", {"step": 1, "metrics": {"a": 1.0}})
     trackers.close()
     assert [message.partition(":")[0] for message in messages(caplog)] == ["TensorBoard failed"]
@@ -181,8 +225,8 @@ def test_a_record_that_cannot_be_read_at_the_end_is_a_warning_and_its_files_are_
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "logs").write_text("in the way")
-    with recorded(tmp_path):
-        trackers = TrackerProcess(CONFIG, tmp_path)
+    with tracked(tmp_path) as (_, trackers, _):
+        pass
     trackers.close()
     assert any("cannot be started; the run continues" in message for message in messages(caplog))
     assert trackers.notice == messages(caplog)[-1], "the live view shows it"
@@ -200,9 +244,9 @@ def test_the_process_of_a_killed_run_copies_what_is_recorded_and_exits(tmp_path)
     )
     command = [sys.executable, "-c", script, str(tmp_path), str(Path(__file__).parents[3])]
     answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120)
-    process = Path("/proc") / answer.stdout.strip()
+    folder = Path("/proc") / answer.stdout.strip()
     deadline = time.monotonic() + 120
-    while process.exists() and "Z" not in (process / "stat").read_text().split()[2] and time.monotonic() < deadline:
+    while folder.exists() and "Z" not in (folder / "stat").read_text().split()[2] and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not process.exists() or (process / "stat").read_text().split()[2] == "Z"
+    assert not folder.exists() or (folder / "stat").read_text().split()[2] == "Z"
     assert offline_values(tmp_path)[0]["a"] == 1.0

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import uvicorn
 from fastapi.testclient import TestClient
 from tests.integration.trackers.conftest import until
 from tests.integration.trackers.fake_wandb import ENTITY, FakeWandb, StoredRun
@@ -15,6 +16,7 @@ from telescope.cli import ui
 from telescope.cli.main import main
 from telescope.dashboard import remote, wandb_runs
 from telescope.dashboard.app import create_app
+from telescope.dashboard.projects import Projects
 from telescope.dashboard.remote import RemoteCopy, RunCopy, WandbRuns
 from telescope.dashboard.wandb_runs import WandbError, WandbProject, is_record_file
 from telescope.errors import UserError
@@ -387,3 +389,20 @@ def test_without_a_folder_of_runs_a_key_is_enough_to_open_the_dashboard(server, 
     monkeypatch.delenv("WANDB_API_KEY")
     with pytest.raises(UserError, match="neither a folder"):
         ui.choose_places([], None)
+
+
+@pytest.mark.parametrize(
+    ("places", "mode", "asks"),
+    [([], "online", True), ([], "offline", False), ([], "disabled", False), (["runs"], "", False)],
+)
+def test_wandb_is_asked_for_projects_unless_it_is_off_or_folders_are_named(
+    places, mode, asks, server, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    monkeypatch.setenv("WANDB_MODE", mode)
+    started = []
+    monkeypatch.setattr(Projects, "start", lambda self: started.append(self))
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: None)
+    assert main(["ui", *places, "--port", "0"]) == 0
+    assert (len(started) == 1, "your projects on W&B" in capsys.readouterr().out) == (asks, asks)

@@ -2,84 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import re
 import socket
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 from tests.model_folder import write_model_folder
+from tests.unit.cli.conftest import FITTED, HERE, set_machine
 
 from telescope.cli import train, verify
-from telescope.cli.dry_run import MOST_WORKERS_SHOWN, print_dry_run
-from telescope.config import TelescopeConfig, load_config, machine, preflight
+from telescope.config import TelescopeConfig, machine, preflight
 from telescope.config.generate import default_yaml
-from telescope.config.model_files import inspect_model
-from telescope.config.plan import ClusterResources, NodeResources
+from telescope.config.plan import NodeResources
 from telescope.config.remarks import remarks_on_resuming
-from telescope.errors import ConfigError, RunError, UnreachableError, UserError
+from telescope.errors import ConfigError, RunError
 
-HERE = {"device": "cpu", "ray_address": "local", "use_wandb": False, "ray_inference_cpus_per_worker": 0.1,
-        "ray_trainer_cpus_per_worker": 0.1}  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def small_machine(monkeypatch, tmp_path):
-    """Two cores, 8 GiB and no GPU, with everything installed, all ports free and no cluster running."""
-    node = NodeResources("here", cpus=2.0, gpus=0, memory_bytes=8 << 30)
-    for module in ("telescope.cli.dry_run", "telescope.config.preflight"):
-        monkeypatch.setattr(f"{module}.local_resources", lambda: ClusterResources((node,)))
-    monkeypatch.setattr("telescope.config.remarks.cpu_flags", frozenset)
-    monkeypatch.setattr(preflight, "TRAINING_PACKAGES", ())
-    monkeypatch.setattr(preflight, "require_port", lambda host, port, **server: None)
-    monkeypatch.setattr(preflight, "listen_problem", lambda host, port: None)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-
-
-@pytest.fixture
-def tried() -> list[bool]:
-    """Whether the run is meant for this machine, for each time that user code was tried."""
-    return []
-
-
-@pytest.fixture
-def dry_run(tmp_path: Path, tried: list[bool]):
-    """Prints the dry run of a configuration that nothing is wrong with, with `values` set. Returns what was printed
-    and, where it was refused, the error."""
-    model = write_model_folder(tmp_path / "model")
-
-    def run(
-        *,
-        config: Path | None = None,
-        gpu: float | None = None,
-        width: int = 1000,
-        broken: str | Exception = "",
-        all_fields: bool = False,
-        **values: object,
-    ) -> tuple[str, str | None]:
-        settings = {"model": str(model), "environments": "[{name: countdown}]", "run_dir": str(tmp_path / "run")}
-        flags = [f"--{name}={value}" for name, value in {**settings, **values}.items()]
-        out = io.StringIO()
-
-        def try_user_code(here: bool) -> list[str]:
-            tried.append(here)
-            if broken:
-                raise broken if isinstance(broken, Exception) else UserError(broken)
-            return []
-
-        console = Console(file=out, width=width)
-        try:
-            loaded = load_config(config, flags, {})
-            loaded = loaded if gpu else train.fit_to_machine(loaded)
-            print_dry_run(loaded, console, try_user_code, gpu_memory_gib=gpu, all_fields=all_fields)
-        except ConfigError as error:
-            return out.getvalue(), str(error)
-        return out.getvalue(), None
-
-    return run
+pytestmark = pytest.mark.usefixtures("small_machine")
 
 
 def test_the_servers_for_evals_are_marked(dry_run):
@@ -129,7 +67,6 @@ def test_a_dry_run_shows_what_differs_from_the_defaults(dry_run):
     assert re.search(r"^  learning_rate +1\.0e-06 *$", every, re.MULTILINE)
 
 
-FITTED = "Defaults adjusted to this machine: "
 CORES = "ray_inference_cpus_per_worker 4 -> {0}, ray_trainer_cpus_per_worker 4 -> {0}."
 
 
@@ -154,8 +91,7 @@ def test_defaults_that_do_not_fit_the_machine_are_adjusted_in_one_line(
     dry_run, monkeypatch, cpus, gpus, settings, adjusted
 ):
     node = NodeResources("here", cpus, gpus, memory_bytes=64 << 30, gpu_memory_bytes=80 << 30 if gpus else None)
-    for module in ("telescope.cli.dry_run", "telescope.config.preflight"):
-        monkeypatch.setattr(f"{module}.local_resources", lambda: ClusterResources((node,)))
+    set_machine(monkeypatch, node)
     printed, error = dry_run(ray_address="local", use_wandb=False, **settings)
     assert error is None
     assert [line for line in printed.splitlines() if FITTED in line] == ([f"· {FITTED}{adjusted}"] if adjusted else [])
@@ -338,192 +274,3 @@ def test_a_kv_cache_that_holds_no_sequence_is_an_error(dry_run, tmp_path):
 def test_all_problems_of_this_machine_are_reported_together(dry_run):
     _, error = dry_run(**HERE | {"ray_trainer_cpus_per_worker": 4, "run_dir": "/proc/telescope"})
     assert len(error.splitlines()) == 2
-
-
-def test_a_model_too_large_for_the_memory_here_is_planned_for_a_machine_with_gpus(dry_run, tmp_path):
-    printed, error = dry_run(ray_address="local", model=write_model_folder(tmp_path / "4b", **FOUR_B))
-    assert error is None
-    assert "No GPU was found on this machine, and its CPU cores or memory do not hold the run" in printed
-    assert "the plan is for a machine with 4 GPUs" in printed
-    assert FITTED not in printed
-    assert "assumed node 1" in printed
-
-
-@pytest.mark.parametrize("settings", [{}, {"inference_quantization": "fp8_per_block"}, {"share_gpus": "true"}])
-def test_gpus_that_are_asked_for_and_not_here_are_an_error(dry_run, settings):
-    _, error = dry_run(device="cuda", ray_address="local", **settings)
-    assert 'device is "cuda", but no GPU was found' in error
-    assert "--gpu-memory-gib 80 plans for a machine with such GPUs" in error
-    assert dry_run(device="cuda", ray_address="local", gpu=80, **settings)[1] is None
-
-
-def test_a_problem_of_this_machine_is_a_remark_on_a_run_for_another(dry_run):
-    for values in ({"device": "cuda", "gpu": 80}, {"ray_address": "10.0.0.1:6379"}):
-        printed, error = dry_run(**values, run_dir="/proc/telescope")
-        assert error is None
-        assert "On this machine, a run would be refused: run_dir is '/proc/telescope'" in printed
-
-
-def test_a_problem_on_any_machine_is_an_error_for_another_machine_too(dry_run, tmp_path):
-    printed, error = dry_run(device="cuda", gpu=80, environments="[{name: countdwn}]", model=tmp_path / "nowhere")
-    assert "Did you mean 'countdown'?" in error
-    assert "does not exist" in error
-    assert printed == ""
-
-
-EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 64}
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_weights_that_are_always_updated_in_place_are_a_remark(dry_run, tmp_path, device):
-    values = HERE | ({"device": device, "gpu": 80} if device == "cuda" else {})
-    assert "in place" not in dry_run(**values)[0]
-    two, error = dry_run(**values, inference_tensor_parallel_size=2, inference_num_workers=2)
-    assert error is None
-    assert "Weights reach the servers in place, inside a pause of each: collectives of a tensor-parallel" in two
-    experts, error = dry_run(**values, model=write_model_folder(tmp_path / "experts", **EXPERTS))
-    assert error is None
-    assert "Weights reach the servers in place, inside a pause of each: the model has experts." in experts
-
-
-def test_thousands_of_workers_are_planned_and_the_first_are_shown(dry_run):
-    printed, error = dry_run(device="cuda", gpu=80, trainer_num_workers=1000, inference_num_workers=1000)
-    assert error is None
-    assert printed.count("inference server ") == MOST_WORKERS_SHOWN
-    assert "and 1936 more, on 250 nodes in all" in printed
-
-
-EXAMPLE = Path(__file__).parents[3] / "configs" / "examples" / "example_countdown.yaml"
-FOUR_B = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
-          "num_key_value_heads": 8, "vocab_size": 151936}  # fmt: skip
-ONE_GPU = {"inference_num_workers": 1, "trainer_num_workers": 1, "share_gpus": "true"}
-DOES_NOT_FIT = "A trainer worker needs about"
-UNKNOWN = "GPU memory is not known here: --gpu-memory-gib 80 checks the plan for such GPUs."
-
-
-def memory_of(printed: str) -> list[str]:
-    """The rows of the estimate and what is shown of them."""
-    rows = printed.partition("Memory (estimate")[2].splitlines()[1:]
-    return [row for row in rows if row and row != "Remarks" and "assumed" not in row]
-
-
-def test_a_dataset_that_cannot_be_reached_is_refused_for_this_machine_and_a_remark_for_another(dry_run):
-    missing = UnreachableError("hendrycks_math: the dataset cannot be loaded from the hub")
-    assert dry_run(**HERE, broken=missing)[1] == str(missing)
-    printed, error = dry_run(config=EXAMPLE, gpu=80, broken=missing)
-    assert error is None
-    assert f"· Not checked on this machine: {missing}" in printed
-    assert "no column" in dry_run(config=EXAMPLE, gpu=80, broken="the dataset has no column problem")[1]
-
-
-def test_a_plan_that_fits_the_assumed_gpus_is_printed_in_full(dry_run):
-    printed, error = dry_run(config=EXAMPLE, gpu=80)
-    assert error is None
-    assert "GPUs of 80 GiB are assumed (--gpu-memory-gib): the plan is for a machine with 4 of them" in printed
-    assert "Memory (estimate, for GPUs of 80 GiB as assumed)" in printed
-    assert re.search(r"second copy for weight syncs +\d", printed)
-    assert re.search(r"KV cache holds [\d,]+ tokens", printed)
-    assert re.search(r"total +72\.00 GiB", printed)
-    for words in (UNKNOWN, "what is left", DOES_NOT_FIT, "would be refused"):
-        assert words not in printed
-
-
-def test_the_memory_estimate_is_never_cut_off(dry_run):
-    shared = {"share_gpus": True, "inference_num_workers": 1, "trainer_num_workers": 1}
-    printed, _ = dry_run(config=EXAMPLE, gpu=80, width=80, **shared)
-    assert "…" not in "".join(memory_of(printed))
-
-
-def test_without_an_assumption_the_option_is_named_and_known_sizes_are_listed(dry_run, tmp_path):
-    printed, error = dry_run(config=EXAMPLE, model=write_model_folder(tmp_path / "4b", **FOUR_B))
-    assert error is None
-    assert UNKNOWN in printed
-    assert "assumed)" not in printed
-    assert "second copy for weight syncs" not in printed
-    insists, _ = dry_run(config=EXAMPLE, model=tmp_path / "4b", weight_transfer="background")
-    assert re.search(r"second copy for weight syncs +\d", insists)
-    assert UNKNOWN not in dry_run(**HERE)[0]
-
-
-@pytest.mark.parametrize(
-    ("gpu", "settings", "shown", "refused"),
-    [
-        (80, {}, "KV cache holds", False),
-        (24, {}, DOES_NOT_FIT, False),
-        (19, {"max_model_len": 8192, "max_tokens": 4096, "weight_transfer": "background"}, "saves", False),
-        (141, ONE_GPU, "second copy for weight syncs", False),
-        (80, ONE_GPU, "share_gpus leaves it 47.0 of a GPU's 80.0 GiB", True),
-    ],
-)
-def test_the_verdict_applies_to_a_machine_with_the_assumed_gpus(
-    dry_run, monkeypatch, tmp_path, gpu, settings, shown, refused
-):
-    values = {"ray_address": "local", "model": write_model_folder(tmp_path / "4b", **FOUR_B)} | settings
-    printed, error = dry_run(config=EXAMPLE, gpu=gpu, **values)
-    assert shown in printed
-    assert (error is not None) == refused
-    assert shown in (error or shown)
-
-    node = NodeResources("gpus", cpus=64.0, gpus=4, memory_bytes=1 << 40, gpu_memory_bytes=gpu << 30)
-    for module in ("telescope.cli.dry_run", "telescope.config.preflight"):
-        monkeypatch.setattr(f"{module}.local_resources", lambda: ClusterResources((node,)))
-    there, error_there = dry_run(config=EXAMPLE, **values)
-    assert memory_of(printed) == memory_of(there)
-    assert error == error_there
-
-
-def test_assumed_gpus_replace_those_of_this_machine(dry_run, monkeypatch, tmp_path):
-    node = NodeResources("gpus", cpus=64.0, gpus=1, memory_bytes=1 << 40, gpu_memory_bytes=24 << 30)
-    for module in ("telescope.cli.dry_run", "telescope.config.preflight"):
-        monkeypatch.setattr(f"{module}.local_resources", lambda: ClusterResources((node,)))
-    values = {"ray_address": "local", "model": write_model_folder(tmp_path / "4b", **FOUR_B)} | ONE_GPU
-    assert "a GPU's 24.0 GiB" in dry_run(**values)[1]
-    assert dry_run(**values, gpu=141)[1] is None
-    assert "a machine with 4 of them" in dry_run(config=EXAMPLE, ray_address="local", gpu=141)[0]
-
-
-def test_experts_on_two_ranks_do_not_fit(dry_run, tmp_path):
-    experts = {"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
-               "num_experts": 128, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
-               "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False}  # fmt: skip
-    model = write_model_folder(tmp_path / "experts", **experts)
-    assert DOES_NOT_FIT not in dry_run(config=EXAMPLE, model=model)[0]
-    printed, _ = dry_run(config=EXAMPLE, model=model, gpu=80)
-    assert re.search(r"A trainer worker needs about \d+\.\d GiB, and a GPU has 80\.0 GiB: raise trainer_num_w", printed)
-
-
-def test_a_problem_of_this_machine_is_a_remark_on_a_plan_for_assumed_gpus(dry_run, tried):
-    printed, error = dry_run(config=EXAMPLE, gpu=80, run_dir="/proc/telescope")
-    assert error is None
-    assert "On this machine, a run would be refused: run_dir is '/proc/telescope'" in printed
-    assert tried == [False]
-
-
-def test_what_the_sizes_of_a_model_exclude_is_an_error_on_a_plan_for_assumed_gpus(dry_run):
-    _, error = dry_run(config=EXAMPLE, gpu=80, router_replay=True)
-    assert error is not None
-    assert error.startswith("router_replay is true, but ")
-
-
-def test_a_sync_of_adapters_is_described_as_one(dry_run):
-    adapters = {"lora_rank": 8, "lora_sync": "adapter", "model_dtype": "bfloat16"}
-    printed, _ = dry_run(config=EXAMPLE, gpu=80, **adapters)
-    assert "A sync loads the adapter alone into each server" in printed
-    assert "Weights reach the servers in place" not in printed
-
-
-def test_an_unreachable_hub_is_an_error_only_if_nothing_can_be_checked(dry_run, monkeypatch, tmp_path):
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("telescope.cli.dry_run.inspect_model", lambda config: inspect_model(config, ask_hub=False))
-    printed, error = dry_run(config=EXAMPLE, gpu=80, model="Qwen/Qwen2.5-3B")
-    assert error is None
-    assert "On this machine, a run would be refused: model is 'Qwen/Qwen2.5-3B'" in printed
-    printed, error = dry_run(config=EXAMPLE, gpu=80, model="acme/secret-1B")
-    assert "model is 'acme/secret-1B'" in error
-    assert "no estimate" in printed
-
-
-def test_a_run_on_the_cpu_has_no_gpu_to_assume(dry_run):
-    printed, error = dry_run(**HERE, gpu=80)
-    assert printed == ""
-    assert 'device is "cpu", so that the run takes no GPU. Leave --gpu-memory-gib out' in error

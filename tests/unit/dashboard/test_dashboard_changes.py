@@ -104,6 +104,24 @@ def test_the_hours_of_engines_and_ranks_are_divided_completely(store: RunStore) 
     assert (found["trainer"]["forward"], found["trainer"]["other"], found["trainer"]["outside steps"]) == (24, 36, 10)
 
 
+def test_the_hours_of_several_attempts_leave_out_the_time_between_them(tmp_path: Path) -> None:
+    topology = {"trainer rank 0": "a, cuda:0", "inference server 0": "a, 1 GPUs"}
+    for attempt, began, first_step in ((1, 100.0, 0), (2, 500.0, 2)):
+        with Recorder(tmp_path / "run", attempt=attempt) as recorder:
+            started = {"attempt": attempt, "started_at": began, "topology": topology}
+            begin_run(recorder, name="r", config_hash="c", config_json="{}", first_step=first_step, attempt=started)
+            times = {"started_at": began + 10, "ended_at": began + 20 * attempt}
+            metrics = {"timing_engines_idle": 3.0, "timing_step_total": 8.0, "timing_forward_rank_mean": 5.0}
+            recorder.write("steps", {"step": first_step, "metrics": metrics, **times})
+            row = sample(first_step, "easy", 1, 1.0)
+            recorder.write("samples", {**row, "started_at": began + 4, "finished_at": began + 15})
+    found = costs(RunStore(Run(tmp_path / "run")))
+    # 20 and 40 s: the engine waits 4 s of each for its first request, and then 3 s for the trainer.
+    assert found["engines"] == {"kept": pytest.approx(46 * 2 / 3), "lost": pytest.approx(46 / 3), "idle": 6, "start": 8}
+    trainer = {name: seconds for name, seconds in found["trainer"].items() if seconds}
+    assert trainer == {"forward": 10, "other": 6, "outside steps": 44}
+
+
 def test_a_run_without_any_row_has_neither(tmp_path: Path) -> None:
     with Recorder(tmp_path / "run") as recorder:
         begin_run(recorder, name="run", config_hash="c", config_json="{}")

@@ -1,10 +1,9 @@
-"""Groups, samples, distributions, evals, spans, gauges and logs, against numbers from the rows that were written."""
+"""Groups, samples, distributions and evals, against numbers from the rows that were written."""
 
 import json
 import math
 import statistics
 import threading
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -12,12 +11,10 @@ import pytest
 from fastapi.testclient import TestClient
 from tests.unit.dashboard.conftest import NUM_STEPS, SAMPLES_PER_GROUP, T0, sample_rows
 
-from telescope.dashboard import curves, rollouts, samples, store
+from telescope.dashboard import curves, samples, store
 from telescope.dashboard.app import create_app
-from telescope.dashboard.rollouts import add_tokens
 from telescope.dashboard.samples import _edges
 from telescope.orchestrator.step_stats import distribution
-from telescope.record.log_files import LogFiles
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 from telescope.record.run_info import begin_run
@@ -108,32 +105,6 @@ def test_facets_count_the_search_without_their_own_filter(client):
     assert [one["count"] for one in body["facets"]["tag:level"]] == [4, 4, 4, 4] and body["total"] == 4
 
 
-def test_a_prompt_has_the_pass_rate_of_its_answers_by_step(client):
-    few = "tag=level%3D0&tag=level%3D1"
-    chosen = [row for row in ALL if row["tags"]["level"] in "01"]
-    body = client.get(f"{RUN}/prompts?limit=1000&{few}").json()
-    expected = Counter((row["environment"], row["step"]) for row in chosen)
-    right = Counter((row["environment"], row["step"]) for row in chosen if row["reward"] == 1)
-    found = {(row["environment"], row["first_step"]): row for row in body["rows"]}
-    assert {key: row["n"] for key, row in found.items()} == expected
-    assert {key: row["num_right"] for key, row in found.items()} == {key: right[key] for key in expected}
-    assert body["never"] == sum(not right[key] for key in expected) > 0
-    assert body["total"] == body["never"] + body["sometimes"] + body["always"] == len(expected)
-    never = client.get(f"{RUN}/prompts?mark=never&{few}&sort=-first_step").json()["rows"]
-    assert [row["num_right"] for row in never] == [0] * body["never"]
-    assert [row["first_step"] for row in never] == sorted((row["first_step"] for row in never), reverse=True)
-    one = found["countdown", 4]
-    assert (one["steps"], one["counts"], one["rights"]) == ([4], [4], [right["countdown", 4]])
-    assert one["prompt"].endswith("Make 4 of 100 % of the numbers<|im_end|>\n")
-
-
-def test_a_prompt_has_one_key_in_all_runs_and_leads_to_its_answers(client):
-    key = client.get(f"{RUN}/samples/1/16-0").json()["prompt_key"]
-    for run in ("first", "below~second"):
-        rows = client.get(f"/api/runs/{run}/samples?prompt={key}").json()["rows"]
-        assert {(row["environment"], row["step"]) for row in rows} == {("countdown", 4)} and len(rows) == 8
-
-
 def test_a_hit_shows_what_is_around_it_and_orders_do_not_depend_on_the_list(client):
     page = client.get(f"{RUN}/samples?search=OF GROUP 1&limit=1000").json()
     assert {row["snippet"] for row in page["rows"]} == {
@@ -141,23 +112,6 @@ def test_a_hit_shows_what_is_around_it_and_orders_do_not_depend_on_the_list(clie
     }
     nothing = client.get(f"{RUN}/samples?search=nowhere").json()
     assert nothing["rows"] == [] and nothing["metrics"] == page["metrics"] == ["correct"]
-
-
-def test_answers_with_recorded_tokens_have_the_sum_of_their_logprobs(client):
-    sample = client.get(f"{RUN}/groups?step=4").json()[0]["samples"][0]
-    assert (sample["logprob_sum"], sample["ratio"]) == (None, 1.0)  # a logprob of the fixture is not a number
-
-
-@pytest.mark.parametrize("query", ["mark=often", "sort=prompt_text"])
-def test_an_unknown_mark_or_order_of_prompts_is_refused(client, query):
-    assert client.get(f"{RUN}/prompts?{query}").status_code == 400
-
-
-def test_a_list_leaves_out_what_all_prompts_begin_with():
-    same = "Solve this riddle with the given numbers: "
-    assert samples._elided(f"<|im_start|>user\n{same}1 2", f"<|im_start|>user\n{same}") == "<|im_start|>user\n… 1 2"
-    assert samples._elided("Add 1 and 2", "Add 1 and ") == "Add 1 and 2"
-    assert samples._same("abd", "abe") == "ab"
 
 
 def test_rows_and_counts_can_be_asked_for_one_by_one(client):
@@ -258,31 +212,6 @@ def test_a_sample_has_its_texts_turns_and_times(client):
     assert client.get(f"{RUN}/samples/1/40-0").status_code == 404, "superseded by attempt 2"
 
 
-def test_tokens_of_training_sequences_go_to_the_answers_that_sampled_them():
-    turns = [
-        {"role": "assistant", "num_tokens": 2},
-        {"role": "tool", "num_tokens": 1},
-        {"role": "assistant", "num_tokens": 1},
-    ]
-    numbers = {name: [0.0, 0.1, 0.2, 0.3, 0.4] for name in ("engine_logprobs", "trainer_logprobs", "entropies")}
-    sequence = {
-        "token_ids": [9, 1, 2, 8, 3],
-        "versions": [-1, 4, 4, -1, 5],
-        "trained": [False, True, True, False, True],
-    }
-    add_tokens(turns, [{**sequence, **numbers}])
-    assert (turns[0]["token_ids"], turns[0]["versions"], turns[2]["token_ids"]) == ([1, 2], [4, 4], [3])
-    assert turns[2]["entropies"] == [0.4] and "token_ids" not in turns[1]
-
-
-def test_tokens_have_texts_where_the_tokenizer_is_on_this_machine(client, monkeypatch, tmp_path):
-    assert "tokens" not in client.get(f"{RUN}/samples/1/5-2").json()["turns"][0]
-    monkeypatch.setattr(rollouts, "find_tokenizer", lambda run_dir, model: tmp_path)
-    monkeypatch.setattr(rollouts, "token_texts", lambda path, ids: [f"<{token}>" for token in ids])
-    (turn,) = [turn for turn in client.get(f"{RUN}/samples/1/5-2").json()["turns"] if turn["token_ids"]]
-    assert turn["tokens"] == [f"<{token}>" for token in turn["token_ids"]]
-
-
 def test_ranges_of_a_facet_cover_all_rewards():
     edges = _edges(-0.37, 2.91)
     assert edges[0] <= -0.37 and edges[-1] >= 2.91 and edges[1] - edges[0] == pytest.approx(1.0)
@@ -362,76 +291,6 @@ def test_evals_lead_to_their_answers_by_item(client):
     assert client.get(f"{RUN}/evals/1/none/samples").status_code == 404
 
 
-def test_spans_of_a_range_are_columns_with_their_lanes(client):
-    body = client.get(f"/api/runs/below~second/spans?start={T0 + 21}&end={T0 + 22}").json()
-    assert not body["merged"] and body["step"] == [2] * 16
-    assert set(body["lane"]) == {0, 1, 2, 3}
-    assert set(zip(body["start"], body["end"], strict=True)) == {(T0 + 20, T0 + 24)}
-
-
-def test_too_many_spans_are_merged_and_a_slot_shows_one_at_a_time(client):
-    body = client.get("/api/runs/below~second/spans?limit=10&buckets=6").json()
-    assert body["merged"] and sum(body["count"]) == NUM_STEPS * 4
-    assert body["slots"] == {"0": 4}
-    assert len(body["count"]) <= 4 * 7
-    assert min(body["start"]) == T0
-
-
-@pytest.mark.parametrize("buckets", [1, 7, 1000])
-def test_merged_spans_last_as_long_as_their_slots_show_them(client, root, buckets):
-    body = client.get(f"/api/runs/below~second/spans?limit=1&buckets={buckets}").json()
-    drawn = Counter()
-    for name, start, end in zip(body["name"], body["start"], body["end"], strict=True):
-        drawn[name] += end - start
-    shown = "select distinct name, attributes['lane'], start, \"end\" from spans"
-    found = Run(root / "below" / "second").sql(f'select name, sum("end" - start) from ({shown}) group by name').rows
-    assert drawn == pytest.approx(dict(found))
-
-
-def test_paths_have_the_last_answer_of_each_group_and_at_most_so_many_steps(client):
-    body = client.get("/api/runs/below~second/paths?first=0&last=11&most=3").json()
-    steps = [0, 4, 8]
-    assert [step["step"] for step in body["steps"]] == steps
-    kept = {(step, row["group_id"]) for step in steps for row in sample_rows(step) if row["status"] == "kept"}
-    assert [(row["step"], row["group_id"]) for row in body["answers"]] == sorted(kept)
-    assert {(span["of_step"], span["start"]) for span in body["spans"]} == {(step, T0 + 10 * step) for step in steps}
-
-
-def test_gauges_have_smallest_mean_and_largest_reading_of_each_part(client):
-    assert client.get("/api/runs/below~second/gauges/names").json() == [
-        {"name": "queue_depth", "component": "orchestrator", "series": 1}
-    ]
-    (series,) = client.get("/api/runs/below~second/gauges?names=queue_depth&points=2").json()
-    assert (series["min"], series["mean"], series["max"]) == ([0, 6], [2.5, 8.5], [5, 11])
-    assert series["time"] == [T0 + 50, T0 + 110]
-
-
-def test_logs_are_paged_filtered_and_followed(client):
-    run = "/api/runs/below~second/logs"
-    newest = client.get(f"{run}?limit=3").json()
-    assert [row["message"] for row in newest["rows"]] == ["step 9 of it", "step 10 of it", "step 11 of it"]
-    older = client.get(f"{run}?limit=2&before={newest['rows'][0]['row']}").json()
-    assert [row["message"] for row in older["rows"]] == ["step 7 of it", "step 8 of it"]
-    assert client.get(f"{run}?since={newest['next']}").json()["rows"] == []
-    assert len(client.get(f"{run}?search=STEP 1").json()["rows"]) == 3
-    assert client.get(f"{run}?level=WARNING").json()["rows"] == []
-    assert client.get(f"{run}?level=LOUD").status_code == 400
-    around = client.get(f"{run}?at={T0 + 5}&limit=4").json()
-    assert [row["time"] - T0 for row in around["rows"]] == [3, 4, 5, 6]
-    later = client.get(f"{run}?after={around['rows'][-1]['row']}&limit=1").json()
-    assert [row["time"] - T0 for row in later["rows"]] == [7]
-    late = client.get(f"{run}?at={T0 + 99}&limit=4").json()
-    assert [row["time"] - T0 for row in late["rows"]] == [10, 11]
-    assert client.get(f"{run}?since={late['next']}").json()["rows"] == []
-    within = client.get(f"{run}?start={T0 + 2}&end={T0 + 4}").json()
-    assert [row["time"] - T0 for row in within["rows"]] == [2, 3]
-    odd = client.get(f"{run}?source=driver-1.log").json()
-    assert [row["message"] for row in odd["rows"]] == [f"step {step} of it" for step in range(1, NUM_STEPS, 2)]
-    assert (odd["components"], odd["sources"]) == (["driver"], ["driver-0.log", "driver-1.log"])
-    first = client.get(f"{run}?since=0&limit=5").json()
-    assert client.get(f"{run}?since={first['next']}&limit=5").json()["rows"][0]["message"] == "step 5 of it"
-
-
 def test_a_search_finds_what_the_environment_and_tools_said(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         texts = {
@@ -456,27 +315,6 @@ def test_a_search_finds_what_the_environment_and_tools_said(tmp_path):
         assert found() == {*texts, "other"}
 
 
-def test_a_log_filter_chooses_one_process_or_all_of_a_kind(tmp_path):
-    run_dir = tmp_path / "run"
-    (run_dir / "logs").mkdir(parents=True)
-    with Recorder(run_dir) as recorder:
-        files = LogFiles(run_dir, recorder.write)
-        for name in ("trainer-1", "trainer-10", "inference-0", "environment-0", "environment-server"):
-            (run_dir / "logs" / f"{name}.log").write_text(f"of {name}\n")
-        files.poll(T0, last=True)
-    client = TestClient(create_app([tmp_path]), base_url="http://localhost")
-
-    def lines(component: str) -> list[str]:
-        return [row["message"] for row in client.get(f"/api/runs/run/logs?component={component}").json()["rows"]]
-
-    assert lines("trainer-1") == ["of trainer-1"]
-    assert lines("trainer") == ["of trainer-1", "of trainer-10"]
-    assert lines("environment") == ["of environment-0", "of environment-server"]
-    assert client.get("/api/runs/run/logs").json()["components"] == [
-        *("environment", "environment-0", "environment-server", "inference-0", "trainer", "trainer-1", "trainer-10"),
-    ]
-
-
 def test_an_answer_of_an_eval_whose_sample_is_not_recorded_is_left_out(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         for item in (0, 1):
@@ -486,34 +324,6 @@ def test_an_answer_of_an_eval_whose_sample_is_not_recorded_is_left_out(tmp_path)
     client = TestClient(create_app([tmp_path]), base_url="http://localhost")
     found = client.get("/api/runs/run/evals/1/e/samples").json()
     assert [(row["item"], row["score"]) for row in found] == [(1, 1.0)]
-
-
-def test_logs_are_in_the_order_of_time_whenever_they_were_recorded(tmp_path):
-    times = [3, 1, None, 2, 2, 9, 4, 8]
-    with Recorder(tmp_path / "run") as recorder:
-        client = TestClient(create_app([tmp_path]), base_url="http://localhost")
-
-        def page(**query: float) -> list[tuple[float | None, int]]:
-            rows = client.get("/api/runs/run/logs", params=query).json()["rows"]
-            return [(row["time"] and row["time"] - T0, row["row"]) for row in rows]
-
-        for time in times[:6]:
-            recorder.write("logs", {"time": time and T0 + time, "message": "m"})
-        recorder.flush()
-        assert page() == [(None, 2), (1, 1), (2, 3), (2, 4), (3, 0), (9, 5)]
-        for time in times[6:]:
-            recorder.write("logs", {"time": T0 + time, "message": "m"})
-        recorder.flush()
-        assert page(since=6) == [(4, 6), (8, 7)], "what was recorded meanwhile, with lines before the newest one"
-    every = [(None, 2), (1, 1), (2, 3), (2, 4), (3, 0), (4, 6), (8, 7), (9, 5)]
-    pages = [page(limit=3)]
-    while pages[0][0] != every[0]:
-        pages.insert(0, page(limit=3, before=pages[0][0][1]))
-    assert [row for rows in pages for row in rows] == every
-    pages = [page(limit=3, at=T0 + 2)]
-    while last := pages[-1]:
-        pages.append(page(limit=3, after=last[-1][1]))
-    assert [row for rows in pages for row in rows] == every[1:]
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, 1e308, -1.7e308])
@@ -526,21 +336,6 @@ def test_samples_with_any_reward_and_without_a_group_are_listed(tmp_path, odd):
     assert found["total"] == 17 and all(row["completion"] for row in found["rows"])
     counts = [one["count"] for one in found["facets"]["reward"]]
     assert sum(counts) >= 17 - (not math.isfinite(odd)), "a value on an edge is in two ranges"
-
-
-PROMPTS = {
-    "of a model": f"<|im_start|>system\n{'Be kind. ' * 60}<|im_end|>\n<|im_start|>user\nMake é 7<|im_end|>\n",
-    "with examples": f"<|user|>\nMake 5<|assistant|>\n{'x' * 400}<|user|>\nMake é 7<|assistant|>\n",
-    "without a template": "Make é 7",
-}
-
-
-@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
-def test_a_list_shows_the_last_message_of_the_user_and_not_the_system_prompt(tmp_path, prompt):
-    with Recorder(tmp_path / "run") as recorder:
-        recorder.write("samples", {**sample_rows(0)[0], "prompt_text": prompt})
-    (row,) = TestClient(create_app([tmp_path]), base_url="http://localhost").get("/api/runs/run/samples").json()["rows"]
-    assert "Make é 7" in row["prompt"][:30]
 
 
 def test_ranges_of_the_smallest_numbers_are_finite():

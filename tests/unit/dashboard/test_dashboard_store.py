@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import duckdb
@@ -30,6 +31,25 @@ def test_only_new_rows_are_read(root, monkeypatch):
         lambda name, cursor, _: cursors.append(cursor) or Run.rows_since(store.run, name, cursor),
     )
     assert store.refresh("samples")["samples"] == cursors[0] > 0
+
+
+def test_a_value_is_made_once_for_all_requests_until_its_state_changes(root):
+    store, made = RunStore(Run(root / "first")), []
+    store.refresh("samples")
+
+    def make() -> int:
+        time.sleep(0.05)  # in which the other requests ask
+        made.append(None)
+        return len(made)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: store.kept("number", 0, make), range(4))) == [1] * 4
+    assert [store.kept(*key, make) for key in (("number", 0), ("number", 5), ("number", 5), ("other", 5))] == [
+        1,
+        2,
+        2,
+        3,
+    ]
 
 
 def test_a_list_of_runs_opens_no_database(root, monkeypatch):

@@ -163,7 +163,7 @@ class FakeNvml(ModuleType):
         raise self.NVMLError_NotSupported
 
     def nvmlDeviceGetEnforcedPowerLimit(self, device: int) -> int:
-        raise self.NVMLError_NotSupported
+        return 700_000
 
 
 def test_a_call_that_a_gpu_does_not_support_is_not_repeated(monkeypatch: pytest.MonkeyPatch):
@@ -176,7 +176,9 @@ def test_a_call_that_a_gpu_does_not_support_is_not_repeated(monkeypatch: pytest.
     assert found[1, "gpu_utilization_percent"] == 97
     assert found[1, "gpu_memory_used_bytes"] == 3
     assert found[0, "gpu_sm_clock_mhz"] == 1980
-    assert not any("power" in name for _, name in found)
+    assert {name: value for (gpu, name), value in found.items() if gpu == 0 and "power" in name} == {
+        "gpu_power_limit_watts": 700
+    }
     assert undocumented(name for _, name in found) == []
 
 

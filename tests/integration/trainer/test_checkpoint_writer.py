@@ -1,0 +1,41 @@
+"""The process that writes the checkpoints of a rank."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from telescope.trainer.backends.fsdp.checkpoint_writer import CheckpointWriter
+
+
+class NotedGpus:
+    """Becomes a tensor in the process that receives it, which first notes the GPUs that it may use."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return note_gpus, (self.file,)
+
+
+def note_gpus(file: Path) -> torch.Tensor:
+    file.write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
+    return torch.ones(1)
+
+
+def test_the_writer_sees_no_gpu_of_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    writer = CheckpointWriter(("127.0.0.1", store.port), 0, 0, 1)
+    try:
+        writer.begin({"weight": NotedGpus(tmp_path / "gpus")}, tmp_path / "checkpoint")
+        writer.wait()
+    finally:
+        writer.stop()
+    assert (tmp_path / "gpus").read_text() == ""
+    assert (tmp_path / "checkpoint" / ".metadata").exists()

@@ -1,0 +1,122 @@
+"""Prompts with their pass rates, and the recorded tokens of answers, against the rows that were written."""
+
+import math
+from collections import Counter
+
+import pytest
+from fastapi.testclient import TestClient
+from tests.unit.dashboard.conftest import NUM_STEPS, sample_rows
+
+from telescope.dashboard import rollouts, samples
+from telescope.dashboard.app import create_app
+from telescope.dashboard.rollouts import add_tokens
+from telescope.record.recorder import Recorder
+
+RUN = "/api/runs/first"
+ALL = [row for step in range(NUM_STEPS) for row in sample_rows(step)]
+
+
+def test_a_prompt_has_the_pass_rate_of_its_answers_by_step(client):
+    few = "tag=level%3D0&tag=level%3D1"
+    chosen = [row for row in ALL if row["tags"]["level"] in "01"]
+    body = client.get(f"{RUN}/prompts?limit=1000&{few}").json()
+    expected = Counter((row["environment"], row["step"]) for row in chosen)
+    right = Counter((row["environment"], row["step"]) for row in chosen if row["reward"] == 1)
+    found = {(row["environment"], row["first_step"]): row for row in body["rows"]}
+    assert {key: row["n"] for key, row in found.items()} == expected
+    assert {key: row["num_right"] for key, row in found.items()} == {key: right[key] for key in expected}
+    assert body["never"] == sum(not right[key] for key in expected) > 0
+    assert body["total"] == body["never"] + body["sometimes"] + body["always"] == len(expected)
+    never = client.get(f"{RUN}/prompts?mark=never&{few}&sort=-first_step").json()["rows"]
+    assert [row["num_right"] for row in never] == [0] * body["never"]
+    assert [row["first_step"] for row in never] == sorted((row["first_step"] for row in never), reverse=True)
+    one = found["countdown", 4]
+    assert (one["steps"], one["counts"], one["rights"]) == ([4], [4], [right["countdown", 4]])
+    assert one["prompt"].endswith("Make 4 of 100 % of the numbers<|im_end|>\n")
+
+
+def test_a_prompt_has_one_key_in_all_runs_and_leads_to_its_answers(client):
+    key = client.get(f"{RUN}/samples/1/16-0").json()["prompt_key"]
+    for run in ("first", "below~second"):
+        rows = client.get(f"/api/runs/{run}/samples?prompt={key}").json()["rows"]
+        assert {(row["environment"], row["step"]) for row in rows} == {("countdown", 4)} and len(rows) == 8
+
+
+def test_answers_with_recorded_tokens_have_the_sum_of_their_logprobs_and_their_ratio(tmp_path):
+    recorded = {"0-0": ([-0.5, -1.0], [-0.25, -0.5]), "0-1": ([-0.5, math.nan], [-1.0, -0.5])}
+    with Recorder(tmp_path / "run") as recorder:
+        for row in sample_rows(0)[:3]:
+            recorder.write("samples", row)
+        for name, (engine, trainer) in recorded.items():
+            numbers = {"engine_logprobs": engine, "trainer_logprobs": trainer}
+            recorder.write("tokens", {"sample_id": name, "part": 0, "step": 0, **numbers})
+    client = TestClient(create_app([tmp_path]), base_url="http://localhost")
+    (group,) = client.get("/api/runs/run/groups?step=0").json()
+    assert [(one["logprob_sum"], one["ratio"]) for one in group["samples"]] == [
+        (pytest.approx(-1.5), pytest.approx(math.exp(0.75))),
+        (None, pytest.approx(math.exp(-0.5))),  # where one of its numbers is missing, the others have a ratio
+        (None, None),
+    ]
+
+
+@pytest.mark.parametrize("query", ["mark=often", "sort=prompt_text"])
+def test_an_unknown_mark_or_order_of_prompts_is_refused(client, query):
+    assert client.get(f"{RUN}/prompts?{query}").status_code == 400
+
+
+def test_a_list_leaves_out_what_all_prompts_begin_with():
+    same = "Solve this riddle with the given numbers: "
+    assert samples._elided(f"<|im_start|>user\n{same}1 2", f"<|im_start|>user\n{same}") == "<|im_start|>user\n… 1 2"
+    assert samples._elided("Add 1 and 2", "Add 1 and ") == "Add 1 and 2"
+    assert samples._same("abd", "abe") == "ab"
+
+
+def test_a_list_shows_where_the_prompts_of_an_environment_differ(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        for number, row in enumerate(sample_rows(0)[:3]):
+            prompt = f"<|im_start|>user\nSolve this riddle with the given numbers: {number}<|im_end|>\n"
+            recorder.write("samples", {**row, "environment": "riddles" if number else "one", "prompt_text": prompt})
+    rows = TestClient(create_app([tmp_path]), base_url="http://localhost").get("/api/runs/run/samples").json()["rows"]
+    shown = {row["sample_id"]: row["prompt"].split("\n")[1] for row in rows}
+    same = "Solve this riddle with the given numbers:"
+    assert shown == {"0-0": f"{same} 0<|im_end|>", "0-1": "… 1<|im_end|>", "0-2": "… 2<|im_end|>"}
+
+
+def test_tokens_of_training_sequences_go_to_the_answers_that_sampled_them():
+    turns = [
+        {"role": "assistant", "num_tokens": 2},
+        {"role": "tool", "num_tokens": 1},
+        {"role": "assistant", "num_tokens": 1},
+    ]
+    numbers = {name: [0.0, 0.1, 0.2, 0.3, 0.4] for name in ("engine_logprobs", "trainer_logprobs", "entropies")}
+    sequence = {
+        "token_ids": [9, 1, 2, 8, 3],
+        "versions": [-1, 4, 4, -1, 5],
+        "trained": [False, True, True, False, True],
+    }
+    add_tokens(turns, [{**sequence, **numbers}])
+    assert (turns[0]["token_ids"], turns[0]["versions"], turns[2]["token_ids"]) == ([1, 2], [4, 4], [3])
+    assert turns[2]["entropies"] == [0.4] and "token_ids" not in turns[1]
+
+
+def test_tokens_have_texts_where_the_tokenizer_is_on_this_machine(client, monkeypatch, tmp_path):
+    assert "tokens" not in client.get(f"{RUN}/samples/1/5-2").json()["turns"][0]
+    monkeypatch.setattr(rollouts, "find_tokenizer", lambda run_dir, model: tmp_path)
+    monkeypatch.setattr(rollouts, "token_texts", lambda path, ids: [f"<{token}>" for token in ids])
+    (turn,) = [turn for turn in client.get(f"{RUN}/samples/1/5-2").json()["turns"] if turn["token_ids"]]
+    assert turn["tokens"] == [f"<{token}>" for token in turn["token_ids"]]
+
+
+PROMPTS = {
+    "of a model": f"<|im_start|>system\n{'Be kind. ' * 60}<|im_end|>\n<|im_start|>user\nMake é 7<|im_end|>\n",
+    "with examples": f"<|user|>\nMake 5<|assistant|>\n{'x' * 400}<|user|>\nMake é 7<|assistant|>\n",
+    "without a template": "Make é 7",
+}
+
+
+@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
+def test_a_list_shows_the_last_message_of_the_user_and_not_the_system_prompt(tmp_path, prompt):
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.write("samples", {**sample_rows(0)[0], "prompt_text": prompt})
+    (row,) = TestClient(create_app([tmp_path]), base_url="http://localhost").get("/api/runs/run/samples").json()["rows"]
+    assert "Make é 7" in row["prompt"][:30]
