@@ -1,7 +1,7 @@
 """Measures the dashboard on the recorded run of the demo, repeated: its server, and its pages in Chromium.
 
     python benchmarks/dashboard.py --quick                    about 1,000 steps x 150 samples
-    python benchmarks/dashboard.py                            about 10,000 steps x 100 samples
+    python benchmarks/dashboard.py                            about 2,500 steps x 150 samples, a million with discarded ones
     python benchmarks/dashboard.py --keep /tmp/run            keeps the run, for `telescope ui /tmp/run`
 
 Requests each address that a page reads, in this process and without a network: once, when the tables are read from
@@ -37,8 +37,8 @@ from telescope.record.reader import Run
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="about 1,000 steps x 150 samples")
-    parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--samples", type=int, default=100, help="samples of a step")
+    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("--samples", type=int, default=150, help="samples of a step")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--no-browser", action="store_true", help="measure the server alone")
     parser.add_argument("--keep", type=Path, help="write the run here and keep it; an existing one is used")

@@ -13,7 +13,14 @@ const woff2Only = {
 export default defineConfig({
   base: "./",
   plugins: [woff2Only, react()],
-  build: { outDir: "../src/telescope/dashboard/static", emptyOutDir: true, assetsInlineLimit: 0, chunkSizeWarningLimit: 900 },
+  build: {
+    outDir: "../src/telescope/dashboard/static",
+    emptyOutDir: true,
+    assetsInlineLimit: 0,
+    chunkSizeWarningLimit: 900,
+    // One file of what pages share: a page that waits for twelve small files shows 0.15 s later.
+    rolldownOptions: { output: { codeSplitting: { groups: [{ name: "shared", test: /dashboard\/src\//, minShareCount: 3 }] } } },
+  },
   test: { css: true },
   server: { proxy: { "/api": process.env.TELESCOPE_UI ?? "http://127.0.0.1:8005" } },
 });

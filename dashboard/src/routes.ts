@@ -17,24 +17,28 @@ interface Route {
   /** Whether a run in one HTML file has it, or only such a file. */
   inFile?: boolean | "only";
   component: LazyExoticComponent<ComponentType>;
+  /** Starts to load the code of the page. */
+  load: () => Promise<unknown>;
 }
 
-const page = (load: () => Promise<Record<string, unknown>>, name: string) =>
-  lazy(async () => ({ default: (await loaded(load))[name] as ComponentType }));
+const page = (load: () => Promise<Record<string, unknown>>, name: string) => ({
+  load: () => load().catch(() => {}), // the component tries again, and says what failed
+  component: lazy(async () => ({ default: (await loaded(load))[name] as ComponentType })),
+});
 
 const ALL: Route[] = [
-  { page: "runs", title: "Runs", key: "r", ofRun: false, component: page(() => import("./pages/runs/Runs"), "Runs") },
-  { page: "overview", inFile: true, title: "Overview", key: "o", ofRun: true, component: page(() => import("./pages/overview/Overview"), "Overview") },
-  { page: "metrics", inFile: true, title: "Metrics", key: "m", ofRun: true, component: page(() => import("./pages/metrics/Metrics"), "Metrics") },
-  { page: "rollouts", title: "Rollouts", key: "s", ofRun: true, component: page(() => import("./pages/rollouts/Rollouts"), "Rollouts") },
-  { page: "answers", inFile: "only", title: "Answers", key: "a", ofRun: true, component: page(() => import("./pages/report/Answers"), "Answers") },
-  { page: "timeline", title: "Timeline", key: "t", ofRun: true, component: page(() => import("./pages/timeline/Timeline"), "Timeline") },
-  { page: "infra", title: "Infra", key: "i", ofRun: true, component: page(() => import("./pages/infra/Infra"), "Infra") },
-  { page: "evals", inFile: true, title: "Evals", key: "e", ofRun: true, component: page(() => import("./pages/evals/Evals"), "Evals") },
-  { page: "logs", title: "Logs", key: "l", ofRun: true, component: page(() => import("./pages/logs/Logs"), "Logs") },
-  { page: "code", inFile: true, title: "Code", key: "c", ofRun: true, hidden: true, component: page(() => import("./pages/code/Code"), "Code") },
-  { page: "changes", title: "What changed at a step", key: "w", ofRun: true, hidden: true, component: page(() => import("./pages/changes/Changes"), "Changes") },
-  { page: "compare", title: "Compare config and code", key: "d", ofRun: true, hidden: true, component: page(() => import("./pages/compare/Compare"), "Compare") },
+  { page: "runs", title: "Runs", key: "r", ofRun: false, ...page(() => import("./pages/runs/Runs"), "Runs") },
+  { page: "overview", inFile: true, title: "Overview", key: "o", ofRun: true, ...page(() => import("./pages/overview/Overview"), "Overview") },
+  { page: "metrics", inFile: true, title: "Metrics", key: "m", ofRun: true, ...page(() => import("./pages/metrics/Metrics"), "Metrics") },
+  { page: "rollouts", title: "Rollouts", key: "s", ofRun: true, ...page(() => import("./pages/rollouts/Rollouts"), "Rollouts") },
+  { page: "answers", inFile: "only", title: "Answers", key: "a", ofRun: true, ...page(() => import("./pages/report/Answers"), "Answers") },
+  { page: "timeline", title: "Timeline", key: "t", ofRun: true, ...page(() => import("./pages/timeline/Timeline"), "Timeline") },
+  { page: "infra", title: "Infra", key: "i", ofRun: true, ...page(() => import("./pages/infra/Infra"), "Infra") },
+  { page: "evals", inFile: true, title: "Evals", key: "e", ofRun: true, ...page(() => import("./pages/evals/Evals"), "Evals") },
+  { page: "logs", title: "Logs", key: "l", ofRun: true, ...page(() => import("./pages/logs/Logs"), "Logs") },
+  { page: "code", inFile: true, title: "Code", key: "c", ofRun: true, hidden: true, ...page(() => import("./pages/code/Code"), "Code") },
+  { page: "changes", title: "What changed at a step", key: "w", ofRun: true, hidden: true, ...page(() => import("./pages/changes/Changes"), "Changes") },
+  { page: "compare", title: "Compare config and code", key: "d", ofRun: true, hidden: true, ...page(() => import("./pages/compare/Compare"), "Compare") },
 ];
 
 export const ROUTES = ALL.filter((route) => (embedded ? route.inFile : route.inFile !== "only"));

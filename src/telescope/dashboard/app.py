@@ -5,13 +5,15 @@ Owns status codes of errors, the page of the API and the built files. No address
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
 from fastapi import Depends, FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import Scope
@@ -78,9 +80,7 @@ def create_app(
     def nothing(rest: str) -> Response:
         raise HTTPException(404, f"There is no address /api/{rest}. /api/docs lists them.")
 
-    pages = Pages(directory=static, check_dir=False)
-    pages.config_checked = True  # so that the server starts before the pages are built
-    app.mount("/", pages)
+    app.mount("/", Pages(static))
     app.add_middleware(GZipMiddleware, minimum_size=COMPRESSED_BYTES, compresslevel=1)
     app.add_middleware(Safety, token=token, hosts=tuple(hosts))
 
@@ -98,10 +98,19 @@ def create_app(
 
 
 class Pages(StaticFiles):
-    """The built pages. The name of a file below `assets` has its digest, so browsers keep it."""
+    """The built pages. The name of a file below `assets` has its digest: browsers keep it, and memory here, compressed."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory=directory, check_dir=False)
+        self.config_checked = True  # so that the server starts before the pages are built
+        self._assets: dict[str, tuple[bytes, dict[str, str]]] = {}
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         """Returns a file, or a page that explains why the pages are missing."""
+        is_compressed = path.startswith("assets/") and "gzip" in Headers(scope=scope).get("accept-encoding", "")
+        if is_compressed and path in self._assets:
+            body, headers = self._assets[path]
+            return Response(body, headers=headers)
         try:
             answer = await super().get_response("index.html" if path == "." else path, scope)
         except (HTTPException, OSError, ValueError):
@@ -113,6 +122,11 @@ class Pages(StaticFiles):
             return HTMLResponse(title + text, 503)
         hashed = path.startswith("assets/")
         answer.headers["Cache-Control"] = "public, max-age=31536000, immutable" if hashed else "no-cache"
+        if is_compressed and isinstance(answer, FileResponse):
+            answer.headers["Content-Encoding"] = "gzip"
+            headers = {name: value for name, value in answer.headers.items() if name != "content-length"}
+            self._assets[path] = gzip.compress(Path(answer.path).read_bytes(), mtime=0), headers
+            return Response(self._assets[path][0], headers=headers)
         return answer
 
 

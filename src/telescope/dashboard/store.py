@@ -155,6 +155,7 @@ class RunStore:
 
     def _forget(self) -> None:
         self._cursors: dict[str, int] = {}
+        self._stamps: dict[str, object] = {}
         self._searches: dict[str, tuple[dict[str, int], pa.Table]] = {}
         self._steps = StepColumns()
         self._seen: dict[tuple[str, str], tuple[int, set[tuple[Any, ...]]]] = {}
@@ -185,8 +186,13 @@ class RunStore:
                 self._identity = identity
             database, cursors = self._database, self._cursors
         for name in names:
-            with self._locks[name], _cursor(database) as connection:
-                self._read(name, connection, cursors)
+            stamp = self.run.stamp(name)
+            with self._locks[name]:
+                if stamp and name in cursors and self._stamps.get(name) == stamp:
+                    continue
+                with _cursor(database) as connection:
+                    self._read(name, connection, cursors)
+                self._stamps[name] = stamp
         return {name: cursors[name] for name in names}
 
     def fetch(self, sql: str, parameters: Parameters = ()) -> list[tuple[Any, ...]]:

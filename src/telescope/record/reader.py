@@ -263,6 +263,14 @@ class Run:
             self.exclude(path)
         return [file for file in listing.files if not self.is_excluded(file.path)]
 
+    def stamp(self, name: str) -> frozenset[tuple[str, int, int]]:
+        """Returns names, sizes and times of the files of a table, which differ after each change of the table."""
+        try:
+            files = [(file.name, file.stat()) for file in os.scandir(self.files.table(name))]
+        except OSError:  # no table yet, or a file that was replaced meanwhile
+            return frozenset()
+        return frozenset((file, stat.st_size, stat.st_mtime_ns) for file, stat in files)
+
     def num_rows(self, name: str) -> int:
         """Returns the number of rows, superseded and lost ones included."""
         try:
