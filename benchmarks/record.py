@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 from measure import provenance
 
-from telescope.environments.worker_pool.messages import PreparedPrompt, RewardRecord
+from telescope.environments.types import PreparedPrompt, RewardRecord
 from telescope.orchestrator.groups import Group
 from telescope.orchestrator.prompt_sampler import SampledPrompt, SamplerPosition
 from telescope.orchestrator.status import RunStatus

@@ -15,9 +15,6 @@ from pathlib import Path
 
 from telescope.config import TelescopeConfig
 from telescope.config.environments import environment_keys
-from telescope.environments.worker_pool.launcher import Launcher
-from telescope.environments.worker_pool.messages import RendererSpec
-from telescope.environments.worker_pool.pool import EnvironmentPool
 from telescope.errors import InfrastructureError
 from telescope.inference.client import EngineClient
 from telescope.orchestrator.evaluation import Evaluation, plan_evals
@@ -29,7 +26,10 @@ from telescope.orchestrator.servers import ServerHandle, ServerPool
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import Supervisor
 from telescope.record.recorder import Recorder
+from telescope.rollout.rendering import RendererSpec
 from telescope.rollout.sample import RolloutSettings
+from telescope.rollout.worker_pool.launcher import Launcher
+from telescope.rollout.worker_pool.pool import EnvironmentPool
 from telescope.trainer.batch import StepInput, StepResult
 
 VOCAB_SIZE = 1000

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, field_validator, model_validator
 
 from telescope.config.base import Section, Steps, Text, Tokens, refuse
-from telescope.environments.worker_pool.messages import EnvironmentInfo, EnvironmentSpec
+from telescope.environments.types import EnvironmentInfo, EnvironmentSpec
 from telescope.errors import ConfigError
 from telescope.evals.base import eval_spec
 from telescope.utils.text import did_you_mean, is_misspelled

@@ -23,8 +23,7 @@ import numpy as np
 
 from telescope.config import EvalEntry
 from telescope.config.environments import num_eval_items
-from telescope.environments.worker_pool.messages import PreparedPrompt
-from telescope.environments.worker_pool.pool import EnvironmentPool
+from telescope.environments.types import PreparedPrompt
 from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.evals.statistics import (
     Estimate,
@@ -37,6 +36,7 @@ from telescope.evals.statistics import (
 from telescope.rollout.sample import Rollout, RolloutSettings, RolloutTask, SamplingSettings
 from telescope.rollout.trajectory import Trajectory
 from telescope.rollout.types import Engine, RequestSlots
+from telescope.rollout.worker_pool.pool import EnvironmentPool
 
 
 @dataclass(frozen=True)

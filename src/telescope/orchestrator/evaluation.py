@@ -23,7 +23,6 @@ from typing import Any
 
 from telescope.config import TelescopeConfig
 from telescope.config.environments import EnvironmentKeys, check_eval_items
-from telescope.environments.worker_pool.pool import EnvironmentPool
 from telescope.errors import DeadlineExceeded, EnvironmentFailure, InfrastructureError
 from telescope.evals.runner import EvalItem, EvalResult, PlannedEval, SamplesFile, plan_eval, run_eval, scores_of
 from telescope.evals.statistics import estimate_difference
@@ -36,6 +35,7 @@ from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 from telescope.rollout.sample import RolloutSettings
 from telescope.rollout.trajectory import Trajectory
+from telescope.rollout.worker_pool.pool import EnvironmentPool
 from telescope.utils.text import pluralize, single_line
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import numpy as np
 
 from telescope.algorithms import compute_advantages
 from telescope.config import TelescopeConfig
-from telescope.environments.worker_pool.messages import PreparedPrompt
+from telescope.environments.types import PreparedPrompt
 from telescope.orchestrator.prompt_sampler import SampledPrompt
 from telescope.rollout.sample import Rollout
 from telescope.rollout.trajectory import Trajectory

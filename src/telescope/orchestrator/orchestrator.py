@@ -26,8 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from telescope.config import TelescopeConfig
-from telescope.environments.worker_pool.messages import EnvironmentInfo, PreparedPrompt
-from telescope.environments.worker_pool.pool import EnvironmentPool
+from telescope.environments.types import EnvironmentInfo, PreparedPrompt
 from telescope.errors import InfrastructureError, RunError
 from telescope.evals.runner import EvalResult
 from telescope.orchestrator import record_rows
@@ -46,6 +45,7 @@ from telescope.record.recorder import Recorder
 from telescope.rollout.sample import Rollout, RolloutSettings, RolloutTask
 from telescope.rollout.trajectory import Trajectory
 from telescope.rollout.types import Engine
+from telescope.rollout.worker_pool.pool import EnvironmentPool
 from telescope.trainer.batch import StepInput, StepResult
 from telescope.utils.process import rare_full_collections
 

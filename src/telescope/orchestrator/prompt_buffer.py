@@ -13,13 +13,13 @@ from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 
 from telescope.config import TelescopeConfig
-from telescope.environments.worker_pool.messages import PreparedPrompt
-from telescope.environments.worker_pool.pool import EnvironmentPool
+from telescope.environments.types import PreparedPrompt
 from telescope.errors import EnvironmentFailure, RunError, UserError
 from telescope.orchestrator.budget import ErrorBudget
 from telescope.orchestrator.prompt_sampler import PromptSampler, SampledPrompt, SamplerPosition
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import ChangeNotifier
+from telescope.rollout.worker_pool.pool import EnvironmentPool
 from telescope.utils.text import single_line
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from telescope.environments.worker_pool.messages import EnvironmentInfo
+from telescope.environments.types import EnvironmentInfo
 from telescope.evals.runner import EvalItem, EvalResult, PlannedEval
 from telescope.orchestrator.groups import Group
 from telescope.rollout.trajectory import Trajectory, Turn

@@ -28,9 +28,6 @@ from telescope.config import TelescopeConfig
 from telescope.config.environments import EnvironmentKeys, environment_keys
 from telescope.config.machine import local_resources
 from telescope.config.plan import plan_placement
-from telescope.environments.worker_pool.messages import RendererSpec
-from telescope.environments.worker_pool.pool import EnvironmentPool
-from telescope.environments.worker_pool.trial import notices_of
 from telescope.errors import UserError
 from telescope.evals.runner import PlannedEval
 from telescope.inference.process import FIRST_STAGE, start_stage
@@ -48,7 +45,10 @@ from telescope.orchestrator.status import Interrupted, RunStatus
 from telescope.orchestrator.weight_sync import SyncReport, WeightSync
 from telescope.record.alerts import REPORTED
 from telescope.record.files import RunFiles
+from telescope.rollout.rendering import RendererSpec
 from telescope.rollout.sample import RolloutSettings
+from telescope.rollout.worker_pool.pool import EnvironmentPool
+from telescope.rollout.worker_pool.trial import notices_of
 from telescope.utils.process import in_daemon_thread
 
 logger = logging.getLogger(__name__)

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from telescope.config import TelescopeConfig
-from telescope.environments.stops import NO_STOPS, Stops
-from telescope.environments.worker_pool.messages import PROMPT_TOO_LONG, ROLLOUT_ERROR, Advance
+from telescope.environments.types import PROMPT_TOO_LONG, ROLLOUT_ERROR, Advance
 from telescope.errors import EnvironmentFailure, InfrastructureError
+from telescope.rollout.stops import NO_STOPS, Stops
 from telescope.rollout.trajectory import Trajectory, Turn
 from telescope.rollout.types import Engine, GenerateRequest, Generation, Lease, RequestId, RequestSlots
 
 if TYPE_CHECKING:
-    from telescope.environments.worker_pool.pool import EnvironmentPool
+    from telescope.rollout.worker_pool.pool import EnvironmentPool
 
 MAX_INFRASTRUCTURE_RETRIES = 3
 """Retries of a sample after infrastructure failures, before it is masked."""

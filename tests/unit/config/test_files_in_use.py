@@ -16,7 +16,7 @@ from telescope.config.remarks import remarks
 from telescope.environments.arguments import known_arguments
 from telescope.environments.base import Environment
 from telescope.environments.registry import ENVIRONMENTS
-from telescope.environments.worker_pool.messages import EnvironmentInfo
+from telescope.environments.types import EnvironmentInfo
 from telescope.errors import ConfigError
 from telescope.evals.base import EVALS, Eval, get_eval
 

@@ -9,7 +9,7 @@ import numpy as np
 from tests.unit.rollout.fakes import generation
 
 from telescope.config import TelescopeConfig
-from telescope.environments.worker_pool.messages import PreparedPrompt, RewardRecord
+from telescope.environments.types import PreparedPrompt, RewardRecord
 from telescope.orchestrator.groups import Group
 from telescope.orchestrator.prompt_sampler import SampledPrompt
 from telescope.orchestrator.step_stats import mean_gini

@@ -11,7 +11,7 @@ from tests.unit.orchestrator.fakes import StrictRecorder
 from tests.unit.rollout.fakes import generation, tick
 
 from telescope.config import TelescopeConfig
-from telescope.environments.worker_pool.messages import Advance, EnvironmentInfo, PreparedPrompt, RewardRecord
+from telescope.environments.types import Advance, EnvironmentInfo, PreparedPrompt, RewardRecord
 from telescope.errors import InfrastructureError
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.orchestrator import AfterStep, Orchestrator, Services

@@ -19,13 +19,7 @@ from tests.fakes.engine import AnswerFunction, FakeEngine, FakeEngineSettings, F
 from tests.unit.orchestrator.fakes import StrictRecorder
 
 from telescope.config import TelescopeConfig
-from telescope.environments.worker_pool.messages import (
-    Advance,
-    EnvironmentInfo,
-    FirstPrompt,
-    PreparedPrompt,
-    RewardRecord,
-)
+from telescope.environments.types import Advance, EnvironmentInfo, FirstPrompt, PreparedPrompt, RewardRecord
 from telescope.errors import EnvironmentFailure, InfrastructureError, RolloutLost
 from telescope.orchestrator.async_window import MAX_REQUEUES
 from telescope.orchestrator.filters import SampleFilters

@@ -14,7 +14,7 @@ from tests.unit.orchestrator.in_memory import FakeEngine, InMemoryRun, NumberedI
 
 from telescope.config import TelescopeConfig
 from telescope.config.environments import environment_keys
-from telescope.environments.worker_pool.messages import Advance, EnvironmentInfo, FirstPrompt, RewardRecord
+from telescope.environments.types import Advance, EnvironmentInfo, FirstPrompt, RewardRecord
 from telescope.errors import ConfigError, EnvironmentFailure
 from telescope.evals.runner import SamplesFile
 from telescope.orchestrator.evaluation import Evaluation, plan_evals

@@ -16,7 +16,7 @@ from tests.unit.orchestrator.fakes import config_of
 from tests.unit.orchestrator.in_memory import InMemoryRun
 from tests.unit.rollout.fakes import reward, tick
 
-from telescope.environments.worker_pool.messages import Advance, EnvironmentInfo, FirstPrompt
+from telescope.environments.types import Advance, EnvironmentInfo, FirstPrompt
 from telescope.errors import EnvironmentFailure
 from telescope.orchestrator import orchestrator
 from telescope.orchestrator.filters import normalized

@@ -12,7 +12,7 @@ from tests.unit.orchestrator.in_memory import FakeEngine, InMemoryRun, NumberedI
 from tests.unit.orchestrator.test_evaluation import evaluation_of
 from tests.unit.rollout.fakes import tick
 
-from telescope.environments.worker_pool.messages import Advance
+from telescope.environments.types import Advance
 from telescope.errors import EnvironmentFailure
 from telescope.orchestrator import servers as servers_module
 from telescope.orchestrator.evaluation import Evaluation, finished_at

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.unit.orchestrator.fakes import group, prompt, sample
 
-from telescope.environments.worker_pool.messages import EnvironmentInfo
+from telescope.environments.types import EnvironmentInfo
 from telescope.evals.runner import EvalItem, EvalResult, PlannedEval
 from telescope.evals.statistics import Estimate
 from telescope.orchestrator import record_rows

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from telescope.environments.worker_pool.messages import Advance, FirstPrompt, RewardRecord
+from telescope.environments.types import Advance, FirstPrompt, RewardRecord
 from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.rollout.sample import Rollout, RolloutSettings, RolloutTask, SamplingSettings
 from telescope.rollout.trajectory import Trajectory
