@@ -18,8 +18,8 @@ from telescope.environments.types import Advance, EnvironmentInfo, FirstPrompt, 
 from telescope.errors import ConfigError, EnvironmentFailure
 from telescope.evals.runner import SamplesFile
 from telescope.orchestrator.evaluation import Evaluation, plan_evals
-from telescope.orchestrator.prompt_sampler import request_seed
-from telescope.orchestrator.request_slots import RequestSlotPool
+from telescope.rollout.sample import request_seed
+from telescope.rollout.request_slots import RequestSlotPool
 from telescope.orchestrator.servers import ServerPool
 from telescope.orchestrator.status import RunStatus
 from telescope.rollout.sample import RolloutSettings

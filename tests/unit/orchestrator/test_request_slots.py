@@ -6,7 +6,7 @@ import pytest
 from tests.unit.orchestrator.fakes import config_of
 
 from telescope.errors import DeadlineExceeded
-from telescope.orchestrator.request_slots import GroupSlotPool, RequestSlotPool, make_request_slots
+from telescope.rollout.request_slots import GroupSlotPool, RequestSlotPool, make_request_slots
 from telescope.rollout.types import Lease
 
 

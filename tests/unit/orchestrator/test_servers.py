@@ -12,7 +12,7 @@ import pytest
 
 from telescope.errors import InfrastructureError, RankLost
 from telescope.orchestrator import servers as servers_module
-from telescope.orchestrator.request_slots import RequestSlotPool
+from telescope.rollout.request_slots import RequestSlotPool
 from telescope.orchestrator.servers import MAX_FAILED_BRING_UPS, ServerPool
 from telescope.orchestrator.status import RunStatus
 
