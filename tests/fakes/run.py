@@ -26,9 +26,9 @@ from telescope.orchestrator.servers import ServerHandle, ServerPool
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import Supervisor
 from telescope.record.recorder import Recorder
-from telescope.rollout.rendering import RendererSpec
 from telescope.rollout.exchange import TRAINING
 from telescope.rollout.pool import Lane
+from telescope.rollout.rendering import RendererSpec
 from telescope.rollout.request_slots import slots_per_server
 from telescope.rollout.sample import RolloutSettings
 from telescope.rollout.worker_pool.launcher import Launcher

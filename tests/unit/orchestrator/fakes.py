@@ -90,9 +90,7 @@ def workers_of(
     """Rollout workers in this process, and their request slots, with all servers up."""
     grouped = not config.enable_individual_sample_lanes
     rollouts = RolloutPool([RolloutWorker(environments, engines, grouped=grouped) for _ in range(num_workers)])
-    slots = rollouts.open_lane(
-        TRAINING, [slots_per_server(config)] * len(engines), 1 if grouped else config.group_size
-    )
+    slots = rollouts.open_lane(TRAINING, [slots_per_server(config)] * len(engines), 1 if grouped else config.group_size)
     for server in range(len(engines)):
         slots.set_up(server, True)
     return rollouts, slots

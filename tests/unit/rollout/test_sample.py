@@ -40,7 +40,11 @@ async def test_a_sample_is_generated_and_scored() -> None:
     assert sample.completion_text == "text"
     assert sample.started_at <= sample.generated_at <= sample.finished_at
     request = bench.engine.requests[0]
-    assert (request.request_id, request.prompt_token_ids, request.seed) == ("5-0.0.0@0", [1, 2, 3], request_seed(7, 5, 0, 0))
+    assert (request.request_id, request.prompt_token_ids, request.seed) == (
+        "5-0.0.0@0",
+        [1, 2, 3],
+        request_seed(7, 5, 0, 0),
+    )
     assert (request.temperature, request.top_p, request.priority) == (0.7, None, 0)
     assert bench.environments.calls == [("arithmetic#1", 3, [7, 8], "stop", False)]
     assert bench.slots.num_leased == 0
