@@ -38,7 +38,8 @@ async def evaluation_of(
     status = RunStatus("test", config.number_of_steps)
     rollouts = RolloutPool([RolloutWorker(environments, clients)])
     servers = ServerPool(
-        clients, clients, rollouts.open_lane(TRAINING, [8] * len(clients)), status, start_timeout=30.0, hang_timeout=0.0,
+        clients, clients, rollouts.open_lane(TRAINING, [8] * len(clients)), status,
+        start_timeout=30.0, hang_timeout=0.0,
         num_dedicated=config.num_eval_servers if engines else 0, eval_slots_per_server=8,
     )  # fmt: skip
 

@@ -292,7 +292,8 @@ async def test_a_cancelled_sample_ends_during_any_wait_and_keeps_its_tokens(
     else:
         bench.slots.wait = hold_the_second_turn
     rollout = Rollout(
-        task(turns=True), slot_key=5, slots=bench.slots, engine_of=lambda server: bench.engine, environments=bench.environments,
+        task(turns=True), slot_key=5, slots=bench.slots, engine_of=lambda server: bench.engine,
+        environments=bench.environments,
         settings=sample_settings(), on_engine_failure=bench.on_engine_failure,
     )  # fmt: skip
     running = asyncio.create_task(rollout.run())
