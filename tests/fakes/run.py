@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from telescope.config import TelescopeConfig
-from telescope.config.environments import environment_keys
 from telescope.errors import InfrastructureError
+from telescope.evals.entries import environment_keys
 from telescope.inference.client import EngineClient
 from telescope.orchestrator.evaluation import Evaluation, plan_evals
 from telescope.orchestrator.filters import SampleFilters

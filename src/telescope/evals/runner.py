@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from telescope.config import EvalEntry
-from telescope.config.environments import num_eval_items
 from telescope.environments.types import PreparedPrompt
 from telescope.errors import EnvironmentFailure
+from telescope.evals.entries import num_eval_items
 from telescope.evals.statistics import (
     Estimate,
     accuracy_metric,

@@ -25,15 +25,16 @@ from telescope.cluster.inference_group import InferenceGroup
 from telescope.cluster.placement import network_of, reserve
 from telescope.cluster.ray_cluster import watch_daemons
 from telescope.cluster.reaper import Reaper
-from telescope.config import EvalEntry, TelescopeConfig, preflight
-from telescope.config.environments import EnvironmentKeys, environment_keys
+from telescope.config import EvalEntry, TelescopeConfig
 from telescope.config.eval_config import EvalRequest, build_eval_config, measurement_digest
 from telescope.config.machine import local_resources, ray_cluster_is_configured
 from telescope.config.model_checks import check_report
 from telescope.config.model_files import inspect_model
 from telescope.config.plan import plan_placement
 from telescope.errors import ConfigError, UserError
+from telescope.evals.entries import EnvironmentKeys, environment_keys
 from telescope.evals.runner import EvalResult, SamplesFile, plan_eval
+from telescope.orchestrator import preflight
 from telescope.orchestrator.eval_targets import EvalTarget, find_targets
 from telescope.orchestrator.evaluation import Evaluation
 from telescope.orchestrator.folder_weights import FolderWeights

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from telescope.config import TelescopeConfig
-from telescope.config.environments import EnvironmentKeys, check_eval_items
 from telescope.errors import DeadlineExceeded, EnvironmentFailure, InfrastructureError
+from telescope.evals.entries import EnvironmentKeys, check_eval_items
 from telescope.evals.runner import EvalItem, EvalResult, PlannedEval, SamplesFile, plan_eval, run_eval, scores_of
 from telescope.evals.statistics import estimate_difference
 from telescope.health.rules import EvalPoint

@@ -16,7 +16,8 @@ from telescope.environments.types import EnvironmentInfo
 from telescope.evals.runner import EvalItem, EvalResult, PlannedEval
 from telescope.orchestrator.groups import Group
 from telescope.rollout.trajectory import Trajectory, Turn
-from telescope.trainer.batch import SampleTokens, Span
+from telescope.trainer.batch import SampleTokens
+from telescope.utils.timeline import Span
 
 MAX_FAILURE_MESSAGE = 4000  # longest recorded failure message; user code may raise one of any length
 

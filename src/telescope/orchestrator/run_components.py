@@ -25,10 +25,10 @@ from telescope.cluster.placement import Network, network_of, own_host, reserve
 from telescope.cluster.ray_cluster import Cluster, abandon, connect, disconnect, keep_logs
 from telescope.cluster.trainer_group import TrainerGroup
 from telescope.config import TelescopeConfig
-from telescope.config.environments import EnvironmentKeys, environment_keys
 from telescope.config.machine import local_resources
 from telescope.config.plan import plan_placement
 from telescope.errors import UserError
+from telescope.evals.entries import EnvironmentKeys, environment_keys
 from telescope.evals.runner import PlannedEval
 from telescope.inference.client import EngineClient
 from telescope.inference.process import FIRST_STAGE, start_stage

@@ -32,9 +32,9 @@ from telescope.rollout.sample import RolloutTask
 from telescope.rollout.trajectory import Trajectory
 from telescope.trainer.batch import StepInput, TrainSample
 from telescope.trainer.packing import pack_step, truncate_to
-from telescope.verify.report import Check, compare_logprobs, loosest_tolerance
+from telescope.verify.report import Check, compare_logprobs
 from telescope.weights.plan import TensorMeta
-from telescope.weights.probe import ProbeReport
+from telescope.weights.probe import ProbeReport, loosest_tolerance
 
 
 async def check_parity(components: RunComponents, samples: list[TrainSample], inputs: list[StepInput]) -> Check:

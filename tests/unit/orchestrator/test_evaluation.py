@@ -13,9 +13,9 @@ from tests.unit.orchestrator.fakes import StrictRecorder, config_of
 from tests.unit.orchestrator.in_memory import FakeEngine, InMemoryRun, NumberedItems
 
 from telescope.config import TelescopeConfig
-from telescope.config.environments import environment_keys
 from telescope.environments.types import Advance, EnvironmentInfo, FirstPrompt, RewardRecord
 from telescope.errors import ConfigError, EnvironmentFailure
+from telescope.evals.entries import environment_keys
 from telescope.evals.runner import SamplesFile
 from telescope.orchestrator.evaluation import Evaluation, plan_evals
 from telescope.orchestrator.servers import ServerPool
