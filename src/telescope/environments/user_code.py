@@ -29,8 +29,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-Steps = Generator[Awaitable[Any], Any, tuple[dict[str, Any], bytes]]
-"""Returns the fields and the blob of the answer."""
+R = TypeVar("R")
+
+Steps = Generator[Awaitable[Any], Any, R]
+"""A call in steps, which returns R."""
 
 
 def call_with_declared(function: Callable[..., Any], /, *positional: Any, **available: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Runs environments in a worker: item to prompt, completion to score.
+"""Loads environments, and runs them: item to prompt, completion to score.
 
-Owns the loaded environments and their resources (pools of sandboxes, connections), and implements each request of the
-driver. `prepare_resources` and `close_resources` run one at a time in a process, and again after a failure; the pool
-decides which process of a host prepares them. Processes, deadlines and messages belong to `worker` and `pool`.
+Owns the loaded environments and their resources (pools of sandboxes, connections). `prepare_resources` and
+`close_resources` run one at a time in a process, and again after a failure. Calls that may wait are generators of steps
+(`environments.user_code`); threads and deadlines belong to `environments_in_threads`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,20 @@ from telescope.environments.base import (
 from telescope.environments.golds import report_golds
 from telescope.environments.parsers import UnfinishedReasoning, answer_text, opening_tag
 from telescope.environments.serialization import as_json, serialize_messages, serialize_score
-from telescope.environments.types import FINGERPRINT_DIGITS, EnvironmentInfo, EnvironmentSpec, digest_positions
+from telescope.environments.types import (
+    FINGERPRINT_DIGITS,
+    Advance,
+    EnvironmentInfo,
+    EnvironmentSpec,
+    FirstPrompt,
+    PreparedPrompt,
+    RewardRecord,
+    digest_positions,
+)
 from telescope.environments.user_code import Steps, describe_error, settled
 from telescope.errors import UserError
+from telescope.rollout.conversations import Conversations
 from telescope.rollout.rendering import Renderer, lost_message, why_not_extendable, without_breaks
-from telescope.rollout.worker_pool.conversations import Conversations
-from telescope.rollout.worker_pool.messages import pack_ids, unpack_ids
 
 MAX_TRIED_ITEMS = 64
 """Items whose messages are tried with the chat template before a run."""
@@ -93,12 +101,12 @@ class EnvironmentRunner:
             environment.eos_token = self.renderer.eos_token
         return environment
 
-    def prepare_own_resources(self) -> None:
-        """Prepares the resources that every process has for itself. Blocks until they are ready."""
+    async def prepare_own_resources(self) -> None:
+        """Prepares the resources that every process has for itself."""
         for position, spec in enumerate(self.specs):
             if self.resources[position].overridden and not self.resources[position].per_host:
                 with self._loading(spec, "resources", "preparing the resources of"):
-                    asyncio.get_event_loop().run_until_complete(_run_all(self.resources[position].ready()))
+                    await self.resources[position].ready()
 
     async def close(self) -> None:
         """Ends the open rollouts, then closes the resources of this process."""
@@ -216,40 +224,8 @@ class EnvironmentRunner:
         environment = self.environments[position]
         return [sample_uid(environment.get_sample(i)) for i in range(start, stop)]
 
-    def execute(self, header: dict[str, Any], blob: bytes) -> Steps:
-        """Executes one request of the driver, in steps."""
-        op, position = header["op"], header["env"]
-        if op == "identities":
-            return {"uids": self.identities(position, header["start"], header["stop"])}, b""
-        if op == "prepare":
-            fields, ids = self.prepare(position, header["index"])
-            return fields, pack_ids(ids)
-        if op == "resources":
-            yield from self.resources[position].ready()
-            return {}, b""
-        if op == "end":
-            yield from self.conversations.end(header["rollout"])
-            return {}, b""
-        yield from self.resources[position].ready()
-        if op == "advance":
-            return (yield from self._score(header, unpack_ids(blob)))
-        if op == "begin":
-            environment = self.environments[position]
-            sample = environment.get_sample(header["index"])
-            messages = self._first_messages(environment, sample)
-            ids = yield from self.conversations.begin(
-                header["rollout"],
-                environment,
-                sample,
-                messages,
-                interleaved=header["interleaved"] and not self.not_extendable.get(position),
-            )
-            return {"messages": messages}, pack_ids(ids)
-        assert op == "respond", f"unknown operation {op!r}"
-        return (yield from self.conversations.respond(header, blob))
-
-    def prepare(self, position: int, index: int) -> tuple[dict[str, Any], list[int]]:
-        """Returns the fields of `PreparedPrompt`, and the token ids."""
+    def prepare(self, position: int, index: int) -> PreparedPrompt:
+        """Renders and tokenizes the prompt of an item."""
         assert self.renderer is not None, "a pool without a renderer prepares no prompts"
         environment = self.environments[position]
         sample: Sample = environment.get_sample(index)
@@ -264,7 +240,16 @@ class EnvironmentRunner:
             text = self._prompt_text(position, index)
             ids = self.renderer.encode(text, from_template=environment.uses_chat_template)
             messages = self._first_messages(environment, sample)
-        return {"text": without_breaks(text), "messages": messages, "sample_uid": sample_uid(sample)}, ids
+        return PreparedPrompt(ids, without_breaks(text), messages, sample_uid(sample))
+
+    def begin(self, rollout: str, position: int, index: int, *, interleaved: bool) -> Steps[FirstPrompt]:
+        """Begins a multi-turn rollout. Its resources must be ready."""
+        environment = self.environments[position]
+        sample = environment.get_sample(index)
+        messages = self._first_messages(environment, sample)
+        interleaved = interleaved and not self.not_extendable.get(position)
+        ids = yield from self.conversations.begin(rollout, environment, sample, messages, interleaved=interleaved)
+        return FirstPrompt(ids, messages)
 
     def _prompt_text(self, position: int, index: int) -> str:
         assert self.renderer is not None
@@ -282,15 +267,16 @@ class EnvironmentRunner:
         )
         return serialize_messages(prompt, "get_initial_prompt")
 
-    def _score(self, header: dict[str, Any], token_ids: list[int]) -> Steps:
+    def score(
+        self, position: int, index: int, token_ids: Sequence[int], stop_reason: str, *, for_eval: bool
+    ) -> Steps[Advance]:
         """Decodes a completion and lets the environment score it.
 
         The end token is removed if the model ended the answer itself (`stop_reason` is `stop`).
         """
-        position, index, for_eval = header["env"], header["index"], header["for_eval"]
         environment = self.environments[position]
         assert self.renderer is not None, "a pool without a renderer decodes no completions"
-        cut = header["stop_reason"] == "stop" and not environment.keeps_eos_token
+        cut = stop_reason == "stop" and not environment.keeps_eos_token
         text = self.renderer.decode(token_ids, cut_end_token=cut)
         if (position, index) not in self._opened:  # another process has prepared the prompt
             self._prompt_text(position, index)
@@ -301,7 +287,7 @@ class EnvironmentRunner:
         method = environment.compute_eval_metrics if for_eval else environment.compute_reward
         result = method(completion, environment.get_sample(index), eos_token=environment.eos_token)
         score = serialize_score((yield from settled(result)), for_eval)
-        return {"done": True, "completion_text": text, "reward": score}, b""
+        return Advance(True, [], text, RewardRecord(**score))
 
 
 async def _run_all(steps: Generator[Awaitable[Any], Any, Any]) -> None:
@@ -325,14 +311,14 @@ class Resources:
         self._prepared = not self.overridden
         self._preparing: asyncio.Future[Any] | None = None
 
-    def ready(self) -> Generator[Awaitable[Any], Any, None]:
-        """Prepares the resources, in steps. Raises what `prepare_resources` raises."""
+    async def ready(self) -> None:
+        """Prepares the resources. Raises what `prepare_resources` raises."""
         if self._prepared:
             return
         if self._preparing is None:
-            self._preparing = asyncio.get_event_loop().create_task(self._prepare())
+            self._preparing = asyncio.create_task(self._prepare())
         # Shielded: a caller whose deadline passes must not cancel the preparation for the others.
-        yield from settled(asyncio.shield(self._preparing))
+        await asyncio.shield(self._preparing)
 
     async def _prepare(self) -> None:
         try:
