@@ -200,7 +200,7 @@ def try_components(config: TelescopeConfig, *, here: bool = True) -> list[str]:
 def try_environments_of(config: TelescopeConfig, keys: EnvironmentKeys) -> list[str]:
     """Loads environments and evals in a separate process. Returns their notices; raises `UserError`."""
     from telescope.evals.entries import check_eval_items
-    from telescope.rollout.worker_pool.trial import notices_of, try_environments
+    from telescope.rollout.trial import notices_of, try_environments
 
     infos = try_environments(
         keys.specs,

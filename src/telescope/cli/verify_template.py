@@ -10,8 +10,8 @@ from rich.text import Text
 from telescope.config import TelescopeConfig
 from telescope.errors import UserError
 from telescope.evals.entries import environment_keys
+from telescope.rollout.environment_runner import EnvironmentRunner
 from telescope.rollout.rendering import Dialogue, Renderer, RendererSpec
-from telescope.rollout.worker_pool.environment_runner import EnvironmentRunner
 
 TRAINED, UNTRAINED = "bold green", "dim"
 ANSWERS = ("<think>\nThe first thought.\n</think>\n\nThe first answer.", "The last answer.")
@@ -45,14 +45,14 @@ def print_template(config: TelescopeConfig, console: Console) -> None:
 def _print_conversation(runner: EnvironmentRunner, position: int, config: TelescopeConfig, console: Console) -> None:
     renderer, environment = runner.renderer, runner.environments[position]
     assert renderer is not None
-    fields, ids = runner.prepare(position, 0)
+    prompt = runner.prepare(position, 0)
     ends = [*renderer.stops.token_ids[:1]]
 
     def show(token_ids: list[int], style: str) -> None:
         text = renderer.decode(token_ids, cut_end_token=False)
         console.print(Text(f"[[{text}]]" if style == TRAINED else text, style=style), end="", soft_wrap=True)
 
-    show(ids, UNTRAINED)
+    show(prompt.token_ids, UNTRAINED)
     if not environment.is_multi_turn:
         show([*renderer.encode_continuation(ANSWERS[0]), *ends], TRAINED)
         console.print("\n")
@@ -64,7 +64,7 @@ def _print_conversation(runner: EnvironmentRunner, position: int, config: Telesc
         thinking_prefix=found.add_thinking_prefix,
         tools=found.template_tools,
     )
-    messages = fields["messages"]
+    messages = prompt.messages
     dialogue.begin(messages)
     for answer in ANSWERS:
         sampled = [*renderer.encode_continuation(answer), *ends]

@@ -81,6 +81,7 @@ class InferenceGroup:
         ]
         self.handles = [ActorHandle(actor, index) for index, actor in enumerate(self._actors)]
         self._clients_by_index: dict[int, EngineClient] = {}
+        self._arguments: dict[int, dict[str, Any]] = {}
 
     async def start(self, index: int) -> Any:
         """Starts server `index`, waits until it answers, and creates its client. Returns its `ServerInfo`."""
@@ -93,17 +94,23 @@ class InferenceGroup:
                 f"inference server {index} did not start within inference_start_timeout_seconds = {timeout:g} s; "
                 "its log is in the run directory"
             ) from None
-        self._clients_by_index[index] = EngineClient(
-            info.url,
-            self._secret,
-            index,
-            request_timeout=self._config.request_timeout_seconds,
-            update_timeout=self._config.weight_sync_timeout_seconds,
-            with_priority=self._config.vllm_scheduling_policy == "priority",
-            num_workers=self._config.inference_tensor_parallel_size,
-        )
+        self._arguments[index] = {
+            "base_url": info.url,
+            "secret": self._secret,
+            "server_index": index,
+            "request_timeout": self._config.request_timeout_seconds,
+            "update_timeout": self._config.weight_sync_timeout_seconds,
+            "with_priority": self._config.vllm_scheduling_policy == "priority",
+            "num_workers": self._config.inference_tensor_parallel_size,
+        }
+        self._clients_by_index[index] = EngineClient(**self._arguments[index])
         self.clients = [client for _, client in sorted(self._clients_by_index.items())]
         return info
+
+    @property
+    def client_arguments(self) -> list[dict[str, Any]]:
+        """Arguments of the clients of all servers, for those of other processes."""
+        return [arguments for _, arguments in sorted(self._arguments.items())]
 
     async def close_clients(self) -> None:
         """Closes the HTTP connections, which aborts requests in flight."""

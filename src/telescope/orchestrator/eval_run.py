@@ -23,8 +23,9 @@ from pydantic import ValidationError
 
 from telescope.cluster.inference_group import InferenceGroup
 from telescope.cluster.placement import network_of, reserve
-from telescope.cluster.ray_cluster import watch_daemons
+from telescope.cluster.ray_cluster import Cluster, watch_daemons
 from telescope.cluster.reaper import Reaper
+from telescope.cluster.rollout_group import RolloutGroup
 from telescope.config import EvalEntry, TelescopeConfig
 from telescope.config.eval_config import EvalRequest, build_eval_config, measurement_digest
 from telescope.config.machine import local_resources, ray_cluster_is_configured
@@ -42,8 +43,8 @@ from telescope.orchestrator.run import View
 from telescope.orchestrator.run_components import (
     all_or_first_failure,
     connect_cluster,
+    connect_rollouts,
     make_server_pool,
-    start_environments,
     start_rollouts,
     start_servers,
 )
@@ -57,7 +58,7 @@ from telescope.record.recorder import Recorder
 from telescope.rollout.exchange import TRAINING
 from telescope.rollout.pool import RolloutPool
 from telescope.rollout.sample import RolloutSettings
-from telescope.rollout.worker_pool.pool import EnvironmentPool
+from telescope.rollout.stops import Stops
 
 logger = logging.getLogger(__name__)
 
@@ -268,19 +269,26 @@ class _EvalRun:
     ) -> None:
         job, status, config = self._job, self._status, self._job.config
         directory = RunDirectory(job.output, config, [])
-        status.phase = "loading evals"
         keys = keys_of_evals(config)
-        environments = await self._interrupt.run_until_first(start_environments(config, keys, directory, status, stack))
-        settings = RolloutSettings.from_config(config, environments.stops)
+        loop = asyncio.get_running_loop()
+
+        def on_ray_started() -> None:
+            self._interrupt.install(loop)
+            supervisor.spawn(watch_daemons(), "Ray's daemons")
+
+        connecting = connect_cluster(config, directory, status, stack, temporary, on_ray_started)
+        cluster = await self._interrupt.run_until_first(connecting)
+        starting_workers = start_rollouts(config, keys, directory, cluster, status, stack)
+        group, rollouts = await self._interrupt.run_until_first(starting_workers)
+        settings = RolloutSettings.from_config(config, Stops(**group.infos[0].stops))
         plans = [
-            replace(await plan_eval(entry, key, environments, settings.sampling, number), session=job.session)
+            replace(await plan_eval(entry, key, rollouts, settings.sampling, number), session=job.session)
             for entry, key, number in zip(config.evals, keys.evals, job.numbers, strict=True)
         ]
-        rollouts, weights = RolloutPool([]), None
-        servers = make_server_pool(config, None, rollouts.open_lane(TRAINING, []), status)
+        servers, weights = make_server_pool(config, None, RolloutPool([]).open_lane(TRAINING, []), status), None
         if not all(samples.has_all(target.identity(), plans) for target in job.targets):
-            starting = self._start_servers(environments, supervisor, directory, stack, temporary)
-            rollouts, servers, weights = await self._interrupt.run_until_first(starting)
+            starting = self._start_servers(cluster, group, rollouts, supervisor, directory, stack)
+            servers, weights = await self._interrupt.run_until_first(starting)
         evaluation = Evaluation(
             plans, config, rollouts, servers, settings, recorder, status, supervisor.spawn,
             problems=self._problems, samples=samples, recorded=self._recorded(recorder.files.run_dir),
@@ -311,24 +319,18 @@ class _EvalRun:
 
     async def _start_servers(
         self,
-        environments: EnvironmentPool,
+        cluster: Cluster,
+        group: RolloutGroup,
+        rollouts: RolloutPool,
         supervisor: Supervisor,
         directory: RunDirectory,
         stack: AsyncExitStack,
-        temporary: Path,
-    ) -> tuple[RolloutPool, ServerPool, FolderWeights]:
+    ) -> tuple[ServerPool, FolderWeights]:
         """Starts the servers with the first model. They end with `stack`."""
         job, status = self._job, self._status
         folder = (await self._folder_of(job.targets[0])).absolute()
         config = job.config.replace(model=str(folder))
         check_report(config, await asyncio.to_thread(inspect_model, config))
-        loop = asyncio.get_running_loop()
-
-        def on_ray_started() -> None:
-            self._interrupt.install(loop)
-            supervisor.spawn(watch_daemons(), "Ray's daemons")
-
-        cluster = await connect_cluster(config, directory, status, stack, temporary, on_ray_started)
         placement = await reserve(config, plan_placement(config, cluster.resources, with_trainer=False))
         stack.callback(placement.remove)
         network = network_of(config, placement, cluster.driver_node)
@@ -337,7 +339,7 @@ class _EvalRun:
         stack.push_async_callback(inference.stop)
         await all_or_first_failure(*start_servers(config, inference, status))
         stack.push_async_callback(inference.close_clients)
-        rollouts = start_rollouts(config, environments, inference.clients, stack)
+        await connect_rollouts(group, inference)
         slots = rollouts.open_lane(TRAINING, [config.lanes_per_server] * config.num_inference_servers)
         servers = make_server_pool(config, inference, slots, status)
         rollouts.on_engine_failure = servers.report_failure
@@ -347,7 +349,7 @@ class _EvalRun:
             servers.open(index)
         supervisor.spawn(servers.watch(), "server watch")
         supervisor.spawn(watchdog(status, config.watchdog_seconds, inference.dump_stacks), "watchdog")
-        return rollouts, servers, weights
+        return servers, weights
 
 
 def _ids(run_dir: Path, table: str) -> frozenset[str]:

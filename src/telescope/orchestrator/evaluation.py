@@ -33,9 +33,8 @@ from telescope.orchestrator.status import RunStatus
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 from telescope.rollout.pool import RolloutPool
-from telescope.rollout.sample import RolloutSettings
+from telescope.rollout.sample import Prompts, RolloutSettings
 from telescope.rollout.trajectory import Trajectory
-from telescope.rollout.worker_pool.pool import EnvironmentPool
 from telescope.utils.text import pluralize, single_line
 
 logger = logging.getLogger(__name__)
@@ -331,7 +330,7 @@ def finished_at(run_dir: Path, version: int) -> frozenset[int]:
 
 
 async def plan_evals(
-    config: TelescopeConfig, keys: EnvironmentKeys, environments: EnvironmentPool, settings: RolloutSettings
+    config: TelescopeConfig, keys: EnvironmentKeys, environments: Prompts, settings: RolloutSettings
 ) -> list[PlannedEval]:
     """Plans every eval of the config, in order. Raises as `check_eval_items` and `plan_eval` do."""
     check_eval_items(config, keys, {key: await environments.describe(key) for key in keys.evals})

@@ -11,7 +11,6 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
-from typing import Protocol
 
 from telescope.config import TelescopeConfig
 from telescope.environments.types import PreparedPrompt
@@ -20,7 +19,7 @@ from telescope.orchestrator.budget import ErrorBudget
 from telescope.orchestrator.prompt_sampler import PromptSampler, SampledPrompt, SamplerPosition
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import ChangeNotifier
-from telescope.rollout.worker_pool.pool import EnvironmentPool
+from telescope.rollout.sample import Prompts
 from telescope.utils.text import single_line
 
 logger = logging.getLogger(__name__)
@@ -33,18 +32,12 @@ NUM_MEASURED = 128
 MAX_UNUSABLE_PROMPTS = 10_000  # consecutive unusable prompts after which the run stops
 
 
-class PromptSource(Protocol):
-    """What renders prompts: the rollout workers."""
-
-    async def prepare(self, key: str, item: int) -> PreparedPrompt: ...
-
-
 @dataclass(eq=False)
 class PromptBuffer:
     """Buffers up to `prompt_prefetch_buffer_size` prompts; `fill` keeps it full. `max_context` is in tokens."""
 
     config: TelescopeConfig
-    source: PromptSource
+    source: Prompts
     environment_keys: list[str]
     sampler: PromptSampler
     held_out_uids: frozenset[str]
@@ -135,9 +128,7 @@ class PromptBuffer:
         return prompt
 
 
-async def measure_prompts(
-    config: TelescopeConfig, source: EnvironmentPool, keys: list[str], max_context: int
-) -> list[str]:
+async def measure_prompts(config: TelescopeConfig, source: Prompts, keys: list[str], max_context: int) -> list[str]:
     """Returns sentences for prompts that are left out: they cannot be rendered, or leave no space for an answer.
 
     Looks at items spread over the dataset. Raises `UserError` for an environment whose prompts are all too long.
@@ -166,7 +157,7 @@ async def measure_prompts(
     return news
 
 
-async def _length(source: EnvironmentPool, key: str, item: int) -> int | EnvironmentFailure:
+async def _length(source: Prompts, key: str, item: int) -> int | EnvironmentFailure:
     """Returns the tokens of a prompt, or why it cannot be rendered, which counts once it is needed."""
     try:
         return len((await source.prepare(key, item)).token_ids)

@@ -1,19 +1,18 @@
 """Starts and wires the components of a run.
 
-Environments start first, because their data must be valid before anything expensive starts; then Ray; then trainer and
-engines side by side. Each component registers its stop on the exit stack, so they stop in reverse order in any case.
-`run` uses the components.
+Ray starts first; then the rollout workers, because the data of the environments must be valid before anything expensive
+starts; then trainer and engines side by side. Each component registers its stop on the exit stack, so they stop in
+reverse order in any case. `run` uses the components.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,7 @@ from typing import Any
 from telescope.cluster.inference_group import InferenceGroup
 from telescope.cluster.placement import Network, network_of, own_host, reserve
 from telescope.cluster.ray_cluster import Cluster, abandon, connect, disconnect, keep_logs
+from telescope.cluster.rollout_group import LINGER_SECONDS, NEWS_SECONDS, RolloutGroup
 from telescope.cluster.trainer_group import TrainerGroup
 from telescope.config import TelescopeConfig
 from telescope.config.machine import local_resources
@@ -30,7 +30,6 @@ from telescope.config.plan import plan_placement
 from telescope.errors import UserError
 from telescope.evals.entries import EnvironmentKeys, environment_keys
 from telescope.evals.runner import PlannedEval
-from telescope.inference.client import EngineClient
 from telescope.inference.process import FIRST_STAGE, start_stage
 from telescope.inference.vllm.launch import hang_timeout, runs_on_cpu
 from telescope.inference.vllm.request_tracing import TraceReceiver, TraceTarget, why_not_available
@@ -47,12 +46,10 @@ from telescope.record.alerts import REPORTED
 from telescope.record.files import RunFiles
 from telescope.rollout.exchange import TRAINING
 from telescope.rollout.pool import Lane, RolloutPool
-from telescope.rollout.rendering import RendererSpec
 from telescope.rollout.request_slots import slots_per_server
 from telescope.rollout.sample import RolloutSettings
-from telescope.rollout.worker import RolloutWorker
-from telescope.rollout.worker_pool.pool import EnvironmentPool
-from telescope.rollout.worker_pool.trial import notices_of
+from telescope.rollout.stops import Stops
+from telescope.rollout.trial import notices_of
 from telescope.utils.process import in_daemon_thread
 
 logger = logging.getLogger(__name__)
@@ -65,7 +62,6 @@ class RunComponents:
     """The started components of a run."""
 
     config: TelescopeConfig
-    environments: EnvironmentPool
     keys: EnvironmentKeys
     cluster: Cluster
     trainer: TrainerGroup
@@ -84,8 +80,7 @@ class RunComponents:
     """Whether trainer and servers connect over loopback."""
 
     async def dump_stacks(self) -> dict[str, str]:
-        """Stacks of trainer ranks and inference servers. Environment workers write theirs to their logs."""
-        self.environments.dump_stacks()
+        """Stacks of trainer ranks and inference servers. Rollout workers write theirs to their logs."""
         return {**await self.trainer.dump_stacks(), **await self.inference.dump_stacks()}
 
 
@@ -102,20 +97,19 @@ async def start_components(
     """Starts everything that `config` asks for; `stack` stops it.
 
     `temporary` is the run's private directory (`Reaper.directory`). `on_ray_started` is called once Ray has installed
-    its signal handlers, and `check_data` before anything but the environments is started. Raises UserError for what a
-    user can fix, otherwise the first error of a component.
+    its signal handlers, and `check_data` before anything but the rollout workers is started. Raises UserError for what
+    a user can fix, otherwise the first error of a component.
     """
-    status.phase = "loading environments"
     keys = environment_keys(config)
-    environments = await start_environments(config, keys, directory, status, stack)
-    settings = RolloutSettings.from_config(config, environments.stops)
-    evals = await plan_evals(config, keys, environments, settings)
-    data = describe_data(keys.training, [await environments.describe(key) for key in keys.training], evals)
+    cluster = await connect_cluster(config, directory, status, stack, temporary, on_ray_started)
+    group, rollouts = await start_rollouts(config, keys, directory, cluster, status, stack)
+    settings = RolloutSettings.from_config(config, Stops(**group.infos[0].stops))
+    evals = await plan_evals(config, keys, rollouts, settings)
+    data = describe_data(keys.training, [rollouts.infos[key] for key in keys.training], evals)
     check_data(data)
-    for news in await measure_prompts(config, environments, keys.training, settings.sampling.max_context):
+    for news in await measure_prompts(config, rollouts, keys.training, settings.sampling.max_context):
         status.report(news, "environment", "warning", log=logger)
 
-    cluster = await connect_cluster(config, directory, status, stack, temporary, on_ray_started)
     plan = plan_placement(config, cluster.resources)
     placement = await reserve(config, plan)
     stack.callback(placement.remove)
@@ -133,13 +127,13 @@ async def start_components(
     await start_workers(config, directory, trainer, inference, status, loopback=loopback)
     stack.push_async_callback(inference.close_clients)
 
-    rollouts = start_rollouts(config, environments, inference.clients, stack)
+    await connect_rollouts(group, inference)
     slots = rollouts.open_lane(
         TRAINING,
         [slots_per_server(config)] * config.num_inference_servers,
         config.group_size if config.enable_individual_sample_lanes else 1,
     )
-    probe_prompt = await environments.prepare(keys.training[0], 0)
+    probe_prompt = await rollouts.prepare(keys.training[0], 0)
     servers = make_server_pool(config, inference, slots, status)
     rollouts.on_engine_failure = servers.report_failure
     topology = {"driver": cluster.node_names[cluster.driver_node], **trainer.topology}
@@ -161,20 +155,9 @@ async def start_components(
     for index in range(config.num_inference_servers):
         servers.open(index)
     return RunComponents(
-        config, environments, keys, cluster, trainer, inference, rollouts, slots, servers, weights, evals, settings,
+        config, keys, cluster, trainer, inference, rollouts, slots, servers, weights, evals, settings,
         data, topology, loopback,
     )  # fmt: skip
-
-
-def start_rollouts(
-    config: TelescopeConfig, environments: EnvironmentPool, clients: Sequence[EngineClient], stack: AsyncExitStack
-) -> RolloutPool:
-    """Returns the rollout workers, which end with `stack`."""
-    worker = RolloutWorker(environments, clients, grouped=not config.enable_individual_sample_lanes)
-    stack.push_async_callback(worker.close)
-    rollouts = RolloutPool([worker])
-    stack.push_async_callback(rollouts.close)
-    return rollouts
 
 
 def make_server_pool(
@@ -193,40 +176,48 @@ def make_server_pool(
     )
 
 
-async def start_environments(
-    config: TelescopeConfig, keys: EnvironmentKeys, directory: RunDirectory, status: RunStatus, stack: AsyncExitStack
-) -> EnvironmentPool:
-    """Loads the environments. Their notices go to the log, and to `status` unless it has them."""
-    environments = EnvironmentPool(
-        keys.specs,
-        renderer=RendererSpec.from_config(config),
-        num_workers=config.environment_workers or min(4, len(os.sched_getaffinity(0))),
-        timeout_seconds=config.environment_timeout_seconds,
-        environments_path=list(config.environments_path),
-        log_dir=directory.path / "logs",
-        eager_prepare_resources=config.eager_prepare_resources,
-        debug=config.debug,
-    )
-    stack.push_async_callback(environments.close)
-    await environments.start()
-    ends = environments.stops.description or "only its length: set stop_token_ids or stop"
+async def start_rollouts(
+    config: TelescopeConfig,
+    keys: EnvironmentKeys,
+    directory: RunDirectory,
+    cluster: Cluster,
+    status: RunStatus,
+    stack: AsyncExitStack,
+) -> tuple[RolloutGroup, RolloutPool]:
+    """Starts the rollout workers, which load the environments.
+
+    Notices of environments go to the log, and to `status` unless it has them.
+    """
+    status.phase = "loading environments"
+    group = RolloutGroup(config, keys.specs, directory.path, cluster)
+    stack.push_async_callback(group.stop)
+    await group.start()
+    by_key = {spec.identity: info for spec, info in zip(keys.specs, group.infos, strict=True)}
+    rollouts = RolloutPool(group.handles, infos=by_key, homes=group.homes, seconds=NEWS_SECONDS, linger=LINGER_SECONDS)
+    stack.push_async_callback(rollouts.close)
+    if config.eager_prepare_resources:
+        await group.prepare_resources()
+    ends = Stops(**group.infos[0].stops).description or "only its length: set stop_token_ids or stop"
     status.report(f"What ends an answer: {ends}", "environment", log=logger)
-    check_reward_ranges(config, [await environments.describe(key) for key in keys.training])
-    infos = [await environments.describe(key) for key in (*keys.training, *keys.evals)]
-    for notice in notices_of(infos):
+    check_reward_ranges(config, [by_key[key] for key in keys.training])
+    for notice in notices_of([by_key[key] for key in (*keys.training, *keys.evals)]):
         if notice in status.messages:  # usually shown before the start
             logger.warning("%s", notice, extra=REPORTED)
         else:
             status.report(notice, "environment", "warning", log=logger)
     for key in keys.training if config.interleaved_rollouts else ():
-        why = (await environments.describe(key)).not_extendable
-        if why is not None:
+        if (why := by_key[key].not_extendable) is not None:
             news = (
                 f"{key}: each turn is a training sample of its own, as with interleaved_rollouts: false. The chat "
                 f"template cannot be extended from turn to turn: {why}"
             )
             status.report(news, "environment", "warning", log=logger)
-    return environments
+    return group, rollouts
+
+
+async def connect_rollouts(group: RolloutGroup, inference: InferenceGroup) -> None:
+    """Connects the rollout workers to the started servers."""
+    await group.connect(inference.client_arguments, lambda: [client.loaded_version for client in inference.clients])
 
 
 async def connect_cluster(

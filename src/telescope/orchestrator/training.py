@@ -137,12 +137,12 @@ async def make_orchestrator(
     after_step: AfterStep | None = None,
 ) -> Orchestrator:
     """Builds the loops, from the state of a checkpoint. Items that an eval holds out are never sampled."""
-    infos = [await components.environments.describe(key) for key in components.keys.training]
+    infos = [components.rollouts.infos[key] for key in components.keys.training]
     for key, entry, info in zip(components.keys.training, config.environments, infos, strict=True):
         directory.recorder.write("environments", record_rows.environment_row(key, entry.name, entry.weight, info))
     for key, eval_entry in zip(components.keys.evals, config.evals, strict=True):
         if key not in components.keys.training:
-            row = record_rows.environment_row(key, eval_entry.name, None, await components.environments.describe(key))
+            row = record_rows.environment_row(key, eval_entry.name, None, components.rollouts.infos[key])
             directory.recorder.write("environments", row)
     sampler = PromptSampler(
         config.seed,

@@ -79,7 +79,7 @@ class LoadedEnvironments:
         """Scores the completion of a single-turn environment: its reward, or the metrics of an evaluation."""
         method = "compute_eval_metrics" if for_eval else "compute_reward"
         position, ids = self._positions[env_key], np.asarray(completion_token_ids).tolist()
-        await self._resources(position, env_key)
+        await self.prepare_resources(position)
         steps = self._runner.score(position, index, ids, stop_reason, for_eval=for_eval)
         return await self._timed(steps, f"environment {env_key!r}, item {index}: {method}")
 
@@ -87,7 +87,7 @@ class LoadedEnvironments:
         """Begins a multi-turn rollout. `interleaved` False renders the whole conversation for every turn."""
         label = f"environment {env_key!r}, item {index}, rollout {rollout!r}"
         position = self._positions[env_key]
-        await self._resources(position, env_key)
+        await self.prepare_resources(position)
         self._rollouts[rollout] = label, None
         steps = self._runner.begin(rollout, position, index, interleaved=interleaved)
         return await self._of_rollout(rollout, self._steps(steps, f"{label}: begin"))
@@ -154,9 +154,9 @@ class LoadedEnvironments:
 
         asyncio.ensure_future(end())  # noqa: RUF006 (the environments live as long as the loop)
 
-    async def _resources(self, position: int, env_key: str) -> None:
+    async def prepare_resources(self, position: int) -> None:
         """Waits until the resources of an environment are prepared."""
-        label = f"environment {env_key!r}: prepare_resources"
+        label = f"environment {self._runner.specs[position].identity!r}: prepare_resources"
         try:
             await asyncio.wait_for(self._runner.resources[position].ready(), self._start_timeout)
         except TimeoutError:

@@ -10,8 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from telescope.environments.types import PreparedPrompt
+from telescope.errors import InfrastructureError
 from telescope.rollout.sample import RolloutSettings, RolloutTask
 from telescope.rollout.trajectory import Trajectory
+
+
+class WorkerLost(InfrastructureError):
+    """A rollout worker has ended, or does not answer."""
+
 
 TRAINING = ""
 """The lane of a run's own rollouts. Each eval has a lane of its own."""
@@ -22,7 +28,8 @@ class GroupTask:
     """Samples of one prompt. They share a server, which then computes the prompt once. `key` is unique in the run."""
 
     key: int
-    samples: list[RolloutTask]
+    samples: dict[int, RolloutTask]
+    """By their index in the group. A group whose worker was lost goes on with those that had not ended."""
     settings: RolloutSettings
     lane: str = TRAINING
 
@@ -84,6 +91,8 @@ class Report:
     """Lane, server and `InfrastructureError` of failed requests. The server is closed in the lane until it is ordered
     to be up."""
     lanes: dict[str, LaneState] = field(default_factory=dict)
+    is_stuck: bool = False
+    """User code hangs in a thread, so the worker is to be replaced once its rollouts have ended."""
 
     @property
     def num_events(self) -> int:

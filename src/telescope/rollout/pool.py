@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from telescope.environments.types import PreparedPrompt
+from telescope.environments.types import ROLLOUT_ERROR, EnvironmentInfo, PreparedPrompt
 from telescope.errors import InfrastructureError
-from telescope.rollout.exchange import TRAINING, GroupTask, LaneState, Orders, Report, RunningSample
+from telescope.rollout.exchange import TRAINING, GroupTask, LaneState, Orders, Report, RunningSample, WorkerLost
 from telescope.rollout.request_slots import share_slots
 from telescope.rollout.sample import RolloutSettings, RolloutTask
 from telescope.rollout.trajectory import Trajectory
+
+MAX_LOST_WORKERS = 3
+"""Workers that may be lost while they run a group, before it is taken for the cause."""
 
 OnSample = Callable[[int, Trajectory | BaseException], None]
 
@@ -27,7 +31,13 @@ OnSample = Callable[[int, Trajectory | BaseException], None]
 class Worker(Protocol):
     """Interface of a rollout worker (`rollout.worker.RolloutWorker`)."""
 
-    async def exchange(self, orders: Orders, *, seconds: float | None = None, linger: float = 0.0) -> Report: ...
+    async def exchange(self, orders: Orders, *, seconds: float | None = None, linger: float = 0.0) -> Report:
+        """Sends orders and returns news. Raises `WorkerLost`."""
+        ...
+
+    async def restart(self) -> None:
+        """Starts the worker anew after `WorkerLost`, without rollouts and lanes. Raises when it cannot."""
+        ...
 
 
 @dataclass(eq=False)
@@ -38,9 +48,13 @@ class RunningGroup:
     worker: _Worker
     on_sample: OnSample
     samples: dict[int, RunningSample]
+    is_cancelled: bool = False
+    num_lost: int = 0
+    """Workers that were lost while they ran it."""
 
     def cancel(self) -> None:
         """Ends the samples soon, with their tokens so far. Running requests are aborted in the engine."""
+        self.is_cancelled = True
         self.worker.orders.cancelled.append(self.task.key)
         self.worker.has_orders.set()
 
@@ -55,16 +69,33 @@ class _Worker:
     lanes: dict[str, LaneState] = field(default_factory=dict)
     num_ordered: dict[str, int] = field(default_factory=dict)
     """Samples of each lane that the last report does not know."""
+    shares: dict[str, list[int]] = field(default_factory=dict)
+    """Its request slots on each server in each open lane."""
+    is_open: bool = True
+    """Whether it gets new groups: it is neither starting nor about to be replaced."""
 
     def num_free(self, lane: str) -> int:
         """Returns request slots that no sample takes, not even one that is on its way there."""
+        if not self.is_open:
+            return 0
         return self.lanes[lane].num_free - self.num_ordered.get(lane, 0) if lane in self.lanes else 0
+
+
+@dataclass(eq=False)
+class _Prompt:
+    """A prompt that is being rendered."""
+
+    key: str
+    item: int
+    rendered: asyncio.Future[PreparedPrompt]
+    worker: _Worker | None = None
 
 
 class RolloutPool:
     """The rollout workers of a run. Use it from one event loop. Workers are called from the first prompt or group on.
 
-    A call of a worker waits `seconds` for news (None: as long as it takes) and `linger` seconds more.
+    `homes` are the workers of environments, by key, that not all workers can run: their resources exist once a node. A
+    call of a worker waits `seconds` for news (None: as long as it takes) and `linger` seconds more.
     `on_engine_failure` is called for each failed request with its server, and closes it in all lanes if it is to get no
     more.
     """
@@ -73,19 +104,24 @@ class RolloutPool:
         self,
         workers: Sequence[Worker],
         *,
+        infos: Mapping[str, EnvironmentInfo] | None = None,
         seconds: float | None = None,
         linger: float = 0.0,
+        homes: Mapping[str, Sequence[int]] | None = None,
         on_engine_failure: Callable[[int, InfrastructureError], None] = lambda server, error: None,
     ) -> None:
         self.on_change: Callable[[], None] = lambda: None
         """Called for free request slots and changes of servers."""
         self.on_engine_failure = on_engine_failure
+        self.homes = homes or {}
+        self.infos = infos or {}
+        """Descriptions of the environments, by their keys."""
         self.workers = [_Worker(worker) for worker in workers]
         self._seconds, self._linger = seconds, linger
         self._groups: dict[int, RunningGroup] = {}
         self._keys = itertools.count()
         self._lanes: dict[str, Lane] = {}
-        self._prompts: dict[int, asyncio.Future[PreparedPrompt]] = {}
+        self._prompts: dict[int, _Prompt] = {}
         self._serving: list[asyncio.Task[None]] = []
         self._failure: BaseException | None = None
 
@@ -96,7 +132,7 @@ class RolloutPool:
         """
         lane = self._lanes[name] = Lane(self, name, capacities)
         for worker, shares in zip(self.workers, share_slots(capacities, len(self.workers), group_size), strict=True):
-            worker.orders.lanes[name] = shares
+            worker.orders.lanes[name] = worker.shares[name] = shares
             worker.lanes[name] = LaneState([0] * len(shares), 0)
             worker.has_orders.set()
         return lane
@@ -105,15 +141,24 @@ class RolloutPool:
         self, samples: list[RolloutTask], settings: RolloutSettings, on_sample: OnSample, lane: str = TRAINING
     ) -> RunningGroup:
         """Starts the samples of one prompt. `on_sample` gets each with its index, or an error that ends the run."""
-        worker = max(self.workers, key=lambda worker: worker.num_free(lane))
-        task = GroupTask(next(self._keys), samples, settings, lane)
-        group = RunningGroup(task, worker, on_sample, {index: RunningSample() for index in range(len(samples))})
+        tasks = dict(enumerate(samples))
+        task = GroupTask(next(self._keys), tasks, settings, lane)
+        group = RunningGroup(task, self.workers[0], on_sample, {index: RunningSample() for index in tasks})
         self._groups[task.key] = group
-        worker.orders.groups.append(task)
-        worker.num_ordered[lane] = worker.num_ordered.get(lane, 0) + len(samples)
-        worker.has_orders.set()
-        self._serve()
+        self._assign(group)
+        self._serve_all()
         return group
+
+    def _assign(self, group: RunningGroup) -> None:
+        """Gives a group to the worker with the most free slots."""
+        task = group.task
+        key = next(iter(task.samples.values())).environment_key
+        homes = [self.workers[index] for index in self.homes.get(key, range(len(self.workers)))]
+        # While no worker is open, one of them begins with this group once it is back.
+        group.worker = worker = max(homes, key=lambda worker: (worker.is_open, worker.num_free(task.lane)))
+        worker.orders.groups.append(task)
+        worker.num_ordered[task.lane] = worker.num_ordered.get(task.lane, 0) + len(task.samples)
+        worker.has_orders.set()
 
     async def run(
         self, samples: list[RolloutTask], settings: RolloutSettings, lane: str = TRAINING
@@ -139,15 +184,26 @@ class RolloutPool:
             group.cancel()
             raise
 
+    async def describe(self, key: str) -> EnvironmentInfo:
+        """Returns the description of an environment."""
+        return self.infos[key]
+
     async def prepare(self, key: str, item: int) -> PreparedPrompt:
         """Renders and tokenizes the prompt of a dataset item. Raises `EnvironmentFailure`."""
         number = next(self._keys)
-        self._prompts[number] = asyncio.get_running_loop().create_future()
-        worker = min(self.workers, key=lambda worker: len(worker.orders.prompts))
-        worker.orders.prompts.append((number, key, item))
+        prompt = self._prompts[number] = _Prompt(key, item, asyncio.get_running_loop().create_future())
+        self._assign_prompt(number, prompt)
+        self._serve_all()
+        try:
+            return await prompt.rendered
+        finally:
+            self._prompts.pop(number, None)
+
+    def _assign_prompt(self, number: int, prompt: _Prompt) -> None:
+        worker = min(self.workers, key=lambda worker: (not worker.is_open, len(worker.orders.prompts)))
+        prompt.worker = worker
+        worker.orders.prompts.append((number, prompt.key, prompt.item))
         worker.has_orders.set()
-        self._serve()
-        return await self._prompts[number]
 
     async def close(self) -> None:
         """Ends the calls of the workers."""
@@ -157,26 +213,63 @@ class RolloutPool:
 
     # Workers
 
-    def _serve(self) -> None:
+    def _serve_all(self) -> None:
         """Begins to talk to the workers. Raises the error that ended this."""
         if self._failure is not None:
             raise self._failure
         if not self._serving:
-            loops = [loop(each) for each in self.workers for loop in (self._order, self._listen)]
-            self._serving = [asyncio.create_task(self._guarded(loop), name="rollout worker") for loop in loops]
+            self._serving = [asyncio.create_task(self._serve(each), name="rollout worker") for each in self.workers]
 
-    async def _guarded(self, loop: Coroutine[Any, Any, None]) -> None:
-        """Runs a loop. Its error is one of everybody who waits for a sample or a prompt."""
+    async def _serve(self, worker: _Worker) -> None:
+        """Talks to a worker, and replaces it when it is lost. Another error is one of everybody who waits."""
         try:
-            await loop
+            while True:
+                try:
+                    async with asyncio.TaskGroup() as calls:
+                        calls.create_task(self._order(worker))
+                        calls.create_task(self._listen(worker))
+                except* WorkerLost as lost:
+                    self._lose(worker, lost.exceptions[0])
+                await worker.calls.restart()
+                self._reopen(worker)
         except Exception as error:
-            self._failure = self._failure or error
+            failure = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+            self._failure = self._failure or failure
             for prompt in self._prompts.values():
-                prompt.set_exception(error)
-            self._prompts.clear()
+                if not prompt.rendered.done():
+                    prompt.rendered.set_exception(failure)
             for group in list(self._groups.values()):
                 for index in list(group.samples):
-                    self._ended(group, index, error)
+                    self._ended(group, index, failure)
+
+    def _lose(self, worker: _Worker, error: Exception) -> None:
+        """Gives the prompts and groups of a lost worker to others. Its ended samples are here already."""
+        unsent = {task.key for task in worker.orders.groups}
+        worker.orders, worker.is_open = Orders(), False
+        worker.lanes, worker.num_ordered = {}, {}
+        for number, prompt in self._prompts.items():
+            if prompt.worker is worker and not prompt.rendered.done():
+                self._assign_prompt(number, prompt)
+        for group in [group for group in self._groups.values() if group.worker is worker]:
+            group.num_lost += group.task.key not in unsent
+            group.task.samples = {
+                index: replace(group.task.samples[index], num_lost=group.num_lost) for index in group.samples
+            }
+            if group.is_cancelled or group.num_lost >= MAX_LOST_WORKERS:
+                for index in list(group.samples):
+                    self._ended(group, index, _lost_sample(group, index, error))
+            else:
+                self._assign(group)
+        self.on_change()
+
+    def _reopen(self, worker: _Worker) -> None:
+        """Opens the lanes in a worker that is back."""
+        worker.orders.lanes |= worker.shares
+        for name in worker.shares:
+            for server, up in enumerate(self._lanes[name].up):
+                worker.orders.servers[name, server] = up
+        worker.is_open = True
+        worker.has_orders.set()
 
     async def _order(self, worker: _Worker) -> None:
         """Sends orders."""
@@ -193,9 +286,12 @@ class RolloutPool:
         """Waits for news, in one call at a time. An order ends the call early."""
         while True:
             self._read(worker, await worker.calls.exchange(Orders(), seconds=self._seconds, linger=self._linger))
+            if not (worker.is_open or any(group.worker is worker for group in self._groups.values())):
+                raise WorkerLost("user code of an ended sample still runs in it")
 
     def _read(self, worker: _Worker, report: Report) -> None:
         worker.lanes = report.lanes
+        worker.is_open = not report.is_stuck
         for (key, index), state in report.running.items():
             if key in self._groups and index in self._groups[key].samples:
                 self._groups[key].samples[index] = state
@@ -204,11 +300,13 @@ class RolloutPool:
             if lane in self._lanes:  # the worker has closed it there
                 self._lanes[lane].set_up(server, self._lanes[lane].up[server])
         for number, prompt in report.prompts:
-            waiting = self._prompts.pop(number)
+            waiting = self._prompts.get(number)
+            if waiting is None or waiting.rendered.done():
+                continue  # its caller was cancelled
             if isinstance(prompt, Exception):
-                waiting.set_exception(prompt)
-            elif not waiting.cancelled():
-                waiting.set_result(prompt)
+                waiting.rendered.set_exception(prompt)
+            else:
+                waiting.rendered.set_result(prompt)
         for key, index, sample in report.samples:
             self._ended(self._groups[key], index, sample)
         self.on_change()
@@ -244,6 +342,7 @@ class Lane:
         for worker in self.pool.workers:
             worker.orders.lanes[self.name] = None
             worker.lanes.pop(self.name, None)
+            worker.shares.pop(self.name, None)
             worker.has_orders.set()
 
     @property
@@ -280,3 +379,20 @@ class Lane:
             f"server {i}: {'up' if up else 'down'}, {used}/{capacity} slots used"
             for i, (up, used, capacity) in enumerate(states)
         )
+
+
+def _lost_sample(group: RunningGroup, index: int, error: Exception) -> Trajectory:
+    """Returns a sample that ended with its worker: cancelled, or as a failure of the environment."""
+    task = group.task.samples[index]
+    sample = Trajectory(
+        task.sample_id, task.group_id, task.sample_index, task.environment, started_at=time.time(),
+        finished_at=time.time(), cancelled=group.is_cancelled, failed_requests=[None] * task.num_lost,
+        num_infrastructure_retries=task.num_lost,
+    )  # fmt: skip
+    if not group.is_cancelled:
+        sample.failure_kind, sample.end_reason = "environment", ROLLOUT_ERROR
+        sample.failure_message = (
+            f"environment {task.environment_key!r}, item {task.item_index}: {group.num_lost} rollout workers ended "
+            f"while they ran its group; the last one: {error}"
+        )
+    return sample

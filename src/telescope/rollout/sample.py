@@ -23,7 +23,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from telescope.config import TelescopeConfig
-from telescope.environments.types import PROMPT_TOO_LONG, ROLLOUT_ERROR, Advance, FirstPrompt, PreparedPrompt
+from telescope.environments.types import (
+    PROMPT_TOO_LONG,
+    ROLLOUT_ERROR,
+    Advance,
+    EnvironmentInfo,
+    FirstPrompt,
+    PreparedPrompt,
+)
 from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.rollout.stops import NO_STOPS, Stops
 from telescope.rollout.trajectory import Trajectory, Turn
@@ -31,6 +38,10 @@ from telescope.rollout.types import Engine, GenerateRequest, Generation, Lease, 
 
 MAX_INFRASTRUCTURE_RETRIES = 3
 """Retries of a sample after infrastructure failures, before it is masked."""
+
+
+ATTEMPTS_OF_A_WORKER = 1000
+"""More than the retries of a sample in one worker, so that another worker uses other request ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +108,8 @@ class RolloutTask:
     """Identity of its requests, from the run's seed on, without the turn (`request_seed`)."""
     is_multi_turn: bool = False
     """The environment keeps the state of a conversation (`Environments.begin`)."""
+    num_lost: int = 0
+    """Rollout workers that were lost while they ran this sample."""
 
 
 def request_seed(run_seed: int | str, *identity: int | str) -> int:
@@ -107,6 +120,11 @@ def request_seed(run_seed: int | str, *identity: int | str) -> int:
 
 class Environments(Protocol):
     """The environments of a rollout worker, by their keys. Calls raise `EnvironmentFailure` for faults of user code."""
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether user code hangs past its deadline, and keeps a thread of this process."""
+        ...
 
     async def prepare(self, env_key: str, index: int) -> PreparedPrompt:
         """Renders and tokenizes the prompt of a dataset item."""
@@ -140,6 +158,18 @@ class Environments(Protocol):
         ...
 
 
+class Prompts(Protocol):
+    """What describes environments and renders their prompts."""
+
+    async def describe(self, env_key: str) -> EnvironmentInfo:
+        """Returns the description of an environment."""
+        ...
+
+    async def prepare(self, env_key: str, index: int) -> PreparedPrompt:
+        """Renders and tokenizes the prompt of a dataset item. Raises `EnvironmentFailure`."""
+        ...
+
+
 class _StateLost(Exception):
     """The state of a conversation was lost because of infrastructure."""
 
@@ -169,8 +199,10 @@ class Rollout:
     ) -> None:
         self.task = task
         self.trajectory = Trajectory(
-            task.sample_id, task.group_id, task.sample_index, task.environment, started_at=time.time()
-        )
+            task.sample_id, task.group_id, task.sample_index, task.environment, started_at=time.time(),
+            # How many tokens were lost is not known, as for a server that exits.
+            num_infrastructure_retries=task.num_lost, failed_requests=[None] * task.num_lost,
+        )  # fmt: skip
         self._slot_key = slot_key
         self._slots = slots
         self._engine_of = engine_of
@@ -374,7 +406,12 @@ class Rollout:
                 request = GenerateRequest(
                     # Unique, because every retry of a turn or of the conversation increases the count.
                     request_id=str(
-                        RequestId(task.sample_id, turn_index, trajectory.num_infrastructure_retries, lease.slot)
+                        RequestId(
+                            task.sample_id,
+                            turn_index,
+                            trajectory.num_infrastructure_retries + ATTEMPTS_OF_A_WORKER * task.num_lost,
+                            lease.slot,
+                        )
                     ),
                     prompt_token_ids=prompt_token_ids,
                     max_tokens=min(sampling.max_tokens, num_free_tokens),

@@ -77,7 +77,7 @@ class RolloutWorker:
             if linger:
                 await self._events(number, MANY_EVENTS, linger)
         report, self._report, self._is_slot_free = self._report, Report(), False
-        report.running = self._news_of_running()
+        report.running, report.is_stuck = self._news_of_running(), self._environments.is_stuck
         report.lanes = {
             name: LaneState([server.used for server in slots.servers], slots.num_free, slots.num_waiting)
             for name, slots in self.lanes.items()
@@ -112,7 +112,7 @@ class RolloutWorker:
             self._spawn(self._prepare(number, key, item))
         for task in orders.groups:
             group = self._groups[task.key] = _Group(task)
-            for index, sample in enumerate(task.samples):
+            for index, sample in task.samples.items():
                 group.rollouts[index] = rollout = self._rollout(group, index, sample)
                 self._spawn(self._run(group, index, rollout))
         for cancelled in orders.cancelled:

@@ -255,7 +255,7 @@ async def sample_groups(
         components.settings, sampling=dataclasses.replace(components.settings.sampling, top_p=top_p)
     )
     key = components.keys.training[0]
-    num_items = (await components.environments.describe(key)).num_samples
+    num_items = components.rollouts.infos[key].num_samples
 
     async def sample_group(group: int) -> list[Trajectory]:
         prompt = await components.rollouts.prepare(key, group % num_items)

@@ -89,9 +89,16 @@ def workers_of(
 ) -> tuple[RolloutPool, Lane]:
     """Rollout workers in this process, and their request slots, with all servers up."""
     grouped = not config.enable_individual_sample_lanes
-    rollouts = RolloutPool([RolloutWorker(environments, engines, grouped=grouped) for _ in range(num_workers)])
-    slots = rollouts.open_lane(TRAINING, [slots_per_server(config)] * len(engines), 1 if grouped else config.group_size)
-    for server in range(len(engines)):
+    workers = [RolloutWorker(environments, engines, grouped=grouped) for _ in range(num_workers)]
+    return pool_of(config, workers, len(engines))
+
+
+def pool_of(config: TelescopeConfig, workers: Sequence[Any], num_servers: int) -> tuple[RolloutPool, Lane]:
+    """A pool of workers and its request slots, with all servers up."""
+    rollouts = RolloutPool(workers)
+    group_size = config.group_size if config.enable_individual_sample_lanes else 1
+    slots = rollouts.open_lane(TRAINING, [slots_per_server(config)] * num_servers, group_size)
+    for server in range(num_servers):
         slots.set_up(server, True)
     return rollouts, slots
 

@@ -30,6 +30,8 @@ class NumberedItems:
     Every key serves the same items, so that their identities are equal whatever they are called.
     """
 
+    is_stuck = False
+
     def __init__(self, num_items: int = 64) -> None:
         self.num_items = num_items
         self.prepared: list[tuple[str, int]] = []

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 from tests.fakes.engine import AnswerFunction, FakeEngine, FakeEngineSettings, FakeRequest
-from tests.unit.orchestrator.fakes import StrictRecorder, workers_of
+from tests.unit.orchestrator.fakes import StrictRecorder, pool_of
 
 from telescope.config import TelescopeConfig
 from telescope.environments.types import Advance, EnvironmentInfo, FirstPrompt, PreparedPrompt, RewardRecord
@@ -28,9 +28,11 @@ from telescope.orchestrator.orchestrator import Orchestrator, Services
 from telescope.orchestrator.prompt_sampler import PromptSampler
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import Supervisor
+from telescope.rollout.exchange import Orders, Report, WorkerLost
 from telescope.rollout.sample import Rollout, RolloutSettings
 from telescope.rollout.trajectory import Trajectory
 from telescope.rollout.types import GenerateRequest, Generation
+from telescope.rollout.worker import RolloutWorker
 from telescope.trainer.batch import StepInput, StepResult
 
 FATES = {
@@ -59,6 +61,8 @@ class Pace:
     lost_conversations: float = 0.0
     deaths: tuple[tuple[float, int, float], ...] = ()
     """(time, server, seconds of downtime)."""
+    lost_workers: tuple[tuple[float, int], ...] = ()
+    """(time, worker)."""
 
 
 class SimulatedServer:
@@ -133,6 +137,8 @@ class SimulatedServer:
 
 class SimulatedEnvironment:
     """Takes simulated time; the reward depends on the last token, and is constant for some items."""
+
+    is_stuck = False
 
     def __init__(self, pace: Pace, rng: random.Random, num_items: int = 64) -> None:
         self.pace, self.rng, self.num_items = pace, rng, num_items
@@ -226,6 +232,41 @@ class SimulatedTrainer:
         return {}
 
 
+class SimulatedWorker:
+    """A rollout worker that may exit and comes back, as its actor does."""
+
+    def __init__(self, simulation: Simulation, config: TelescopeConfig) -> None:
+        self._simulation, self._config = simulation, config
+        self._lost = asyncio.Event()
+        self._start()
+
+    def _start(self) -> None:
+        grouped = not self._config.enable_individual_sample_lanes
+        self.worker = RolloutWorker(self._simulation.environment, self._simulation.servers, grouped=grouped)
+        _remember(self.worker, "_rollout", self._simulation.begun)
+
+    async def exchange(self, orders: Orders, **options: Any) -> Report:
+        call = asyncio.ensure_future(self.worker.exchange(orders, **options))
+        lost = asyncio.ensure_future(self._lost.wait())
+        try:
+            await asyncio.wait({call, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if self._lost.is_set():
+                raise WorkerLost("the rollout worker was killed")
+            return call.result()
+        finally:
+            call.cancel()
+            lost.cancel()
+
+    async def restart(self) -> None:
+        await self.worker.close()  # its connections end, so that its requests are aborted
+        await asyncio.sleep(0.5)
+        self._lost.clear()
+        self._start()
+
+    def die(self) -> None:
+        self._lost.set()
+
+
 class Simulation:
     """One wired run. `run` checks the counts at its end.
 
@@ -252,12 +293,13 @@ class Simulation:
         self.trainer = SimulatedTrainer(pace, rng, self.servers)
         self.recorder = recorder or StrictRecorder()
         self.status = RunStatus("simulation", config.number_of_steps)
-        self.rollouts, self.slots = workers_of(config, self.environment, self.servers, num_workers=num_workers)
-        self.rollouts.on_engine_failure = self._report
         self.groups: list[Group] = []
         """All groups that were opened."""
         self.begun: list[Rollout] = []
-        """All samples that began."""
+        """All samples that began, lost ones included."""
+        self.workers = [SimulatedWorker(self, config) for _ in range(num_workers)]
+        self.rollouts, self.slots = pool_of(config, self.workers, num_servers)
+        self.rollouts.on_engine_failure = self._report
         self.orchestrator = Orchestrator(
             config,
             Services(
@@ -276,8 +318,6 @@ class Simulation:
             self.status,
             max_requeues=max_requeues,
         )
-        for worker in self.rollouts.workers:
-            _remember(worker.calls, "_rollout", self.begun)
         _remember(self.orchestrator, "_open_group", self.groups)
 
     def _report(self, server: int, error: InfrastructureError) -> None:
@@ -300,6 +340,8 @@ class Simulation:
         supervisor = Supervisor()
         for death in self.pace.deaths:
             supervisor.spawn(self._kill_and_revive(*death), "death")
+        for when, index in self.pace.lost_workers:
+            asyncio.get_running_loop().call_later(when, self.workers[index % len(self.workers)].die)
         await supervisor.run_until(self.orchestrator.run(supervisor))
         self.check()
 

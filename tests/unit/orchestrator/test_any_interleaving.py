@@ -46,6 +46,7 @@ paces = st.builds(
     deaths=st.lists(st.tuples(st.floats(0, 60), st.integers(0, 1), st.sampled_from([0.1, 5.0, 30.0])), max_size=3).map(
         tuple
     ),
+    lost_workers=st.lists(st.tuples(st.floats(0, 60), st.integers(0, 2)), max_size=3).map(tuple),
 )
 
 

@@ -51,9 +51,17 @@ class EnvironmentSection(Section, title="Environments"):
     """Environments to train on, each with a sampling weight and its own settings."""
     environments_path: list[PathText] = Field(default_factory=list)
     """Further folders that hold environments: `<folder>/<name>/environment.py`. Searched before the installed ones."""
+    rollout_num_workers: Workers | None = None
+    """Processes that run rollouts: prompts, turns, tools and rewards. They run on any node of the cluster. Null: one
+    for 64 samples in flight, at most one a core. Raise it when rewards are slow and cores are free."""
+    rollout_cpus_per_worker: Annotated[float, Field(ge=0)] = 0
+    """CPU cores that Ray reserves for a rollout worker. 0: they share the cores that nothing else reserves."""
+    rollout_placement_strategy: Literal["SPREAD", "DEFAULT"] = "SPREAD"
+    """How Ray places rollout workers: on different nodes, or on few (DEFAULT)."""
+    rollout_max_restarts: Annotated[int, Field(ge=0)] = 100
+    """Rollout workers that may be replaced in a run, because user code ended or blocked their process."""
     environment_workers: Workers | None = None
-    """Processes that run rewards, tools and turns. Null: the number of cores, at most 4. Raise it when rewards are
-    slow and cores are free."""
+    """Another name of rollout_num_workers, which takes precedence."""
     environment_timeout_seconds: Seconds = 120.0
     """Seconds that one call of environment code may take. A slower call is terminated together with its
     process, and its sample is masked."""

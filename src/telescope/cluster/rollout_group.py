@@ -1,0 +1,317 @@
+"""The rollout workers of a run: an actor each, on any node of the cluster.
+
+An actor loads the environments and the tokenizer, and runs `rollout.worker.RolloutWorker`. The driver's handle replaces
+it when its process has exited or does not answer, at most `rollout_max_restarts` times in a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import itertools
+import logging
+import math
+import os
+import resource
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from telescope.cluster.actors import ActorExited, answer, use_temporary_directory
+from telescope.cluster.ray_cluster import Cluster
+from telescope.config import TelescopeConfig
+from telescope.environments.types import EnvironmentInfo, EnvironmentSpec
+from telescope.environments.user_code import default_memory_limit
+from telescope.errors import DeadlineExceeded, InfrastructureError, UserError
+from telescope.record.files import RunFiles
+from telescope.rollout.exchange import Orders, Report, WorkerLost
+from telescope.utils.process import ignore_sigterm, log_tail, open_log
+
+logger = logging.getLogger(__name__)
+
+MAX_LOG_BYTES = 64 * 2**20
+NEWS_SECONDS = 1.0
+"""How long a call waits for news of a worker. It is also the worker's heartbeat."""
+LINGER_SECONDS = 0.05
+SAMPLES_PER_WORKER = 64
+"""Samples in flight that one worker is meant for."""
+SILENCE_SECONDS = 10.0
+"""Time beyond the deadline of user code in which a worker must answer."""
+LOAD_SECONDS = 600.0
+"""Time to load the environments, downloads included."""
+LOG_TAIL_BYTES = 4000
+
+
+class RolloutActor:
+    """Actor of one rollout worker. Its methods run in one event loop."""
+
+    def __init__(self, config_json: str, index: int, run_dir: str, specs: list[EnvironmentSpec]) -> None:
+        from telescope.record.logging import setup_logging
+
+        ignore_sigterm()
+        use_temporary_directory()
+        self._config = config = TelescopeConfig.from_json(config_json)
+        self._index, self._specs = index, specs
+        self._doing = "starting"
+        setup_logging(Path(run_dir), f"rollout-{index}", None, debug=config.debug, console=False)
+        # User code may write to the standard outputs, which Ray would send to the driver.
+        self._log = open_log(RunFiles(run_dir).log(f"rollout-{index}"))
+        for stream in (1, 2):
+            os.dup2(self._log.fileno(), stream)
+        faulthandler.enable(self._log)
+        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
+            score.write("1000")  # the OOM killer's first choice
+        self._engines: list[Any] = []
+        self._worker: Any = None
+
+    async def load(self, checks_template: bool) -> tuple[str, list[EnvironmentInfo]]:
+        """Loads tokenizer and environments. Returns this node and their descriptions. Raises `UserError`."""
+        from telescope.rollout.environment_runner import EnvironmentRunner
+        from telescope.rollout.environments import LoadedEnvironments
+        from telescope.rollout.rendering import Renderer, RendererSpec
+        from telescope.rollout.worker import RolloutWorker
+
+        config = self._config
+
+        def load() -> tuple[EnvironmentRunner, list[EnvironmentInfo]]:
+            renderer = Renderer(RendererSpec.from_config(config))
+            paths = [str(Path(place).expanduser().resolve()) for place in config.environments_path]
+            runner = EnvironmentRunner(self._specs, renderer, paths, on_stage=self._on_stage)
+            return runner, [runner.describe(i, checks_template=checks_template) for i in range(len(self._specs))]
+
+        runner, infos = await asyncio.to_thread(load)
+        await runner.prepare_own_resources()
+        _limit_memory(default_memory_limit())
+        environments = LoadedEnvironments(runner, timeout_seconds=config.environment_timeout_seconds)
+        self._environments = environments
+        self._worker = RolloutWorker(environments, self._engines, grouped=not config.enable_individual_sample_lanes)
+        self._watch = asyncio.create_task(self._show_blocks())
+        return ray.get_runtime_context().get_node_id(), infos
+
+    def _on_stage(self, stage: str, doing: str) -> None:
+        self._doing = doing
+        print(f"{doing} ...", file=sys.stderr, flush=True)
+
+    async def doing(self) -> str:
+        """Returns what it loads."""
+        return self._doing
+
+    async def prepare_resources(self, positions: list[int]) -> None:
+        """Prepares the resources of environments."""
+        for position in positions:
+            await self._environments.prepare_resources(position)
+
+    async def connect(self, engines: list[dict[str, Any]]) -> None:
+        """Connects to the inference servers, by the arguments of their clients."""
+        from telescope.inference.client import EngineClient
+
+        self._engines[:] = [EngineClient(**arguments) for arguments in engines]
+
+    async def exchange(self, orders: Orders, seconds: float | None, linger: float, versions: list[int]) -> Report:
+        """See `RolloutWorker.exchange`. `versions` are the policy versions of the servers."""
+        for engine, version in zip(self._engines, versions, strict=False):
+            engine.loaded_version = version
+        report: Report = await self._worker.exchange(orders, seconds=seconds, linger=linger)
+        return report
+
+    async def stop(self) -> None:
+        """Ends rollouts and closes resources."""
+        if self._worker is not None:
+            await self._worker.close()
+            await self._environments.close()
+
+    async def _show_blocks(self) -> None:
+        """Writes all stacks to the log when user code blocks the event loop for longer than its deadline."""
+        while True:
+            faulthandler.dump_traceback_later(self._config.environment_timeout_seconds, file=self._log)
+            await asyncio.sleep(1.0)
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """Lets the data of this process grow by so many bytes, after which allocations fail."""
+    used = next(
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        if line.startswith("VmData:")
+    )
+    resource.setrlimit(resource.RLIMIT_DATA, (used + num_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+class RolloutHandle:
+    """The driver's side of one actor: a `rollout.pool.Worker`."""
+
+    def __init__(self, group: RolloutGroup, index: int) -> None:
+        self._group, self.index = group, index
+        self.node = ""
+        """Its node, by the id in Ray."""
+        self.actor: Any = None
+
+    @property
+    def _name(self) -> str:
+        return f"rollout worker {self.index}"
+
+    async def start(self, *, checks_template: bool = False) -> list[EnvironmentInfo]:
+        """Starts the actor. Returns the descriptions of its environments."""
+        group, config = self._group, self._group.config
+        self.actor = group.actor_class.remote(config.to_json(), self.index, str(group.run_dir), group.specs)
+        try:
+            async with asyncio.timeout(LOAD_SECONDS):
+                self.node, infos = await answer(self.actor.load.remote(checks_template), self._name)
+            if group.engines:
+                await answer(self.actor.connect.remote(group.engines), self._name)
+        except TimeoutError:
+            await self.kill()
+            raise DeadlineExceeded(
+                f"{self._name} did not load its environments within {LOAD_SECONDS:g} s{self.log_end()}"
+            ) from None
+        except ActorExited as error:
+            raise InfrastructureError(
+                f"{self._name} exited while it loaded its environments{self.log_end()}"
+            ) from error
+        found: list[EnvironmentInfo] = infos
+        return found
+
+    async def connect(self) -> None:
+        """Connects it to the servers of the group."""
+        await answer(self.actor.connect.remote(self._group.engines), self._name)
+
+    async def exchange(self, orders: Orders, *, seconds: float | None = None, linger: float = 0.0) -> Report:
+        """See `rollout.pool.Worker`."""
+        call = self.actor.exchange.remote(orders, seconds, linger, self._group.versions())
+        silence = (seconds or 0.0) + linger + self._group.config.environment_timeout_seconds + SILENCE_SECONDS
+        try:
+            async with asyncio.timeout(silence):
+                report: Report = await answer(call, self._name)
+        except TimeoutError:
+            await self.kill()
+            what = "user code holds the interpreter; its stacks are in its log"
+            raise WorkerLost(f"{self._name} did not answer for {silence:g} s: {what}") from None
+        except ActorExited as error:
+            raise WorkerLost(f"{self._name} exited{self.log_end()}") from error
+        return report
+
+    async def restart(self) -> None:
+        """Starts the worker anew. Raises `InfrastructureError` after `rollout_max_restarts`."""
+        await self.kill()
+        group, limit = self._group, self._group.config.rollout_max_restarts
+        if next(group.restarts) >= limit:
+            raise InfrastructureError(
+                f"{self._name} has to be replaced, after {limit} rollout workers already (rollout_max_restarts). Their "
+                f"logs say why{self.log_end()}"
+            )
+        logger.warning("%s is being replaced", self._name)
+        await self.start()
+
+    async def kill(self) -> None:
+        """Ends the process at once."""
+        await asyncio.to_thread(ray.kill, self.actor)
+
+    async def stop(self) -> None:
+        """Ends rollouts, closes resources, and ends the process."""
+        if self.actor is None:
+            return
+        try:
+            async with asyncio.timeout(self._group.stop_seconds):
+                await answer(self.actor.stop.remote(), self._name)
+        except (TimeoutError, InfrastructureError) as error:
+            logger.warning("%s did not stop by itself: %r", self._name, error)
+        await self.kill()
+
+    def log_end(self) -> str:
+        """Returns the end of its log for an error."""
+        path = RunFiles(self._group.run_dir).log(f"rollout-{self.index}")
+        tail = log_tail(path, LOG_TAIL_BYTES) if path.exists() else ""
+        return f"; its log ({path}) ends:\n{tail}" if tail else ""
+
+
+class RolloutGroup:
+    """All rollout workers. `infos` describe the environments, once they are started."""
+
+    def __init__(
+        self, config: TelescopeConfig, specs: Sequence[EnvironmentSpec], run_dir: Path, cluster: Cluster
+    ) -> None:
+        self.config, self.specs, self.run_dir = config, list(specs), run_dir
+        self.restarts = itertools.count()
+        self.engines: list[dict[str, Any]] = []
+        """Arguments of the clients of the servers, once they are started."""
+        self.versions: Any = list
+        self.stop_seconds = 5.0
+        options: dict[str, Any] = {
+            "num_cpus": config.rollout_cpus_per_worker,
+            "scheduling_strategy": config.rollout_placement_strategy,
+            "max_restarts": 0,
+            "max_concurrency": 8,
+        }
+        self.actor_class: Any = ray.remote(**options)(RolloutActor)
+        self.handles = [RolloutHandle(self, index) for index in range(num_workers(config, cluster))]
+        self.infos: list[EnvironmentInfo] = []
+
+    async def start(self) -> None:
+        """Starts all workers. Raises the first error, `UserError` for what the user can fix."""
+        starts = [handle.start(checks_template=handle.index == 0) for handle in self.handles]
+        found = await asyncio.gather(*starts)
+        self.infos = found[0]
+        for spec, mine, *others in zip(self.specs, *found, strict=True):
+            for theirs in others:
+                if (mine.num_samples, mine.dataset_digest) != (theirs.num_samples, theirs.dataset_digest):
+                    raise UserError(
+                        f"The environment {spec.name!r} loads a different dataset in each process: {mine.num_samples} "
+                        f"and {theirs.num_samples} items, or other items. Use a generator with a fixed seed, and "
+                        "sort sets and directory listings."
+                    )
+        if any(info.shares_resources or info.ends_rollouts for info in self.infos):
+            self.stop_seconds = 30.0
+
+    @property
+    def homes(self) -> dict[str, list[int]]:
+        """The workers of environments whose resources exist once a node: the first worker of each node."""
+        firsts = {handle.node: handle.index for handle in reversed(self.handles)}
+        pairs = zip(self.specs, self.infos, strict=True)
+        return {spec.identity: sorted(firsts.values()) for spec, info in pairs if info.shares_resources}
+
+    async def prepare_resources(self) -> None:
+        """Prepares the resources of all environments."""
+        homes = self.homes
+        calls = [
+            answer(self.handles[home].actor.prepare_resources.remote([position]), f"rollout worker {home}")
+            for position, spec in enumerate(self.specs)
+            for home in homes.get(spec.identity, ())
+        ]
+        await asyncio.gather(*calls)
+
+    @property
+    def homes(self) -> dict[str, list[int]]:
+        """The workers of environments whose resources exist once a node: the first worker of each node."""
+        firsts = {handle.node: handle.index for handle in reversed(self.handles)}
+        pairs = zip(self.specs, self.infos, strict=True)
+        return {spec.identity: sorted(firsts.values()) for spec, info in pairs if info.shares_resources}
+
+    async def prepare_resources(self) -> None:
+        """Prepares the resources of all environments."""
+        homes = self.homes
+        calls = [
+            answer(self.handles[home].actor.prepare_resources.remote([position]), f"rollout worker {home}")
+            for position, spec in enumerate(self.specs)
+            for home in homes.get(spec.identity, ())
+        ]
+        await asyncio.gather(*calls)
+
+    async def connect(self, engines: list[dict[str, Any]], versions: Any) -> None:
+        """Connects all workers to the servers. `versions` returns the policy version of each."""
+        self.engines, self.versions = engines, versions
+        await asyncio.gather(*(handle.connect() for handle in self.handles))
+
+    async def stop(self) -> None:
+        """Stops all workers."""
+        await asyncio.gather(*(handle.stop() for handle in self.handles))
+
+
+def num_workers(config: TelescopeConfig, cluster: Cluster) -> int:
+    """Returns the number of rollout workers: by default one for 64 samples in flight, at most one a core."""
+    if chosen := config.rollout_num_workers or config.environment_workers:
+        return chosen
+    in_flight = config.lanes_per_server * config.num_inference_servers
+    return max(1, min(int(cluster.resources.cpus), math.ceil(in_flight / SAMPLES_PER_WORKER)))
