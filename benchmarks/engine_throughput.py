@@ -73,8 +73,6 @@ from telescope.config import TelescopeConfig
 from telescope.inference.client import EngineClient
 from telescope.inference.vllm import adapter as wire
 from telescope.orchestrator.supervision import Supervisor
-from telescope.rollout.rendering import RendererSpec
-from telescope.rollout.worker_pool.launcher import Launcher
 
 AIM = 0.97
 LOADS = ("orchestrator", "bare")
@@ -170,24 +168,23 @@ class Bench:
         """
         loads: list[dict[str, Any]] = []
         results: dict[str, Any] = {}
-        async with launched(self._config.model, self._folder) as launcher:
-            trace, span = await self._warm_up(launcher)
-            longest = 0.0
-            for pair in range(repeats):
-                begun = time.monotonic()
-                if pair and deadline is not None and begun + longest > deadline:
-                    break
-                for load in order_of_pair(pair, LOADS):
-                    samples = await self._load(load, f"run-{pair}", launcher, trace, span)
-                    loads.append({"load": load, "pair": pair, **work(span.of(samples))})
-                    print(f"{load}: {loads[-1]['tokens_per_second']:,.0f} tokens/s", file=sys.stderr)
-                longest = max(longest, time.monotonic() - begun)
-                what = {"requests": self._requests, "lanes": self._config.lanes_per_server, "window": asdict(span)}
-                results = what | compared(loads) | {"runs": list(loads)}
-                save(results)
+        trace, span = await self._warm_up()
+        longest = 0.0
+        for pair in range(repeats):
+            begun = time.monotonic()
+            if pair and deadline is not None and begun + longest > deadline:
+                break
+            for load in order_of_pair(pair, LOADS):
+                samples = await self._load(load, f"run-{pair}", trace, span)
+                loads.append({"load": load, "pair": pair, **work(span.of(samples))})
+                print(f"{load}: {loads[-1]['tokens_per_second']:,.0f} tokens/s", file=sys.stderr)
+            longest = max(longest, time.monotonic() - begun)
+            what = {"requests": self._requests, "lanes": self._config.lanes_per_server, "window": asdict(span)}
+            results = what | compared(loads) | {"runs": list(loads)}
+            save(results)
         return results
 
-    async def _warm_up(self, launcher: Launcher) -> tuple[list[bytes], Span]:
+    async def _warm_up(self) -> tuple[list[bytes], Span]:
         """Returns the request bodies in the order of sending, and the range to measure."""
         sent: list[bytes] = []
         tokens = -self.server.reading().tokens
@@ -198,11 +195,11 @@ class Bench:
             if len(sent) == self._requests:
                 tokens += self.server.reading().tokens
 
-        await self._under_orchestrator("warm-up", launcher, note, lambda _: len(sent) >= self._requests)
+        await self._under_orchestrator("warm-up", note, lambda _: len(sent) >= self._requests)
         print(f"warm-up: {tokens:,} tokens until {self._requests:,} requests were sent", file=sys.stderr)
         return sent, Span(*(share * tokens for share in WINDOW))
 
-    async def _load(self, load: str, name: str, launcher: Launcher, trace: Sequence[bytes], span: Span) -> list[Sample]:
+    async def _load(self, load: str, name: str, trace: Sequence[bytes], span: Span) -> list[Sample]:
         """Returns samples from the beginning of a load until its window closes."""
         begin = self.server.reading().tokens
 
@@ -212,13 +209,13 @@ class Bench:
         if load == "bare":
             return await self._under_generator(trace, closes)
         sent: list[bytes] = []
-        samples = await self._under_orchestrator(name, launcher, sent.append, closes)
+        samples = await self._under_orchestrator(name, sent.append, closes)
         assert counted_requests(sent) <= counted_requests(trace), "the orchestrator sent other requests"
         check_tail(len(sent) < len(trace), len(trace))
         return samples
 
     async def _under_orchestrator(
-        self, name: str, launcher: Launcher, note: Callable[[bytes], None], until: Callable[[Sample], bool]
+        self, name: str, note: Callable[[bytes], None], until: Callable[[Sample], bool]
     ) -> list[Sample]:
         """Runs the loops without a trainer; `note` gets the request bodies in the order of sending."""
         encode = wire.encode_generate
@@ -238,7 +235,7 @@ class Bench:
                 patch.object(FakeWeightSync, "sync", no_weights),
             ):
                 run_dir = self._folder / name
-                async with fake_run(self._config, run_dir, [self.server], [client], launcher=launcher) as run:
+                async with fake_run(self._config, run_dir, [self.server], [client]) as run:
                     supervisor = Supervisor()
                     supervisor.spawn(run.servers.watch(), "server watch")
                     supervisor.spawn(run.orchestrator.run(supervisor), "orchestrator")
@@ -275,17 +272,6 @@ class Bench:
                 return [sample async for sample in self.server.samples(until)]
         except TimeoutError:
             raise TimeoutError(f"the window of a load did not close within {LOAD_TIMEOUT:.0f} s") from None
-
-
-@asynccontextmanager
-async def launched(model: str, folder: Path) -> AsyncIterator[Launcher]:
-    """Yields a fork server for the environments of all loads, since it takes seconds to start."""
-    launcher = Launcher(RendererSpec(tokenizer_path=model), folder)
-    await launcher.start(LAUNCHER_TIMEOUT)
-    try:
-        yield launcher
-    finally:
-        await launcher.close()
 
 
 async def empty_prefix_cache(client: EngineClient) -> None:

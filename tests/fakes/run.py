@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from telescope.config import TelescopeConfig
+from telescope.environments.types import EnvironmentInfo, EnvironmentSpec
 from telescope.errors import InfrastructureError
 from telescope.evals.entries import environment_keys
 from telescope.inference.client import EngineClient
@@ -21,18 +22,19 @@ from telescope.orchestrator.evaluation import Evaluation, plan_evals
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.orchestrator import Orchestrator, Services
 from telescope.orchestrator.prompt_sampler import PromptSampler
-from telescope.orchestrator.run_components import start_rollouts
 from telescope.orchestrator.servers import ServerHandle, ServerPool
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import Supervisor
 from telescope.record.recorder import Recorder
+from telescope.rollout.environment_runner import EnvironmentRunner
+from telescope.rollout.environments import LoadedEnvironments
 from telescope.rollout.exchange import TRAINING
-from telescope.rollout.pool import Lane
-from telescope.rollout.rendering import RendererSpec
+from telescope.rollout.pool import Lane, RolloutPool
+from telescope.rollout.rendering import Renderer, RendererSpec
 from telescope.rollout.request_slots import slots_per_server
 from telescope.rollout.sample import RolloutSettings
-from telescope.rollout.worker_pool.launcher import Launcher
-from telescope.rollout.worker_pool.pool import EnvironmentPool
+from telescope.rollout.stops import Stops
+from telescope.rollout.worker import RolloutWorker
 from telescope.trainer.batch import StepInput, StepResult
 
 VOCAB_SIZE = 1000
@@ -122,7 +124,7 @@ class FakeRun:
     slots: Lane
     status: RunStatus
     recorder: Recorder
-    environments: EnvironmentPool
+    environments: LoadedEnvironments
     evaluation: Evaluation
 
     async def run(self, timeout: float = 300.0) -> None:
@@ -138,6 +140,17 @@ class FakeRun:
             raise AssertionError(f"the run did not end within {timeout:g} s: {state}") from None
 
 
+def load_environments(
+    config: TelescopeConfig, specs: Sequence[EnvironmentSpec]
+) -> tuple[LoadedEnvironments, list[EnvironmentInfo]]:
+    """Loads environments in this process."""
+    runner = EnvironmentRunner(
+        specs, Renderer(RendererSpec(tokenizer_path=config.model)), list(config.environments_path)
+    )
+    infos = [runner.describe(position) for position in range(len(specs))]
+    return LoadedEnvironments(runner, timeout_seconds=config.environment_timeout_seconds), infos
+
+
 @asynccontextmanager
 async def fake_run(
     config: TelescopeConfig,
@@ -147,29 +160,23 @@ async def fake_run(
     *,
     trainer: FakeTrainer | None = None,
     flush_seconds: float = 2.0,
-    launcher: Launcher | None = None,
 ) -> AsyncIterator[FakeRun]:
     """Wires a run over running servers, yields it, and closes its components.
 
-    The clients remain the caller's, and so does `launcher`, a started fork server for the environments.
+    The clients remain the caller's.
     """
     trainer = trainer or FakeTrainer()
     async with AsyncExitStack() as stack:
         keys = environment_keys(config)
-        environments = EnvironmentPool(
-            keys.specs,
-            renderer=RendererSpec(tokenizer_path=config.model),
-            num_workers=config.environment_workers or 1,
-            timeout_seconds=config.environment_timeout_seconds,
-            environments_path=list(config.environments_path),
-            log_dir=run_dir / "logs",
-            launcher=launcher,
-        )
+        environments, infos = load_environments(config, keys.specs)
         stack.push_async_callback(environments.close)
-        await environments.start()
+        worker = RolloutWorker(environments, clients, grouped=not config.enable_individual_sample_lanes)
+        stack.push_async_callback(worker.close)
+        by_key = {spec.identity: info for spec, info in zip(keys.specs, infos, strict=True)}
+        rollouts = RolloutPool([worker], infos=by_key)
+        stack.push_async_callback(rollouts.close)
         weights = FakeWeightSync(trainer)
         status = RunStatus("fake", config.number_of_steps)
-        rollouts = start_rollouts(config, environments, clients, stack)
         group_size = config.group_size if config.enable_individual_sample_lanes else 1
         slots = rollouts.open_lane(TRAINING, [slots_per_server(config)] * len(clients), group_size)
         servers = ServerPool(
@@ -183,12 +190,12 @@ async def fake_run(
         for index in range(len(clients)):
             servers.open(index)
         recorder = stack.enter_context(Recorder(run_dir, flush_seconds=flush_seconds))
-        settings = RolloutSettings.from_config(config, environments.stops)
+        settings = RolloutSettings.from_config(config, Stops(**infos[0].stops))
         evaluation = Evaluation(
-            await plan_evals(config, keys, environments, settings), config, rollouts, servers, settings, recorder,
+            await plan_evals(config, keys, rollouts, settings), config, rollouts, servers, settings, recorder,
             status, lambda coroutine, name: asyncio.create_task(coroutine, name=name),
         )  # fmt: skip
-        infos = [await environments.describe(key) for key in keys.training]
+        infos = [by_key[key] for key in keys.training]
         sizes = [info.num_samples for info in infos]
         orchestrator = Orchestrator(
             config,

@@ -282,23 +282,6 @@ class RolloutGroup:
         ]
         await asyncio.gather(*calls)
 
-    @property
-    def homes(self) -> dict[str, list[int]]:
-        """The workers of environments whose resources exist once a node: the first worker of each node."""
-        firsts = {handle.node: handle.index for handle in reversed(self.handles)}
-        pairs = zip(self.specs, self.infos, strict=True)
-        return {spec.identity: sorted(firsts.values()) for spec, info in pairs if info.shares_resources}
-
-    async def prepare_resources(self) -> None:
-        """Prepares the resources of all environments."""
-        homes = self.homes
-        calls = [
-            answer(self.handles[home].actor.prepare_resources.remote([position]), f"rollout worker {home}")
-            for position, spec in enumerate(self.specs)
-            for home in homes.get(spec.identity, ())
-        ]
-        await asyncio.gather(*calls)
-
     async def connect(self, engines: list[dict[str, Any]], versions: Any) -> None:
         """Connects all workers to the servers. `versions` returns the policy version of each."""
         self.engines, self.versions = engines, versions

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from telescope.rollout.worker_pool.pool import EnvironmentPool
 
 from telescope.environments.types import EnvironmentSpec
 from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.rollout.rendering import RendererSpec
-from telescope.rollout.worker_pool.pool import EnvironmentPool
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 FINE = "fine"

@@ -16,7 +16,6 @@ from tests.fakes.server import FakeEngineServer
 
 from telescope.config import TelescopeConfig
 from telescope.inference.client import EngineClient
-from telescope.rollout.worker_pool.launcher import Launcher
 
 ENVIRONMENTS = Path(__file__).parent / "environments"
 
@@ -59,10 +58,9 @@ class Harness(FakeRun):
 
 @dataclass
 class Ground:
-    """Shared by all runs, because it takes seconds to make: a tokenizer, and the environments' fork server."""
+    """Shared by all runs: a tokenizer."""
 
     tokenizer: Path
-    launcher: Launcher
 
 
 def config_for(tokenizer: Path, **fields: Any) -> TelescopeConfig:
@@ -109,6 +107,6 @@ async def harness(
             stack.push_async_callback(client.close)
         handles = [FakeHandle(fake) for fake in fakes]
         run = await stack.enter_async_context(
-            fake_run(config, run_dir, handles, clients, trainer=trainer, flush_seconds=0.2, launcher=ground.launcher)
+            fake_run(config, run_dir, handles, clients, trainer=trainer, flush_seconds=0.2)
         )
         yield Harness(**vars(run), fakes=fakes, handles=handles)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import signal
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -101,24 +98,6 @@ async def test_a_conversation_that_runs_out_of_context_is_scored_as_far_as_it_we
     rows = [row for row in Run(tmp_path).table("samples").to_pylist() if row["status"] == "kept"]
     assert {row["stop_reason"] for row in rows} <= {"context_exhausted", "length"}
     assert all(1 < row["num_turns"] < 50 for row in rows)
-
-
-async def test_an_environment_process_that_is_killed_costs_no_sample(ground: Ground, tmp_path: Path) -> None:
-    async with harness(ground, tmp_path, engine=SLOW, number_of_steps=6, **ROUNDS) as run:
-
-        async def kill_twice() -> None:
-            for step in (1, 3):
-                while run.status.step < step:  # noqa: ASYNC110  # a run sends no notification
-                    await asyncio.sleep(0.005)
-                os.kill(run.environments.status().pids[0], signal.SIGKILL)
-
-        killing = asyncio.create_task(kill_twice())
-        await run.run()
-        await killing
-        assert run.environments.status().restarts == 2
-        assert run.status.num_masked_samples == 0
-        assert run.orchestrator.ledger.num_trained == 6 * 4
-        assert run.orchestrator.ledger.is_balanced()
 
 
 async def test_evals_of_conversations_run_beside_training_at_one_version_each(ground: Ground, tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from tests.repository_modules import benchmarks_importable
 
 from telescope.inference.client import EngineClient
 from telescope.inference.vllm.step_meter import StepReading
-from telescope.rollout.worker_pool.launcher import Launcher
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")  # the fork server of the environments belongs to one loop
 
@@ -79,14 +78,9 @@ async def bench_over(ground: Ground, folder: Path, monkeypatch: pytest.MonkeyPat
     import engine_throughput
     from forced_lengths import Lengths
 
-    @asynccontextmanager
-    async def launched(model: str, folder: Path) -> AsyncIterator[Launcher]:
-        yield ground.launcher
-
     async def empty_prefix_cache(client: EngineClient) -> None:
         """A fake engine has none."""
 
-    monkeypatch.setattr(engine_throughput, "launched", launched)
     monkeypatch.setattr(engine_throughput, "empty_prefix_cache", empty_prefix_cache)
     config = config_for(ground.tokenizer, max_concurrent_prompts_per_server=4)
     async with FakeEngineServer(ENGINE) as fake:

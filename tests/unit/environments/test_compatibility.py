@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from telescope.rollout.worker_pool.conversations import Conversations
 from tests.unit.environments.turns import finish, play, step
 
 import telescope.environments
@@ -18,7 +19,6 @@ from telescope.environments.local_rollout import Answer, roll_out_item, take_tur
 from telescope.environments.registry import get_environment, make_environment
 from telescope.errors import UserError
 from telescope.evals import get_eval
-from telescope.rollout.worker_pool.conversations import Conversations
 
 OUTSIDE = Path(__file__).parents[2] / "integration" / "environments" / "outside_folders"
 

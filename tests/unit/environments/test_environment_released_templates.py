@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from telescope.rollout.worker_pool.environment_runner import EnvironmentRunner
 from tests import released
 
 from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment
 from telescope.environments.types import EnvironmentSpec
 from telescope.errors import UserError
 from telescope.rollout.rendering import Dialogue, Renderer, RendererSpec, TokenOutsideVocabularyError, lost_message
-from telescope.rollout.worker_pool.environment_runner import EnvironmentRunner
 
 HISTORY = [
     {"role": "user", "content": "Why?"},

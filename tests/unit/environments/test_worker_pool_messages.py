@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from telescope.rollout.worker_pool.messages import pack_ids, unpack_ids
 
 from telescope.environments.base import EvalMetricsResult, RewardResult, Sample, sample_uid
 from telescope.environments.serialization import (
@@ -14,7 +15,6 @@ from telescope.environments.serialization import (
     serialize_score,
     serialize_tool_records,
 )
-from telescope.rollout.worker_pool.messages import pack_ids, unpack_ids
 
 
 @given(st.lists(st.integers(0, 2**31 - 1)))

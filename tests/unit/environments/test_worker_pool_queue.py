@@ -3,7 +3,6 @@
 import asyncio
 
 import pytest
-
 from telescope.rollout.worker_pool.scheduling import Call, CallQueue, Rollout, WorkerState
 
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from telescope.rollout.worker_pool.scheduling import (
     AHEAD_SECONDS,
     MAX_QUEUED,
