@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from telescope.environments.serialization import MalformedResultError
@@ -169,6 +170,9 @@ class LoadedEnvironments:
     async def _timed(self, steps: Steps[Advance], label: str) -> Advance:
         started = time.perf_counter()
         advance = await self._steps(steps, label)
+        if (size := len(msgspec.json.encode(advance))) > MAX_RESULT_BYTES:
+            what = f"the environment's result has {size} bytes; the limit is {MAX_RESULT_BYTES}"
+            raise EnvironmentFailure(f"{label} failed: {what}")
         return replace(advance, seconds=time.perf_counter() - started)
 
     async def _steps(self, steps: Steps[R], label: str) -> R:

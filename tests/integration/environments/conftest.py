@@ -1,14 +1,15 @@
-"""A tokenizer over bytes, and pools over the environments in `environments_for_tests` and `outside_folders`."""
+"""A tokenizer over bytes, and the environments in `environments_for_tests` and `outside_folders`."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from telescope.rollout.worker_pool.launcher import Launcher
-from telescope.rollout.worker_pool.pool import EnvironmentPool
 
-from telescope.environments.types import EnvironmentSpec
-from telescope.rollout.rendering import RendererSpec
+from telescope.environments.types import EnvironmentInfo, EnvironmentSpec
+from telescope.rollout.environment_runner import EnvironmentRunner
+from telescope.rollout.environments import LoadedEnvironments
+from telescope.rollout.rendering import Renderer, RendererSpec
 
 ENVIRONMENTS = Path(__file__).parent / "environments_for_tests"
 OUTSIDE = Path(__file__).parent / "outside_folders"
@@ -58,36 +59,35 @@ def encode(tokenizer):
     return lambda text: [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def launcher(tokenizer_path, tmp_path_factory):
-    """One fork server for all tests: starting it takes seconds, starting a worker from it does not."""
-    launcher = Launcher(RendererSpec(tokenizer_path), tmp_path_factory.mktemp("server"))
-    await launcher.start(120)
-    yield launcher
-    await launcher.close()
+@dataclass
+class Loaded:
+    """Environments that are loaded in this process, and their descriptions by key."""
+
+    environments: LoadedEnvironments
+    infos: dict[str, EnvironmentInfo]
+    runner: EnvironmentRunner
+
+    async def describe(self, key):
+        return self.infos[key]
+
+    def __getattr__(self, name):
+        return getattr(self.environments, name)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def make_pool(launcher, tokenizer_path, tmp_path):
-    """Start pools; all are closed at the end of the test."""
-    pools = []
+async def load(tokenizer_path):
+    """Loads environments; all are closed at the end of the test."""
+    loaded = []
 
-    async def make(*specs, num_workers=1, timeout_seconds=20.0, **options):
+    async def make(*specs, timeout_seconds=20.0):
         specs = [EnvironmentSpec(spec) if isinstance(spec, str) else spec for spec in specs]
-        pool = EnvironmentPool(
-            specs,
-            renderer=RendererSpec(tokenizer_path),
-            num_workers=num_workers,
-            timeout_seconds=timeout_seconds,
-            environments_path=[ENVIRONMENTS, OUTSIDE],
-            log_dir=tmp_path / f"logs-{len(pools)}",
-            launcher=launcher,
-            **options,
-        )
-        pools.append(pool)
-        await pool.start()
-        return pool
+        runner = EnvironmentRunner(specs, Renderer(RendererSpec(tokenizer_path)), [str(ENVIRONMENTS), str(OUTSIDE)])
+        infos = {spec.identity: runner.describe(position) for position, spec in enumerate(specs)}
+        await runner.prepare_own_resources()
+        environments = LoadedEnvironments(runner, timeout_seconds=timeout_seconds)
+        loaded.append(Loaded(environments, infos, runner))
+        return loaded[-1]
 
     yield make
-    for pool in pools:
-        await pool.close()
+    for one in loaded:
+        await one.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from telescope.rollout.worker_pool.trial import notices_of, try_environments
+from telescope.rollout.trial import notices_of, try_environments
 
 from telescope.cli.train import try_components
 from telescope.config import load_config

@@ -9,8 +9,8 @@ from telescope.evals import eval_spec
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-async def test_a_game_is_won_with_the_last_guess(make_pool, encode):
-    pool = await make_pool(EnvironmentSpec("number_game", {"max_turns": 2, "seed": 1, "add_thinking_prefix": None}))
+async def test_a_game_is_won_with_the_last_guess(load, encode):
+    pool = await load(EnvironmentSpec("number_game", {"max_turns": 2, "seed": 1, "add_thinking_prefix": None}))
     lost = await pool.begin("r", "number_game", 0)
     assert lost.messages == [{"role": "user", "content": "Guess a number from 1 to 9."}]
     reply = await pool.respond("r", encode("none"))
@@ -24,8 +24,8 @@ async def test_a_game_is_won_with_the_last_guess(make_pool, encode):
     assert won.reward.sample_tags == {"environment": "number_game", "end": "won"}
 
 
-async def test_a_tool_is_called_and_answers_as_the_user(make_pool, encode):
-    pool = await make_pool(EnvironmentSpec("unit_tools", {"unit": "imperial"}))
+async def test_a_tool_is_called_and_answers_as_the_user(load, encode):
+    pool = await load(EnvironmentSpec("unit_tools", {"unit": "imperial"}))
     assert (await pool.describe("unit_tools")).notices == [
         "The environment 'unit_tools' received unit as attributes: neither its constructor nor its load_dataset names "
         "them."
@@ -38,23 +38,23 @@ async def test_a_tool_is_called_and_answers_as_the_user(make_pool, encode):
     assert last.reward.sample_metrics["to_feet_calls"] == 1.0
 
 
-async def test_a_rubric_scores_without_rescaling(make_pool, encode):
-    pool = await make_pool(EnvironmentSpec("graded_sentence", {"flavor": "sweet"}))
+async def test_a_rubric_scores_without_rescaling(load, encode):
+    pool = await load(EnvironmentSpec("graded_sentence", {"flavor": "sweet"}))
     scored = await pool.advance("graded_sentence", 0, encode("a comet is not a star !"), "stop")
     assert scored.reward.total_reward == pytest.approx(1.7)
     assert (await pool.describe("graded_sentence")).metrics_ranges["num_exclamations"]["invert"]
 
 
-async def test_an_eval_wraps_the_environment_and_filters_its_samples(make_pool, encode):
-    pool = await make_pool(eval_spec("long_sentences", {}, key="eval"))
+async def test_an_eval_wraps_the_environment_and_filters_its_samples(load, encode):
+    pool = await load(eval_spec("long_sentences", {}, key="eval"))
     assert (await pool.describe("eval")).num_samples == 2
     assert (await pool.prepare("eval", 1)).messages[-1]["content"] == "Write one sentence with this word.\n\neclipse"
     scored = await pool.advance("eval", 1, encode("an eclipse"), "stop", for_eval=True)
     assert scored.reward.sample_metrics["has_word"] == 1.0
 
 
-async def test_every_turn_of_a_conversation_opens_a_thought(make_pool, encode, tokenizer):
-    pool = await make_pool(EnvironmentSpec("number_game", {"add_thinking_prefix": True}))
+async def test_every_turn_of_a_conversation_opens_a_thought(load, encode, tokenizer):
+    pool = await load(EnvironmentSpec("number_game", {"add_thinking_prefix": True}))
     first = await pool.begin("r", "number_game", 0)
     assert tokenizer.decode(first.token_ids).endswith("assistant\n<think>")
     assert (await pool.prepare("number_game", 0)).token_ids == first.token_ids
@@ -66,7 +66,7 @@ async def test_every_turn_of_a_conversation_opens_a_thought(make_pool, encode, t
     assert shown == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-async def test_an_error_while_scoring_fails_the_sample_and_is_no_zero(make_pool, encode):
-    pool = await make_pool(EnvironmentSpec("graded_sentence", {}))
+async def test_an_error_while_scoring_fails_the_sample_and_is_no_zero(load, encode):
+    pool = await load(EnvironmentSpec("graded_sentence", {}))
     with pytest.raises(EnvironmentFailure, match="flavor"):
         await pool.advance("graded_sentence", 0, encode("a comet"), "stop")

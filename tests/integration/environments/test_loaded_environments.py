@@ -1,4 +1,4 @@
-"""The pool with real processes and correct user code."""
+"""Correct user code in the threads and the event loop of one process."""
 
 import asyncio
 import json
@@ -14,8 +14,8 @@ from telescope.orchestrator.prompt_buffer import measure_prompts
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-async def test_prompt_is_rendered_by_the_chat_template_and_tokenized_in_the_worker(make_pool, tokenizer):
-    pool = await make_pool("echo")
+async def test_prompt_is_rendered_by_the_chat_template_and_tokenized_in_the_worker(load, tokenizer):
+    pool = await load("echo")
     prompt = await pool.prepare("echo", 3)
     messages = [{"role": "user", "content": "question 3 "}]
     expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -27,8 +27,8 @@ async def test_prompt_is_rendered_by_the_chat_template_and_tokenized_in_the_work
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-async def test_reward_of_sync_and_async_code_comes_back_whole(make_pool, encode, asynchronous):
-    pool = await make_pool(EnvironmentSpec("echo", {"asynchronous": asynchronous}))
+async def test_reward_of_sync_and_async_code_comes_back_whole(load, encode, asynchronous):
+    pool = await load(EnvironmentSpec("echo", {"asynchronous": asynchronous}))
     advance = await pool.advance("echo", 12, encode("12"), "stop")
     assert advance.done
     assert advance.append_token_ids == []
@@ -41,39 +41,37 @@ async def test_reward_of_sync_and_async_code_comes_back_whole(make_pool, encode,
     assert reward.sample_tags == {"eos": "<|im_end|>"}
 
 
-async def test_eval_metrics_are_those_of_the_reward_unless_overridden(make_pool, encode):
-    pool = await make_pool("echo")
+async def test_eval_metrics_are_those_of_the_reward_unless_overridden(load, encode):
+    pool = await load("echo")
     record = (await pool.advance("echo", 12, encode("13"), "stop", for_eval=True)).reward
     assert record.total_reward == 0.0
     assert record.sample_metrics["reward"] == 0.0
     assert record.sample_metrics["length"] == 2.0
 
 
-async def test_completion_that_was_cut_off_keeps_its_last_token(make_pool, encode):
-    pool = await make_pool("echo")
+async def test_completion_that_was_cut_off_keeps_its_last_token(load, encode):
+    pool = await load("echo")
     assert (await pool.advance("echo", 0, encode("12")[:-1], "length")).completion_text == "12"
     assert (await pool.advance("echo", 0, encode("12"), "length")).completion_text == "12<|im_end|>"
 
 
-async def test_thousands_of_calls_are_answered_each_with_its_own_result(make_pool, encode):
-    pool = await make_pool("echo", num_workers=2)
+async def test_thousands_of_calls_are_answered_each_with_its_own_result(load, encode):
+    pool = await load("echo")
     advances = await asyncio.gather(*(pool.advance("echo", i % 1000, encode(str(i)), "stop") for i in range(2000)))
     assert [a.completion_text for a in advances] == [str(i) for i in range(2000)]
     assert [a.reward.total_reward for a in advances] == [1.0] * 1000 + [0.0] * 1000
-    assert len({a.reward.sample_metrics["pid"] for a in advances}) == 2
-    assert pool.status().calls_in_workers == 0
 
 
-async def test_two_environments_of_one_name_differ_by_key(make_pool):
-    pool = await make_pool(
+async def test_two_environments_of_one_name_differ_by_key(load):
+    pool = await load(
         EnvironmentSpec("echo", {"num_samples": 5}, reward_max=3.0),
         EnvironmentSpec("echo", {"num_samples": 7}, key="held out"),
     )
     train, held_out = await pool.describe("echo"), await pool.describe("held out")
     assert (train.num_samples, train.reward_min, train.reward_max) == (5, 0.0, 3.0)
     assert (held_out.num_samples, held_out.reward_max) == (7, 1.0)
-    assert await pool.identities("echo") == (await pool.identities("held out"))[:5]
-    assert (await pool.prepare("echo", 2)).sample_uid == (await pool.identities("echo", 2, 3))[0]
+    uids = [[(await pool.prepare(key, index)).sample_uid for index in range(5)] for key in ("echo", "held out")]
+    assert uids[0] == uids[1]
 
 
 @pytest.mark.parametrize(
@@ -82,21 +80,21 @@ async def test_two_environments_of_one_name_differ_by_key(make_pool):
         (EnvironmentSpec("ecko"), "Did you mean 'echo'"),
         (EnvironmentSpec("echo", {"nun_samples": 1}), "Did you mean 'num_samples'"),
         (EnvironmentSpec("echo", {"num_samples": 0}), "is empty"),
-        (EnvironmentSpec("echo", {"random_order": True}), "different dataset in each process"),
     ],
 )
-async def test_fixable_problems_are_user_errors_at_the_start(make_pool, spec, words):
+async def test_fixable_problems_are_user_errors_at_the_start(load, spec, words):
     with pytest.raises(UserError, match=words):
-        await make_pool(spec, num_workers=2)
+        await load(spec)
 
 
-async def test_training_and_evaluation_of_countdown_share_a_pool_and_no_item(make_pool, encode):
+async def test_training_and_evaluation_of_countdown_share_a_pool_and_no_item(load, encode):
     small = {"dataset": "generated", "max_numbers": 3, "max_number": 9, "operations": "+-", "prompt_style": "short"}
-    pool = await make_pool(
+    pool = await load(
         EnvironmentSpec("countdown", {**small, "portion": "train", "num_samples": 400}),
         eval_spec("countdown", {**small, "portion": "heldout", "num_samples": 100}, key="eval/countdown"),
     )
-    assert not set(await pool.identities("countdown")) & set(await pool.identities("eval/countdown"))
+    uids = [set(pool.runner.identities(position, 0, 100)) for position in (0, 1)]
+    assert not uids[0] & uids[1]
     prompt = await pool.prepare("eval/countdown", 0)
     assert prompt.text == f"<|im_start|>user\n{prompt.messages[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
     record = (
@@ -106,14 +104,14 @@ async def test_training_and_evaluation_of_countdown_share_a_pool_and_no_item(mak
     assert (await pool.describe("eval/countdown")).metrics_ranges["correct"] == {"min": 0.0, "max": 1.0}
 
 
-async def test_prompts_that_cannot_be_rendered_are_one_line_with_count_item_and_reason(make_pool, tmp_path):
+async def test_prompts_that_cannot_be_rendered_are_one_line_with_count_item_and_reason(load, tmp_path):
     rows = [
         {"prompt": [{"role": "user", "content": f"{n}?"}], "reward_model": {"ground_truth": "1"}} for n in range(12)
     ]
     for n in (5, 7):
         rows[n]["prompt"] = [{"role": "user", "content": [{"type": "image", "n": n}]}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    pool = await make_pool(EnvironmentSpec("dapo_math", {"dataset_name": str(tmp_path / "rows.jsonl")}))
+    pool = await load(EnvironmentSpec("dapo_math", {"dataset_name": str(tmp_path / "rows.jsonl")}))
     limits = {"overlong_samples": "truncate", "max_model_len": 4096, "seq_len": 4096}
     config = SimpleNamespace(environments=[SimpleNamespace(name="dapo_math")], **limits)
     (line,) = await measure_prompts(config, pool, ["dapo_math"], 4096)
@@ -122,12 +120,12 @@ async def test_prompts_that_cannot_be_rendered_are_one_line_with_count_item_and_
     assert "the message dict {'type': 'image', 'n': 5}, not a dict with a role" in line
 
 
-async def test_answers_that_never_finish_comparing_are_wrong_and_delay_no_other(make_pool, encode):
+async def test_answers_that_never_finish_comparing_are_wrong_and_delay_no_other(load, encode):
     """SymPy hangs, but neither the worker nor the other samples do."""
     spec = EnvironmentSpec("hendrycks_math", {"dataset": "own", "verify_timeout_seconds": 1.0, "num_samples": 1})
-    pool = await make_pool(spec, num_workers=1, timeout_seconds=60.0)
+    pool = await load(spec, timeout_seconds=60.0)
     hostile = [r"\boxed{9^{9^{9^9}}}", r"\boxed{\prod_{i=1}^{10^9} i}", r"\boxed{95^{97^{99}}}", r"\boxed{((((((((1}"]
     answers = [answer for bad in hostile for answer in (bad, r"So \boxed{5}.")]
     advances = await asyncio.gather(*(pool.advance("hendrycks_math", 0, encode(a), "stop") for a in answers))
     assert [advance.reward.total_reward for advance in advances] == [0.0, 1.0] * 4
-    assert (pool.status().restarts, pool.status().deadlines_passed) == (0, 0)
+    assert not pool.is_stuck
