@@ -131,7 +131,7 @@ def serving(config: TelescopeConfig, target: EvalTarget) -> Iterator[tuple[str, 
 
 @contextmanager
 def _started(config: TelescopeConfig, folder: Path, directory: Path) -> Iterator[tuple[str, str]]:
-    from telescope.inference.process import FIRST_STAGE, start_stage
+    from telescope.inference.base import backend_of
     from telescope.inference.server import InferenceServer, SupervisionLimits
 
     with socket.create_server((LOOPBACK, 0)) as free:
@@ -142,12 +142,13 @@ def _started(config: TelescopeConfig, folder: Path, directory: Path) -> Iterator
     started = threading.Event()
 
     def show_start() -> None:
-        began, stage, shown = time.monotonic(), FIRST_STAGE, ""
+        backend, began, shown = backend_of(config), time.monotonic(), ""
+        stage = backend.progress([])
         while not started.wait(STATUS_SECONDS):
-            stage = start_stage(server.status().last_log_lines) or stage
+            stage = backend.progress(server.status().last_log_lines, stage)
             if stage != shown:
                 shown = stage
-                _say(f"starting vLLM: {stage} ({time.monotonic() - began:.0f} s)")
+                _say(f"starting {backend.name}: {stage} ({time.monotonic() - began:.0f} s)")
 
     progress = threading.Thread(target=show_start, name="progress of the start", daemon=True)
     progress.start()

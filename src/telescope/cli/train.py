@@ -172,7 +172,7 @@ def check_before_start(loaded: LoadedConfig) -> list[str]:
 def try_components(config: TelescopeConfig, *, here: bool = True) -> list[str]:
     """Loads the environments and evals in a separate process. Returns their notices.
 
-    Where the run is meant for this machine (`here`), tries the backend, the model, and vLLM's parsers too: those need
+    Where the run is meant for this machine (`here`), tries the backend, the model and the engine too: those need
     packages that another machine may have.
     """
     from telescope.config import preflight
@@ -180,12 +180,12 @@ def try_components(config: TelescopeConfig, *, here: bool = True) -> list[str]:
 
     if not here:
         return try_environments_of(config, environment_keys(config))  # its error keeps its kind
-    from telescope.inference.vllm.support import check_chat_parsers
+    from telescope.inference.base import backend_of
     from telescope.trainer.trial import try_backend, try_model
 
     notices: list[str] = []
     keys = environment_keys(config)
-    checks: list[preflight.Check] = [try_backend, try_model, check_chat_parsers]
+    checks: list[preflight.Check] = [try_backend, try_model, backend_of(config).check]
     with ThreadPoolExecutor() as threads:  # each waits for a process of its own
         others = [threads.submit(preflight.find_problems, config, [check]) for check in checks]
         # In this thread: the process of the environments ends with the thread that started it.

@@ -34,9 +34,10 @@ from telescope.evals.statistics import (
     metrics_over_items,
     num_completions,
 )
+from telescope.inference.base import Engine
 from telescope.rollout.sample import Rollout, RolloutSettings, RolloutTask, SamplingSettings
 from telescope.rollout.trajectory import Trajectory
-from telescope.rollout.types import Engine, RequestSlots
+from telescope.rollout.types import RequestSlots
 
 
 @dataclass(frozen=True)

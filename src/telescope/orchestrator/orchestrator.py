@@ -30,6 +30,7 @@ from telescope.environments.worker_pool.messages import EnvironmentInfo, Prepare
 from telescope.environments.worker_pool.pool import EnvironmentPool
 from telescope.errors import InfrastructureError, RunError
 from telescope.evals.runner import EvalResult
+from telescope.inference.base import Engine
 from telescope.orchestrator import record_rows
 from telescope.orchestrator.async_window import MAX_ASYNC, MAX_REQUEUES, TOO_SLOW, AsyncWindow, Ledger, Staleness
 from telescope.orchestrator.budget import ErrorBudget
@@ -45,7 +46,6 @@ from telescope.orchestrator.supervision import ChangeNotifier, Supervisor
 from telescope.record.recorder import Recorder
 from telescope.rollout.sample import Rollout, RolloutSettings, RolloutTask
 from telescope.rollout.trajectory import Trajectory
-from telescope.rollout.types import Engine
 from telescope.trainer.batch import StepInput, StepResult
 from telescope.utils.process import rare_full_collections
 

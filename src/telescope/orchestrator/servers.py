@@ -23,7 +23,7 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any, Protocol
 
 from telescope.errors import DeadlineExceeded, InfrastructureError, RankLost
-from telescope.inference.client import EngineClient
+from telescope.inference.base import EngineBackend
 from telescope.orchestrator.request_slots import RequestSlotPool
 from telescope.orchestrator.status import RunStatus
 from telescope.utils.text import single_line
@@ -38,7 +38,7 @@ actor does not restart it, and unlimited retries would stall a run with one serv
 
 
 class ServerHandle(Protocol):
-    """The actor that supervises one vLLM process."""
+    """The actor that supervises one engine process."""
 
     async def status(self) -> Any: ...
 
@@ -46,7 +46,7 @@ class ServerHandle(Protocol):
 @dataclass
 class _Server:
     handle: ServerHandle
-    client: EngineClient
+    client: EngineBackend
     num_restarts: int = 0
     up: bool = False
     failed: str | None = None
@@ -91,7 +91,7 @@ class ServerPool:
     """
 
     handles: InitVar[Sequence[ServerHandle]]
-    clients: list[EngineClient]
+    clients: Sequence[EngineBackend]
     slots: RequestSlotPool
     status: RunStatus
     _: KW_ONLY

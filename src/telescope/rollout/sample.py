@@ -23,8 +23,9 @@ from telescope.config import TelescopeConfig
 from telescope.environments.stops import NO_STOPS, Stops
 from telescope.environments.worker_pool.messages import PROMPT_TOO_LONG, ROLLOUT_ERROR, Advance
 from telescope.errors import EnvironmentFailure, InfrastructureError
+from telescope.inference.base import Engine, GenerateRequest, Generation, RequestId
 from telescope.rollout.trajectory import Trajectory, Turn
-from telescope.rollout.types import Engine, GenerateRequest, Generation, Lease, RequestId, RequestSlots
+from telescope.rollout.types import Lease, RequestSlots
 
 if TYPE_CHECKING:
     from telescope.environments.worker_pool.pool import EnvironmentPool

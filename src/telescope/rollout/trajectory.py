@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from telescope.environments.worker_pool.messages import CONTEXT_EXHAUSTED, RewardRecord
-from telescope.rollout.types import Generation
+from telescope.inference.base import Generation
 from telescope.trainer.batch import TrainSample
 
 

@@ -17,10 +17,10 @@ from transformers import AutoTokenizer
 from telescope.environments.rendering import Renderer
 from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.errors import UserError
+from telescope.inference.base import HEALTH_ROUTE, METRICS_ROUTE, GenerateRequest, Generation
 from telescope.inference.chat import ChatSettings, Conversation, connect
 from telescope.inference.client import EngineClient, EngineRequestError
 from telescope.inference.vllm import adapter as wire
-from telescope.rollout.types import GenerateRequest, Generation
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
@@ -43,7 +43,7 @@ async def test_no_route_of_the_real_server_answers_without_the_secret(stack: Sta
         for method in methods.split(", ")
     }
     sockets = set(re.findall(r"Route: (\S+), Endpoint: \S+", log)) | {"/v1/realtime"}
-    needed = {wire.HEALTH_ROUTE, wire.METRICS_ROUTE, "/docs", "/openapi.json", wire.PAUSE_ROUTE, wire.GENERATE_ROUTE}
+    needed = {HEALTH_ROUTE, METRICS_ROUTE, "/docs", "/openapi.json", wire.PAUSE_ROUTE, wire.GENERATE_ROUTE}
     needed |= {wire.COLLECTIVE_RPC_ROUTE, wire.UPDATE_WEIGHTS_ROUTE, wire.ABORT_ROUTE, wire.INIT_TRANSFER_ROUTE}
     assert needed <= {path for _, path in routes}
     url = client_of(stack).base_url

@@ -12,7 +12,7 @@ from tests.e2e.stack.conftest import Outcome, Stack
 from tests.e2e.stack.test_inference import client_of, request
 from transformers import AutoTokenizer
 
-from telescope.rollout.types import GenerateRequest, Generation
+from telescope.inference.base import GenerateRequest, Generation
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from tests.fakes.backend import NO_WEIGHTS
 from tests.fakes.engine import FakeEngineSettings
 from tests.fakes.server import FakeEngineServer
 
 from telescope.errors import InfrastructureError
+from telescope.inference.base import GenerateRequest
 from telescope.inference.client import EngineClient, EngineRequestError
 from telescope.inference.vllm import adapter as wire
-from telescope.rollout.types import GenerateRequest
+from telescope.weights.plan import InitInfo
 from telescope.weights.probe import compare_logprobs
 
 SLOW = {"mean_tokens": 400, "tokens_per_second": 200.0}
@@ -79,7 +82,7 @@ async def test_tokens_have_their_version_across_an_update(connect, version: str,
     await client.pause()
     waiting = asyncio.create_task(client.generate(request("waiting", max_tokens=5)))
     await client.start_update()
-    await client.update_weights({})
+    await client.update_weights(NO_WEIGHTS)
     await client.finish_update(7)
     await client.resume()
     first, second = (await running).version_spans
@@ -206,9 +209,9 @@ async def test_a_failure_in_one_worker_fails_the_server() -> None:
     async with TestServer(app) as server:
         client = EngineClient(str(server.make_url("")).rstrip("/"), "secret", 3, num_workers=2)
         with pytest.raises(InfrastructureError, match=r"server 3 .*worker 1: the sender is gone"):
-            await client.update_weights({})
+            await client.update_weights(NO_WEIGHTS)
         failures[1] = None
-        await client.update_weights({})
+        await client.update_weights(NO_WEIGHTS)
         await client.close()
 
 
@@ -228,7 +231,7 @@ async def test_control_calls_fail_by_name(connect) -> None:
         await client.finish_update(1)
     await client.start_update()
     with pytest.raises(InfrastructureError, match=r"POST /update_weights had no answer within"):
-        await client.update_weights({})
+        await client.update_weights(NO_WEIGHTS)
 
 
 async def test_state_of_the_server_is_readable(connect) -> None:
@@ -242,8 +245,9 @@ async def test_state_of_the_server_is_readable(connect) -> None:
     assert (await client.metrics())["vllm:num_requests_running"] == 1
     await client.abort(["r"])
     await task
-    await client.init_weight_transfer({"address": "here"})
-    assert server.engine.transfer_info == [{"address": "here"}]
+    info = InitInfo("here", 1, "token", 2, "gloo", 1.0)
+    await client.init_weight_transfer(info)
+    assert server.engine.transfer_info == [asdict(info)]
     assert await client.call_worker("anything") == [{}]
     before = await client.prompt_logprobs([5, 6, 7])
     assert len(before) == 2

@@ -16,20 +16,20 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.fakes.backend import FakeBackend
 from tests.fakes.engine import FakeEngineSettings
 
 from telescope.config import TelescopeConfig, load_config
 from telescope.config.machine import listen_problem
 from telescope.errors import ConfigError
-from telescope.inference import server as server_module
 from telescope.inference.auth import SECRET_VARIABLE
+from telescope.inference.base import Address, GenerateRequest, LaunchCommand
 from telescope.inference.client import EngineClient
 from telescope.inference.engine_metrics import metrics_reader
 from telescope.inference.process import EngineProcess, group_members
 from telescope.inference.server import EngineStartError, InferenceServer, SupervisionLimits
-from telescope.inference.vllm.launch import ROUNDING_BYTES, LaunchCommand
-from telescope.inference.vllm.policy_version import REQUIRE_UPDATE_VARIABLE
-from telescope.rollout.types import GenerateRequest
+from telescope.inference.vllm import launch as launch_module
+from telescope.inference.vllm.launch import ROUNDING_BYTES
 
 SECRET = "a-secret"
 QUICK = SupervisionLimits(
@@ -53,11 +53,11 @@ def make_server(config: TelescopeConfig, tmp_path: Path) -> Iterator[Callable[..
         encoded = msgspec.json.encode(settings or FakeEngineSettings(spawn_child=True)).decode()
 
         def launch(restarted: bool) -> LaunchCommand:
-            arguments = [sys.executable, "-m", "tests.fakes.server", "--port", str(port)]
-            environment = {SECRET_VARIABLE: SECRET}
-            if restarted:
-                environment[REQUIRE_UPDATE_VARIABLE] = "1"
-            return LaunchCommand([*arguments, "--settings", encoded], environment)
+            address = Address(0, "127.0.0.1", port, SECRET)
+            command = FakeBackend.launch(
+                config, address, model="model", directory=tmp_path, earlier_log=[] if restarted else None
+            )
+            return LaunchCommand([*command.arguments, "--settings", encoded], command.environment)
 
         server = InferenceServer(
             config, 0, port, "127.0.0.1", SECRET, "model", tmp_path, limits=limits, launch=launch, **kwargs
@@ -137,8 +137,8 @@ def test_a_killed_server_on_a_shared_gpu_restarts_with_its_cache_size(
         arguments = [sys.executable, "-c", script, "--port", str(port), "--settings", settings]
         return LaunchCommand(arguments, {SECRET_VARIABLE: SECRET})
 
-    monkeypatch.setattr(server_module, "launch_command", launch)
-    monkeypatch.setattr(server_module, "runs_on_cpu", lambda config: False)
+    monkeypatch.setattr(launch_module, "launch_command", launch)
+    monkeypatch.setattr(launch_module, "runs_on_cpu", lambda config: False)
     server = InferenceServer(config, 0, port, "127.0.0.1", SECRET, "m", tmp_path, limits=QUICK)
     try:
         os.kill(server.start().pid, signal.SIGKILL)
@@ -333,7 +333,7 @@ PARENT = """
 import json, sys, time
 from telescope.config import load_config
 from telescope.inference.server import InferenceServer
-from telescope.inference.vllm.launch import LaunchCommand
+from telescope.inference.base import Address, LaunchCommand
 port, run_dir, command, environment = json.loads(sys.argv[1])
 config = load_config(None, ["--environments", '[{"name": "countdown"}]']).config
 launch = lambda restarted: LaunchCommand(command, environment)

@@ -15,10 +15,12 @@ from telescope.config import TelescopeConfig, load_config
 from telescope.config.model_shape import ModelShape
 from telescope.errors import ConfigError, UserError
 from telescope.inference.auth import SECRET_VARIABLE
+from telescope.inference.base import LaunchCommand
 from telescope.inference.vllm.engine_health import CALL_LIMIT_VARIABLE, STEP_LIMIT_VARIABLE
-from telescope.inference.vllm.launch import LaunchCommand, hint_for, kv_cache_gib, launch_command, shape_of
+from telescope.inference.vllm.launch import kv_cache_gib, launch_command, shape_of
 from telescope.inference.vllm.plugin import TRANSFER_VARIABLE
 from telescope.inference.vllm.policy_version import REQUIRE_UPDATE_VARIABLE
+from telescope.inference.vllm.start_log import hint_for
 from telescope.inference.vllm.step_meter import STEP_METER_VARIABLE
 
 

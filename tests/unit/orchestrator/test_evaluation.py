@@ -17,13 +17,13 @@ from telescope.config.environments import environment_keys
 from telescope.environments.worker_pool.messages import Advance, EnvironmentInfo, FirstPrompt, RewardRecord
 from telescope.errors import ConfigError, EnvironmentFailure
 from telescope.evals.runner import SamplesFile
+from telescope.inference.base import GenerateRequest
 from telescope.orchestrator.evaluation import Evaluation, plan_evals
 from telescope.orchestrator.prompt_sampler import request_seed
 from telescope.orchestrator.request_slots import RequestSlotPool
 from telescope.orchestrator.servers import ServerPool
 from telescope.orchestrator.status import RunStatus
 from telescope.rollout.sample import RolloutSettings
-from telescope.rollout.types import GenerateRequest
 
 
 async def evaluation_of(

@@ -12,9 +12,10 @@ import numpy as np
 
 from telescope.environments.worker_pool.messages import Advance, FirstPrompt, RewardRecord
 from telescope.errors import EnvironmentFailure, InfrastructureError
+from telescope.inference.base import GenerateRequest, Generation
 from telescope.rollout.sample import Rollout, RolloutSettings, RolloutTask, SamplingSettings
 from telescope.rollout.trajectory import Trajectory
-from telescope.rollout.types import GenerateRequest, Generation, Lease
+from telescope.rollout.types import Lease
 
 
 def generation(tokens: list[int], *, version: int = 0, finish_reason: str = "stop", spans: Any = None) -> Generation:

@@ -25,9 +25,9 @@ from telescope.config import TelescopeConfig
 from telescope.environments.stops import Stops
 from telescope.environments.worker_pool.messages import Advance
 from telescope.errors import DeadlineExceeded, EnvironmentFailure, InfrastructureError, RolloutLost
+from telescope.inference.base import Generation, parse_request_id
 from telescope.orchestrator.request_slots import RequestSlotPool
 from telescope.rollout.sample import MAX_INFRASTRUCTURE_RETRIES, Rollout, RolloutSettings
-from telescope.rollout.types import Generation, parse_request_id
 
 DEAD = InfrastructureError("the server is gone")
 
