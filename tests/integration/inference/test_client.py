@@ -130,6 +130,60 @@ async def test_cancelling_the_caller_ends_the_request_in_the_engine(connect) -> 
     assert client.num_in_flight == 0
 
 
+async def test_generation_keeps_its_connection_and_a_control_call_has_its_own(connect) -> None:
+    server, client = await connect()
+    connections = server._server.server_state.connections
+    for name in "abc":
+        await client.generate(request(name))
+        assert len(connections) == 1
+    await client.pause()
+    await until(lambda: len(connections) == 1, "the control call's connection is closed")
+
+
+async def test_closing_the_client_fails_running_and_later_requests(connect) -> None:
+    server, client = await connect(**SLOW)
+    task = asyncio.create_task(client.generate(request()))
+    await until(lambda: server.engine.num_running == 1, "admitted")
+    await client.close()
+    with pytest.raises(InfrastructureError):
+        await task
+    await until(lambda: server.engine.num_running == 0, "ended in the engine")
+    with pytest.raises(InfrastructureError, match="closed"):
+        await client.generate(request("later"))
+
+
+@pytest.mark.parametrize("answer", [b"", b"no HTTP\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf"])
+async def test_an_answer_that_is_none_or_half_is_an_infrastructure_failure(answer: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        client = EngineClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "secret")
+        with pytest.raises(InfrastructureError, match="request r: "):
+            await client.generate(request())
+        await client.close()
+
+
+async def test_an_answer_across_thousands_of_syncs_has_all_its_version_spans() -> None:
+    """vLLM 0.26 has them in a header."""
+    starts = [(str(version), version) for version in range(3000)]
+
+    async def answer(_: web.Request) -> web.Response:
+        entries = {"content": [{"logprob": -1.0}] * len(starts)}
+        choice = {"token_ids": [1] * len(starts), "logprobs": entries, "finish_reason": "stop"}
+        headers = {wire.VERSION_SPANS_HEADER: wire.format_spans_header(starts)}
+        return web.json_response({"choices": [choice]}, headers=headers)
+
+    app = web.Application()
+    app.router.add_post(wire.GENERATE_ROUTE, answer)
+    async with TestServer(app) as server:
+        client = EngineClient(str(server.make_url("")), "secret")
+        assert len((await client.generate(request())).version_spans) == len(starts)
+        await client.close()
+
+
 async def test_failing_exiting_hanging_and_absent_servers_are_infrastructure_failures(connect) -> None:
     server, client = await connect({"request_timeout": 1.0})
     server.app.fail_next = 1
