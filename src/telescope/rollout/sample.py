@@ -97,6 +97,8 @@ class RolloutTask:
     seed_of_turn: Callable[[int], int]
     is_multi_turn: bool = False
     """The environment keeps the state of a conversation (`EnvironmentPool.begin`)."""
+    payload: Any = None
+    """What belongs to the prompt besides its ids (`GenerateRequest.payload`)."""
     slot_key: int | None = None
     """Key of the group for request slots; default: the group id. A requeued prompt gets a new key."""
 
@@ -131,7 +133,12 @@ class Rollout:
     ) -> None:
         self.task = task
         self.trajectory = Trajectory(
-            task.sample_id, task.group_id, task.sample_index, task.environment, started_at=time.time()
+            task.sample_id,
+            task.group_id,
+            task.sample_index,
+            task.environment,
+            payload=task.payload,
+            started_at=time.time(),
         )
         self._slots = slots
         self._engine_of = engine_of
@@ -345,6 +352,7 @@ class Rollout:
                     seed=task.seed_of_turn(turn_index),
                     priority=turn_index if settings.priority_by_turn else 0,
                     routes_start=routes_start,
+                    payload=task.payload,
                 )
                 engine = self._engine_of(lease.server)
                 version = engine.loaded_version

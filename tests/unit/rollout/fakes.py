@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -185,13 +185,14 @@ class Bench:
     environments: FakeEnvironments = field(default_factory=FakeEnvironments)
     slots: FakeLanes = field(default_factory=FakeLanes)
     failures: list[tuple[int, str]] = field(default_factory=list)
+    payload: Any = None
 
     def on_engine_failure(self, server: int, error: InfrastructureError) -> None:
         self.failures.append((server, str(error)))
 
     async def run(self, prompt: list[int] | None = None, *, turns: bool = False, **changes: Any) -> Trajectory:
         return await Rollout(
-            task(prompt, turns=turns),
+            replace(task(prompt, turns=turns), payload=self.payload),
             slots=self.slots,
             engine_of=lambda server: self.engine,
             environments=self.environments,

@@ -28,6 +28,7 @@ from telescope.errors import DeadlineExceeded, EnvironmentFailure, Infrastructur
 from telescope.inference.base import Generation, parse_request_id
 from telescope.orchestrator.request_slots import RequestSlotPool
 from telescope.rollout.sample import MAX_INFRASTRUCTURE_RETRIES, Rollout, RolloutSettings
+from telescope.trainer.packing import lay_out, untrained_sample
 
 DEAD = InfrastructureError("the server is gone")
 
@@ -44,6 +45,13 @@ async def test_a_sample_is_generated_and_scored() -> None:
     assert (request.temperature, request.top_p, request.priority) == (0.7, None, 0)
     assert bench.environments.calls == [("arithmetic#1", 3, [7, 8], "stop", False)]
     assert bench.slots.num_leased == 0
+
+
+async def test_a_payload_passes_untouched_from_the_task_to_request_and_micro_batch() -> None:
+    bench = Bench(payload=object())
+    [sample] = (await bench.run()).to_train_samples()
+    assert bench.engine.requests[0].payload is bench.payload
+    assert lay_out([sample, untrained_sample("other", np.arange(3))]).payloads == [bench.payload, None]
 
 
 async def test_an_eval_asks_the_environment_for_its_eval_metrics() -> None:
