@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,7 +20,6 @@ from telescope.inference.base import (
     GenerateRequest,
     Generation,
     LaunchCommand,
-    TraceTarget,
 )
 from telescope.inference.vllm.policy_version import REQUIRE_UPDATE_VARIABLE
 from telescope.weights.plan import InitInfo, UpdateInfo, make_update
@@ -42,29 +40,28 @@ class FakeBackend:
         self.base_url = f"fake://{index}"
         self.server_index = index
         self.loaded_version = self.initial_version = 0
-        self._settings = settings or FakeEngineSettings()
-        self._answer = answer
-        self.restart()
+        self.engine = FakeEngine(settings or FakeEngineSettings(), answer)
+        self.engine.label = "0"
 
     def restart(self) -> None:
         """Ends all requests, as an exit does. The new process has the weights of `loaded_version`."""
-        for request in list(self.engine.requests.values()) if hasattr(self, "engine") else ():
+        for request in list(self.engine.requests.values()):
             if request.timer is not None:
                 request.timer.cancel()
             if not request.done.done():
                 request.done.set_result(EXITED)
-        self.engine = FakeEngine(self._settings, self._answer)
+        self.engine = FakeEngine(self.engine.settings, self.engine._answer)
         self.engine.label = str(self.loaded_version)
 
     # --- the process ------------------------------------------------------------------------------------------------
 
     @staticmethod
     def launch(
-        config: TelescopeConfig, listen: Address, *, model: str, directory: Path, earlier_log: Sequence[str] | None
+        config: TelescopeConfig, address: Address, *, model: str, directory: Path, earlier_log: Sequence[str] | None
     ) -> LaunchCommand:
-        arguments = [sys.executable, "-m", "tests.fakes.server", "--host", listen.host, "--port", str(listen.port)]
+        arguments = [sys.executable, "-m", "tests.fakes.server", "--host", address.host, "--port", str(address.port)]
         must_update = {} if earlier_log is None else {REQUIRE_UPDATE_VARIABLE: "1"}
-        return LaunchCommand(arguments, {SECRET_VARIABLE: listen.secret, **must_update})
+        return LaunchCommand(arguments, {SECRET_VARIABLE: address.secret, **must_update})
 
     @staticmethod
     def hang_timeout(config: TelescopeConfig) -> float:
@@ -77,16 +74,6 @@ class FakeBackend:
     @staticmethod
     def start_failure(name: str, what: str, log: Sequence[str], log_path: Path, *, ended: bool) -> str:
         return f"{name} {what}"
-
-    @staticmethod
-    def check(config: TelescopeConfig) -> None:
-        return
-
-    @staticmethod
-    def receive_traces(
-        config: TelescopeConfig, host: str, write: Callable[[dict[str, Any]], None]
-    ) -> AbstractContextManager[TraceTarget | None]:
-        return nullcontext()
 
     @classmethod
     def connect(cls, config: TelescopeConfig, url: str, secret: str, index: int) -> EngineBackend:

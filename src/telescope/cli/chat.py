@@ -131,14 +131,14 @@ def serving(config: TelescopeConfig, target: EvalTarget) -> Iterator[tuple[str, 
 
 @contextmanager
 def _started(config: TelescopeConfig, folder: Path, directory: Path) -> Iterator[tuple[str, str]]:
-    from telescope.inference.base import backend_of
+    from telescope.inference.base import Address, backend_of
     from telescope.inference.server import InferenceServer, SupervisionLimits
 
     with socket.create_server((LOOPBACK, 0)) as free:
         port = free.getsockname()[1]
     secret = secrets.token_urlsafe(32)
     limits = SupervisionLimits(start_timeout=config.inference_start_timeout_seconds, max_restarts=0)
-    server = InferenceServer(config, 0, port, LOOPBACK, secret, str(folder), directory, limits=limits)
+    server = InferenceServer(config, Address(0, LOOPBACK, port, secret), str(folder), directory, limits=limits)
     started = threading.Event()
 
     def show_start() -> None:

@@ -180,12 +180,12 @@ def try_components(config: TelescopeConfig, *, here: bool = True) -> list[str]:
 
     if not here:
         return try_environments_of(config, environment_keys(config))  # its error keeps its kind
-    from telescope.inference.base import backend_of
+    from telescope.inference.vllm.support import check_chat_parsers
     from telescope.trainer.trial import try_backend, try_model
 
     notices: list[str] = []
     keys = environment_keys(config)
-    checks: list[preflight.Check] = [try_backend, try_model, backend_of(config).check]
+    checks: list[preflight.Check] = [try_backend, try_model, check_chat_parsers]
     with ThreadPoolExecutor() as threads:  # each waits for a process of its own
         others = [threads.submit(preflight.find_problems, config, [check]) for check in checks]
         # In this thread: the process of the environments ends with the thread that started it.

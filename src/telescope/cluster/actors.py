@@ -25,7 +25,7 @@ from telescope.cluster.ray_cluster import Cluster, daemon_failure, own_address
 from telescope.cluster.reaper import MARK_VARIABLE, temporary_variables
 from telescope.config import TelescopeConfig
 from telescope.errors import InfrastructureError, RunError, UserError
-from telescope.inference.base import TraceTarget
+from telescope.inference.base import Address
 from telescope.inference.engine_metrics import metrics_reader
 from telescope.record.files import RunFiles
 from telescope.record.gauges import ReadingBatch, Sampler
@@ -65,18 +65,7 @@ def use_temporary_directory() -> None:
 class InferenceActor:
     """Actor of one engine process, supervised by `inference.server.InferenceServer`."""
 
-    def __init__(
-        self,
-        config_json: str,
-        index: int,
-        host: str,
-        port: int,
-        secret: str,
-        model: str,
-        run_dir: str,
-        traces: TraceTarget | None,
-        broadcast_on_loopback: bool,
-    ) -> None:
+    def __init__(self, config_json: str, address: Address, run_dir: str, broadcast_on_loopback: bool) -> None:
         from telescope.inference.server import InferenceServer
 
         ignore_sigterm()
@@ -84,9 +73,7 @@ class InferenceActor:
         config = TelescopeConfig.from_json(config_json)
         # The engine and its workers inherit the environment; their NCCL connects to the trainer's.
         use_interface_of(own_host(loopback=broadcast_on_loopback))
-        self._server = InferenceServer(
-            config, index, port, host, secret, model, Path(run_dir), traces=traces, node_address=own_address()
-        )
+        self._server = InferenceServer(config, address, config.model, Path(run_dir), node_address=own_address())
         self._metrics = Sampler(
             "engine metrics",
             config.system_metrics_collection_interval_seconds,

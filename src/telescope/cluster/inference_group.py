@@ -17,7 +17,7 @@ from telescope.cluster.ray_cluster import Cluster
 from telescope.config import TelescopeConfig
 from telescope.config.machine import LOOPBACK
 from telescope.errors import DeadlineExceeded
-from telescope.inference.base import EngineBackend, TraceTarget, backend_of
+from telescope.inference.base import Address, EngineBackend, TraceTarget, backend_of
 from telescope.record.gauges import ReadingBatch
 
 logger = logging.getLogger(__name__)
@@ -67,13 +67,8 @@ class InferenceGroup:
         self._actors = [
             make_actor(InferenceActor, placement.server_options(index, cpus)).remote(
                 config.to_json(),
-                index,
-                host,
-                config.inference_base_port + index,
-                secret,
-                config.model,
+                Address(index, host, config.inference_base_port + index, secret, traces),
                 str(run_dir),
-                traces,
                 network.broadcast_on_loopback,
             )
             for index in range(config.num_inference_servers)

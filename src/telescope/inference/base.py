@@ -8,8 +8,7 @@ can sample and `METRICS_ROUTE` with Prometheus text, only to requests with the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -103,15 +102,12 @@ class Engine(Protocol):
     @property
     def loaded_version(self) -> int:
         """Newest policy version known to be loaded. A request sent now is sampled with this or a newer version."""
-        ...
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Samples one turn. Raises `InfrastructureError` when the server fails, exits or exceeds the deadline."""
-        ...
 
     async def abort(self, request_ids: list[str]) -> None:
         """Aborts these requests in the engine. Ignores unknown ids."""
-        ...
 
 
 class EngineBackend(Engine, Protocol):
@@ -133,99 +129,71 @@ class EngineBackend(Engine, Protocol):
 
     @staticmethod
     def launch(
-        config: TelescopeConfig, listen: Address, *, model: str, directory: Path, earlier_log: Sequence[str] | None
+        config: TelescopeConfig, address: Address, *, model: str, directory: Path, earlier_log: Sequence[str] | None
     ) -> LaunchCommand:
         """Returns the command of a server with the folder or hub id `model`. `directory` is for small files.
 
         `earlier_log` is the log of its first process, None for that itself: a restarted server must not sample before
         an update. Raises `UserError` when the installed engine cannot serve `config`.
         """
-        ...
 
     @staticmethod
     def hang_timeout(config: TelescopeConfig) -> float:
         """Returns the seconds without progress after which a server is restarted."""
-        ...
 
     @staticmethod
     def progress(log: Sequence[str], last: str = ...) -> str:
         """Returns the stage of a starting server by the end of its log, or `last` if that does not tell."""
-        ...
 
     @staticmethod
     def start_failure(name: str, what: str, log: Sequence[str], log_path: Path, *, ended: bool) -> str:
         """Returns the message of a failed start, with the likely fix. `ended`: the process exited."""
-        ...
-
-    @staticmethod
-    def check(config: TelescopeConfig) -> None:
-        """Raises `ConfigError` for what `config` names and the installed engine lacks. May take seconds."""
-        ...
-
-    @staticmethod
-    def receive_traces(
-        config: TelescopeConfig, host: str, write: Callable[[dict[str, Any]], None]
-    ) -> AbstractContextManager[TraceTarget | None]:
-        """Passes rows of the table `spans` to `write` while open. Warns where no traces are available: None."""
-        ...
 
     @classmethod
     def connect(cls, config: TelescopeConfig, url: str, secret: str, index: int) -> EngineBackend:
         """Returns the client of a running server. It opens no connection before the first call."""
-        ...
 
     # --- a running server -------------------------------------------------------------------------------------------
 
     async def health(self, *, within: float = 10.0) -> bool:
         """Returns whether the server answers and can sample. Raises nothing if it does not."""
-        ...
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         """Returns the L - 1 logprobs of a text at temperature 1. All NaN when the weights give no finite numbers."""
-        ...
 
     async def pause(self, mode: str = "keep", *, drop_caches: bool = False) -> None:
         """Stops sampling. With `keep`, running requests freeze and continue after `resume`."""
-        ...
 
     async def resume(self) -> None: ...
 
     async def init_weight_transfer(self, info: InitInfo) -> None:
         """Connects the server's workers to the trainer's communicator. Returns when they have joined."""
-        ...
 
     async def transfer_mode(self) -> str | None:
         """Returns why weights come in place, None if they come in the background. Ends an unfinished update."""
-        ...
 
     async def begin_background(self, update: UpdateInfo) -> None:
         """Starts to receive an update while requests run. Returns at once."""
-        ...
 
     async def start_update(self) -> None: ...
 
     async def update_weights(self, update: UpdateInfo) -> None:
         """Receives weights. Returns when all workers have loaded them, or have all of a background update."""
-        ...
 
     async def finish_update(self, version: int) -> None:
         """Ends the update. Tokens of later steps have policy `version`, and use no cache of earlier weights."""
-        ...
 
     async def load_adapter(self, folder: Path) -> None:
         """Loads a LoRA adapter in place of the one before. Running requests use it too. Call it inside a pause."""
-        ...
 
     async def fingerprints(self, initial: UpdateInfo | None = None) -> list[dict[str, Any]]:
         """Returns each worker's fingerprints of the tensors of its last update: input of `weights.probe.compare`.
 
         `initial` is the update that would send the weights that the engine has loaded by itself, before any update.
         """
-        ...
 
     async def close(self) -> None:
         """Closes the connections. Requests in flight fail with `InfrastructureError`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

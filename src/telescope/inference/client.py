@@ -18,8 +18,7 @@ import math
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -38,15 +37,12 @@ from telescope.inference.base import (
     GenerateRequest,
     Generation,
     LaunchCommand,
-    TraceTarget,
     error_message,
 )
 from telescope.inference.engine_metrics import parse
 from telescope.inference.vllm import adapter as wire
 from telescope.inference.vllm.launch import hang_timeout, start_command
-from telescope.inference.vllm.request_tracing import receive_traces
 from telescope.inference.vllm.start_log import FIRST_STAGE, start_failure, start_stage
-from telescope.inference.vllm.support import check_chat_parsers
 from telescope.weights.plan import InitInfo, UpdateInfo
 
 KEEP_ALIVE_SECONDS = 60.0
@@ -103,7 +99,6 @@ class EngineClient:
 
     @classmethod
     def connect(cls, config: TelescopeConfig, url: str, secret: str, index: int) -> EngineClient:
-        """Returns the client of a running server. It opens no connection before the first call."""
         return cls(
             url,
             secret,
@@ -118,9 +113,9 @@ class EngineClient:
 
     @staticmethod
     def launch(
-        config: TelescopeConfig, listen: Address, *, model: str, directory: Path, earlier_log: Sequence[str] | None
+        config: TelescopeConfig, address: Address, *, model: str, directory: Path, earlier_log: Sequence[str] | None
     ) -> LaunchCommand:
-        return start_command(config, listen, model=model, directory=directory, earlier_log=earlier_log)
+        return start_command(config, address, model=model, directory=directory, earlier_log=earlier_log)
 
     @staticmethod
     def hang_timeout(config: TelescopeConfig) -> float:
@@ -133,16 +128,6 @@ class EngineClient:
     @staticmethod
     def start_failure(name: str, what: str, log: Sequence[str], log_path: Path, *, ended: bool) -> str:
         return start_failure(name, what, log, log_path, ended=ended)
-
-    @staticmethod
-    def check(config: TelescopeConfig) -> None:
-        check_chat_parsers(config)
-
-    @staticmethod
-    def receive_traces(
-        config: TelescopeConfig, host: str, write: Callable[[dict[str, Any]], None]
-    ) -> AbstractContextManager[TraceTarget | None]:
-        return receive_traces(config, host, write)
 
     # --- sampling ---------------------------------------------------------------------------------------------------
 
@@ -196,7 +181,6 @@ class EngineClient:
         await self._control("POST", wire.ABORT_ROUTE, wire.encode_abort(request_ids))
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
-        """Returns the L - 1 logprobs of a text at temperature 1. All NaN when the weights give no finite numbers."""
         body = wire.encode_prompt_logprobs(token_ids, f"probe-{time.monotonic_ns()}")
         try:
             answer = await self._control("POST", wire.GENERATE_ROUTE, body)
@@ -213,26 +197,18 @@ class EngineClient:
     # --- weights ----------------------------------------------------------------------------------------------------
 
     async def init_weight_transfer(self, info: InitInfo) -> None:
-        """Connects the server's workers to the trainer's communicator. Returns when they have joined."""
-        await self._control("POST", wire.INIT_TRANSFER_ROUTE, {"init_info": asdict(info)}, within=self.update_timeout)
-        await self._check_workers()
+        await self._update(wire.INIT_TRANSFER_ROUTE, {"init_info": asdict(info)})
 
     async def transfer_mode(self) -> str | None:
-        """Returns why weights come in place, None if they come in the background.
-
-        Ends an update that failed in one worker and is still open in the others.
-        """
         modes = await self.call_worker("telescope_transfer_mode")
         if modes and all(mode.get("background") for mode in modes):
             return None
         return "; ".join(dict.fromkeys(mode.get("reason") or "no reason given" for mode in modes))
 
     async def begin_background(self, update: UpdateInfo) -> None:
-        """Starts to receive an update into the staging buffer while requests run. Returns at once."""
         await self.call_worker("telescope_begin_background", [json.dumps(update.to_dict())])
 
     async def fingerprints(self, initial: UpdateInfo | None = None) -> list[dict[str, Any]]:
-        """Returns each worker's fingerprints of the tensors of its last update, or of `initial` before any."""
         return await self.call_worker("telescope_fingerprints", [json.dumps(initial.to_dict())] if initial else None)
 
     async def pause(self, mode: str = "keep", *, drop_caches: bool = False) -> None:
@@ -252,24 +228,16 @@ class EngineClient:
         return bool(answer["is_paused"])
 
     async def start_update(self) -> None:
-        await self._control("POST", wire.START_UPDATE_ROUTE, within=self.update_timeout)
-        await self._check_workers()
+        await self._update(wire.START_UPDATE_ROUTE)
 
     async def update_weights(self, update: UpdateInfo) -> None:
-        """Receives and loads weights. Returns when all workers have them."""
-        body = {"update_info": update.to_dict()}
-        await self._control("POST", wire.UPDATE_WEIGHTS_ROUTE, body, within=self.update_timeout)
-        await self._check_workers()
+        await self._update(wire.UPDATE_WEIGHTS_ROUTE, {"update_info": update.to_dict()})
 
     async def finish_update(self, version: int) -> None:
-        """Ends the update. Tokens of later steps have policy `version`, and the cache salt changes with it."""
-        body = {"weight_version": str(version)}
-        await self._control("POST", wire.FINISH_UPDATE_ROUTE, body, within=self.update_timeout)
-        await self._check_workers()
+        await self._update(wire.FINISH_UPDATE_ROUTE, {"weight_version": str(version)})
         self.loaded_version = version
 
     async def load_adapter(self, folder: Path) -> None:
-        """Loads a LoRA adapter in place of the one before. Running requests use it too. Call it inside a pause."""
         body = {"lora_name": wire.ADAPTER_NAME, "lora_path": str(folder), "load_inplace": True}
         try:
             await self._control("POST", wire.LOAD_ADAPTER_ROUTE, body, within=self.update_timeout)
@@ -286,8 +254,9 @@ class EngineClient:
         answer = await self._control("POST", wire.COLLECTIVE_RPC_ROUTE, body, within=self.update_timeout)
         return list(msgspec.json.decode(answer)["results"]) if answer else []
 
-    async def _check_workers(self) -> None:
-        """Raises `InfrastructureError` for failures in one of several workers. A single worker raises itself."""
+    async def _update(self, route: str, body: dict[str, Any] | None = None) -> None:
+        """Calls a route of an update. Raises `InfrastructureError` for a failure in one of several workers too."""
+        await self._control("POST", route, body, within=self.update_timeout)
         if self.num_workers == 1:
             return
         answers = await self.call_worker("telescope_failure")
@@ -315,22 +284,15 @@ class EngineClient:
         return totals
 
     async def close(self) -> None:
-        """Closes the connections. Requests in flight fail with `InfrastructureError`."""
         self._closed = True
-        for name in ("_generating", "_controlling"):
-            if (session := self.__dict__.get(name)) is not None:
-                await session.close()
+        if "_generating" in self.__dict__:
+            await self._generating.close()
 
     # --- HTTP -------------------------------------------------------------------------------------------------------
 
     @cached_property
     def _generating(self) -> aiohttp.ClientSession:
         return self._session(keepalive_timeout=KEEP_ALIVE_SECONDS)
-
-    @cached_property
-    def _controlling(self) -> aiohttp.ClientSession:
-        """Has a connection for each call: the server closes its own after some errors, and no sync may fail on that."""
-        return self._session(force_close=True)
 
     def _session(self, **connections: Any) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
@@ -352,8 +314,10 @@ class EngineClient:
         data = msgspec.json.encode(body) if isinstance(body, dict) else body
         seconds = within or CONTROL_TIMEOUT_SECONDS
         try:
-            async with asyncio.timeout(seconds):
-                return (await self._exchange(self._controlling, method, route, data, f"{method} {route}"))[1]
+            # A connection of its own: the server closes connections after some errors, and a sync must not fail on one
+            # that is closing. Generation keeps its connections.
+            async with asyncio.timeout(seconds), self._session(force_close=True) as session:
+                return (await self._exchange(session, method, route, data, f"{method} {route}"))[1]
         except TimeoutError as error:
             raise InfrastructureError(f"{self._name}: {method} {route} had no answer within {seconds:.0f} s") from error
 

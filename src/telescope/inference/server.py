@@ -28,7 +28,6 @@ from telescope.inference.base import (
     METRICS_ROUTE,
     Address,
     LaunchCommand,
-    TraceTarget,
     backend_of,
     error_message,
 )
@@ -91,28 +90,24 @@ Launch = Callable[[bool], LaunchCommand]
 
 @dataclass(eq=False, repr=False)
 class InferenceServer:
-    """Supervises one engine process on `host`:`port`.
+    """Supervises the engine process at `address`.
 
-    `model` is a local folder or hub id; the log goes to `run_dir/logs/inference-<index>.log`. `traces` is where it
-    sends request traces. `node_address` is this machine's address for others, when the server listens on all
-    interfaces. `launch` replaces the engine with another command (tests).
+    `model` is a local folder or hub id; the log goes to `run_dir/logs/inference-<index>.log`. `node_address` is this
+    machine's address for others, when the server listens on all interfaces. `launch` replaces the engine with another
+    command (tests).
     """
 
     config: TelescopeConfig
-    index: int
-    port: int
-    host: str
-    secret: str
+    address: Address
     model: str
     run_dir: InitVar[Path | str]
     _: KW_ONLY
     limits: InitVar[SupervisionLimits | None] = None
-    traces: TraceTarget | None = None
     node_address: str | None = None
     launch: InitVar[Launch | None] = None
 
     def __post_init__(self, run_dir: Path | str, limits: SupervisionLimits | None, launch: Launch | None) -> None:
-        self.log_path = Path(run_dir) / "logs" / f"inference-{self.index}.log"
+        self.log_path = Path(run_dir) / "logs" / f"inference-{self.address.index}.log"
         self._directory = Path(run_dir) / "inference"
         self._limits = limits or SupervisionLimits(start_timeout=self.config.inference_start_timeout_seconds)
         self._launch = launch or self._launch_engine
@@ -133,8 +128,8 @@ class InferenceServer:
     @property
     def url(self) -> str:
         """URL of this server for processes on this and other machines."""
-        host = advertised_host(self.host, self.node_address)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        host = advertised_host(self.address.host, self.node_address)
+        return f"http://[{host}]:{self.address.port}" if ":" in host else f"http://{host}:{self.address.port}"
 
     def start(self) -> ServerInfo:
         """Starts the process and waits until it answers. A thread supervises it afterwards.
@@ -143,8 +138,13 @@ class InferenceServer:
         process exits or is not ready within the start timeout.
         """
         if self._state != "new":
-            raise RuntimeError(f"inference server {self.index} was started before (state {self._state})")
-        self._hold = hold_port(self.host, self.port, server=self.index, num_servers=self.config.num_inference_servers)
+            raise RuntimeError(f"inference server {self.address.index} was started before (state {self._state})")
+        self._hold = hold_port(
+            self.address.host,
+            self.address.port,
+            server=self.address.index,
+            num_servers=self.config.num_inference_servers,
+        )
         self._state = "starting"
         try:
             self._start_process(restarted=False)
@@ -155,7 +155,7 @@ class InferenceServer:
         assert self._process is not None
         self._first_log = self._process.log_tail(LOG_LINES)
         self._state = "ready"
-        name = f"inference-{self.index}-supervisor"
+        name = f"inference-{self.address.index}-supervisor"
         self._thread = threading.Thread(target=self._supervise, name=name, daemon=True)
         self._thread.start()
         return self.info()
@@ -207,7 +207,7 @@ class InferenceServer:
     def _launch_engine(self, restarted: bool) -> LaunchCommand:
         return self._backend.launch(
             self.config,
-            Address(self.index, self.host, self.port, self.secret, self.traces),
+            self.address,
             model=self.model,
             directory=self._directory,
             earlier_log=self._first_log if restarted else None,
@@ -217,7 +217,7 @@ class InferenceServer:
         command = self._launch(restarted)
         with self._lock:
             if self._stopping.is_set():
-                raise EngineStartError(f"inference server {self.index} was stopped while it started")
+                raise EngineStartError(f"inference server {self.address.index} was stopped while it started")
             self._process = EngineProcess(command.arguments, command.environment, self.log_path)
             self._starts += 1
         process = self._process
@@ -228,7 +228,7 @@ class InferenceServer:
             if code is not None:
                 process.kill()
                 if self._stopping.is_set():
-                    raise EngineStartError(f"inference server {self.index} was stopped while it started")
+                    raise EngineStartError(f"inference server {self.address.index} was stopped while it started")
                 raise self._start_error(process, describe_exit(code), ended=True)
             if time.monotonic() > deadline:
                 process.kill()
@@ -240,7 +240,7 @@ class InferenceServer:
         self._start_seconds = time.monotonic() - launched
 
     def _start_error(self, process: EngineProcess, what: str, *, ended: bool) -> EngineStartError:
-        name = f"inference server {self.index} ({self.url})"
+        name = f"inference server {self.address.index} ({self.url})"
         return EngineStartError(
             self._backend.start_failure(name, what, process.log_tail(LOG_LINES), self.log_path, ended=ended)
         )
@@ -321,10 +321,10 @@ class InferenceServer:
 
     def _get(self, route: str, timeout: float) -> tuple[int, bytes]:
         """Returns status and body of a route. Raises `OSError` or `HTTPException` without an answer."""
-        host = LOOPBACK if self.host in WILDCARD_HOSTS else self.host
-        connection = http.client.HTTPConnection(host, self.port, timeout=timeout)
+        host = LOOPBACK if self.address.host in WILDCARD_HOSTS else self.address.host
+        connection = http.client.HTTPConnection(host, self.address.port, timeout=timeout)
         try:
-            connection.request("GET", route, headers={"Authorization": f"Bearer {self.secret}"})
+            connection.request("GET", route, headers={"Authorization": f"Bearer {self.address.secret}"})
             answer = connection.getresponse()
             return answer.status, answer.read()
         finally:

@@ -34,6 +34,7 @@ from telescope.environments.worker_pool.trial import notices_of
 from telescope.errors import UserError
 from telescope.evals.runner import PlannedEval
 from telescope.inference.base import backend_of
+from telescope.inference.request_tracing import receive_traces
 from telescope.orchestrator.evaluation import plan_evals
 from telescope.orchestrator.filters import check_reward_ranges
 from telescope.orchestrator.prompt_buffer import measure_prompts
@@ -121,7 +122,7 @@ async def start_components(
     traces = None
     if config.enable_vllm_tracing:
         host, write = own_host(loopback=network.servers_on_loopback), partial(directory.recorder.write, "spans")
-        traces = stack.enter_context(backend_of(config).receive_traces(config, host, write))
+        traces = stack.enter_context(receive_traces(config, host, write))
     inference = InferenceGroup(
         config, placement, directory.path, cluster, network, secrets.token_urlsafe(32), traces=traces
     )  # fmt: skip

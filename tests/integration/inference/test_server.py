@@ -50,17 +50,16 @@ def make_server(config: TelescopeConfig, tmp_path: Path) -> Iterator[Callable[..
         settings: FakeEngineSettings | None = None, limits: SupervisionLimits = QUICK, **kwargs
     ) -> InferenceServer:
         port = kwargs.pop("port", None) or free_port()
+        address = Address(0, "127.0.0.1", port, SECRET)
         encoded = msgspec.json.encode(settings or FakeEngineSettings(spawn_child=True)).decode()
 
         def launch(restarted: bool) -> LaunchCommand:
-            address = Address(0, "127.0.0.1", port, SECRET)
-            command = FakeBackend.launch(
-                config, address, model="model", directory=tmp_path, earlier_log=[] if restarted else None
-            )
+            log = [] if restarted else None
+            command = FakeBackend.launch(config, address, model="model", directory=tmp_path, earlier_log=log)
             return LaunchCommand([*command.arguments, "--settings", encoded], command.environment)
 
         server = InferenceServer(
-            config, 0, port, "127.0.0.1", SECRET, "model", tmp_path, limits=limits, launch=launch, **kwargs
+            config, Address(0, "127.0.0.1", port, SECRET), "model", tmp_path, limits=limits, launch=launch, **kwargs
         )
         servers.append(server)
         return server
@@ -92,7 +91,7 @@ def test_start_answers_and_stop_leaves_no_process(make_server) -> None:
     server = make_server()
     info = server.start()
     assert server.status().state == "ready"
-    assert info.url == f"http://127.0.0.1:{server.port}"
+    assert info.url == f"http://127.0.0.1:{server.address.port}"
     assert info.config_hash == server.config.hash
     assert len(group_members(info.pid)) == 3  # shim, engine, the engine's child
     server.stop()
@@ -131,7 +130,7 @@ def test_a_killed_server_on_a_shared_gpu_restarts_with_its_cache_size(
     script = f"{words}; import runpy; runpy.run_module('tests.fakes.server', run_name='__main__')"
     given: list[int | None] = []
 
-    def launch(_: TelescopeConfig, **fields: object) -> LaunchCommand:
+    def launch(*_: object, **fields: object) -> LaunchCommand:
         given.append(fields["kv_cache_bytes"])  # type: ignore[arg-type]
         settings = msgspec.json.encode(FakeEngineSettings()).decode()
         arguments = [sys.executable, "-c", script, "--port", str(port), "--settings", settings]
@@ -139,7 +138,7 @@ def test_a_killed_server_on_a_shared_gpu_restarts_with_its_cache_size(
 
     monkeypatch.setattr(launch_module, "launch_command", launch)
     monkeypatch.setattr(launch_module, "runs_on_cpu", lambda config: False)
-    server = InferenceServer(config, 0, port, "127.0.0.1", SECRET, "m", tmp_path, limits=QUICK)
+    server = InferenceServer(config, Address(0, "127.0.0.1", port, SECRET), "m", tmp_path, limits=QUICK)
     try:
         os.kill(server.start().pid, signal.SIGKILL)
         wait_for(lambda: server.status().restarts == 1 and server.status().state == "ready", "restart")
@@ -220,7 +219,12 @@ def test_an_engine_that_closed_its_port_and_lingers_is_restarted_at_once(config,
     patient = replace(QUICK, unhealthy_seconds=1000)
     command = LaunchCommand([sys.executable, "-c", STOPS_LISTENING, str(port)], {})
     server = InferenceServer(
-        config, 0, port, "127.0.0.1", SECRET, "model", tmp_path, limits=patient, launch=lambda restarted: command
+        config,
+        Address(0, "127.0.0.1", port, SECRET),
+        "model",
+        tmp_path,
+        limits=patient,
+        launch=lambda restarted: command,
     )
     try:
         server.start()
@@ -257,7 +261,12 @@ def test_the_engines_own_error_is_the_reason_for_its_restart(
     command = LaunchCommand([sys.executable, "-c", GETS_ILL, str(port), body, str(tmp_path / "ill")], {})
     limits = replace(QUICK, max_restarts=0)
     server = InferenceServer(
-        config, 0, port, "127.0.0.1", SECRET, "model", tmp_path, limits=limits, launch=lambda restarted: command
+        config,
+        Address(0, "127.0.0.1", port, SECRET),
+        "model",
+        tmp_path,
+        limits=limits,
+        launch=lambda restarted: command,
     )
     try:
         server.start()
@@ -299,7 +308,7 @@ def test_a_start_that_takes_too_long_is_ended(make_server) -> None:
 def test_a_port_in_use_is_refused_before_anything_starts(make_server) -> None:
     first = make_server()
     first.start()
-    second = make_server(port=first.port)
+    second = make_server(port=first.address.port)
     with pytest.raises(ConfigError, match="inference_base_port"):
         second.start()
     assert second._process is None
@@ -311,7 +320,7 @@ def test_a_port_is_reserved_when_a_server_begins_to_start(make_server) -> None:
     starting = threading.Thread(target=pytest.raises, args=(EngineStartError, first.start))
     starting.start()
     wait_for(lambda: first.status().pid is not None, "launch of the first")
-    second = make_server(port=first.port)
+    second = make_server(port=first.address.port)
     with pytest.raises(ConfigError) as failure:
         second.start()
     assert second._process is None
@@ -326,7 +335,7 @@ def test_a_failed_start_releases_the_port(make_server) -> None:
     server = make_server(FakeEngineSettings(fail_start="ValueError: no"))
     with pytest.raises(EngineStartError):
         server.start()
-    assert listen_problem("127.0.0.1", server.port) is None
+    assert listen_problem("127.0.0.1", server.address.port) is None
 
 
 PARENT = """
@@ -337,7 +346,7 @@ from telescope.inference.base import Address, LaunchCommand
 port, run_dir, command, environment = json.loads(sys.argv[1])
 config = load_config(None, ["--environments", '[{"name": "countdown"}]']).config
 launch = lambda restarted: LaunchCommand(command, environment)
-server = InferenceServer(config, 0, port, "127.0.0.1", "a-secret", "model", run_dir, launch=launch)
+server = InferenceServer(config, Address(0, "127.0.0.1", port, "a-secret"), "model", run_dir, launch=launch)
 print(server.start().pid, flush=True)
 time.sleep(600)
 """
@@ -365,7 +374,7 @@ def test_a_ready_server_reports_metrics_only_with_the_secret(make_server) -> Non
     server.start()
     names = {reading.name for reading in metrics_reader(server.metrics_text)()}
     assert "vllm:num_requests_running" in names
-    server.secret = "another"
+    server.address = replace(server.address, secret="another")
     with pytest.raises(OSError, match="401"):
         server.metrics_text()
     server.stop()

@@ -30,6 +30,7 @@ from transformers import (
 import telescope
 from telescope.config import load_config
 from telescope.config.machine import visible_gpu_memory
+from telescope.inference.base import Address
 from telescope.inference.client import EngineClient
 from telescope.inference.process import EngineProcess
 from telescope.inference.vllm.launch import WORKER_EXTENSION, launch_command
@@ -203,9 +204,7 @@ class Server:
         version = self.vllm_version = version_of(interpreter)
         command = launch_command(
             config,
-            host="127.0.0.1",
-            port=port,
-            secret="s" * 32,
+            Address(0, "127.0.0.1", port, "s" * 32),
             model=str(self.folder),
             directory=self.folder,
             vllm_version=version,

@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from telescope.inference.base import RequestId, parse_request_id
-from telescope.inference.vllm.request_tracing import (
+from telescope.inference.request_tracing import (
     TraceReceiver,
     read_traces,
     request_rows,

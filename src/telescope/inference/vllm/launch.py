@@ -38,11 +38,11 @@ from telescope.config.memory import (
 from telescope.config.model_shape import ModelShape, known_shape
 from telescope.errors import ConfigError
 from telescope.inference.auth import SECRET_VARIABLE
-from telescope.inference.base import Address, LaunchCommand, TraceTarget
+from telescope.inference.base import Address, LaunchCommand
+from telescope.inference.request_tracing import trace_environment
 from telescope.inference.vllm.engine_health import CALL_LIMIT_VARIABLE, STEP_LIMIT_VARIABLE
 from telescope.inference.vllm.plugin import TRANSFER_VARIABLE
 from telescope.inference.vllm.policy_version import REQUIRE_UPDATE_VARIABLE
-from telescope.inference.vllm.request_tracing import trace_environment
 from telescope.inference.vllm.step_meter import STEP_METER_VARIABLE, meter_path
 from telescope.inference.vllm.support import (
     ROUTES_BY_V2_SINCE,
@@ -92,7 +92,7 @@ def hang_timeout(config: TelescopeConfig, *, on_cpu: bool | None = None) -> floa
 
 
 def start_command(
-    config: TelescopeConfig, listen: Address, *, model: str, directory: Path, earlier_log: Sequence[str] | None
+    config: TelescopeConfig, address: Address, *, model: str, directory: Path, earlier_log: Sequence[str] | None
 ) -> LaunchCommand:
     """Returns the command that starts one server on this machine. `EngineBackend.launch`."""
     version = installed_version()
@@ -108,9 +108,7 @@ def start_command(
         kv_cache_bytes = kv_cache_of_a_restart(earlier_log, estimate)
     return launch_command(
         config,
-        host=listen.host,
-        port=listen.port,
-        secret=listen.secret,
+        address,
         model=model,
         directory=directory,
         vllm_version=version,
@@ -118,17 +116,13 @@ def start_command(
         restarted=earlier_log is not None,
         gpu_memory_bytes=memory,
         kv_cache_bytes=kv_cache_bytes,
-        traces=listen.traces,
-        index=listen.index,
     )
 
 
 def launch_command(
     config: TelescopeConfig,
+    address: Address,
     *,
-    host: str,
-    port: int,
-    secret: str,
     model: str,
     directory: Path,
     vllm_version: str,
@@ -136,20 +130,27 @@ def launch_command(
     restarted: bool = False,
     gpu_memory_bytes: int | None = None,
     kv_cache_bytes: int | None = None,
-    traces: TraceTarget | None = None,
-    index: int = 0,
 ) -> LaunchCommand:
     """Returns the command that starts one server of a run.
 
     `model` is a local folder or a hub id; `directory` is for small files (the chat template). `restarted`: the server
     refuses to sample until it receives the current weights. `gpu_memory_bytes` is its GPU's memory, part of which stays
     free for a staging buffer. `kv_cache_bytes` is the KV cache size of a server that restarts on a shared GPU
-    (`memory_arguments`). `traces` is where it sends request traces, as server `index`. Raises `UserError` for an
-    unsupported vLLM, and `ConfigError` when a required staging buffer leaves no memory for a sequence.
+    (`memory_arguments`). Raises `UserError` for an unsupported vLLM, and `ConfigError` when a required staging buffer
+    leaves no memory for a sequence.
     """
     version = check_supported(vllm_version)
     arguments = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
-    arguments += ["--host", host, "--port", str(port), "--model", model, "--served-model-name", config.model]
+    arguments += [
+        "--host",
+        address.host,
+        "--port",
+        str(address.port),
+        "--model",
+        model,
+        "--served-model-name",
+        config.model,
+    ]
     arguments += ["--dtype", config.engine_dtype, "--seed", str(config.seed % 2**31)]
     if config.inference_quantization != "none":
         if on_cpu:
@@ -203,7 +204,7 @@ def launch_command(
     arguments += _chat_arguments(config, directory)
     if version >= SCALE_OUT_FLAG_SINCE:
         arguments.append("--enable-scale-out")
-    environment = _environment(config, secret, model, on_cpu=on_cpu, restarted=restarted)
+    environment = _environment(config, address.secret, model, on_cpu=on_cpu, restarted=restarted)
     if config.router_replay and version >= ROUTES_BY_V2_SINCE:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     environment[TRANSFER_VARIABLE] = config.weight_transfer
@@ -213,10 +214,10 @@ def launch_command(
     environment[STEP_LIMIT_VARIABLE] = str(step_limit)
     environment["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = str(math.ceil(step_limit))  # the same, of several workers
     environment[CALL_LIMIT_VARIABLE] = str(config.weight_sync_timeout_seconds)
-    environment[STEP_METER_VARIABLE] = str(meter_path(directory, port))
-    if traces is not None:
-        arguments += ["--otlp-traces-endpoint", traces.url]
-        environment |= trace_environment(traces, index)
+    environment[STEP_METER_VARIABLE] = str(meter_path(directory, address.port))
+    if address.traces is not None:
+        arguments += ["--otlp-traces-endpoint", address.traces.url]
+        environment |= trace_environment(address.traces, address.index)
     return LaunchCommand(arguments, environment)
 
 
