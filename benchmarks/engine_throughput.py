@@ -70,11 +70,11 @@ sys.path.insert(0, str(REPOSITORY))
 from tests.fakes.run import FakeWeightSync, fake_run
 
 from telescope.config import TelescopeConfig
-from telescope.environments.worker_pool.launcher import Launcher
-from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.inference.client import EngineClient
 from telescope.inference.vllm import adapter as wire
 from telescope.orchestrator.supervision import Supervisor
+from telescope.rollout.rendering import RendererSpec
+from telescope.rollout.worker_pool.launcher import Launcher
 
 AIM = 0.97
 LOADS = ("orchestrator", "bare")

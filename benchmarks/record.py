@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 from measure import provenance
 
-from telescope.environments.worker_pool.messages import PreparedPrompt, RewardRecord
+from telescope.environments.types import PreparedPrompt, RewardRecord
 from telescope.inference.base import Generation
 from telescope.orchestrator.groups import Group
 from telescope.orchestrator.prompt_sampler import SampledPrompt, SamplerPosition
@@ -29,7 +29,8 @@ from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.step_recorder import StepRecorder, TrainedStep
 from telescope.record.recorder import Recorder
 from telescope.rollout.trajectory import Trajectory, Turn
-from telescope.trainer.batch import SampleTokens, Span, StepResult
+from telescope.trainer.batch import SampleTokens, StepResult
+from telescope.utils.timeline import Span
 
 GROUP_SIZE = 8
 NUM_RECORDED = 8

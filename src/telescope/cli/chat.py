@@ -112,8 +112,7 @@ def build_config(target: EvalTarget, fields: Sequence[str] = ()) -> TelescopeCon
 
 def find_stops(config: TelescopeConfig, target: EvalTarget) -> dict[str, Any]:
     """Returns what ends an answer in training, as parameters of vLLM's chat API."""
-    from telescope.environments.rendering import Renderer
-    from telescope.environments.worker_pool.messages import RendererSpec
+    from telescope.rollout.rendering import Renderer, RendererSpec
 
     stops = Renderer(RendererSpec.from_config(config, target.model_files_folder())).stops
     return {"stop_token_ids": list(stops.token_ids)} | ({"stop": list(stops.texts)} if stops.texts else {})

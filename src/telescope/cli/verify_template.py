@@ -8,11 +8,10 @@ from rich.console import Console
 from rich.text import Text
 
 from telescope.config import TelescopeConfig
-from telescope.config.environments import environment_keys
-from telescope.environments.rendering import Dialogue, Renderer
-from telescope.environments.worker_pool.environment_runner import EnvironmentRunner
-from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.errors import UserError
+from telescope.evals.entries import environment_keys
+from telescope.rollout.rendering import Dialogue, Renderer, RendererSpec
+from telescope.rollout.worker_pool.environment_runner import EnvironmentRunner
 
 TRAINED, UNTRAINED = "bold green", "dim"
 ANSWERS = ("<think>\nThe first thought.\n</think>\n\nThe first answer.", "The last answer.")

@@ -1,6 +1,6 @@
 """Local rollouts: one item of an environment, without an engine.
 
-For authors of environments: messages are text, in the order of a training run (`conversations`), and the answers come
+For authors of environments: messages are text, in the order of a training run (`take_turn`), and the answers come
 from a function, such as a script or `ChatServer`, a client of OpenAI's chat API. Runs user code in this process and
 without deadlines; a training run does neither.
 """
@@ -13,7 +13,7 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,14 +22,15 @@ from telescope.environments.base import (
     Environment,
     MultiTurnEnvironment,
     RewardResult,
+    RolloutState,
     SingleTurnEnvironment,
     TrajectoryStep,
     assistant_message,
+    conversation,
 )
 from telescope.environments.parsers import answer_text
-from telescope.environments.serialization import serialize_messages, serialize_score
+from telescope.environments.serialization import check_verdict, serialize_messages, serialize_score
 from telescope.environments.user_code import settled
-from telescope.environments.worker_pool.conversations import take_turn
 from telescope.errors import RunError, UserError
 
 
@@ -75,6 +76,38 @@ def roll_out_item(
         return _finish(_several_turns(environment, index, answer, on_message))
     assert isinstance(environment, SingleTurnEnvironment)
     return _finish(_single_turn(environment, index, answer, on_message))
+
+
+@dataclass(slots=True, frozen=True)
+class Reply:
+    """The environment's reply to an answer.
+
+    It has `done` with a `reason`, or the `added` messages and the next `conversation`.
+    """
+
+    done: bool
+    reason: str | None = None
+    added: list[ChatMessage] = field(default_factory=list)
+    conversation: list[ChatMessage] = field(default_factory=list)
+
+
+def take_turn(environment: MultiTurnEnvironment, state: RolloutState) -> Generator[Awaitable[Any], Any, Reply]:
+    """Lets the environment respond to the last step of the trajectory. Fixes the order of its method calls."""
+    if environment.checks_done_first:
+        done, reason = check_verdict((yield from settled(environment.is_done(state))))
+        if done:
+            return Reply(True, reason)
+    response = environment.env_response(conversation(state), state)
+    if not isinstance(response, list):
+        response = yield from settled(response)
+    added = serialize_messages(response, "env_response")
+    done, reason = check_verdict((yield from settled(environment.is_done(state))))
+    if done:
+        return Reply(True, reason)
+    if state.trajectory[-1].is_truncated and not environment.continues_after_truncation:
+        return Reply(True, "truncated")
+    following = yield from settled(environment.get_next_prompt_messages(state, added))
+    return Reply(False, added=added, conversation=serialize_messages(following, "get_next_prompt_messages"))
 
 
 def _single_turn(

@@ -27,8 +27,8 @@ from telescope.environments.base import (
     SingleTurnEnvironment,
 )
 from telescope.environments.registry import ENVIRONMENTS, Discovery, Source, environment_class, make_environment
+from telescope.environments.types import EnvironmentSpec
 from telescope.environments.user_code import call_with_declared
-from telescope.environments.worker_pool.messages import EnvironmentSpec
 from telescope.errors import UserError
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from telescope.environments.worker_pool.messages import EnvironmentInfo
+from telescope.environments.types import EnvironmentInfo
 from telescope.errors import ConfigError
 from telescope.rollout.trajectory import Trajectory
 

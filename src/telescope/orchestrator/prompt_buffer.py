@@ -11,15 +11,16 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
+from typing import Protocol
 
 from telescope.config import TelescopeConfig
-from telescope.environments.worker_pool.messages import PreparedPrompt
-from telescope.environments.worker_pool.pool import EnvironmentPool
+from telescope.environments.types import PreparedPrompt
 from telescope.errors import EnvironmentFailure, RunError, UserError
 from telescope.orchestrator.budget import ErrorBudget
 from telescope.orchestrator.prompt_sampler import PromptSampler, SampledPrompt, SamplerPosition
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import ChangeNotifier
+from telescope.rollout.worker_pool.pool import EnvironmentPool
 from telescope.utils.text import single_line
 
 logger = logging.getLogger(__name__)
@@ -32,12 +33,18 @@ NUM_MEASURED = 128
 MAX_UNUSABLE_PROMPTS = 10_000  # consecutive unusable prompts after which the run stops
 
 
+class PromptSource(Protocol):
+    """What renders prompts: the rollout workers."""
+
+    async def prepare(self, key: str, item: int) -> PreparedPrompt: ...
+
+
 @dataclass(eq=False)
 class PromptBuffer:
     """Buffers up to `prompt_prefetch_buffer_size` prompts; `fill` keeps it full. `max_context` is in tokens."""
 
     config: TelescopeConfig
-    source: EnvironmentPool
+    source: PromptSource
     environment_keys: list[str]
     sampler: PromptSampler
     held_out_uids: frozenset[str]

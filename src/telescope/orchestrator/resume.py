@@ -24,7 +24,7 @@ from telescope.config.messages import show
 from telescope.config.model_files import inspect_model
 from telescope.config.model_shape import ModelShape
 from telescope.config.model_source import read_meta_files
-from telescope.environments.worker_pool.messages import FINGERPRINT_DIGITS, EnvironmentInfo, digest_positions
+from telescope.environments.types import FINGERPRINT_DIGITS, EnvironmentInfo, digest_positions
 from telescope.errors import UserError
 from telescope.evals.runner import PlannedEval
 from telescope.orchestrator.async_window import Ledger

@@ -30,7 +30,7 @@ from telescope.cluster.trainer_group import TrainerGroup
 from telescope.config import TelescopeConfig
 from telescope.errors import DeadlineExceeded, InfrastructureError, RunError
 from telescope.inference.base import EngineBackend
-from telescope.trainer.batch import Span
+from telescope.utils.timeline import Span
 from telescope.weights.plan import TensorMeta, UpdateInfo, make_update
 from telescope.weights.probe import ProbeReport, compare
 

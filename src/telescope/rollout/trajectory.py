@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from telescope.environments.worker_pool.messages import CONTEXT_EXHAUSTED, RewardRecord
+from telescope.environments.types import CONTEXT_EXHAUSTED, RewardRecord
 from telescope.inference.base import Generation
 from telescope.trainer.batch import TrainSample
 
@@ -29,7 +29,7 @@ class Turn:
     It has the ids added since the last answer, and the ids that were sampled. With `restarts` the former are the whole
     prompt. `replies` are the environment's messages before this answer, (role, text, turn_type) each, the last
     optional; `divergence` names how the join before this turn differs from the chat template
-    (`environments.rendering`). Times are wall-clock.
+    (`rendering`). Times are wall-clock.
     """
 
     added_token_ids: list[int]

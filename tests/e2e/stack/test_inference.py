@@ -14,13 +14,12 @@ import torch
 from tests.e2e.stack.conftest import Stack
 from transformers import AutoTokenizer
 
-from telescope.environments.rendering import Renderer
-from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.errors import UserError
 from telescope.inference.base import HEALTH_ROUTE, METRICS_ROUTE, GenerateRequest, Generation
 from telescope.inference.chat import ChatSettings, Conversation, connect
 from telescope.inference.client import EngineClient, EngineRequestError
 from telescope.inference.vllm import adapter as wire
+from telescope.rollout.rendering import Renderer, RendererSpec
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 

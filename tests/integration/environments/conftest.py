@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from telescope.environments.worker_pool.launcher import Launcher
-from telescope.environments.worker_pool.messages import EnvironmentSpec, RendererSpec
-from telescope.environments.worker_pool.pool import EnvironmentPool
+from telescope.environments.types import EnvironmentSpec
+from telescope.rollout.rendering import RendererSpec
+from telescope.rollout.worker_pool.launcher import Launcher
+from telescope.rollout.worker_pool.pool import EnvironmentPool
 
 ENVIRONMENTS = Path(__file__).parent / "environments_for_tests"
 OUTSIDE = Path(__file__).parent / "outside_folders"

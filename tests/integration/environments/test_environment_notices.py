@@ -13,15 +13,15 @@ import pytest
 
 from telescope.cli.train import try_components
 from telescope.config import load_config
-from telescope.config.environments import environment_keys
-from telescope.environments.worker_pool.messages import EnvironmentSpec
-from telescope.environments.worker_pool.trial import notices_of, try_environments
+from telescope.environments.types import EnvironmentSpec
 from telescope.errors import UnreachableError, UserError
 from telescope.evals.base import eval_spec
+from telescope.evals.entries import environment_keys
 from telescope.orchestrator.run_components import start_environments
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus
 from telescope.record.reader import Run
+from telescope.rollout.worker_pool.trial import notices_of, try_environments
 
 COUNTDOWN = "countdown: dataset is 'auto', and Jiayi-Pan/Countdown-Tasks-3to4 is not available ("
 NO_ANSWER = "hendrycks_math: no completion can equal the answer of 1 of the 3 items that were checked, such as item 1, "

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from telescope.environments.worker_pool.messages import EnvironmentSpec
+from telescope.environments.types import EnvironmentSpec
 from telescope.errors import UserError
 from telescope.evals import eval_spec
 from telescope.orchestrator.prompt_buffer import measure_prompts

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from telescope.environments.worker_pool.messages import EnvironmentSpec, RendererSpec
-from telescope.environments.worker_pool.pool import EnvironmentPool
+from telescope.environments.types import EnvironmentSpec
 from telescope.errors import EnvironmentFailure, InfrastructureError
+from telescope.rollout.rendering import RendererSpec
+from telescope.rollout.worker_pool.pool import EnvironmentPool
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 FINE = "fine"
@@ -180,8 +181,8 @@ async def test_output_of_user_code_goes_to_the_log_and_not_to_the_answers(make_p
 
 
 async def test_the_log_of_a_reward_that_prints_without_end_stays_bounded(make_pool, encode, tmp_path, monkeypatch):
-    monkeypatch.setattr("telescope.environments.worker_pool.worker_handle.MAX_LOG_BYTES", 2**20)
-    monkeypatch.setattr("telescope.environments.worker_pool.worker_handle.LOG_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr("telescope.rollout.worker_pool.worker_handle.MAX_LOG_BYTES", 2**20)
+    monkeypatch.setattr("telescope.rollout.worker_pool.worker_handle.LOG_CHECK_SECONDS", 0.01)
     pool = await make_pool("hostile")
     await do(pool, encode, "print_without_end 50")
     log = tmp_path / "logs-0" / "environment-0.log"
@@ -221,8 +222,9 @@ async def test_close_ends_processes_that_are_busy_and_fails_their_calls(make_poo
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from telescope.environments.worker_pool.pool import EnvironmentPool
-from telescope.environments.worker_pool.messages import EnvironmentSpec, RendererSpec
+from telescope.rollout.worker_pool.pool import EnvironmentPool
+from telescope.environments.types import EnvironmentSpec
+from telescope.rollout.rendering import RendererSpec
 
 async def main():
     spec = EnvironmentSpec("echo", {"hold_at": 900})
@@ -329,7 +331,7 @@ async def test_a_call_that_kills_the_fork_server_fails(make_own_pool):
 
 async def test_calls_fail_with_the_reason_when_the_fork_server_keeps_ending(make_own_pool, monkeypatch):
     pool = await make_own_pool(EnvironmentSpec("echo"), renderer=None)
-    monkeypatch.setattr("telescope.environments.worker_pool.launcher.MAX_RESTARTS", 1)
+    monkeypatch.setattr("telescope.rollout.worker_pool.launcher.MAX_RESTARTS", 1)
     os.kill(fork_server_of(pool), 9)
     await eventually(lambda: pool.status().restarts == 2 and pool.status().workers_ready == 2, seconds=60)
     pids = pool.status().pids

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from tests.integration.environments.test_environment_pool_failures import eventually
 
-from telescope.environments.worker_pool.messages import EnvironmentSpec
+from telescope.environments.types import EnvironmentSpec
 from telescope.errors import EnvironmentFailure, InfrastructureError, RolloutLost
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

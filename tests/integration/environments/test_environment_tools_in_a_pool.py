@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from telescope.environments.worker_pool.messages import EnvironmentSpec
+from telescope.environments.types import EnvironmentSpec
 from telescope.errors import InfrastructureError
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from telescope.environments.worker_pool.messages import EnvironmentSpec
+from telescope.environments.types import EnvironmentSpec
 from telescope.errors import EnvironmentFailure
 from telescope.evals import eval_spec
 

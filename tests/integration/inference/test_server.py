@@ -324,11 +324,11 @@ def test_a_port_is_reserved_when_a_server_begins_to_start(make_server) -> None:
     with pytest.raises(ConfigError) as failure:
         second.start()
     assert second._process is None
-    assert f"port {first.port}, which server 0 would listen on, is in use" in str(failure.value)
+    assert f"port {first.address.port}, which server 0 would listen on, is in use" in str(failure.value)
     assert "set inference_base_port for example to" in str(failure.value)
     first.stop()
     starting.join(timeout=30)
-    assert listen_problem("127.0.0.1", first.port) is None
+    assert listen_problem("127.0.0.1", first.address.port) is None
 
 
 def test_a_failed_start_releases_the_port(make_server) -> None:

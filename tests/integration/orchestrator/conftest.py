@@ -6,8 +6,8 @@ import pytest
 import pytest_asyncio
 from tests.integration.orchestrator.harness import Ground
 
-from telescope.environments.worker_pool.launcher import Launcher
-from telescope.environments.worker_pool.messages import RendererSpec
+from telescope.rollout.rendering import RendererSpec
+from telescope.rollout.worker_pool.launcher import Launcher
 from telescope.tiny_model.build import build_tokenizer
 
 

@@ -15,8 +15,8 @@ from tests.fakes.run import FakeRun, FakeTrainer, fake_run
 from tests.fakes.server import FakeEngineServer
 
 from telescope.config import TelescopeConfig
-from telescope.environments.worker_pool.launcher import Launcher
 from telescope.inference.client import EngineClient
+from telescope.rollout.worker_pool.launcher import Launcher
 
 ENVIRONMENTS = Path(__file__).parent / "environments"
 

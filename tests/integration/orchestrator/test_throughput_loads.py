@@ -16,9 +16,9 @@ from tests.fakes.server import FakeEngineServer
 from tests.integration.orchestrator.harness import FakeHandle, Ground, config_for
 from tests.repository_modules import benchmarks_importable
 
-from telescope.environments.worker_pool.launcher import Launcher
 from telescope.inference.client import EngineClient
 from telescope.inference.vllm.step_meter import StepReading
+from telescope.rollout.worker_pool.launcher import Launcher
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")  # the fork server of the environments belongs to one loop
 

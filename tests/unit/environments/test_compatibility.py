@@ -14,11 +14,11 @@ from tests.unit.environments.turns import finish, play, step
 
 import telescope.environments
 from telescope.environments import MultiTurnEnvironment, RewardResult, RolloutState, Sample, SingleTurnEnvironment
-from telescope.environments.local_rollout import Answer, roll_out_item
+from telescope.environments.local_rollout import Answer, roll_out_item, take_turn
 from telescope.environments.registry import get_environment, make_environment
-from telescope.environments.worker_pool.conversations import Conversations, take_turn
 from telescope.errors import UserError
 from telescope.evals import get_eval
+from telescope.rollout.worker_pool.conversations import Conversations
 
 OUTSIDE = Path(__file__).parents[2] / "integration" / "environments" / "outside_folders"
 

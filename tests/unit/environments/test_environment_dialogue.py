@@ -11,10 +11,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from telescope.environments.rendering import Dialogue, Divergence, Renderer, why_not_extendable
-from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.errors import UserError
 from telescope.evals import get_eval
+from telescope.rollout.rendering import Dialogue, Divergence, Renderer, RendererSpec, why_not_extendable
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -21,10 +21,11 @@ from telescope.environments import (
     strip_think_tags,
 )
 from telescope.environments.parsers import answer_text, opening_tag
-from telescope.environments.rendering import Renderer
-from telescope.environments.worker_pool.environment_runner import EnvironmentRunner
-from telescope.environments.worker_pool.messages import EnvironmentSpec, RendererSpec, pack_floats, pack_ids
+from telescope.environments.types import EnvironmentSpec
 from telescope.evals.base import EnvironmentEval
+from telescope.rollout.rendering import Renderer, RendererSpec
+from telescope.rollout.worker_pool.environment_runner import EnvironmentRunner
+from telescope.rollout.worker_pool.messages import pack_floats, pack_ids
 
 OPENED_BY_THE_PROMPT = ["deepseek_r1_distill", "deepseekv3", "qwen3_5_think", "qwen3_6", "qwen3_8", "nemotron_3_nano"]
 OPENED_BY_THE_MODEL = ["qwen3", "qwen2_5", "llama3_1", "glm4moe"]

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tests import released
 
 from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment
-from telescope.environments.rendering import Dialogue, Renderer, TokenOutsideVocabularyError, lost_message
-from telescope.environments.worker_pool.environment_runner import EnvironmentRunner
-from telescope.environments.worker_pool.messages import EnvironmentSpec, RendererSpec
+from telescope.environments.types import EnvironmentSpec
 from telescope.errors import UserError
+from telescope.rollout.rendering import Dialogue, Renderer, RendererSpec, TokenOutsideVocabularyError, lost_message
+from telescope.rollout.worker_pool.environment_runner import EnvironmentRunner
 
 HISTORY = [
     {"role": "user", "content": "Why?"},

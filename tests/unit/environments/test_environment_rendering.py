@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment
-from telescope.environments.rendering import Renderer
-from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.errors import UserError
 from telescope.evals import Eval
+from telescope.rollout.rendering import Renderer, RendererSpec
 
 BOS, EOS = 1000, 1001
 

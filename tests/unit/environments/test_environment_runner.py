@@ -3,9 +3,9 @@
 import pytest
 
 from telescope.environments.base import RewardResult, SingleTurnEnvironment
-from telescope.environments.worker_pool.environment_runner import EnvironmentRunner
-from telescope.environments.worker_pool.messages import EnvironmentSpec
+from telescope.environments.types import EnvironmentSpec
 from telescope.errors import UserError
+from telescope.rollout.worker_pool.environment_runner import EnvironmentRunner
 
 
 class Broken(SingleTurnEnvironment):

@@ -9,10 +9,11 @@ from tests import released
 from tests.unit.environments.turns import finish
 
 from telescope.environments import RewardResult, Sample, ToolEnvironment, get_environment
-from telescope.environments.rendering import Renderer
 from telescope.environments.tool_template import tool_template
-from telescope.environments.worker_pool.environment_runner import EnvironmentRunner
-from telescope.environments.worker_pool.messages import EnvironmentSpec, RendererSpec, pack_floats, pack_ids, unpack_ids
+from telescope.environments.types import EnvironmentSpec
+from telescope.rollout.rendering import Renderer, RendererSpec
+from telescope.rollout.worker_pool.environment_runner import EnvironmentRunner
+from telescope.rollout.worker_pool.messages import pack_floats, pack_ids, unpack_ids
 
 HERMES = '<tool_call>\n{"name": "NAME", "arguments": {"PARAMETER": "VALUE"}}\n</tool_call>'
 CODER = "<function=NAME>\n<parameter=PARAMETER>\nVALUE\n</parameter>\n</function>"

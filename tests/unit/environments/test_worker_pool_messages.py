@@ -14,7 +14,7 @@ from telescope.environments.serialization import (
     serialize_score,
     serialize_tool_records,
 )
-from telescope.environments.worker_pool.messages import pack_ids, unpack_ids
+from telescope.rollout.worker_pool.messages import pack_ids, unpack_ids
 
 
 @given(st.lists(st.integers(0, 2**31 - 1)))

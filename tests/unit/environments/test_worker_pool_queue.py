@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from telescope.environments.worker_pool.scheduling import Call, CallQueue, Rollout, WorkerState
+from telescope.rollout.worker_pool.scheduling import Call, CallQueue, Rollout, WorkerState
 
 
 class WorkerT:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telescope.environments.worker_pool.scheduling import (
+from telescope.rollout.worker_pool.scheduling import (
     AHEAD_SECONDS,
     MAX_QUEUED,
     Call,
@@ -16,7 +16,7 @@ from telescope.environments.worker_pool.scheduling import (
     Rollout,
     WorkerState,
 )
-from telescope.environments.worker_pool.worker_handle import PoolWorker
+from telescope.rollout.worker_pool.worker_handle import PoolWorker
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from telescope.environments.base import MultiTurnEnvironment, RolloutState, Sample, TrajectoryStep, assistant_message
-from telescope.environments.worker_pool.conversations import take_turn
+from telescope.environments.local_rollout import take_turn
 
 
 def step(text: str, prompt=(), **fields) -> TrajectoryStep:

@@ -11,7 +11,7 @@ from tests.reference.rewards import overlong_penalty
 from tests.unit.orchestrator.fakes import config_of, group, sample
 from tests.unit.orchestrator.in_memory import InMemoryRun
 
-from telescope.environments.worker_pool.messages import Advance, EnvironmentInfo, RewardRecord
+from telescope.environments.types import Advance, EnvironmentInfo, RewardRecord
 from telescope.errors import ConfigError, RunError
 from telescope.orchestrator.filters import SampleFilters, check_reward_ranges, compression_ratio
 from telescope.orchestrator.groups import Signal, form_batch

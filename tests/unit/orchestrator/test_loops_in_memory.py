@@ -16,7 +16,7 @@ from tests.unit.orchestrator.fakes import config_of
 from tests.unit.orchestrator.in_memory import InMemoryRun
 from tests.unit.rollout.fakes import reward, tick
 
-from telescope.environments.worker_pool.messages import Advance, EnvironmentInfo, FirstPrompt
+from telescope.environments.types import Advance, EnvironmentInfo, FirstPrompt
 from telescope.errors import EnvironmentFailure
 from telescope.orchestrator import orchestrator
 from telescope.orchestrator.filters import normalized
@@ -192,6 +192,7 @@ async def test_held_out_items_are_not_trained_on() -> None:
     made = InMemoryRun(config_of(number_of_steps=8))
     components = SimpleNamespace(
         environments=made.environments, keys=SimpleNamespace(training=["arithmetic"], evals=[]), slots=made.slots,
+        rollouts=made.rollouts,
         servers=SimpleNamespace(clients=[made.engine], report_failure=None), trainer=made.trainer,
         weights=made.trainer, settings=RolloutSettings.from_config(made.config), data={},
     )  # fmt: skip

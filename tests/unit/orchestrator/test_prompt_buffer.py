@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.unit.orchestrator.fakes import config_of
 
-from telescope.environments.worker_pool.messages import EnvironmentInfo, PreparedPrompt
+from telescope.environments.types import EnvironmentInfo, PreparedPrompt
 from telescope.errors import EnvironmentFailure, RunError, UserError
 from telescope.orchestrator.budget import MIN_FAILURES, ErrorBudget
 from telescope.orchestrator.prompt_buffer import NUM_MEASURED, PREPARE_AT_ONCE, PromptBuffer, measure_prompts

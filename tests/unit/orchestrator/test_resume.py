@@ -18,7 +18,7 @@ from telescope.config import TelescopeConfig
 from telescope.config.loader import load_resumed_config
 from telescope.config.model_source import read_meta_files
 from telescope.environments.base import Sample, sample_uid
-from telescope.environments.worker_pool.messages import FINGERPRINT_DIGITS, EnvironmentInfo
+from telescope.environments.types import FINGERPRINT_DIGITS, EnvironmentInfo
 from telescope.errors import UserError
 from telescope.orchestrator.async_window import Ledger
 from telescope.orchestrator.checkpoints import HF_META, META, STATE, Checkpoint, CheckpointFolder

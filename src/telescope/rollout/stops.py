@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from telescope.errors import UserError
 
 if TYPE_CHECKING:
-    from telescope.environments.rendering import Renderer
+    from telescope.rollout.rendering import Renderer
 
 ANSWER = "0telescope0answer0"
 """Stands for an answer while the template is rendered: text that no template trims, splits or parses."""

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from telescope.errors import EnvironmentFailure
 
 if TYPE_CHECKING:
-    from telescope.environments.worker_pool.worker_handle import PoolWorker
+    from telescope.rollout.worker_pool.worker_handle import PoolWorker
 
 AHEAD_SECONDS = 0.02
 """Expected work queued in one worker. Longer than a slow iteration of the driver's event loop, so that workers do not

@@ -31,12 +31,13 @@ from contextvars import ContextVar
 from dataclasses import asdict
 from typing import Any
 
-from telescope.environments.rendering import Renderer
 from telescope.environments.serialization import MalformedResultError
+from telescope.environments.types import EnvironmentSpec
 from telescope.environments.user_code import Steps, error_text, maybe_await, original_error, user_code_line
-from telescope.environments.worker_pool.environment_runner import EnvironmentRunner
-from telescope.environments.worker_pool.messages import EnvironmentSpec, Slot
 from telescope.errors import InfrastructureError, UnreachableError, UserError
+from telescope.rollout.rendering import Renderer
+from telescope.rollout.worker_pool.environment_runner import EnvironmentRunner
+from telescope.rollout.worker_pool.messages import Slot
 from telescope.utils.frames import FrameReader, pack_frame
 
 RECHECK_SECONDS = 0.002

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Awaitable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from telescope.environments.base import (
@@ -19,26 +19,19 @@ from telescope.environments.base import (
     Sample,
     TrajectoryStep,
     assistant_message,
-    conversation,
     wrapped_environment,
 )
+from telescope.environments.local_rollout import take_turn
 from telescope.environments.parsers import answer_text
-from telescope.environments.rendering import Dialogue, Renderer
 from telescope.environments.serialization import (
     MalformedResultError,
-    check_verdict,
-    serialize_messages,
     serialize_score,
     serialize_tool_records,
 )
+from telescope.environments.types import CONTEXT_EXHAUSTED, ROLLOUT_ERROR
 from telescope.environments.user_code import Steps, error_text, settled
-from telescope.environments.worker_pool.messages import (
-    CONTEXT_EXHAUSTED,
-    ROLLOUT_ERROR,
-    pack_ids,
-    unpack_floats,
-    unpack_ids,
-)
+from telescope.rollout.rendering import Dialogue, Renderer
+from telescope.rollout.worker_pool.messages import pack_ids, unpack_floats, unpack_ids
 
 
 @dataclass(slots=True)
@@ -53,38 +46,6 @@ class _Conversation:
     running: bool = False
     ended: bool = False
     """The driver ended it while a step was waiting; that step cleans up when it is over."""
-
-
-@dataclass(slots=True, frozen=True)
-class Reply:
-    """The environment's reply to an answer.
-
-    It has `done` with a `reason`, or the `added` messages and the next `conversation`.
-    """
-
-    done: bool
-    reason: str | None = None
-    added: list[ChatMessage] = field(default_factory=list)
-    conversation: list[ChatMessage] = field(default_factory=list)
-
-
-def take_turn(environment: MultiTurnEnvironment, state: RolloutState) -> Generator[Awaitable[Any], Any, Reply]:
-    """Lets the environment respond to the last step of the trajectory. Fixes the order of its method calls."""
-    if environment.checks_done_first:
-        done, reason = check_verdict((yield from settled(environment.is_done(state))))
-        if done:
-            return Reply(True, reason)
-    response = environment.env_response(conversation(state), state)
-    if not isinstance(response, list):
-        response = yield from settled(response)
-    added = serialize_messages(response, "env_response")
-    done, reason = check_verdict((yield from settled(environment.is_done(state))))
-    if done:
-        return Reply(True, reason)
-    if state.trajectory[-1].is_truncated and not environment.continues_after_truncation:
-        return Reply(True, "truncated")
-    following = yield from settled(environment.get_next_prompt_messages(state, added))
-    return Reply(False, added=added, conversation=serialize_messages(following, "get_next_prompt_messages"))
 
 
 class Conversations:

@@ -31,9 +31,8 @@ from typing import Any, NoReturn
 import numpy as np
 import psutil
 
-from telescope.environments.rendering import Renderer
-from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.errors import UserError
+from telescope.rollout.rendering import Renderer, RendererSpec
 from telescope.utils.child_guard import end_with_parent
 from telescope.utils.process import ignore_sigterm
 
@@ -130,7 +129,7 @@ class ForkServer:
             os.dup2(log, 2)
             os.close(log)
             np.random.seed()  # the standard library's generator is reseeded automatically
-            from telescope.environments.worker_pool.worker import run_worker
+            from telescope.rollout.worker_pool.worker import run_worker
 
             run_worker(connection, slot, self.renderer)
             code = 0

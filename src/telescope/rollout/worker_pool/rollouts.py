@@ -22,11 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from telescope.environments.worker_pool.messages import Advance, FirstPrompt, pack_floats, pack_ids, unpack_ids
-from telescope.environments.worker_pool.scheduling import Call, Rollout, unbind
-from telescope.environments.worker_pool.worker_handle import PoolWorker
-from telescope.environments.worker_pool.workers import WorkerPool
+from telescope.environments.types import Advance, FirstPrompt
 from telescope.errors import EnvironmentFailure, InfrastructureError, RolloutLost
+from telescope.rollout.worker_pool.messages import pack_floats, pack_ids, read_advance, unpack_ids
+from telescope.rollout.worker_pool.scheduling import Call, Rollout, unbind
+from telescope.rollout.worker_pool.worker_handle import PoolWorker
+from telescope.rollout.worker_pool.workers import WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class PoolRollouts:
         }  # fmt: skip
         blob = pack_ids(token_ids) + pack_floats(logprobs)
         call = self._call(header, blob, f"{record.label}: respond", worker=record.worker, rollout=record)
-        advance = Advance.read(*await self._answer(rollout, record, call))
+        advance = read_advance(*await self._answer(rollout, record, call))
         if advance.done:
             self._drop(rollout)
         return advance

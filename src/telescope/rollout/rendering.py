@@ -31,20 +31,22 @@ import re
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from telescope.config.chat_template import NO_TEMPLATE
 from telescope.environments.base import ChatMessage, assistant_message, with_thinking_prefix
 from telescope.environments.parsers import opening_tag
 from telescope.environments.serialization import serialize_messages
-from telescope.environments.stops import ANSWER, find_stops
 from telescope.environments.tool_template import with_channels_as_fields
 from telescope.environments.user_code import call_with_declared
-from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.errors import UserError
+from telescope.rollout.stops import ANSWER, find_stops
+
+if TYPE_CHECKING:
+    from telescope.config import TelescopeConfig
 
 CONTINUATION_ANCHOR = "0"
 """Prefix for tokenizing a continuation: a character that merges with nothing that a template writes next."""
@@ -52,6 +54,29 @@ CONTINUATION_ANCHOR = "0"
 
 BREAK = "\ufdd0"
 """Separates the first character of a special token's name from the others: a code point that no text may contain."""
+
+
+@dataclass(slots=True, frozen=True)
+class RendererSpec:
+    """The tokenizer and the options of its chat template.
+
+    `chat_template` replaces the tokenizer's own. `tokenizer_path` is a folder or a hub id. The others are fields of the
+    configuration.
+    """
+
+    tokenizer_path: str
+    chat_template: str | None = None
+    enable_thinking: bool = False
+    trust_remote_code: bool = False
+    stop_token_ids: list[int] | None = None
+    stop: list[str] = field(default_factory=list)
+    allow_special_tokens_in_content: bool = False
+
+    @classmethod
+    def from_config(cls, config: TelescopeConfig, folder: Path | None = None) -> RendererSpec:
+        """Returns the tokenizer of a run, or of a model's `folder`, and the options of its chat template."""
+        options = {field.name: getattr(config, field.name) for field in fields(cls) if field.name != "tokenizer_path"}
+        return cls(str(folder or config.model), **options)
 
 
 class TokenOutsideVocabularyError(ValueError):

@@ -18,10 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from telescope.environments.worker_pool.launcher import Launcher
-from telescope.environments.worker_pool.messages import Slot
-from telescope.environments.worker_pool.scheduling import Call, ExitCause, WorkerState
 from telescope.errors import EnvironmentFailure
+from telescope.rollout.worker_pool.launcher import Launcher
+from telescope.rollout.worker_pool.messages import Slot
+from telescope.rollout.worker_pool.scheduling import Call, ExitCause, WorkerState
 from telescope.utils.frames import FrameReader, pack_frame
 from telescope.utils.process import describe_exit, log_size, log_tail, open_log, rotate_log
 

@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from telescope.environments.worker_pool.launcher import Launcher
-from telescope.environments.worker_pool.messages import EnvironmentInfo, EnvironmentSpec, load_header
-from telescope.environments.worker_pool.worker_handle import STACK_SECONDS, WorkerProcess
+from telescope.environments.types import EnvironmentInfo, EnvironmentSpec
 from telescope.errors import UnreachableError, UserError
+from telescope.rollout.worker_pool.launcher import Launcher
+from telescope.rollout.worker_pool.messages import load_header
+from telescope.rollout.worker_pool.worker_handle import STACK_SECONDS, WorkerProcess
 
 SERVER_SECONDS = 120.0
 """Time for a bare interpreter to start on a busy machine."""

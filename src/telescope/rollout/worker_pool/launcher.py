@@ -20,17 +20,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from telescope.environments.worker_pool.fork_server import PACKET_BYTES
-from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.errors import DeadlineExceeded, InfrastructureError, UserError
+from telescope.rollout.rendering import RendererSpec
+from telescope.rollout.worker_pool.fork_server import PACKET_BYTES
 from telescope.utils.process import describe_exit, log_tail, open_log, sigterm_blocked
 
 if TYPE_CHECKING:
-    from telescope.environments.worker_pool.worker_handle import WorkerProcess
+    from telescope.rollout.worker_pool.worker_handle import WorkerProcess
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from telescope.environments.worker_pool.fork_server import main; main(sys.argv[3:])"
+    "from telescope.rollout.worker_pool.fork_server import main; main(sys.argv[3:])"
 )
 """The fork server and its workers get the driver's `sys.path`."""
 

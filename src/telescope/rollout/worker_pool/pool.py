@@ -14,25 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from telescope.environments.stops import Stops
-from telescope.environments.worker_pool.launcher import Launcher
-from telescope.environments.worker_pool.messages import (
-    Advance,
-    EnvironmentInfo,
-    EnvironmentSpec,
-    FirstPrompt,
-    PoolStatus,
-    PreparedPrompt,
-    RendererSpec,
-    load_header,
-    pack_ids,
-    unpack_ids,
-)
-from telescope.environments.worker_pool.rollouts import PoolRollouts
-from telescope.environments.worker_pool.scheduling import Call
-from telescope.environments.worker_pool.worker_handle import PoolWorker
-from telescope.environments.worker_pool.workers import WorkerPool
+from telescope.environments.types import Advance, EnvironmentInfo, EnvironmentSpec, FirstPrompt, PreparedPrompt
 from telescope.errors import EnvironmentFailure, InfrastructureError
+from telescope.rollout.rendering import RendererSpec
+from telescope.rollout.stops import Stops
+from telescope.rollout.worker_pool.launcher import Launcher
+from telescope.rollout.worker_pool.messages import PoolStatus, load_header, pack_ids, read_advance, unpack_ids
+from telescope.rollout.worker_pool.rollouts import PoolRollouts
+from telescope.rollout.worker_pool.scheduling import Call
+from telescope.rollout.worker_pool.worker_handle import PoolWorker
+from telescope.rollout.worker_pool.workers import WorkerPool
 
 IDENTITIES_PER_CALL = 2_000
 
@@ -161,7 +152,7 @@ class EnvironmentPool:
         position = self._position(env_key)
         header = {"op": "advance", "env": position, "index": index, "stop_reason": stop_reason, "for_eval": for_eval}
         home = await self._resources(position)
-        return Advance.read(*await self._call(header, pack_ids(completion_token_ids), label, worker=home))
+        return read_advance(*await self._call(header, pack_ids(completion_token_ids), label, worker=home))
 
     async def begin(self, rollout: str, env_key: str, index: int, *, interleaved: bool = True) -> FirstPrompt:
         """Begins a multi-turn rollout over a dataset item. One process keeps its state.

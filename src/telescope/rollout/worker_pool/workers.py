@@ -15,12 +15,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from telescope.environments.worker_pool.launcher import Launcher
-from telescope.environments.worker_pool.messages import EnvironmentInfo, EnvironmentSpec, PoolStatus
-from telescope.environments.worker_pool.scheduling import Call, CallQueue, Rollout
-from telescope.environments.worker_pool.worker import CLOSE_SECONDS
-from telescope.environments.worker_pool.worker_handle import STACK_SECONDS, TICK_SECONDS, PoolWorker, WorkerProcess
+from telescope.environments.types import EnvironmentInfo, EnvironmentSpec
 from telescope.errors import DeadlineExceeded, EnvironmentFailure, InfrastructureError, UserError
+from telescope.rollout.worker_pool.launcher import Launcher
+from telescope.rollout.worker_pool.messages import PoolStatus
+from telescope.rollout.worker_pool.scheduling import Call, CallQueue, Rollout
+from telescope.rollout.worker_pool.worker import CLOSE_SECONDS
+from telescope.rollout.worker_pool.worker_handle import STACK_SECONDS, TICK_SECONDS, PoolWorker, WorkerProcess
 
 EXIT_SECONDS = 1.0
 """Time for the processes to exit by themselves when the pool is closed."""

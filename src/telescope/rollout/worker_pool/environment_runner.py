@@ -29,19 +29,13 @@ from telescope.environments.base import (
 )
 from telescope.environments.golds import report_golds
 from telescope.environments.parsers import UnfinishedReasoning, answer_text, opening_tag
-from telescope.environments.rendering import Renderer, lost_message, why_not_extendable, without_breaks
 from telescope.environments.serialization import as_json, serialize_messages, serialize_score
+from telescope.environments.types import FINGERPRINT_DIGITS, EnvironmentInfo, EnvironmentSpec, digest_positions
 from telescope.environments.user_code import Steps, describe_error, settled
-from telescope.environments.worker_pool.conversations import Conversations
-from telescope.environments.worker_pool.messages import (
-    FINGERPRINT_DIGITS,
-    EnvironmentInfo,
-    EnvironmentSpec,
-    digest_positions,
-    pack_ids,
-    unpack_ids,
-)
 from telescope.errors import UserError
+from telescope.rollout.rendering import Renderer, lost_message, why_not_extendable, without_breaks
+from telescope.rollout.worker_pool.conversations import Conversations
+from telescope.rollout.worker_pool.messages import pack_ids, unpack_ids
 
 MAX_TRIED_ITEMS = 64
 """Items whose messages are tried with the chat template before a run."""

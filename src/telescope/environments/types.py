@@ -1,0 +1,131 @@
+"""Records between environments and those who run them: specification, prompt, reply, score. They become JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from telescope.environments.base import ChatMessage
+
+CONTEXT_EXHAUSTED = "context_exhausted"
+"""`Advance.end_reason` of a rollout that was scored because its context had no space for another turn."""
+PROMPT_TOO_LONG = "prompt_too_long"
+"""End reason of a sample whose first prompt fills the context."""
+ROLLOUT_ERROR = "rollout_error"
+"""End reason of a sample on which the environment's code failed."""
+
+
+@dataclass(slots=True, frozen=True)
+class EnvironmentSpec:
+    """An environment to run. `key` distinguishes two of the same name (training and evaluation); default: the name.
+
+    `reward_min` and `reward_max` override those of the class. `factory` is a `module:function` that creates the
+    environment from `(name, environments_path=..., **kwargs)`; evals have their own.
+    """
+
+    name: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    reward_min: float | None = None
+    reward_max: float | None = None
+    key: str = ""
+    factory: str = "telescope.environments.registry:get_environment"
+
+    @property
+    def identity(self) -> str:
+        """Key of this environment in `EnvironmentPool`."""
+        return self.key or self.name
+
+
+DIGEST_ITEMS = 512
+"""Items of a dataset that are compared between processes and runs. Every worker reads them before its first call."""
+FINGERPRINT_DIGITS = 4
+
+
+def digest_positions(count: int) -> list[int]:
+    """Returns the positions of the items that are compared: all, or `DIGEST_ITEMS` across a larger dataset."""
+    if count <= DIGEST_ITEMS:
+        return list(range(count))
+    return [round(i * (count - 1) / (DIGEST_ITEMS - 1)) for i in range(DIGEST_ITEMS)]
+
+
+@dataclass(slots=True, frozen=True)
+class EnvironmentInfo:
+    """Description of a loaded environment. `name` is a display name, which the class may set freely."""
+
+    name: str
+    num_samples: int
+    is_multi_turn: bool = False
+    reward_min: float | None = None
+    reward_max: float | None = None
+    metrics_ranges: dict[str, dict[str, float]] = field(default_factory=dict)
+    tags_options: dict[str, list[str]] = field(default_factory=dict)
+    not_extendable: str | None = None
+    """Why this chat template prevents extending conversations by tokens (`rollout.rendering`); None if it does not."""
+    dataset_digest: str = ""
+    """Hash of the identities of the items at `digest_positions`; equal in all processes."""
+    fingerprints: str = ""
+    """The first `FINGERPRINT_DIGITS` hex digits of each of those identities, in order."""
+    shares_resources: bool = False
+    """Its resources exist once per host, so one process runs all of it."""
+    ends_rollouts: bool = False
+    """It overrides `end_rollout`, which must be called for open rollouts before a process exits."""
+    notices: list[str] = field(default_factory=list)
+    """Messages for the user of a run (`Environment.notice`)."""
+    stops: dict[str, Any] = field(default_factory=dict)
+    """What ends an answer: the fields of `stops.Stops`, equal for all environments."""
+
+
+@dataclass(slots=True, frozen=True)
+class PreparedPrompt:
+    """A rendered prompt. `sample_uid` identifies the dataset item independently of the environment's name."""
+
+    token_ids: list[int]
+    text: str
+    messages: list[ChatMessage]
+    sample_uid: str
+
+
+@dataclass(slots=True, frozen=True)
+class FirstPrompt:
+    """The first prompt of a multi-turn rollout."""
+
+    token_ids: list[int]
+    messages: list[ChatMessage]
+
+
+@dataclass(slots=True, frozen=True)
+class RewardRecord:
+    """A score as JSON values.
+
+    For an evaluation, `sample_metrics` are its metrics, and `total_reward` is the metric `reward`, if it exists.
+    """
+
+    total_reward: float | None
+    sample_metrics: dict[str, float]
+    golden_answers: dict[str, str | None]
+    info_turns: list[dict[str, Any]]
+    sample_tags: dict[str, str]
+
+
+@dataclass(slots=True, frozen=True)
+class Advance:
+    """The environment's reply to a completion.
+
+    `append_token_ids` follow the completion in the next turn's prompt; empty when `done`. `completion_text` is the
+    scored text. `seconds` is the time in the environment's code and in decoding, without waiting in queues. In a
+    multi-turn rollout that continues, `messages` are the environment's messages after the completion. With `restarts`,
+    nothing could be appended and `append_token_ids` is the whole next prompt; `divergence` names how the join differs
+    from the chat template (`rollout.rendering`). `end_reason` is the environment's reason when the rollout is done.
+    `tool_calls` are the calls of the completion, as `ToolCall.record` has them.
+    """
+
+    done: bool
+    append_token_ids: list[int]
+    completion_text: str
+    reward: RewardRecord | None
+    seconds: float = 0.0
+    messages: list[ChatMessage] = field(default_factory=list)
+    restarts: bool = False
+    divergence: str | None = None
+    end_reason: str | None = None
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
