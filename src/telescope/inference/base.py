@@ -125,8 +125,6 @@ class EngineBackend(Engine, Protocol):
     initial_version: int
     """Version of the weights with which the server starts."""
 
-    # --- the process ------------------------------------------------------------------------------------------------
-
     @staticmethod
     def launch(
         config: TelescopeConfig, address: Address, *, model: str, directory: Path, earlier_log: Sequence[str] | None
@@ -152,8 +150,6 @@ class EngineBackend(Engine, Protocol):
     @classmethod
     def connect(cls, config: TelescopeConfig, url: str, secret: str, index: int) -> EngineBackend:
         """Returns the client of a running server. It opens no connection before the first call."""
-
-    # --- a running server -------------------------------------------------------------------------------------------
 
     async def health(self, *, within: float = 10.0) -> bool:
         """Returns whether the server answers and can sample. Raises nothing if it does not."""

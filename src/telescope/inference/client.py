@@ -190,10 +190,6 @@ class EngineClient:
             raise
         return wire.parse_prompt_logprobs(answer, token_ids)
 
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._in_flight)
-
     # --- weights ----------------------------------------------------------------------------------------------------
 
     async def init_weight_transfer(self, info: InitInfo) -> None:
@@ -222,10 +218,6 @@ class EngineClient:
 
     async def resume(self) -> None:
         await self._control("POST", wire.RESUME_ROUTE)
-
-    async def is_paused(self) -> bool:
-        answer = msgspec.json.decode(await self._control("GET", wire.IS_PAUSED_ROUTE))
-        return bool(answer["is_paused"])
 
     async def start_update(self) -> None:
         await self._update(wire.START_UPDATE_ROUTE)

@@ -16,7 +16,6 @@ import http.client
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from telescope.inference.base import (
     HEALTH_ROUTE,
     METRICS_ROUTE,
     Address,
-    LaunchCommand,
+    EngineBackend,
     backend_of,
     error_message,
 )
@@ -84,17 +83,12 @@ class SupervisionLimits:
     longest_backoff: float = 30.0
 
 
-Launch = Callable[[bool], LaunchCommand]
-"""Returns the command; the argument is True for a restart."""
-
-
 @dataclass(eq=False, repr=False)
 class InferenceServer:
     """Supervises the engine process at `address`.
 
     `model` is a local folder or hub id; the log goes to `run_dir/logs/inference-<index>.log`. `node_address` is this
-    machine's address for others, when the server listens on all interfaces. `launch` replaces the engine with another
-    command (tests).
+    machine's address for others, when the server listens on all interfaces. `backend` replaces the config's (tests).
     """
 
     config: TelescopeConfig
@@ -104,14 +98,15 @@ class InferenceServer:
     _: KW_ONLY
     limits: InitVar[SupervisionLimits | None] = None
     node_address: str | None = None
-    launch: InitVar[Launch | None] = None
+    backend: InitVar[type[EngineBackend] | None] = None
 
-    def __post_init__(self, run_dir: Path | str, limits: SupervisionLimits | None, launch: Launch | None) -> None:
+    def __post_init__(
+        self, run_dir: Path | str, limits: SupervisionLimits | None, backend: type[EngineBackend] | None
+    ) -> None:
         self.log_path = Path(run_dir) / "logs" / f"inference-{self.address.index}.log"
         self._directory = Path(run_dir) / "inference"
         self._limits = limits or SupervisionLimits(start_timeout=self.config.inference_start_timeout_seconds)
-        self._launch = launch or self._launch_engine
-        self._backend = backend_of(self.config)
+        self._backend = backend or backend_of(self.config)
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._process: EngineProcess | None = None
@@ -204,17 +199,14 @@ class InferenceServer:
 
     # --- starting ---------------------------------------------------------------------------------------------------
 
-    def _launch_engine(self, restarted: bool) -> LaunchCommand:
-        return self._backend.launch(
+    def _start_process(self, *, restarted: bool) -> None:
+        command = self._backend.launch(
             self.config,
             self.address,
             model=self.model,
             directory=self._directory,
             earlier_log=self._first_log if restarted else None,
         )
-
-    def _start_process(self, *, restarted: bool) -> None:
-        command = self._launch(restarted)
         with self._lock:
             if self._stopping.is_set():
                 raise EngineStartError(f"inference server {self.address.index} was stopped while it started")

@@ -1,7 +1,7 @@
 """One sample from prompt to scored trajectory: a loop of generations and replies of the environment.
 
 Owns the turn loop and the retries after infrastructure failures. Request slots and servers come in through protocols
-(`rollout.types`). A single-turn sample is a loop that ends after one turn.
+(`request_slots`, `inference.base`). A single-turn sample is a loop that ends after one turn.
 
 Three kinds of failure, never mixed: a bad answer gets a reward; an environment failure masks the sample; an engine
 failure is retried, on another server if necessary, and masks the sample only after the last retry. A conversation whose
@@ -26,9 +26,9 @@ from telescope.config import TelescopeConfig
 from telescope.environments.types import PROMPT_TOO_LONG, ROLLOUT_ERROR, Advance, FirstPrompt, PreparedPrompt
 from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.inference.base import Engine, GenerateRequest, Generation, RequestId
+from telescope.rollout.request_slots import Lease, RequestSlots
 from telescope.rollout.stops import NO_STOPS, Stops
 from telescope.rollout.trajectory import Trajectory, Turn
-from telescope.rollout.types import Lease, RequestSlots
 
 MAX_INFRASTRUCTURE_RETRIES = 3
 """Retries of a sample after infrastructure failures, before it is masked."""
@@ -53,8 +53,6 @@ class RolloutSettings:
     free_lane_after_generation: bool
     slot_timeout: float
     max_infrastructure_retries: int
-    priority_by_turn: bool
-    """Earlier turns first in the engine's queue (`vllm_scheduling_policy: priority`)."""
     for_eval: bool = False
     interleaved: bool = True
     """Later turns extend the token ids of earlier ones (`interleaved_rollouts`); else each renders its prompt again."""
@@ -78,7 +76,6 @@ class RolloutSettings:
             # A slot may be in use for a whole generation, and a server may have to restart first.
             slot_timeout=config.request_timeout_seconds + config.inference_start_timeout_seconds,
             max_infrastructure_retries=MAX_INFRASTRUCTURE_RETRIES,
-            priority_by_turn=config.vllm_scheduling_policy == "priority",
             interleaved=config.interleaved_rollouts,
         )
 
@@ -391,7 +388,7 @@ class Rollout:
                     stop_token_ids=sampling.stops.token_ids,
                     stop=sampling.stops.texts,
                     seed=request_seed(*task.seed, turn_index),
-                    priority=turn_index if settings.priority_by_turn else 0,
+                    priority=turn_index,
                     routes_start=routes_start,
                     payload=task.payload,
                 )

@@ -187,7 +187,7 @@ async def test_an_aborted_request_stops_in_the_engine(stack: Stack) -> None:
     assert reasons <= {"abort", "stop", "length"}
     alone = await client.generate(request("after-abort"))
     assert alone.finish_reason in ("stop", "length")
-    assert client.num_in_flight == 0
+    assert not client._in_flight
 
 
 async def test_a_prompt_is_prefilled_once_and_never_read_across_a_weight_update(stack: Stack) -> None:

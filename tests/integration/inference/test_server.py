@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -50,16 +51,20 @@ def make_server(config: TelescopeConfig, tmp_path: Path) -> Iterator[Callable[..
         settings: FakeEngineSettings | None = None, limits: SupervisionLimits = QUICK, **kwargs
     ) -> InferenceServer:
         port = kwargs.pop("port", None) or free_port()
-        address = Address(0, "127.0.0.1", port, SECRET)
         encoded = msgspec.json.encode(settings or FakeEngineSettings(spawn_child=True)).decode()
 
-        def launch(restarted: bool) -> LaunchCommand:
-            log = [] if restarted else None
-            command = FakeBackend.launch(config, address, model="model", directory=tmp_path, earlier_log=log)
+        def launch(*given: Any, **fields: Any) -> LaunchCommand:
+            command = FakeBackend.launch(*given, **fields)
             return LaunchCommand([*command.arguments, "--settings", encoded], command.environment)
 
         server = InferenceServer(
-            config, Address(0, "127.0.0.1", port, SECRET), "model", tmp_path, limits=limits, launch=launch, **kwargs
+            config,
+            Address(0, "127.0.0.1", port, SECRET),
+            "model",
+            tmp_path,
+            limits=limits,
+            backend=launching(launch),
+            **kwargs,
         )
         servers.append(server)
         return server
@@ -67,6 +72,11 @@ def make_server(config: TelescopeConfig, tmp_path: Path) -> Iterator[Callable[..
     yield make
     for server in servers:
         server.stop()
+
+
+def launching(launch: Callable[..., LaunchCommand]) -> type[EngineClient]:
+    """Returns vLLM's backend with another command."""
+    return type("Backend", (EngineClient,), {"launch": staticmethod(launch)})
 
 
 def free_port() -> int:
@@ -224,7 +234,7 @@ def test_an_engine_that_closed_its_port_and_lingers_is_restarted_at_once(config,
         "model",
         tmp_path,
         limits=patient,
-        launch=lambda restarted: command,
+        backend=launching(lambda *_, **__: command),
     )
     try:
         server.start()
@@ -266,7 +276,7 @@ def test_the_engines_own_error_is_the_reason_for_its_restart(
         "model",
         tmp_path,
         limits=limits,
-        launch=lambda restarted: command,
+        backend=launching(lambda *_, **__: command),
     )
     try:
         server.start()
@@ -343,10 +353,12 @@ import json, sys, time
 from telescope.config import load_config
 from telescope.inference.server import InferenceServer
 from telescope.inference.base import Address, LaunchCommand
+from telescope.inference.client import EngineClient
 port, run_dir, command, environment = json.loads(sys.argv[1])
 config = load_config(None, ["--environments", '[{"name": "countdown"}]']).config
-launch = lambda restarted: LaunchCommand(command, environment)
-server = InferenceServer(config, Address(0, "127.0.0.1", port, "a-secret"), "model", run_dir, launch=launch)
+class Backend(EngineClient):
+    launch = staticmethod(lambda *_, **__: LaunchCommand(command, environment))
+server = InferenceServer(config, Address(0, "127.0.0.1", port, "a-secret"), "model", run_dir, backend=Backend)
 print(server.start().pid, flush=True)
 time.sleep(600)
 """

@@ -13,9 +13,9 @@ import numpy as np
 from telescope.environments.types import Advance, FirstPrompt, RewardRecord
 from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.inference.base import GenerateRequest, Generation
+from telescope.rollout.request_slots import Lease
 from telescope.rollout.sample import Rollout, RolloutSettings, RolloutTask, SamplingSettings
 from telescope.rollout.trajectory import Trajectory
-from telescope.rollout.types import Lease
 
 
 def generation(tokens: list[int], *, version: int = 0, finish_reason: str = "stop", spans: Any = None) -> Generation:
@@ -165,7 +165,6 @@ def settings(**changes: Any) -> RolloutSettings:
         "free_lane_after_generation": True,
         "slot_timeout": 5.0,
         "max_infrastructure_retries": 3,
-        "priority_by_turn": False,
     }
     return RolloutSettings(sampling=sampling, **{**defaults, **changes})
 

@@ -339,9 +339,9 @@ async def test_a_prompt_that_fills_the_context_masks_the_sample() -> None:
     assert bench.slots.num_leased == 0
 
 
-async def test_priorities_follow_turns_when_the_engine_sorts_by_them() -> None:
+async def test_priorities_follow_turns() -> None:
     bench = Bench(environments=FakeEnvironments([Advance(False, [20], "first", None)]))
-    await bench.run(turns=True, priority_by_turn=True)
+    await bench.run(turns=True)
     assert [request.priority for request in bench.engine.requests] == [0, 1]
 
 
@@ -474,7 +474,6 @@ def test_settings_of_a_run_come_from_its_config() -> None:
     built = RolloutSettings.from_config(config, Stops([7], ["end"]))
     assert (built.sampling.stops.token_ids, built.sampling.stops.texts) == ([7], ["end"])
     assert (built.sampling.temperature, built.sampling.max_tokens, built.sampling.max_context) == (0.7, 12, 99)
-    assert built.priority_by_turn
     assert not built.free_lane_after_generation
     assert not built.for_eval
     assert built.max_infrastructure_retries == MAX_INFRASTRUCTURE_RETRIES

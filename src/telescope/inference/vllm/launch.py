@@ -95,9 +95,6 @@ def start_command(
     config: TelescopeConfig, address: Address, *, model: str, directory: Path, earlier_log: Sequence[str] | None
 ) -> LaunchCommand:
     """Returns the command that starts one server on this machine. `EngineBackend.launch`."""
-    version = installed_version()
-    check_supported(version)
-    assert version is not None
     on_cpu = runs_on_cpu(config)
     memory = None if on_cpu else min(visible_gpu_memory(), default=None)
     kv_cache_bytes = None
@@ -111,7 +108,7 @@ def start_command(
         address,
         model=model,
         directory=directory,
-        vllm_version=version,
+        vllm_version=installed_version(),
         on_cpu=on_cpu,
         restarted=earlier_log is not None,
         gpu_memory_bytes=memory,
@@ -125,7 +122,7 @@ def launch_command(
     *,
     model: str,
     directory: Path,
-    vllm_version: str,
+    vllm_version: str | None,
     on_cpu: bool,
     restarted: bool = False,
     gpu_memory_bytes: int | None = None,
