@@ -47,7 +47,7 @@ class FakeEngineApp:
             ("POST", wire.ABORT_ROUTE): self._abort,
             ("GET", HEALTH_ROUTE): lambda *_: (200, {}),
             ("GET", METRICS_ROUTE): self._metrics,
-            ("GET", wire.VERSION_ROUTE): lambda *_: (200, {"version": settings.vllm_version}),
+            ("GET", "/version"): lambda *_: (200, {"version": settings.vllm_version}),
             ("POST", wire.INIT_TRANSFER_ROUTE): self._init_transfer,
             ("POST", wire.START_UPDATE_ROUTE): self._start_update,
             ("POST", wire.UPDATE_WEIGHTS_ROUTE): self._update_weights,
