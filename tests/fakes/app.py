@@ -10,6 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
+from inspect import isawaitable
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs
@@ -90,7 +91,8 @@ class FakeEngineApp:
         query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode()).items()}
         if path == wire.UPDATE_WEIGHTS_ROUTE:
             await asyncio.sleep(self.settings.update_seconds)
-        status, answer = handler(body, query)
+        result = handler(body, query)
+        status, answer = await result if isawaitable(result) else result
         await _send_json(send, status, answer)
 
     # --- generate ---------------------------------------------------------------------------------------------------
