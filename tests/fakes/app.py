@@ -10,6 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
+from inspect import isawaitable
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs
@@ -47,7 +48,7 @@ class FakeEngineApp:
             ("POST", wire.ABORT_ROUTE): self._abort,
             ("GET", HEALTH_ROUTE): lambda *_: (200, {}),
             ("GET", METRICS_ROUTE): self._metrics,
-            ("GET", wire.VERSION_ROUTE): lambda *_: (200, {"version": settings.vllm_version}),
+            ("GET", "/version"): lambda *_: (200, {"version": settings.vllm_version}),
             ("POST", wire.INIT_TRANSFER_ROUTE): self._init_transfer,
             ("POST", wire.START_UPDATE_ROUTE): self._start_update,
             ("POST", wire.UPDATE_WEIGHTS_ROUTE): self._update_weights,
@@ -90,7 +91,8 @@ class FakeEngineApp:
         query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode()).items()}
         if path == wire.UPDATE_WEIGHTS_ROUTE:
             await asyncio.sleep(self.settings.update_seconds)
-        status, answer = handler(body, query)
+        result = handler(body, query)
+        status, answer = await result if isawaitable(result) else result
         await _send_json(send, status, answer)
 
     # --- generate ---------------------------------------------------------------------------------------------------

@@ -14,13 +14,7 @@ from tests.fakes.engine import AnswerFunction, FakeEngine, FakeEngineSettings
 from telescope.config import TelescopeConfig
 from telescope.errors import InfrastructureError
 from telescope.inference.auth import SECRET_VARIABLE
-from telescope.inference.base import (
-    Address,
-    EngineBackend,
-    GenerateRequest,
-    Generation,
-    LaunchCommand,
-)
+from telescope.inference.base import Address, EngineBackend, GenerateRequest, Generation, LaunchCommand
 from telescope.inference.vllm.policy_version import REQUIRE_UPDATE_VARIABLE
 from telescope.weights.plan import InitInfo, UpdateInfo, make_update
 

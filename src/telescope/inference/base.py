@@ -233,8 +233,5 @@ def error_message(body: bytes) -> str:
     except msgspec.DecodeError:
         return body[:500].decode("utf-8", "replace")
     if isinstance(decoded, dict):
-        error = decoded.get("error", decoded.get("detail", decoded))
-        if isinstance(error, dict):
-            error = error.get("message", error)
-        return str(error)
-    return str(decoded)
+        decoded = decoded.get("error", decoded.get("detail", decoded))
+    return str(decoded.get("message", decoded) if isinstance(decoded, dict) else decoded)

@@ -109,8 +109,6 @@ class EngineClient:
             num_workers=config.inference_tensor_parallel_size,
         )
 
-    # --- the process ------------------------------------------------------------------------------------------------
-
     @staticmethod
     def launch(
         config: TelescopeConfig, address: Address, *, model: str, directory: Path, earlier_log: Sequence[str] | None

@@ -22,14 +22,7 @@ from pathlib import Path
 from telescope.config import TelescopeConfig
 from telescope.config.machine import LOOPBACK, PortHold, hold_port
 from telescope.errors import InfrastructureError, RunError
-from telescope.inference.base import (
-    HEALTH_ROUTE,
-    METRICS_ROUTE,
-    Address,
-    EngineBackend,
-    backend_of,
-    error_message,
-)
+from telescope.inference.base import HEALTH_ROUTE, METRICS_ROUTE, Address, EngineBackend, backend_of, error_message
 from telescope.inference.process import EngineProcess
 from telescope.utils.process import describe_exit
 
@@ -49,12 +42,11 @@ class EngineStartError(InfrastructureError, RunError):
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """A server that answers. `starts` counts its processes so far, this one included."""
+    """A server that answers."""
 
     url: str
     pid: int
     config_hash: str
-    starts: int = 1
 
 
 @dataclass(slots=True)
@@ -158,7 +150,7 @@ class InferenceServer:
     def info(self) -> ServerInfo:
         """Returns the current process."""
         assert self._process is not None, "the server has not been started"
-        return ServerInfo(self.url, self._process.pid, self.config.hash, self._starts)
+        return ServerInfo(self.url, self._process.pid, self.config.hash)
 
     def status(self) -> ServerStatus:
         """Returns a snapshot; callable from any thread at any time."""
@@ -200,12 +192,9 @@ class InferenceServer:
     # --- starting ---------------------------------------------------------------------------------------------------
 
     def _start_process(self, *, restarted: bool) -> None:
+        log = self._first_log if restarted else None
         command = self._backend.launch(
-            self.config,
-            self.address,
-            model=self.model,
-            directory=self._directory,
-            earlier_log=self._first_log if restarted else None,
+            self.config, self.address, model=self.model, directory=self._directory, earlier_log=log
         )
         with self._lock:
             if self._stopping.is_set():

@@ -114,10 +114,10 @@ class WeightSync:
 
     def __post_init__(self) -> None:
         self.adapters = None if self.adapters is None else self.adapters.absolute()
-        self._connected: set[int] = set()
+        self._connected: dict[int, bool] = {}
+        """Whether each connected server receives in the background."""
         self._connected_ranks = self.trainer.num_replacements
         """The ranks to which the servers are connected: how often they had been replaced."""
-        self._in_background: set[int] = set()
         # Every server starts with the trainer's initial weights, but without an adapter.
         starts_current = range(len(self.clients)) if self.adapters is None else ()
         self._loaded: dict[int, tuple[int, int]] = dict.fromkeys(starts_current, self.trainer.weights_identity)
@@ -163,7 +163,7 @@ class WeightSync:
         """
         async with self.trainer.queue:
             if fresh:
-                self._connected.discard(server)
+                self._connected.pop(server, None)
                 self._loaded.pop(server, None)
             if self._loaded.get(server) != self.trainer.weights_identity:
                 report = await self._send(self.trainer.version, [server], fingerprints=True)
@@ -292,19 +292,15 @@ class WeightSync:
             if not connecting.done():  # it would wait for workers that do not connect
                 await self.trainer.abort_engine(part.server, str(error))
             raise
-        self._in_background.discard(part.server)
         # Always called, because it also ends an update that failed in one worker and is still open in the others.
         in_place_because = await self.clients[part.server].transfer_mode()
-        if self.config.weight_transfer != "in_place":
-            if in_place_because is None:
-                self._in_background.add(part.server)
-            else:
-                logger.info("server %d receives weights in place: %s", part.server, in_place_because)
-        self._connected.add(part.server)
+        if in_place_because is not None:
+            logger.info("server %d receives weights in place: %s", part.server, in_place_because)
+        self._connected[part.server] = in_place_because is None and self.config.weight_transfer != "in_place"
 
     async def _begin(self, part: ServerSync) -> None:
         """Pauses the server and starts its update, if it receives in place."""
-        part.background = part.server in self._in_background
+        part.background = self._connected[part.server]
         if not part.background:
             await self._pause(part)
             await self.clients[part.server].start_update()
@@ -340,7 +336,7 @@ class WeightSync:
         for part in report.servers:
             if part.server == server and part.failure is None:
                 part.failure = str(error)
-                self._connected.discard(server)
+                self._connected.pop(server, None)
                 self._loaded.pop(server, None)
                 self.on_failure(server, error)
 

@@ -49,10 +49,7 @@ HINTS = (
 
 def hint_for(log: str) -> str | None:
     """Returns the fix for a failed start by its log."""
-    for pattern, hint in HINTS:
-        if re.search(pattern, log):
-            return hint
-    return None
+    return next((hint for pattern, hint in HINTS if re.search(pattern, log)), None)
 
 
 NUM_LINES = 5
