@@ -66,12 +66,11 @@ RENDER_OPTIONS = ("continue_final_message", "padding", "truncation", "max_length
 _compiled = lru_cache(maxsize=16)(compile_template)
 
 
-def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
-    """Returns the tokenizer of a folder or hub id: a `Tokenizer`, or that of transformers where ids could differ.
+def load_tokenizer(name: str, folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """Returns a model's tokenizer: a `Tokenizer`, or that of transformers where ids could differ.
 
-    Raises `OSError` or `ValueError`.
+    `name` is a folder or hub id, `folder` its `model_folder`. Raises `OSError` or `ValueError`.
     """
-    folder = model_folder(name)
     settings = _settings(folder)
     raw = defaults = None
     if (folder / "tokenizer.json").is_file() and "auto_map" not in settings:
