@@ -40,7 +40,7 @@ PLAIN_MODELS = (
     "stablelm",
 )  # fmt: skip
 """Values of `model_type` for which it does so whatever the class."""
-CLASS_OF_MODEL = {"qwen2": "Qwen2Tokenizer"} | dict.fromkeys(
+CLASS_OF_MODEL = {"qwen2": "Qwen2Tokenizer", "hyperclovax_vision_v2": "GPT2Tokenizer"} | dict.fromkeys(
     ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp"), "Qwen3_5Tokenizer"
 )
 """Values of `model_type` whose class transformers takes whatever `tokenizer_class` says."""
@@ -48,7 +48,10 @@ _QWEN_DEFAULTS = dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endof
 REBUILT_CLASSES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "Qwen2Tokenizer": ("5270ea7905b4daee", _QWEN_DEFAULTS),
     "Qwen3_5Tokenizer": ("0adadf31de7f2bbc", _QWEN_DEFAULTS),
-    "GemmaTokenizer": ("a05cabf72554a1bc", {f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")}),
+    "GemmaTokenizer": (
+        "a05cabf72554a1bc",
+        {f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")},
+    ),
 }
 """Classes that transformers builds from a vocabulary alone: `pipeline_digest` of the rest, default special tokens."""
 
@@ -80,6 +83,7 @@ def load_tokenizer(name: str, folder: Path, *, trust_remote_code: bool = False) 
             raise ValueError(f"tokenizer.json: {error}") from error
         defaults = _defaults_of_class(raw, settings, folder)
     if raw is None or defaults is None:
+        logger.info(f"The tokenizer of {name} needs transformers, which takes seconds and 350 MiB in each process.")
         return _with_transformers(name, trust_remote_code)
     tokenizer = Tokenizer(name, raw, {**defaults, **settings}, trust_remote_code=trust_remote_code)
     if defaults:  # such a class flags what has a name, whatever the files say
@@ -133,7 +137,7 @@ def _defaults_of_class(
 
     Most classes of transformers ignore the normalizer, pre-tokenizer and decoder in tokenizer.json and have their own.
     """
-    model_type = read_json(folder / "config.json").get("model_type")
+    model_type = str(read_json(folder / "config.json").get("model_type"))
     name = CLASS_OF_MODEL.get(model_type, str(settings.get("tokenizer_class")).removesuffix("Fast"))
     unlisted = {} if "added_tokens_decoder" in settings else read_json(folder / "added_tokens.json")
     if (
@@ -145,7 +149,9 @@ def _defaults_of_class(
     if model_type in PLAIN_MODELS or name in PLAIN_CLASSES:
         return {}
     digest, defaults = REBUILT_CLASSES.get(name, (None, {}))
-    declared = {int(token_id): repr(_added(token)) for token_id, token in settings.get("added_tokens_decoder", {}).items()}
+    declared = {
+        int(token_id): repr(_added(token)) for token_id, token in settings.get("added_tokens_decoder", {}).items()
+    }
     written = {token_id: repr(token) for token_id, token in raw.get_added_tokens_decoder().items()}
     same = pipeline_digest(raw) == digest and declared in ({}, written) and not settings.get("add_prefix_space")
     return defaults if same else None
@@ -195,9 +201,15 @@ class Tokenizer:
         self.model_max_length: int = settings.get("model_max_length") or UNLIMITED
         self.padding_side: str = settings.get("padding_side", "right")
         self.clean_up_tokenization_spaces: bool = settings.get("clean_up_tokenization_spaces", False)
-        named = {"pad_token": raw.padding["pad_token"]} if raw.padding else {}
         extra = settings["extra_special_tokens"]
-        named |= {**settings, **(extra if isinstance(extra, Mapping) else {})}
+        by_name = extra if isinstance(extra, Mapping) else {}
+        written = sorted(settings.items(), key=lambda item: isinstance(item[1], str))  # tokens are added in this order
+        named = {
+            **dict.fromkeys(SPECIAL_TOKENS),
+            "pad_token": (raw.padding or {}).get("pad_token"),
+            **dict(written),
+            **by_name,
+        }
         tokens = {
             key: _added(value, special=True)
             for key, value in named.items()
@@ -206,7 +218,7 @@ class Tokenizer:
         self._attributes = [*dict.fromkeys((*SPECIAL_TOKENS, *tokens))]
         for key in self._attributes:
             setattr(self, key, tokens[key].content if key in tokens else None)
-        extras = [] if isinstance(extra, Mapping) else [_added(token) for token in extra]
+        extras = [] if by_name else [_added(token) for token in extra]
         self.extra_special_tokens = [token.content for token in extras]
         self._add_missing(settings.get("added_tokens_decoder", {}), [*tokens.values(), *extras])
         raw.no_padding()
@@ -271,7 +283,11 @@ class Tokenizer:
         return list(self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).tokens)
 
     def decode(
-        self, token_ids: Any, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool | None = None
+        self,
+        token_ids: Any,
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
+        **_: Any,
     ) -> Any:
         """Returns the text of token ids, or each text of several lists."""
         ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
@@ -308,22 +324,24 @@ class Tokenizer:
         **variables: Any,
     ) -> Any:
         """Renders a conversation or several. Returns the text, its token ids (`tokenize`), or these with the mask."""
-        if any(variables.get(name) for name in RENDER_OPTIONS) or not all(isinstance(tool, dict) for tool in tools or ()):
-            return self._transformers("apply_chat_template with options or tools that are functions").apply_chat_template(
+        functions = [tool for tool in tools or () if not isinstance(tool, dict)]
+        if functions or any(variables.get(name) for name in RENDER_OPTIONS):
+            full = self._transformers("apply_chat_template with functions as tools or other options than variables")
+            return full.apply_chat_template(
                 conversation, tools, documents, chat_template, add_generation_prompt,
                 tokenize=tokenize, return_dict=return_dict, **variables,
             )  # fmt: skip
         if not conversation:
             raise ValueError("A conversation without a message cannot be rendered.")
         variables = self.special_tokens_map | {k: value for k, value in variables.items() if k not in RENDER_OPTIONS}
-        template = _compiled(self.get_chat_template(chat_template, tools))
         variables |= {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
-        if is_one := isinstance(conversation[0], Mapping):
-            conversation = [conversation]
-        texts = [template.render(variables, messages=messages) for messages in conversation]
-        texts = texts[0] if is_one else texts
-        encoding = self(texts, add_special_tokens=False) if tokenize else None
-        return texts if encoding is None else encoding if return_dict else encoding["input_ids"]
+        template = _compiled(self.get_chat_template(chat_template, tools))
+        several = not isinstance(conversation[0], Mapping)
+        texts = [template.render(variables, messages=each) for each in (conversation if several else [conversation])]
+        if not tokenize:
+            return texts if several else texts[0]
+        encoding = self(texts if several else texts[0], add_special_tokens=False)
+        return encoding if return_dict else encoding["input_ids"]
 
     def get_chat_template(self, chat_template: str | None = None, tools: Sequence[Any] | None = None) -> str:
         """Returns the template for a conversation: the given one, or the one of its name, or the tokenizer's."""
