@@ -1,7 +1,7 @@
 """Measures the dashboard on the recorded run of the demo, repeated: its server, and its pages in Chromium.
 
     python benchmarks/dashboard.py --quick                    about 1,000 steps x 150 samples
-    python benchmarks/dashboard.py                            about 2,500 steps x 150 samples, a million with discarded ones
+    python benchmarks/dashboard.py                            about 2,500 steps x 150 samples: a million in all
     python benchmarks/dashboard.py --keep /tmp/run            keeps the run, for `telescope ui /tmp/run`
 
 Requests each address that a page reads, in this process and without a network: once, when the tables are read from

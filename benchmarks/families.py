@@ -54,7 +54,7 @@ from telescope.trainer.checkpoint_names import named_tensors  # noqa: E402
 from telescope.trainer.model import PREFIX, PolicyModel, auto_class, load_causal_lm  # noqa: E402
 from telescope.trainer.model_input import model_input  # noqa: E402
 from telescope.trainer.packing import lay_out, untrained_sample  # noqa: E402
-from telescope.trainer.timeline import Timeline  # noqa: E402
+from telescope.utils.timeline import Timeline  # noqa: E402
 from telescope.weights.fingerprint import fingerprint, to_hex  # noqa: E402
 from telescope.weights.plan import TensorMeta, make_update  # noqa: E402
 from telescope.weights.probe import TOLERANCES, compare  # noqa: E402

@@ -29,7 +29,8 @@ from telescope.orchestrator.step_recorder import StepRecorder, TrainedStep
 from telescope.record.recorder import Recorder
 from telescope.rollout.trajectory import Trajectory, Turn
 from telescope.rollout.types import Generation
-from telescope.trainer.batch import SampleTokens, Span, StepResult
+from telescope.trainer.batch import SampleTokens, StepResult
+from telescope.utils.timeline import Span
 
 GROUP_SIZE = 8
 NUM_RECORDED = 8

@@ -34,8 +34,8 @@ from telescope.config import TelescopeConfig
 from telescope.trainer import step as rl_step
 from telescope.trainer.batch import StepInput, TrainSample
 from telescope.trainer.packing import pack_step
-from telescope.trainer.timeline import Timeline
 from telescope.trainer.worker import Trainer, choose_device
+from telescope.utils.timeline import Timeline
 
 SPANS = 10_000
 """Number of empty spans that are timed."""

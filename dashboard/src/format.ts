@@ -106,3 +106,15 @@ export function setting(value: unknown): string {
   }
   return String(value);
 }
+
+const STATUS_WORDS: Record<string, string> = {
+  live: "training",
+  dead: "stopped unexpectedly",
+  finished: "finished",
+  stopped: "stopped",
+  failed: "failed",
+  unknown: "unknown",
+};
+
+export const statusWord = (status: string): string => STATUS_WORDS[status] ?? status;
+export const statusClass = (status: string): string => (status === "live" ? "live" : status === "failed" || status === "dead" ? "bad" : "");

@@ -7,6 +7,9 @@ machine, and keeps its traceback.
 
 import re
 
+EXIT_INTERRUPTED = 130
+"""Exit code of a command that Ctrl+C ended."""
+
 
 class UserError(Exception):
     """Bad input from a person. The message is the whole explanation; nothing has been started."""

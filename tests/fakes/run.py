@@ -14,19 +14,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from telescope.config import TelescopeConfig
-from telescope.config.environments import environment_keys
 from telescope.errors import InfrastructureError
+from telescope.evals.entries import environment_keys
 from telescope.inference.client import EngineClient
 from telescope.orchestrator.evaluation import Evaluation, plan_evals
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.orchestrator import Orchestrator, Services
 from telescope.orchestrator.prompt_sampler import PromptSampler
-from telescope.orchestrator.request_slots import RequestSlotPool, make_request_slots
+from telescope.orchestrator.run_components import start_rollouts
 from telescope.orchestrator.servers import ServerHandle, ServerPool
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import Supervisor
 from telescope.record.recorder import Recorder
+from telescope.rollout.exchange import TRAINING
+from telescope.rollout.pool import Lane
 from telescope.rollout.rendering import RendererSpec
+from telescope.rollout.request_slots import slots_per_server
 from telescope.rollout.sample import RolloutSettings
 from telescope.rollout.worker_pool.launcher import Launcher
 from telescope.rollout.worker_pool.pool import EnvironmentPool
@@ -116,7 +119,7 @@ class FakeRun:
     trainer: FakeTrainer
     weights: FakeWeightSync
     servers: ServerPool
-    slots: RequestSlotPool
+    slots: Lane
     status: RunStatus
     recorder: Recorder
     environments: EnvironmentPool
@@ -166,7 +169,9 @@ async def fake_run(
         await environments.start()
         weights = FakeWeightSync(trainer)
         status = RunStatus("fake", config.number_of_steps)
-        slots = make_request_slots(config, len(clients))
+        rollouts = start_rollouts(config, environments, clients, stack)
+        group_size = config.group_size if config.enable_individual_sample_lanes else 1
+        slots = rollouts.open_lane(TRAINING, [slots_per_server(config)] * len(clients), group_size)
         servers = ServerPool(
             handles, clients, slots, status,
             start_timeout=SERVER_START_SECONDS, hang_timeout=0.0,
@@ -174,12 +179,13 @@ async def fake_run(
         )  # fmt: skip
         servers.bring_weights = weights.sync_one
         weights.servers = servers
+        rollouts.on_engine_failure = servers.report_failure
         for index in range(len(clients)):
             servers.open(index)
         recorder = stack.enter_context(Recorder(run_dir, flush_seconds=flush_seconds))
         settings = RolloutSettings.from_config(config, environments.stops)
         evaluation = Evaluation(
-            await plan_evals(config, keys, environments, settings), config, environments, servers, settings, recorder,
+            await plan_evals(config, keys, environments, settings), config, rollouts, servers, settings, recorder,
             status, lambda coroutine, name: asyncio.create_task(coroutine, name=name),
         )  # fmt: skip
         infos = [await environments.describe(key) for key in keys.training]
@@ -187,16 +193,14 @@ async def fake_run(
         orchestrator = Orchestrator(
             config,
             Services(
-                environments=environments,
+                rollouts=rollouts,
                 environment_keys=keys.training,
                 slots=slots,
-                engines=clients,
                 trainer=trainer,
                 weights=weights,
                 recorder=recorder,
                 filters=SampleFilters.from_config(config, vocab_size=VOCAB_SIZE),
                 infos=infos,
-                report_engine_failure=servers.report_failure,
                 after_step=lambda step, state: evaluation.start_due(step),
                 eval_history=evaluation.history,
             ),

@@ -12,8 +12,9 @@ from tests.integration.trainer.trainer_cases import build_model, free_port, make
 
 from telescope.record.system_metrics import GpuReader
 from telescope.trainer.packing import pack_step
-from telescope.trainer.timeline import Timeline, memory_reader
+from telescope.trainer.timeline import memory_reader
 from telescope.trainer.worker import Trainer
+from telescope.utils.timeline import Timeline
 
 pytestmark = [
     pytest.mark.gpu,

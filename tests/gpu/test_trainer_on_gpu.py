@@ -19,8 +19,8 @@ from torch._dynamo.utils import counters
 
 from telescope.trainer.metrics import StepMetrics
 from telescope.trainer.packing import pack_step
-from telescope.trainer.timeline import Timeline
 from telescope.trainer.worker import Trainer
+from telescope.utils.timeline import Timeline
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,8 +20,8 @@ from telescope.trainer.batch import TrainSample
 from telescope.trainer.loss import denominator
 from telescope.trainer.metrics import StepMetrics
 from telescope.trainer.packing import pack_step, split_groups
-from telescope.trainer.timeline import Timeline
 from telescope.trainer.worker import Trainer
+from telescope.utils.timeline import Timeline
 
 BOUNDS = {"float64": 1e-12, "float32": 1e-6}
 LENGTHS = [5, 31, 12, 7, 2, 28, 19, 3, 16, 9, 24, 11, 14, 8, 6, 21]

@@ -59,7 +59,7 @@ def test_the_command_that_trains_on_it_would_start(example_environment, monkeypa
     (folder / "models").mkdir()
     write_model_folder(folder / "models" / "tiny-countdown")
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("telescope.config.preflight.TRAINING_PACKAGES", ())
+    monkeypatch.setattr("telescope.orchestrator.preflight.TRAINING_PACKAGES", ())
     assert program == ".venv/bin/telescope"
     assert main([*arguments, "--dry-run", "--inference_base_port=22431"]) == 0, capsys.readouterr().err
 

@@ -1,7 +1,7 @@
 /** From columns of runs to the lines of a chart, with their bands. */
 
 import type { Distribution, Value } from "../types";
-import type { Band, Line } from "./Chart";
+import type { Band, Line } from "./props";
 import type { Heat } from "./heat";
 import { rollingMedian, smooth, stdBand, windowOf } from "./math";
 import { type Column, columnBy, type DrawnRun, leafColumn } from "./runs";

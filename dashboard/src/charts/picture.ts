@@ -1,7 +1,7 @@
 /** A chart as a PNG of one size, whatever the page and the screen: title, legend, titles of the axes, plot. */
 
 import { color, FONT } from "../state/theme";
-import type { ChartProps } from "./Chart";
+import type { ChartProps } from "./props";
 import { download } from "./export";
 import { align, draw } from "./plot";
 

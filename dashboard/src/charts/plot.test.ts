@@ -1,6 +1,6 @@
 import uPlot from "uplot";
 import { expect, test, vi } from "vitest";
-import type { ChartProps } from "./Chart";
+import type { ChartProps } from "./props";
 import { align, draw, overhang } from "./plot";
 
 vi.mock("uplot", () => ({

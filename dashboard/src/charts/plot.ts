@@ -5,7 +5,7 @@ import { number } from "../format";
 import { cursorOn } from "../state/cursor";
 import { color, FONT } from "../state/theme";
 import type { Value } from "../types";
-import type { Band, ChartProps, Line } from "./Chart";
+import type { Band, ChartProps, Line } from "./props";
 import { type Heat, heatGrid } from "./heat";
 import { lastRow, logTicks, nearest, stepTicks, ticks, valueRange } from "./math";
 

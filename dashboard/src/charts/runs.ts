@@ -10,7 +10,7 @@ import { NO_STEPS, trainedTokens, trainingSeconds, useStepsOf } from "../state/s
 import { place, type Range, setParams, useOthers, usePlace, useRange } from "../state/url";
 import { visible } from "../text/hostile";
 import type { EvalRow, RunInfo, Runs, StepColumns, Value } from "../types";
-import type { ChartProps } from "./Chart";
+import type { ChartProps } from "./props";
 import { meanOf, nearest } from "./math";
 
 export type XAxis = "step" | "time" | "tokens";

@@ -5,7 +5,6 @@ import { ApiError } from "../api";
 import { embedded } from "../embedded";
 import { ROUTES, routeOf } from "../routes";
 import { useConnection, useEvents, useRemote } from "../state/live";
-import { mayPass, RETRY_MS } from "../state/resource";
 import { useRunInfo } from "../state/run";
 import { useTheme } from "../state/theme";
 import { elsewhere, go, usePlace } from "../state/url";
@@ -13,12 +12,11 @@ import { CompareDialog } from "./CompareDialog";
 import { Header } from "./Header";
 import { KeysDialog, startKeys, useKeys } from "./keys";
 import { NoteDialog } from "./NoteDialog";
-import { Palette } from "./Palette";
+import { type Opened, Palette } from "./Palette";
+import { Failure, Quiet } from "./Quiet";
 import { Ruler } from "./Ruler";
 import { RecordStrip, RemoteStrip, remoteWords } from "./Strips";
 import { visible } from "../text/hostile";
-
-export type Opened = "palette" | "keys" | "compare" | null;
 
 export function App() {
   const place = usePlace();
@@ -94,47 +92,6 @@ function focusSearch(): boolean {
   field?.focus();
   field?.select();
   return field !== null;
-}
-
-/** Why a page has nothing to show, and what to do. */
-export function Quiet({ title, text, children }: { title: string; text?: ReactNode; children?: ReactNode }) {
-  const unreadable = useRunInfo(usePlace().run).data?.unreadable ?? [];
-  return (
-    <section className="quiet">
-      <h1>{title}</h1>
-      {text && <p>{text}</p>}
-      {unreadable.length > 0 && <p className="w">A part of the record cannot be read: {unreadable.map(visible).join(", ")}</p>}
-      {children}
-    </section>
-  );
-}
-
-/** Says what a page waits for, unless it comes at once. */
-export function Reading({ what }: { what: string }) {
-  return <p className="quiet reading" role="status">Reading {what}.</p>;
-}
-
-/** Says why a read failed. `wasThere`: the page has shown the run. */
-export function Failure({ error, wasThere = false }: { error: Error; wasThere?: boolean }) {
-  const status = error instanceof ApiError ? error.status : 0;
-  const title = wasThere ? "This run was removed or moved." : status === 404 ? "This run was not found." : status === 400 ? "The address has a value that is not valid." : status >= 500 ? "The server failed." : "The server did not answer.";
-  return (
-    <Quiet title={title} text={error.message}>
-      {mayPass(error) && (
-        <p>
-          Retrying every {RETRY_MS / 1000} seconds.{" "}
-          <button className="link" onClick={() => location.reload()}>
-            Try again
-          </button>
-        </p>
-      )}
-      <p>
-        <a className="link" href="#/">
-          All runs
-        </a>
-      </p>
-    </Quiet>
-  );
 }
 
 class Boundary extends Component<{ children: ReactNode }, { error: Error | null }> {

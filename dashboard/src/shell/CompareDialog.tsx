@@ -1,14 +1,13 @@
 /** Chooses the runs that are drawn over this one. */
 
 import { useState } from "react";
-import { moment } from "../format";
+import { moment, statusWord } from "../format";
 import { useLabels } from "../state/labels";
 import { useRuns } from "../state/run";
 import { useRunColors } from "../state/colors";
 import { elsewhere, format, MOST_RUNS, setOthers, useOthers, usePlace } from "../state/url";
 import type { RunRow } from "../types";
 import { Dialog } from "./Dialog";
-import { statusWord } from "./Header";
 import { visible } from "../text/hostile";
 
 export function CompareDialog({ opened, close }: { opened: boolean; close: () => void }) {

@@ -3,26 +3,14 @@
 import { useEffect, useRef, useState } from "react";
 import { runPath } from "../api";
 import { embedded } from "../embedded";
-import { moment } from "../format";
+import { moment, statusClass, statusWord } from "../format";
 import { ROUTES } from "../routes";
 import { useBehind } from "../state/live";
 import { useRunInfo, useStatus } from "../state/run";
 import { setTheme, THEMES, useTheme } from "../state/theme";
 import { elsewhere, format, useOthers, usePlace } from "../state/url";
-import type { Opened } from "./App";
+import type { Opened } from "./Palette";
 import { visible } from "../text/hostile";
-
-const WORDS: Record<string, string> = {
-  live: "training",
-  dead: "stopped unexpectedly",
-  finished: "finished",
-  stopped: "stopped",
-  failed: "failed",
-  unknown: "unknown",
-};
-
-export const statusWord = (status: string): string => WORDS[status] ?? status;
-export const statusClass = (status: string): string => (status === "live" ? "live" : status === "failed" || status === "dead" ? "bad" : "");
 
 export function Header({ open }: { open: (what: Opened) => void }) {
   const place = usePlace();

@@ -3,17 +3,18 @@
 import { useEffect, useMemo, useRef, useState } from "react";
 import { runPath } from "../api";
 import { embedded } from "../embedded";
-import { setting } from "../format";
+import { setting, statusWord } from "../format";
 import { ROUTES } from "../routes";
 import { useRunInfo, useRuns } from "../state/run";
 import { useSteps } from "../state/steps";
 import { setTheme, THEMES } from "../state/theme";
 import { elsewhere, go, type Place, setParams, usePlace } from "../state/url";
-import type { Opened } from "./App";
 import { Dialog } from "./Dialog";
-import { statusWord } from "./Header";
 import { openNote } from "./NoteDialog";
 import { visible } from "../text/hostile";
+
+/** The dialog that is open. */
+export type Opened = "palette" | "keys" | "compare" | null;
 
 interface Command {
   title: string;

@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         seconds = time.monotonic() - started
         print(f"{target} ({size / GB:.3g} GB in {seconds:.1f} s, {size / GB / seconds:.2g} GB/s)")
     if arguments.push_to_hub:
-        from telescope.record.model_card import push_to_hub
+        from telescope.orchestrator.model_card import push_to_hub
 
         checkpoint, target = jobs[0]
         print(push_to_hub(target, arguments.push_to_hub, checkpoint, private=arguments.private))

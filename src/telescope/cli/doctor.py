@@ -43,10 +43,10 @@ from telescope.config.machine import (
     visible_gpus,
 )
 from telescope.config.megatron import NEEDS_TRANSFORMER_ENGINE, TRANSFORMER_ENGINE, TRANSFORMER_ENGINE_FIX
-from telescope.config.preflight import VLLM_QUEUE_BYTES, plugin_problem
 from telescope.config.schema import TelescopeConfig
 from telescope.errors import UserError
 from telescope.inference.vllm import support
+from telescope.orchestrator.preflight import VLLM_QUEUE_BYTES, plugin_problem
 from telescope.trackers.wandb import has_credentials
 from telescope.utils.packages import installed_version, is_installed
 from telescope.utils.process import describe_exit

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from telescope.config import LoadedConfig, TelescopeConfig, model_checks, preflight
+from telescope.config import LoadedConfig, TelescopeConfig, model_checks
 from telescope.config.generate import yaml_text
 from telescope.config.loader import choose_run_dir
 from telescope.config.machine import local_resources
@@ -35,6 +35,7 @@ from telescope.config.plan import ClusterResources, Placement, PlacementError, a
 from telescope.config.remarks import remarks_on_place, remarks_on_resuming
 from telescope.config.schema import SECTIONS
 from telescope.errors import ConfigError, UnreachableError
+from telescope.orchestrator import preflight
 from telescope.utils.text import pluralize
 
 if TYPE_CHECKING:

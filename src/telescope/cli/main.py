@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 # Nothing that takes long to import: Ctrl-C ends the command quietly only after these imports.
 from telescope import __version__
-from telescope.errors import ConfigError, RunError, UserError
+from telescope.errors import EXIT_INTERRUPTED, ConfigError, RunError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +46,6 @@ PIPE_WIDTH = 140
 LONGEST_ERROR = 200  # characters of an error that quotes a path
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:

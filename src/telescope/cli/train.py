@@ -25,7 +25,7 @@ from telescope.errors import ConfigError, RunError, UserError
 from telescope.utils.text import pluralize, user_path
 
 if TYPE_CHECKING:
-    from telescope.config.environments import EnvironmentKeys
+    from telescope.evals.entries import EnvironmentKeys
     from telescope.orchestrator.status import RunSummary
 
 LARGEST_GPU_GIB = 100_000  # far above any GPU, to catch a value in bytes
@@ -76,7 +76,7 @@ def run(argv: Sequence[str]) -> int:
 
 def fit_to_machine(loaded: LoadedConfig) -> LoadedConfig:
     """Adjusts defaults that do not fit this machine, with a note."""
-    from telescope.config import preflight
+    from telescope.orchestrator import preflight
 
     config, notes = preflight.fit_to_machine(loaded.config)
     return replace(loaded, config=config, notes=[*loaded.notes, *notes])
@@ -145,8 +145,9 @@ def check_before_start(loaded: LoadedConfig) -> list[str]:
 
     Backend, model and parsers are tried, which takes seconds, only if nothing else is wrong.
     """
-    from telescope.config import model_checks, preflight
+    from telescope.config import model_checks
     from telescope.config.model_files import check_rendering
+    from telescope.orchestrator import preflight
 
     config = loaded.config
     notices: list[str] = []
@@ -175,8 +176,8 @@ def try_components(config: TelescopeConfig, *, here: bool = True) -> list[str]:
     Where the run is meant for this machine (`here`), tries the backend, the model, and vLLM's parsers too: those need
     packages that another machine may have.
     """
-    from telescope.config import preflight
-    from telescope.config.environments import environment_keys
+    from telescope.evals.entries import environment_keys
+    from telescope.orchestrator import preflight
 
     if not here:
         return try_environments_of(config, environment_keys(config))  # its error keeps its kind
@@ -198,7 +199,7 @@ def try_components(config: TelescopeConfig, *, here: bool = True) -> list[str]:
 
 def try_environments_of(config: TelescopeConfig, keys: EnvironmentKeys) -> list[str]:
     """Loads environments and evals in a separate process. Returns their notices; raises `UserError`."""
-    from telescope.config.environments import check_eval_items
+    from telescope.evals.entries import check_eval_items
     from telescope.rollout.worker_pool.trial import notices_of, try_environments
 
     infos = try_environments(

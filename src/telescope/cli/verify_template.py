@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.text import Text
 
 from telescope.config import TelescopeConfig
-from telescope.config.environments import environment_keys
 from telescope.errors import UserError
+from telescope.evals.entries import environment_keys
 from telescope.rollout.rendering import Dialogue, Renderer, RendererSpec
 from telescope.rollout.worker_pool.environment_runner import EnvironmentRunner
 

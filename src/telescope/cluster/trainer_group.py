@@ -29,8 +29,9 @@ from telescope.config import TelescopeConfig
 from telescope.errors import DeadlineExceeded, RankLost, RunError, UserError
 from telescope.record.files import RunFiles
 from telescope.record.gauges import ReadingBatch
-from telescope.trainer.batch import Layout, Span, StepInput, StepResult, check_layouts
+from telescope.trainer.batch import Layout, StepInput, StepResult, check_layouts
 from telescope.utils.process import log_size, log_tail
+from telescope.utils.timeline import Span
 from telescope.weights.plan import InitInfo, TensorMeta, UpdateInfo
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@
 
 Imports neither torch nor Ray nor vLLM. `schema` holds the object, `sections` its fields, `rules` what ties fields
 together, `remarks` which settings may surprise, `loader` the merge of defaults, environment, YAML and command line,
-`plan` and `memory` what a run needs of the machines, `preflight` what can be seen to be wrong before it starts.
+`plan` and `memory` what a run needs of the machines.
 """
 
 from telescope.config.environments import EnvironmentEntry, EvalEntry

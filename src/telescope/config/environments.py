@@ -1,27 +1,16 @@
-"""Entries of `environments` and `evals`, and the environments of a run.
+"""Entries of `environments` and `evals`.
 
 An entry names an environment (or an eval) and its settings. The schema imports no user code, so it does not check that
-the name exists; `telescope.config.preflight` does, before anything starts. `environment_keys` lists the environments
-that a config needs, with their names in the pool. Imports nothing heavy.
+the name exists; `telescope.orchestrator.preflight` does, before anything starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
 from telescope.config.base import Section, Steps, Text, Tokens, refuse
-from telescope.environments.types import EnvironmentInfo, EnvironmentSpec
-from telescope.errors import ConfigError
-from telescope.evals.base import eval_spec
-from telescope.utils.text import did_you_mean, is_misspelled
-
-if TYPE_CHECKING:
-    from telescope.config import TelescopeConfig
-
 
 LARGEST_K = 4096  # largest k of pass@k; more samples of each item are a typing error
 
@@ -104,63 +93,3 @@ class EvalEntry(Section):
                 "which would leave none for training; set num_samples to how many to reserve"
             )
         return self
-
-
-@dataclass(frozen=True)
-class EnvironmentKeys:
-    """Names of the environments in the pool. One key per training entry and one per eval entry."""
-
-    specs: list[EnvironmentSpec]
-    training: list[str]
-    evals: list[str]
-
-
-def environment_keys(config: TelescopeConfig) -> EnvironmentKeys:
-    """Returns one environment per training entry. An eval of the same name with equal or no settings shares it."""
-    specs: list[EnvironmentSpec] = []
-    for index, entry in enumerate(config.environments):
-        twice = sum(other.name == entry.name for other in config.environments) > 1
-        key = f"{entry.name}#{index}" if twice else entry.name
-        specs.append(EnvironmentSpec(entry.name, dict(entry.kwargs), entry.reward_min, entry.reward_max, key=key))
-    trained, evals = list(specs), []
-    for index, each in enumerate(config.evals):
-        spec = next((s for s in trained if s.name == each.name and each.kwargs in ({}, s.kwargs)), None)
-        if spec is None:
-            spec = eval_spec(each.name, dict(each.kwargs), key=f"eval/{each.name}#{index}")
-            specs.append(spec)
-        evals.append(spec.key)
-    return EnvironmentKeys(specs, [spec.key for spec in trained], evals)
-
-
-def num_eval_items(entry: EvalEntry, available: int) -> int:
-    """Returns the number of items of an eval. Raises ConfigError when there are fewer than `num_samples`."""
-    if entry.num_samples > available:
-        raise ConfigError(
-            f"evals: num_samples of {entry.name!r} is {entry.num_samples}, and its dataset has {available} items. "
-            "Lower it, or set it to -1 for all items"
-        )
-    return available if entry.num_samples == -1 else entry.num_samples
-
-
-def check_eval_items(config: TelescopeConfig, keys: EnvironmentKeys, infos: Mapping[str, EnvironmentInfo]) -> list[str]:
-    """Checks the evals against the loaded environments, by their keys. Returns remarks.
-
-    Raises ConfigError for an eval with too few items, one that leaves none of an environment's to train on, or one
-    whose `pass_k` misspells a metric.
-    """
-    found = []
-    for entry, key in zip(config.evals, keys.evals, strict=True):
-        declared, size = {"reward", *infos[key].metrics_ranges}, infos[key].num_samples
-        unknown = {name for spec in entry.pass_k.values() for name in spec["metrics"] if name not in declared}
-        for name in sorted(unknown):
-            problem = f"evals: pass_k of {entry.name!r} names the metric {name!r}, which it does not declare"
-            if is_misspelled(name, declared):
-                raise ConfigError(f"{problem}.{did_you_mean(name, declared)}")
-            found.append(f"{problem} (declared are {', '.join(sorted(declared))}): without it, the eval fails.")
-        num_items = num_eval_items(entry, size)
-        if entry.separate_eval_samples and key in keys.training and num_items >= size:
-            raise ConfigError(
-                f"evals: num_samples of {entry.name!r} holds out all {size} items of the environment from "
-                "training. Lower it, set separate_eval_samples: false, or use a larger dataset."
-            )
-    return found

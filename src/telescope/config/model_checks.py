@@ -1,6 +1,6 @@
 """Checks of a run's model before the start: its files, its shape, and the memory and disks that it needs.
 
-They read a `ModelReport`, what the files say. `preflight` has the checks of everything else.
+They read a `ModelReport`, what the files say. `orchestrator.preflight` has the checks of everything else.
 """
 
 from __future__ import annotations

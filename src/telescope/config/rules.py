@@ -3,8 +3,8 @@
 A rule with an `adjust` fails when the user set the field that it is about; when only the default breaks it, the field
 is adjusted and the run reports that. A rule without `adjust` always fails. All broken rules are reported at once.
 
-Pure functions of the configuration: machine and files are checked in `plan` and `preflight`. Rules of Megatron and of
-adapters are in `megatron` and `lora`.
+Pure functions of the configuration: machine and files are checked in `plan` and `orchestrator.preflight`. Rules of
+Megatron and of adapters are in `megatron` and `lora`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`TelescopeConfig`: the whole configuration of a run as one flat, frozen object.
 
 Joins the sections, applies the rules between fields, and owns the JSON form and the hash. Files and command lines are
-read in `loader`; the machine is checked in `plan` and `preflight`.
+read in `loader`; the machine is checked in `plan` and `orchestrator.preflight`.
 
 Invariants:
 - An existing value has passed every type, range and cross-field rule.

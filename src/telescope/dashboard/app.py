@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
+import anyio
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
@@ -98,7 +99,7 @@ def create_app(
 
 
 class Pages(StaticFiles):
-    """The built pages. The name of a file below `assets` has its digest: browsers keep it, and memory here, compressed."""
+    """The built pages. Files below `assets` have digests in their names: browsers keep them, and memory compressed."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory=directory, check_dir=False)
@@ -125,7 +126,8 @@ class Pages(StaticFiles):
         if is_compressed and isinstance(answer, FileResponse):
             answer.headers["Content-Encoding"] = "gzip"
             headers = {name: value for name, value in answer.headers.items() if name != "content-length"}
-            self._assets[path] = gzip.compress(Path(answer.path).read_bytes(), mtime=0), headers
+            content = await anyio.Path(answer.path).read_bytes()
+            self._assets[path] = gzip.compress(content, mtime=0), headers
             return Response(self._assets[path][0], headers=headers)
         return answer
 

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from telescope.config import EvalEntry
-from telescope.config.environments import num_eval_items
 from telescope.environments.types import PreparedPrompt
-from telescope.errors import EnvironmentFailure, InfrastructureError
+from telescope.errors import EnvironmentFailure
+from telescope.evals.entries import num_eval_items
 from telescope.evals.statistics import (
     Estimate,
     accuracy_metric,
@@ -33,9 +33,9 @@ from telescope.evals.statistics import (
     metrics_over_items,
     num_completions,
 )
-from telescope.rollout.sample import Rollout, RolloutSettings, RolloutTask, SamplingSettings
+from telescope.rollout.pool import RolloutPool
+from telescope.rollout.sample import RolloutSettings, RolloutTask, SamplingSettings
 from telescope.rollout.trajectory import Trajectory
-from telescope.rollout.types import Engine, RequestSlots
 from telescope.rollout.worker_pool.pool import EnvironmentPool
 
 
@@ -152,23 +152,21 @@ async def run_eval(
     plan: PlannedEval,
     *,
     version: int,
-    slots: RequestSlots,
-    engine_of: Callable[[int], Engine],
-    environments: EnvironmentPool,
+    rollouts: RolloutPool,
+    lane: str,
     settings: RolloutSettings,
-    seed_of: Callable[[int, int, int], int],
+    seed: tuple[int | str, ...],
     group_ids: itertools.count[int],
-    on_engine_failure: Callable[[int, InfrastructureError], None],
     on_sample: Callable[[EvalItem, Trajectory], None],
     finished: Mapping[tuple[int, int], Mapping[str, float]] | None = None,
     taken: Collection[str] = (),
 ) -> EvalResult:
     """Samples every item and averages the metrics.
 
-    An item is sampled as often as `pass_k` needs, else once. Samples that fail count as wrong. `seed_of(item,
-    completion, turn)` seeds the requests; `on_sample` is called as each sample ends. `finished` has scores of samples
-    to keep, by item and completion; `taken` are ids that no new sample may have. Raises EnvironmentFailure when nothing
-    could be scored.
+    An item is sampled as often as `pass_k` needs, else once. Samples that fail count as wrong. Requests have seeds of
+    `seed`, item and completion; `on_sample` is called as each sample ends. `finished` has scores of samples to keep, by
+    item and completion; `taken` are ids that no new sample may have. Raises EnvironmentFailure when nothing could be
+    scored.
     """
     started = time.monotonic()
     settings = dataclasses.replace(settings, sampling=plan.sampling, for_eval=True)
@@ -180,13 +178,9 @@ async def run_eval(
             sample_id += "-again"
         task = RolloutTask(
             sample_id, group_id, completion, plan.name, plan.environment_key, item.index, item.prompt.token_ids,
-            seed_of_turn=lambda turn: seed_of(item.index, completion, turn), is_multi_turn=plan.is_multi_turn,
+            seed=(*seed, item.index, completion), is_multi_turn=plan.is_multi_turn,
         )  # fmt: skip
-        trajectory = await Rollout(
-            task, slots=slots, engine_of=engine_of, environments=environments, settings=settings,
-            on_engine_failure=on_engine_failure,
-        ).run()  # fmt: skip
-        slots.forget_group(group_id)
+        (trajectory,) = await rollouts.run([task], settings, lane)
         on_sample(item, trajectory)
         return trajectory
 

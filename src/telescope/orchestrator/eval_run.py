@@ -25,25 +25,26 @@ from telescope.cluster.inference_group import InferenceGroup
 from telescope.cluster.placement import network_of, reserve
 from telescope.cluster.ray_cluster import watch_daemons
 from telescope.cluster.reaper import Reaper
-from telescope.config import EvalEntry, TelescopeConfig, preflight
-from telescope.config.environments import EnvironmentKeys, environment_keys
+from telescope.config import EvalEntry, TelescopeConfig
 from telescope.config.eval_config import EvalRequest, build_eval_config, measurement_digest
 from telescope.config.machine import local_resources, ray_cluster_is_configured
 from telescope.config.model_checks import check_report
 from telescope.config.model_files import inspect_model
 from telescope.config.plan import plan_placement
 from telescope.errors import ConfigError, UserError
+from telescope.evals.entries import EnvironmentKeys, environment_keys
 from telescope.evals.runner import EvalResult, SamplesFile, plan_eval
+from telescope.orchestrator import preflight
 from telescope.orchestrator.eval_targets import EvalTarget, find_targets
 from telescope.orchestrator.evaluation import Evaluation
 from telescope.orchestrator.folder_weights import FolderWeights
-from telescope.orchestrator.request_slots import RequestSlotPool
 from telescope.orchestrator.run import View
 from telescope.orchestrator.run_components import (
     all_or_first_failure,
     connect_cluster,
     make_server_pool,
     start_environments,
+    start_rollouts,
     start_servers,
 )
 from telescope.orchestrator.run_directory import RunDirectory
@@ -53,7 +54,10 @@ from telescope.orchestrator.supervision import Interrupt, Supervisor, watchdog
 from telescope.record.logging import setup_logging
 from telescope.record.reader import Run, is_run
 from telescope.record.recorder import Recorder
+from telescope.rollout.exchange import TRAINING
+from telescope.rollout.pool import RolloutPool
 from telescope.rollout.sample import RolloutSettings
+from telescope.rollout.worker_pool.pool import EnvironmentPool
 
 logger = logging.getLogger(__name__)
 
@@ -272,12 +276,13 @@ class _EvalRun:
             replace(await plan_eval(entry, key, environments, settings.sampling, number), session=job.session)
             for entry, key, number in zip(config.evals, keys.evals, job.numbers, strict=True)
         ]
-        servers, weights = make_server_pool(config, None, RequestSlotPool([]), status), None
+        rollouts, weights = RolloutPool([]), None
+        servers = make_server_pool(config, None, rollouts.open_lane(TRAINING, []), status)
         if not all(samples.has_all(target.identity(), plans) for target in job.targets):
-            starting = self._start_servers(supervisor, directory, stack, temporary)
-            servers, weights = await self._interrupt.run_until_first(starting)
+            starting = self._start_servers(environments, supervisor, directory, stack, temporary)
+            rollouts, servers, weights = await self._interrupt.run_until_first(starting)
         evaluation = Evaluation(
-            plans, config, environments, servers, settings, recorder, status, supervisor.spawn,
+            plans, config, rollouts, servers, settings, recorder, status, supervisor.spawn,
             problems=self._problems, samples=samples, recorded=self._recorded(recorder.files.run_dir),
         )  # fmt: skip
         for target in job.targets:
@@ -305,8 +310,13 @@ class _EvalRun:
         return await asyncio.to_thread(target.model_folder, self._scratch, self._job.config.engine_dtype)
 
     async def _start_servers(
-        self, supervisor: Supervisor, directory: RunDirectory, stack: AsyncExitStack, temporary: Path
-    ) -> tuple[ServerPool, FolderWeights]:
+        self,
+        environments: EnvironmentPool,
+        supervisor: Supervisor,
+        directory: RunDirectory,
+        stack: AsyncExitStack,
+        temporary: Path,
+    ) -> tuple[RolloutPool, ServerPool, FolderWeights]:
         """Starts the servers with the first model. They end with `stack`."""
         job, status = self._job, self._status
         folder = (await self._folder_of(job.targets[0])).absolute()
@@ -327,15 +337,17 @@ class _EvalRun:
         stack.push_async_callback(inference.stop)
         await all_or_first_failure(*start_servers(config, inference, status))
         stack.push_async_callback(inference.close_clients)
-        slots = RequestSlotPool([config.lanes_per_server] * config.num_inference_servers)
+        rollouts = start_rollouts(config, environments, inference.clients, stack)
+        slots = rollouts.open_lane(TRAINING, [config.lanes_per_server] * config.num_inference_servers)
         servers = make_server_pool(config, inference, slots, status)
+        rollouts.on_engine_failure = servers.report_failure
         weights = FolderWeights(config, inference.clients, folder, job.version_of(job.targets[0]))
         servers.bring_weights = weights.sync_one
         for index in range(config.num_inference_servers):
             servers.open(index)
         supervisor.spawn(servers.watch(), "server watch")
         supervisor.spawn(watchdog(status, config.watchdog_seconds, inference.dump_stacks), "watchdog")
-        return servers, weights
+        return rollouts, servers, weights
 
 
 def _ids(run_dir: Path, table: str) -> frozenset[str]:

@@ -22,17 +22,17 @@ from pathlib import Path
 from typing import Any
 
 from telescope.config import TelescopeConfig
-from telescope.config.environments import EnvironmentKeys, check_eval_items
 from telescope.errors import DeadlineExceeded, EnvironmentFailure, InfrastructureError
+from telescope.evals.entries import EnvironmentKeys, check_eval_items
 from telescope.evals.runner import EvalItem, EvalResult, PlannedEval, SamplesFile, plan_eval, run_eval, scores_of
 from telescope.evals.statistics import estimate_difference
 from telescope.health.rules import EvalPoint
 from telescope.orchestrator import record_rows
-from telescope.orchestrator.prompt_sampler import request_seed
 from telescope.orchestrator.servers import EvalLease, ServerPool
 from telescope.orchestrator.status import RunStatus
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
+from telescope.rollout.pool import RolloutPool
 from telescope.rollout.sample import RolloutSettings
 from telescope.rollout.trajectory import Trajectory
 from telescope.rollout.worker_pool.pool import EnvironmentPool
@@ -62,7 +62,7 @@ class Evaluation:
 
     plans: list[PlannedEval]
     config: TelescopeConfig
-    environments: EnvironmentPool
+    rollouts: RolloutPool
     servers: ServerPool
     settings: RolloutSettings
     recorder: Recorder
@@ -232,26 +232,22 @@ class Evaluation:
         self, plan: PlannedEval, lease: EvalLease, on_sample: Callable[[EvalItem, Trajectory], None]
     ) -> EvalResult:
         """Returns the result of one eval. Raises InfrastructureError once no server has the weights any more."""
-        num_slots = max((server.capacity for server in lease.slots.servers), default=1)
+        num_slots = max(lease.slots.capacities, default=1)
         finished = self.samples.finished(plan) if self.samples is not None else {}
         self.status.eval_done += len(finished)
         running = asyncio.ensure_future(
             run_eval(
                 plan,
                 version=lease.version,
-                slots=lease.slots,
-                engine_of=lambda server: self.servers.clients[server],
-                environments=self.environments,
+                rollouts=self.rollouts,
+                lane=lease.slots.name,
                 # All samples ask for a slot at once, and the last ones wait until the others are done.
                 settings=dataclasses.replace(
                     self.settings, slot_timeout=self.settings.slot_timeout * (1 + plan.num_samples // num_slots)
                 ),
                 # The same seeds at every version, so that a changed result means a changed policy.
-                seed_of=lambda item, completion, turn: request_seed(
-                    self.config.seed, "eval", plan.number, item, completion, turn
-                ),
+                seed=(self.config.seed, "eval", plan.number),
                 group_ids=self.group_ids,
-                on_engine_failure=self.servers.report_failure,
                 on_sample=on_sample,
                 finished=finished,
                 taken=self.samples.taken if self.samples is not None else (),

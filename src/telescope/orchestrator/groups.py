@@ -17,7 +17,7 @@ from telescope.algorithms import compute_advantages
 from telescope.config import TelescopeConfig
 from telescope.environments.types import PreparedPrompt
 from telescope.orchestrator.prompt_sampler import SampledPrompt
-from telescope.rollout.sample import Rollout
+from telescope.rollout.pool import RunningGroup
 from telescope.rollout.trajectory import Trajectory
 from telescope.trainer.batch import StepInput, TrainSample
 from telescope.trainer.packing import pack_step, packing_stats, truncate_to
@@ -44,8 +44,8 @@ class Group:
     finished_at: float | None = None
     samples: list[Trajectory] = field(default_factory=list)
     """Finished samples: scored, masked or cancelled."""
-    rollouts: dict[int, Rollout] = field(default_factory=dict)
-    """Running samples, by their index."""
+    running: RunningGroup | None = None
+    """Its samples in a rollout worker. None for a group that has none there."""
     opening: int = 0
     """Number of this opening in the run; a requeued prompt is opened again."""
     num_requeues: int = 0
@@ -67,11 +67,12 @@ class Group:
     def oldest_version(self) -> int | None:
         """Returns the policy version of the oldest trained token of this group. None while it has none.
 
-        Masked samples are not trained; a running sample counts with `Rollout.oldest_version`.
+        Masked samples are not trained; a running sample counts with what its worker last reported.
         """
         ended = [s.version_range[0] for s in self.samples if s.is_usable]
         versions = [version for version in ended if version >= 0]
-        under_way = (rollout.oldest_version() for rollout in self.rollouts.values())
+        running = self.running.samples.values() if self.running is not None else ()
+        under_way = (sample.oldest_version for sample in running)
         return min((*versions, *(version for version in under_way if version is not None)), default=None)
 
     @property

@@ -1,15 +1,15 @@
 """The loops of a training run. Everything here runs on one asyncio event loop and touches no tensor.
 
     _prompt_loop    fills the prompt buffer (`prompt_buffer`)         waits for: free space in the buffer
-    _dispatch_loop  opens a group, starts a task per sample           waits for: the async window, a prompt, a slot
-    _sample         generate -> environment -> ... -> reward          waits for: a slot, the engine, the environment
+    _dispatch_loop  opens a group, gives it to a rollout worker       waits for: the async window, a prompt, a slot
+    _sample_loop    takes ended samples, finishes groups              waits for: the rollout workers
     _batch_loop     takes finished groups, oldest first, and packs    waits for: B usable groups
     _train_loop     train step -> weight sync -> version += 1         waits for: a batch
 
 Invariants: `window` alone decides whether a group may be opened; every opened prompt ends in `ledger` as trained or as
 dropped with a reason; `version` counts the training steps whose weights the engines have loaded. A failure in any loop
-ends the run. The orchestrator knows samples and groups; tokens belong to `rollout`, gradients to the trainer, and the
-record to the step recorder.
+ends the run. The orchestrator knows samples and groups; a sample from its prompt to its reward belongs to a rollout
+worker (`rollout.worker`), gradients to the trainer, and the record to the step recorder.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from telescope.config import TelescopeConfig
 from telescope.environments.types import EnvironmentInfo, PreparedPrompt
-from telescope.errors import InfrastructureError, RunError
+from telescope.errors import RunError
 from telescope.evals.runner import EvalResult
 from telescope.orchestrator import record_rows
 from telescope.orchestrator.async_window import MAX_ASYNC, MAX_REQUEUES, TOO_SLOW, AsyncWindow, Ledger, Staleness
@@ -35,17 +35,15 @@ from telescope.orchestrator.budget import ErrorBudget
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.groups import Batch, DiscardStreak, Group, Signal, form_batch, zero_advantage_kind
 from telescope.orchestrator.prompt_buffer import PromptBuffer
-from telescope.orchestrator.prompt_sampler import PromptSampler, SampledPrompt, SamplerPosition, request_seed
-from telescope.orchestrator.request_slots import RequestSlotPool
+from telescope.orchestrator.prompt_sampler import PromptSampler, SampledPrompt, SamplerPosition
 from telescope.orchestrator.run_state import RunState
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.step_recorder import StepRecorder, TrainedStep
 from telescope.orchestrator.supervision import ChangeNotifier, Supervisor
 from telescope.record.recorder import Recorder
-from telescope.rollout.sample import Rollout, RolloutSettings, RolloutTask
+from telescope.rollout.pool import Lane, RolloutPool
+from telescope.rollout.sample import RolloutSettings, RolloutTask
 from telescope.rollout.trajectory import Trajectory
-from telescope.rollout.types import Engine
-from telescope.rollout.worker_pool.pool import EnvironmentPool
 from telescope.trainer.batch import StepInput, StepResult
 from telescope.utils.process import rare_full_collections
 
@@ -80,11 +78,11 @@ AfterStep = Callable[[int, Callable[[], RunState]], Awaitable[None]]
 class Services:
     """Services that the loops use and do not own."""
 
-    environments: EnvironmentPool
+    rollouts: RolloutPool
     environment_keys: list[str]
-    """The pool's key of each environment entry of the config."""
-    slots: RequestSlotPool
-    engines: Sequence[Engine]
+    """Key of each environment entry of the config."""
+    slots: Lane
+    """Request slots of the training's rollouts."""
     trainer: TrainerPort
     weights: WeightSyncPort
     recorder: Recorder
@@ -92,7 +90,6 @@ class Services:
     """Filters and penalties for scored samples."""
     infos: Sequence[EnvironmentInfo]
     """Description of the environment of each entry of the config."""
-    report_engine_failure: Callable[[int, InfrastructureError], None] = lambda server, error: None
     after_step: AfterStep | None = None
     """Called after every step with the number of finished steps; the next one waits for it (checkpoints)."""
     eval_history: Callable[[], list[EvalResult]] = list
@@ -128,14 +125,16 @@ class Orchestrator:
         self.ledger = Ledger.load_state_dict(start.ledger) if start.ledger else Ledger()
         self._settings = rollout_settings
         self._notifier = ChangeNotifier(status)
-        services.slots.on_change = self._notifier.notify
+        services.rollouts.on_change = self._notifier.notify
         self._budget = ErrorBudget(config.environment_error_budget)
         self._budget.load_state_dict(start.errors)
         self._prompts = PromptBuffer(
-            config, services.environments, services.environment_keys, sampler, held_out_uids, start.sampler,
+            config, services.rollouts, services.environment_keys, sampler, held_out_uids, start.sampler,
             max_context=rollout_settings.sampling.max_context, budget=self._budget, notifier=self._notifier,
             status=status,
         )  # fmt: skip
+        self._ended: asyncio.Queue[tuple[Group, Trajectory | BaseException]] = asyncio.Queue()
+        """Samples that the rollout workers have ended, with their groups."""
         self._open: dict[int, Group] = {}
         self._finished: list[Group] = list(start.groups)
         self._unsettled: dict[int, Group] = {group.group_id: group for group in start.groups}
@@ -153,7 +152,6 @@ class Orchestrator:
         self._step_recorder = StepRecorder(services.recorder, status, all_tokens=config.record_tokens == "all")
         self._streak = DiscardStreak(DISCARD_LIMIT_BATCHES * config.prompts_batch_size_for_trainer)
         self._stop_requested = False
-        self._supervisor: Supervisor | None = None
 
     def request_stop(self) -> None:
         """Ends the run after the current training step. Safe to call more than once."""
@@ -189,10 +187,9 @@ class Orchestrator:
 
     async def run(self, supervisor: Supervisor) -> None:
         """Trains `number_of_steps` steps, or until a stop is requested. Raises the first error of any loop."""
-        self._supervisor = supervisor
         self.status.progressed()
         supervisor.spawn(self._prompts.fill(), "_prompt_loop")
-        for loop in (self._dispatch_loop, self._batch_loop, self._in_flight_loop):
+        for loop in (self._dispatch_loop, self._sample_loop, self._batch_loop, self._in_flight_loop):
             supervisor.spawn(loop(), loop.__name__)
         try:
             with rare_full_collections():
@@ -202,20 +199,20 @@ class Orchestrator:
         assert self.ledger.is_balanced(), f"the prompt ledger is not balanced: {self.ledger}"
 
     def _record_unfinished(self) -> None:
-        """Records groups without an outcome, and keeps the last state."""
+        """Cancels running samples, records groups without an outcome, and keeps the last state."""
         self._last_state = self.run_state()
         self._has_ended = True
         for group in self._unsettled.values():
-            self.services.slots.forget_group(group.opening)
             self._step_recorder.write_unfinished(group, self.window.version)
+            if group.running is not None:
+                group.running.cancel()
         self._unsettled.clear()
         self.services.recorder.set_in_flight([])
 
     # Groups and samples
 
     async def _dispatch_loop(self) -> None:
-        """Opens groups as the window and the request slots allow. Starts a task per sample."""
-        assert self._supervisor is not None
+        """Opens groups as the window and the request slots allow, and gives them to the rollout workers."""
         while True:
             await self._notifier.wait_until(self._may_open, "dispatch", "the async window")
             await self._notifier.wait_until(lambda: len(self._prompts) > 0, "dispatch", "a prompt")
@@ -225,12 +222,20 @@ class Orchestrator:
             sampled, prompt = self._prompts.take()
             group = self._open_group(sampled, prompt)
             self.status.set_component("dispatch", f"opened group {group.group_id}")
-            for index in range(group.size):
-                rollout = group.rollouts[index] = self._rollout(group, index)
-                self._supervisor.spawn(self._sample(group, index, rollout), f"sample {rollout.task.sample_id}")
+            tasks = [self._task(group, index) for index in range(group.size)]
+            group.running = self.services.rollouts.start(tasks, self._settings, partial(self._on_sample, group))
             self._notifier.notify()
-            # Let the new tasks acquire their slots before the next group looks for one.
-            await asyncio.sleep(0)
+
+    def _on_sample(self, group: Group, index: int, sample: Trajectory | BaseException) -> None:
+        self._ended.put_nowait((group, sample))
+
+    async def _sample_loop(self) -> None:
+        """Takes ended samples. The last one finishes its group."""
+        while True:
+            group, sample = await self._ended.get()
+            if isinstance(sample, BaseException):
+                raise sample
+            self._sample(group, sample)
 
     def _may_open(self) -> bool:
         # A group beyond the last step would never be trained.
@@ -255,8 +260,8 @@ class Orchestrator:
         self.status.num_open_groups = len(self._open)
         return group
 
-    def _rollout(self, group: Group, index: int) -> Rollout:
-        task = RolloutTask(
+    def _task(self, group: Group, index: int) -> RolloutTask:
+        return RolloutTask(
             sample_id=group.sample_id(index),
             group_id=group.group_id,
             sample_index=index,
@@ -264,28 +269,15 @@ class Orchestrator:
             environment_key=self.services.environment_keys[group.sampled_prompt.environment],
             item_index=group.sampled_prompt.index,
             prompt_token_ids=group.prompt.token_ids,
-            seed_of_turn=lambda turn: request_seed(self.config.seed, group.group_id, index, turn),
+            seed=(self.config.seed, group.group_id, index),
             is_multi_turn=self.services.infos[group.sampled_prompt.environment].is_multi_turn,
-            slot_key=group.opening,
-        )
-        return Rollout(
-            task,
-            slots=self.services.slots,
-            engine_of=lambda server: self.services.engines[server],
-            environments=self.services.environments,
-            settings=self._settings,
-            on_engine_failure=self.services.report_engine_failure,
         )
 
-    async def _sample(self, group: Group, index: int, rollout: Rollout) -> None:
-        """Runs one sample of a group; the last one finishes the group."""
-        trajectory = await rollout.run()
-        if self._has_ended:
-            return  # already recorded as running at the end
-        del group.rollouts[index]
+    def _sample(self, group: Group, trajectory: Trajectory) -> None:
+        """Adds an ended sample to its group."""
         group.samples.append(trajectory)
         if group.is_finished:
-            self.services.slots.forget_group(group.opening)
+            group.running = None
         self._step_recorder.count_retries(trajectory)
         if group.withdrawn:
             self.status.aborted(trajectory.num_sampled_tokens)
@@ -361,19 +353,15 @@ class Orchestrator:
             # A batch that waited too long is dissolved: its fresh groups go into the next one.
             self._finished += self._batch.groups
             self._batch = None
-        requests: dict[int, list[str]] = defaultdict(list)
         for group in self._staleness.stale((*self._finished, *self._open.values()), self.window.version):
-            self._withdraw(group, requests)
+            self._withdraw(group)
         self._finished = [group for group in self._finished if not group.withdrawn]
         self.status.num_open_groups = len(self._open)
         self.status.num_finished_groups = len(self._finished)
-        assert self._supervisor is not None
-        for server, ids in requests.items():
-            self._supervisor.spawn(self._abort(server, ids), f"abort of {len(ids)} requests on server {server}")
         self._notifier.notify()
 
-    def _withdraw(self, group: Group, requests: dict[int, list[str]]) -> None:
-        """Withdraws a group and adds what to abort to `requests`, by server. Its prompt is requeued or dropped."""
+    def _withdraw(self, group: Group) -> None:
+        """Withdraws a group, and ends its running samples. Its prompt is requeued or dropped."""
         version = self.window.version
         group.withdrawn = True
         group.finished_at = time.time()
@@ -386,16 +374,8 @@ class Orchestrator:
             self._step_recorder.withdrawn(group, MAX_ASYNC, version)
         else:
             self._discard(group, TOO_SLOW, None, group.rewards_n)
-        for rollout in group.rollouts.values():
-            request = rollout.cancel()
-            if request is not None:
-                requests[request[0]].append(request[1])
-
-    async def _abort(self, server: int, request_ids: list[str]) -> None:
-        try:
-            await self.services.engines[server].abort(request_ids)
-        except InfrastructureError as error:
-            self.services.report_engine_failure(server, error)
+        if group.running is not None:
+            group.running.cancel()
 
     async def _in_flight_loop(self) -> None:
         """Keeps the record's list of running samples up to date."""

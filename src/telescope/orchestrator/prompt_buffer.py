@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
+from typing import Protocol
 
 from telescope.config import TelescopeConfig
 from telescope.environments.types import PreparedPrompt
@@ -32,12 +33,18 @@ NUM_MEASURED = 128
 MAX_UNUSABLE_PROMPTS = 10_000  # consecutive unusable prompts after which the run stops
 
 
+class PromptSource(Protocol):
+    """What renders prompts: the rollout workers."""
+
+    async def prepare(self, key: str, item: int) -> PreparedPrompt: ...
+
+
 @dataclass(eq=False)
 class PromptBuffer:
     """Buffers up to `prompt_prefetch_buffer_size` prompts; `fill` keeps it full. `max_context` is in tokens."""
 
     config: TelescopeConfig
-    source: EnvironmentPool
+    source: PromptSource
     environment_keys: list[str]
     sampler: PromptSampler
     held_out_uids: frozenset[str]

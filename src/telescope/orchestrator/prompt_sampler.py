@@ -9,7 +9,6 @@ calls, so resuming a run needs n only.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -90,9 +89,3 @@ class PromptSampler:
                 del self._orders[stale]
             self._orders[key] = _generator(self._seed, 1, environment, epoch).permutation(self._sizes[environment])
         return self._orders[key]
-
-
-def request_seed(run_seed: int, *identity: int | str) -> int:
-    """Returns a seed of 31 bits from the run's seed and the request's identity, whatever the order of arrival."""
-    text = "/".join(str(part) for part in (run_seed, *identity))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") & 0x7FFFFFFF

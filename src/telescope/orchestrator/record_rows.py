@@ -16,7 +16,8 @@ from telescope.environments.types import EnvironmentInfo
 from telescope.evals.runner import EvalItem, EvalResult, PlannedEval
 from telescope.orchestrator.groups import Group
 from telescope.rollout.trajectory import Trajectory, Turn
-from telescope.trainer.batch import SampleTokens, Span
+from telescope.trainer.batch import SampleTokens
+from telescope.utils.timeline import Span
 
 MAX_FAILURE_MESSAGE = 4000  # longest recorded failure message; user code may raise one of any length
 
@@ -120,6 +121,7 @@ def in_flight_rows(groups: Iterable[Group]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for group in groups:
         done = {sample.sample_index for sample in group.samples}
+        running = group.running.samples if group.running is not None else {}
         common = {
             "group_id": group.group_id,
             "environment": group.environment,
@@ -131,8 +133,8 @@ def in_flight_rows(groups: Iterable[Group]) -> list[dict[str, Any]]:
             if index in done:
                 continue
             row = {**common, "sample_id": group.sample_id(index), "sample_index": index}
-            if index in group.rollouts and (running := group.rollouts[index].trajectory).server_index >= 0:
-                row |= {"server": running.server_index, "lane": running.slot, "started_at": running.started_at}
+            if index in running and (sample := running[index]).server >= 0:
+                row |= {"server": sample.server, "lane": sample.slot, "started_at": sample.started_at}
             rows.append(row)
     return rows
 

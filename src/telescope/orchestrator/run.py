@@ -164,7 +164,7 @@ class _TrainingRun:
         """Evals at version 0, training, evals at the last version."""
         config, status = self._config, self._status
         evaluation = self._evaluation = Evaluation(
-            components.evals, config, components.environments, components.servers, components.settings,
+            components.evals, config, components.rollouts, components.servers, components.settings,
             self._directory.recorder, status, supervisor.spawn,
             results=list(self._resumed.state.evals) if self._resumed else [],
         )  # fmt: skip
@@ -226,7 +226,7 @@ class _TrainingRun:
     async def _take_gauges(self, components: RunComponents, disk: Sampler) -> None:
         """Updates the live view's numbers and the record's gauges. Looks for a stall and a full disk too."""
         status, write = self._status, self._directory.recorder.write
-        status.num_slots = sum(server.capacity for server in components.slots.servers)
+        status.num_slots = sum(components.slots.capacities)
         loop = asyncio.get_running_loop()
         sizes: dict[str, float] = {}
         while True:

@@ -13,7 +13,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -25,11 +25,12 @@ from telescope.cluster.placement import Network, network_of, own_host, reserve
 from telescope.cluster.ray_cluster import Cluster, abandon, connect, disconnect, keep_logs
 from telescope.cluster.trainer_group import TrainerGroup
 from telescope.config import TelescopeConfig
-from telescope.config.environments import EnvironmentKeys, environment_keys
 from telescope.config.machine import local_resources
 from telescope.config.plan import plan_placement
 from telescope.errors import UserError
+from telescope.evals.entries import EnvironmentKeys, environment_keys
 from telescope.evals.runner import PlannedEval
+from telescope.inference.client import EngineClient
 from telescope.inference.process import FIRST_STAGE, start_stage
 from telescope.inference.vllm.launch import hang_timeout, runs_on_cpu
 from telescope.inference.vllm.request_tracing import TraceReceiver, TraceTarget, why_not_available
@@ -37,7 +38,6 @@ from telescope.orchestrator.evaluation import plan_evals
 from telescope.orchestrator.filters import check_reward_ranges
 from telescope.orchestrator.prompt_buffer import measure_prompts
 from telescope.orchestrator.record_rows import trainer_span_row
-from telescope.orchestrator.request_slots import RequestSlotPool, make_request_slots
 from telescope.orchestrator.resume import describe_data
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.servers import ServerPool
@@ -45,8 +45,12 @@ from telescope.orchestrator.status import Interrupted, RunStatus
 from telescope.orchestrator.weight_sync import SyncReport, WeightSync
 from telescope.record.alerts import REPORTED
 from telescope.record.files import RunFiles
+from telescope.rollout.exchange import TRAINING
+from telescope.rollout.pool import Lane, RolloutPool
 from telescope.rollout.rendering import RendererSpec
+from telescope.rollout.request_slots import slots_per_server
 from telescope.rollout.sample import RolloutSettings
+from telescope.rollout.worker import RolloutWorker
 from telescope.rollout.worker_pool.pool import EnvironmentPool
 from telescope.rollout.worker_pool.trial import notices_of
 from telescope.utils.process import in_daemon_thread
@@ -66,7 +70,8 @@ class RunComponents:
     cluster: Cluster
     trainer: TrainerGroup
     inference: InferenceGroup
-    slots: RequestSlotPool
+    rollouts: RolloutPool
+    slots: Lane
     servers: ServerPool
     weights: WeightSync
     evals: list[PlannedEval]
@@ -128,9 +133,15 @@ async def start_components(
     await start_workers(config, directory, trainer, inference, status, loopback=loopback)
     stack.push_async_callback(inference.close_clients)
 
-    slots = make_request_slots(config, config.num_inference_servers)
+    rollouts = start_rollouts(config, environments, inference.clients, stack)
+    slots = rollouts.open_lane(
+        TRAINING,
+        [slots_per_server(config)] * config.num_inference_servers,
+        config.group_size if config.enable_individual_sample_lanes else 1,
+    )
     probe_prompt = await environments.prepare(keys.training[0], 0)
     servers = make_server_pool(config, inference, slots, status)
+    rollouts.on_engine_failure = servers.report_failure
     topology = {"driver": cluster.node_names[cluster.driver_node], **trainer.topology}
     for index, node in enumerate(placement.server_nodes):
         gpus = f"{placement.gpus_per_server:g} GPUs" if placement.gpus_per_server else "CPU"
@@ -150,13 +161,24 @@ async def start_components(
     for index in range(config.num_inference_servers):
         servers.open(index)
     return RunComponents(
-        config, environments, keys, cluster, trainer, inference, slots, servers, weights, evals, settings, data,
-        topology, loopback,
+        config, environments, keys, cluster, trainer, inference, rollouts, slots, servers, weights, evals, settings,
+        data, topology, loopback,
     )  # fmt: skip
 
 
+def start_rollouts(
+    config: TelescopeConfig, environments: EnvironmentPool, clients: Sequence[EngineClient], stack: AsyncExitStack
+) -> RolloutPool:
+    """Returns the rollout workers, which end with `stack`."""
+    worker = RolloutWorker(environments, clients, grouped=not config.enable_individual_sample_lanes)
+    stack.push_async_callback(worker.close)
+    rollouts = RolloutPool([worker])
+    stack.push_async_callback(rollouts.close)
+    return rollouts
+
+
 def make_server_pool(
-    config: TelescopeConfig, inference: InferenceGroup | None, slots: RequestSlotPool, status: RunStatus
+    config: TelescopeConfig, inference: InferenceGroup | None, slots: Lane, status: RunStatus
 ) -> ServerPool:
     """Returns a pool of the started servers, or an empty one. `bring_weights` is not set, and no server is open."""
     return ServerPool(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
@@ -24,8 +25,8 @@ from typing import Any, Protocol
 
 from telescope.errors import DeadlineExceeded, InfrastructureError, RankLost
 from telescope.inference.client import EngineClient
-from telescope.orchestrator.request_slots import RequestSlotPool
 from telescope.orchestrator.status import RunStatus
+from telescope.rollout.pool import Lane
 from telescope.utils.text import single_line
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class EvalLease:
 
     version: int
     servers: set[int]
-    slots: RequestSlotPool
+    slots: Lane
     """Open are those of the servers that are up with the weights of `version`."""
     served: set[int] = field(default_factory=set)
     """Servers that have been open in it."""
@@ -92,7 +93,7 @@ class ServerPool:
 
     handles: InitVar[Sequence[ServerHandle]]
     clients: list[EngineClient]
-    slots: RequestSlotPool
+    slots: Lane
     status: RunStatus
     _: KW_ONLY
     start_timeout: float
@@ -105,6 +106,7 @@ class ServerPool:
         self.dedicated = frozenset(range(len(handles) - num_dedicated, len(handles)))
         """Servers that serve evals and no rollouts."""
         self._leases: dict[int, EvalLease] = {}
+        self._lease_numbers = itertools.count()
         self._servers = [_Server(handle, client) for handle, client in zip(handles, self.clients, strict=True)]
         self._wake = asyncio.Event()
 
@@ -146,7 +148,9 @@ class ServerPool:
                     await self.bring_weights(index, lambda: None, fresh=False)
                 except InfrastructureError as error:
                     self.close(index, str(error))
-        lease = EvalLease(version, set(chosen), RequestSlotPool([self.eval_slots_per_server] * len(self._servers)))
+        slots = [self.eval_slots_per_server] * len(self._servers)
+        lane = self.slots.pool.open_lane(f"eval {next(self._lease_numbers)}", slots)
+        lease = EvalLease(version, set(chosen), lane)
         for index in chosen:
             self._leases[index] = lease
             if self._servers[index].up:
@@ -157,6 +161,8 @@ class ServerPool:
 
     def release(self, lease: EvalLease) -> None:
         """Ends a lease, if it has not ended. The servers receive the next weight sync."""
+        if lease.slots.is_open:
+            lease.slots.close()
         self._leases = {index: other for index, other in self._leases.items() if other is not lease}
 
     def _leave_lease(self, index: int) -> None:

@@ -151,16 +151,14 @@ async def make_orchestrator(
         first_index=[evaluation.num_reserved(key) for key in components.keys.training],
     )
     services = Services(
-        environments=components.environments,
+        rollouts=components.rollouts,
         environment_keys=components.keys.training,
         slots=components.slots,
-        engines=components.servers.clients,
         trainer=components.trainer,
         weights=components.weights,
         recorder=directory.recorder,
         filters=SampleFilters.from_config(config, vocabulary_size(config) if config.filter_gibberish else None),
         infos=infos,
-        report_engine_failure=components.servers.report_failure,
         after_step=after_step,
         eval_history=evaluation.history,
         data=components.data,

@@ -31,7 +31,7 @@ from telescope.cluster.trainer_group import TrainerGroup
 from telescope.config import TelescopeConfig
 from telescope.errors import DeadlineExceeded, InfrastructureError, RunError
 from telescope.inference.client import EngineClient
-from telescope.trainer.batch import Span
+from telescope.utils.timeline import Span
 from telescope.weights.plan import TensorMeta, UpdateInfo, make_update
 from telescope.weights.probe import ProbeReport, compare
 

@@ -14,20 +14,20 @@ metrics. Any other wait ends at once.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from telescope.config import TelescopeConfig
-from telescope.environments.types import PROMPT_TOO_LONG, ROLLOUT_ERROR, Advance
+from telescope.environments.types import PROMPT_TOO_LONG, ROLLOUT_ERROR, Advance, FirstPrompt, PreparedPrompt
 from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.rollout.stops import NO_STOPS, Stops
 from telescope.rollout.trajectory import Trajectory, Turn
 from telescope.rollout.types import Engine, GenerateRequest, Generation, Lease, RequestId, RequestSlots
-
-if TYPE_CHECKING:
-    from telescope.rollout.worker_pool.pool import EnvironmentPool
 
 MAX_INFRASTRUCTURE_RETRIES = 3
 """Retries of a sample after infrastructure failures, before it is masked."""
@@ -93,15 +93,51 @@ class RolloutTask:
     environment_key: str
     item_index: int
     prompt_token_ids: list[int]
-    seed_of_turn: Callable[[int], int]
+    seed: tuple[int | str, ...]
+    """Identity of its requests, from the run's seed on, without the turn (`request_seed`)."""
     is_multi_turn: bool = False
-    """The environment keeps the state of a conversation (`EnvironmentPool.begin`)."""
-    slot_key: int | None = None
-    """Key of the group for request slots; default: the group id. A requeued prompt gets a new key."""
+    """The environment keeps the state of a conversation (`Environments.begin`)."""
 
-    @property
-    def slot_group(self) -> int:
-        return self.group_id if self.slot_key is None else self.slot_key
+
+def request_seed(run_seed: int | str, *identity: int | str) -> int:
+    """Returns a seed of 31 bits from the run's seed and the request's identity, whatever the order of arrival."""
+    text = "/".join(str(part) for part in (run_seed, *identity))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") & 0x7FFFFFFF
+
+
+class Environments(Protocol):
+    """The environments of a rollout worker, by their keys. Calls raise `EnvironmentFailure` for faults of user code."""
+
+    async def prepare(self, env_key: str, index: int) -> PreparedPrompt:
+        """Renders and tokenizes the prompt of a dataset item."""
+        ...
+
+    async def advance(
+        self, env_key: str, index: int, completion_token_ids: np.ndarray, stop_reason: str, *, for_eval: bool = False
+    ) -> Advance:
+        """Scores the completion of a single-turn environment: its reward, or the metrics of an evaluation."""
+        ...
+
+    async def begin(self, rollout: str, env_key: str, index: int, *, interleaved: bool = True) -> FirstPrompt:
+        """Begins a multi-turn rollout. `interleaved` False renders the whole conversation for every turn."""
+        ...
+
+    async def respond(
+        self,
+        rollout: str,
+        completion_token_ids: np.ndarray,
+        completion_logprobs: np.ndarray,
+        stop_reason: str,
+        *,
+        max_context: int | None = None,
+        for_eval: bool = False,
+    ) -> Advance:
+        """Passes a completion to the rollout's environment. A next prompt of `max_context` tokens ends the rollout."""
+        ...
+
+    def cancel(self, rollout: str) -> None:
+        """Ends a rollout at once. Ignores unknown ids."""
+        ...
 
 
 class _StateLost(Exception):
@@ -115,28 +151,33 @@ class _StateLost(Exception):
 class Rollout:
     """One running sample. `trajectory` grows until `run` returns it.
 
-    After `cancel`, `run` returns as soon as possible, with the tokens so far.
+    After `cancel`, `run` returns as soon as possible, with the tokens so far. Samples with the same `slot_key` share a
+    server. `on_request` is called when a request has a slot.
     """
 
     def __init__(
         self,
         task: RolloutTask,
         *,
+        slot_key: int,
         slots: RequestSlots,
         engine_of: Callable[[int], Engine],
-        environments: EnvironmentPool,
+        environments: Environments,
         settings: RolloutSettings,
         on_engine_failure: Callable[[int, InfrastructureError], None],
+        on_request: Callable[[], None] = lambda: None,
     ) -> None:
         self.task = task
         self.trajectory = Trajectory(
             task.sample_id, task.group_id, task.sample_index, task.environment, started_at=time.time()
         )
+        self._slot_key = slot_key
         self._slots = slots
         self._engine_of = engine_of
         self._environments = environments
         self._settings = settings
         self._on_engine_failure = on_engine_failure
+        self._on_request = on_request
         self._in_engine: tuple[int, str, int] | None = None
         self._conversation_id: str | None = None
         """Id of the open conversation in the environments."""
@@ -326,7 +367,7 @@ class Rollout:
         task, trajectory, settings = self.task, self.trajectory, self._settings
         sampling = settings.sampling
         while True:
-            lease = await self._slots.acquire(task.slot_group, turn=turn_index, timeout=settings.slot_timeout)
+            lease = await self._slots.acquire(self._slot_key, turn=turn_index, timeout=settings.slot_timeout)
             trajectory.server_index, trajectory.slot = lease.server, lease.slot
             num_seen: int | None = None
             try:
@@ -341,13 +382,14 @@ class Rollout:
                     top_p=sampling.top_p,
                     stop_token_ids=sampling.stops.token_ids,
                     stop=sampling.stops.texts,
-                    seed=task.seed_of_turn(turn_index),
+                    seed=request_seed(*task.seed, turn_index),
                     priority=turn_index if settings.priority_by_turn else 0,
                     routes_start=routes_start,
                 )
                 engine = self._engine_of(lease.server)
                 version = engine.loaded_version
                 self._in_engine = (lease.server, request.request_id, version)
+                self._on_request()
                 try:
                     generation = await engine.generate(request)
                 finally:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from telescope.errors import ConfigError
+from telescope.utils.timeline import Span
 
 
 @dataclass(slots=True)
@@ -128,17 +129,6 @@ def tokens_of_samples(
             arrays = batch.token_ids_T, batch.trained_T, batch.engine_logprob_T, batch.version_T, trainer_T, entropy_T
             found.append(SampleTokens(sample_id, *(array[own] for array in arrays)))
     return found
-
-
-@dataclass(slots=True)
-class Span:
-    """A named interval, in seconds of the wall clock (`time.time()`)."""
-
-    name: str
-    start: float
-    end: float
-    rank: int = 0
-    micro_batch: int | None = None
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from telescope.trainer.attention import register_attention
 from telescope.trainer.model import PACKED, Execution, PolicyModel, auto_class, load_config, reason
 from telescope.trainer.model_input import model_input
 from telescope.trainer.packing import lay_out, untrained_sample
-from telescope.trainer.timeline import Timeline
+from telescope.utils.timeline import Timeline
 
 WAYS = (PACKED, Execution("sdpa", packs=False), Execution("eager", packs=False))
 """From the fastest to the slowest."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from telescope.errors import RunError
 from telescope.trainer.loss import HostMicroBatch
-from telescope.verify.report import loosest_tolerance
+from telescope.weights.probe import loosest_tolerance
 
 FIRST_EDGE = 64
 LEAST_TOKENS = 32

@@ -32,8 +32,8 @@ from telescope.trainer.attention import ATTENTION_NAME, register_attention
 from telescope.trainer.checkpoint_names import CheckpointNames
 from telescope.trainer.logprob import LogprobHead
 from telescope.trainer.model_input import ModelInput
-from telescope.trainer.timeline import Timeline
 from telescope.utils.text import single_line
+from telescope.utils.timeline import Timeline
 
 PREFIX = "causal_lm."
 

@@ -20,7 +20,7 @@ from telescope.trainer.batch import StepInput
 from telescope.trainer.loss import denominator
 from telescope.trainer.metrics import StepMetrics
 from telescope.trainer.step import RLBackend
-from telescope.trainer.timeline import Timeline
+from telescope.utils.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)

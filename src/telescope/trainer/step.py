@@ -28,7 +28,7 @@ from telescope.algorithms import get_algorithm
 from telescope.algorithms.loss import needs_batch_reference
 from telescope.config.model_source import read_meta_files
 from telescope.trainer.backends import TrainingBackend
-from telescope.trainer.batch import MicroBatch, OptimizerStepBatch, SampleTokens, Span, tokens_of_samples
+from telescope.trainer.batch import MicroBatch, OptimizerStepBatch, SampleTokens, tokens_of_samples
 from telescope.trainer.first_rollouts import FirstRollouts
 from telescope.trainer.hf_folder import CONFIG, with_dtype, write_model_folder
 from telescope.trainer.loss import denominator, micro_batch_loss, prepare, to_device
@@ -36,7 +36,8 @@ from telescope.trainer.metrics import StepMetrics, environment_names, reduce_tim
 from telescope.trainer.model import DTYPES, compute_dtype
 from telescope.trainer.packing import lay_out, untrained_sample
 from telescope.trainer.router_replay import RouterReplay
-from telescope.trainer.timeline import Timeline, timing_metrics
+from telescope.trainer.timeline import timing_metrics
+from telescope.utils.timeline import Span, Timeline
 
 RowLoss = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 """(index of the micro-batch, logprob [N], entropy [N]) -> the sum of its token losses, a scalar with gradient.

@@ -25,10 +25,11 @@ from transformers.utils import logging as transformers_logging
 from telescope.config.memory import trainer_share
 from telescope.errors import ConfigError
 from telescope.trainer.backends import TrainingBackend, find_backend
-from telescope.trainer.batch import COLLECTIVE_TIMEOUT, Layout, Span, StepInput, StepResult
+from telescope.trainer.batch import COLLECTIVE_TIMEOUT, Layout, StepInput, StepResult
 from telescope.trainer.metrics import reduce_max
 from telescope.utils.digests import digests_of
 from telescope.utils.process import freeze_heap, unfreeze_heap
+from telescope.utils.timeline import Span
 from telescope.weights.model_folder import ModelOrigin, read_origin, write_origin
 
 

@@ -20,8 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.rule import Rule
 from rich.text import Text
 
-from telescope.cli.main import EXIT_INTERRUPTED
-from telescope.errors import InfrastructureError, RunError
+from telescope.errors import EXIT_INTERRUPTED, InfrastructureError, RunError
 from telescope.orchestrator.status import Interrupted, RunStatus, StepSummary
 from telescope.tui.text import clock, safe
 from telescope.utils.text import plain, single_line

@@ -27,15 +27,14 @@ from collections.abc import Callable
 import numpy as np
 
 from telescope.errors import RunError
-from telescope.orchestrator.prompt_sampler import request_seed
 from telescope.orchestrator.run_components import RunComponents
-from telescope.rollout.sample import Rollout, RolloutTask
+from telescope.rollout.sample import RolloutTask
 from telescope.rollout.trajectory import Trajectory
 from telescope.trainer.batch import StepInput, TrainSample
 from telescope.trainer.packing import pack_step, truncate_to
-from telescope.verify.report import Check, compare_logprobs, loosest_tolerance
+from telescope.verify.report import Check, compare_logprobs
 from telescope.weights.plan import TensorMeta
-from telescope.weights.probe import ProbeReport
+from telescope.weights.probe import ProbeReport, loosest_tolerance
 
 
 async def check_parity(components: RunComponents, samples: list[TrainSample], inputs: list[StepInput]) -> Check:
@@ -258,35 +257,28 @@ async def sample_groups(
     key = components.keys.training[0]
     num_items = (await components.environments.describe(key)).num_samples
 
-    async def one(group: int, index: int, prompt_token_ids: list[int]) -> Trajectory:
-        group_id = FIRST_GROUP + group
-        task = RolloutTask(
-            sample_id=f"verify-{top_p}-{group}-{index}",
-            group_id=group_id,
-            sample_index=index,
-            environment=config.environments[0].name,
-            environment_key=key,
-            item_index=group % num_items,
-            prompt_token_ids=prompt_token_ids,
-            seed_of_turn=lambda turn: request_seed(config.seed, "verify", group, index, turn),
-        )
-        trajectory = await Rollout(
-            task,
-            slots=components.slots,
-            engine_of=lambda server: components.servers.clients[server],
-            environments=components.environments,
-            settings=settings,
-            on_engine_failure=components.servers.report_failure,
-        ).run()
-        on_sample()
-        return trajectory
+    async def sample_group(group: int) -> list[Trajectory]:
+        prompt = await components.rollouts.prepare(key, group % num_items)
+        tasks = [
+            RolloutTask(
+                sample_id=f"verify-{top_p}-{group}-{index}",
+                group_id=FIRST_GROUP + group,
+                sample_index=index,
+                environment=config.environments[0].name,
+                environment_key=key,
+                item_index=group % num_items,
+                prompt_token_ids=prompt.token_ids,
+                seed=(config.seed, "verify", group, index),
+            )
+            for index in range(config.group_size)
+        ]
+        trajectories = await components.rollouts.run(tasks, settings)
+        for _ in trajectories:
+            on_sample()
+        return trajectories
 
-    prepare = components.environments.prepare
-    prompts = await asyncio.gather(*(prepare(key, group % num_items) for group in range(num_groups)))
-    samples_of = [one(group, i, p.token_ids) for group, p in enumerate(prompts) for i in range(config.group_size)]
-    trajectories = await asyncio.gather(*samples_of)
-    for group in range(num_groups):
-        components.slots.forget_group(FIRST_GROUP + group)
+    groups = await asyncio.gather(*(sample_group(group) for group in range(num_groups)))
+    trajectories = [trajectory for group in groups for trajectory in group]
     scored = [trajectory for trajectory in trajectories if trajectory.reward is not None]
     samples = [sample for trajectory in scored for sample in trajectory.to_train_samples()]
     samples, _ = truncate_to([sample for sample in samples if sample.num_trained], config.seq_len)

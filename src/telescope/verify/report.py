@@ -1,4 +1,4 @@
-"""Results of checks, and the tolerances of logprob comparisons. Pure functions."""
+"""Results of checks. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from telescope.weights.probe import TOLERANCES, Tolerance
+from telescope.weights.probe import loosest_tolerance
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,6 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """Returns the content of `--json`."""
         return {"ok": self.ok, **asdict(self), "seconds": round(self.seconds, 3)}
-
-
-def loosest_tolerance(dtypes: Sequence[str], temperature: float) -> tuple[str, Tolerance]:
-    """Returns the least exact dtype and its bounds on logprob differences.
-
-    A temperature below 1 multiplies differences of logits by its inverse.
-    """
-    # Engines never compute in float64, so the bounds of float32 are the tightest.
-    bounds = {dtype: TOLERANCES.get(dtype, TOLERANCES["float32"]) for dtype in dtypes}
-    loosest = max(dtypes, key=lambda dtype: bounds[dtype].mean)
-    scale = 1.0 / min(temperature, 1.0)
-    return loosest, Tolerance(bounds[loosest].maximum * scale, bounds[loosest].mean * scale)
 
 
 def compare_logprobs(

@@ -39,6 +39,18 @@ TOLERANCES: Mapping[str, Tolerance] = {
 """By what the engine computes in. They are wide because fingerprints detect stale weights."""
 
 
+def loosest_tolerance(dtypes: Sequence[str], temperature: float) -> tuple[str, Tolerance]:
+    """Returns the least exact dtype and its bounds on logprob differences.
+
+    A temperature below 1 multiplies differences of logits by its inverse.
+    """
+    # Engines never compute in float64, so the bounds of float32 are the tightest.
+    bounds = {dtype: TOLERANCES.get(dtype, TOLERANCES["float32"]) for dtype in dtypes}
+    loosest = max(dtypes, key=lambda dtype: bounds[dtype].mean)
+    scale = 1.0 / min(temperature, 1.0)
+    return loosest, Tolerance(bounds[loosest].maximum * scale, bounds[loosest].mean * scale)
+
+
 @dataclass(frozen=True, slots=True)
 class LogprobComparison:
     """Differences of logprobs over N tokens, in nats, with bounds. The bounds are those of the engine's dtype."""

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from telescope.errors import DeadlineExceeded
-from telescope.trainer.batch import Span
-from telescope.trainer.timeline import Timeline
+from telescope.utils.timeline import Span, Timeline
 from telescope.weights.communicator import Backend, Broadcast, Communicator
 from telescope.weights.control_channel import Rendezvous, TransferError
 from telescope.weights.fingerprint import fingerprint, to_hex

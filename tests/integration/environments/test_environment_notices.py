@@ -13,10 +13,10 @@ import pytest
 
 from telescope.cli.train import try_components
 from telescope.config import load_config
-from telescope.config.environments import environment_keys
 from telescope.environments.types import EnvironmentSpec
 from telescope.errors import UnreachableError, UserError
 from telescope.evals.base import eval_spec
+from telescope.evals.entries import environment_keys
 from telescope.orchestrator.run_components import start_environments
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus

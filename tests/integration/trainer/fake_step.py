@@ -33,7 +33,7 @@ from telescope.trainer.lora import add_adapters
 from telescope.trainer.metrics import StepMetrics
 from telescope.trainer.model import DTYPES, PolicyModel, load_causal_lm
 from telescope.trainer.packing import pack_step
-from telescope.trainer.timeline import Timeline
+from telescope.utils.timeline import Timeline
 
 
 def bytes_of_a_step(folder: Path, shape: dict[str, Any], *, micro_batches: int = 2, **settings: Any) -> tuple[int, int]:

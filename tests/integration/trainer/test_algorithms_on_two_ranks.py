@@ -24,8 +24,8 @@ from tests.integration.trainer.trainer_cases import (
 from telescope.algorithms import compute_advantages
 from telescope.config.algorithms import ALGORITHM_FACTS
 from telescope.trainer.metrics import StepMetrics
-from telescope.trainer.timeline import Timeline
 from telescope.trainer.worker import Trainer
+from telescope.utils.timeline import Timeline
 
 LENGTHS = [5, 31, 12, 7, 2, 28, 19, 3, 16, 9, 24, 11]
 CASES: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from torch._logging._internal import warning_once
 from telescope.trainer.backends.fsdp import sharding
 from telescope.trainer.metrics import StepMetrics
 from telescope.trainer.packing import pack_step
-from telescope.trainer.timeline import Timeline
+from telescope.utils.timeline import Timeline
 
 NUM_LAYERS = 2
 

@@ -34,8 +34,8 @@ from telescope.trainer.backends.fsdp.backend import FSDPBackend
 from telescope.trainer.batch import MicroBatch
 from telescope.trainer.metrics import StepMetrics
 from telescope.trainer.sequence_exchange import pad_row
-from telescope.trainer.timeline import Timeline
 from telescope.trainer.worker import Trainer
+from telescope.utils.timeline import Timeline
 
 LENGTHS = [5, 31, 12, 7, 2, 28, 19, 3, 16, 9, 24, 11]
 SINGLE = {"model_dtype": "float32"}

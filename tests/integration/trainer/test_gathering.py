@@ -27,8 +27,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from telescope.trainer.backends.fsdp.sharding import units
 from telescope.trainer.metrics import StepMetrics
 from telescope.trainer.packing import pack_step
-from telescope.trainer.timeline import Timeline
 from telescope.trainer.worker import Trainer
+from telescope.utils.timeline import Timeline
 
 NUM_LAYERS = 4
 LENGTHS = [30, 31, 32, 29, 28, 27, 26, 25, 30, 31, 20, 32]  # a row of 32 each: six micro-batches on two ranks

@@ -17,8 +17,8 @@ from telescope.trainer.loss import denominator
 from telescope.trainer.metrics import StepMetrics
 from telescope.trainer.packing import pack_step
 from telescope.trainer.self_check import packed_logprobs
-from telescope.trainer.timeline import Timeline
 from telescope.trainer.worker import Trainer
+from telescope.utils.timeline import Timeline
 
 LENGTHS = [5, 31, 12, 7, 2, 28, 19, 3, 16, 9, 24, 11]
 BOUNDS = {"float64": 1e-12, "float32": 1e-6}

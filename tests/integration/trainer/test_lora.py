@@ -41,8 +41,8 @@ from telescope.trainer.backends.fsdp.checkpoint import saved_weights
 from telescope.trainer.lora import FILE_PREFIX, find_targets, is_adapter
 from telescope.trainer.model import PREFIX
 from telescope.trainer.packing import lay_out, untrained_sample
-from telescope.trainer.timeline import Timeline
 from telescope.trainer.worker import Trainer
+from telescope.utils.timeline import Timeline
 from telescope.weights.model_folder import base_weights
 
 LENGTHS = [5, 31, 12, 7, 2, 28, 19, 3, 16, 9, 24, 11]

@@ -29,9 +29,9 @@ from telescope.orchestrator.conversion import convert
 from telescope.trainer.backends.fsdp.checkpoint import missing_files
 from telescope.trainer.metrics import StepMetrics
 from telescope.trainer.packing import pack_step
-from telescope.trainer.timeline import Timeline
 from telescope.trainer.worker import Trainer
 from telescope.utils.digests import digests_of
+from telescope.utils.timeline import Timeline
 from telescope.weights.model_folder import ModelOrigin, ModelSource, is_whole, read_origin
 
 ORIGIN = ModelOrigin(ModelSource(2), run="first")

@@ -42,9 +42,9 @@ from telescope.trainer.loss import denominator
 from telescope.trainer.metrics import StepMetrics
 from telescope.trainer.model import load_causal_lm
 from telescope.trainer.packing import pack_step
-from telescope.trainer.timeline import Timeline
 from telescope.trainer.worker import Trainer
 from telescope.utils.digests import digests_of, files_below
+from telescope.utils.timeline import Timeline
 
 VOCAB = 61
 RANKS_DEADLINE_SECONDS = 180

@@ -12,9 +12,10 @@ from tests.model_folder import write_model_folder
 
 from telescope.cli import train
 from telescope.cli.dry_run import print_dry_run
-from telescope.config import load_config, preflight
+from telescope.config import load_config
 from telescope.config.plan import ClusterResources, NodeResources
 from telescope.errors import ConfigError, UserError
+from telescope.orchestrator import preflight
 
 DryRun = Callable[..., tuple[str, str | None]]
 
@@ -27,7 +28,7 @@ FITTED = "Defaults adjusted to this machine: "
 
 def set_machine(monkeypatch: pytest.MonkeyPatch, node: NodeResources) -> None:
     """Makes `node` the machine that a dry run finds."""
-    for module in ("telescope.cli.dry_run", "telescope.config.preflight"):
+    for module in ("telescope.cli.dry_run", "telescope.orchestrator.preflight"):
         monkeypatch.setattr(f"{module}.local_resources", lambda: ClusterResources((node,)))
 
 

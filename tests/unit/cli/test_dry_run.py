@@ -11,11 +11,12 @@ from tests.model_folder import write_model_folder
 from tests.unit.cli.conftest import FITTED, HERE, set_machine
 
 from telescope.cli import train, verify
-from telescope.config import TelescopeConfig, machine, preflight
+from telescope.config import TelescopeConfig, machine
 from telescope.config.generate import default_yaml
 from telescope.config.plan import NodeResources
 from telescope.config.remarks import remarks_on_resuming
 from telescope.errors import ConfigError, RunError
+from telescope.orchestrator import preflight
 
 pytestmark = pytest.mark.usefixtures("small_machine")
 

@@ -9,9 +9,7 @@ import yaml
 from tests.unit.config.test_rules import ADJUSTED
 
 from telescope.config import load_config
-from telescope.config.environments import check_eval_items, environment_keys
 from telescope.config.generate import default_yaml
-from telescope.config.preflight import checks_of_environments, find_problems
 from telescope.config.remarks import remarks
 from telescope.environments.arguments import known_arguments
 from telescope.environments.base import Environment
@@ -19,6 +17,8 @@ from telescope.environments.registry import ENVIRONMENTS
 from telescope.environments.types import EnvironmentInfo
 from telescope.errors import ConfigError
 from telescope.evals.base import EVALS, Eval, get_eval
+from telescope.evals.entries import check_eval_items, environment_keys
+from telescope.orchestrator.preflight import checks_of_environments, find_problems
 
 COUNTDOWN = [{"name": "countdown"}]
 DATASET = ("dataset_name", "dataset_split")

@@ -12,7 +12,6 @@ from tests.unit.config.test_rules import build
 from transformers import AutoConfig
 
 from telescope.config import megatron as rules_of_megatron
-from telescope.config import preflight
 from telescope.config.megatron import (
     MODEL_TYPES,
     check_architecture,
@@ -24,6 +23,7 @@ from telescope.config.megatron import (
 from telescope.config.memory import GIB, checkpoint_bytes
 from telescope.config.model_shape import ModelShape
 from telescope.errors import ConfigError, UserError
+from telescope.orchestrator import preflight
 from telescope.trainer.backends.megatron.families import LAYERS, ParameterMapping, mappings_of, refuse_other_names
 from telescope.trainer.checkpoint_names import checkpoint_tensors
 from telescope.trainer.model import skeleton_of

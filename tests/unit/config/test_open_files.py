@@ -7,8 +7,8 @@ import resource
 import pytest
 
 from telescope.config import TelescopeConfig
-from telescope.config.preflight import check_open_files
 from telescope.errors import ConfigError
+from telescope.orchestrator.preflight import check_open_files
 
 
 def config_of(**fields: object) -> TelescopeConfig:

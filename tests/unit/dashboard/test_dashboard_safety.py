@@ -157,3 +157,11 @@ def test_a_fault_of_the_server_is_answered_in_words_and_raised_for_its_log(root,
     )
     with pytest.raises(IndexError):
         TestClient(app, "http://localhost").get("/api/runs/first/steps")
+
+
+def test_a_kept_file_is_compressed_only_for_those_who_read_gzip(root, static):
+    client = TestClient(create_app([root], static=static), base_url="http://localhost")
+    answers = [client.get("/assets/a-1.js", headers={"Accept-Encoding": how}) for how in ("gzip", "gzip", "identity")]
+    assert [answer.headers.get("content-encoding") for answer in answers] == ["gzip", "gzip", None]
+    assert {answer.content for answer in answers} == {(static / "assets" / "a-1.js").read_bytes()}
+    assert {answer.headers["content-type"] for answer in answers} == {"text/javascript; charset=utf-8"}

@@ -1,5 +1,6 @@
 """The tables in memory: new rows, damaged files, replaced runs, and requests at the same time."""
 
+import os
 import shutil
 import threading
 import time
@@ -21,16 +22,21 @@ def client_of(root):
     return TestClient(create_app([root]), base_url="http://localhost")
 
 
-def test_only_new_rows_are_read(root, monkeypatch):
+def test_only_new_rows_are_read_of_a_table_that_has_changed(root, monkeypatch):
     store = RunStore(Run(root / "first"))
-    store.refresh("samples")
+    num_rows = store.refresh("samples")["samples"]
     cursors = []
     monkeypatch.setattr(
         store.run,
         "rows_since",
         lambda name, cursor, _: cursors.append(cursor) or Run.rows_since(store.run, name, cursor),
     )
-    assert store.refresh("samples")["samples"] == cursors[0] > 0
+    assert store.refresh("samples")["samples"] == num_rows > 0
+    assert cursors == []
+    newest = max((root / "first" / "tables" / "samples").iterdir())
+    os.utime(newest, ns=(0, 0))
+    assert store.refresh("samples")["samples"] == num_rows
+    assert cursors == [num_rows]
 
 
 def test_a_value_is_made_once_for_all_requests_until_its_state_changes(root):

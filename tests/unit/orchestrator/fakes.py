@@ -14,7 +14,11 @@ from telescope.orchestrator.groups import Group
 from telescope.orchestrator.prompt_sampler import SampledPrompt
 from telescope.orchestrator.step_stats import mean_gini
 from telescope.record.tables import COLUMN_NAMES
+from telescope.rollout.exchange import TRAINING
+from telescope.rollout.pool import Lane, RolloutPool
+from telescope.rollout.request_slots import slots_per_server
 from telescope.rollout.trajectory import Trajectory, Turn
+from telescope.rollout.worker import RolloutWorker
 
 
 def config_of(**fields: Any) -> TelescopeConfig:
@@ -78,6 +82,18 @@ def group(rewards: Sequence[float | None], *, n: int = 5, environment: str = "ar
         sample(index, reward, group=n, environment=environment, **of_samples) for index, reward in enumerate(rewards)
     ]
     return made
+
+
+def workers_of(
+    config: TelescopeConfig, environments: Any, engines: Sequence[Any], *, num_workers: int = 1
+) -> tuple[RolloutPool, Lane]:
+    """Rollout workers in this process, and their request slots, with all servers up."""
+    grouped = not config.enable_individual_sample_lanes
+    rollouts = RolloutPool([RolloutWorker(environments, engines, grouped=grouped) for _ in range(num_workers)])
+    slots = rollouts.open_lane(TRAINING, [slots_per_server(config)] * len(engines), 1 if grouped else config.group_size)
+    for server in range(len(engines)):
+        slots.set_up(server, True)
+    return rollouts, slots
 
 
 class StrictRecorder:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from tests.fakes.run import VOCAB_SIZE
-from tests.unit.orchestrator.fakes import StrictRecorder
+from tests.unit.orchestrator.fakes import StrictRecorder, workers_of
 from tests.unit.rollout.fakes import generation, tick
 
 from telescope.config import TelescopeConfig
@@ -16,7 +16,6 @@ from telescope.errors import InfrastructureError
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.orchestrator import AfterStep, Orchestrator, Services
 from telescope.orchestrator.prompt_sampler import PromptSampler
-from telescope.orchestrator.request_slots import make_request_slots
 from telescope.orchestrator.run_state import RunState
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import Supervisor
@@ -156,17 +155,16 @@ class InMemoryRun:
         self.engine = CountingEngine(self.trainer)
         self.recorder = cast(Any, StrictRecorder())
         self.status = RunStatus("test", config.number_of_steps)
-        self.slots = make_request_slots(config, 1)
-        self.slots.set_up(0, True)
         self.failures: list[tuple[int, InfrastructureError]] = []
+        self.rollouts, self.slots = workers_of(config, self.environments, [self.engine])
+        self.rollouts.on_engine_failure = lambda server, error: self.failures.append((server, error))
         size = self.environments.num_items
         self.orchestrator = Orchestrator(
             config,
             Services(
-                environments=self.environments,
+                rollouts=self.rollouts,
                 environment_keys=[entry.name for entry in config.environments],
                 slots=self.slots,
-                engines=[self.engine],
                 trainer=self.trainer,
                 weights=self.trainer,
                 recorder=self.recorder,
@@ -175,7 +173,6 @@ class InMemoryRun:
                     EnvironmentInfo(entry.name, size, reward_min=entry.reward_min, reward_max=entry.reward_max)
                     for entry in config.environments
                 ],
-                report_engine_failure=lambda server, error: self.failures.append((server, error)),
                 after_step=after_step,
             ),
             PromptSampler(

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 from tests.fakes.engine import AnswerFunction, FakeEngine, FakeEngineSettings, FakeRequest
-from tests.unit.orchestrator.fakes import StrictRecorder
+from tests.unit.orchestrator.fakes import StrictRecorder, workers_of
 
 from telescope.config import TelescopeConfig
 from telescope.environments.types import Advance, EnvironmentInfo, FirstPrompt, PreparedPrompt, RewardRecord
@@ -26,7 +26,6 @@ from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.groups import Group
 from telescope.orchestrator.orchestrator import Orchestrator, Services
 from telescope.orchestrator.prompt_sampler import PromptSampler
-from telescope.orchestrator.request_slots import make_request_slots
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import Supervisor
 from telescope.rollout.sample import Rollout, RolloutSettings
@@ -241,6 +240,7 @@ class Simulation:
         *,
         seed: int = 0,
         num_servers: int = 1,
+        num_workers: int = 1,
         answer: AnswerFunction | None = None,
         recorder: StrictRecorder | None = None,
         max_requeues: int = MAX_REQUEUES,
@@ -252,24 +252,23 @@ class Simulation:
         self.trainer = SimulatedTrainer(pace, rng, self.servers)
         self.recorder = recorder or StrictRecorder()
         self.status = RunStatus("simulation", config.number_of_steps)
-        self.slots = make_request_slots(config, num_servers)
-        for index in range(num_servers):
-            self.slots.set_up(index, True)
-        self.begun: list[tuple[Group, Rollout]] = []
+        self.rollouts, self.slots = workers_of(config, self.environment, self.servers, num_workers=num_workers)
+        self.rollouts.on_engine_failure = self._report
+        self.groups: list[Group] = []
+        """All groups that were opened."""
+        self.begun: list[Rollout] = []
         """All samples that began."""
         self.orchestrator = Orchestrator(
             config,
             Services(
-                environments=cast(Any, self.environment),
+                rollouts=self.rollouts,
                 environment_keys=[entry.name for entry in config.environments],
                 slots=self.slots,
-                engines=self.servers,
                 trainer=self.trainer,
                 weights=self.trainer,
                 recorder=cast(Any, self.recorder),
                 filters=SampleFilters(),
                 infos=[EnvironmentInfo("simulated", 64, is_multi_turn=pace.turns[1] > 1)],
-                report_engine_failure=self._report,
             ),
             PromptSampler(config.seed, [self.environment.num_items], [1.0], [0]),
             frozenset(),
@@ -277,14 +276,9 @@ class Simulation:
             self.status,
             max_requeues=max_requeues,
         )
-        begin = self.orchestrator._rollout
-
-        def remembered(group: Group, index: int) -> Rollout:
-            rollout = begin(group, index)
-            self.begun.append((group, rollout))
-            return rollout
-
-        self.orchestrator._rollout = remembered  # type: ignore[method-assign]
+        for worker in self.rollouts.workers:
+            _remember(worker.calls, "_rollout", self.begun)
+        _remember(self.orchestrator, "_open_group", self.groups)
 
     def _report(self, server: int, error: InfrastructureError) -> None:
         if not self.servers[server].alive:
@@ -356,10 +350,21 @@ class Simulation:
         assert set(counted) <= FATES, "no other outcome has tokens"
         still_open = sum(sample.num_completion_tokens for sample in self.open_samples())
         assert sum(counted.values()) + still_open == self.status.num_tokens_generated
-        ended = {id(sample) for group, _ in self.begun for sample in group.samples}
-        under_way = (rollout.trajectory for _, rollout in self.begun if id(rollout.trajectory) not in ended)
+        ended = {id(sample) for group in self.groups for sample in group.samples}
+        under_way = (rollout.trajectory for rollout in self.begun if id(rollout.trajectory) not in ended)
         answered = sum(server.num_tokens_answered for server in self.servers)
         assert self.status.num_tokens_generated + sum(s.num_sampled_tokens for s in under_way) == answered
         written = self.recorder.of("samples")
         known = sum((row.get("completion_tokens") or 0) + (row.get("wasted_tokens") or 0) for row in written)
         assert known <= answered, "no token is recorded twice"
+
+
+def _remember(owner: Any, method: str, made: list[Any]) -> None:
+    """Keeps everything that a method returns."""
+    make = getattr(owner, method)
+
+    def remembered(*arguments: Any) -> Any:
+        made.append(make(*arguments))
+        return made[-1]
+
+    setattr(owner, method, remembered)

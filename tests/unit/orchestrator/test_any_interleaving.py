@@ -62,6 +62,7 @@ paces = st.builds(
     slots=st.integers(1, 6),
     individual=st.booleans(),
     free=st.booleans(),
+    workers=st.integers(1, 3),
 )
 def test_every_prompt_is_accounted_for_and_nothing_leaks_or_hangs(
     pace: Pace,
@@ -74,6 +75,7 @@ def test_every_prompt_is_accounted_for_and_nothing_leaks_or_hangs(
     slots: int,
     individual: bool,
     free: bool,
+    workers: int,
 ) -> None:
     config = config_of(
         group_size=group_size,
@@ -90,7 +92,7 @@ def test_every_prompt_is_accounted_for_and_nothing_leaks_or_hangs(
         max_model_len=4096,
         seq_len=4096,
     )
-    run_simulated(Simulation(config, pace, seed=seed, num_servers=2).run())
+    run_simulated(Simulation(config, pace, seed=seed, num_servers=2, num_workers=workers).run())
 
 
 class DelayedRanks:

@@ -13,17 +13,18 @@ from tests.unit.orchestrator.fakes import StrictRecorder, config_of
 from tests.unit.orchestrator.in_memory import FakeEngine, InMemoryRun, NumberedItems
 
 from telescope.config import TelescopeConfig
-from telescope.config.environments import environment_keys
 from telescope.environments.types import Advance, EnvironmentInfo, FirstPrompt, RewardRecord
 from telescope.errors import ConfigError, EnvironmentFailure
+from telescope.evals.entries import environment_keys
 from telescope.evals.runner import SamplesFile
 from telescope.orchestrator.evaluation import Evaluation, plan_evals
-from telescope.orchestrator.prompt_sampler import request_seed
-from telescope.orchestrator.request_slots import RequestSlotPool
 from telescope.orchestrator.servers import ServerPool
 from telescope.orchestrator.status import RunStatus
-from telescope.rollout.sample import RolloutSettings
+from telescope.rollout.exchange import TRAINING
+from telescope.rollout.pool import RolloutPool
+from telescope.rollout.sample import RolloutSettings, request_seed
 from telescope.rollout.types import GenerateRequest
+from telescope.rollout.worker import RolloutWorker
 
 
 async def evaluation_of(
@@ -35,8 +36,10 @@ async def evaluation_of(
     plans = await plan_evals(config, environment_keys(config), environments, settings)
     clients: list[Any] = list(engines) or [FakeEngine()]
     status = RunStatus("test", config.number_of_steps)
+    rollouts = RolloutPool([RolloutWorker(environments, clients)])
     servers = ServerPool(
-        clients, clients, RequestSlotPool([8] * len(clients)), status, start_timeout=30.0, hang_timeout=0.0,
+        clients, clients, rollouts.open_lane(TRAINING, [8] * len(clients)), status,
+        start_timeout=30.0, hang_timeout=0.0,
         num_dedicated=config.num_eval_servers if engines else 0, eval_slots_per_server=8,
     )  # fmt: skip
 
@@ -45,13 +48,16 @@ async def evaluation_of(
         on_loaded()
 
     servers.bring_weights = bring_weights
+    rollouts.on_engine_failure = servers.report_failure
     for index in range(len(clients)):
         servers.open(index)
     recorder: Any = StrictRecorder()
-    return Evaluation(
-        plans, config, environments, servers, settings, recorder, status,
+    made = Evaluation(
+        plans, config, rollouts, servers, settings, recorder, status,
         lambda coroutine, name: asyncio.create_task(coroutine, name=name),
     )  # fmt: skip
+    made.environments = environments  # type: ignore[attr-defined]
+    return made
 
 
 async def run_all(evaluation: Evaluation, version: int = 0) -> list[Any]:

@@ -115,13 +115,13 @@ async def test_a_server_that_missed_a_sync_receives_the_weights_before_its_next_
 async def test_rollouts_never_get_a_slot_of_a_dedicated_server() -> None:
     training = await Training(num_servers=3).start()
     slots = training.servers.slots
-    assert [server.up for server in slots.servers] == [True, True, False]
+    assert slots.up == [True, True, False]
     await training.train(until=2)
-    assert [server.up for server in slots.servers] == [True, True, False]
+    assert slots.up == [True, True, False]
     await training.ended()
     training.servers.close(2, "a test")
     training.servers.open(2)
-    assert [server.up for server in slots.servers] == [True, True, False]
+    assert slots.up == [True, True, False]
 
 
 async def test_evals_with_servers_of_their_own_do_not_wait_for_each_other() -> None:
@@ -276,7 +276,7 @@ async def test_a_dedicated_server_takes_over_when_no_other_is_left() -> None:
     await training.train(until=2)
     training.engines[0].state = training.engines[0].error = "failed"
     async with asyncio.timeout(5):
-        while not training.servers.slots.servers[1].up:  # noqa: ASYNC110
+        while not training.servers.slots.up[1]:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     training.engines[1].gate.set()
     await training.ended()

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telescope.orchestrator.prompt_sampler import PromptSampler, request_seed
+from telescope.orchestrator.prompt_sampler import PromptSampler
+from telescope.rollout.sample import request_seed
 
 
 @given(seed=st.integers(0, 2**31), order=st.permutations(list(range(0, 3000, 97))))

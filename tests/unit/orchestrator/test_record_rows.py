@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from telescope.orchestrator import record_rows
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 from telescope.record.tables import COLUMN_NAMES, TABLES
+from telescope.rollout.exchange import RunningSample
 from telescope.rollout.sample import SamplingSettings
 from telescope.trainer.batch import SampleTokens
 
@@ -196,11 +197,10 @@ def test_samples_in_flight_are_those_that_are_not_done() -> None:
 
 def test_samples_in_flight_name_the_slot_that_generates_them() -> None:
     running = group([1.0, 0.0], n=6)
-    trajectory = running.samples.pop()
-    running.rollouts[1] = SimpleNamespace(trajectory=trajectory)  # type: ignore[assignment]
+    del running.samples[1]
+    running.running = cast(Any, SimpleNamespace(samples={1: RunningSample(2, 5, 10.0)}))
     (row,) = record_rows.in_flight_rows([running])
-    assert (row["server"], row["lane"]) == (trajectory.server_index, trajectory.slot)
-    assert row["started_at"] == trajectory.started_at
+    assert (row["server"], row["lane"], row["started_at"]) == (2, 5, 10.0)
 
 
 def call(name: str, seconds: float | None) -> dict[str, Any]:

@@ -3,10 +3,12 @@
 import asyncio
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.unit.orchestrator.fakes import config_of
 
 from telescope.errors import DeadlineExceeded
-from telescope.orchestrator.request_slots import GroupSlotPool, RequestSlotPool, make_request_slots
+from telescope.rollout.request_slots import GroupSlotPool, RequestSlotPool, share_slots, slots_per_server
 from telescope.rollout.types import Lease
 
 
@@ -137,9 +139,24 @@ async def test_a_recovered_server_gets_new_groups_while_moved_groups_wait() -> N
 
 def test_slots_count_samples_or_groups_as_configured() -> None:
     config = config_of(max_concurrent_prompts_per_server=3, group_size=4, enable_individual_sample_lanes=True)
-    assert [s.capacity for s in make_request_slots(config, 2).servers] == [12, 12]
+    assert slots_per_server(config) == 12
     config = config.replace(enable_individual_sample_lanes=False, free_lane_after_generation=False)
-    assert [s.capacity for s in make_request_slots(config, 2).servers] == [3, 3]
+    assert slots_per_server(config) == 3
+
+
+@given(st.lists(st.integers(0, 64), min_size=1, max_size=6), st.integers(1, 40), st.sampled_from([1, 4, 8]))
+def test_workers_share_slots_in_whole_groups(capacities: list[int], num_workers: int, group_size: int) -> None:
+    shares = share_slots(capacities, num_workers, group_size)
+    assert [sum(of_server) for of_server in zip(*shares, strict=True)] == capacities, "no slot is lost"
+    for server, capacity in enumerate(capacities):
+        least = min((share[server] for share in shares if share[server]), default=capacity)
+        assert least >= min(group_size, capacity), "each pair runs at least one whole group"
+    enough_for_two = sum(capacity // (2 * group_size) for capacity in capacities) >= num_workers
+    if enough_for_two:
+        assert all(any(share) for share in shares), "no worker is idle"
+        assert min(slots for share in shares for slots in share if slots) >= min(
+            2 * group_size, min(filter(None, capacities))
+        )
 
 
 async def test_a_group_slot_is_shared_by_its_samples_and_released_by_the_last() -> None:

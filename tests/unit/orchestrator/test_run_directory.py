@@ -12,8 +12,8 @@ import pytest
 from tests.unit.orchestrator.fakes import config_of
 
 from telescope.cli import main as cli
-from telescope.config import preflight
 from telescope.errors import RunError, UserError
+from telescope.orchestrator import preflight
 from telescope.orchestrator import run as run_module
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus, summarize

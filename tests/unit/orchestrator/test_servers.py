@@ -12,9 +12,10 @@ import pytest
 
 from telescope.errors import InfrastructureError, RankLost
 from telescope.orchestrator import servers as servers_module
-from telescope.orchestrator.request_slots import RequestSlotPool
 from telescope.orchestrator.servers import MAX_FAILED_BRING_UPS, ServerPool
 from telescope.orchestrator.status import RunStatus
+from telescope.rollout.exchange import TRAINING
+from telescope.rollout.pool import RolloutPool
 
 DEAD = InfrastructureError("connection refused")
 
@@ -47,7 +48,7 @@ class Bench:
 
     def __init__(self, num_servers: int = 2, *, start_timeout: float = 5.0, hang_timeout: float = 0.0) -> None:
         self.handles = [FakeHandle() for _ in range(num_servers)]
-        self.slots = RequestSlotPool([1] * num_servers)
+        self.slots = RolloutPool([]).open_lane(TRAINING, [1] * num_servers)
         self.status = RunStatus("test", 10)
         self.brought: list[tuple[int, bool, bool]] = []
         self.weights_fail = False
@@ -62,7 +63,7 @@ class Bench:
             self.pool.open(index)
 
     async def bring_weights(self, server: int, on_loaded: Callable[[], None], *, fresh: bool) -> None:
-        self.brought.append((server, fresh, self.slots.servers[server].up))
+        self.brought.append((server, fresh, self.slots.up[server]))
         await asyncio.sleep(0)
         if self.lost_ranks:
             self.lost_ranks -= 1
@@ -93,7 +94,7 @@ def test_a_failure_closes_a_server_at_once_and_only_that_one() -> None:
     bench = Bench()
     bench.pool.report_failure(0, DEAD)
     assert bench.pool.up == [1]
-    assert [server.up for server in bench.slots.servers] == [False, True]
+    assert bench.slots.up == [False, True]
     assert "connection refused" in bench.status.components["server 0"]
 
 
@@ -110,7 +111,7 @@ async def test_a_server_whose_process_runs_is_brought_back_without_a_restart() -
         bench.pool.report_failure(0, DEAD)
         await bench.until(lambda: bench.pool.up == [0, 1])
     assert bench.brought == [(0, False, False)]
-    assert bench.slots.servers[0].up
+    assert bench.slots.up[0]
 
 
 async def test_a_restarted_server_has_its_weights_before_its_slots_open() -> None:

@@ -15,7 +15,7 @@ from telescope.config import TelescopeConfig
 from telescope.orchestrator.run_components import start_workers
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus
-from telescope.trainer.batch import Span
+from telescope.utils.timeline import Span
 
 DEADLINE_SECONDS = 20.0
 SPANS = [Span("compile", 10.0, 13.0, 0), Span("compile", 11.0, 14.0, 1)]

@@ -20,7 +20,7 @@ from tests.unit.orchestrator.weight_sync_bench import (
 from telescope.errors import InfrastructureError
 from telescope.orchestrator.run_components import record_sync
 from telescope.orchestrator.weight_sync import ServerSync, SyncReport, WeightMismatch
-from telescope.trainer.batch import Span
+from telescope.utils.timeline import Span
 from telescope.weights.fingerprint import to_hex
 
 

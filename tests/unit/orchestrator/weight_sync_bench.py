@@ -12,7 +12,7 @@ from tests.unit.orchestrator.fakes import config_of
 
 from telescope.errors import InfrastructureError
 from telescope.orchestrator.weight_sync import SyncReport, WeightSync
-from telescope.trainer.batch import Span
+from telescope.utils.timeline import Span
 from telescope.weights.fingerprint import to_hex
 from telescope.weights.plan import InitInfo, TensorMeta, UpdateInfo
 

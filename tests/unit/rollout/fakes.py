@@ -172,7 +172,7 @@ def settings(**changes: Any) -> RolloutSettings:
 def task(prompt: list[int] | None = None, *, turns: bool = False) -> RolloutTask:
     """A sample of the environment `arithmetic`; of several turns if `turns`."""
     return RolloutTask(
-        "5-0", 5, 0, "arithmetic", "arithmetic#1", 3, prompt or [1, 2, 3], lambda turn: 100 + turn, is_multi_turn=turns
+        "5-0", 5, 0, "arithmetic", "arithmetic#1", 3, prompt or [1, 2, 3], (7, 5, 0), is_multi_turn=turns
     )
 
 
@@ -191,6 +191,7 @@ class Bench:
     async def run(self, prompt: list[int] | None = None, *, turns: bool = False, **changes: Any) -> Trajectory:
         return await Rollout(
             task(prompt, turns=turns),
+            slot_key=5,
             slots=self.slots,
             engine_of=lambda server: self.engine,
             environments=self.environments,

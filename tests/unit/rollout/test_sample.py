@@ -24,8 +24,8 @@ from tests.unit.rollout.fakes import settings as sample_settings
 from telescope.config import TelescopeConfig
 from telescope.environments.types import Advance
 from telescope.errors import DeadlineExceeded, EnvironmentFailure, InfrastructureError, RolloutLost
-from telescope.orchestrator.request_slots import RequestSlotPool
-from telescope.rollout.sample import MAX_INFRASTRUCTURE_RETRIES, Rollout, RolloutSettings
+from telescope.rollout.request_slots import RequestSlotPool
+from telescope.rollout.sample import MAX_INFRASTRUCTURE_RETRIES, Rollout, RolloutSettings, request_seed
 from telescope.rollout.stops import Stops
 from telescope.rollout.types import Generation, parse_request_id
 
@@ -40,7 +40,11 @@ async def test_a_sample_is_generated_and_scored() -> None:
     assert sample.completion_text == "text"
     assert sample.started_at <= sample.generated_at <= sample.finished_at
     request = bench.engine.requests[0]
-    assert (request.request_id, request.prompt_token_ids, request.seed) == ("5-0.0.0@0", [1, 2, 3], 100)
+    assert (request.request_id, request.prompt_token_ids, request.seed) == (
+        "5-0.0.0@0",
+        [1, 2, 3],
+        request_seed(7, 5, 0, 0),
+    )
     assert (request.temperature, request.top_p, request.priority) == (0.7, None, 0)
     assert bench.environments.calls == [("arithmetic#1", 3, [7, 8], "stop", False)]
     assert bench.slots.num_leased == 0
@@ -121,7 +125,7 @@ async def test_the_turns_of_a_rollout_are_one_growing_sequence() -> None:
         [1, 2, 3, 7, 8, 20, 21],
         [1, 2, 3, 7, 8, 20, 21, 9, 22],
     ]
-    assert [request.seed for request in bench.engine.requests] == [100, 101, 102]
+    assert [request.seed for request in bench.engine.requests] == [request_seed(7, 5, 0, turn) for turn in range(3)]
     ids = [parse_request_id(request.request_id) for request in bench.engine.requests]
     assert [(known.sample_id, known.turn, known.attempt) for known in ids if known] == [
         ("5-0", turn, 0) for turn in range(3)
@@ -288,7 +292,8 @@ async def test_a_cancelled_sample_ends_during_any_wait_and_keeps_its_tokens(
     else:
         bench.slots.wait = hold_the_second_turn
     rollout = Rollout(
-        task(turns=True), slots=bench.slots, engine_of=lambda server: bench.engine, environments=bench.environments,
+        task(turns=True), slot_key=5, slots=bench.slots, engine_of=lambda server: bench.engine,
+        environments=bench.environments,
         settings=sample_settings(), on_engine_failure=bench.on_engine_failure,
     )  # fmt: skip
     running = asyncio.create_task(rollout.run())

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from telescope.trainer.batch import Span
-from telescope.trainer.timeline import OPERATIONS, Timeline, timing_metrics
+from telescope.trainer.timeline import OPERATIONS, timing_metrics
+from telescope.utils.timeline import Span, Timeline
 
 CLOCK_SKEW = 1234.5
 """What a device's clock shows when the host's shows 0."""

@@ -6,7 +6,7 @@ import { Chart } from "../../charts/Chart";
 import { linesOf } from "../../charts/data";
 import { useDrawnRuns } from "../../charts/runs";
 import { count, duration, NONE, number, percent, signed, unbroken } from "../../format";
-import { Failure, Quiet } from "../../shell/App";
+import { Failure, Quiet } from "../../shell/Quiet";
 import { useKeys } from "../../shell/keys";
 import { useKept, useResource } from "../../state/resource";
 import { useRunId, useRunInfo } from "../../state/run";

@@ -3,7 +3,7 @@
 import { useMemo } from "react";
 import { runPath } from "../../api";
 import { count } from "../../format";
-import { Failure, Quiet } from "../../shell/App";
+import { Failure, Quiet } from "../../shell/Quiet";
 import { useKeys } from "../../shell/keys";
 import { useResource } from "../../state/resource";
 import { useRunId, useRuns } from "../../state/run";

@@ -1,7 +1,7 @@
 /** Config and code of two runs or more: what differs from the first one, and what is equal on request. */
 
 import { moment, NONE, setting } from "../../format";
-import { Failure, Quiet } from "../../shell/App";
+import { Failure, Quiet } from "../../shell/Quiet";
 import { useResource } from "../../state/resource";
 import { useRunId, useRuns } from "../../state/run";
 import { comparedRows } from "../../state/settings";

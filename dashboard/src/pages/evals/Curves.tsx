@@ -1,7 +1,8 @@
 /** Charts of an eval: accuracy over checkpoints, pass@k of two of them, other metrics. */
 
 import { useMemo } from "react";
-import { type Band, Chart, type Line } from "../../charts/Chart";
+import { Chart } from "../../charts/Chart";
+import type { Band, Line } from "../../charts/props";
 import { nearest } from "../../charts/math";
 import { number, percent } from "../../format";
 import { COLORS, useRunColors } from "../../state/colors";

@@ -6,7 +6,7 @@ import { embedded } from "../../embedded";
 import { wilson } from "../../charts/math";
 import { Spark } from "../../charts/Spark";
 import { count, duration, NONE, number, percent } from "../../format";
-import { Failure, Quiet, Reading } from "../../shell/App";
+import { Failure, Quiet, Reading } from "../../shell/Quiet";
 import { useKeys } from "../../shell/keys";
 import { useVersion } from "../../state/live";
 import { type Resource, useResource } from "../../state/resource";

@@ -1,7 +1,8 @@
 /** Gauges over time: the aggregate of each role with its range, or a line for each. */
 
 import { useMemo } from "react";
-import { Chart, type Line } from "../../charts/Chart";
+import { Chart } from "../../charts/Chart";
+import type { Line } from "../../charts/props";
 import { smooth } from "../../charts/math";
 import type { GaugeSeries } from "../gauges";
 import { timeLabel, timeTicks } from "../timeline/viewport";

@@ -4,7 +4,7 @@ import { useMemo } from "react";
 import { runPath } from "../../api";
 import { nearest } from "../../charts/math";
 import { count } from "../../format";
-import { Failure, Quiet } from "../../shell/App";
+import { Failure, Quiet } from "../../shell/Quiet";
 import { useVersion } from "../../state/live";
 import { useResource } from "../../state/resource";
 import { useRunId, useRunInfo, useStatus } from "../../state/run";

@@ -4,7 +4,7 @@ import { useVirtualizer } from "@tanstack/react-virtual";
 import { useEffect, useMemo, useRef, useState } from "react";
 import { get, runPath } from "../../api";
 import { count, moment } from "../../format";
-import { Failure, Quiet } from "../../shell/App";
+import { Failure, Quiet } from "../../shell/Quiet";
 import { useKeys } from "../../shell/keys";
 import { useVersion } from "../../state/live";
 import { useRunId, useRunInfo, useStatus } from "../../state/run";

@@ -6,7 +6,7 @@ import { commonStep, type DrawnRun, leavesOf, longest, metricNames, useDrawnRuns
 import { clockTicks, smoothingFor, ticks } from "../../charts/math";
 import { sourceOf } from "../../charts/sources";
 import { number } from "../../format";
-import { Failure, Quiet } from "../../shell/App";
+import { Failure, Quiet } from "../../shell/Quiet";
 import { Dialog } from "../../shell/Dialog";
 import { useKeys } from "../../shell/keys";
 import { addSection, sectionFor, toggleMetric } from "../../state/layouts";

@@ -2,7 +2,7 @@
 
 import { useMemo } from "react";
 import { address, runPath } from "../../api";
-import type { ChartProps, Line } from "../../charts/Chart";
+import type { ChartProps, Line } from "../../charts/props";
 import { type BandKind, bandsOf, drawnLines, heatOf, isEval, isTwoValued, linesOf, statisticColumn } from "../../charts/data";
 import type { Heat } from "../../charts/heat";
 import { type DrawnRun, leavesOf, overMetric, type XAxis } from "../../charts/runs";

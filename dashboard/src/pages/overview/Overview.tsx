@@ -2,13 +2,14 @@
 
 import { useMemo, useState } from "react";
 import { runPath } from "../../api";
-import { Chart, type ChartProps } from "../../charts/Chart";
+import { Chart } from "../../charts/Chart";
+import type { ChartProps } from "../../charts/props";
 import { axisEnd, isEval, linesOf } from "../../charts/data";
 import { type DrawnRun, metricNames, useDrawnRuns, useStepAxis } from "../../charts/runs";
 import { Spark } from "../../charts/Spark";
 import { embedded } from "../../embedded";
 import { moment, NONE, number, unbroken } from "../../format";
-import { Failure } from "../../shell/App";
+import { Failure } from "../../shell/Quiet";
 import { Chooser, type Option } from "../../shell/Chooser";
 import { useVersion } from "../../state/live";
 import { chartOf, mainMetricOf, metricOf, STANDARD, useOverviewCharts } from "../../state/overviewCharts";

@@ -1,6 +1,6 @@
 /** The standard charts of the overview. A chart without a value is left out. */
 
-import type { ChartProps, Line } from "../../charts/Chart";
+import type { ChartProps, Line } from "../../charts/props";
 import { bandsOf, linesOf } from "../../charts/data";
 import type { DrawnRun } from "../../charts/runs";
 import { smooth, stack, smoothingFor } from "../../charts/math";

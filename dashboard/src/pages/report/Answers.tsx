@@ -3,7 +3,7 @@
 import { useMemo, useState } from "react";
 import { count } from "../../format";
 import { embedded } from "../../embedded";
-import { Quiet } from "../../shell/App";
+import { Quiet } from "../../shell/Quiet";
 import { useKeys } from "../../shell/keys";
 import { useRunId, useRunInfo } from "../../state/run";
 import { setParams, useParam } from "../../state/url";

@@ -4,7 +4,7 @@ import { useEffect, useMemo, useRef, useState } from "react";
 import { runPath } from "../../api";
 import { HeatStrip } from "../../charts/HeatStrip";
 import { count, number, percent } from "../../format";
-import { Failure, Quiet } from "../../shell/App";
+import { Failure, Quiet } from "../../shell/Quiet";
 import { useKeys } from "../../shell/keys";
 import { useVersion } from "../../state/live";
 import { useKept, useResource } from "../../state/resource";

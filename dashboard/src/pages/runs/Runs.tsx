@@ -5,7 +5,7 @@ import { useEffect, useMemo, useRef, useState } from "react";
 import { download } from "../../charts/export";
 import { meanOf } from "../../charts/math";
 import { count } from "../../format";
-import { Quiet } from "../../shell/App";
+import { Quiet } from "../../shell/Quiet";
 import { Chooser } from "../../shell/Chooser";
 import { useKeys } from "../../shell/keys";
 import { Menu } from "../../shell/Menu";

@@ -4,7 +4,7 @@ import { useCallback, useEffect, useMemo, useRef, useState } from "react";
 import { runPath } from "../../api";
 import { download, fileName } from "../../charts/export";
 import { duration, NONE, number } from "../../format";
-import { Failure, Quiet, Reading } from "../../shell/App";
+import { Failure, Quiet, Reading } from "../../shell/Quiet";
 import { useKeys } from "../../shell/keys";
 import { useVersion } from "../../state/live";
 import { useResource } from "../../state/resource";

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from telescope.errors import ConfigError
-from telescope.trainer.batch import Layout, SampleTokens, Span
+from telescope.trainer.batch import Layout, SampleTokens
 from telescope.utils.text import did_you_mean
+from telescope.utils.timeline import Span
 from telescope.weights.model_folder import ModelOrigin
 from telescope.weights.plan import TensorMeta
 

@@ -49,7 +49,7 @@ from telescope.trainer.packing import warm_up_row
 from telescope.trainer.router_replay import ReplayedRouters
 from telescope.trainer.sequence_exchange import ContextGroup, whole_row
 from telescope.trainer.step import GradientPart, RLBackend, RowLoss
-from telescope.trainer.timeline import Timeline
+from telescope.utils.timeline import Timeline
 from telescope.weights.plan import TensorMeta
 
 logger = logging.getLogger(__name__)

@@ -40,7 +40,7 @@ from telescope.trainer.blocks import wrap_blocks
 from telescope.trainer.capability import choose_execution
 from telescope.trainer.lora import adapted_layers, add_adapters, is_adapter, merged
 from telescope.trainer.model import DTYPES, PREFIX, PolicyModel, can_be_compiled, compute_dtype, load_causal_lm
-from telescope.trainer.timeline import Timeline
+from telescope.utils.timeline import Timeline
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 

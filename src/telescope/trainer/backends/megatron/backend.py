@@ -41,7 +41,7 @@ from telescope.trainer.model_input import model_input
 from telescope.trainer.router_replay import replay_in_megatron
 from telescope.trainer.sequence_exchange import whole_row
 from telescope.trainer.step import GradientPart, RLBackend, RowLoss
-from telescope.trainer.timeline import Timeline
+from telescope.utils.timeline import Timeline
 from telescope.weights.model_folder import model_folder
 from telescope.weights.plan import TensorMeta
 

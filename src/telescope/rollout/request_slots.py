@@ -106,6 +106,11 @@ class RequestSlotPool:
         return any(server.up and server.num_free for server in self.servers)
 
     @property
+    def num_free(self) -> int:
+        """Free slots of servers that are up."""
+        return sum(server.num_free for server in self.servers if server.up)
+
+    @property
     def num_used(self) -> int:
         return sum(server.used for server in self.servers)
 
@@ -206,8 +211,28 @@ class GroupSlotPool(RequestSlotPool):
             future.cancel()
 
 
-def make_request_slots(config: TelescopeConfig, num_servers: int) -> RequestSlotPool:
-    """Creates the request slots of servers, one per sample or one per group."""
-    if config.enable_individual_sample_lanes:
-        return RequestSlotPool([config.lanes_per_server] * num_servers)
-    return GroupSlotPool([config.max_concurrent_prompts_per_server] * num_servers)
+def share_slots(capacities: list[int], num_workers: int, group_size: int) -> list[list[int]]:
+    """Divides the slots of each server [S] among workers. Returns the slots of each worker on each server [W][S].
+
+    A worker has the slots of two groups on a server, of one where there are not enough for all, or none: a group whose
+    samples cannot run at the same time delays its batch. So with many workers, each uses fewer servers.
+    """
+    shares = [[0] * len(capacities) for _ in range(num_workers)]
+    num_groups = next(
+        (n for n in (2, 1) if sum(capacity // (n * group_size) for capacity in capacities) >= num_workers), 1
+    )
+    first = 0
+    for server, capacity in enumerate(capacities):
+        num_users = min(num_workers, max(1, capacity // (num_groups * group_size)))
+        for user in range(num_users):
+            worker = (first + user) % num_workers
+            shares[worker][server] = capacity // num_users + (user < capacity % num_users)
+        first += num_users
+    return shares
+
+
+def slots_per_server(config: TelescopeConfig) -> int:
+    """Returns the request slots of a server for the rollouts of training, of samples or of groups (`GroupSlotPool`)."""
+    return (
+        config.lanes_per_server if config.enable_individual_sample_lanes else config.max_concurrent_prompts_per_server
+    )

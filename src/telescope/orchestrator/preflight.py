@@ -44,7 +44,9 @@ from telescope.config.plan import (
 )
 from telescope.config.remarks import remarks_on_place
 from telescope.config.sections.general import client_address_problem
+from telescope.environments.registry import check_environment
 from telescope.errors import ConfigError, UserError
+from telescope.evals.base import check_eval
 from telescope.utils.packages import is_installed
 from telescope.utils.text import pluralize
 
@@ -236,16 +238,12 @@ def check_shared_memory(config: TelescopeConfig) -> None:
 
 def check_environments(config: TelescopeConfig) -> None:
     """Checks that environments exist and that their required packages are installed."""
-    from telescope.environments.registry import check_environment
-
     for entry in config.environments:
         check_environment(entry.name, config.environments_path)
 
 
 def check_evals(config: TelescopeConfig) -> None:
     """Checks that evals exist and that their packages are installed. An eval is an environment too."""
-    from telescope.evals.base import check_eval
-
     for entry in config.evals:
         check_eval(entry.name, config.environments_path)
 

@@ -1,0 +1,91 @@
+"""What the driver and a rollout worker tell each other.
+
+The driver sends `Orders` and receives a `Report`, in one call at a time for each worker, however many rollouts run.
+Everything here is plain data that can cross processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from telescope.environments.types import PreparedPrompt
+from telescope.rollout.sample import RolloutSettings, RolloutTask
+from telescope.rollout.trajectory import Trajectory
+
+TRAINING = ""
+"""The lane of a run's own rollouts. Each eval has a lane of its own."""
+
+
+@dataclass(slots=True)
+class GroupTask:
+    """Samples of one prompt. They share a server, which then computes the prompt once. `key` is unique in the run."""
+
+    key: int
+    samples: list[RolloutTask]
+    settings: RolloutSettings
+    lane: str = TRAINING
+
+
+@dataclass(slots=True)
+class RunningSample:
+    """State of a running sample, as last reported.
+
+    `oldest_version` is the policy version of its oldest trained token, or of its server when its first request was
+    sent. The server is -1 before it has a request slot.
+    """
+
+    server: int = -1
+    slot: int = -1
+    started_at: float = 0.0
+    oldest_version: int | None = None
+
+
+@dataclass(slots=True)
+class Orders:
+    """What a worker is to do. Applied in the order of the fields."""
+
+    lanes: dict[str, list[int] | None] = field(default_factory=dict)
+    """Request slots of each server in a new lane. None ends a lane."""
+    servers: dict[tuple[str, int], bool] = field(default_factory=dict)
+    """Whether a server serves a lane."""
+    prompts: list[tuple[int, str, int]] = field(default_factory=list)
+    """Prompts to render: a number for the answer, the environment's key, the item."""
+    groups: list[GroupTask] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+    """Keys of groups whose samples end now."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.lanes or self.servers or self.prompts or self.groups or self.cancelled)
+
+
+@dataclass(slots=True)
+class LaneState:
+    """Request slots of one lane in one worker."""
+
+    used: list[int]
+    """By server."""
+    num_free: int
+    """Of servers that are up."""
+    num_waiting: int = 0
+
+
+@dataclass(slots=True)
+class Report:
+    """What has happened in a worker since its last report."""
+
+    samples: list[tuple[int, int, Trajectory | BaseException]] = field(default_factory=list)
+    """Ended samples: key of the group, index of the sample in it, and the sample or an error of the run."""
+    running: dict[tuple[int, int], RunningSample] = field(default_factory=dict)
+    """Changed states of running samples, by key and index."""
+    prompts: list[tuple[int, PreparedPrompt | Exception]] = field(default_factory=list)
+    failures: list[tuple[str, int, Any]] = field(default_factory=list)
+    """Lane, server and `InfrastructureError` of failed requests. The server is closed in the lane until it is ordered
+    to be up."""
+    lanes: dict[str, LaneState] = field(default_factory=dict)
+
+    @property
+    def num_events(self) -> int:
+        """Number of events. The state of a running sample is none, and waits for the next one."""
+        return len(self.samples) + len(self.prompts) + len(self.failures)
