@@ -43,7 +43,6 @@ from telescope.environments.tool_template import with_channels_as_fields
 from telescope.environments.user_code import call_with_declared
 from telescope.errors import UserError
 from telescope.rollout.stops import ANSWER, find_stops
-from telescope.rollout.tokens import load_tokenizer, model_folder, read_json
 
 if TYPE_CHECKING:
     from telescope.config import TelescopeConfig
@@ -232,6 +231,8 @@ class Renderer:
 
 def _load(spec: RendererSpec) -> tuple[Any, dict[str, Mapping[str, Any]]]:
     """Loads a tokenizer, and the model's files that name its end tokens and the size of its vocabulary."""
+    from telescope.rollout.tokens import load_tokenizer, model_folder, read_json  # `tokenizers` comes with `train`
+
     name = spec.tokenizer_path
     try:
         folder = model_folder(name)
