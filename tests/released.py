@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import pytest
 
 from telescope.errors import UserError
-from telescope.rollout.tokens import load_tokenizer
+from telescope.rollout.tokenizer_files import load_tokenizer
 from telescope.tiny_model.cache import ensure_model
 from telescope.tiny_model.released import RELEASED
 

@@ -231,7 +231,7 @@ class Renderer:
 
 def _load(spec: RendererSpec) -> tuple[Any, dict[str, Mapping[str, Any]]]:
     """Loads a tokenizer, and the model's files that name its end tokens and the size of its vocabulary."""
-    from telescope.rollout.tokens import load_tokenizer, model_folder, read_json  # `tokenizers` comes with `train`
+    from telescope.rollout.tokenizer_files import load_tokenizer, model_folder, read_json  # `tokenizers` is of `train`
 
     name = spec.tokenizer_path
     try:

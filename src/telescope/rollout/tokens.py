@@ -1,62 +1,25 @@
 """Token ids and chat templates without transformers.
 
 A `Tokenizer` makes ids with the library `tokenizers` and renders chat templates with jinja2. Ids and texts equal those
-of transformers, which takes a hundred times as long to load. transformers itself is loaded only
-
-- by `load_tokenizer`, for a model whose tokenizer.json it would not use as it is written (`_defaults_of_class`);
-- when user code asks a `Tokenizer` for more than it has. The log names what was asked for, and the line of code.
+of transformers, which takes a hundred times as long to load. It is loaded when user code asks a `Tokenizer` for more
+than it has; the log names what was asked for, and the line of code.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, models
 
 from telescope.config.chat_template import compile_template
 
 logger = logging.getLogger(__name__)
 
-FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tekken.json",
-    "chat_template.jinja", "additional_chat_templates/*.jinja", "config.json", "generation_config.json",
-)  # fmt: skip
-"""Files of a model that are read here or by a renderer."""
-
-PLAIN_CLASSES = ("PreTrainedTokenizer", "TokenizersBackend")
-"""Values of `tokenizer_class`, without "Fast", for which transformers uses tokenizer.json as it is written."""
-PLAIN_MODELS = (
-    "deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5", "ernie4_5_moe", "flex_olmo", "glm", "glm4", "glm4_moe",
-    "glm4_moe_lite", "granite", "granitemoe", "granitemoehybrid", "internlm2", "jamba", "minicpm3", "minimax_m2",
-    "ministral", "ministral3", "mistral", "mistral3", "mixtral", "nemotron", "olmo2", "olmo3", "phi3", "phimoe",
-    "stablelm",
-)  # fmt: skip
-"""Values of `model_type` for which it does so whatever the class."""
-CLASS_OF_MODEL = {"qwen2": "Qwen2Tokenizer", "hyperclovax_vision_v2": "GPT2Tokenizer"} | dict.fromkeys(
-    ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp"), "Qwen3_5Tokenizer"
-)
-"""Values of `model_type` whose class transformers takes whatever `tokenizer_class` says."""
-_QWEN_DEFAULTS = dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")
-REBUILT_CLASSES: Mapping[str, tuple[str, Mapping[str, str]]] = {
-    "Qwen2Tokenizer": ("5270ea7905b4daee", _QWEN_DEFAULTS),
-    "Qwen3_5Tokenizer": ("0adadf31de7f2bbc", _QWEN_DEFAULTS),
-    "GemmaTokenizer": (
-        "a05cabf72554a1bc",
-        {f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")},
-    ),
-}
-"""Classes that transformers builds from a vocabulary alone: `pipeline_digest` of the rest, default special tokens."""
-
-BPE_OPTIONS = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback",
-               "ignore_merges")  # fmt: skip
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 UNLIMITED = int(1e30)
 """`model_max_length` of a tokenizer that names none, as in transformers."""
@@ -69,106 +32,7 @@ RENDER_OPTIONS = ("continue_final_message", "padding", "truncation", "max_length
 _compiled = lru_cache(maxsize=16)(compile_template)
 
 
-def load_tokenizer(name: str, folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """Returns a model's tokenizer: a `Tokenizer`, or that of transformers where ids could differ.
-
-    `name` is a folder or hub id, `folder` its `model_folder`. Raises `OSError` or `ValueError`.
-    """
-    settings = _settings(folder)
-    raw = defaults = None
-    if (folder / "tokenizer.json").is_file() and "auto_map" not in settings:
-        try:
-            raw = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # the library raises nothing more specific
-            raise ValueError(f"tokenizer.json: {error}") from error
-        defaults = _defaults_of_class(raw, settings, folder)
-    if raw is None or defaults is None:
-        logger.info(f"The tokenizer of {name} needs transformers, which takes seconds and 350 MiB in each process.")
-        return _with_transformers(name, trust_remote_code)
-    tokenizer = Tokenizer(name, raw, {**defaults, **settings}, trust_remote_code=trust_remote_code)
-    if defaults:  # such a class flags what has a name, whatever the files say
-        named = set(tokenizer.all_special_tokens)
-        raw.add_special_tokens([token for token in tokenizer.added_tokens_decoder.values() if token.content in named])
-    return tokenizer
-
-
-def model_folder(name: str) -> Path:
-    """Returns a folder with the `FILES` of a model, from the hub if it is an id. Raises `OSError` or `ValueError`."""
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(name, allow_patterns=list(FILES)))
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Returns the object in a file. Empty if there is no such file."""
-    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
-
-
-def _with_transformers(name: str, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    """Returns what the files beside tokenizer.json say. `chat_template` is a text, or texts by name."""
-    settings = read_json(folder / "tokenizer_config.json")
-    older = {} if "added_tokens_decoder" in settings else read_json(folder / "special_tokens_map.json")
-    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens")
-    settings |= older
-    settings["extra_special_tokens"] = extra or older.get("additional_special_tokens") or []
-    if isinstance(template := settings.get("chat_template"), list):
-        settings["chat_template"] = {each["name"]: each["template"] for each in template}
-    files = {file.stem: file for file in folder.glob("additional_chat_templates/*.jinja")}
-    if (folder / "chat_template.jinja").is_file():
-        files["default"] = folder / "chat_template.jinja"
-    if files:
-        templates = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
-        settings["chat_template"] = templates["default"] if [*templates] == ["default"] else templates
-    return settings
-
-
-def _defaults_of_class(
-    raw: tokenizers.Tokenizer, settings: Mapping[str, Any], folder: Path
-) -> Mapping[str, str] | None:
-    """Returns the default special tokens of the class that transformers takes. None if it could give other ids.
-
-    Most classes of transformers ignore the normalizer, pre-tokenizer and decoder in tokenizer.json and have their own.
-    """
-    model_type = str(read_json(folder / "config.json").get("model_type"))
-    name = CLASS_OF_MODEL.get(model_type, str(settings.get("tokenizer_class")).removesuffix("Fast"))
-    unlisted = {} if "added_tokens_decoder" in settings else read_json(folder / "added_tokens.json")
-    if (
-        (folder / "tekken.json").exists()
-        or any(settings.get(key) for key in ("fast_tokenizer_files", "fix_mistral_regex"))
-        or any(raw.token_to_id(token) != token_id for token, token_id in unlisted.items())
-    ):
-        return None
-    if model_type in PLAIN_MODELS or name in PLAIN_CLASSES:
-        return {}
-    digest, defaults = REBUILT_CLASSES.get(name, (None, {}))
-    declared = {
-        int(token_id): repr(_added(token)) for token_id, token in settings.get("added_tokens_decoder", {}).items()
-    }
-    written = {token_id: repr(token) for token_id, token in raw.get_added_tokens_decoder().items()}
-    same = pipeline_digest(raw) == digest and declared in ({}, written) and not settings.get("add_prefix_space")
-    return defaults if same else None
-
-
-def pipeline_digest(raw: tokenizers.Tokenizer) -> str:
-    """Returns a digest of what decides ids and texts besides the vocabulary."""
-    parts = (raw.normalizer, raw.pre_tokenizer, raw.decoder)
-    steps = [None if part is None else json.loads(part.__getstate__()) for part in parts]
-    if steps[2] and steps[2]["type"] == "ByteLevel":
-        steps[2] = "ByteLevel"  # its options concern only what is encoded
-    options = [getattr(raw.model, name, None) or None for name in BPE_OPTIONS]
-    text = json.dumps([type(raw.model).__name__, steps, options]).replace(', "trim_offsets": true', "")
-    return hashlib.sha256(text.replace(', "trim_offsets": false', "").encode()).hexdigest()[:16]
-
-
-def _added(token: Any, **fields: Any) -> AddedToken:
+def added_token(token: Any, **fields: Any) -> AddedToken:
     """Returns a token from the text or the fields that a file has of it."""
     written = {"content": token, "special": True} if isinstance(token, str) else token
     return AddedToken(**{key: value for key, value in written.items() if key != "__type"} | fields)
@@ -193,7 +57,7 @@ class Tokenizer:
     is_fast = True
 
     def __init__(
-        self, name: str, raw: tokenizers.Tokenizer, settings: Mapping[str, Any], *, trust_remote_code: bool = False
+        self, name: str, raw: tokenizers.Tokenizer, settings: Mapping[str, Any], with_transformers: Callable[[], Any]
     ) -> None:
         self.name_or_path = name
         self.backend_tokenizer = raw
@@ -211,20 +75,20 @@ class Tokenizer:
             **by_name,
         }
         tokens = {
-            key: _added(value, special=True)
+            key: added_token(value, special=True)
             for key, value in named.items()
             if key.endswith("_token") and isinstance(value, str | Mapping)
         }
         self._attributes = [*dict.fromkeys((*SPECIAL_TOKENS, *tokens))]
         for key in self._attributes:
             setattr(self, key, tokens[key].content if key in tokens else None)
-        extras = [] if by_name else [_added(token) for token in extra]
+        extras = [] if by_name else [added_token(token) for token in extra]
         self.extra_special_tokens = [token.content for token in extras]
         self._add_missing(settings.get("added_tokens_decoder", {}), [*tokens.values(), *extras])
         raw.no_padding()
         raw.no_truncation()
         raw.encode_special_tokens = settings.get("split_special_tokens", False)
-        self._trust_remote_code = trust_remote_code
+        self._with_transformers = with_transformers
         self._loaded: list[Any] = []
         """The transformers tokenizer, once it is loaded. A list, because copies of this object share it."""
 
@@ -232,7 +96,7 @@ class Tokenizer:
         """Adds tokens that tokenizer_config.json has and tokenizer.json lacks."""
         written = self.added_tokens_decoder.values()
         names, versions = {token.content for token in written}, {repr(token) for token in written}
-        listed = [_added(token) for _, token in sorted(declared.items(), key=lambda item: int(item[0]))]
+        listed = [added_token(token) for _, token in sorted(declared.items(), key=lambda item: int(item[0]))]
         listed = [token for token in listed if repr(token) not in versions]
         for token in listed:
             token.special = token.special or token.content in self.special_tokens_map.values()
@@ -258,7 +122,7 @@ class Tokenizer:
                 f"{frame.f_code.co_name} ({place}) asks the tokenizer for {asked}, which only transformers has: "
                 "loading it takes seconds and 350 MiB in each process."
             )
-            self._loaded.append(_with_transformers(self.name_or_path, self._trust_remote_code))
+            self._loaded.append(self._with_transformers())
         for name in ("chat_template", *self._attributes):
             setattr(self._loaded[0], name, getattr(self, name))
         return self._loaded[0]
@@ -301,7 +165,7 @@ class Tokenizer:
         clean_up = clean_up_tokenization_spaces
         if self.clean_up_tokenization_spaces if clean_up is None else clean_up:
             # transformers leaves texts of BPE alone, whatever its option says: this would change them.
-            is_bpe = isinstance(self.backend_tokenizer.model, tokenizers.models.BPE)
+            is_bpe = isinstance(self.backend_tokenizer.model, models.BPE)
             for mark in () if is_bpe else MARKS_BEHIND_SPACES:
                 text = text.replace(mark, mark.strip())
         return text

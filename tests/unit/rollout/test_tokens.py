@@ -22,9 +22,10 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from transformers.models.auto import tokenization_auto
 
 from telescope.errors import UserError
-from telescope.rollout import tokens
+from telescope.rollout import tokenizer_files, tokens
 from telescope.rollout.rendering import Renderer, RendererSpec
-from telescope.rollout.tokens import Tokenizer, load_tokenizer, model_folder
+from telescope.rollout.tokenizer_files import load_tokenizer, model_folder
+from telescope.rollout.tokens import Tokenizer
 from telescope.tiny_model.build import build_tokenizer
 
 MESSAGES = [
@@ -103,7 +104,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("tokenizers")
     found = {family: released.tokenizer_folder(family) for family in released.FAMILIES}
     for family in made.FAMILIES:
-        made.renderer(family).tokenizer.save_pretrained(base / family)
+        tokenizer = made.renderer(family).tokenizer
+        if bos := tokenizer.bos_token:
+            tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+                single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, tokenizer.bos_token_id)]
+            )
+        tokenizer.save_pretrained(base / family)
     build_tokenizer(["Use 3, 5 and 7 to make 22."] * 9, 400).save_pretrained(base / "demo")
     (base / "demo" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     sentencepiece_like(base / "pieces")
@@ -290,26 +296,51 @@ def test_settings_mean_what_they_mean_in_transformers(
 def test_the_tables_of_classes_are_those_of_transformers() -> None:
     classes = tokenization_auto.TOKENIZER_MAPPING_NAMES
     plain = {"TokenizersBackend", "MistralCommonBackend"}
-    assert {classes[model_type] for model_type in tokens.PLAIN_MODELS} <= plain
+    assert {classes[model_type] for model_type in tokenizer_files.PLAIN_MODELS} <= plain
     forced = tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
-    assert {name: classes[name] for name in forced if classes[name] not in plain} == tokens.CLASS_OF_MODEL
-    for name, (digest, defaults) in tokens.REBUILT_CLASSES.items():
-        rebuilt = tokenization_auto.tokenizer_class_from_name(name)()
-        assert (tokens.pipeline_digest(rebuilt.backend_tokenizer), dict(defaults)) == (
-            digest,
-            rebuilt.special_tokens_map,
-        )
+    assert {name: classes[name] for name in forced if classes[name] not in plain} == tokenizer_files.CLASS_OF_MODEL
+
+
+REBUILT = [
+    (base, {"tokenizer_class": name} | options)
+    for base in ("demo", "gemma", "mistral")
+    for name in tokenizer_files.DEFAULT_TOKENS
+    if (base == "demo") != (name in tokenizer_files.PIECES)
+    for options in ({}, {"add_prefix_space": True}, {"add_prefix_space": False, "eos_token": "<x>"}, {"legacy": True})
+]
+
+
+@pytest.mark.parametrize(("base", "config"), REBUILT)
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_class_that_ignores_parts_of_the_file_is_followed(
+    base: str, config: dict[str, Any], folders: dict[str, Path], tmp_path: Path, data: st.DataObject
+) -> None:
+    folder = written(tmp_path, (folders[base] / "tokenizer.json").read_text(), **config)
+    ours, theirs = both(folder)
+    assert type(theirs).__name__ == config["tokenizer_class"]
+    assert_same_attributes(ours, theirs)
+    for _ in range(8):
+        assert_same(ours, theirs, data.draw(texts_with(sorted(ours.get_added_vocab()))))
+
+
+@pytest.mark.parametrize(("base", "name"), [("demo", "LlamaTokenizerFast"), ("gemma", "GPT2Tokenizer")])
+def test_a_file_is_right_where_the_class_would_lose_text(
+    base: str, name: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = written(tmp_path, (folders[base] / "tokenizer.json").read_text(), tokenizer_class=name)
+    ours, theirs = both(folder)
+    text = "Use 3, 5  and 7"
+    assert ours.decode(ours.encode(text, add_special_tokens=False)) == text
+    assert theirs.decode(theirs.encode(text, add_special_tokens=False)) != text
 
 
 @pytest.mark.parametrize(
     ("base", "config", "files"),
     [
-        ("demo", {"tokenizer_class": "LlamaTokenizerFast"}, {}),
         ("pieces", {"tokenizer_class": "GemmaTokenizer"}, {}),
-        ("chatml", {}, {"config.json": '{"model_type": "qwen2"}'}),
-        ("demo", {"tokenizer_class": "Qwen2Tokenizer", "add_prefix_space": True}, {}),
         ("demo", {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": {"0": NEW}}, {}),
-        ("demo", {"tokenizer_class": "GPT2Tokenizer"}, {}),
+        ("demo", {"tokenizer_class": "CodeGenTokenizer"}, {}),
         ("demo", {}, {"added_tokens.json": '{"[new]": 9999}'}),
     ],
 )
