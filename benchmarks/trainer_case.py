@@ -271,6 +271,7 @@ def make_config(case: Case, device: torch.device, folder: Path) -> TelescopeConf
         "seq_len": case.num_tokens,
         "max_model_len": case.num_tokens,
         "max_tokens": case.num_tokens // 2,
+        "compare_first_steps": 0,  # the rows' logprobs are random
     }
     if case.backend == "megatron":
         recomputation = {"megatron_gradient_checkpointing": case.checkpointing == "full"}

@@ -19,6 +19,7 @@ import numpy as np
 from tests.fakes.engine import AnswerFunction, FakeEngine, FakeEngineSettings, FakeRequest
 
 from telescope.inference.auth import Receive, Scope, Send, answer_json
+from telescope.inference.base import HEALTH_ROUTE, METRICS_ROUTE
 from telescope.inference.vllm import adapter as wire
 from telescope.inference.vllm.policy_version import read_body, wait_for_disconnect
 from telescope.inference.vllm.support import parse_version, reports_version_spans
@@ -44,8 +45,8 @@ class FakeEngineApp:
             ("POST", wire.RESUME_ROUTE): self._resume,
             ("GET", wire.IS_PAUSED_ROUTE): lambda *_: (200, {"is_paused": self.engine.paused}),
             ("POST", wire.ABORT_ROUTE): self._abort,
-            ("GET", wire.HEALTH_ROUTE): lambda *_: (200, {}),
-            ("GET", wire.METRICS_ROUTE): self._metrics,
+            ("GET", HEALTH_ROUTE): lambda *_: (200, {}),
+            ("GET", METRICS_ROUTE): self._metrics,
             ("GET", wire.VERSION_ROUTE): lambda *_: (200, {"version": settings.vllm_version}),
             ("POST", wire.INIT_TRANSFER_ROUTE): self._init_transfer,
             ("POST", wire.START_UPDATE_ROUTE): self._start_update,

@@ -17,8 +17,7 @@ from telescope.cluster.ray_cluster import Cluster
 from telescope.config import TelescopeConfig
 from telescope.config.machine import LOOPBACK
 from telescope.errors import DeadlineExceeded
-from telescope.inference.client import EngineClient
-from telescope.inference.vllm.request_tracing import TraceTarget
+from telescope.inference.base import Address, EngineBackend, TraceTarget, backend_of
 from telescope.record.gauges import ReadingBatch
 
 logger = logging.getLogger(__name__)
@@ -61,26 +60,21 @@ class InferenceGroup:
     ) -> None:
         self._config = config
         self._secret = secret
-        self.clients: list[EngineClient] = []
+        self.clients: list[EngineBackend] = []
         cpus = config.ray_inference_cpus_per_worker * config.inference_tensor_parallel_size
         host = bind_host(config, network)
         self._nodes = [cluster.node_names[node] for node in placement.server_nodes]
         self._actors = [
             make_actor(InferenceActor, placement.server_options(index, cpus)).remote(
                 config.to_json(),
-                index,
-                host,
-                config.inference_base_port + index,
-                secret,
-                config.model,
+                Address(index, host, config.inference_base_port + index, secret, traces),
                 str(run_dir),
-                traces,
                 network.broadcast_on_loopback,
             )
             for index in range(config.num_inference_servers)
         ]
         self.handles = [ActorHandle(actor, index) for index, actor in enumerate(self._actors)]
-        self._clients_by_index: dict[int, EngineClient] = {}
+        self._clients_by_index: dict[int, EngineBackend] = {}
 
     async def start(self, index: int) -> Any:
         """Starts server `index`, waits until it answers, and creates its client. Returns its `ServerInfo`."""
@@ -93,15 +87,7 @@ class InferenceGroup:
                 f"inference server {index} did not start within inference_start_timeout_seconds = {timeout:g} s; "
                 "its log is in the run directory"
             ) from None
-        self._clients_by_index[index] = EngineClient(
-            info.url,
-            self._secret,
-            index,
-            request_timeout=self._config.request_timeout_seconds,
-            update_timeout=self._config.weight_sync_timeout_seconds,
-            with_priority=self._config.vllm_scheduling_policy == "priority",
-            num_workers=self._config.inference_tensor_parallel_size,
-        )
+        self._clients_by_index[index] = backend_of(self._config).connect(self._config, info.url, self._secret, index)
         self.clients = [client for _, client in sorted(self._clients_by_index.items())]
         return info
 
@@ -117,12 +103,12 @@ class InferenceGroup:
         return replace(batch, node=self._nodes[index])
 
     async def dump_stacks(self) -> dict[str, str]:
-        """Stacks of each server's actor, or the reason why there are none. Those of vLLM are in its log."""
+        """Stacks of each server's actor, or the reason why there are none. Those of the engine are in its log."""
         actors = enumerate(self._actors)
         return await dump_stacks({f"inference server {index}": a.dump_stacks.remote() for index, a in actors})
 
     async def stop(self) -> None:
-        """Stops every vLLM process through its actor."""
+        """Stops every engine process through its actor."""
 
         async def stop(index: int, actor: Any) -> None:
             try:

@@ -1,7 +1,7 @@
 """One sample from prompt to scored trajectory: a loop of generations and replies of the environment.
 
 Owns the turn loop and the retries after infrastructure failures. Request slots and servers come in through protocols
-(`rollout.types`). A single-turn sample is a loop that ends after one turn.
+(`request_slots`, `inference.base`). A single-turn sample is a loop that ends after one turn.
 
 Three kinds of failure, never mixed: a bad answer gets a reward; an environment failure masks the sample; an engine
 failure is retried, on another server if necessary, and masks the sample only after the last retry. A conversation whose
@@ -25,9 +25,10 @@ import numpy as np
 from telescope.config import TelescopeConfig
 from telescope.environments.types import PROMPT_TOO_LONG, ROLLOUT_ERROR, Advance, FirstPrompt, PreparedPrompt
 from telescope.errors import EnvironmentFailure, InfrastructureError
+from telescope.inference.base import Engine, GenerateRequest, Generation, RequestId
+from telescope.rollout.request_slots import Lease, RequestSlots
 from telescope.rollout.stops import NO_STOPS, Stops
 from telescope.rollout.trajectory import Trajectory, Turn
-from telescope.rollout.types import Engine, GenerateRequest, Generation, Lease, RequestId, RequestSlots
 
 MAX_INFRASTRUCTURE_RETRIES = 3
 """Retries of a sample after infrastructure failures, before it is masked."""
@@ -52,8 +53,6 @@ class RolloutSettings:
     free_lane_after_generation: bool
     slot_timeout: float
     max_infrastructure_retries: int
-    priority_by_turn: bool
-    """Earlier turns first in the engine's queue (`vllm_scheduling_policy: priority`)."""
     for_eval: bool = False
     interleaved: bool = True
     """Later turns extend the token ids of earlier ones (`interleaved_rollouts`); else each renders its prompt again."""
@@ -77,7 +76,6 @@ class RolloutSettings:
             # A slot may be in use for a whole generation, and a server may have to restart first.
             slot_timeout=config.request_timeout_seconds + config.inference_start_timeout_seconds,
             max_infrastructure_retries=MAX_INFRASTRUCTURE_RETRIES,
-            priority_by_turn=config.vllm_scheduling_policy == "priority",
             interleaved=config.interleaved_rollouts,
         )
 
@@ -97,6 +95,8 @@ class RolloutTask:
     """Identity of its requests, from the run's seed on, without the turn (`request_seed`)."""
     is_multi_turn: bool = False
     """The environment keeps the state of a conversation (`Environments.begin`)."""
+    payload: Any = None
+    """What belongs to the prompt besides its ids (`GenerateRequest.payload`)."""
 
 
 def request_seed(run_seed: int | str, *identity: int | str) -> int:
@@ -169,7 +169,12 @@ class Rollout:
     ) -> None:
         self.task = task
         self.trajectory = Trajectory(
-            task.sample_id, task.group_id, task.sample_index, task.environment, started_at=time.time()
+            task.sample_id,
+            task.group_id,
+            task.sample_index,
+            task.environment,
+            payload=task.payload,
+            started_at=time.time(),
         )
         self._slot_key = slot_key
         self._slots = slots
@@ -383,8 +388,9 @@ class Rollout:
                     stop_token_ids=sampling.stops.token_ids,
                     stop=sampling.stops.texts,
                     seed=request_seed(*task.seed, turn_index),
-                    priority=turn_index if settings.priority_by_turn else 0,
+                    priority=turn_index,
                     routes_start=routes_start,
+                    payload=task.payload,
                 )
                 engine = self._engine_of(lease.server)
                 version = engine.loaded_version

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from telescope.environments.types import CONTEXT_EXHAUSTED, RewardRecord
-from telescope.rollout.types import Generation
+from telescope.inference.base import Generation
 from telescope.trainer.batch import TrainSample
 
 
@@ -79,6 +79,8 @@ class Trajectory:
     """Tokens of each failed request; None where the engine ended before it reported them."""
     lost_conversations: list[int] = field(default_factory=list)
     """Tokens of each conversation that began again because its state was lost."""
+    payload: Any = None
+    """What belongs to its tokens besides their ids (`GenerateRequest.payload`)."""
     server_index: int = -1
     slot: int = -1
     started_at: float = 0.0
@@ -206,6 +208,7 @@ class Trajectory:
             version_L=np.concatenate(versions),
             reward=math.nan,
             routes_LXK=_joined_routes(turns),
+            payload=self.payload,
         )
 
 

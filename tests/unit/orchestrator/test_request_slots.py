@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from tests.unit.orchestrator.fakes import config_of
 
 from telescope.errors import DeadlineExceeded
-from telescope.rollout.request_slots import GroupSlotPool, RequestSlotPool, share_slots, slots_per_server
-from telescope.rollout.types import Lease
+from telescope.rollout.request_slots import GroupSlotPool, Lease, RequestSlotPool, share_slots, slots_per_server
 
 
 def pool(*capacities: int) -> RequestSlotPool:
