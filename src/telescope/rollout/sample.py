@@ -26,7 +26,7 @@ from telescope.config import TelescopeConfig
 from telescope.environments.types import PROMPT_TOO_LONG, ROLLOUT_ERROR, Advance, FirstPrompt, PreparedPrompt
 from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.rollout.stops import NO_STOPS, Stops
-from telescope.rollout.trajectory import Trajectory, Turn
+from telescope.rollout.trajectory import Trajectory, Turn, compression_ratio
 from telescope.rollout.types import Engine, GenerateRequest, Generation, Lease, RequestId, RequestSlots
 
 MAX_INFRASTRUCTURE_RETRIES = 3
@@ -295,6 +295,7 @@ class Rollout:
             turn.text, turn.tool_calls = reply.completion_text, reply.tool_calls
             if reply.done:
                 trajectory.reward, trajectory.end_reason = reply.reward, reply.end_reason
+                trajectory.compression_ratio = compression_ratio(trajectory.completion_text)
                 return
             added_token_ids, restarts = reply.append_token_ids, reply.restarts
             before = [] if restarts else [*prompt_token_ids, *generation.token_ids_N.tolist()]
