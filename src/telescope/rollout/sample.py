@@ -28,7 +28,7 @@ from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.inference.base import Engine, GenerateRequest, Generation, RequestId
 from telescope.rollout.request_slots import Lease, RequestSlots
 from telescope.rollout.stops import NO_STOPS, Stops
-from telescope.rollout.trajectory import Trajectory, Turn
+from telescope.rollout.trajectory import Trajectory, Turn, compression_ratio
 
 MAX_INFRASTRUCTURE_RETRIES = 3
 """Retries of a sample after infrastructure failures, before it is masked."""
@@ -300,6 +300,7 @@ class Rollout:
             turn.text, turn.tool_calls = reply.completion_text, reply.tool_calls
             if reply.done:
                 trajectory.reward, trajectory.end_reason = reply.reward, reply.end_reason
+                trajectory.compression_ratio = compression_ratio(trajectory.completion_text)
                 return
             added_token_ids, restarts = reply.append_token_ids, reply.restarts
             before = [] if restarts else [*prompt_token_ids, *generation.token_ids_N.tolist()]

@@ -11,6 +11,7 @@ The turns before it become a separate training sample, with the same reward.
 from __future__ import annotations
 
 import math
+import zlib
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -210,6 +211,12 @@ class Trajectory:
             routes_LXK=_joined_routes(turns),
             payload=self.payload,
         )
+
+
+def compression_ratio(text: str) -> float:
+    """Returns bytes of a text over bytes of its zlib compression. Empty text: 0, prose: 2 to 3, a loop: over 10."""
+    data = text.encode("utf-8", errors="replace")
+    return len(data) / len(zlib.compress(data)) if data else 0.0
 
 
 def _joined_routes(turns: list[Turn]) -> np.ndarray | None:

@@ -28,6 +28,7 @@ from telescope.inference.base import Generation, parse_request_id
 from telescope.rollout.request_slots import RequestSlotPool
 from telescope.rollout.sample import MAX_INFRASTRUCTURE_RETRIES, Rollout, RolloutSettings, request_seed
 from telescope.rollout.stops import Stops
+from telescope.rollout.trajectory import compression_ratio
 from telescope.trainer.packing import lay_out, untrained_sample
 
 DEAD = InfrastructureError("the server is gone")
@@ -39,6 +40,7 @@ async def test_a_sample_is_generated_and_scored() -> None:
     assert sample.reward is not None
     assert (sample.total_reward, sample.failure_kind) == (1.0, None)
     assert sample.completion_text == "text"
+    assert sample.compression_ratio == compression_ratio("text")
     assert sample.started_at <= sample.generated_at <= sample.finished_at
     request = bench.engine.requests[0]
     assert (request.request_id, request.prompt_token_ids, request.seed) == (
