@@ -40,8 +40,8 @@ from whole_run import (
 )
 
 from telescope.config import TelescopeConfig
+from telescope.inference.base import GenerateRequest
 from telescope.inference.vllm import adapter as wire
-from telescope.rollout.types import GenerateRequest
 
 PROMPT_TOKENS = 64
 FIRST_TOKEN, LAST_TOKEN = 100, 1000

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 from telescope.cli.main import main as telescope
+from telescope.inference.base import GenerateRequest, Generation
 from telescope.inference.client import EngineClient
-from telescope.rollout.types import GenerateRequest, Generation
 from telescope.utils.process import run_and_exit
 
 Z99 = 2.3263478740408408

@@ -20,6 +20,7 @@ from unittest.mock import patch
 import psutil
 
 from telescope.config import TelescopeConfig
+from telescope.inference.base import Address
 from telescope.inference.client import EngineClient
 from telescope.inference.server import InferenceServer, ServerStatus
 from telescope.inference.vllm import adapter as wire
@@ -115,7 +116,7 @@ def started(config: TelescopeConfig, model: Path, folder: Path, engine_cores: in
     gets the others.
     """
     secret = secrets.token_urlsafe(32)
-    server = InferenceServer(config, 0, config.inference_base_port, "127.0.0.1", secret, str(model), folder)
+    server = InferenceServer(config, Address(0, "127.0.0.1", config.inference_base_port, secret), str(model), folder)
     allowed = sorted(os.sched_getaffinity(0))
     try:
         if engine_cores is not None:

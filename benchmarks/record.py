@@ -22,13 +22,13 @@ import psutil
 from measure import provenance
 
 from telescope.environments.types import PreparedPrompt, RewardRecord
+from telescope.inference.base import Generation
 from telescope.orchestrator.groups import Group
 from telescope.orchestrator.prompt_sampler import SampledPrompt, SamplerPosition
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.step_recorder import StepRecorder, TrainedStep
 from telescope.record.recorder import Recorder
 from telescope.rollout.trajectory import Trajectory, Turn
-from telescope.rollout.types import Generation
 from telescope.trainer.batch import SampleTokens, StepResult
 from telescope.utils.timeline import Span
 

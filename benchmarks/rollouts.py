@@ -110,10 +110,10 @@ columns
 
 
 class SampleRows(StrictRecorder):
-    """Records the fates of groups and samples without their tokens."""
+    """Records steps and the fates of groups and samples, without their tokens."""
 
     def write(self, table: str, row: Mapping[str, Any]) -> None:
-        if table in ("groups", "samples"):
+        if table in ("steps", "groups", "samples"):
             super().write(table, row)
 
     def set_in_flight(self, rows: list[dict[str, Any]]) -> None:

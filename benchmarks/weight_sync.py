@@ -41,11 +41,11 @@ from trainer import SHAPES, gpu_name, write_model
 
 from telescope.cluster.reaper import Reaper
 from telescope.config import TelescopeConfig, load_config
+from telescope.inference.base import GenerateRequest
 from telescope.orchestrator.run_components import RunComponents, start_components
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.weight_sync import WeightSync
-from telescope.rollout.types import GenerateRequest
 from telescope.tiny_model.build import build_tokenizer
 from telescope.trainer.worker import choose_device
 

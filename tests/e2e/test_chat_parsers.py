@@ -12,6 +12,7 @@ import pytest
 from tests.e2e.scripted_model import make_scripted_model
 
 from telescope.config import load_config
+from telescope.inference.base import Address
 from telescope.inference.server import InferenceServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -40,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceServer
         *("--max_model_len", "1024", "--max_tokens", "64", "--enable_thinking"),
         *("--vllm_tool_call_parser", "hermes", "--vllm_reasoning_parser", "qwen3"),
     ]
-    made = InferenceServer(load_config(None, flags).config, 0, 18530, "127.0.0.1", SECRET, str(model), folder)
+    made = InferenceServer(load_config(None, flags).config, Address(0, "127.0.0.1", 18530, SECRET), str(model), folder)
     made.start()
     try:
         yield made

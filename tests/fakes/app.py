@@ -10,6 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
+from inspect import isawaitable
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs
@@ -19,6 +20,7 @@ import numpy as np
 from tests.fakes.engine import AnswerFunction, FakeEngine, FakeEngineSettings, FakeRequest
 
 from telescope.inference.auth import Receive, Scope, Send, answer_json
+from telescope.inference.base import HEALTH_ROUTE, METRICS_ROUTE
 from telescope.inference.vllm import adapter as wire
 from telescope.inference.vllm.policy_version import read_body, wait_for_disconnect
 from telescope.inference.vllm.support import parse_version, reports_version_spans
@@ -44,9 +46,9 @@ class FakeEngineApp:
             ("POST", wire.RESUME_ROUTE): self._resume,
             ("GET", wire.IS_PAUSED_ROUTE): lambda *_: (200, {"is_paused": self.engine.paused}),
             ("POST", wire.ABORT_ROUTE): self._abort,
-            ("GET", wire.HEALTH_ROUTE): lambda *_: (200, {}),
-            ("GET", wire.METRICS_ROUTE): self._metrics,
-            ("GET", wire.VERSION_ROUTE): lambda *_: (200, {"version": settings.vllm_version}),
+            ("GET", HEALTH_ROUTE): lambda *_: (200, {}),
+            ("GET", METRICS_ROUTE): self._metrics,
+            ("GET", "/version"): lambda *_: (200, {"version": settings.vllm_version}),
             ("POST", wire.INIT_TRANSFER_ROUTE): self._init_transfer,
             ("POST", wire.START_UPDATE_ROUTE): self._start_update,
             ("POST", wire.UPDATE_WEIGHTS_ROUTE): self._update_weights,
@@ -89,7 +91,8 @@ class FakeEngineApp:
         query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode()).items()}
         if path == wire.UPDATE_WEIGHTS_ROUTE:
             await asyncio.sleep(self.settings.update_seconds)
-        status, answer = handler(body, query)
+        result = handler(body, query)
+        status, answer = await result if isawaitable(result) else result
         await _send_json(send, status, answer)
 
     # --- generate ---------------------------------------------------------------------------------------------------

@@ -13,11 +13,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.fakes.backend import NO_WEIGHTS
+
 from telescope.config import TelescopeConfig
 from telescope.environments.types import EnvironmentInfo, EnvironmentSpec
 from telescope.errors import InfrastructureError
 from telescope.evals.entries import environment_keys
-from telescope.inference.client import EngineClient
+from telescope.inference.base import EngineBackend
 from telescope.orchestrator.evaluation import Evaluation, plan_evals
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.orchestrator import Orchestrator, Services
@@ -104,10 +106,10 @@ class FakeWeightSync:
                 await self._update(self.servers.clients[server])
             on_loaded()
 
-    async def _update(self, client: EngineClient) -> None:
+    async def _update(self, client: EngineBackend) -> None:
         await client.pause()
         await client.start_update()
-        await client.update_weights({})
+        await client.update_weights(NO_WEIGHTS)
         await client.finish_update(self.trainer.version)
         await client.resume()
 
@@ -156,7 +158,7 @@ async def fake_run(
     config: TelescopeConfig,
     run_dir: Path,
     handles: Sequence[ServerHandle],
-    clients: list[EngineClient],
+    clients: list[EngineBackend],
     *,
     trainer: FakeTrainer | None = None,
     flush_seconds: float = 2.0,

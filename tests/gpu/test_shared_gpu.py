@@ -18,6 +18,7 @@ from tests.integration.weights.vllm_server import make_model
 
 from telescope.config import TelescopeConfig, load_config
 from telescope.config.memory import GIB, trainer_share
+from telescope.inference.base import Address
 from telescope.inference.server import InferenceServer
 
 pytestmark = pytest.mark.gpu
@@ -35,7 +36,7 @@ def test_a_killed_server_comes_back_with_its_cache_while_the_trainer_uses_its_wh
         "inference_num_workers": 1, "trainer_num_workers": 1, "max_model_len": 256, "max_tokens": 64,
     }  # fmt: skip
     config = load_config(None, [f"--{name}={value}" for name, value in fields.items()]).config
-    server = InferenceServer(config, 0, free_port(), "127.0.0.1", "secret", str(tmp_path / "model"), tmp_path)
+    server = InferenceServer(config, Address(0, "127.0.0.1", free_port(), "secret"), str(tmp_path / "model"), tmp_path)
     try:
         info = server.start()
         before = cache_blocks(server)

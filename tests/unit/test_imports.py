@@ -8,7 +8,7 @@ from pathlib import Path
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 TRAIN = [re.split(r"[^\w-]", requirement)[0] for requirement in PROJECT["optional-dependencies"]["train"]]
-HEAVY = (*(name.replace("-", "_") for name in TRAIN), "grpc", "vllm", "aiohttp")
+HEAVY = (*(name.replace("-", "_") for name in TRAIN), "grpc", "vllm")
 """Modules of the extra `train` and of vLLM, none of which `pip install telescope` brings."""
 
 BLOCKER = f"""

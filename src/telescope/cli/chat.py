@@ -130,23 +130,24 @@ def serving(config: TelescopeConfig, target: EvalTarget) -> Iterator[tuple[str, 
 
 @contextmanager
 def _started(config: TelescopeConfig, folder: Path, directory: Path) -> Iterator[tuple[str, str]]:
-    from telescope.inference.process import FIRST_STAGE, start_stage
+    from telescope.inference.base import Address, backend_of
     from telescope.inference.server import InferenceServer, SupervisionLimits
 
     with socket.create_server((LOOPBACK, 0)) as free:
         port = free.getsockname()[1]
     secret = secrets.token_urlsafe(32)
     limits = SupervisionLimits(start_timeout=config.inference_start_timeout_seconds, max_restarts=0)
-    server = InferenceServer(config, 0, port, LOOPBACK, secret, str(folder), directory, limits=limits)
+    server = InferenceServer(config, Address(0, LOOPBACK, port, secret), str(folder), directory, limits=limits)
     started = threading.Event()
 
     def show_start() -> None:
-        began, stage, shown = time.monotonic(), FIRST_STAGE, ""
+        backend, began, shown = backend_of(config), time.monotonic(), ""
+        stage = backend.progress([])
         while not started.wait(STATUS_SECONDS):
-            stage = start_stage(server.status().last_log_lines) or stage
+            stage = backend.progress(server.status().last_log_lines, stage)
             if stage != shown:
                 shown = stage
-                _say(f"starting vLLM: {stage} ({time.monotonic() - began:.0f} s)")
+                _say(f"starting {backend.name}: {stage} ({time.monotonic() - began:.0f} s)")
 
     progress = threading.Thread(target=show_start, name="progress of the start", daemon=True)
     progress.start()

@@ -173,7 +173,7 @@ def check_before_start(loaded: LoadedConfig) -> list[str]:
 def try_components(config: TelescopeConfig, *, here: bool = True) -> list[str]:
     """Loads the environments and evals in a separate process. Returns their notices.
 
-    Where the run is meant for this machine (`here`), tries the backend, the model, and vLLM's parsers too: those need
+    Where the run is meant for this machine (`here`), tries the backend, the model and the engine too: those need
     packages that another machine may have.
     """
     from telescope.evals.entries import environment_keys

@@ -25,8 +25,8 @@ from telescope.cluster.ray_cluster import Cluster, daemon_failure, own_address
 from telescope.cluster.reaper import MARK_VARIABLE, temporary_variables
 from telescope.config import TelescopeConfig
 from telescope.errors import InfrastructureError, RunError, UserError
+from telescope.inference.base import Address
 from telescope.inference.engine_metrics import metrics_reader
-from telescope.inference.vllm.request_tracing import TraceTarget
 from telescope.record.files import RunFiles
 from telescope.record.gauges import ReadingBatch, Sampler
 from telescope.record.system_metrics import MachineSampler
@@ -63,30 +63,17 @@ def use_temporary_directory() -> None:
 
 
 class InferenceActor:
-    """Actor of one vLLM process, supervised by `inference.server.InferenceServer`."""
+    """Actor of one engine process, supervised by `inference.server.InferenceServer`."""
 
-    def __init__(
-        self,
-        config_json: str,
-        index: int,
-        host: str,
-        port: int,
-        secret: str,
-        model: str,
-        run_dir: str,
-        traces: TraceTarget | None,
-        broadcast_on_loopback: bool,
-    ) -> None:
+    def __init__(self, config_json: str, address: Address, run_dir: str, broadcast_on_loopback: bool) -> None:
         from telescope.inference.server import InferenceServer
 
         ignore_sigterm()
         use_temporary_directory()
         config = TelescopeConfig.from_json(config_json)
-        # vLLM and its workers inherit the environment; their NCCL connects to the trainer's.
+        # The engine and its workers inherit the environment; their NCCL connects to the trainer's.
         use_interface_of(own_host(loopback=broadcast_on_loopback))
-        self._server = InferenceServer(
-            config, index, port, host, secret, model, Path(run_dir), traces=traces, node_address=own_address()
-        )
+        self._server = InferenceServer(config, address, config.model, Path(run_dir), node_address=own_address())
         self._metrics = Sampler(
             "engine metrics",
             config.system_metrics_collection_interval_seconds,
@@ -114,7 +101,7 @@ class InferenceActor:
 
     @ray.method(concurrency_group="control")
     def stop(self) -> None:
-        """Stops the vLLM process and all its children."""
+        """Stops the engine process and all its children."""
         self._metrics.stop()
         self._server.stop()
 

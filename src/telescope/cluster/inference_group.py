@@ -17,8 +17,7 @@ from telescope.cluster.ray_cluster import Cluster
 from telescope.config import TelescopeConfig
 from telescope.config.machine import LOOPBACK
 from telescope.errors import DeadlineExceeded
-from telescope.inference.client import EngineClient
-from telescope.inference.vllm.request_tracing import TraceTarget
+from telescope.inference.base import Address, EngineBackend, TraceTarget, backend_of
 from telescope.record.gauges import ReadingBatch
 
 logger = logging.getLogger(__name__)
@@ -61,27 +60,22 @@ class InferenceGroup:
     ) -> None:
         self._config = config
         self._secret = secret
-        self.clients: list[EngineClient] = []
+        self.clients: list[EngineBackend] = []
         cpus = config.ray_inference_cpus_per_worker * config.inference_tensor_parallel_size
         host = bind_host(config, network)
         self._nodes = [cluster.node_names[node] for node in placement.server_nodes]
         self._actors = [
             make_actor(InferenceActor, placement.server_options(index, cpus)).remote(
                 config.to_json(),
-                index,
-                host,
-                config.inference_base_port + index,
-                secret,
-                config.model,
+                Address(index, host, config.inference_base_port + index, secret, traces),
                 str(run_dir),
-                traces,
                 network.broadcast_on_loopback,
             )
             for index in range(config.num_inference_servers)
         ]
         self.handles = [ActorHandle(actor, index) for index, actor in enumerate(self._actors)]
-        self._clients_by_index: dict[int, EngineClient] = {}
-        self._arguments: dict[int, dict[str, Any]] = {}
+        self._clients_by_index: dict[int, EngineBackend] = {}
+        self._urls: dict[int, str] = {}
 
     async def start(self, index: int) -> Any:
         """Starts server `index`, waits until it answers, and creates its client. Returns its `ServerInfo`."""
@@ -94,23 +88,15 @@ class InferenceGroup:
                 f"inference server {index} did not start within inference_start_timeout_seconds = {timeout:g} s; "
                 "its log is in the run directory"
             ) from None
-        self._arguments[index] = {
-            "base_url": info.url,
-            "secret": self._secret,
-            "server_index": index,
-            "request_timeout": self._config.request_timeout_seconds,
-            "update_timeout": self._config.weight_sync_timeout_seconds,
-            "with_priority": self._config.vllm_scheduling_policy == "priority",
-            "num_workers": self._config.inference_tensor_parallel_size,
-        }
-        self._clients_by_index[index] = EngineClient(**self._arguments[index])
+        self._urls[index] = info.url
+        self._clients_by_index[index] = backend_of(self._config).connect(self._config, info.url, self._secret, index)
         self.clients = [client for _, client in sorted(self._clients_by_index.items())]
         return info
 
     @property
-    def client_arguments(self) -> list[dict[str, Any]]:
-        """Arguments of the clients of all servers, for those of other processes."""
-        return [arguments for _, arguments in sorted(self._arguments.items())]
+    def addresses(self) -> list[tuple[str, str]]:
+        """Address and secret of every server, for clients in other processes."""
+        return [(url, self._secret) for _, url in sorted(self._urls.items())]
 
     async def close_clients(self) -> None:
         """Closes the HTTP connections, which aborts requests in flight."""
@@ -124,12 +110,12 @@ class InferenceGroup:
         return replace(batch, node=self._nodes[index])
 
     async def dump_stacks(self) -> dict[str, str]:
-        """Stacks of each server's actor, or the reason why there are none. Those of vLLM are in its log."""
+        """Stacks of each server's actor, or the reason why there are none. Those of the engine are in its log."""
         actors = enumerate(self._actors)
         return await dump_stacks({f"inference server {index}": a.dump_stacks.remote() for index, a in actors})
 
     async def stop(self) -> None:
-        """Stops every vLLM process through its actor."""
+        """Stops every engine process through its actor."""
 
         async def stop(index: int, actor: Any) -> None:
             try:

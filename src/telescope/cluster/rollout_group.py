@@ -104,11 +104,14 @@ class RolloutActor:
         for position in positions:
             await self._environments.prepare_resources(position)
 
-    async def connect(self, engines: list[dict[str, Any]]) -> None:
-        """Connects to the inference servers, by the arguments of their clients."""
-        from telescope.inference.client import EngineClient
+    async def connect(self, servers: list[tuple[str, str]]) -> None:
+        """Connects to the inference servers, by address and secret."""
+        from telescope.inference.base import backend_of
 
-        self._engines[:] = [EngineClient(**arguments) for arguments in engines]
+        config = self._config
+        self._engines[:] = [
+            backend_of(config).connect(config, url, secret, index) for index, (url, secret) in enumerate(servers)
+        ]
 
     async def exchange(self, orders: Orders, seconds: float | None, linger: float, versions: list[int]) -> Report:
         """See `RolloutWorker.exchange`. `versions` are the policy versions of the servers."""
@@ -235,8 +238,8 @@ class RolloutGroup:
     ) -> None:
         self.config, self.specs, self.run_dir = config, list(specs), run_dir
         self.restarts = itertools.count()
-        self.engines: list[dict[str, Any]] = []
-        """Arguments of the clients of the servers, once they are started."""
+        self.engines: list[tuple[str, str]] = []
+        """Address and secret of the servers, once they are started."""
         self.versions: Any = list
         self.stop_seconds = 5.0
         options: dict[str, Any] = {
@@ -282,7 +285,7 @@ class RolloutGroup:
         ]
         await asyncio.gather(*calls)
 
-    async def connect(self, engines: list[dict[str, Any]], versions: Any) -> None:
+    async def connect(self, engines: list[tuple[str, str]], versions: Any) -> None:
         """Connects all workers to the servers. `versions` returns the policy version of each."""
         self.engines, self.versions = engines, versions
         await asyncio.gather(*(handle.connect() for handle in self.handles))

@@ -14,6 +14,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
 import jinja2.sandbox
 
 RENDER_TIMEOUT_SECONDS = 20.0
@@ -32,13 +33,17 @@ NO_TEMPLATE = (
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """The `{% generation %}` block, which marks the model's text. Only its body counts here."""
+    """The `{% generation %}` block, which marks the model's text. It only is a scope of its own here."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
     def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
+
+    def _render(self, caller: Any) -> Any:
+        return caller()
 
 
 def compile_template(template: str) -> jinja2.Template:
@@ -46,10 +51,16 @@ def compile_template(template: str) -> jinja2.Template:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(template)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:

@@ -1,35 +1,49 @@
-"""Client of one inference server: generation requests and control calls.
+"""vLLM as the rest of Telescope uses it: the client of one server, and how servers are started.
 
 Owns deadlines and the classification of failures. Does not own request slots, retries or versions. Formats are in
-`adapter`, the transport in `http`.
+`adapter`, the transport is aiohttp.
 
 Invariants:
 - A server that is gone, exiting, answering 5xx or past its deadline is an `InfrastructureError`.
 - A 4xx answer is a bug of ours (`EngineRequestError`, with the server's message): retrying would hide it.
 - After `abort(ids)` returns, `generate` of each id ends within `abort_grace` seconds with finish reason `abort`. If the
   server does not end it, closing the connection does, which aborts it in the engine too.
-- A request creates nothing but the coroutine that the caller awaits and one timer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import resource
 import time
 from collections import defaultdict
-from dataclasses import KW_ONLY, InitVar, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, InitVar, asdict, dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import aiohttp
 import msgspec
 import numpy as np
 
+from telescope.config import TelescopeConfig
 from telescope.errors import InfrastructureError
+from telescope.inference.base import (
+    HEALTH_ROUTE,
+    METRICS_ROUTE,
+    Address,
+    GenerateRequest,
+    Generation,
+    LaunchCommand,
+    error_message,
+)
 from telescope.inference.engine_metrics import parse
-from telescope.inference.http import Answer, HttpClient
 from telescope.inference.vllm import adapter as wire
-from telescope.rollout.types import GenerateRequest, Generation
+from telescope.inference.vllm.launch import hang_timeout, start_command
+from telescope.inference.vllm.start_log import FIRST_STAGE, start_failure, start_stage
+from telescope.weights.plan import InitInfo, UpdateInfo
 
 KEEP_ALIVE_SECONDS = 60.0
 """Idle time after which a connection is not reused. The server keeps it much longer (`launch`), so no request meets a
@@ -38,6 +52,8 @@ connection that the server is closing."""
 ABORT_GRACE_SECONDS = 5.0
 CONTROL_TIMEOUT_SECONDS = 60.0
 CONNECT_TIMEOUT_SECONDS = 30.0
+MAX_HEADER_BYTES = 2**17
+"""A request that lived through many weight syncs has many version spans in a header."""
 
 
 class EngineRequestError(RuntimeError):
@@ -46,7 +62,7 @@ class EngineRequestError(RuntimeError):
 
 @dataclass(eq=False)
 class EngineClient:
-    """`Engine` of one server, with its control calls. Use it from one event loop.
+    """`EngineBackend` of one vLLM server. Use it from one event loop.
 
     `secret` is sent with every request. `with_priority`: the server runs the `priority` policy. `initial_version` is
     the policy version of the weights that the server starts with. `binary_responses` asks for answers as arrays; a
@@ -65,23 +81,51 @@ class EngineClient:
     binary_responses: InitVar[bool] = True
     num_workers: int = 1
 
+    name: ClassVar[str] = "vLLM"
+
     def __post_init__(self, secret: str, binary_responses: bool) -> None:
         self.base_url = self.base_url.rstrip("/")
         self.loaded_version = self.initial_version
         """Version of the newest finished update. A request sent now is sampled by it or a newer one."""
-        self._http = HttpClient(
-            self.base_url,
-            {
-                "Authorization": f"Bearer {secret}",
-                "Content-Type": "application/json",
-                "Accept": f"{wire.PACKED_TYPE}, application/json" if binary_responses else "application/json",
-            },
-            keep_alive=KEEP_ALIVE_SECONDS,
-            connect_timeout=CONNECT_TIMEOUT_SECONDS,
-        )
+        self._headers = {
+            "Authorization": f"Bearer {secret}",
+            "Content-Type": "application/json",
+            "Accept": f"{wire.PACKED_TYPE}, application/json" if binary_responses else "application/json",
+        }
         self._in_flight: dict[str, asyncio.Timeout] = {}
         self._aborted: set[str] = set()
+        self._closed = False
         raise_file_limit()
+
+    @classmethod
+    def connect(cls, config: TelescopeConfig, url: str, secret: str, index: int) -> EngineClient:
+        return cls(
+            url,
+            secret,
+            index,
+            request_timeout=config.request_timeout_seconds,
+            update_timeout=config.weight_sync_timeout_seconds,
+            with_priority=config.vllm_scheduling_policy == "priority",
+            num_workers=config.inference_tensor_parallel_size,
+        )
+
+    @staticmethod
+    def launch(
+        config: TelescopeConfig, address: Address, *, model: str, directory: Path, earlier_log: Sequence[str] | None
+    ) -> LaunchCommand:
+        return start_command(config, address, model=model, directory=directory, earlier_log=earlier_log)
+
+    @staticmethod
+    def hang_timeout(config: TelescopeConfig) -> float:
+        return hang_timeout(config)
+
+    @staticmethod
+    def progress(log: Sequence[str], last: str = FIRST_STAGE) -> str:
+        return start_stage(log, last)
+
+    @staticmethod
+    def start_failure(name: str, what: str, log: Sequence[str], log_path: Path, *, ended: bool) -> str:
+        return start_failure(name, what, log, log_path, ended=ended)
 
     # --- sampling ---------------------------------------------------------------------------------------------------
 
@@ -99,7 +143,9 @@ class EngineClient:
         try:
             async with asyncio.timeout(self.request_timeout) as deadline:
                 self._in_flight[request_id] = deadline
-                answer = await self._exchange("POST", wire.GENERATE_ROUTE, body, f"request {request_id}")
+                headers, answer = await self._exchange(
+                    self._generating, "POST", wire.GENERATE_ROUTE, body, f"request {request_id}"
+                )
         except TimeoutError as error:
             if request_id in self._aborted:
                 empty = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
@@ -111,10 +157,10 @@ class EngineClient:
         finally:
             self._in_flight.pop(request_id, None)
             self._aborted.discard(request_id)
-        if answer.headers.get("content-type") == wire.PACKED_TYPE:
-            labelled = wire.unpack_answer(answer.body)
+        if headers.get("Content-Type") == wire.PACKED_TYPE:
+            labelled = wire.unpack_answer(answer)
         else:
-            labelled = wire.read_generate(answer.body, spans_header=answer.headers.get(wire.VERSION_SPANS_HEADER))
+            labelled = wire.read_generate(answer, spans_header=headers.get(wire.VERSION_SPANS_HEADER))
         return wire.resolve_versions(labelled, initial_version=self.initial_version, server_index=self.server_index)
 
     async def abort(self, request_ids: list[str]) -> None:
@@ -133,7 +179,6 @@ class EngineClient:
         await self._control("POST", wire.ABORT_ROUTE, wire.encode_abort(request_ids))
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
-        """Returns the L - 1 logprobs of a text at temperature 1. All NaN when the weights give no finite numbers."""
         body = wire.encode_prompt_logprobs(token_ids, f"probe-{time.monotonic_ns()}")
         try:
             answer = await self._control("POST", wire.GENERATE_ROUTE, body)
@@ -143,16 +188,22 @@ class EngineClient:
             raise
         return wire.parse_prompt_logprobs(answer, token_ids)
 
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._in_flight)
-
     # --- weights ----------------------------------------------------------------------------------------------------
 
-    async def init_weight_transfer(self, info: dict[str, Any]) -> None:
-        """Connects the server's workers to the trainer's communicator. Returns when they have joined."""
-        await self._control("POST", wire.INIT_TRANSFER_ROUTE, {"init_info": info}, within=self.update_timeout)
-        await self._check_workers()
+    async def init_weight_transfer(self, info: InitInfo) -> None:
+        await self._update(wire.INIT_TRANSFER_ROUTE, {"init_info": asdict(info)})
+
+    async def transfer_mode(self) -> str | None:
+        modes = await self.call_worker("telescope_transfer_mode")
+        if modes and all(mode.get("background") for mode in modes):
+            return None
+        return "; ".join(dict.fromkeys(mode.get("reason") or "no reason given" for mode in modes))
+
+    async def begin_background(self, update: UpdateInfo) -> None:
+        await self.call_worker("telescope_begin_background", [json.dumps(update.to_dict())])
+
+    async def fingerprints(self, initial: UpdateInfo | None = None) -> list[dict[str, Any]]:
+        return await self.call_worker("telescope_fingerprints", [json.dumps(initial.to_dict())] if initial else None)
 
     async def pause(self, mode: str = "keep", *, drop_caches: bool = False) -> None:
         """Stops sampling. With `keep`, running requests freeze and continue after `resume`.
@@ -166,28 +217,17 @@ class EngineClient:
     async def resume(self) -> None:
         await self._control("POST", wire.RESUME_ROUTE)
 
-    async def is_paused(self) -> bool:
-        answer = msgspec.json.decode(await self._control("GET", wire.IS_PAUSED_ROUTE))
-        return bool(answer["is_paused"])
-
     async def start_update(self) -> None:
-        await self._control("POST", wire.START_UPDATE_ROUTE, within=self.update_timeout)
-        await self._check_workers()
+        await self._update(wire.START_UPDATE_ROUTE)
 
-    async def update_weights(self, info: dict[str, Any]) -> None:
-        """Receives and loads the weights that `info` describes. Returns when all workers have them."""
-        await self._control("POST", wire.UPDATE_WEIGHTS_ROUTE, {"update_info": info}, within=self.update_timeout)
-        await self._check_workers()
+    async def update_weights(self, update: UpdateInfo) -> None:
+        await self._update(wire.UPDATE_WEIGHTS_ROUTE, {"update_info": update.to_dict()})
 
     async def finish_update(self, version: int) -> None:
-        """Ends the update. Tokens of later steps have policy `version`, and the cache salt changes with it."""
-        body = {"weight_version": str(version)}
-        await self._control("POST", wire.FINISH_UPDATE_ROUTE, body, within=self.update_timeout)
-        await self._check_workers()
+        await self._update(wire.FINISH_UPDATE_ROUTE, {"weight_version": str(version)})
         self.loaded_version = version
 
     async def load_adapter(self, folder: Path) -> None:
-        """Loads a LoRA adapter in place of the one before. Running requests use it too. Call it inside a pause."""
         body = {"lora_name": wire.ADAPTER_NAME, "lora_path": str(folder), "load_inplace": True}
         try:
             await self._control("POST", wire.LOAD_ADAPTER_ROUTE, body, within=self.update_timeout)
@@ -204,8 +244,9 @@ class EngineClient:
         answer = await self._control("POST", wire.COLLECTIVE_RPC_ROUTE, body, within=self.update_timeout)
         return list(msgspec.json.decode(answer)["results"]) if answer else []
 
-    async def _check_workers(self) -> None:
-        """Raises `InfrastructureError` for failures in one of several workers. A single worker raises itself."""
+    async def _update(self, route: str, body: dict[str, Any] | None = None) -> None:
+        """Calls a route of an update. Raises `InfrastructureError` for a failure in one of several workers too."""
+        await self._control("POST", route, body, within=self.update_timeout)
         if self.num_workers == 1:
             return
         answers = await self.call_worker("telescope_failure")
@@ -218,7 +259,7 @@ class EngineClient:
     async def health(self, *, within: float = 10.0) -> bool:
         """Returns whether server and engine process both answer in `within` seconds. Raises nothing if they do not."""
         try:
-            await self._control("GET", wire.HEALTH_ROUTE, within=within)
+            await self._control("GET", HEALTH_ROUTE, within=within)
             await self._control("GET", wire.IS_PAUSED_ROUTE, within=within)
         except InfrastructureError:
             return False
@@ -226,17 +267,32 @@ class EngineClient:
 
     async def metrics(self) -> dict[str, float]:
         """Returns vLLM's own metrics by name, summed over labels (`vllm:num_requests_running`, ...)."""
-        text = (await self._control("GET", wire.METRICS_ROUTE)).decode()
+        text = (await self._control("GET", METRICS_ROUTE)).decode()
         totals: dict[str, float] = defaultdict(float)
         for reading in parse(text, 0.0, with_buckets=False):
             totals[reading.name] += reading.value
         return totals
 
     async def close(self) -> None:
-        """Closes the connections. Requests in flight fail with `InfrastructureError`."""
-        self._http.close()
+        self._closed = True
+        if "_generating" in self.__dict__:
+            await self._generating.close()
 
     # --- HTTP -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _generating(self) -> aiohttp.ClientSession:
+        return self._session(keepalive_timeout=KEEP_ALIVE_SECONDS)
+
+    def _session(self, **connections: Any) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            headers=self._headers,
+            skip_auto_headers=("Accept-Encoding", "User-Agent"),
+            connector=aiohttp.TCPConnector(limit=0, **connections),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_SECONDS),
+            max_field_size=MAX_HEADER_BYTES,
+        )
 
     @property
     def _name(self) -> str:
@@ -248,23 +304,28 @@ class EngineClient:
         data = msgspec.json.encode(body) if isinstance(body, dict) else body
         seconds = within or CONTROL_TIMEOUT_SECONDS
         try:
-            async with asyncio.timeout(seconds):
-                # A connection of its own: the server closes connections after some errors, and a sync must not fail on
-                # one that is closing. Generation keeps its connections.
-                return (await self._exchange(method, route, data, f"{method} {route}", keep=False)).body
+            # A connection of its own: the server closes connections after some errors, and a sync must not fail on one
+            # that is closing. Generation keeps its connections.
+            async with asyncio.timeout(seconds), self._session(force_close=True) as session:
+                return (await self._exchange(session, method, route, data, f"{method} {route}"))[1]
         except TimeoutError as error:
             raise InfrastructureError(f"{self._name}: {method} {route} had no answer within {seconds:.0f} s") from error
 
-    async def _exchange(self, method: str, route: str, data: bytes | None, what: str, *, keep: bool = True) -> Answer:
-        """Returns a successful answer; raises for an error answer."""
+    async def _exchange(
+        self, session: aiohttp.ClientSession, method: str, route: str, data: bytes | None, what: str
+    ) -> tuple[Mapping[str, str], bytes]:
+        """Returns headers and body of a successful answer; raises for an error answer."""
         try:
-            answer = await self._http.request(method, route, data, keep=keep)
-        except OSError as error:
+            if self._closed:
+                raise ConnectionError("the client is closed")
+            async with session.request(method, self.base_url + route, data=data) as answer:
+                status, headers, body = answer.status, answer.headers, await answer.read()
+        except (aiohttp.ClientError, OSError) as error:
             raise InfrastructureError(f"{self._name}: {what}: {type(error).__name__}: {error}") from error
-        if answer.status < 400:
-            return answer
-        message = f"{self._name}: {what}: HTTP {answer.status}: {wire.error_message(answer.body)}"
-        raise InfrastructureError(message) if answer.status >= 500 else EngineRequestError(message)
+        if status < 400:
+            return headers, body
+        message = f"{self._name}: {what}: HTTP {status}: {error_message(body)}"
+        raise InfrastructureError(message) if status >= 500 else EngineRequestError(message)
 
 
 def raise_file_limit() -> None:

@@ -1,8 +1,8 @@
 """Supervises one inference server: start, health checks, restart, stop.
 
-Owns a vLLM process and everything it starts. Synchronous, with one supervising thread, so that a Ray actor, a test or a
-script can use it. Does not own weights: a restarted server has those of the start of the run, and refuses to sample
-until it receives the current ones (`policy_version`).
+Owns an engine process and everything it starts. Synchronous, with one supervising thread, so that a Ray actor, a test
+or a script can use it. Does not own weights: a restarted server has those of the start of the run, and refuses to
+sample until it receives the current ones.
 
 States: `starting` -> `ready` -> (`restarting` -> `ready`)* -> `failed` or `stopped`. A process that exits, closes its
 port, answers its health route with an error (its engine has exited, or hangs: `engine_health`) or not at all for
@@ -16,19 +16,14 @@ import http.client
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from pathlib import Path
 
 from telescope.config import TelescopeConfig
-from telescope.config.machine import LOOPBACK, PortHold, hold_port, visible_gpu_memory
-from telescope.config.memory import estimate_memory
+from telescope.config.machine import LOOPBACK, PortHold, hold_port
 from telescope.errors import InfrastructureError, RunError
-from telescope.inference.process import EngineProcess, start_failure
-from telescope.inference.vllm import adapter as wire
-from telescope.inference.vllm.launch import LaunchCommand, kv_cache_of_a_restart, launch_command, runs_on_cpu, shape_of
-from telescope.inference.vllm.request_tracing import TraceTarget
-from telescope.inference.vllm.support import check_supported, installed_version
+from telescope.inference.base import HEALTH_ROUTE, METRICS_ROUTE, Address, EngineBackend, backend_of, error_message
+from telescope.inference.process import EngineProcess
 from telescope.utils.process import describe_exit
 
 POLL_SECONDS = 0.2
@@ -37,6 +32,7 @@ NOT_LISTENING = 0
 """Instead of a status: the connection was refused, so the process has closed its port."""
 HEALTH_TIMEOUT_SECONDS = 10.0
 METRICS_TIMEOUT_SECONDS = 10.0
+LOG_LINES = 2000
 WILDCARD_HOSTS = ("0.0.0.0", "::", "")
 
 
@@ -46,13 +42,11 @@ class EngineStartError(InfrastructureError, RunError):
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """A server that answers. `starts` counts its processes so far, this one included."""
+    """A server that answers."""
 
     url: str
     pid: int
-    vllm_version: str
     config_hash: str
-    starts: int = 1
 
 
 @dataclass(slots=True)
@@ -81,37 +75,30 @@ class SupervisionLimits:
     longest_backoff: float = 30.0
 
 
-Launch = Callable[[bool], LaunchCommand]
-"""Returns the command; the argument is True for a restart."""
-
-
 @dataclass(eq=False, repr=False)
 class InferenceServer:
-    """Supervises one engine process on `host`:`port`.
+    """Supervises the engine process at `address`.
 
-    `model` is a local folder or hub id; the log goes to `run_dir/logs/inference-<index>.log`. `traces` is where it
-    sends request traces. `node_address` is this machine's address for others, when the server listens on all
-    interfaces. `launch` replaces vLLM with another command (tests).
+    `model` is a local folder or hub id; the log goes to `run_dir/logs/inference-<index>.log`. `node_address` is this
+    machine's address for others, when the server listens on all interfaces. `backend` replaces the config's (tests).
     """
 
     config: TelescopeConfig
-    index: int
-    port: int
-    host: str
-    secret: str
+    address: Address
     model: str
     run_dir: InitVar[Path | str]
     _: KW_ONLY
     limits: InitVar[SupervisionLimits | None] = None
-    traces: TraceTarget | None = None
     node_address: str | None = None
-    launch: InitVar[Launch | None] = None
+    backend: InitVar[type[EngineBackend] | None] = None
 
-    def __post_init__(self, run_dir: Path | str, limits: SupervisionLimits | None, launch: Launch | None) -> None:
-        self.log_path = Path(run_dir) / "logs" / f"inference-{self.index}.log"
+    def __post_init__(
+        self, run_dir: Path | str, limits: SupervisionLimits | None, backend: type[EngineBackend] | None
+    ) -> None:
+        self.log_path = Path(run_dir) / "logs" / f"inference-{self.address.index}.log"
         self._directory = Path(run_dir) / "inference"
         self._limits = limits or SupervisionLimits(start_timeout=self.config.inference_start_timeout_seconds)
-        self._launch = launch or self._launch_vllm
+        self._backend = backend or backend_of(self.config)
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._process: EngineProcess | None = None
@@ -122,23 +109,29 @@ class InferenceServer:
         self._start_seconds: float | None = None
         self._error: str | None = None
         self._restart_times: list[float] = []
-        self._kv_cache_bytes: int | None = None
+        self._first_log: list[str] = []
+        """End of the log of the first process, when it was ready."""
 
     @property
     def url(self) -> str:
         """URL of this server for processes on this and other machines."""
-        host = advertised_host(self.host, self.node_address)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        host = advertised_host(self.address.host, self.node_address)
+        return f"http://[{host}]:{self.address.port}" if ":" in host else f"http://{host}:{self.address.port}"
 
     def start(self) -> ServerInfo:
         """Starts the process and waits until it answers. A thread supervises it afterwards.
 
-        Raises `ConfigError` when the port is in use, `UserError` for an unsupported vLLM, `EngineStartError` when the
+        Raises `ConfigError` when the port is in use, `UserError` for an unsupported engine, `EngineStartError` when the
         process exits or is not ready within the start timeout.
         """
         if self._state != "new":
-            raise RuntimeError(f"inference server {self.index} was started before (state {self._state})")
-        self._hold = hold_port(self.host, self.port, server=self.index, num_servers=self.config.num_inference_servers)
+            raise RuntimeError(f"inference server {self.address.index} was started before (state {self._state})")
+        self._hold = hold_port(
+            self.address.host,
+            self.address.port,
+            server=self.address.index,
+            num_servers=self.config.num_inference_servers,
+        )
         self._state = "starting"
         try:
             self._start_process(restarted=False)
@@ -146,9 +139,10 @@ class InferenceServer:
             self._state, self._error = "failed", str(error)
             self._hold.release()
             raise
-        self._kv_cache_bytes = self._kv_cache_of_a_restart()
+        assert self._process is not None
+        self._first_log = self._process.log_tail(LOG_LINES)
         self._state = "ready"
-        name = f"inference-{self.index}-supervisor"
+        name = f"inference-{self.address.index}-supervisor"
         self._thread = threading.Thread(target=self._supervise, name=name, daemon=True)
         self._thread.start()
         return self.info()
@@ -156,8 +150,7 @@ class InferenceServer:
     def info(self) -> ServerInfo:
         """Returns the current process."""
         assert self._process is not None, "the server has not been started"
-        version = installed_version() or "none"
-        return ServerInfo(self.url, self._process.pid, version, self.config.hash, self._starts)
+        return ServerInfo(self.url, self._process.pid, self.config.hash)
 
     def status(self) -> ServerStatus:
         """Returns a snapshot; callable from any thread at any time."""
@@ -178,9 +171,9 @@ class InferenceServer:
         """
         if self._state != "ready":
             return None
-        status, body = self._get(wire.METRICS_ROUTE, METRICS_TIMEOUT_SECONDS)
+        status, body = self._get(METRICS_ROUTE, METRICS_TIMEOUT_SECONDS)
         if status != 200:
-            raise OSError(f"{self.url}{wire.METRICS_ROUTE}: HTTP {status}")
+            raise OSError(f"{self.url}{METRICS_ROUTE}: HTTP {status}")
         return body.decode()
 
     def stop(self) -> None:
@@ -198,43 +191,14 @@ class InferenceServer:
 
     # --- starting ---------------------------------------------------------------------------------------------------
 
-    def _launch_vllm(self, restarted: bool) -> LaunchCommand:
-        version = installed_version()
-        check_supported(version)
-        assert version is not None
-        on_cpu = runs_on_cpu(self.config)
-        return launch_command(
-            self.config,
-            host=self.host,
-            port=self.port,
-            secret=self.secret,
-            model=self.model,
-            directory=self._directory,
-            vllm_version=version,
-            on_cpu=on_cpu,
-            restarted=restarted,
-            gpu_memory_bytes=None if on_cpu else min(visible_gpu_memory(), default=None),
-            kv_cache_bytes=self._kv_cache_bytes if restarted else None,
-            traces=self.traces,
-            index=self.index,
-        )
-
-    def _kv_cache_of_a_restart(self) -> int | None:
-        """Returns the KV cache size for restarts beside a trainer."""
-        if not self.config.share_gpus or runs_on_cpu(self.config):
-            return None
-        assert self._process is not None
-        shape, memory = shape_of(self.model), min(visible_gpu_memory(), default=None)
-        estimate = None
-        if shape is not None and memory is not None:
-            estimate = estimate_memory(self.config, shape, device_memory_bytes=memory).engine
-        return kv_cache_of_a_restart(self._process.log_tail(2000), estimate)
-
     def _start_process(self, *, restarted: bool) -> None:
-        command = self._launch(restarted)
+        log = self._first_log if restarted else None
+        command = self._backend.launch(
+            self.config, self.address, model=self.model, directory=self._directory, earlier_log=log
+        )
         with self._lock:
             if self._stopping.is_set():
-                raise EngineStartError(f"inference server {self.index} was stopped while it started")
+                raise EngineStartError(f"inference server {self.address.index} was stopped while it started")
             self._process = EngineProcess(command.arguments, command.environment, self.log_path)
             self._starts += 1
         process = self._process
@@ -245,7 +209,7 @@ class InferenceServer:
             if code is not None:
                 process.kill()
                 if self._stopping.is_set():
-                    raise EngineStartError(f"inference server {self.index} was stopped while it started")
+                    raise EngineStartError(f"inference server {self.address.index} was stopped while it started")
                 raise self._start_error(process, describe_exit(code), ended=True)
             if time.monotonic() > deadline:
                 process.kill()
@@ -257,8 +221,10 @@ class InferenceServer:
         self._start_seconds = time.monotonic() - launched
 
     def _start_error(self, process: EngineProcess, what: str, *, ended: bool) -> EngineStartError:
-        name = f"inference server {self.index} ({self.url})"
-        return EngineStartError(start_failure(name, what, process.log_tail(2000), self.log_path, ended=ended))
+        name = f"inference server {self.address.index} ({self.url})"
+        return EngineStartError(
+            self._backend.start_failure(name, what, process.log_tail(LOG_LINES), self.log_path, ended=ended)
+        )
 
     # --- supervision ------------------------------------------------------------------------------------------------
 
@@ -327,19 +293,19 @@ class InferenceServer:
         vLLM answers 503 when its engine has exited, `engine_health` when it does not respond.
         """
         try:
-            status, body = self._get(wire.HEALTH_ROUTE, timeout)
+            status, body = self._get(HEALTH_ROUTE, timeout)
         except ConnectionRefusedError:
             return NOT_LISTENING, ""
         except (OSError, http.client.HTTPException):
             return None, ""
-        return status, "" if status == 200 else wire.error_message(body)
+        return status, "" if status == 200 else error_message(body)
 
     def _get(self, route: str, timeout: float) -> tuple[int, bytes]:
         """Returns status and body of a route. Raises `OSError` or `HTTPException` without an answer."""
-        host = LOOPBACK if self.host in WILDCARD_HOSTS else self.host
-        connection = http.client.HTTPConnection(host, self.port, timeout=timeout)
+        host = LOOPBACK if self.address.host in WILDCARD_HOSTS else self.address.host
+        connection = http.client.HTTPConnection(host, self.address.port, timeout=timeout)
         try:
-            connection.request("GET", route, headers={"Authorization": f"Bearer {self.secret}"})
+            connection.request("GET", route, headers={"Authorization": f"Bearer {self.address.secret}"})
             answer = connection.getresponse()
             return answer.status, answer.read()
         finally:

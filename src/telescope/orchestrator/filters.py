@@ -8,7 +8,6 @@ and its advantages use the same rewards.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -79,12 +78,11 @@ class SampleFilters:
         )
 
     def judge(self, sample: Trajectory, scale: RewardRange) -> None:
-        """Sets a scored sample's compression ratio, filter, penalty and training reward.
+        """Sets a scored sample's filter, penalty and training reward.
 
         `scale` is its environment's reward range, or (None, None) for no scaling. The penalty is subtracted from the
         scaled reward, so that it has the same weight in every environment.
         """
-        sample.compression_ratio = compression_ratio(sample.completion_text)
         sample.filtered_by = self.filter_reason(sample)
         sample.penalty = self.overlong_penalty(sample)
         sample.training_reward = normalized(sample.total_reward, *scale) - sample.penalty
@@ -121,9 +119,3 @@ class SampleFilters:
             return 0.0
         longest = max((len(turn.generation.token_ids_N) for turn in sample.turns), default=0)
         return self.penalty_factor * min(max((longest - self.penalty_from) / self.penalty_buffer, 0.0), 1.0)
-
-
-def compression_ratio(text: str) -> float:
-    """Returns bytes of a text over bytes of its zlib compression. Empty text: 0, prose: 2 to 3, a loop: over 10."""
-    data = text.encode("utf-8", errors="replace")
-    return len(data) / len(zlib.compress(data)) if data else 0.0

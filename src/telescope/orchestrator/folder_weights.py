@@ -16,7 +16,7 @@ from pathlib import Path
 
 from telescope.config import TelescopeConfig
 from telescope.errors import InfrastructureError, RunError
-from telescope.inference.client import EngineClient
+from telescope.inference.base import EngineBackend
 from telescope.weights.model_folder import folder_metas
 from telescope.weights.plan import UpdateInfo, make_update
 from telescope.weights.probe import compare
@@ -29,7 +29,7 @@ class FolderWeights:
     """The weights that the servers should have. `version` numbers them, like a policy version."""
 
     config: TelescopeConfig
-    clients: Sequence[EngineClient]
+    clients: Sequence[EngineBackend]
     folder: Path
     version: int
 
@@ -66,16 +66,15 @@ class FolderWeights:
         )
 
 
-async def load_folder(client: EngineClient, update: UpdateInfo, dtype: str) -> None:
+async def load_folder(client: EngineBackend, update: UpdateInfo, dtype: str) -> None:
     """Pauses a server, loads a model folder and verifies it. Raises RunError if other weights were loaded."""
     await client.pause("keep")
-    # Also ends an update that failed in one worker and is still open in the others.
-    await client.call_worker("telescope_transfer_mode")
+    await client.transfer_mode()  # ends an update that failed in one worker and is still open in the others
     await client.start_update()
-    await client.update_weights(update.to_dict())
+    await client.update_weights(update)
     await client.finish_update(update.version)
     await client.resume()
-    loaded = await client.call_worker("telescope_fingerprints")
+    loaded = await client.fingerprints()
     if not loaded:
         raise InfrastructureError(f"no worker of {client.base_url} answered")
     report = await asyncio.to_thread(compare, sent=loaded[0]["read"], loaded=loaded, dtype=dtype)

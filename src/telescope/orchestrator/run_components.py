@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from telescope.cluster.inference_group import InferenceGroup
-from telescope.cluster.placement import Network, network_of, own_host, reserve
+from telescope.cluster.placement import network_of, own_host, reserve
 from telescope.cluster.ray_cluster import Cluster, abandon, connect, disconnect, keep_logs
 from telescope.cluster.rollout_group import LINGER_SECONDS, NEWS_SECONDS, RolloutGroup
 from telescope.cluster.trainer_group import TrainerGroup
@@ -30,9 +30,8 @@ from telescope.config.plan import plan_placement
 from telescope.errors import UserError
 from telescope.evals.entries import EnvironmentKeys, environment_keys
 from telescope.evals.runner import PlannedEval
-from telescope.inference.process import FIRST_STAGE, start_stage
-from telescope.inference.vllm.launch import hang_timeout, runs_on_cpu
-from telescope.inference.vllm.request_tracing import TraceReceiver, TraceTarget, why_not_available
+from telescope.inference.base import backend_of
+from telescope.inference.request_tracing import receive_traces
 from telescope.orchestrator.evaluation import plan_evals
 from telescope.orchestrator.filters import check_reward_ranges
 from telescope.orchestrator.prompt_buffer import measure_prompts
@@ -119,7 +118,10 @@ async def start_components(
     loopback = network.broadcast_on_loopback
     trainer = TrainerGroup(config, placement, directory.path, cluster)
     stack.push_async_callback(trainer.stop)
-    traces = _receive_traces(config, network, directory, stack) if config.enable_vllm_tracing else None
+    traces = None
+    if config.enable_vllm_tracing:
+        host, write = own_host(loopback=network.servers_on_loopback), partial(directory.recorder.write, "spans")
+        traces = stack.enter_context(receive_traces(config, host, write))
     inference = InferenceGroup(
         config, placement, directory.path, cluster, network, secrets.token_urlsafe(32), traces=traces
     )  # fmt: skip
@@ -170,7 +172,7 @@ def make_server_pool(
         slots,
         status,
         start_timeout=config.inference_start_timeout_seconds,
-        hang_timeout=max(hang_timeout(config, on_cpu=runs_on_cpu(config)), config.weight_sync_timeout_seconds),
+        hang_timeout=max(backend_of(config).hang_timeout(config), config.weight_sync_timeout_seconds),
         num_dedicated=config.num_eval_servers,
         eval_slots_per_server=config.lanes_per_server,
     )
@@ -217,7 +219,7 @@ async def start_rollouts(
 
 async def connect_rollouts(group: RolloutGroup, inference: InferenceGroup) -> None:
     """Connects the rollout workers to the started servers."""
-    await group.connect(inference.client_arguments, lambda: [client.loaded_version for client in inference.clients])
+    await group.connect(inference.addresses, lambda: [client.loaded_version for client in inference.clients])
 
 
 async def connect_cluster(
@@ -261,22 +263,6 @@ async def _connect(config: TelescopeConfig, directory: RunDirectory, temporary: 
         raise
 
 
-def _receive_traces(
-    config: TelescopeConfig, network: Network, directory: RunDirectory, stack: AsyncExitStack
-) -> TraceTarget | None:
-    """Receives traces of requests into the record until `stack` ends. None if tracing is not available here."""
-    missing = why_not_available()
-    if missing is not None:
-        logger.warning("Requests are not traced: %s. enable_vllm_tracing: false turns this off.", missing)
-        return None
-    host = own_host(loopback=network.servers_on_loopback)
-    write = partial(directory.recorder.write, "spans")
-    receiver = TraceReceiver(host, config.otlp_receiver_port, secrets.token_urlsafe(32), write)
-    receiver.start()
-    stack.callback(receiver.stop)
-    return receiver.target
-
-
 async def start_workers(
     config: TelescopeConfig,
     directory: RunDirectory,
@@ -318,8 +304,7 @@ def start_servers(
     """Returns coroutines that start the servers, one each."""
 
     async def start_server(index: int) -> None:
-        status.set_component(f"server {index}", "starting vLLM")
-        progress = asyncio.create_task(_show_start(inference, index, status))
+        progress = asyncio.create_task(_show_start(config, inference, index, status))
         try:
             info = await inference.start(index)
         finally:
@@ -340,14 +325,16 @@ async def all_or_first_failure(*starts: Coroutine[Any, Any, None]) -> None:
             task.cancel()
 
 
-async def _show_start(inference: InferenceGroup, index: int, status: RunStatus) -> None:
+async def _show_start(config: TelescopeConfig, inference: InferenceGroup, index: int, status: RunStatus) -> None:
     """Shows the stage of a starting server in the live view. A large model loads for minutes."""
-    started_at = time.monotonic()
-    stage = FIRST_STAGE
+    backend, started_at = backend_of(config), time.monotonic()
+    status.set_component(f"server {index}", f"starting {backend.name}")
+    stage = backend.progress([])
     while True:
         await asyncio.sleep(1.0)
-        stage = start_stage((await inference.handles[index].status()).last_log_lines) or stage
-        status.set_component(f"server {index}", f"starting vLLM: {stage} ({time.monotonic() - started_at:.0f} s)")
+        stage = backend.progress((await inference.handles[index].status()).last_log_lines, stage)
+        seconds = time.monotonic() - started_at
+        status.set_component(f"server {index}", f"starting {backend.name}: {stage} ({seconds:.0f} s)")
 
 
 def _check_hash(config: TelescopeConfig, process: str, config_hash: str) -> None:

@@ -24,7 +24,7 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any, Protocol
 
 from telescope.errors import DeadlineExceeded, InfrastructureError, RankLost
-from telescope.inference.client import EngineClient
+from telescope.inference.base import EngineBackend
 from telescope.orchestrator.status import RunStatus
 from telescope.rollout.pool import Lane
 from telescope.utils.text import single_line
@@ -39,7 +39,7 @@ actor does not restart it, and unlimited retries would stall a run with one serv
 
 
 class ServerHandle(Protocol):
-    """The actor that supervises one vLLM process."""
+    """The actor that supervises one engine process."""
 
     async def status(self) -> Any: ...
 
@@ -47,7 +47,7 @@ class ServerHandle(Protocol):
 @dataclass
 class _Server:
     handle: ServerHandle
-    client: EngineClient
+    client: EngineBackend
     num_restarts: int = 0
     up: bool = False
     failed: str | None = None
@@ -92,7 +92,7 @@ class ServerPool:
     """
 
     handles: InitVar[Sequence[ServerHandle]]
-    clients: list[EngineClient]
+    clients: Sequence[EngineBackend]
     slots: Lane
     status: RunStatus
     _: KW_ONLY

@@ -18,19 +18,18 @@ engine is resumed or closed. A trainer failure ends the sync at once.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from telescope.cluster.trainer_group import TrainerGroup
 from telescope.config import TelescopeConfig
 from telescope.errors import DeadlineExceeded, InfrastructureError, RunError
-from telescope.inference.client import EngineClient
+from telescope.inference.base import EngineBackend
 from telescope.utils.timeline import Span
 from telescope.weights.plan import TensorMeta, UpdateInfo, make_update
 from telescope.weights.probe import ProbeReport, compare
@@ -103,7 +102,7 @@ class WeightSync:
 
     config: TelescopeConfig
     trainer: TrainerGroup
-    clients: Sequence[EngineClient]
+    clients: Sequence[EngineBackend]
     _: KW_ONLY
     loopback: bool
     engines_up: Callable[[], list[int]]
@@ -115,10 +114,10 @@ class WeightSync:
 
     def __post_init__(self) -> None:
         self.adapters = None if self.adapters is None else self.adapters.absolute()
-        self._connected: set[int] = set()
+        self._connected: dict[int, bool] = {}
+        """Whether each connected server receives in the background."""
         self._connected_ranks = self.trainer.num_replacements
         """The ranks to which the servers are connected: how often they had been replaced."""
-        self._in_background: set[int] = set()
         # Every server starts with the trainer's initial weights, but without an adapter.
         starts_current = range(len(self.clients)) if self.adapters is None else ()
         self._loaded: dict[int, tuple[int, int]] = dict.fromkeys(starts_current, self.trainer.weights_identity)
@@ -142,7 +141,7 @@ class WeightSync:
             report = SyncReport(update.version, time.time(), servers=[ServerSync(s) for s in self.engines_up()])
             for rank_report in await self.trainer.send_weights(update, [], fingerprints=True):
                 report.fingerprints.update(rank_report.fingerprints)
-            await self._probe(report, initial=json.dumps(update.to_dict()))
+            await self._probe(report, initial=update)
 
     async def sync(self) -> dict[str, float]:
         """Sends the weights to every server that is up. Returns step metrics. Raises `WeightMismatch`."""
@@ -164,7 +163,7 @@ class WeightSync:
         """
         async with self.trainer.queue:
             if fresh:
-                self._connected.discard(server)
+                self._connected.pop(server, None)
                 self._loaded.pop(server, None)
             if self._loaded.get(server) != self.trainer.weights_identity:
                 report = await self._send(self.trainer.version, [server], fingerprints=True)
@@ -198,7 +197,7 @@ class WeightSync:
         update = replace(await self._make_update(version), verify=fingerprints)
         await self._each(report, self._connect)
         await self._each(report, self._begin)
-        body, in_background = update.to_dict(), replace(update, background=True).to_dict()
+        in_background = replace(update, background=True)
 
         async def receive(part: ServerSync) -> None:
             # In this order, the times of a part never end after its resume.
@@ -206,9 +205,9 @@ class WeightSync:
             client = self.clients[part.server]
             try:
                 if part.background:
-                    await client.call_worker("telescope_begin_background", [json.dumps(in_background)])
+                    await client.begin_background(in_background)
                 else:
-                    await client.update_weights(body)
+                    await client.update_weights(update)
             except InfrastructureError as error:
                 await self.trainer.abort_engine(part.server, str(error))
                 raise
@@ -241,7 +240,7 @@ class WeightSync:
 
     async def _send_adapter(self, report: SyncReport, adapters: Path) -> SyncReport:
         """Writes the trainer's adapter and loads it into the servers of `report`. Removes the one before."""
-        # A new path for new weights, since vLLM's prefix cache knows an adapter by its path.
+        # A new path for new weights, since an engine's prefix cache may know an adapter by its path.
         folder = adapters / "-".join(map(str, self.trainer.weights_identity))
         started = time.monotonic()
         report.num_bytes = await self.trainer.sync_adapter(folder, self.config.engine_dtype)
@@ -251,7 +250,7 @@ class WeightSync:
             client = self.clients[part.server]
             await self._pause(part)
             await client.start_update()
-            await client.finish_update(report.version)  # vLLM 0.32 forgets adapters here
+            await client.finish_update(report.version)  # an engine may forget adapters here
             part.transfer_started_at, started = time.time(), time.monotonic()
             await client.load_adapter(folder)
             part.transfer_seconds = time.monotonic() - started
@@ -288,25 +287,20 @@ class WeightSync:
         )
         connecting = asyncio.ensure_future(self.trainer.connect_engine(part.server))
         try:
-            await asyncio.gather(connecting, self.clients[part.server].init_weight_transfer(asdict(info)))
+            await asyncio.gather(connecting, self.clients[part.server].init_weight_transfer(info))
         except InfrastructureError as error:
             if not connecting.done():  # it would wait for workers that do not connect
                 await self.trainer.abort_engine(part.server, str(error))
             raise
-        self._in_background.discard(part.server)
         # Always called, because it also ends an update that failed in one worker and is still open in the others.
-        modes = await self.clients[part.server].call_worker("telescope_transfer_mode")
-        if self.config.weight_transfer != "in_place":
-            if modes and all(mode.get("background") for mode in modes):
-                self._in_background.add(part.server)
-            else:
-                reasons = "; ".join(dict.fromkeys(mode.get("reason") or "no reason given" for mode in modes))
-                logger.info("server %d receives weights in place: %s", part.server, reasons)
-        self._connected.add(part.server)
+        in_place_because = await self.clients[part.server].transfer_mode()
+        if in_place_because is not None:
+            logger.info("server %d receives weights in place: %s", part.server, in_place_because)
+        self._connected[part.server] = in_place_because is None and self.config.weight_transfer != "in_place"
 
     async def _begin(self, part: ServerSync) -> None:
         """Pauses the server and starts its update, if it receives in place."""
-        part.background = part.server in self._in_background
+        part.background = self._connected[part.server]
         if not part.background:
             await self._pause(part)
             await self.clients[part.server].start_update()
@@ -315,14 +309,14 @@ class WeightSync:
         part.paused_at = time.time()
         await self.clients[part.server].pause("keep", drop_caches=self.config.inflight_kv == "recompute")
 
-    async def _finish(self, part: ServerSync, in_background: dict[str, Any]) -> None:
+    async def _finish(self, part: ServerSync, in_background: UpdateInfo) -> None:
         """Ends the update; an overlapped one pauses here, for the swap only."""
         client = self.clients[part.server]
         if part.background:
             await client.start_update()
             await client.update_weights(in_background)  # checks that everything has arrived; changes nothing yet
             await self._pause(part)
-        await client.finish_update(in_background["version"])
+        await client.finish_update(in_background.version)
         await client.resume()
         part.resumed_at = time.time()
         self._loaded[part.server] = self.trainer.weights_identity
@@ -342,13 +336,13 @@ class WeightSync:
         for part in report.servers:
             if part.server == server and part.failure is None:
                 part.failure = str(error)
-                self._connected.discard(server)
+                self._connected.pop(server, None)
                 self._loaded.pop(server, None)
                 self.on_failure(server, error)
 
     # Verification
 
-    async def _probe(self, report: SyncReport, *, initial: str | None = None) -> None:
+    async def _probe(self, report: SyncReport, *, initial: UpdateInfo | None = None) -> None:
         """Raises WeightMismatch unless servers have the sent weights, or with `initial` the trainer's."""
         for server, probe in (await self._examine(report, initial=initial)).items():
             if not probe.ok:
@@ -358,18 +352,14 @@ class WeightSync:
                 )
             logger.info("weights of version %d verified on server %d: %s", report.version, server, probe)
 
-    async def _examine(self, report: SyncReport, *, initial: str | None = None) -> dict[int, ProbeReport]:
+    async def _examine(self, report: SyncReport, *, initial: UpdateInfo | None = None) -> dict[int, ProbeReport]:
         """Compares loaded with sent weights, and logprobs of a fixed text."""
         trainer_logprobs = await self.trainer.sequence_logprobs(self.probe_token_ids)
         probes: dict[int, ProbeReport] = {}
         for server in report.updated_servers:
             client = self.clients[server]
             try:
-                loaded = (
-                    await client.call_worker("telescope_fingerprints", [initial] if initial else None)
-                    if self.adapters is None
-                    else None
-                )
+                loaded = await client.fingerprints(initial) if self.adapters is None else None
                 engine_logprobs = await client.prompt_logprobs(self.probe_token_ids)
             except InfrastructureError as error:
                 # Unverified counts as failed: the server gets the weights again and is verified before it serves.

@@ -1,4 +1,4 @@
-"""Renders prompts and decodes completions with a Hugging Face tokenizer.
+"""Renders prompts and decodes completions with a tokenizer.
 
 Used inside worker processes. Owns the rules about special tokens: text from a chat template already contains its own,
 raw text gets the tokenizer's, and no prompt begins with two beginning-of-sequence tokens or ends with an
@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 import re
 from array import array
 from collections import defaultdict
@@ -84,7 +83,7 @@ class TokenOutsideVocabularyError(ValueError):
 
 
 class Renderer:
-    """A tokenizer and the options of its chat template. The only place of this package that imports transformers.
+    """A tokenizer and the options of its chat template.
 
     `tokenizer` replaces the one of `spec.tokenizer_path`, and then no file is read.
     """
@@ -232,24 +231,16 @@ class Renderer:
 
 def _load(spec: RendererSpec) -> tuple[Any, dict[str, Mapping[str, Any]]]:
     """Loads a tokenizer, and the model's files that name its end tokens and the size of its vocabulary."""
-    from transformers import AutoTokenizer
-    from transformers.utils import cached_file
+    from telescope.rollout.tokenizer_files import load_tokenizer, model_folder, read_json  # `tokenizers` is of `train`
 
+    name = spec.tokenizer_path
     try:
-        tokenizer = AutoTokenizer.from_pretrained(spec.tokenizer_path, trust_remote_code=spec.trust_remote_code)
-        files: dict[str, Mapping[str, Any]] = {}
-        for name in ("generation_config.json", "config.json"):
-            path = cached_file(
-                spec.tokenizer_path,
-                name,
-                _raise_exceptions_for_missing_entries=False,
-                _raise_exceptions_for_connection_errors=False,
-            )
-            values = json.loads(Path(path).read_text()) if path else {}
-            files[name] = values | (values.get("text_config") or {})
+        folder = model_folder(name)
+        files = {file: read_json(folder / file) for file in ("generation_config.json", "config.json")}
+        tokenizer = load_tokenizer(name, folder, trust_remote_code=spec.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise UserError(f"The tokenizer of {spec.tokenizer_path!r} cannot be loaded: {error}") from error
-    return tokenizer, files
+        raise UserError(f"The tokenizer of {name!r} cannot be loaded: {error}") from error
+    return tokenizer, {file: values | (values.get("text_config") or {}) for file, values in files.items()}
 
 
 def _pattern_of(names: Iterable[str]) -> re.Pattern[str]:

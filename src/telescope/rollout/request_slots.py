@@ -14,10 +14,32 @@ import heapq
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from telescope.config import TelescopeConfig
 from telescope.errors import DeadlineExceeded
-from telescope.rollout.types import Lease
+
+
+@dataclass(eq=False)
+class Lease:
+    """One request slot of one server, until it is released. It permits the generation of one sample there."""
+
+    server: int
+    slot: int
+    released: bool = False
+
+
+class RequestSlots(Protocol):
+    """Interface of the request slots for rollouts."""
+
+    async def acquire(self, group: int, *, turn: int = 0, timeout: float) -> Lease:
+        """Waits for a slot. `turn` counts from 0 and later turns go first. Raises DeadlineExceeded."""
+
+    def release(self, lease: Lease) -> None:
+        """Releases a slot; call it exactly once."""
+
+    def forget_group(self, group: int) -> None:
+        """Unbinds a finished group from its server."""
 
 
 @dataclass
@@ -214,16 +236,22 @@ class GroupSlotPool(RequestSlotPool):
 def share_slots(capacities: list[int], num_workers: int, group_size: int) -> list[list[int]]:
     """Divides the slots of each server [S] among workers. Returns the slots of each worker on each server [W][S].
 
-    A worker has the slots of two groups on a server, of one where there are not enough for all, or none: a group whose
-    samples cannot run at the same time delays its batch. So with many workers, each uses fewer servers.
+    A worker has two servers where there are enough slots for two groups or more on both, and as many slots there as
+    possible: in a small share, samples of a group wait for each other, which delays its batch. Else it has the slots of
+    two groups on one server, of one where there are not enough for all, or none.
     """
     shares = [[0] * len(capacities) for _ in range(num_workers)]
+
+    def users_of(capacity: int, num_groups: int) -> int:
+        return min(num_workers, capacity // (num_groups * group_size))
+
+    choices = [(num_groups, 2) for num_groups in range(max(capacities, default=0) // group_size, 1, -1)] + [(2, 1)]
     num_groups = next(
-        (n for n in (2, 1) if sum(capacity // (n * group_size) for capacity in capacities) >= num_workers), 1
+        (n for n, servers in choices if sum(users_of(each, n) for each in capacities) >= servers * num_workers), 1
     )
     first = 0
     for server, capacity in enumerate(capacities):
-        num_users = min(num_workers, max(1, capacity // (num_groups * group_size)))
+        num_users = max(1, users_of(capacity, num_groups))
         for user in range(num_users):
             worker = (first + user) % num_workers
             shares[worker][server] = capacity // num_users + (user < capacity % num_users)

@@ -1,7 +1,7 @@
 """One sample from prompt to scored trajectory: a loop of generations and replies of the environment.
 
 Owns the turn loop and the retries after infrastructure failures. Request slots and servers come in through protocols
-(`rollout.types`). A single-turn sample is a loop that ends after one turn.
+(`request_slots`, `inference.base`). A single-turn sample is a loop that ends after one turn.
 
 Three kinds of failure, never mixed: a bad answer gets a reward; an environment failure masks the sample; an engine
 failure is retried, on another server if necessary, and masks the sample only after the last retry. A conversation whose
@@ -32,9 +32,10 @@ from telescope.environments.types import (
     PreparedPrompt,
 )
 from telescope.errors import EnvironmentFailure, InfrastructureError
+from telescope.inference.base import Engine, GenerateRequest, Generation, RequestId
+from telescope.rollout.request_slots import Lease, RequestSlots
 from telescope.rollout.stops import NO_STOPS, Stops
-from telescope.rollout.trajectory import Trajectory, Turn
-from telescope.rollout.types import Engine, GenerateRequest, Generation, Lease, RequestId, RequestSlots
+from telescope.rollout.trajectory import Trajectory, Turn, compression_ratio
 
 MAX_INFRASTRUCTURE_RETRIES = 3
 """Retries of a sample after infrastructure failures, before it is masked."""
@@ -63,8 +64,6 @@ class RolloutSettings:
     free_lane_after_generation: bool
     slot_timeout: float
     max_infrastructure_retries: int
-    priority_by_turn: bool
-    """Earlier turns first in the engine's queue (`vllm_scheduling_policy: priority`)."""
     for_eval: bool = False
     interleaved: bool = True
     """Later turns extend the token ids of earlier ones (`interleaved_rollouts`); else each renders its prompt again."""
@@ -88,7 +87,6 @@ class RolloutSettings:
             # A slot may be in use for a whole generation, and a server may have to restart first.
             slot_timeout=config.request_timeout_seconds + config.inference_start_timeout_seconds,
             max_infrastructure_retries=MAX_INFRASTRUCTURE_RETRIES,
-            priority_by_turn=config.vllm_scheduling_policy == "priority",
             interleaved=config.interleaved_rollouts,
         )
 
@@ -110,6 +108,8 @@ class RolloutTask:
     """The environment keeps the state of a conversation (`Environments.begin`)."""
     num_lost: int = 0
     """Rollout workers that were lost while they ran this sample."""
+    payload: Any = None
+    """What belongs to the prompt besides its ids (`GenerateRequest.payload`)."""
 
 
 def request_seed(run_seed: int | str, *identity: int | str) -> int:
@@ -199,7 +199,8 @@ class Rollout:
     ) -> None:
         self.task = task
         self.trajectory = Trajectory(
-            task.sample_id, task.group_id, task.sample_index, task.environment, started_at=time.time(),
+            task.sample_id, task.group_id, task.sample_index, task.environment, payload=task.payload,
+            started_at=time.time(),
             # How many tokens were lost is not known, as for a server that exits.
             num_infrastructure_retries=task.num_lost, failed_requests=[None] * task.num_lost,
         )  # fmt: skip
@@ -327,6 +328,7 @@ class Rollout:
             turn.text, turn.tool_calls = reply.completion_text, reply.tool_calls
             if reply.done:
                 trajectory.reward, trajectory.end_reason = reply.reward, reply.end_reason
+                trajectory.compression_ratio = compression_ratio(trajectory.completion_text)
                 return
             added_token_ids, restarts = reply.append_token_ids, reply.restarts
             before = [] if restarts else [*prompt_token_ids, *generation.token_ids_N.tolist()]
@@ -420,8 +422,9 @@ class Rollout:
                     stop_token_ids=sampling.stops.token_ids,
                     stop=sampling.stops.texts,
                     seed=request_seed(*task.seed, turn_index),
-                    priority=turn_index if settings.priority_by_turn else 0,
+                    priority=turn_index,
                     routes_start=routes_start,
+                    payload=task.payload,
                 )
                 engine = self._engine_of(lease.server)
                 version = engine.loaded_version

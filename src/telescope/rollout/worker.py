@@ -17,10 +17,10 @@ from typing import Any
 
 from telescope.environments.types import PreparedPrompt
 from telescope.errors import InfrastructureError
+from telescope.inference.base import Engine
 from telescope.rollout.exchange import TRAINING, GroupTask, LaneState, Orders, Report, RunningSample
 from telescope.rollout.request_slots import GroupSlotPool, RequestSlotPool
 from telescope.rollout.sample import Environments, Rollout, RolloutTask
-from telescope.rollout.types import Engine
 
 MANY_EVENTS = 32
 """Events for which a report does not wait any longer."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +38,8 @@ class TrainSample:
     routes_LXK: np.ndarray | None = None
     """The engine's K experts of each token in each of X layers, uint8 or uint16 (`router_replay`). A token whose K
     experts are not all different has no recorded routes."""
+    payload: Any = None
+    """What belongs to its tokens besides their ids, such as images. Only a model's input looks at it; none does yet."""
 
     @property
     def length(self) -> int:
@@ -73,6 +76,8 @@ class MicroBatch:
     environments: list[str] = field(default_factory=list)
     routes_TXK: np.ndarray | None = None
     """As in `TrainSample`; None if no sample of the row has routes."""
+    payloads: list[Any] = field(default_factory=list)
+    """Of each sample, in the order of `sample_ids`."""
 
 
 @dataclass(slots=True)

@@ -190,6 +190,7 @@ def lay_out(samples: Sequence[TrainSample], pad_to_multiple_of: int = 1) -> Micr
         sample_ids=[sample.sample_id for sample in samples],
         environments=[sample.environment for sample in samples],
         routes_TXK=_routes(samples, total),
+        payloads=[sample.payload for sample in samples],
     )
 
 

@@ -116,7 +116,7 @@ def compare(
 ) -> ProbeReport:
     """Compares one engine with the sent tensors. `sent` is `SendReport.fingerprints` of all ranks.
 
-    `loaded` is the result of `telescope_fingerprints`, one mapping per worker, or None for an engine with an adapter.
+    `loaded` is what `EngineBackend.fingerprints` returned, None for an engine with an adapter.
     Logprobs are of the same tokens in the same order; both or none. `dtype` is the engine's, or its quantization.
     """
     logprobs = None

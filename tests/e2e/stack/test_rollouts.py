@@ -12,7 +12,7 @@ from tests.e2e.stack.conftest import Outcome, Stack
 from tests.e2e.stack.test_inference import client_of, request
 from transformers import AutoTokenizer
 
-from telescope.rollout.types import GenerateRequest, Generation
+from telescope.inference.base import GenerateRequest, Generation
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
@@ -78,7 +78,7 @@ async def test_stale_samples_are_aborted_and_requeued(stack: Stack) -> None:
     assert run.status.num_requeued_groups > 0
     assert run.orchestrator.ledger.is_balanced()
     client = client_of(stack)
-    assert client.num_in_flight == 0
+    assert not client._in_flight
 
 
 # A cancelled sample must not continue to generate in the engine.

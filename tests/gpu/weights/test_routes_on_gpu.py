@@ -13,8 +13,8 @@ import torch
 from tests.integration.weights.vllm_server import Server, disturb, make_model, serving
 from transformers import PreTrainedModel
 
+from telescope.inference.base import GenerateRequest, Generation
 from telescope.inference.client import EngineClient
-from telescope.rollout.types import GenerateRequest, Generation
 
 pytestmark = pytest.mark.gpu
 

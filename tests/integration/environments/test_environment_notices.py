@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from telescope.rollout.trial import notices_of, try_environments
 
 from telescope.cli.train import try_components
 from telescope.config import load_config
@@ -22,6 +21,7 @@ from telescope.orchestrator.run_components import start_environments
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus
 from telescope.record.reader import Run
+from telescope.rollout.trial import notices_of, try_environments
 
 COUNTDOWN = "countdown: dataset is 'auto', and Jiayi-Pan/Countdown-Tasks-3to4 is not available ("
 NO_ANSWER = "hendrycks_math: no completion can equal the answer of 1 of the 3 items that were checked, such as item 1, "

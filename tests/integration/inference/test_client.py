@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from tests.fakes.backend import NO_WEIGHTS
 from tests.fakes.engine import FakeEngineSettings
 from tests.fakes.server import FakeEngineServer
 
 from telescope.errors import InfrastructureError
+from telescope.inference.base import GenerateRequest
 from telescope.inference.client import EngineClient, EngineRequestError
 from telescope.inference.vllm import adapter as wire
-from telescope.rollout.types import GenerateRequest
+from telescope.weights.plan import InitInfo
 from telescope.weights.probe import compare_logprobs
 
 SLOW = {"mean_tokens": 400, "tokens_per_second": 200.0}
@@ -79,7 +82,7 @@ async def test_tokens_have_their_version_across_an_update(connect, version: str,
     await client.pause()
     waiting = asyncio.create_task(client.generate(request("waiting", max_tokens=5)))
     await client.start_update()
-    await client.update_weights({})
+    await client.update_weights(NO_WEIGHTS)
     await client.finish_update(7)
     await client.resume()
     first, second = (await running).version_spans
@@ -113,7 +116,7 @@ async def test_aborting_an_unanswered_request_ends_it_too(connect) -> None:
     await until(lambda: server.app.num_requests == 1, "arrived")
     await client.abort(["r"])
     assert (await task).finish_reason == "abort"
-    assert client.num_in_flight == 0
+    assert not client._in_flight
 
 
 async def test_cancelling_the_caller_ends_the_request_in_the_engine(connect) -> None:
@@ -124,7 +127,61 @@ async def test_cancelling_the_caller_ends_the_request_in_the_engine(connect) -> 
     with pytest.raises(asyncio.CancelledError):
         await task
     await until(lambda: server.engine.num_running == 0, "ended")
-    assert client.num_in_flight == 0
+    assert not client._in_flight
+
+
+async def test_generation_keeps_its_connection_and_a_control_call_has_its_own(connect) -> None:
+    server, client = await connect()
+    connections = server._server.server_state.connections
+    for name in "abc":
+        await client.generate(request(name))
+        assert len(connections) == 1
+    await client.pause()
+    await until(lambda: len(connections) == 1, "the control call's connection is closed")
+
+
+async def test_closing_the_client_fails_running_and_later_requests(connect) -> None:
+    server, client = await connect(**SLOW)
+    task = asyncio.create_task(client.generate(request()))
+    await until(lambda: server.engine.num_running == 1, "admitted")
+    await client.close()
+    with pytest.raises(InfrastructureError):
+        await task
+    await until(lambda: server.engine.num_running == 0, "ended in the engine")
+    with pytest.raises(InfrastructureError, match="closed"):
+        await client.generate(request("later"))
+
+
+@pytest.mark.parametrize("answer", [b"", b"no HTTP\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf"])
+async def test_an_answer_that_is_none_or_half_is_an_infrastructure_failure(answer: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        client = EngineClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "secret")
+        with pytest.raises(InfrastructureError, match="request r: "):
+            await client.generate(request())
+        await client.close()
+
+
+async def test_an_answer_across_thousands_of_syncs_has_all_its_version_spans() -> None:
+    """vLLM 0.26 has them in a header."""
+    starts = [(str(version), version) for version in range(3000)]
+
+    async def answer(_: web.Request) -> web.Response:
+        entries = {"content": [{"logprob": -1.0}] * len(starts)}
+        choice = {"token_ids": [1] * len(starts), "logprobs": entries, "finish_reason": "stop"}
+        headers = {wire.VERSION_SPANS_HEADER: wire.format_spans_header(starts)}
+        return web.json_response({"choices": [choice]}, headers=headers)
+
+    app = web.Application()
+    app.router.add_post(wire.GENERATE_ROUTE, answer)
+    async with TestServer(app) as server:
+        client = EngineClient(str(server.make_url("")), "secret")
+        assert len((await client.generate(request())).version_spans) == len(starts)
+        await client.close()
 
 
 async def test_failing_exiting_hanging_and_absent_servers_are_infrastructure_failures(connect) -> None:
@@ -206,9 +263,9 @@ async def test_a_failure_in_one_worker_fails_the_server() -> None:
     async with TestServer(app) as server:
         client = EngineClient(str(server.make_url("")).rstrip("/"), "secret", 3, num_workers=2)
         with pytest.raises(InfrastructureError, match=r"server 3 .*worker 1: the sender is gone"):
-            await client.update_weights({})
+            await client.update_weights(NO_WEIGHTS)
         failures[1] = None
-        await client.update_weights({})
+        await client.update_weights(NO_WEIGHTS)
         await client.close()
 
 
@@ -228,22 +285,22 @@ async def test_control_calls_fail_by_name(connect) -> None:
         await client.finish_update(1)
     await client.start_update()
     with pytest.raises(InfrastructureError, match=r"POST /update_weights had no answer within"):
-        await client.update_weights({})
+        await client.update_weights(NO_WEIGHTS)
 
 
 async def test_state_of_the_server_is_readable(connect) -> None:
     server, client = await connect(**SLOW)
-    assert await client.is_paused() is False
     await client.pause()
-    assert await client.is_paused() is True
+    assert server.engine.paused
     await client.resume()
     task = asyncio.create_task(client.generate(request()))
     await until(lambda: server.engine.num_running == 1, "admitted")
     assert (await client.metrics())["vllm:num_requests_running"] == 1
     await client.abort(["r"])
     await task
-    await client.init_weight_transfer({"address": "here"})
-    assert server.engine.transfer_info == [{"address": "here"}]
+    info = InitInfo("here", 1, "token", 2, "gloo", 1.0)
+    await client.init_weight_transfer(info)
+    assert server.engine.transfer_info == [asdict(info)]
     assert await client.call_worker("anything") == [{}]
     before = await client.prompt_logprobs([5, 6, 7])
     assert len(before) == 2

@@ -13,23 +13,24 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+from tests.fakes.backend import FakeBackend
 from tests.fakes.engine import FakeEngineSettings
 
 from telescope.config import TelescopeConfig, load_config
 from telescope.config.machine import listen_problem
 from telescope.errors import ConfigError
-from telescope.inference import server as server_module
 from telescope.inference.auth import SECRET_VARIABLE
+from telescope.inference.base import Address, GenerateRequest, LaunchCommand
 from telescope.inference.client import EngineClient
 from telescope.inference.engine_metrics import metrics_reader
 from telescope.inference.process import EngineProcess, group_members
 from telescope.inference.server import EngineStartError, InferenceServer, SupervisionLimits
-from telescope.inference.vllm.launch import ROUNDING_BYTES, LaunchCommand
-from telescope.inference.vllm.policy_version import REQUIRE_UPDATE_VARIABLE
-from telescope.rollout.types import GenerateRequest
+from telescope.inference.vllm import launch as launch_module
+from telescope.inference.vllm.launch import ROUNDING_BYTES
 
 SECRET = "a-secret"
 QUICK = SupervisionLimits(
@@ -52,15 +53,18 @@ def make_server(config: TelescopeConfig, tmp_path: Path) -> Iterator[Callable[..
         port = kwargs.pop("port", None) or free_port()
         encoded = msgspec.json.encode(settings or FakeEngineSettings(spawn_child=True)).decode()
 
-        def launch(restarted: bool) -> LaunchCommand:
-            arguments = [sys.executable, "-m", "tests.fakes.server", "--port", str(port)]
-            environment = {SECRET_VARIABLE: SECRET}
-            if restarted:
-                environment[REQUIRE_UPDATE_VARIABLE] = "1"
-            return LaunchCommand([*arguments, "--settings", encoded], environment)
+        def launch(*given: Any, **fields: Any) -> LaunchCommand:
+            command = FakeBackend.launch(*given, **fields)
+            return LaunchCommand([*command.arguments, "--settings", encoded], command.environment)
 
         server = InferenceServer(
-            config, 0, port, "127.0.0.1", SECRET, "model", tmp_path, limits=limits, launch=launch, **kwargs
+            config,
+            Address(0, "127.0.0.1", port, SECRET),
+            "model",
+            tmp_path,
+            limits=limits,
+            backend=launching(launch),
+            **kwargs,
         )
         servers.append(server)
         return server
@@ -68,6 +72,11 @@ def make_server(config: TelescopeConfig, tmp_path: Path) -> Iterator[Callable[..
     yield make
     for server in servers:
         server.stop()
+
+
+def launching(launch: Callable[..., LaunchCommand]) -> type[EngineClient]:
+    """Returns vLLM's backend with another command."""
+    return type("Backend", (EngineClient,), {"launch": staticmethod(launch)})
 
 
 def free_port() -> int:
@@ -92,7 +101,7 @@ def test_start_answers_and_stop_leaves_no_process(make_server) -> None:
     server = make_server()
     info = server.start()
     assert server.status().state == "ready"
-    assert info.url == f"http://127.0.0.1:{server.port}"
+    assert info.url == f"http://127.0.0.1:{server.address.port}"
     assert info.config_hash == server.config.hash
     assert len(group_members(info.pid)) == 3  # shim, engine, the engine's child
     server.stop()
@@ -131,15 +140,15 @@ def test_a_killed_server_on_a_shared_gpu_restarts_with_its_cache_size(
     script = f"{words}; import runpy; runpy.run_module('tests.fakes.server', run_name='__main__')"
     given: list[int | None] = []
 
-    def launch(_: TelescopeConfig, **fields: object) -> LaunchCommand:
+    def launch(*_: object, **fields: object) -> LaunchCommand:
         given.append(fields["kv_cache_bytes"])  # type: ignore[arg-type]
         settings = msgspec.json.encode(FakeEngineSettings()).decode()
         arguments = [sys.executable, "-c", script, "--port", str(port), "--settings", settings]
         return LaunchCommand(arguments, {SECRET_VARIABLE: SECRET})
 
-    monkeypatch.setattr(server_module, "launch_command", launch)
-    monkeypatch.setattr(server_module, "runs_on_cpu", lambda config: False)
-    server = InferenceServer(config, 0, port, "127.0.0.1", SECRET, "m", tmp_path, limits=QUICK)
+    monkeypatch.setattr(launch_module, "launch_command", launch)
+    monkeypatch.setattr(launch_module, "runs_on_cpu", lambda config: False)
+    server = InferenceServer(config, Address(0, "127.0.0.1", port, SECRET), "m", tmp_path, limits=QUICK)
     try:
         os.kill(server.start().pid, signal.SIGKILL)
         wait_for(lambda: server.status().restarts == 1 and server.status().state == "ready", "restart")
@@ -220,7 +229,12 @@ def test_an_engine_that_closed_its_port_and_lingers_is_restarted_at_once(config,
     patient = replace(QUICK, unhealthy_seconds=1000)
     command = LaunchCommand([sys.executable, "-c", STOPS_LISTENING, str(port)], {})
     server = InferenceServer(
-        config, 0, port, "127.0.0.1", SECRET, "model", tmp_path, limits=patient, launch=lambda restarted: command
+        config,
+        Address(0, "127.0.0.1", port, SECRET),
+        "model",
+        tmp_path,
+        limits=patient,
+        backend=launching(lambda *_, **__: command),
     )
     try:
         server.start()
@@ -257,7 +271,12 @@ def test_the_engines_own_error_is_the_reason_for_its_restart(
     command = LaunchCommand([sys.executable, "-c", GETS_ILL, str(port), body, str(tmp_path / "ill")], {})
     limits = replace(QUICK, max_restarts=0)
     server = InferenceServer(
-        config, 0, port, "127.0.0.1", SECRET, "model", tmp_path, limits=limits, launch=lambda restarted: command
+        config,
+        Address(0, "127.0.0.1", port, SECRET),
+        "model",
+        tmp_path,
+        limits=limits,
+        backend=launching(lambda *_, **__: command),
     )
     try:
         server.start()
@@ -299,7 +318,7 @@ def test_a_start_that_takes_too_long_is_ended(make_server) -> None:
 def test_a_port_in_use_is_refused_before_anything_starts(make_server) -> None:
     first = make_server()
     first.start()
-    second = make_server(port=first.port)
+    second = make_server(port=first.address.port)
     with pytest.raises(ConfigError, match="inference_base_port"):
         second.start()
     assert second._process is None
@@ -311,33 +330,35 @@ def test_a_port_is_reserved_when_a_server_begins_to_start(make_server) -> None:
     starting = threading.Thread(target=pytest.raises, args=(EngineStartError, first.start))
     starting.start()
     wait_for(lambda: first.status().pid is not None, "launch of the first")
-    second = make_server(port=first.port)
+    second = make_server(port=first.address.port)
     with pytest.raises(ConfigError) as failure:
         second.start()
     assert second._process is None
-    assert f"port {first.port}, which server 0 would listen on, is in use" in str(failure.value)
+    assert f"port {first.address.port}, which server 0 would listen on, is in use" in str(failure.value)
     assert "set inference_base_port for example to" in str(failure.value)
     first.stop()
     starting.join(timeout=30)
-    assert listen_problem("127.0.0.1", first.port) is None
+    assert listen_problem("127.0.0.1", first.address.port) is None
 
 
 def test_a_failed_start_releases_the_port(make_server) -> None:
     server = make_server(FakeEngineSettings(fail_start="ValueError: no"))
     with pytest.raises(EngineStartError):
         server.start()
-    assert listen_problem("127.0.0.1", server.port) is None
+    assert listen_problem("127.0.0.1", server.address.port) is None
 
 
 PARENT = """
 import json, sys, time
 from telescope.config import load_config
 from telescope.inference.server import InferenceServer
-from telescope.inference.vllm.launch import LaunchCommand
+from telescope.inference.base import Address, LaunchCommand
+from telescope.inference.client import EngineClient
 port, run_dir, command, environment = json.loads(sys.argv[1])
 config = load_config(None, ["--environments", '[{"name": "countdown"}]']).config
-launch = lambda restarted: LaunchCommand(command, environment)
-server = InferenceServer(config, 0, port, "127.0.0.1", "a-secret", "model", run_dir, launch=launch)
+class Backend(EngineClient):
+    launch = staticmethod(lambda *_, **__: LaunchCommand(command, environment))
+server = InferenceServer(config, Address(0, "127.0.0.1", port, "a-secret"), "model", run_dir, backend=Backend)
 print(server.start().pid, flush=True)
 time.sleep(600)
 """
@@ -365,7 +386,7 @@ def test_a_ready_server_reports_metrics_only_with_the_secret(make_server) -> Non
     server.start()
     names = {reading.name for reading in metrics_reader(server.metrics_text)()}
     assert "vllm:num_requests_running" in names
-    server.secret = "another"
+    server.address = replace(server.address, secret="another")
     with pytest.raises(OSError, match="401"):
         server.metrics_text()
     server.stop()

@@ -20,8 +20,8 @@ from tests.integration.weights.vllm_server import (
 )
 
 from telescope.errors import InfrastructureError
+from telescope.inference.base import GenerateRequest
 from telescope.inference.vllm.support import parse_version
-from telescope.rollout.types import GenerateRequest
 
 pytestmark = pytest.mark.e2e
 

@@ -13,8 +13,8 @@ import pytest
 from tests.integration.weights.vllm_server import Server, disturb, model_logprobs
 from transformers import Qwen2ForCausalLM
 
+from telescope.inference.base import GenerateRequest, Generation
 from telescope.inference.vllm.output_batching import BATCH_TOKENS
-from telescope.rollout.types import GenerateRequest, Generation
 
 pytestmark = pytest.mark.e2e
 

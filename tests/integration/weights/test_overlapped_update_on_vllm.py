@@ -19,7 +19,7 @@ from tests.integration.weights.vllm_server import (
 )
 
 from telescope.errors import InfrastructureError
-from telescope.rollout.types import GenerateRequest
+from telescope.inference.base import GenerateRequest
 
 pytestmark = pytest.mark.e2e
 

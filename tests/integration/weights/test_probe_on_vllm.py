@@ -17,8 +17,9 @@ from tests.integration.weights.vllm_server import (
 )
 
 from telescope.errors import InfrastructureError, RunError
+from telescope.inference.base import GenerateRequest
+from telescope.inference.vllm import adapter as wire
 from telescope.inference.vllm.support import parse_version
-from telescope.rollout.types import GenerateRequest
 
 pytestmark = pytest.mark.e2e
 
@@ -176,4 +177,4 @@ async def half_in_the_engine(server: Server) -> None:
 async def ask_on_and_on(server: Server) -> object:
     """Returns whether the engine is paused, which it cannot report while it loads weights."""
     while True:
-        await server.client.is_paused()
+        await server.client._control("GET", wire.IS_PAUSED_ROUTE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -11,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from transformers import (
 import telescope
 from telescope.config import load_config
 from telescope.config.machine import visible_gpu_memory
+from telescope.inference.base import Address
 from telescope.inference.client import EngineClient
 from telescope.inference.process import EngineProcess
 from telescope.inference.vllm.launch import WORKER_EXTENSION, launch_command
@@ -145,8 +145,8 @@ def model_logprobs(model: PreTrainedModel, token_ids: list[int]) -> list[float]:
     return logits_LV.log_softmax(-1).gather(1, tokens_L[1:, None])[:, 0].tolist()
 
 
-def in_background(update: UpdateInfo) -> dict[str, Any]:
-    return replace(update, background=True).to_dict()
+def in_background(update: UpdateInfo) -> UpdateInfo:
+    return replace(update, background=True)
 
 
 @dataclass
@@ -204,9 +204,7 @@ class Server:
         version = self.vllm_version = version_of(interpreter)
         command = launch_command(
             config,
-            host="127.0.0.1",
-            port=port,
-            secret="s" * 32,
+            Address(0, "127.0.0.1", port, "s" * 32),
             model=str(self.folder),
             directory=self.folder,
             vllm_version=version,
@@ -246,9 +244,7 @@ class Server:
         )
 
         async def both() -> None:
-            await asyncio.gather(
-                asyncio.to_thread(self.sender.connect, 0), self.client.init_weight_transfer(asdict(info))
-            )
+            await asyncio.gather(asyncio.to_thread(self.sender.connect, 0), self.client.init_weight_transfer(info))
 
         self.run(both())
         self.modes = self.run(self.client.call_worker("telescope_transfer_mode"))
@@ -317,7 +313,7 @@ class Server:
         await self.client.pause("keep", drop_caches=drop_caches)
         await self.client.start_update()
         send = asyncio.to_thread(self.sender.send, checkpoint_tensors(self.model), update, [0], fingerprints=True)
-        report, _ = await asyncio.gather(send, self.client.update_weights(update.to_dict()))
+        report, _ = await asyncio.gather(send, self.client.update_weights(update))
         await self.client.finish_update(update.version)
         await self.client.resume()
         assert report.errors == {}
@@ -328,7 +324,7 @@ class Server:
 
         async def go() -> SendReport:
             send = asyncio.to_thread(self.sender.send, weights, update, [0], fingerprints=True)
-            begin = self.client.call_worker("telescope_begin_background", [json.dumps(in_background(update))])
+            begin = self.client.begin_background(in_background(update))
             report, _ = await asyncio.gather(send, begin)
             return report
 
@@ -347,7 +343,7 @@ class Server:
     def probe(self, report: SendReport) -> ProbeReport:
         return compare(
             sent=report.fingerprints,
-            loaded=self.run(self.client.call_worker("telescope_fingerprints")),
+            loaded=self.run(self.client.fingerprints()),
             trainer_logprobs=model_logprobs(self.model, PROBE_TOKENS),
             engine_logprobs=self.run(self.client.prompt_logprobs(PROBE_TOKENS)),
             dtype=self.dtype,
@@ -391,9 +387,7 @@ class Server:
             once_paused()
             await self.client.start_update()
             send = asyncio.to_thread(self.sender.send, half(), update, [0])
-            failure, report = await asyncio.gather(
-                self.client.update_weights(update.to_dict()), send, return_exceptions=True
-            )
+            failure, report = await asyncio.gather(self.client.update_weights(update), send, return_exceptions=True)
             assert isinstance(report, SendReport)
             return failure, report
 

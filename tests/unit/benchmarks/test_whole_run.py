@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from telescope.inference.base import GenerateRequest
 from telescope.inference.vllm.step_meter import StepReading
-from telescope.rollout.types import GenerateRequest
 
 
 def series(*readings: tuple[float, float, int, int]) -> Any:

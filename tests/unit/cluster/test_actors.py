@@ -20,6 +20,7 @@ from telescope.cluster.ray_cluster import runtime_environment
 from telescope.cluster.reaper import MARK_VARIABLE, Reaper
 from telescope.config import TelescopeConfig
 from telescope.errors import ConfigError, InfrastructureError, RunError
+from telescope.inference.base import Address
 from telescope.inference.server import EngineStartError
 from telescope.trainer import worker
 
@@ -71,7 +72,7 @@ def test_a_rank_has_its_interface_before_torch_meets_the_others(
 def test_vllm_inherits_the_interface_of_its_actor_and_advertises_the_nodes_address(
     on_a_node: None, tmp_path: Path, loopback: bool, expected: str
 ) -> None:
-    actor = InferenceActor(CONFIG.to_json(), 0, "0.0.0.0", 18890, "secret", "m", str(tmp_path), None, loopback)
+    actor = InferenceActor(CONFIG.to_json(), Address(0, "0.0.0.0", 18890, "secret"), str(tmp_path), loopback)
     assert interfaces() == {expected}
     assert actor._server.url == "http://10.0.0.4:18890"
 

@@ -87,10 +87,10 @@ def test_the_end_of_a_turn_is_found_in_every_released_template_on_any_tokenizer(
     names = sorted(set(released.chat_template_names()) - NO_TEXT_MESSAGES)
     templates = {name: released.chat_template(name) for name in names}
     tokenizer = copy.deepcopy(released.tokenizer("qwen3"))
-    tokenizer.add_special_tokens({"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"})
+    tokenizer.bos_token = tokenizer.eos_token = "<|endoftext|>"
     if has_tokens:
         written = re.findall(r"<[|\uff5c]?[\w\u2581]+[|\uff5c]?>", "".join(templates.values()))
-        tokenizer.add_tokens(sorted(set(written)), special_tokens=True)
+        tokenizer.backend_tokenizer.add_special_tokens(sorted(set(written)))
     for name, template in templates.items():
         end = ENDS.get(name, "<|im_end|>")
         made = Renderer(RendererSpec(name, chat_template=template), copy.copy(tokenizer))

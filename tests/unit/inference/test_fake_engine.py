@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.fakes.app import AnswerWriter
 from tests.fakes.engine import FakeEngine, FakeEngineSettings, FakeRequest
 
+from telescope.inference.base import Generation
 from telescope.inference.vllm import adapter as wire
-from telescope.rollout.types import Generation
 
 
 async def sample(engine: FakeEngine, name: str, *, seed: int | None = 1, max_tokens: int = 10_000) -> FakeRequest:

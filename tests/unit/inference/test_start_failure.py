@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from telescope.inference.process import NUM_LINES, error_lines, start_failure
+from telescope.inference.vllm.start_log import NUM_LINES, error_lines, start_failure
 
 LOG = Path("/runs/demo/logs/inference-0.log")
 BANNER = "(APIServer pid=28802) INFO 11-21 18:36:17 [api_utils.py:347]   \u2588\u2584\u2588\u2580 version 0.32.0\r"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from telescope.inference.process import start_stage
+from telescope.inference.vllm.start_log import FIRST_STAGE, start_stage
 
 
 @pytest.mark.parametrize(
@@ -25,5 +25,5 @@ def test_lines_without_a_stage_are_skipped():
     lines = ["INFO Loading weights took 0.03 seconds", "WARNING Enforce eager set, disabling torch.compile, CUDAGraphs",
              "WARNING something odd about __init__.py:12]", "  ^^^^^"]  # fmt: skip
     assert start_stage(lines) == "weights loaded"
-    assert start_stage(lines[1:]) is None
-    assert start_stage([]) is None
+    assert start_stage(lines[1:], "compiling") == "compiling"
+    assert start_stage([]) == FIRST_STAGE

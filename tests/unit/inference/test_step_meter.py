@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from telescope.inference.base import METRICS_ROUTE
 from telescope.inference.engine_metrics import parse
-from telescope.inference.vllm import adapter as wire
 from telescope.inference.vllm.step_meter import (
     StepMeter,
     StepMetricsMiddleware,
@@ -166,7 +166,7 @@ async def test_metrics_include_the_meter_and_vllms_own(tmp_path: Path) -> None:
     meter.scheduled()
     clock.advance(1.5)
     meter.finished(64, running=1)
-    for route in (wire.METRICS_ROUTE, wire.METRICS_ROUTE + "/"):  # vLLM redirects one to the other
+    for route in (METRICS_ROUTE, METRICS_ROUTE + "/"):  # vLLM redirects one to the other
         headers, body = await through_middleware(tmp_path / "steps", route)
         assert headers[b"content-length"] == str(len(body)).encode()
         values = {reading.name: reading.value for reading in parse(body.decode(), 0.0)}
@@ -179,7 +179,7 @@ async def test_metrics_include_the_meter_and_vllms_own(tmp_path: Path) -> None:
 
 async def test_without_a_meter_and_on_other_routes_answers_pass_through(tmp_path: Path) -> None:
     StepMeter(tmp_path / "steps")
-    for path, route in ((None, wire.METRICS_ROUTE), (tmp_path / "none", wire.METRICS_ROUTE), (tmp_path / "steps", "/")):
+    for path, route in ((None, METRICS_ROUTE), (tmp_path / "none", METRICS_ROUTE), (tmp_path / "steps", "/")):
         assert await through_middleware(path, route) == (
             {b"content-type": b"text/plain", b"content-length": b"17"},
             b"vllm:x_total 1.0\n",

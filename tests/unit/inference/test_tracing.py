@@ -12,8 +12,14 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from telescope.inference.vllm.request_tracing import TraceReceiver, read_traces, request_rows, why_not_available
-from telescope.rollout.types import RequestId, parse_request_id
+from telescope.inference.base import RequestId, parse_request_id
+from telescope.inference.request_tracing import (
+    TraceReceiver,
+    read_traces,
+    request_rows,
+    trace_environment,
+    why_not_available,
+)
 
 MESSAGE = (Path(__file__).parent / "traces" / "0.32.pb").read_bytes()
 TIMES = {
@@ -38,7 +44,7 @@ def receiver(rows: list[dict[str, Any]]) -> Iterator[TraceReceiver]:
 def send(receiver: TraceReceiver, body: bytes, authorization: str | None = None, path: str | None = None) -> int:
     """Post as an exporter does; returns the status."""
     target = receiver.target
-    headers = dict(pair.split("=") for pair in [target.environment(0)["OTEL_EXPORTER_OTLP_TRACES_HEADERS"]])
+    headers = dict(pair.split("=") for pair in [trace_environment(target, 0)["OTEL_EXPORTER_OTLP_TRACES_HEADERS"]])
     connection = http.client.HTTPConnection(urlsplit(target.url).netloc, timeout=30)
     try:
         given = {"authorization": authorization if authorization is not None else unquote(headers["authorization"])}

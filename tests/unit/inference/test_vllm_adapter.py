@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telescope.errors import InfrastructureError, UserError
+from telescope.inference.base import GenerateRequest, Generation, error_message
 from telescope.inference.vllm import adapter as wire
 from telescope.inference.vllm import support
-from telescope.rollout.types import GenerateRequest, Generation
 
 ANSWERS = Path(__file__).parent / "answers"
 VERSIONS = ("0.26", "0.32")
@@ -74,7 +74,7 @@ def test_recorded_prompt_logprobs_are_those_of_the_prompt(version: str) -> None:
 @pytest.mark.parametrize(("name", "words"), [("bad_request", "out of vocabulary"), ("server_error", "no_such_method")])
 def test_recorded_errors_show_the_servers_own_words(version: str, name: str, words: str) -> None:
     body, _, _ = recorded(version, name)
-    assert words in wire.error_message(body)
+    assert words in error_message(body)
 
 
 def test_request_carries_what_reproducibility_needs() -> None:

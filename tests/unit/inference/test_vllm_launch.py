@@ -15,11 +15,15 @@ from telescope.config import TelescopeConfig, load_config
 from telescope.config.model_shape import ModelShape
 from telescope.errors import ConfigError, UserError
 from telescope.inference.auth import SECRET_VARIABLE
+from telescope.inference.base import Address, LaunchCommand
 from telescope.inference.vllm.engine_health import CALL_LIMIT_VARIABLE, STEP_LIMIT_VARIABLE
-from telescope.inference.vllm.launch import LaunchCommand, hint_for, kv_cache_gib, launch_command, shape_of
+from telescope.inference.vllm.launch import kv_cache_gib, launch_command, shape_of
 from telescope.inference.vllm.plugin import TRANSFER_VARIABLE
 from telescope.inference.vllm.policy_version import REQUIRE_UPDATE_VARIABLE
+from telescope.inference.vllm.start_log import hint_for
 from telescope.inference.vllm.step_meter import STEP_METER_VARIABLE
+
+ADDRESS = Address(0, "127.0.0.1", 8100, "a-run-secret")
 
 
 def config(**fields: Any) -> TelescopeConfig:
@@ -32,9 +36,7 @@ def config(**fields: Any) -> TelescopeConfig:
 def launch(directory: Path, version: str = "0.32.0", *, on_cpu: bool = True, restarted: bool = False, **fields: Any):
     return launch_command(
         config(**fields),
-        host="127.0.0.1",
-        port=8100,
-        secret="a-run-secret",
+        ADDRESS,
         model="/models/m",
         directory=directory,
         vllm_version=version,
@@ -46,9 +48,7 @@ def launch(directory: Path, version: str = "0.32.0", *, on_cpu: bool = True, res
 def launch_on_gpu(directory: Path, model: str, memory_bytes: int | None, **fields: Any) -> LaunchCommand:
     return launch_command(
         config(**fields),
-        host="127.0.0.1",
-        port=8100,
-        secret="a-run-secret",
+        ADDRESS,
         model=model,
         directory=directory,
         vllm_version="0.26.0",

@@ -13,6 +13,7 @@ from tests.unit.rollout.fakes import generation, tick
 from telescope.config import TelescopeConfig
 from telescope.environments.types import Advance, EnvironmentInfo, PreparedPrompt, RewardRecord
 from telescope.errors import InfrastructureError
+from telescope.inference.base import GenerateRequest, Generation
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.orchestrator import AfterStep, Orchestrator, Services
 from telescope.orchestrator.prompt_sampler import PromptSampler
@@ -20,7 +21,6 @@ from telescope.orchestrator.run_state import RunState
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import Supervisor
 from telescope.rollout.sample import RolloutSettings
-from telescope.rollout.types import GenerateRequest, Generation
 from telescope.trainer.batch import StepInput, StepResult
 
 

@@ -7,7 +7,6 @@ how long each thing takes, and when servers exit. `Simulation.check` compares a 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -15,12 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
-from tests.fakes.engine import AnswerFunction, FakeEngine, FakeEngineSettings, FakeRequest
+from tests.fakes.backend import FakeBackend
+from tests.fakes.engine import AnswerFunction, FakeEngineSettings, FakeRequest
 from tests.unit.orchestrator.fakes import StrictRecorder, pool_of
 
 from telescope.config import TelescopeConfig
 from telescope.environments.types import Advance, EnvironmentInfo, FirstPrompt, PreparedPrompt, RewardRecord
 from telescope.errors import EnvironmentFailure, InfrastructureError, RolloutLost
+from telescope.inference.base import GenerateRequest, Generation
 from telescope.orchestrator.async_window import MAX_REQUEUES
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.groups import Group
@@ -31,7 +32,6 @@ from telescope.orchestrator.supervision import Supervisor
 from telescope.rollout.exchange import Orders, Report, WorkerLost
 from telescope.rollout.sample import Rollout, RolloutSettings
 from telescope.rollout.trajectory import Trajectory
-from telescope.rollout.types import GenerateRequest, Generation
 from telescope.rollout.worker import RolloutWorker
 from telescope.trainer.batch import StepInput, StepResult
 
@@ -65,74 +65,40 @@ class Pace:
     """(time, worker)."""
 
 
-class SimulatedServer:
+class SimulatedServer(FakeBackend):
     """One server: a fake engine with exits and restarts. `answer` is its answer; None samples it from the pace."""
 
     def __init__(self, index: int, pace: Pace, rng: random.Random, answer: AnswerFunction | None = None) -> None:
-        self.index = index
-        self.loaded_version = 0
+        super().__init__(index, FakeEngineSettings(tokens_per_second=pace.tokens_per_second), answer or self._drawn)
         self.alive = True
         self.aborted: set[str] = set()
         self.num_tokens_answered = 0
         """Tokens in all answers that reached the driver."""
         self._pace = pace
         self._rng = rng
-        self._settings = FakeEngineSettings(tokens_per_second=pace.tokens_per_second)
-        self._answer = answer or self._drawn_answer
-        self._fresh()
 
-    def _fresh(self) -> None:
-        self.engine = FakeEngine(self._settings, self._answer)
-        self.engine.label = str(self.loaded_version)
-
-    def _drawn_answer(self, request: FakeRequest) -> list[int]:
+    def _drawn(self, request: FakeRequest) -> list[int]:
         return [self._rng.randrange(2, 100) for _ in range(self._rng.randint(*self._pace.tokens))]
 
     async def generate(self, request: GenerateRequest) -> Generation:
         if not self.alive or self._rng.random() < self._pace.engine_failures:
             await asyncio.sleep(0.01)
-            raise InfrastructureError(f"server {self.index} is gone")
-        engine, ids = self.engine, request.request_id
-        assert ids not in engine.salts, "a request id is never used twice"
-        running = engine.submit(ids, request.prompt_token_ids, request.max_tokens, request.seed, request.priority, None)
+            raise InfrastructureError(f"server {self.server_index} is gone")
         if self._pace.own_aborts and self._rng.random() < self._pace.own_aborts:
-            asyncio.get_running_loop().call_later(self._rng.uniform(0.0, 2.0), engine.abort, [ids])
-        try:
-            reason = await running.done
-        finally:
-            engine.abort([ids])
-        if reason == "exited":
-            raise InfrastructureError(f"server {self.index} exited")
-        count = running.num_tokens
-        self.num_tokens_answered += count
-        tokens = (running.answer or [])[:count]
-        starts = [*running.versions, ("", count)]
-        spans = [
-            (int(label), min(start, count), min(end, count))
-            for (label, start), (_, end) in itertools.pairwise(starts)
-            if min(start, count) < min(end, count)
-        ]
-        return Generation(
-            np.array(tokens, dtype=np.int32), np.full(count, -0.5, np.float32), reason, spans, self.index
-        )  # fmt: skip
+            when = self._rng.uniform(0.0, 2.0)
+            asyncio.get_running_loop().call_later(when, self.engine.abort, [request.request_id])
+        generation = await super().generate(request)
+        self.num_tokens_answered += len(generation.token_ids_N)
+        return generation
 
     async def abort(self, request_ids: list[str]) -> None:
         await asyncio.sleep(0.01)
         self.aborted.update(request_ids)
-        self.engine.abort(request_ids)
+        await super().abort(request_ids)
 
     def die(self) -> None:
         self.alive = False
-        for request in list(self.engine.requests.values()):
-            if request.timer is not None:
-                request.timer.cancel()
-            if not request.done.done():
-                request.done.set_result("exited")
-        self._fresh()
-
-    def update(self, version: int) -> None:
-        self.engine.finish_update(str(version))
-        self.loaded_version = version
+        self.restart()
 
 
 class SimulatedEnvironment:
@@ -223,12 +189,12 @@ class SimulatedTrainer:
 
     async def sync(self) -> dict[str, float]:
         for server in self.servers:
-            server.engine.pause("keep")
+            await server.pause()
         await asyncio.sleep(self.pace.sync)
         self.version += 1
         for server in self.servers:
-            server.update(self.version)
-            server.engine.resume()
+            await server.finish_update(self.version)
+            await server.resume()
         return {}
 
 
@@ -332,7 +298,7 @@ class Simulation:
         server.die()
         await asyncio.sleep(away)
         server.alive = True
-        server.update(self.trainer.version)
+        await server.finish_update(self.trainer.version)
         self.slots.set_up(index, True)
 
     async def run(self) -> None:

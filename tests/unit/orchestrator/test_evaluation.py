@@ -17,13 +17,13 @@ from telescope.environments.types import Advance, EnvironmentInfo, FirstPrompt, 
 from telescope.errors import ConfigError, EnvironmentFailure
 from telescope.evals.entries import environment_keys
 from telescope.evals.runner import SamplesFile
+from telescope.inference.base import GenerateRequest
 from telescope.orchestrator.evaluation import Evaluation, plan_evals
 from telescope.orchestrator.servers import ServerPool
 from telescope.orchestrator.status import RunStatus
 from telescope.rollout.exchange import TRAINING
 from telescope.rollout.pool import RolloutPool
 from telescope.rollout.sample import RolloutSettings, request_seed
-from telescope.rollout.types import GenerateRequest
 from telescope.rollout.worker import RolloutWorker
 
 

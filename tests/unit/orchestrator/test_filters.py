@@ -13,10 +13,10 @@ from tests.unit.orchestrator.in_memory import InMemoryRun
 
 from telescope.environments.types import Advance, EnvironmentInfo, RewardRecord
 from telescope.errors import ConfigError, RunError
-from telescope.orchestrator.filters import SampleFilters, check_reward_ranges, compression_ratio
+from telescope.orchestrator.filters import SampleFilters, check_reward_ranges
 from telescope.orchestrator.groups import Signal, form_batch
 from telescope.orchestrator.record_rows import sample_row
-from telescope.rollout.trajectory import Trajectory
+from telescope.rollout.trajectory import Trajectory, compression_ratio
 
 NO_SCALE = (None, None)
 
@@ -27,7 +27,7 @@ def filters(vocab_size: int = 1000, **fields: object) -> SampleFilters:
 
 def with_text(text: str) -> Trajectory:
     made = sample()
-    made.turns[0].text = text
+    made.turns[0].text, made.compression_ratio = text, compression_ratio(text)
     return made
 
 

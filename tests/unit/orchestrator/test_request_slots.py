@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from tests.unit.orchestrator.fakes import config_of
 
 from telescope.errors import DeadlineExceeded
-from telescope.rollout.request_slots import GroupSlotPool, RequestSlotPool, share_slots, slots_per_server
-from telescope.rollout.types import Lease
+from telescope.rollout.request_slots import GroupSlotPool, Lease, RequestSlotPool, share_slots, slots_per_server
 
 
 def pool(*capacities: int) -> RequestSlotPool:
@@ -157,6 +156,12 @@ def test_workers_share_slots_in_whole_groups(capacities: list[int], num_workers:
         assert min(slots for share in shares for slots in share if slots) >= min(
             2 * group_size, min(filter(None, capacities))
         )
+    if sum(min(num_workers, capacity // (2 * group_size)) for capacity in capacities) >= 2 * num_workers:
+        assert all(sum(map(bool, share)) >= 2 for share in shares), "a server that is down idles no worker"
+
+
+def test_workers_have_few_servers_with_many_slots() -> None:
+    assert share_slots([64] * 4, 4, 8) == [[32, 0, 32, 0], [32, 0, 32, 0], [0, 32, 0, 32], [0, 32, 0, 32]]
 
 
 async def test_a_group_slot_is_shared_by_its_samples_and_released_by_the_last() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from tests.fakes.backend import FakeBackend
 from tests.unit.orchestrator.fakes import config_of
 
 from telescope.errors import InfrastructureError
@@ -85,11 +85,11 @@ class FakeTrainer:
         return LOGPROBS
 
 
-class FakeClient:
+class FakeClient(FakeBackend):
     """One engine. It fails at the stage `fails_at`; `loaded` are the fingerprints that its worker reports."""
 
     def __init__(self, index: int, calls: list[Any]) -> None:
-        self.index = index
+        super().__init__(index)
         self.calls = calls
         self.fails_at: str | None = None
         self.hangs_at: str | None = None
@@ -103,25 +103,25 @@ class FakeClient:
         self.background = False
 
     async def _at(self, stage: str, *what: Any) -> None:
-        self.calls.append((stage, self.index, *what))
+        self.calls.append((stage, self.server_index, *what))
         await asyncio.sleep(0)
         if stage == self.hangs_at:
             await asyncio.Event().wait()
         if stage == self.fails_at:
-            raise InfrastructureError(f"server {self.index} broke at {stage}")
+            raise InfrastructureError(f"server {self.server_index} broke at {stage}")
 
-    async def init_weight_transfer(self, info: dict[str, Any]) -> None:
+    async def init_weight_transfer(self, info: InitInfo) -> None:
         await self._at("init")
 
-    async def pause(self, mode: str, *, drop_caches: bool) -> None:
+    async def pause(self, mode: str = "keep", *, drop_caches: bool = False) -> None:
         await self._at("pause", mode, drop_caches)
         self.paused = True
 
     async def start_update(self) -> None:
         await self._at("start")
 
-    async def update_weights(self, body: dict[str, Any]) -> None:
-        assert self.paused or body["background"]
+    async def update_weights(self, update: UpdateInfo) -> None:
+        assert self.paused or update.background
         await self._at("receive")
 
     async def finish_update(self, version: int) -> None:
@@ -131,16 +131,16 @@ class FakeClient:
         await self._at("resume")
         self.paused = False
 
-    async def call_worker(self, method: str, args: list[str] | None = None) -> list[Any]:
-        if method == "telescope_transfer_mode":
-            await self._at("mode")
-            return [{"background": True}, {"background": self.background, "reason": "its layers are packed"}]
-        if method == "telescope_begin_background":
-            assert not self.paused
-            assert json.loads((args or [""])[0])["background"]
-            await self._at("begin")
-            return [{"started": True}]
-        await self._at("fingerprints", *(args or []))
+    async def transfer_mode(self) -> str | None:
+        await self._at("mode")
+        return None if self.background else "its layers are packed"
+
+    async def begin_background(self, update: UpdateInfo) -> None:
+        assert not self.paused and update.background
+        await self._at("begin")
+
+    async def fingerprints(self, initial: UpdateInfo | None = None) -> list[dict[str, Any]]:
+        await self._at("fingerprints", *([initial] if initial else []))
         return [self.loaded]
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
@@ -163,11 +163,10 @@ class Bench:
         self.clients = [FakeClient(index, self.calls) for index in range(self.num_servers)]
         self.up = list(range(self.num_servers))
         trainer: Any = self.trainer
-        clients: Any = self.clients
         self.weights = WeightSync(
             config_of(**self.fields),
             trainer,
-            clients,
+            self.clients,
             loopback=True,
             engines_up=lambda: list(self.up),
             on_failure=self.failed,

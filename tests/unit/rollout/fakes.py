@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from telescope.environments.types import Advance, FirstPrompt, RewardRecord
 from telescope.errors import EnvironmentFailure, InfrastructureError
+from telescope.inference.base import GenerateRequest, Generation
+from telescope.rollout.request_slots import Lease
 from telescope.rollout.sample import Rollout, RolloutSettings, RolloutTask, SamplingSettings
 from telescope.rollout.trajectory import Trajectory
-from telescope.rollout.types import GenerateRequest, Generation, Lease
 
 
 def generation(tokens: list[int], *, version: int = 0, finish_reason: str = "stop", spans: Any = None) -> Generation:
@@ -164,7 +165,6 @@ def settings(**changes: Any) -> RolloutSettings:
         "free_lane_after_generation": True,
         "slot_timeout": 5.0,
         "max_infrastructure_retries": 3,
-        "priority_by_turn": False,
     }
     return RolloutSettings(sampling=sampling, **{**defaults, **changes})
 
@@ -184,13 +184,14 @@ class Bench:
     environments: FakeEnvironments = field(default_factory=FakeEnvironments)
     slots: FakeLanes = field(default_factory=FakeLanes)
     failures: list[tuple[int, str]] = field(default_factory=list)
+    payload: Any = None
 
     def on_engine_failure(self, server: int, error: InfrastructureError) -> None:
         self.failures.append((server, str(error)))
 
     async def run(self, prompt: list[int] | None = None, *, turns: bool = False, **changes: Any) -> Trajectory:
         return await Rollout(
-            task(prompt, turns=turns),
+            replace(task(prompt, turns=turns), payload=self.payload),
             slot_key=5,
             slots=self.slots,
             engine_of=lambda server: self.engine,

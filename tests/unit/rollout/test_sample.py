@@ -24,10 +24,12 @@ from tests.unit.rollout.fakes import settings as sample_settings
 from telescope.config import TelescopeConfig
 from telescope.environments.types import Advance
 from telescope.errors import DeadlineExceeded, EnvironmentFailure, InfrastructureError, RolloutLost
+from telescope.inference.base import Generation, parse_request_id
 from telescope.rollout.request_slots import RequestSlotPool
 from telescope.rollout.sample import MAX_INFRASTRUCTURE_RETRIES, Rollout, RolloutSettings, request_seed
 from telescope.rollout.stops import Stops
-from telescope.rollout.types import Generation, parse_request_id
+from telescope.rollout.trajectory import compression_ratio
+from telescope.trainer.packing import lay_out, untrained_sample
 
 DEAD = InfrastructureError("the server is gone")
 
@@ -38,6 +40,7 @@ async def test_a_sample_is_generated_and_scored() -> None:
     assert sample.reward is not None
     assert (sample.total_reward, sample.failure_kind) == (1.0, None)
     assert sample.completion_text == "text"
+    assert sample.compression_ratio == compression_ratio("text")
     assert sample.started_at <= sample.generated_at <= sample.finished_at
     request = bench.engine.requests[0]
     assert (request.request_id, request.prompt_token_ids, request.seed) == (
@@ -48,6 +51,13 @@ async def test_a_sample_is_generated_and_scored() -> None:
     assert (request.temperature, request.top_p, request.priority) == (0.7, None, 0)
     assert bench.environments.calls == [("arithmetic#1", 3, [7, 8], "stop", False)]
     assert bench.slots.num_leased == 0
+
+
+async def test_a_payload_passes_untouched_from_the_task_to_request_and_micro_batch() -> None:
+    bench = Bench(payload=object())
+    [sample] = (await bench.run()).to_train_samples()
+    assert bench.engine.requests[0].payload is bench.payload
+    assert lay_out([sample, untrained_sample("other", np.arange(3))]).payloads == [bench.payload, None]
 
 
 async def test_an_eval_asks_the_environment_for_its_eval_metrics() -> None:
@@ -331,9 +341,9 @@ async def test_a_prompt_that_fills_the_context_masks_the_sample() -> None:
     assert bench.slots.num_leased == 0
 
 
-async def test_priorities_follow_turns_when_the_engine_sorts_by_them() -> None:
+async def test_priorities_follow_turns() -> None:
     bench = Bench(environments=FakeEnvironments([Advance(False, [20], "first", None)]))
-    await bench.run(turns=True, priority_by_turn=True)
+    await bench.run(turns=True)
     assert [request.priority for request in bench.engine.requests] == [0, 1]
 
 
@@ -466,7 +476,6 @@ def test_settings_of_a_run_come_from_its_config() -> None:
     built = RolloutSettings.from_config(config, Stops([7], ["end"]))
     assert (built.sampling.stops.token_ids, built.sampling.stops.texts) == ([7], ["end"])
     assert (built.sampling.temperature, built.sampling.max_tokens, built.sampling.max_context) == (0.7, 12, 99)
-    assert built.priority_by_turn
     assert not built.free_lane_after_generation
     assert not built.for_eval
     assert built.max_infrastructure_retries == MAX_INFRASTRUCTURE_RETRIES

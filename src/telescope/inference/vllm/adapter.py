@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 
 from telescope.errors import InfrastructureError
-from telescope.rollout.types import GenerateRequest, Generation
+from telescope.inference.base import GenerateRequest, Generation
 from telescope.utils.frames import pack_frame, split_frame
 
 GENERATE_ROUTE = "/inference/v1/generate"
@@ -37,9 +37,6 @@ PAUSE_ROUTE = "/pause"
 RESUME_ROUTE = "/resume"
 ABORT_ROUTE = "/abort_requests"
 IS_PAUSED_ROUTE = "/is_paused"
-HEALTH_ROUTE = "/health"
-METRICS_ROUTE = "/metrics"
-VERSION_ROUTE = "/version"
 INIT_TRANSFER_ROUTE = "/init_weight_transfer_engine"
 START_UPDATE_ROUTE = "/start_weight_update"
 UPDATE_WEIGHTS_ROUTE = "/update_weights"
@@ -332,17 +329,3 @@ def parse_prompt_logprobs(body: bytes, token_ids: list[int]) -> list[float]:
         return [(logprobs or {})[str(token_id)].logprob for logprobs, token_id in pairs]
     except KeyError as error:
         raise InfrastructureError(f"no logprob of the prompt's token {error} in the engine's answer") from None
-
-
-def error_message(body: bytes) -> str:
-    """Returns the readable part of vLLM's or Starlette's error answer."""
-    try:
-        decoded = msgspec.json.decode(body)
-    except msgspec.DecodeError:
-        return body[:500].decode("utf-8", "replace")
-    if isinstance(decoded, dict):
-        error = decoded.get("error", decoded.get("detail", decoded))
-        if isinstance(error, dict):
-            error = error.get("message", error)
-        return str(error)
-    return str(decoded)

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from telescope.inference.auth import Application, Message, Receive, Scope, Send, answer_json
+from telescope.inference.base import HEALTH_ROUTE
 from telescope.inference.vllm import adapter as wire
 
 POLL_SECONDS = 0.25
@@ -126,7 +127,7 @@ class EngineHangMiddleware:
                 self._num_calls -= 1
                 if self._sent_in_call:
                     self._silent = 0.0  # the next step gets its full time
-        elif scope["path"] == wire.HEALTH_ROUTE and (silent := self._poll(engine)) > self._limit:
+        elif scope["path"] == HEALTH_ROUTE and (silent := self._poll(engine)) > self._limit:
             field = STEP_FIELD if self._limit == self._step_limit else CALL_FIELD
             words = f"the engine process is running but has not responded for {silent:.0f} s ({field})"
             await answer_json(503, f'{{"error":{{"message":"{words}","code":503}}}}'.encode(), send)

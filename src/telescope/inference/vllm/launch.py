@@ -1,7 +1,7 @@
 """Builds the command and environment of a vLLM process.
 
-Owns every flag and environment variable that Telescope passes to vLLM, per supported version, and hints for failed
-starts. Pure except for reading the model's `config.json`; `server` runs the result. The run's secret travels in the
+Owns every flag and environment variable that Telescope passes to vLLM, per supported version. `launch_command` is
+pure except for reading the model's `config.json`; `server` runs the result. The run's secret travels in the
 environment only.
 
 A server that shares its GPU starts alone on it, and vLLM sizes its KV cache from what it measures under
@@ -19,13 +19,13 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from telescope.config import TelescopeConfig
 from telescope.config.lora import SERVED_RANKS
+from telescope.config.machine import visible_gpu_memory
 from telescope.config.memory import (
     CUDA_CONTEXT_BYTES,
     ENGINE_WORKSPACE_BYTES,
@@ -38,12 +38,19 @@ from telescope.config.memory import (
 from telescope.config.model_shape import ModelShape, known_shape
 from telescope.errors import ConfigError
 from telescope.inference.auth import SECRET_VARIABLE
+from telescope.inference.base import Address, LaunchCommand
+from telescope.inference.request_tracing import trace_environment
 from telescope.inference.vllm.engine_health import CALL_LIMIT_VARIABLE, STEP_LIMIT_VARIABLE
 from telescope.inference.vllm.plugin import TRANSFER_VARIABLE
 from telescope.inference.vllm.policy_version import REQUIRE_UPDATE_VARIABLE
-from telescope.inference.vllm.request_tracing import TraceTarget
 from telescope.inference.vllm.step_meter import STEP_METER_VARIABLE, meter_path
-from telescope.inference.vllm.support import ROUTES_BY_V2_SINCE, check_routes, check_supported, is_cpu_build
+from telescope.inference.vllm.support import (
+    ROUTES_BY_V2_SINCE,
+    check_routes,
+    check_supported,
+    installed_version,
+    is_cpu_build,
+)
 
 SCALE_OUT_FLAG_SINCE = (0, 30)
 """`--enable-scale-out` opens the token-in-token-out route since 0.30; before, an environment variable did."""
@@ -71,14 +78,6 @@ HANG_TIMEOUT_SECONDS = {"cuda": 300.0, "cpu": 600.0}
 prompt is prefilled whole: 8,192 tokens of a 1.5B model take some 300 s at 80 GFLOP/s."""
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchCommand:
-    """Arguments of a process, and what is added to its environment."""
-
-    arguments: list[str]
-    environment: dict[str, str]
-
-
 def runs_on_cpu(config: TelescopeConfig) -> bool:
     """Returns whether the engine computes on the CPU. `device` decides, or else the installed build of vLLM."""
     if config.device != "auto":
@@ -86,38 +85,69 @@ def runs_on_cpu(config: TelescopeConfig) -> bool:
     return is_cpu_build()
 
 
-def hang_timeout(config: TelescopeConfig, *, on_cpu: bool) -> float:
+def hang_timeout(config: TelescopeConfig, *, on_cpu: bool | None = None) -> float:
     """Returns seconds without a response after which an engine is restarted."""
+    on_cpu = runs_on_cpu(config) if on_cpu is None else on_cpu
     return config.inference_hang_timeout_seconds or HANG_TIMEOUT_SECONDS["cpu" if on_cpu else "cuda"]
+
+
+def start_command(
+    config: TelescopeConfig, address: Address, *, model: str, directory: Path, earlier_log: Sequence[str] | None
+) -> LaunchCommand:
+    """Returns the command that starts one server on this machine. `EngineBackend.launch`."""
+    on_cpu = runs_on_cpu(config)
+    memory = None if on_cpu else min(visible_gpu_memory(), default=None)
+    kv_cache_bytes = None
+    if earlier_log is not None and config.share_gpus and not on_cpu:
+        shape, estimate = shape_of(model), None
+        if shape is not None and memory is not None:
+            estimate = estimate_memory(config, shape, device_memory_bytes=memory).engine
+        kv_cache_bytes = kv_cache_of_a_restart(earlier_log, estimate)
+    return launch_command(
+        config,
+        address,
+        model=model,
+        directory=directory,
+        vllm_version=installed_version(),
+        on_cpu=on_cpu,
+        restarted=earlier_log is not None,
+        gpu_memory_bytes=memory,
+        kv_cache_bytes=kv_cache_bytes,
+    )
 
 
 def launch_command(
     config: TelescopeConfig,
+    address: Address,
     *,
-    host: str,
-    port: int,
-    secret: str,
     model: str,
     directory: Path,
-    vllm_version: str,
+    vllm_version: str | None,
     on_cpu: bool,
     restarted: bool = False,
     gpu_memory_bytes: int | None = None,
     kv_cache_bytes: int | None = None,
-    traces: TraceTarget | None = None,
-    index: int = 0,
 ) -> LaunchCommand:
     """Returns the command that starts one server of a run.
 
     `model` is a local folder or a hub id; `directory` is for small files (the chat template). `restarted`: the server
     refuses to sample until it receives the current weights. `gpu_memory_bytes` is its GPU's memory, part of which stays
     free for a staging buffer. `kv_cache_bytes` is the KV cache size of a server that restarts on a shared GPU
-    (`memory_arguments`). `traces` is where it sends request traces, as server `index`. Raises `UserError` for an
-    unsupported vLLM, and `ConfigError` when a required staging buffer leaves no memory for a sequence.
+    (`memory_arguments`). Raises `UserError` for an unsupported vLLM, and `ConfigError` when a required staging buffer
+    leaves no memory for a sequence.
     """
     version = check_supported(vllm_version)
     arguments = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
-    arguments += ["--host", host, "--port", str(port), "--model", model, "--served-model-name", config.model]
+    arguments += [
+        "--host",
+        address.host,
+        "--port",
+        str(address.port),
+        "--model",
+        model,
+        "--served-model-name",
+        config.model,
+    ]
     arguments += ["--dtype", config.engine_dtype, "--seed", str(config.seed % 2**31)]
     if config.inference_quantization != "none":
         if on_cpu:
@@ -171,7 +201,7 @@ def launch_command(
     arguments += _chat_arguments(config, directory)
     if version >= SCALE_OUT_FLAG_SINCE:
         arguments.append("--enable-scale-out")
-    environment = _environment(config, secret, model, on_cpu=on_cpu, restarted=restarted)
+    environment = _environment(config, address.secret, model, on_cpu=on_cpu, restarted=restarted)
     if config.router_replay and version >= ROUTES_BY_V2_SINCE:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     environment[TRANSFER_VARIABLE] = config.weight_transfer
@@ -181,10 +211,10 @@ def launch_command(
     environment[STEP_LIMIT_VARIABLE] = str(step_limit)
     environment["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = str(math.ceil(step_limit))  # the same, of several workers
     environment[CALL_LIMIT_VARIABLE] = str(config.weight_sync_timeout_seconds)
-    environment[STEP_METER_VARIABLE] = str(meter_path(directory, port))
-    if traces is not None:
-        arguments += ["--otlp-traces-endpoint", traces.url]
-        environment |= traces.environment(index)
+    environment[STEP_METER_VARIABLE] = str(meter_path(directory, address.port))
+    if address.traces is not None:
+        arguments += ["--otlp-traces-endpoint", address.traces.url]
+        environment |= trace_environment(address.traces, address.index)
     return LaunchCommand(arguments, environment)
 
 
@@ -296,51 +326,6 @@ def kv_cache_gib(config: TelescopeConfig, shape: ModelShape | None, memory_bytes
         return min(4.0, ceiling)
     sequences = config.max_num_seqs or config.lanes_per_server
     return min(shape.kv_bytes_per_token(config.engine_dtype) * config.max_model_len * sequences / GIB, ceiling)
-
-
-# --- failures -------------------------------------------------------------------------------------------------------
-
-HINTS = (
-    (r"[Aa]ddress already in use", "the port is in use: change inference_base_port"),
-    (
-        r"No available memory for the cache blocks|KV cache is needed, which is larger|max seq len .* is larger than",
-        "the KV cache is too small for one sequence: lower max_model_len, or raise gpu_memory_utilization (on the CPU: "
-        "inference_kv_cache_gib)",
-    ),
-    (
-        r"CUDA out of memory|OutOfMemoryError|less than desired GPU memory utilization",
-        "the GPU is full: lower gpu_memory_utilization or max_num_seqs, or stop other processes on it",
-    ),
-    (
-        r"inference_quantization needs GPUs with FP8",
-        "set inference_quantization to none, or use GPUs of compute capability 8.9 or more",
-    ),
-    (r"does not support LoRA yet", 'vLLM has no adapters for this model: set lora_sync to "merged"'),
-    (r"weight_transfer is background, but", "set weight_transfer to auto or in_place"),
-    (
-        r"`trust_remote_code=True`|`--trust-remote-code`",
-        "the model ships its own code: read it, then set trust_remote_code: true",
-    ),
-    (r"User-specified max_model_len", "the model does not support that length: lower max_model_len"),
-    (
-        r"Repository Not Found|is not a valid model identifier|not a local folder|LocalEntryNotFoundError|OfflineMode|"
-        r"Repo id must be",
-        "the model cannot be found: check `model` (a folder, or a hub id that is cached or reachable)",
-    ),
-    (r"[Ii]nvalid tool call parser", "this vLLM does not have that vllm_tool_call_parser"),
-    (r"[Ii]nvalid reasoning parser", "this vLLM does not have that vllm_reasoning_parser"),
-    (r"Bfloat16 is only supported|float16 is not supported|dtype .* is not supported", "set inference_dtype: float32"),
-    (r"unrecognized arguments", "this vLLM does not support a flag that Telescope uses: install the pinned version"),
-    (r"No module named 'telescope", "vLLM's Python cannot import telescope: install it into the same environment"),
-)
-
-
-def hint_for(log: str) -> str | None:
-    """Returns the fix for a failed start by its log."""
-    for pattern, hint in HINTS:
-        if re.search(pattern, log):
-            return hint
-    return None
 
 
 LEAST_SHARE = 0.01

@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from telescope.inference.auth import Application, Message, Receive, Scope, Send
-from telescope.inference.vllm import adapter as wire
+from telescope.inference.base import METRICS_ROUTE
 
 STEP_METER_VARIABLE = "TELESCOPE_STEP_METER"
 """Environment variable with the path of the file, set in every process of a server."""
@@ -154,7 +154,7 @@ class StepMetricsMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reading = None
-        if scope["type"] == "http" and scope["path"].rstrip("/") == wire.METRICS_ROUTE and self._path is not None:
+        if scope["type"] == "http" and scope["path"].rstrip("/") == METRICS_ROUTE and self._path is not None:
             reading = read_meter(self._path)
         if reading is None:
             await self._app(scope, receive, send)

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import hmac
 import logging
+import secrets
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import quote
 
+from telescope.config import TelescopeConfig
+from telescope.inference.base import TraceTarget, parse_request_id
 from telescope.inference.vllm.adapter import REQUEST_ID_PREFIX
-from telescope.rollout.types import parse_request_id
 from telescope.utils.packages import is_installed
 
 logger = logging.getLogger(__name__)
@@ -46,27 +48,36 @@ included."""
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class TraceTarget:
-    """Destination of a server's traces, with its secret."""
-
-    url: str
-    secret: str
-
-    def environment(self, server: int) -> dict[str, str]:
-        """Returns OpenTelemetry's environment for this server's process. The secret is in no command line."""
-        return {
-            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
-            "OTEL_EXPORTER_OTLP_TRACES_HEADERS": f"authorization={quote(f'Bearer {self.secret}')}",
-            "OTEL_RESOURCE_ATTRIBUTES": f"{SERVER_ATTRIBUTE}={server}",
-            "OTEL_BSP_SCHEDULE_DELAY": str(EXPORT_EVERY_MS),
-            "OTEL_BSP_MAX_QUEUE_SIZE": str(EXPORT_QUEUE_SIZE),
-        }
+def trace_environment(target: TraceTarget, server: int) -> dict[str, str]:
+    """Returns OpenTelemetry's environment for a server's process. The secret is in no command line."""
+    return {
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+        "OTEL_EXPORTER_OTLP_TRACES_HEADERS": f"authorization={quote(f'Bearer {target.secret}')}",
+        "OTEL_RESOURCE_ATTRIBUTES": f"{SERVER_ATTRIBUTE}={server}",
+        "OTEL_BSP_SCHEDULE_DELAY": str(EXPORT_EVERY_MS),
+        "OTEL_BSP_MAX_QUEUE_SIZE": str(EXPORT_QUEUE_SIZE),
+    }
 
 
 def why_not_available() -> str | None:
     """Returns what is missing for traces on this machine, or None."""
     return next((f"{package} is not installed" for package in PACKAGES if not is_installed(package)), None)
+
+
+@contextmanager
+def receive_traces(config: TelescopeConfig, host: str, write: Callable[[Row], None]) -> Iterator[TraceTarget | None]:
+    """Receives traces of requests while open. None if tracing is not available here."""
+    missing = why_not_available()
+    if missing is not None:
+        logger.warning("Requests are not traced: %s. enable_vllm_tracing: false turns this off.", missing)
+        yield None
+        return
+    receiver = TraceReceiver(host, config.otlp_receiver_port, secrets.token_urlsafe(32), write)
+    receiver.start()
+    try:
+        yield receiver.target
+    finally:
+        receiver.stop()
 
 
 class TraceReceiver:

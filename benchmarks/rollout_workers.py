@@ -1,0 +1,337 @@
+"""Measures what rollout workers cost a run: steps lost by dividing request slots, and the driver's CPU per sample.
+
+    python benchmarks/rollout_workers.py --quick
+    python benchmarks/rollout_workers.py --json results.json
+    python benchmarks/rollout_workers.py --parts driver --profile
+
+The first table is on a simulated clock: the real loops, window and workers over fake engines, with the slots of
+`share_slots` for 1, 4, 8 and 16 workers, and divided evenly among more workers for pairs of less than a group. A seed
+gives each prompt the same answers with any number of workers.
+
+The second table is CPU time of this process: the real pool, loops, packing and recorder, over a scripted worker in the
+same process whose own time is subtracted. Ray's calls are not included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import cProfile
+import json
+import pickle
+import pstats
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from measure import cpu_seconds, provenance
+from record import make_group
+from rich.console import Console
+from rich.table import Table
+from rollouts import MEAN_TOKENS, SampleRows, length_of
+from tests.fakes.engine import FakeRequest
+from tests.unit.orchestrator.fakes import config_of
+from tests.unit.orchestrator.simulated_clock import run_simulated
+from tests.unit.orchestrator.simulation import Pace, Simulation
+
+from telescope.environments.types import EnvironmentInfo, PreparedPrompt
+from telescope.orchestrator.filters import SampleFilters
+from telescope.orchestrator.orchestrator import Orchestrator, Services
+from telescope.orchestrator.prompt_sampler import PromptSampler
+from telescope.orchestrator.status import RunStatus
+from telescope.orchestrator.supervision import Supervisor
+from telescope.record.recorder import Recorder
+from telescope.rollout.exchange import TRAINING, LaneState, Orders, Report, RunningSample
+from telescope.rollout.pool import RolloutPool
+from telescope.rollout.request_slots import share_slots
+from telescope.rollout.sample import RolloutSettings, RolloutTask
+from telescope.rollout.trajectory import Trajectory
+from telescope.rollout.worker import MANY_EVENTS
+from telescope.trainer.batch import StepInput, StepResult
+
+GROUP_SIZE = 8
+SLOTS = 64
+"""Request slots of a server."""
+MEAN_SECONDS = 20.0
+TOKENS = 50
+"""Tokens of a mean answer. Few, because only time counts here; the longest answers take eight times as long."""
+TRAIN_SHARE = 0.5
+"""Duration of a training step relative to generating one batch with full request slots: generation is the limit."""
+WARM_UP_STEPS, COOL_DOWN_STEPS = 4, 4
+"""Steps that do not count: slots fill, and near its end a run opens no groups."""
+MAX_LOSS = 0.01
+NUM_WORKERS = (1, 4, 8, 16)
+NUM_TOKENS = 1000
+"""Tokens of a scripted answer."""
+DRIVER_SLOTS = 512
+MAX_DRIVER_MS = 0.15
+PACKAGES = ("numpy", "pyarrow")
+
+
+def answer(request: FakeRequest) -> list[int]:
+    """Returns an answer of log-normal length, as in `rollouts.py`. Its last token decides the reward."""
+    return [7] * (length_of(request.seed) * TOKENS // MEAN_TOKENS) + [2 + request.seed % 2]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run. `even` gives all workers the same slots on each server, however few."""
+
+    servers: int
+    ahead: int
+    """`max_async_rollout`."""
+    frees: bool
+    """`free_lane_after_generation`."""
+    workers: int
+    even: bool = False
+
+    @property
+    def shares(self) -> list[list[int]]:
+        """Slots of each worker on each server."""
+        capacities = [SLOTS] * self.servers
+        return even_shares(capacities, self.workers) if self.even else share_slots(capacities, self.workers, GROUP_SIZE)
+
+
+def even_shares(capacities: list[int], num_workers: int, group_size: int = 1) -> list[list[int]]:
+    """Divides each server among all workers."""
+    return [[capacity // num_workers for capacity in capacities] for _ in range(num_workers)]
+
+
+class TimedSimulation(Simulation):
+    """A run that notes when each step begins. A batch is as many samples as there are request slots."""
+
+    def __init__(self, case: Case, steps: int, seed: int) -> None:
+        train = TRAIN_SHARE * MEAN_SECONDS
+        pace = Pace((train, train), sync=0.2, score=(0.0, 2.0), tokens_per_second=TOKENS / MEAN_SECONDS)
+        config = config_of(
+            seed=seed, group_size=GROUP_SIZE, prompts_batch_size_for_trainer=case.servers * SLOTS // GROUP_SIZE,
+            number_of_steps=WARM_UP_STEPS + steps + COOL_DOWN_STEPS, max_async_rollout=case.ahead,
+            max_off_policy_steps=-1, free_lane_after_generation=case.frees, inference_num_workers=case.servers,
+            max_concurrent_prompts_per_server=SLOTS // GROUP_SIZE, discard_group_zero_advantage=False,
+            max_tokens=1000, max_model_len=2000, seq_len=4000,
+        )  # fmt: skip
+        with patch("telescope.rollout.pool.share_slots", lambda *_: case.shares):
+            super().__init__(
+                config, pace, seed=seed, num_servers=case.servers, num_workers=case.workers, answer=answer,
+                recorder=SampleRows(),
+            )  # fmt: skip
+        self.trainer.on_step = self._note_step
+        self.steps_at: list[float] = []
+
+    def _note_step(self, inputs: list[StepInput]) -> None:
+        self.steps_at.append(asyncio.get_running_loop().time())
+
+    async def steps_per_hour(self) -> float:
+        await self.run()
+        first, last = self.steps_at[WARM_UP_STEPS], self.steps_at[-1 - COOL_DOWN_STEPS]
+        return 3600 * (len(self.steps_at) - 1 - WARM_UP_STEPS - COOL_DOWN_STEPS) / (last - first)
+
+
+def lost_steps(cases: Sequence[Case], steps: int, seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """Returns the steps per hour of each case, and the median share lost against one worker with the same seed."""
+    results, one = [], list[float]()
+    for case in cases:
+        runs = [run_simulated(TimedSimulation(case, steps, seed).steps_per_hour()) for seed in seeds]
+        one = runs if case.workers == 1 else one
+        loss = statistics.median(1 - run / of_one for run, of_one in zip(runs, one, strict=True))
+        print(f"{case}: {loss:.2%}", file=sys.stderr)
+        slots = sorted({slots for share in case.shares for slots in share if slots})
+        results.append({**asdict(case), "slots": slots, "steps_per_hour": runs, "loss": loss})
+    return results
+
+
+def cases_of(quick: bool) -> list[Case]:
+    """Returns the cases, those with one worker before the others of their setting."""
+    settings = [(4, 2, True)] if quick else [(4, a, f) for a in (0, 2, 3) for f in (True, False)] + [(8, 3, True)]
+    cases = []
+    for setting in settings:
+        cases += [Case(*setting, workers) for workers in NUM_WORKERS]
+        if setting[0] == 4 and setting[2]:
+            cases += [Case(*setting, workers, even=True) for workers in (8, 16, 64)]
+    return cases
+
+
+class ScriptedWorker:
+    """A worker whose samples end at once, 32 in each report. `seconds` is the CPU time of its own work.
+
+    With `pickled`, a report comes as bytes, which the driver unpickles.
+    """
+
+    def __init__(self, pickled: bool) -> None:
+        self.seconds = 0.0
+        self.num_calls = 0
+        self._pickled = pickled
+        self._groups = [make_group(n, NUM_TOKENS) for n in range(64)]
+        self._running: deque[tuple[int, int, RolloutTask]] = deque()
+        self._has_enough = asyncio.Event()
+
+    async def exchange(self, orders: Orders, *, seconds: float | None = None, linger: float = 0.0) -> Report:
+        self.num_calls += 1
+        if orders.is_empty:
+            await self._has_enough.wait()
+        started = time.thread_time()
+        report = self._report(orders)
+        data = pickle.dumps(report, protocol=5) if self._pickled else b""
+        self.seconds += time.thread_time() - started
+        return pickle.loads(data) if data else report
+
+    def _report(self, orders: Orders) -> Report:
+        report = Report(prompts=[(number, self._prompt(item)) for number, _, item in orders.prompts])
+        for task in orders.groups:
+            for index, sample in enumerate(task.samples):
+                self._running.append((task.key, index, sample))
+                report.running[task.key, index] = RunningSample(0, len(self._running), time.time(), 0)
+        if orders.is_empty:
+            for key, index, task in [self._running.popleft() for _ in range(MANY_EVENTS)]:
+                report.samples.append((key, index, self._sample(task)))
+        if len(self._running) >= MANY_EVENTS:
+            self._has_enough.set()
+        else:
+            self._has_enough.clear()
+        report.lanes = {TRAINING: LaneState([len(self._running)], DRIVER_SLOTS - len(self._running))}
+        return report
+
+    def _prompt(self, item: int) -> PreparedPrompt:
+        prompt = self._groups[item % len(self._groups)].prompt
+        return PreparedPrompt(prompt.token_ids, prompt.text, [], f"uid {item}")
+
+    def _sample(self, task: RolloutTask) -> Trajectory:
+        made = self._groups[task.group_id % len(self._groups)].samples[task.sample_index]
+        return replace(
+            made, sample_id=task.sample_id, group_id=task.group_id, environment=task.environment,
+            turns=[replace(turn) for turn in made.turns],
+        )  # fmt: skip
+
+
+class CountingTrainer:
+    """Trains and sends nothing."""
+
+    data_size, packs = 1, True
+
+    async def train_step(self, inputs: list[StepInput]) -> StepResult:
+        return StepResult({"grad_norm": 1.0, "learning_rate": 1e-6}, [])
+
+    async def sync(self) -> dict[str, float]:
+        return {}
+
+
+async def driver_cpu(pickled: bool, steps: int, profile: cProfile.Profile | None = None) -> dict[str, Any]:
+    """Runs a driver over a scripted worker as fast as it goes. Returns CPU in ms per finished sample, by thread."""
+    config = config_of(
+        group_size=GROUP_SIZE, prompts_batch_size_for_trainer=16, number_of_steps=steps, max_async_rollout=8,
+        max_off_policy_steps=-1, max_concurrent_prompts_per_server=DRIVER_SLOTS // GROUP_SIZE,
+        discard_group_zero_advantage=False, max_tokens=NUM_TOKENS, max_model_len=2000, seq_len=8192,
+    )  # fmt: skip
+    worker, trainer, status = ScriptedWorker(pickled), CountingTrainer(), RunStatus("benchmark", steps)
+    pool, supervisor = RolloutPool([worker]), Supervisor()
+    slots = pool.open_lane(TRAINING, [DRIVER_SLOTS], GROUP_SIZE)
+    slots.set_up(0, True)
+    with tempfile.TemporaryDirectory(prefix="telescope-driver-") as folder, Recorder(folder) as recorder:
+        services = Services(
+            pool, ["math"], slots, trainer, trainer, recorder, SampleFilters(), [EnvironmentInfo("math", 100_000)]
+        )  # fmt: skip
+        sampler = PromptSampler(0, [100_000], [1.0], [0])
+        settings = RolloutSettings.from_config(config)
+        orchestrator = Orchestrator(config, services, sampler, frozenset(), settings, status)
+        before = cpu_seconds()
+        if profile is not None:
+            profile.enable()
+        await supervisor.run_until(orchestrator.run(supervisor))
+        if profile is not None:
+            profile.disable()
+        recorder.flush()
+        used = Counter(cpu_seconds())
+        used.subtract(before)
+        dropped = sum(recorder.health().dropped.values())
+        await pool.close()
+    ms = {name: 1000 * seconds / status.num_samples_finished for name, seconds in used.items()}
+    own = 1000 * worker.seconds / status.num_samples_finished
+    recorded = ms["thread:telescope-recorder"]
+    return {
+        "pickled": pickled,
+        "samples": status.num_samples_finished,
+        "driver_ms": ms["driver"] - own,
+        "loop_ms": ms["thread:loop"] - own,
+        "recorder_ms": recorded,
+        "packing_ms": ms["driver"] - ms["thread:loop"] - recorded,
+        "worker_ms": own,
+        "calls_per_sample": worker.num_calls / status.num_samples_finished,
+        "rows_dropped": dropped,
+    }
+
+
+def show(lost: Sequence[dict[str, Any]], drivers: Sequence[dict[str, Any]]) -> bool:
+    """Prints the tables. Returns whether every target is met."""
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    titles = ("servers", "max_async_rollout", "free lane", "workers", "slots of a pair", "steps/h", "lost", "check")
+    table = Table(*titles, title=f"Steps lost by dividing request slots (groups of {GROUP_SIZE})")
+    is_met = True
+    for row in lost:
+        good = row["loss"] <= MAX_LOSS
+        is_met = is_met and (good or row["even"])
+        cells = (row["servers"], row["ahead"], row["frees"], row["workers"], " ".join(map(str, row["slots"])))
+        speed = statistics.median(row["steps_per_hour"])
+        check = ("ok" if good else "over 1 %") + (" (all servers shared evenly)" if row["even"] else "")
+        table.add_row(*map(str, cells), f"{speed:.1f}", f"{row['loss']:.2%}", check)
+    if lost:
+        console.print(table)
+    titles = ("reports", "samples", "driver", "loop", "recorder", "packing", "calls", "check")
+    table = Table(*titles, title=f"Driver: CPU in ms per finished sample of {NUM_TOKENS:,} tokens")
+    for row in drivers:
+        good = row["driver_ms"] <= MAX_DRIVER_MS
+        is_met = is_met and good
+        numbers = (f"{row[name]:.3f}" for name in ("driver_ms", "loop_ms", "recorder_ms", "packing_ms"))
+        table.add_row(
+            "pickled" if row["pickled"] else "objects", f"{row['samples']:,}", *numbers,
+            f"{row['calls_per_sample']:.2f}", "ok" if good else f"over {MAX_DRIVER_MS} ms",
+        )  # fmt: skip
+    if drivers:
+        console.print(table)
+    return is_met
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--parts", nargs="+", choices=("slots", "driver"), default=["slots", "driver"], help="default: both")
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the simulated runs (default: 0 1 2)")
+    add("--steps", type=int, default=20, help="measured steps of each simulated run (default: 20)")
+    add("--profile", action="store_true", help="print where the driver's event loop spends its time")
+    add("--quick", action="store_true", help="one setting, one seed and few steps")
+    add("--json", type=Path, metavar="FILE", help="write results there; keeps other parts in the file")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.seeds, arguments.steps = [0], 5
+    made = provenance(PACKAGES)
+    lost = lost_steps(cases_of(arguments.quick), arguments.steps, arguments.seeds) if "slots" in arguments.parts else []
+    drivers = []
+    if "driver" in arguments.parts:
+        num_steps = 20 if arguments.quick else 200
+        asyncio.run(driver_cpu(False, 5))  # imports, and the first rows
+        for pickled in (False, True):
+            runs = [asyncio.run(driver_cpu(pickled, num_steps)) for _ in arguments.seeds]
+            drivers.append(sorted(runs, key=lambda run: run["driver_ms"])[len(runs) // 2])
+    is_met = show(lost, drivers)
+    if arguments.profile:
+        profile = cProfile.Profile()
+        asyncio.run(driver_cpu(True, 50, profile))
+        pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+    if arguments.json:
+        report = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+        settings = {"seeds": arguments.seeds, "steps": arguments.steps, "group_size": GROUP_SIZE, "slots": SLOTS}
+        for part, results in (("slots", lost), ("driver", drivers)):
+            if part in arguments.parts:
+                report[part] = {"provenance": made, "settings": settings, "results": results}
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0 if is_met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
