@@ -2,7 +2,7 @@
 
 This module has the classes that users subclass and the records that they exchange with Telescope. It imports nothing
 heavy: writing and testing an environment needs neither torch nor Ray nor vLLM. `registry` finds environments,
-`rollout.worker_pool` runs them.
+`rollout.environments` runs them.
 
 Invariants:
 - All rollouts of a process share an environment object. The state of a multi-turn rollout is in its `RolloutState`.

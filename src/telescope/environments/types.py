@@ -32,7 +32,7 @@ class EnvironmentSpec:
 
     @property
     def identity(self) -> str:
-        """Key of this environment in `EnvironmentPool`."""
+        """Key of this environment among those of a run."""
         return self.key or self.name
 
 

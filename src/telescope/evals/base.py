@@ -192,7 +192,7 @@ def get_eval(name: str, /, *, environments_path: Sequence[str | Path] = (), **kw
 
 
 def eval_spec(name: str, kwargs: dict[str, Any], *, key: str = "") -> EnvironmentSpec:
-    """The eval as a specification for `EnvironmentPool`, to be called with `for_eval=True`."""
+    """The eval as a specification of an environment, to be called with `for_eval=True`."""
     return EnvironmentSpec(name, kwargs, key=key, factory="telescope.evals.base:get_eval")
 
 

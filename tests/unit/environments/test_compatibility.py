@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from telescope.rollout.worker_pool.conversations import Conversations
 from tests.unit.environments.turns import finish, play, step
 
 import telescope.environments
@@ -19,6 +18,7 @@ from telescope.environments.local_rollout import Answer, roll_out_item, take_tur
 from telescope.environments.registry import get_environment, make_environment
 from telescope.errors import UserError
 from telescope.evals import get_eval
+from telescope.rollout.conversations import Completion, Conversations
 
 OUTSIDE = Path(__file__).parents[2] / "integration" / "environments" / "outside_folders"
 
@@ -185,10 +185,9 @@ def test_a_rollout_whose_environment_raises_ends_with_an_error():
         chat_text=lambda messages: "text", encode=lambda text, from_template: [1], decode=lambda ids, cut_end_token: "x"
     )
     conversations = Conversations(renderer)
-    finish(conversations.begin(0, Broken(), Sample("Go."), [], interleaved=True))
-    answer = {"rollout": 0, "for_eval": False, "stop_reason": "stop", "num_ids": 0, "max_context": None}
+    finish(conversations.begin("r", Broken(), Sample("Go."), [], interleaved=True))
     with pytest.raises(ValueError, match="no luck"):
-        finish(conversations.respond(answer, b""))
+        finish(conversations.respond("r", Completion([], [], "stop")))
     assert ended == [("rollout_error", "ValueError: no luck")]
 
 

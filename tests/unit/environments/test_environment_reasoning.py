@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 
 import pytest
-from telescope.rollout.worker_pool.environment_runner import EnvironmentRunner
-from telescope.rollout.worker_pool.messages import pack_floats, pack_ids
 from tests import released
 from tests.unit.environments.turns import finish, play
 
@@ -25,6 +23,8 @@ from telescope.environments import (
 from telescope.environments.parsers import answer_text, opening_tag
 from telescope.environments.types import EnvironmentSpec
 from telescope.evals.base import EnvironmentEval
+from telescope.rollout.conversations import Completion
+from telescope.rollout.environment_runner import EnvironmentRunner
 from telescope.rollout.rendering import Renderer, RendererSpec
 
 OPENED_BY_THE_PROMPT = ["deepseek_r1_distill", "deepseekv3", "qwen3_5_think", "qwen3_6", "qwen3_8", "nemotron_3_nano"]
@@ -93,16 +93,13 @@ def reward(renderer, template, answer, *, factory="make_boxed", stop_reason="len
     object.__setattr__(renderer.spec, "enable_thinking", enable_thinking)
     runner = EnvironmentRunner([EnvironmentSpec("x", factory=f"{__name__}:{factory}")], renderer, [])
     ids = renderer.encode_continuation(answer)
-    header = {"op": "advance", "env": 0, "index": 0, "for_eval": factory == "make_eval", "stop_reason": stop_reason}
     if factory != "make_adding":
-        fields, _ = finish(runner.execute(header, pack_ids(ids)))
+        reply = finish(runner.score(0, 0, ids, stop_reason, for_eval=factory == "make_eval"))
     else:
-        rollout = {"rollout": 0, "interleaved": False, "num_ids": len(ids), "max_context": 1}
-        finish(runner.execute({**header, **rollout, "op": "begin"}, b""))
-        blob = pack_ids(ids) + pack_floats([0.0] * len(ids))
-        fields, _ = finish(runner.execute({**header, **rollout, "op": "respond"}, blob))
-        assert fields["done"], "the context of one token ends the rollout"
-    return fields["reward"]["total_reward"]
+        finish(runner.begin("r", 0, 0, interleaved=False))
+        reply = finish(runner.conversations.respond("r", Completion(ids, [0.0] * len(ids), stop_reason, max_context=1)))
+        assert reply.done, "the context of one token ends the rollout"
+    return reply.reward.total_reward
 
 
 ANSWERS = [r"\boxed{42}", "<answer>42</answer>", "\n```text\n42\n```\n", "so #### <result>42</result>", "It is 42"]

@@ -275,8 +275,7 @@ def test_writing_environments_needs_no_heavy_package():
 import sys
 for name in ("torch", "ray", "vllm", "transformers", "datasets"):
     sys.modules[name] = None
-import telescope.rollout.worker_pool.pool, telescope.rollout.worker_pool.worker
-import telescope.rollout.rendering, telescope.evals
+import telescope.rollout.environments, telescope.rollout.worker, telescope.rollout.rendering, telescope.evals
 from telescope.environments.registry import get_environment
 environment = get_environment("countdown", num_samples=2)
 assert environment.compute_reward("<answer>1</answer>", environment.get_sample(0)).total_reward == 1.0

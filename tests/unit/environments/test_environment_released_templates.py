@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from telescope.rollout.worker_pool.environment_runner import EnvironmentRunner
 from tests import released
 
 from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment
 from telescope.environments.types import EnvironmentSpec
 from telescope.errors import UserError
+from telescope.rollout.environment_runner import EnvironmentRunner
 from telescope.rollout.rendering import Dialogue, Renderer, RendererSpec, TokenOutsideVocabularyError, lost_message
 
 HISTORY = [
@@ -274,10 +274,10 @@ TEXT_PARTS = [{"type": "text", "text": "Why?"}, {"type": "text", "text": "How?"}
 
 def test_the_text_parts_of_a_single_turn_prompt_are_joined() -> None:
     runner = runner_of([[{"role": "user", "content": TEXT_PARTS}], [{"role": "user", "content": "Why?\nHow?"}]])
-    fields, ids = runner.prepare(0, 0)
-    assert fields["messages"] == [{"role": "user", "content": "Why?\nHow?"}]
-    assert ids == runner.prepare(0, 1)[1]
-    assert "Why?\nHow?" in fields["text"]
+    prompt = runner.prepare(0, 0)
+    assert prompt.messages == [{"role": "user", "content": "Why?\nHow?"}]
+    assert prompt.token_ids == runner.prepare(0, 1).token_ids
+    assert "Why?\nHow?" in prompt.text
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
-"""The environments of a worker process: what is loaded when, and errors that name the environment."""
+"""The environments of a process: what is loaded when, and errors that name the environment."""
 
 import pytest
-from telescope.rollout.worker_pool.environment_runner import EnvironmentRunner
 
 from telescope.environments.base import RewardResult, SingleTurnEnvironment
 from telescope.environments.types import EnvironmentSpec
 from telescope.errors import UserError
+from telescope.rollout.environment_runner import EnvironmentRunner
 
 
 class Broken(SingleTurnEnvironment):

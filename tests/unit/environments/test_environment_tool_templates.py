@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
-from telescope.rollout.worker_pool.environment_runner import EnvironmentRunner
-from telescope.rollout.worker_pool.messages import pack_floats, pack_ids, unpack_ids
 from tests import released
 from tests.unit.environments.turns import finish
 
 from telescope.environments import RewardResult, Sample, ToolEnvironment, get_environment
 from telescope.environments.tool_template import tool_template
 from telescope.environments.types import EnvironmentSpec
+from telescope.rollout.conversations import Completion
+from telescope.rollout.environment_runner import EnvironmentRunner
 from telescope.rollout.rendering import Renderer, RendererSpec
 
 HERMES = '<tool_call>\n{"name": "NAME", "arguments": {"PARAMETER": "VALUE"}}\n</tool_call>'
@@ -102,16 +102,13 @@ def first_turn(renderer, template, name="Doubling", answer=None, **kwargs):
     """The text of the first prompt, the environment's reply to an answer, and the text that the model reads then."""
     runner = runner_of(renderer, template, name, **kwargs)
     runner.describe(0)
-    prompt = runner.prepare(0, 0)[0]["text"]
-    header = {"env": 0, "index": 0, "rollout": 0, "interleaved": True, "for_eval": False, "max_context": None}
-    first = unpack_ids(finish(runner.execute({**header, "op": "begin"}, b""))[1])
+    prompt = runner.prepare(0, 0).text
+    first = finish(runner.begin("r", 0, 0, interleaved=True)).token_ids
     assert renderer.decode(first, cut_end_token=False) == prompt
     ids = renderer.encode_continuation(answer or CALLS[FORMS[template] or HERMES])
-    blob = pack_ids(ids) + pack_floats([0.0] * len(ids))
-    respond = {**header, "op": "respond", "stop_reason": "stop", "num_ids": len(ids)}
-    fields, added = finish(runner.execute(respond, blob))
-    before = [] if fields["restarts"] else [*first, *ids]
-    return prompt, fields["messages"], renderer.decode([*before, *unpack_ids(added)], cut_end_token=False)
+    reply = finish(runner.conversations.respond("r", Completion(ids, [0.0] * len(ids), "stop")))
+    before = [] if reply.restarts else [*first, *ids]
+    return prompt, reply.messages, renderer.decode([*before, *reply.append_token_ids], cut_end_token=False)
 
 
 @pytest.mark.parametrize("template", FORMS)

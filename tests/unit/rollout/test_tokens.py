@@ -415,7 +415,7 @@ def format_tool(word: str) -> str:
 def test_a_process_that_renders_loads_neither_transformers_nor_torch(folders: dict[str, Path]) -> None:
     script = (
         "import sys; from telescope.rollout.rendering import Dialogue, Renderer, RendererSpec\n"
-        "from telescope.rollout.worker_pool import worker\n"
+        "from telescope.rollout import environments, worker\n"
         "for folder in sys.argv[1:]:\n"
         "    assert Dialogue(Renderer(RendererSpec(folder))).begin([{'role': 'user', 'content': 'Why?'}])\n"
         "print(sorted({'torch', 'transformers', 'ray', 'huggingface_hub'} & set(sys.modules)))"

@@ -1,10 +1,7 @@
-"""Token ids, identities, and serialized scores."""
+"""Identities and serialized scores."""
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from telescope.rollout.worker_pool.messages import pack_ids, unpack_ids
 
 from telescope.environments.base import EvalMetricsResult, RewardResult, Sample, sample_uid
 from telescope.environments.serialization import (
@@ -15,12 +12,6 @@ from telescope.environments.serialization import (
     serialize_score,
     serialize_tool_records,
 )
-
-
-@given(st.lists(st.integers(0, 2**31 - 1)))
-def test_token_ids_survive_as_list_and_as_array(ids):
-    assert unpack_ids(pack_ids(ids)) == ids
-    assert unpack_ids(pack_ids(np.asarray(ids, dtype=np.int64))) == ids
 
 
 def test_identity_of_a_sample_is_its_content():
