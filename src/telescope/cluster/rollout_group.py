@@ -148,6 +148,7 @@ class RolloutHandle:
 
     def __init__(self, group: RolloutGroup, index: int) -> None:
         self._group, self.index = group, index
+        self.num_starts = 0
         self.node = ""
         """Its node, by the id in Ray."""
         self.actor: Any = None
@@ -158,6 +159,7 @@ class RolloutHandle:
 
     async def start(self, *, checks_template: bool = False) -> list[EnvironmentInfo]:
         """Starts the actor. Returns the descriptions of its environments."""
+        self.num_starts += 1
         group, config = self._group, self._group.config
         self.actor = group.actor_class.remote(config.to_json(), self.index, str(group.run_dir), group.specs)
         try:

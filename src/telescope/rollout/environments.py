@@ -88,10 +88,14 @@ class LoadedEnvironments:
         """Begins a multi-turn rollout. `interleaved` False renders the whole conversation for every turn."""
         label = f"environment {env_key!r}, item {index}, rollout {rollout!r}"
         position = self._positions[env_key]
-        await self.prepare_resources(position)
-        self._rollouts[rollout] = label, None
         steps = self._runner.begin(rollout, position, index, interleaved=interleaved)
-        return await self._of_rollout(rollout, self._steps(steps, f"{label}: begin"))
+        self._rollouts[rollout] = label, None
+
+        async def begin() -> FirstPrompt:
+            await self.prepare_resources(position)
+            return await self._steps(steps, f"{label}: begin")
+
+        return await self._of_rollout(rollout, begin())
 
     async def respond(
         self,
@@ -178,13 +182,19 @@ class LoadedEnvironments:
     async def _steps(self, steps: Steps[R], label: str) -> R:
         """Takes the steps of a call: synchronous ones in the thread of user code, awaitables in the event loop.
 
-        A call that is cancelled or exceeds its deadline can still clean up.
+        A call that is cancelled or exceeds its deadline can still clean up. Synchronous code always ends its step.
         """
         resume: Callable[[], Awaitable[Any]] = partial(next, steps)
         verdict: BaseException | None = None
         while True:
+            step = asyncio.ensure_future(self._in_thread(partial(_step, resume), label))
+            cancelled: asyncio.CancelledError | None = None
             try:
-                is_done, result = await self._in_thread(partial(_step, resume), label)
+                try:
+                    is_done, result = await asyncio.shield(step)
+                except asyncio.CancelledError as error:
+                    verdict = cancelled = error
+                    is_done, result = await step
             except (EnvironmentFailure, InfrastructureError) as error:
                 raise verdict or error from None
             if is_done:
@@ -193,9 +203,11 @@ class LoadedEnvironments:
                 return result
             waiting = asyncio.ensure_future(_without_exit(result))
             try:
+                if cancelled is not None:
+                    waiting.cancel()
                 value = await within(self._timeout, waiting)
             except asyncio.CancelledError as error:
-                verdict = error
+                verdict = verdict or error
                 resume = partial(steps.throw, error)
             except DeadlinePassed as error:
                 verdict = EnvironmentFailure(f"{label} {error} (environment_timeout_seconds)")

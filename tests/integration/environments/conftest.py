@@ -70,6 +70,9 @@ class Loaded:
     async def describe(self, key):
         return self.infos[key]
 
+    async def respond(self, rollout, token_ids, completion_logprobs=(), stop_reason="stop", **options):
+        return await self.environments.respond(rollout, token_ids, completion_logprobs, stop_reason, **options)
+
     def __getattr__(self, name):
         return getattr(self.environments, name)
 

@@ -121,8 +121,8 @@ async def test_a_rollout_that_fails_is_over_with_the_reason(load, encode, deed, 
     await pool.begin("r", "talk", 7)
     with pytest.raises(error, match=words):
         await say(pool, encode, "r", deed)
-    await pool.begin("r", "talk", 7)
-    assert (await say(pool, encode, "r", "enough")).done
+    await pool.begin("again", "talk", 7)
+    assert (await say(pool, encode, "again", "enough")).done
 
 
 async def test_end_rollout_is_called_for_a_cancelled_rollout_in_any_state(load, encode):
@@ -216,7 +216,8 @@ async def test_resources_are_prepared_once_for_all_processes_at_the_first_call(l
 async def test_resources_may_be_prepared_at_the_start_and_have_the_time_of_a_start(load, encode, tmp_path):
     notes = tmp_path / "notes"
     spec = EnvironmentSpec("reserved", {"notes": str(notes), "seconds": 1.0})
-    pool = await load(spec, timeout_seconds=0.5, eager_prepare_resources=True)
+    pool = await load(spec, timeout_seconds=0.5)
+    await pool.prepare_resources(0)
     assert notes_of(notes) == ["try", "prepared"]
     assert (await pool.advance("reserved", 0, encode("x"), "stop")).reward.total_reward == 1.0
 

@@ -153,7 +153,7 @@ def test_other_templates_show_the_tools_in_the_system_message(renderer, template
     ],
 )  # fmt: skip
 def test_folders_that_ask_for_the_system_message_keep_it(renderer, name, kwargs, shown):
-    prompt = runner_of(renderer, "qwen3", name, **kwargs).prepare(0, 0)[0]["text"]
+    prompt = runner_of(renderer, "qwen3", name, **kwargs).prepare(0, 0).text
     assert "# Tools" not in prompt and (shown in prompt if shown else "double" not in prompt)
 
 
@@ -165,7 +165,7 @@ def test_a_folder_with_its_own_format_of_results_replies_as_the_user(renderer):
 def test_the_system_prompt_stands_beside_the_tools_of_the_template(renderer):
     prompt, *_ = first_turn(renderer, "qwen3", system_prompt="Be brief.")
     assert prompt.startswith("<|im_start|>system\nBe brief.\n\n# Tools") and "You may call these" not in prompt
-    prompt = runner_of(renderer, "llama3_1", system_prompt="Be brief.").prepare(0, 0)[0]["text"]
+    prompt = runner_of(renderer, "llama3_1", system_prompt="Be brief.").prepare(0, 0).text
     assert "Be brief.<|eot_id|>" in prompt and "You may call" not in prompt
 
 

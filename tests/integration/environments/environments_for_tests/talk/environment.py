@@ -8,10 +8,6 @@ import time
 from telescope.environments.base import MultiTurnEnvironment, RewardResult, RolloutState, Sample
 from telescope.errors import InfrastructureError
 
-ENDED = []
-"""Items of the rollouts of this process for which `end_rollout` was called."""
-
-
 class Talk(MultiTurnEnvironment):
     reward_min, reward_max = 0.0, 1.0
 
@@ -20,6 +16,8 @@ class Talk(MultiTurnEnvironment):
         self.diary = diary
         self.asynchronous = asynchronous
         self.resources = 0
+        self.ended = []
+        """Items of the rollouts for which `end_rollout` was called."""
 
     def load_dataset(self, num_samples=-1):
         return [Sample(f"item {i}", answer=str(i)) for i in range(50)]
@@ -54,7 +52,7 @@ class Talk(MultiTurnEnvironment):
                 "completion_tokens": len(step.completion_token_ids),
                 "logprobs": sum(step.completion_logprobs),
                 "truncated": step.is_truncated,
-                "ended": len(ENDED),
+                "ended": len(self.ended),
             },
             golden_answers={"answer": state.sample.answer},
             info_turns=[{"heard": state.custom["heard"]}, {"item": state.sample.answer}],
@@ -63,7 +61,7 @@ class Talk(MultiTurnEnvironment):
         return self.later(result) if self.asynchronous else result
 
     def end_rollout(self, state):
-        ENDED.append(state.sample.answer)
+        self.ended.append(state.sample.answer)
         if self.diary is not None:
             with open(self.diary, "a", encoding="utf-8") as file:
                 file.write(f"{state.sample.answer}\n")
@@ -105,4 +103,4 @@ class Talk(MultiTurnEnvironment):
         return ["not a message"]
 
     def do_count(self, state, argument):
-        return [{"role": "user", "content": f"ended {' '.join(ENDED)}"}]
+        return [{"role": "user", "content": f"ended {' '.join(self.ended)}"}]

@@ -1,0 +1,228 @@
+"""Rollout workers as Ray actors, with user code that ends, blocks or fills their process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.fakes.engine import FakeEngineSettings, FakeRequest
+from tests.fakes.server import FakeEngineServer
+from tests.integration.environments.conftest import ENVIRONMENTS, save_byte_tokenizer
+
+from telescope.cluster import rollout_group
+from telescope.cluster.ray_cluster import Cluster, connect, disconnect
+from telescope.cluster.reaper import Reaper
+from telescope.cluster.rollout_group import RolloutGroup
+from telescope.config import TelescopeConfig
+from telescope.environments.types import EnvironmentSpec
+from telescope.errors import InfrastructureError, UserError
+from telescope.rollout.exchange import TRAINING
+from telescope.rollout.pool import RolloutPool
+from telescope.rollout.sample import RolloutSettings, RolloutTask
+from telescope.rollout.trajectory import Trajectory
+
+FINE = "fine"
+
+
+@dataclass
+class Ground:
+    """A cluster of Ray, and a tokenizer whose ids are the bytes of a text."""
+
+    cluster: Cluster
+    folder: Path
+    tokenizer: Any
+
+    def encode(self, text: str) -> list[int]:
+        return [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("rollout-workers")
+    save_byte_tokenizer(folder / "tokenizer")
+    with tempfile.TemporaryDirectory(prefix="telescope-") as private, Reaper(Path(private)) as reaper:
+        config = config_of(folder)
+        cluster = connect(config, folder, reaper.directory, local_cpus=2, local_gpus=0)
+        yield Ground(cluster, folder, AutoTokenizer.from_pretrained(folder / "tokenizer"))
+        disconnect(cluster, config)
+
+
+def config_of(folder: Path, **fields: Any) -> TelescopeConfig:
+    defaults: dict[str, Any] = {
+        "model": str(folder / "tokenizer"),
+        "environments": [{"name": "hostile"}],
+        "environments_path": [str(ENVIRONMENTS)],
+        "environment_timeout_seconds": 20.0,
+        "rollout_num_workers": 1,
+        "group_size": 2,
+        "inference_num_workers": 1,
+        "max_tokens": 64,
+        "max_model_len": 4096,
+        "seq_len": 4096,
+        "use_wandb": False,
+    }
+    return TelescopeConfig.model_validate({**defaults, **fields})
+
+
+@dataclass
+class Workers:
+    """Started workers, and the deeds that the model's answers name, by item."""
+
+    group: RolloutGroup
+    pool: RolloutPool
+    deeds: dict[int, str]
+    settings: RolloutSettings
+    run_dir: Path
+
+    async def run(self, *deeds: str, samples: int = 1) -> list[list[Trajectory]]:
+        """Runs a group for each deed, at the same time."""
+        items = [len(self.deeds) + number for number in range(len(deeds))]
+        self.deeds.update(zip(items, deeds, strict=True))
+        async with asyncio.timeout(120):
+            return await asyncio.gather(*(self._group(item, samples) for item in items))
+
+    async def _group(self, item: int, samples: int) -> list[Trajectory]:
+        prompt = await self.pool.prepare("hostile", item)
+        tasks = [
+            RolloutTask(f"{item}-{n}", item, n, "hostile", "hostile", item, prompt.token_ids, (0, item, n))
+            for n in range(samples)
+        ]
+        return await self.pool.run(tasks, self.settings)
+
+    @property
+    def num_replaced(self) -> int:
+        return sum(handle.num_starts - 1 for handle in self.group.handles)
+
+    def log(self, index: int = 0) -> bytes:
+        return (self.run_dir / "logs" / f"rollout-{index}.log").read_bytes()
+
+
+@asynccontextmanager
+async def workers(ground: Ground, run_dir: Path, **fields: Any) -> AsyncIterator[Workers]:
+    config = config_of(ground.folder, **fields)
+    deeds: dict[int, str] = {}
+
+    def answer(request: FakeRequest) -> list[int]:
+        text = ground.tokenizer.decode(request.prompt_token_ids)
+        return ground.encode(deeds[int(text.partition("question ")[2].split("<")[0])])
+
+    group = RolloutGroup(config, [EnvironmentSpec("hostile")], run_dir, ground.cluster)
+    async with FakeEngineServer(FakeEngineSettings(tokens_per_second=0.0), answer=answer) as server:
+        try:
+            await group.start()
+            await group.connect([(server.url, server.secret)], lambda: [0])
+            pool = RolloutPool(group.handles, infos={"hostile": group.infos[0]}, seconds=1.0, linger=0.01)
+            slots = pool.open_lane(TRAINING, [64 * config.rollout_num_workers], 2)
+            slots.set_up(0, True)
+            yield Workers(group, pool, deeds, RolloutSettings.from_config(config), run_dir)
+            await pool.close()
+        finally:
+            await group.stop()
+
+
+def rewards(groups: list[list[Trajectory]]) -> list[float | None]:
+    return [sample.reward.total_reward if sample.reward else None for group in groups for sample in group]
+
+
+async def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        await asyncio.sleep(0.05)
+
+
+async def test_a_worker_runs_rollouts_and_loads_neither_torch_nor_transformers(ground: Ground, tmp_path: Path) -> None:
+    async with workers(ground, tmp_path) as run:
+        groups = await run.run(*[FINE] * 50, samples=4)
+        assert rewards(groups) == [1.0] * 200
+        assert os.getpid() not in {s.reward.sample_metrics["pid"] for group in groups for s in group if s.reward}
+        assert run.num_replaced == 0
+
+
+@pytest.mark.parametrize(
+    ("deed", "how"), [("end", "exit code 7"), ("crash", "rollout worker 0 exited"), ("kill_itself", "exited")]
+)
+async def test_user_code_that_ends_its_process_three_times_fails_alone(
+    deed: str, how: str, ground: Ground, tmp_path: Path
+) -> None:
+    async with workers(ground, tmp_path, rollout_num_workers=2) as run:
+        groups = await run.run(deed, *["wait 1"] * 20, *[FINE] * 20)
+        (culprit,) = groups[0]
+        assert culprit.failure_kind == "environment" and "3 rollout workers ended" in (culprit.failure_message or "")
+        assert rewards(groups[1:]) == [1.0] * 40
+        assert run.num_replaced == 3
+
+
+async def test_a_worker_that_is_killed_costs_its_unfinished_samples_a_retry(ground: Ground, tmp_path: Path) -> None:
+    async with workers(ground, tmp_path) as run:
+        running = asyncio.ensure_future(run.run(*["wait 2"] * 10))
+        (first,) = (await run.run(FINE))[0]
+        assert first.reward is not None
+        os.kill(int(first.reward.sample_metrics["pid"]), signal.SIGKILL)
+        groups = await running
+        assert rewards(groups) == [1.0] * 10
+        assert {sample.num_infrastructure_retries for group in groups for sample in group} == {1}
+        assert {tuple(sample.failed_requests) for group in groups for sample in group} == {(None,)}
+
+
+@pytest.mark.parametrize("deed", ["hold_the_interpreter", "block_in_a_task 3600"])
+async def test_user_code_that_blocks_its_process_is_found_by_its_silence(
+    deed: str, ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_group, "SILENCE_SECONDS", 1.0)
+    async with workers(ground, tmp_path, environment_timeout_seconds=2.0) as run:
+        groups = await run.run(deed, *[FINE] * 5)
+        assert groups[0][0].failure_kind == "environment"
+        assert rewards(groups[1:]) == [1.0] * 5
+        assert b"environment.py" in run.log(), "the log has its stack"
+
+
+async def test_a_hanging_call_fails_alone_and_its_worker_is_replaced_when_it_is_idle(
+    ground: Ground, tmp_path: Path
+) -> None:
+    async with workers(ground, tmp_path, environment_timeout_seconds=2.0) as run:
+        groups = await run.run("sleep 3600", *["wait 1"] * 5)
+        assert "did not end within 2 seconds" in (groups[0][0].failure_message or "")
+        assert rewards(groups[1:]) == [1.0] * 5
+        await eventually(lambda: run.num_replaced == 1)
+        assert rewards(await run.run(FINE)) == [1.0]
+
+
+async def test_output_of_user_code_goes_to_the_log(ground: Ground, tmp_path: Path) -> None:
+    async with workers(ground, tmp_path) as run:
+        assert rewards(await run.run("print", FINE)) == [1.0, 1.0]
+        assert b"no newline" in run.log() and b"from a child" in run.log()
+
+
+async def test_workers_that_end_too_often_end_the_run(ground: Ground, tmp_path: Path) -> None:
+    async with workers(ground, tmp_path, rollout_max_restarts=1) as run:
+        with pytest.raises(InfrastructureError, match="after 1 rollout workers already"):
+            await run.run("end", FINE)
+
+
+async def test_a_dataset_that_differs_between_processes_is_refused(ground: Ground, tmp_path: Path) -> None:
+    config = config_of(ground.folder, rollout_num_workers=2)
+    group = RolloutGroup(config, [EnvironmentSpec("echo", {"random_order": True})], tmp_path, ground.cluster)
+    with pytest.raises(UserError, match="different dataset in each process"):
+        await group.start()
+    await group.stop()
+
+
+async def test_a_process_that_left_its_worker_is_known_to_the_reaper(ground: Ground, tmp_path: Path) -> None:
+    async with workers(ground, tmp_path) as run:
+        assert rewards(await run.run(f"double_fork {tmp_path}")) == [1.0]
+        daemon = psutil.Process(int((tmp_path / "pid").read_text()))
+        assert "TELESCOPE" in " ".join(daemon.environ())
+        daemon.kill()
