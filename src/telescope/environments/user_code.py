@@ -4,10 +4,9 @@ Synchronous code runs outside the event loop, awaitables run inside it. A genera
 awaitable and is resumed with the result, or with the error raised inside; its return value is the answer. So
 synchronous user code may call `asyncio.run` itself, even after an await.
 
-`deadline` interrupts Python code in the main thread, where environment workers run synchronous user functions. It
-cannot interrupt a single long operation of C (`95**97**99`, a regular expression); for those the pool's own deadline
-ends the process. `within` bounds a coroutine. Invariant: a coroutine is not charged for time in which other code blocks
-the event loop.
+`deadline` interrupts Python code. It cannot interrupt a single long operation of C (`95**97**99`, a regular expression,
+and in other threads than the main one a sleep); for those the deadline of the call replaces the process. `within`
+bounds a coroutine. Invariant: a coroutine is not charged for time in which other code blocks the event loop.
 
 `describe_error` names the line of user code that an error comes from, for any exception: also for one whose `__str__`
 raises or returns megabytes of text.
@@ -16,6 +15,7 @@ raises or returns megabytes of text.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import inspect
 import os
 import signal
@@ -78,10 +78,12 @@ class DeadlinePassed(TimeoutError):
 def deadline(seconds: float) -> Iterator[None]:
     """Raises `DeadlinePassed` inside the block when it takes longer than `seconds`.
 
-    The earliest of nested deadlines holds. Outside the main thread, which receives no signals, nothing is interrupted.
+    The earliest of nested deadlines holds. Outside the main thread, which receives no signals, code of C that does not
+    return is not interrupted.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        with _deadline_of_thread(seconds):
+            yield
         return
 
     armed = True
@@ -107,6 +109,34 @@ def deadline(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, outer_handler)
         if outer_left > 0.0:
             signal.setitimer(signal.ITIMER_REAL, max(outer_left - (seconds - left), 1e-3), outer_interval)
+
+
+@contextmanager
+def _deadline_of_thread(seconds: float) -> Iterator[None]:
+    """Has the effect of `deadline` in any thread, at the next instruction of Python."""
+
+    class Passed(DeadlinePassed):
+        def __init__(self) -> None:
+            super().__init__(seconds)
+
+    thread, raise_in = threading.get_ident(), ctypes.pythonapi.PyThreadState_SetAsyncExc
+    is_over, lock = threading.Event(), threading.Lock()
+
+    def interrupt() -> None:
+        wait = seconds
+        while not is_over.wait(wait):
+            with lock:
+                if not is_over.is_set():
+                    raise_in(ctypes.c_ulong(thread), ctypes.py_object(Passed))
+            wait = _AGAIN_SECONDS
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        with lock:  # what was not raised yet belongs to this block
+            raise_in(ctypes.c_ulong(thread), None)
 
 
 async def within(seconds: float, awaitable: Awaitable[T]) -> T:
