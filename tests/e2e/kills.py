@@ -24,12 +24,6 @@ DEPENDS_ON_TIMING = (
 """Metrics of time, and of samples that are counted when they end. All others are compared bit for bit."""
 
 
-def _is_a_worker(process: psutil.Process) -> bool:
-    """Returns whether it runs an environment. The fork server has the same command line."""
-    parent = process.parent()
-    return _has("fork_server")(process) and parent is not None and _has("fork_server")(parent)
-
-
 def _has(word: str) -> Callable[[psutil.Process], bool]:
     return lambda process: word in " ".join(process.cmdline())
 
@@ -38,7 +32,7 @@ TARGETS: dict[str, Callable[[psutil.Process], bool]] = {
     "rank": _has("TrainerActor"),
     "server": _has("vllm.entrypoints"),
     "engine": _has("VLLM::EngineCore"),
-    "worker": _is_a_worker,
+    "worker": _has("RolloutActor"),
 }
 
 

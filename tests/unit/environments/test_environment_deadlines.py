@@ -72,18 +72,21 @@ def test_an_inner_deadline_restores_the_outer_one():
     assert raised.value.seconds == 1.0
 
 
-def test_another_thread_is_left_alone():
-    done = []
+def test_code_of_another_thread_is_interrupted_too():
+    seconds = []
 
     def work():
-        with deadline(0.01):
-            time.sleep(0.05)
-        done.append(True)
+        for limit, code in ((5.0, int), (0.05, spin)):
+            try:
+                with deadline(limit):
+                    code()
+            except DeadlinePassed as error:
+                seconds.append(error.seconds)
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert done == [True]
+    assert seconds == [0.05]
 
 
 async def test_a_coroutine_that_takes_too_long_is_cancelled():
