@@ -313,7 +313,7 @@ def main() -> int:
     lost = lost_steps(cases_of(arguments.quick), arguments.steps, arguments.seeds) if "slots" in arguments.parts else []
     drivers = []
     if "driver" in arguments.parts:
-        num_steps = 20 if arguments.quick else 100
+        num_steps = 20 if arguments.quick else 50
         asyncio.run(driver_cpu(False, 5))  # imports, and the first rows
         for pickled in (False, True):
             runs = [asyncio.run(driver_cpu(pickled, num_steps)) for _ in arguments.seeds]
