@@ -189,8 +189,8 @@ class ScriptedWorker:
                 self._running.append((task.key, index, sample))
                 report.running[task.key, index] = RunningSample(0, len(self._running), time.time(), 0)
         if orders.is_empty:
-            for key, index, task in [self._running.popleft() for _ in range(MANY_EVENTS)]:
-                report.samples.append((key, index, self._sample(task)))
+            for key, index, ended in [self._running.popleft() for _ in range(MANY_EVENTS)]:
+                report.samples.append((key, index, self._sample(ended)))
         if len(self._running) >= MANY_EVENTS:
             self._has_enough.set()
         else:
@@ -313,7 +313,7 @@ def main() -> int:
     lost = lost_steps(cases_of(arguments.quick), arguments.steps, arguments.seeds) if "slots" in arguments.parts else []
     drivers = []
     if "driver" in arguments.parts:
-        num_steps = 20 if arguments.quick else 200
+        num_steps = 20 if arguments.quick else 50
         asyncio.run(driver_cpu(False, 5))  # imports, and the first rows
         for pickled in (False, True):
             runs = [asyncio.run(driver_cpu(pickled, num_steps)) for _ in arguments.seeds]

@@ -251,7 +251,7 @@ def share_slots(capacities: list[int], num_workers: int, group_size: int) -> lis
     )
     first = 0
     for server, capacity in enumerate(capacities):
-        num_users = max(1, users_of(capacity, num_groups))
+        num_users = min(num_workers, max(1, users_of(capacity, num_groups)))
         for user in range(num_users):
             worker = (first + user) % num_workers
             shares[worker][server] = capacity // num_users + (user < capacity % num_users)

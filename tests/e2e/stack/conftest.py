@@ -126,7 +126,7 @@ def evaluation_on(
     parts: RunComponents, plans: list[PlannedEval], directory: RunDirectory, status: RunStatus
 ) -> Evaluation:
     return Evaluation(
-        plans, parts.config, parts.environments, parts.servers, parts.settings, directory.recorder,
+        plans, parts.config, parts.rollouts, parts.servers, parts.settings, directory.recorder,
         status, lambda coroutine, name: asyncio.create_task(coroutine, name=name),
     )  # fmt: skip
 
