@@ -14,9 +14,10 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 import ray
 
@@ -32,6 +33,8 @@ from telescope.utils.process import ignore_sigterm, log_tail, open_log
 
 logger = logging.getLogger(__name__)
 
+R = TypeVar("R")
+
 MAX_LOG_BYTES = 64 * 2**20
 NEWS_SECONDS = 1.0
 """How long a call waits for news of a worker. It is also the worker's heartbeat."""
@@ -46,7 +49,10 @@ LOG_TAIL_BYTES = 4000
 
 
 class RolloutActor:
-    """Actor of one rollout worker. Its methods run in one event loop."""
+    """Actor of one rollout worker, whose coroutines run in an event loop in a thread of its own.
+
+    The main thread is Ray's, and handles signals.
+    """
 
     def __init__(self, config_json: str, index: int, run_dir: str, specs: list[EnvironmentSpec]) -> None:
         from telescope.record.logging import setup_logging
@@ -66,8 +72,13 @@ class RolloutActor:
             score.write("1000")  # the OOM killer's first choice
         self._engines: list[Any] = []
         self._worker: Any = None
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True).start()
 
-    async def load(self, checks_template: bool) -> tuple[str, list[EnvironmentInfo]]:
+    def _run(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def load(self, checks_template: bool) -> tuple[str, list[EnvironmentInfo]]:
         """Loads tokenizer and environments. Returns this node and their descriptions. Raises `UserError`."""
         from telescope.rollout.environment_runner import EnvironmentRunner
         from telescope.rollout.environments import LoadedEnvironments
@@ -76,61 +87,62 @@ class RolloutActor:
 
         config = self._config
 
-        def load() -> tuple[EnvironmentRunner, list[EnvironmentInfo]]:
-            renderer = Renderer(RendererSpec.from_config(config))
-            paths = [str(Path(place).expanduser().resolve()) for place in config.environments_path]
-            runner = EnvironmentRunner(self._specs, renderer, paths, on_stage=self._on_stage)
-            return runner, [runner.describe(i, checks_template=checks_template) for i in range(len(self._specs))]
-
-        runner, infos = await asyncio.to_thread(load)
-        await runner.prepare_own_resources()
+        renderer = Renderer(RendererSpec.from_config(config))
+        paths = [str(Path(place).expanduser().resolve()) for place in config.environments_path]
+        runner = EnvironmentRunner(self._specs, renderer, paths, on_stage=self._on_stage)
+        infos = [runner.describe(i, checks_template=checks_template) for i in range(len(self._specs))]
+        self._run(runner.prepare_own_resources())
         _limit_memory(default_memory_limit())
         environments = LoadedEnvironments(runner, timeout_seconds=config.environment_timeout_seconds)
         self._environments = environments
         self._worker = RolloutWorker(environments, self._engines, grouped=not config.enable_individual_sample_lanes)
-        self._watch = asyncio.create_task(self._show_blocks())
+        self._watch = asyncio.run_coroutine_threadsafe(_show_blocks(config, self._log), self._loop)
         return ray.get_runtime_context().get_node_id(), infos
 
     def _on_stage(self, stage: str, doing: str) -> None:
         self._doing = doing
         print(f"{doing} ...", file=sys.stderr, flush=True)
 
-    async def doing(self) -> str:
+    @ray.method(concurrency_group="observe")
+    def doing(self) -> str:
         """Returns what it loads."""
         return self._doing
 
-    async def prepare_resources(self, positions: list[int]) -> None:
+    def prepare_resources(self, positions: list[int]) -> None:
         """Prepares the resources of environments."""
         for position in positions:
-            await self._environments.prepare_resources(position)
+            self._run(self._environments.prepare_resources(position))
 
-    async def connect(self, servers: list[tuple[str, str]]) -> None:
+    def connect(self, servers: list[tuple[str, str]]) -> None:
         """Connects to the inference servers, by address and secret."""
         from telescope.inference.base import backend_of
 
-        config = self._config
-        self._engines[:] = [
-            backend_of(config).connect(config, url, secret, index) for index, (url, secret) in enumerate(servers)
-        ]
+        async def connect() -> None:
+            backend, config = backend_of(self._config), self._config
+            self._engines[:] = [backend.connect(config, url, secret, i) for i, (url, secret) in enumerate(servers)]
 
-    async def exchange(self, orders: Orders, seconds: float | None, linger: float, versions: list[int]) -> Report:
+        self._run(connect())
+
+    @ray.method(concurrency_group="exchange")
+    def exchange(self, orders: Orders, seconds: float | None, linger: float, versions: list[int]) -> Report:
         """See `RolloutWorker.exchange`. `versions` are the policy versions of the servers."""
         for engine, version in zip(self._engines, versions, strict=False):
             engine.loaded_version = version
-        report: Report = await self._worker.exchange(orders, seconds=seconds, linger=linger)
+        report: Report = self._run(self._worker.exchange(orders, seconds=seconds, linger=linger))
         return report
 
-    async def stop(self) -> None:
+    def stop(self) -> None:
         """Ends rollouts and closes resources."""
         if self._worker is not None:
-            await self._worker.close()
-            await self._environments.close()
+            self._run(self._worker.close())
+            self._run(self._environments.close())
 
-    async def _show_blocks(self) -> None:
-        """Writes all stacks to the log when user code blocks the event loop for longer than its deadline."""
-        while True:
-            faulthandler.dump_traceback_later(self._config.environment_timeout_seconds, file=self._log)
-            await asyncio.sleep(1.0)
+
+async def _show_blocks(config: TelescopeConfig, log: BinaryIO) -> None:
+    """Writes all stacks to the log when user code blocks the event loop for longer than its deadline."""
+    while True:
+        faulthandler.dump_traceback_later(config.environment_timeout_seconds, file=log)
+        await asyncio.sleep(1.0)
 
 
 def _limit_memory(num_bytes: int) -> None:
@@ -248,7 +260,7 @@ class RolloutGroup:
             "num_cpus": config.rollout_cpus_per_worker,
             "scheduling_strategy": config.rollout_placement_strategy,
             "max_restarts": 0,
-            "max_concurrency": 8,
+            "concurrency_groups": {"exchange": 4, "observe": 1},
         }
         self.actor_class: Any = ray.remote(**options)(RolloutActor)
         self.handles = [RolloutHandle(self, index) for index in range(num_workers(config, cluster))]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -23,7 +24,8 @@ from telescope.rollout.sample import RolloutSettings, RolloutTask
 from telescope.rollout.trajectory import Trajectory
 
 MAX_LOST_WORKERS = 3
-"""Workers that may be lost while they run a group, before it is taken for the cause."""
+"""Workers that may be lost while they run a group, before it is taken for the cause. A group that may be the cause at
+its next loss runs while no other such group does, so that none is blamed with it."""
 
 OnSample = Callable[[int, Trajectory | BaseException], None]
 
@@ -81,6 +83,16 @@ class _Worker:
         return self.lanes[lane].num_free - self.num_ordered.get(lane, 0) if lane in self.lanes else 0
 
 
+class _Missing:
+    """The calls of the worker of groups that wait for one."""
+
+    async def exchange(self, orders: Orders, *, seconds: float | None = None, linger: float = 0.0) -> Report:
+        raise AssertionError("nothing is sent nowhere")
+
+    async def restart(self) -> None:
+        raise AssertionError("nothing is started nowhere")
+
+
 @dataclass(eq=False)
 class _Prompt:
     """A prompt that is being rendered."""
@@ -121,6 +133,9 @@ class RolloutPool:
         self._groups: dict[int, RunningGroup] = {}
         self._keys = itertools.count()
         self._lanes: dict[str, Lane] = {}
+        self._nowhere = _Worker(_Missing())
+        self._suspects: deque[RunningGroup] = deque()
+        """Groups that wait until no other group is suspected, the first one running."""
         self._prompts: dict[int, _Prompt] = {}
         self._serving: list[asyncio.Task[None]] = []
         self._failure: BaseException | None = None
@@ -258,9 +273,24 @@ class RolloutPool:
             if group.is_cancelled or group.num_lost >= MAX_LOST_WORKERS:
                 for index in list(group.samples):
                     self._ended(group, index, _lost_sample(group, index, error))
-            else:
+            elif group.num_lost < MAX_LOST_WORKERS - 1:
                 self._assign(group)
+            else:
+                if group not in self._suspects:
+                    self._suspects.append(group)
+                group.worker = self._nowhere
+                self._assign_suspect()
         self.on_change()
+
+    def _assign_suspect(self) -> None:
+        """Assigns the first of the suspected groups, if it waits."""
+        while self._suspects and self._suspects[0].worker is self._nowhere:
+            group = self._suspects[0]
+            if not group.is_cancelled:
+                self._assign(group)
+                return
+            for index in list(group.samples):
+                self._ended(group, index, _lost_sample(group, index, WorkerLost("cancelled")))
 
     def _reopen(self, worker: _Worker) -> None:
         """Opens the lanes in a worker that is back."""
@@ -315,6 +345,9 @@ class RolloutPool:
         del group.samples[index]
         if not group.samples:
             del self._groups[group.task.key]
+            if group in self._suspects:
+                self._suspects.remove(group)
+                self._assign_suspect()
         group.on_sample(index, sample)
 
 

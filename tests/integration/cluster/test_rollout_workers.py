@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -52,7 +51,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
 
     folder = tmp_path_factory.mktemp("rollout-workers")
     save_byte_tokenizer(folder / "tokenizer")
-    with tempfile.TemporaryDirectory(prefix="telescope-") as private, Reaper(Path(private)) as reaper:
+    with Reaper() as reaper:
         config = config_of(folder)
         cluster = connect(config, folder, reaper.directory, local_cpus=2, local_gpus=0)
         yield Ground(cluster, folder, AutoTokenizer.from_pretrained(folder / "tokenizer"))
@@ -115,7 +114,7 @@ async def workers(ground: Ground, run_dir: Path, **fields: Any) -> AsyncIterator
     deeds: dict[int, str] = {}
 
     def answer(request: FakeRequest) -> list[int]:
-        text = ground.tokenizer.decode(request.prompt_token_ids)
+        text = ground.tokenizer.decode(request.prompt)
         return ground.encode(deeds[int(text.partition("question ")[2].split("<")[0])])
 
     group = RolloutGroup(config, [EnvironmentSpec("hostile")], run_dir, ground.cluster)

@@ -8,6 +8,7 @@ import time
 from telescope.environments.base import MultiTurnEnvironment, RewardResult, RolloutState, Sample
 from telescope.errors import InfrastructureError
 
+
 class Talk(MultiTurnEnvironment):
     reward_min, reward_max = 0.0, 1.0
 
