@@ -221,9 +221,8 @@ class LoadedEnvironments:
     async def _in_thread(self, function: Callable[[], R], label: str) -> R:
         """Runs a synchronous function in the thread of user code, whose errors become those of a call."""
         loop = asyncio.get_running_loop()
-        began: asyncio.Future[None] = loop.create_future()
 
-        def run() -> R:
+        def run(began: asyncio.Future[None]) -> R:
             loop.call_soon_threadsafe(_set, began)
             try:
                 return function()
@@ -231,13 +230,18 @@ class LoadedEnvironments:
                 if os.getpid() != self._pid:
                     os._exit(1)  # a copy forked by user code
 
-        running = loop.run_in_executor(self._thread, run)
-        await began
+        while True:
+            began: asyncio.Future[None] = loop.create_future()
+            running = loop.run_in_executor(self._thread, run, began)
+            either: set[asyncio.Future[Any]] = {began, running}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not running.cancelled():
+                break  # else a call before it hangs, and another thread has taken over
         done, _ = await asyncio.wait({running}, timeout=self._timeout)
         if not done:
             self.is_stuck = True
             faulthandler.dump_traceback()
-            self._thread.shutdown(wait=False)
+            self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = ThreadPoolExecutor(1, "user code")
             limit = f"{self._timeout:g} seconds (environment_timeout_seconds)"
             raise EnvironmentFailure(f"{label} did not end within {limit}; its stack is in the rollout worker's log")

@@ -67,7 +67,7 @@ def config_of(folder: Path, **fields: Any) -> TelescopeConfig:
         "rollout_num_workers": 1,
         "group_size": 2,
         "inference_num_workers": 1,
-        "max_tokens": 64,
+        "max_tokens": 512,
         "max_model_len": 4096,
         "seq_len": 4096,
         "use_wandb": False,

@@ -50,7 +50,7 @@ async def test_a_synchronous_reward_that_never_returns_fails_alone_and_marks_its
     pool = await load("hostile", timeout_seconds=1.0)
     waiting = [asyncio.ensure_future(do(pool, encode, "wait 1.2")) for _ in range(3)]
     await asyncio.sleep(0.1)
-    culprit = asyncio.ensure_future(do(pool, encode, "sleep 4"))
+    culprit = asyncio.ensure_future(do(pool, encode, "sleep 8"))
     queued = [asyncio.ensure_future(do(pool, encode, FINE)) for _ in range(5)]
     with pytest.raises(EnvironmentFailure, match="did not end within 1 seconds"):
         await culprit
