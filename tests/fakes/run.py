@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 from tests.fakes.backend import NO_WEIGHTS
 
@@ -175,7 +176,7 @@ async def fake_run(
         worker = RolloutWorker(environments, clients, grouped=not config.enable_individual_sample_lanes)
         stack.push_async_callback(worker.close)
         by_key = {spec.identity: info for spec, info in zip(keys.specs, infos, strict=True)}
-        rollouts = RolloutPool([worker], infos=by_key)
+        rollouts = RolloutPool([cast(Any, worker)], infos=by_key)
         stack.push_async_callback(rollouts.close)
         weights = FakeWeightSync(trainer)
         status = RunStatus("fake", config.number_of_steps)
