@@ -74,6 +74,8 @@ class RolloutActor:
         self._worker: Any = None
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True).start()
+        # A copy that a coroutine of user code forks must not go on with the other rollouts.
+        os.register_at_fork(after_in_child=lambda: self._loop.call_soon(os._exit, 1))
 
     def _run(self, coroutine: Coroutine[Any, Any, R]) -> R:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()

@@ -199,6 +199,14 @@ async def test_a_hanging_call_fails_alone_and_its_worker_is_replaced_when_it_is_
         assert rewards(await run.run(FINE)) == [1.0]
 
 
+async def test_a_copy_forked_by_a_coroutine_ends_with_its_first_wait(ground: Ground, tmp_path: Path) -> None:
+    async with workers(ground, tmp_path) as run:
+        groups = await run.run("fork_and_wait", *[FINE] * 5)
+        assert rewards(groups) == [1.0] * 6
+        pids = {sample.reward.sample_metrics["pid"] for group in groups for sample in group if sample.reward}
+        assert len(pids) == 1 and run.num_replaced == 0
+
+
 async def test_output_of_user_code_goes_to_the_log(ground: Ground, tmp_path: Path) -> None:
     async with workers(ground, tmp_path) as run:
         assert rewards(await run.run("print", FINE)) == [1.0, 1.0]

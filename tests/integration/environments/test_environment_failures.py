@@ -87,7 +87,7 @@ async def test_a_reward_may_run_an_event_loop_of_its_own(load, encode):
     assert (await do(pool, encode, "wait 0.01")).total_reward == 1.0
 
 
-@pytest.mark.parametrize("deed", ["fork_and_raise", "fork_and_return", "fork_and_wait"])
+@pytest.mark.parametrize("deed", ["fork_and_raise", "fork_and_return"])
 async def test_a_copy_forked_by_user_code_ends_and_the_process_goes_on(load, encode, deed):
     pool = await load("hostile")
     pids = {(await do(pool, encode, what)).sample_metrics["pid"] for what in (deed, *[FINE] * 20)}
