@@ -188,11 +188,12 @@ async def test_user_code_that_blocks_its_process_is_found_by_its_silence(
         assert b"environment.py" in run.log(), "the log has its stack"
 
 
+@pytest.mark.parametrize("deed", ["sleep 3600", "wait_whatever_happens"])
 async def test_a_hanging_call_fails_alone_and_its_worker_is_replaced_when_it_is_idle(
-    ground: Ground, tmp_path: Path
+    deed: str, ground: Ground, tmp_path: Path
 ) -> None:
     async with workers(ground, tmp_path, environment_timeout_seconds=2.0) as run:
-        groups = await run.run("sleep 3600", *["wait 1"] * 5)
+        groups = await run.run(deed, *["wait 1"] * 5)
         assert "did not end within 2 seconds" in (groups[0][0].failure_message or "")
         assert rewards(groups[1:]) == [1.0] * 5
         await eventually(lambda: run.num_replaced == 1)
