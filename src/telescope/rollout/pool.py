@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from telescope.environments.types import PreparedPrompt
 from telescope.errors import InfrastructureError
@@ -20,6 +21,8 @@ from telescope.rollout.exchange import TRAINING, GroupTask, LaneState, Orders, R
 from telescope.rollout.request_slots import share_slots
 from telescope.rollout.sample import RolloutSettings, RolloutTask
 from telescope.rollout.trajectory import Trajectory
+
+R = TypeVar("R")
 
 OnSample = Callable[[int, Trajectory | BaseException], None]
 
@@ -53,12 +56,12 @@ class _Worker:
     orders: Orders = field(default_factory=Orders)
     has_orders: asyncio.Event = field(default_factory=asyncio.Event)
     lanes: dict[str, LaneState] = field(default_factory=dict)
-    num_ordered: dict[str, int] = field(default_factory=dict)
+    num_ordered: Counter[str] = field(default_factory=Counter)
     """Samples of each lane that the last report does not know."""
 
     def num_free(self, lane: str) -> int:
         """Returns request slots that no sample takes, not even one that is on its way there."""
-        return self.lanes[lane].num_free - self.num_ordered.get(lane, 0) if lane in self.lanes else 0
+        return self.lanes[lane].num_free - self.num_ordered[lane] if lane in self.lanes else 0
 
 
 class RolloutPool:
@@ -101,6 +104,15 @@ class RolloutPool:
             worker.has_orders.set()
         return lane
 
+    def close_lane(self, name: str) -> None:
+        """Ends a lane, if it is open."""
+        if self._lanes.pop(name, None) is None:
+            return
+        for worker in self.workers:
+            worker.orders.lanes[name] = None
+            worker.lanes.pop(name, None)
+            worker.has_orders.set()
+
     def start(
         self, samples: list[RolloutTask], settings: RolloutSettings, on_sample: OnSample, lane: str = TRAINING
     ) -> RunningGroup:
@@ -110,7 +122,7 @@ class RolloutPool:
         group = RunningGroup(task, worker, on_sample, {index: RunningSample() for index in range(len(samples))})
         self._groups[task.key] = group
         worker.orders.groups.append(task)
-        worker.num_ordered[lane] = worker.num_ordered.get(lane, 0) + len(samples)
+        worker.num_ordered[lane] += len(samples)
         worker.has_orders.set()
         self._serve()
         return group
@@ -124,15 +136,7 @@ class RolloutPool:
         """
         ends: list[asyncio.Future[Trajectory]] = [asyncio.get_running_loop().create_future() for _ in samples]
 
-        def ended(index: int, sample: Trajectory | BaseException) -> None:
-            if ends[index].cancelled():
-                return
-            if isinstance(sample, BaseException):
-                ends[index].set_exception(sample)
-            else:
-                ends[index].set_result(sample)
-
-        group = self.start(samples, settings, ended, lane)
+        group = self.start(samples, settings, lambda index, sample: _settle(ends[index], sample), lane)
         try:
             return await asyncio.gather(*ends)
         except BaseException:
@@ -142,12 +146,15 @@ class RolloutPool:
     async def prepare(self, key: str, item: int) -> PreparedPrompt:
         """Renders and tokenizes the prompt of a dataset item. Raises `EnvironmentFailure`."""
         number = next(self._keys)
-        self._prompts[number] = asyncio.get_running_loop().create_future()
+        rendered = self._prompts[number] = asyncio.get_running_loop().create_future()
         worker = min(self.workers, key=lambda worker: len(worker.orders.prompts))
         worker.orders.prompts.append((number, key, item))
         worker.has_orders.set()
         self._serve()
-        return await self._prompts[number]
+        try:
+            return await rendered
+        finally:
+            self._prompts.pop(number, None)
 
     async def close(self) -> None:
         """Ends the calls of the workers."""
@@ -171,9 +178,8 @@ class RolloutPool:
             await loop
         except Exception as error:
             self._failure = self._failure or error
-            for prompt in self._prompts.values():
-                prompt.set_exception(error)
-            self._prompts.clear()
+            for rendered in self._prompts.values():
+                _settle(rendered, error)
             for group in list(self._groups.values()):
                 for index in list(group.samples):
                     self._ended(group, index, error)
@@ -204,11 +210,8 @@ class RolloutPool:
             if lane in self._lanes:  # the worker has closed it there
                 self._lanes[lane].set_up(server, self._lanes[lane].up[server])
         for number, prompt in report.prompts:
-            waiting = self._prompts.pop(number)
-            if isinstance(prompt, Exception):
-                waiting.set_exception(prompt)
-            elif not waiting.cancelled():
-                waiting.set_result(prompt)
+            if number in self._prompts:  # else its caller was cancelled
+                _settle(self._prompts[number], prompt)
         for key, index, sample in report.samples:
             self._ended(self._groups[key], index, sample)
         self.on_change()
@@ -220,6 +223,16 @@ class RolloutPool:
         group.on_sample(index, sample)
 
 
+def _settle(future: asyncio.Future[R], outcome: R | BaseException) -> None:
+    """Sets the result or the error of a future, unless its caller was cancelled."""
+    if future.done():
+        return
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+
+
 class Lane:
     """Request slots of one kind of samples, over all workers. A server is closed until it is set up."""
 
@@ -227,7 +240,6 @@ class Lane:
         self.name = name
         self.capacities = capacities
         self.up = [False] * len(capacities)
-        self.is_open = True
         self.pool = pool
 
     def set_up(self, server: int, up: bool) -> None:
@@ -239,12 +251,8 @@ class Lane:
         self.pool.on_change()
 
     def close(self) -> None:
-        """Ends the lane, once its samples have ended."""
-        self.is_open = False
-        for worker in self.pool.workers:
-            worker.orders.lanes[self.name] = None
-            worker.lanes.pop(self.name, None)
-            worker.has_orders.set()
+        """Ends the lane, if it has not ended. Its samples have."""
+        self.pool.close_lane(self.name)
 
     @property
     def has_free_slot(self) -> bool:

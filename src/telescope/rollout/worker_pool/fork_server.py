@@ -1,7 +1,7 @@
 """The fork server: the process that environment workers are forked from.
 
-Loading a tokenizer through transformers takes seconds of processor time and hundreds of MB, so it is done once, here,
-and every worker, a replacement included, starts as a copy in milliseconds. This process runs no user code and starts no
+It loads the tokenizer once, which takes seconds and hundreds of MB where only transformers can read it, and every
+worker, a replacement included, starts as a copy in milliseconds. This process runs no user code and starts no
 threads, so it can be forked safely; the workers load the environments.
 
 It ends when the driver ends, and its workers end when it ends. It adopts processes that user code started and that left
