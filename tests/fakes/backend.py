@@ -104,8 +104,8 @@ class FakeBackend:
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         return [-1.0] * (len(token_ids) - 1)
 
-    async def pause(self, mode: str = "keep", *, drop_caches: bool = False) -> None:
-        self.engine.pause(mode)
+    async def pause(self, *, drop_caches: bool = False) -> None:
+        self.engine.pause("keep")
 
     async def resume(self) -> None:
         self.engine.resume()

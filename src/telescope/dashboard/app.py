@@ -108,8 +108,9 @@ class Pages(StaticFiles):
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         """Returns a file, or a page that explains why the pages are missing."""
-        is_compressed = path.startswith("assets/") and "gzip" in Headers(scope=scope).get("accept-encoding", "")
-        if is_compressed and path in self._assets:
+        hashed = path.startswith("assets/")
+        accepts = "gzip" in Headers(scope=scope).get("accept-encoding", "")
+        if accepts and path in self._assets:
             body, headers = self._assets[path]
             return Response(body, headers=headers)
         try:
@@ -121,13 +122,12 @@ class Pages(StaticFiles):
                 return HTMLResponse(title + text, 404)
             text = "<p>The pages are not built. Build them with</p><pre>make dashboard</pre><p>and reload.</p>"
             return HTMLResponse(title + text, 503)
-        hashed = path.startswith("assets/")
         answer.headers["Cache-Control"] = "public, max-age=31536000, immutable" if hashed else "no-cache"
-        if is_compressed and isinstance(answer, FileResponse):
-            answer.headers["Content-Encoding"] = "gzip"
-            headers = {name: value for name, value in answer.headers.items() if name != "content-length"}
+        if hashed and accepts and path.endswith((".js", ".css")) and isinstance(answer, FileResponse):
             content = await anyio.Path(answer.path).read_bytes()
-            self._assets[path] = gzip.compress(content, mtime=0), headers
+            answer.headers.update({"Content-Encoding": "gzip", "Vary": "Accept-Encoding"})
+            headers = {name: value for name, value in answer.headers.items() if name != "content-length"}
+            self._assets[path] = await anyio.to_thread.run_sync(gzip.compress, content), headers
             return Response(self._assets[path][0], headers=headers)
         return answer
 

@@ -157,8 +157,8 @@ class EngineBackend(Engine, Protocol):
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         """Returns the L - 1 logprobs of a text at temperature 1. All NaN when the weights give no finite numbers."""
 
-    async def pause(self, mode: str = "keep", *, drop_caches: bool = False) -> None:
-        """Stops sampling. With `keep`, running requests freeze and continue after `resume`."""
+    async def pause(self, *, drop_caches: bool = False) -> None:
+        """Stops sampling. Running requests freeze and continue after `resume`, without their caches if asked."""
 
     async def resume(self) -> None: ...
 

@@ -205,13 +205,13 @@ class EngineClient:
     async def fingerprints(self, initial: UpdateInfo | None = None) -> list[dict[str, Any]]:
         return await self.call_worker("telescope_fingerprints", [json.dumps(initial.to_dict())] if initial else None)
 
-    async def pause(self, mode: str = "keep", *, drop_caches: bool = False) -> None:
-        """Stops sampling. With `keep`, running requests freeze and continue after `resume`.
+    async def pause(self, *, drop_caches: bool = False) -> None:
+        """Stops sampling. Running requests freeze and continue after `resume`.
 
         `drop_caches` (`inflight_kv: recompute`) drops every KV block, those of frozen requests included, so that they
         are computed again under the next weights. vLLM does so by default, so the flag is always sent.
         """
-        route = f"{wire.PAUSE_ROUTE}?mode={mode}&clear_cache={'true' if drop_caches else 'false'}"
+        route = f"{wire.PAUSE_ROUTE}?mode=keep&clear_cache={'true' if drop_caches else 'false'}"
         await self._control("POST", route)
 
     async def resume(self) -> None:

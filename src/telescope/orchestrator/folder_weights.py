@@ -68,7 +68,7 @@ class FolderWeights:
 
 async def load_folder(client: EngineBackend, update: UpdateInfo, dtype: str) -> None:
     """Pauses a server, loads a model folder and verifies it. Raises RunError if other weights were loaded."""
-    await client.pause("keep")
+    await client.pause()
     await client.transfer_mode()  # ends an update that failed in one worker and is still open in the others
     await client.start_update()
     await client.update_weights(update)

@@ -226,11 +226,11 @@ class Orchestrator:
             group.running = self.services.rollouts.start(tasks, self._settings, partial(self._on_sample, group))
             self._notifier.notify()
 
-    def _on_sample(self, group: Group, index: int, sample: Trajectory | BaseException) -> None:
+    def _on_sample(self, group: Group, _: int, sample: Trajectory | BaseException) -> None:
         self._ended.put_nowait((group, sample))
 
     async def _sample_loop(self) -> None:
-        """Takes ended samples. The last one finishes its group."""
+        """Takes ended samples. Here, and not where reports are read, their errors end the run."""
         while True:
             group, sample = await self._ended.get()
             if isinstance(sample, BaseException):
@@ -274,7 +274,7 @@ class Orchestrator:
         )
 
     def _sample(self, group: Group, trajectory: Trajectory) -> None:
-        """Adds an ended sample to its group."""
+        """Counts and judges an ended sample. The last one finishes its group."""
         group.samples.append(trajectory)
         if group.is_finished:
             group.running = None

@@ -161,8 +161,7 @@ class ServerPool:
 
     def release(self, lease: EvalLease) -> None:
         """Ends a lease, if it has not ended. The servers receive the next weight sync."""
-        if lease.slots.is_open:
-            lease.slots.close()
+        lease.slots.close()
         self._leases = {index: other for index, other in self._leases.items() if other is not lease}
 
     def _leave_lease(self, index: int) -> None:

@@ -307,7 +307,7 @@ class WeightSync:
 
     async def _pause(self, part: ServerSync) -> None:
         part.paused_at = time.time()
-        await self.clients[part.server].pause("keep", drop_caches=self.config.inflight_kv == "recompute")
+        await self.clients[part.server].pause(drop_caches=self.config.inflight_kv == "recompute")
 
     async def _finish(self, part: ServerSync, in_background: UpdateInfo) -> None:
         """Ends the update; an overlapped one pauses here, for the swap only."""

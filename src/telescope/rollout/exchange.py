@@ -1,13 +1,12 @@
-"""What the driver and a rollout worker tell each other.
+"""Messages between the driver and a rollout worker.
 
-The driver sends `Orders` and receives a `Report`, in one call at a time for each worker, however many rollouts run.
+The driver sends `Orders` and receives a `Report` in the same call, however many rollouts run.
 Everything here is plain data that can cross processes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from telescope.environments.types import PreparedPrompt
 from telescope.errors import InfrastructureError
@@ -87,9 +86,8 @@ class Report:
     running: dict[tuple[int, int], RunningSample] = field(default_factory=dict)
     """Changed states of running samples, by key and index."""
     prompts: list[tuple[int, PreparedPrompt | Exception]] = field(default_factory=list)
-    failures: list[tuple[str, int, Any]] = field(default_factory=list)
-    """Lane, server and `InfrastructureError` of failed requests. The server is closed in the lane until it is ordered
-    to be up."""
+    failures: list[tuple[str, int, InfrastructureError]] = field(default_factory=list)
+    """Lane, server and error of failed requests. The server is closed in the lane until it is ordered to be up."""
     lanes: dict[str, LaneState] = field(default_factory=dict)
     is_stuck: bool = False
     """User code hangs in a thread, so the worker is to be replaced once its rollouts have ended."""

@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from telescope.environments.types import ROLLOUT_ERROR, EnvironmentInfo, PreparedPrompt
 from telescope.errors import InfrastructureError
@@ -26,6 +26,8 @@ from telescope.rollout.trajectory import Trajectory
 MAX_LOST_WORKERS = 3
 """Workers that may be lost while they run a group, before it is taken for the cause. A group that may be the cause at
 its next loss runs while no other such group does, so that none is blamed with it."""
+
+R = TypeVar("R")
 
 OnSample = Callable[[int, Trajectory | BaseException], None]
 
@@ -44,12 +46,12 @@ class Worker(Protocol):
 
 @dataclass(eq=False)
 class RunningGroup:
-    """A group in a worker. `samples` has the running ones, by their index."""
+    """A group in a worker, or waiting for one. `samples` has the running ones, by their index."""
 
     task: GroupTask
-    worker: _Worker
     on_sample: OnSample
     samples: dict[int, RunningSample]
+    worker: _Worker | None = None
     is_cancelled: bool = False
     num_lost: int = 0
     """Workers that were lost while they ran it."""
@@ -57,8 +59,9 @@ class RunningGroup:
     def cancel(self) -> None:
         """Ends the samples soon, with their tokens so far. Running requests are aborted in the engine."""
         self.is_cancelled = True
-        self.worker.orders.cancelled.append(self.task.key)
-        self.worker.has_orders.set()
+        if self.worker is not None:
+            self.worker.orders.cancelled.append(self.task.key)
+            self.worker.has_orders.set()
 
 
 @dataclass(eq=False)
@@ -69,7 +72,7 @@ class _Worker:
     orders: Orders = field(default_factory=Orders)
     has_orders: asyncio.Event = field(default_factory=asyncio.Event)
     lanes: dict[str, LaneState] = field(default_factory=dict)
-    num_ordered: dict[str, int] = field(default_factory=dict)
+    num_ordered: Counter[str] = field(default_factory=Counter)
     """Samples of each lane that the last report does not know."""
     shares: dict[str, list[int]] = field(default_factory=dict)
     """Its request slots on each server in each open lane."""
@@ -78,19 +81,9 @@ class _Worker:
 
     def num_free(self, lane: str) -> int:
         """Returns request slots that no sample takes, not even one that is on its way there."""
-        if not self.is_open:
+        if not self.is_open or lane not in self.lanes:
             return 0
-        return self.lanes[lane].num_free - self.num_ordered.get(lane, 0) if lane in self.lanes else 0
-
-
-class _Missing:
-    """The calls of the worker of groups that wait for one."""
-
-    async def exchange(self, orders: Orders, *, seconds: float | None = None, linger: float = 0.0) -> Report:
-        raise AssertionError("nothing is sent nowhere")
-
-    async def restart(self) -> None:
-        raise AssertionError("nothing is started nowhere")
+        return self.lanes[lane].num_free - self.num_ordered[lane]
 
 
 @dataclass(eq=False)
@@ -133,7 +126,6 @@ class RolloutPool:
         self._groups: dict[int, RunningGroup] = {}
         self._keys = itertools.count()
         self._lanes: dict[str, Lane] = {}
-        self._nowhere = _Worker(_Missing())
         self._suspects: deque[RunningGroup] = deque()
         """Groups that wait until no other group is suspected, the first one running."""
         self._prompts: dict[int, _Prompt] = {}
@@ -152,13 +144,23 @@ class RolloutPool:
             worker.has_orders.set()
         return lane
 
+    def close_lane(self, name: str) -> None:
+        """Ends a lane, if it is open."""
+        if self._lanes.pop(name, None) is None:
+            return
+        for worker in self.workers:
+            worker.orders.lanes[name] = None
+            worker.lanes.pop(name, None)
+            worker.shares.pop(name, None)
+            worker.has_orders.set()
+
     def start(
         self, samples: list[RolloutTask], settings: RolloutSettings, on_sample: OnSample, lane: str = TRAINING
     ) -> RunningGroup:
         """Starts the samples of one prompt. `on_sample` gets each with its index, or an error that ends the run."""
         tasks = dict(enumerate(samples))
         task = GroupTask(next(self._keys), tasks, settings, lane)
-        group = RunningGroup(task, self.workers[0], on_sample, {index: RunningSample() for index in tasks})
+        group = RunningGroup(task, on_sample, {index: RunningSample() for index in tasks})
         self._groups[task.key] = group
         self._assign(group)
         self._serve_all()
@@ -172,7 +174,7 @@ class RolloutPool:
         # While no worker is open, one of them begins with this group once it is back.
         group.worker = worker = max(homes, key=lambda worker: (worker.is_open, worker.num_free(task.lane)))
         worker.orders.groups.append(task)
-        worker.num_ordered[task.lane] = worker.num_ordered.get(task.lane, 0) + len(task.samples)
+        worker.num_ordered[task.lane] += len(task.samples)
         worker.has_orders.set()
 
     async def run(
@@ -184,15 +186,7 @@ class RolloutPool:
         """
         ends: list[asyncio.Future[Trajectory]] = [asyncio.get_running_loop().create_future() for _ in samples]
 
-        def ended(index: int, sample: Trajectory | BaseException) -> None:
-            if ends[index].cancelled():
-                return
-            if isinstance(sample, BaseException):
-                ends[index].set_exception(sample)
-            else:
-                ends[index].set_result(sample)
-
-        group = self.start(samples, settings, ended, lane)
+        group = self.start(samples, settings, lambda index, sample: _settle(ends[index], sample), lane)
         try:
             return await asyncio.gather(*ends)
         except BaseException:
@@ -251,8 +245,7 @@ class RolloutPool:
             failure = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
             self._failure = self._failure or failure
             for prompt in self._prompts.values():
-                if not prompt.rendered.done():
-                    prompt.rendered.set_exception(failure)
+                _settle(prompt.rendered, failure)
             for group in list(self._groups.values()):
                 for index in list(group.samples):
                     self._ended(group, index, failure)
@@ -261,7 +254,7 @@ class RolloutPool:
         """Gives the prompts and groups of a lost worker to others. Its ended samples are here already."""
         unsent = {task.key for task in worker.orders.groups}
         worker.orders, worker.is_open = Orders(), False
-        worker.lanes, worker.num_ordered = {}, {}
+        worker.lanes, worker.num_ordered = {}, Counter()
         for number, prompt in self._prompts.items():
             if prompt.worker is worker and not prompt.rendered.done():
                 self._assign_prompt(number, prompt)
@@ -278,13 +271,13 @@ class RolloutPool:
             else:
                 if group not in self._suspects:
                     self._suspects.append(group)
-                group.worker = self._nowhere
+                group.worker = None
                 self._assign_suspect()
         self.on_change()
 
     def _assign_suspect(self) -> None:
         """Assigns the first of the suspected groups, if it waits."""
-        while self._suspects and self._suspects[0].worker is self._nowhere:
+        while self._suspects and self._suspects[0].worker is None:
             group = self._suspects[0]
             if not group.is_cancelled:
                 self._assign(group)
@@ -330,13 +323,8 @@ class RolloutPool:
             if lane in self._lanes:  # the worker has closed it there
                 self._lanes[lane].set_up(server, self._lanes[lane].up[server])
         for number, prompt in report.prompts:
-            waiting = self._prompts.get(number)
-            if waiting is None or waiting.rendered.done():
-                continue  # its caller was cancelled
-            if isinstance(prompt, Exception):
-                waiting.rendered.set_exception(prompt)
-            else:
-                waiting.rendered.set_result(prompt)
+            if number in self._prompts:  # else its caller was cancelled
+                _settle(self._prompts[number].rendered, prompt)
         for key, index, sample in report.samples:
             self._ended(self._groups[key], index, sample)
         self.on_change()
@@ -351,6 +339,16 @@ class RolloutPool:
         group.on_sample(index, sample)
 
 
+def _settle(future: asyncio.Future[R], outcome: R | BaseException) -> None:
+    """Sets the result or the error of a future, unless its caller was cancelled."""
+    if future.done():
+        return
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+
+
 class Lane:
     """Request slots of one kind of samples, over all workers. A server is closed until it is set up."""
 
@@ -358,7 +356,6 @@ class Lane:
         self.name = name
         self.capacities = capacities
         self.up = [False] * len(capacities)
-        self.is_open = True
         self.pool = pool
 
     def set_up(self, server: int, up: bool) -> None:
@@ -370,13 +367,8 @@ class Lane:
         self.pool.on_change()
 
     def close(self) -> None:
-        """Ends the lane, once its samples have ended."""
-        self.is_open = False
-        for worker in self.pool.workers:
-            worker.orders.lanes[self.name] = None
-            worker.lanes.pop(self.name, None)
-            worker.shares.pop(self.name, None)
-            worker.has_orders.set()
+        """Ends the lane, if it has not ended. Its samples have."""
+        self.pool.close_lane(self.name)
 
     @property
     def has_free_slot(self) -> bool:

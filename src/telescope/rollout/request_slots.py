@@ -137,12 +137,6 @@ class RequestSlotPool:
         return sum(server.used for server in self.servers)
 
     @property
-    def idle_share(self) -> float:
-        """Share of running servers without a request, from 0 to 1."""
-        up = [server for server in self.servers if server.up]
-        return sum(server.used == 0 for server in up) / len(up) if up else 0.0
-
-    @property
     def num_waiting(self) -> int:
         return sum(not waiter.future.done() for waiter in self._waiters)
 

@@ -54,7 +54,7 @@ def recorded(path: Path) -> Iterator[Recorder]:
 
 @contextmanager
 def tracked(path: Path, config: TelescopeConfig = CONFIG) -> Iterator[tuple[Recorder, TrackerProcess, list[str]]]:
-    """A record that has begun, the process that copies it, and what the live view is told."""
+    """A record of a run that has begun, its tracker process, and the messages for the live view."""
     told: list[str] = []
     with recorded(path) as recorder:
         trackers = TrackerProcess(config, path)

@@ -310,7 +310,7 @@ class Server:
     async def in_place(self, update: UpdateInfo, *, drop_caches: bool = False) -> tuple[SendReport, float]:
         """A sync inside one pause. Returns the report and the seconds of the pause."""
         paused = time.monotonic()
-        await self.client.pause("keep", drop_caches=drop_caches)
+        await self.client.pause(drop_caches=drop_caches)
         await self.client.start_update()
         send = asyncio.to_thread(self.sender.send, checkpoint_tensors(self.model), update, [0], fingerprints=True)
         report, _ = await asyncio.gather(send, self.client.update_weights(update))
@@ -335,7 +335,7 @@ class Server:
         await self.client.start_update()
         await self.client.update_weights(in_background(update))
         paused = time.monotonic()
-        await self.client.pause("keep")
+        await self.client.pause()
         await self.client.finish_update(update.version)
         await self.client.resume()
         return time.monotonic() - paused
@@ -383,7 +383,7 @@ class Server:
                 yield item
 
         async def go() -> tuple[BaseException | None, SendReport]:
-            await self.client.pause("keep")
+            await self.client.pause()
             once_paused()
             await self.client.start_update()
             send = asyncio.to_thread(self.sender.send, half(), update, [0])

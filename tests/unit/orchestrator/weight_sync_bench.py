@@ -113,8 +113,8 @@ class FakeClient(FakeBackend):
     async def init_weight_transfer(self, info: InitInfo) -> None:
         await self._at("init")
 
-    async def pause(self, mode: str = "keep", *, drop_caches: bool = False) -> None:
-        await self._at("pause", mode, drop_caches)
+    async def pause(self, *, drop_caches: bool = False) -> None:
+        await self._at("pause", "keep", drop_caches)
         self.paused = True
 
     async def start_update(self) -> None:

@@ -1,3 +1,4 @@
+import { useVirtualizer } from "@tanstack/react-virtual";
 import { useEffect, useRef, useState } from "react";
 import { get, type Query } from "../../api";
 import { count, number } from "../../format";
@@ -6,7 +7,6 @@ import { Plain } from "../../text/SafeText";
 import { fate, type Filling, level, METRIC, type RewardScale, squareValue } from "./squares";
 import type { Value } from "../../types";
 import type { SamplePage, SampleRow } from "./types";
-import { useRows } from "./window";
 
 const ROW = 20;
 /** Height of a search hit: one line for its numbers, one for the text around the match. */
@@ -75,14 +75,15 @@ export function AnswerList({ path, query, version, first, sort, search, sample, 
   const asked = useRef(new Set<string>());
   const total = first?.total ?? 0;
   const height = search ? HIT : ROW;
-  const { first: top, end, reveal } = useRows(box, total, height);
-  const items = Array.from({ length: end - top }, (_, i) => top + i);
+  const rows = useVirtualizer({ count: total, getScrollElement: () => box.current, estimateSize: () => height, overscan: 16 });
+  useEffect(() => rows.measure(), [height]);
+  const items = rows.getVirtualItems();
   const rowAt = (index: number): SampleRow | undefined => {
     const page = Math.floor(index / PAGE_ROWS);
     if (page === 0) return first?.rows[index];
     return pages.key === key ? pages.rows.get(page)?.[index % PAGE_ROWS] : undefined;
   };
-  const needed = [...new Set([top, Math.max(top, end - 1)].map((index) => Math.floor(index / PAGE_ROWS)))].filter((page) => page > 0).join();
+  const needed = [...new Set([items[0]?.index ?? 0, items.at(-1)?.index ?? 0].map((index) => Math.floor(index / PAGE_ROWS)))].filter((page) => page > 0).join();
   useEffect(() => {
     for (const page of needed.split(",").filter(Boolean).map(Number)) {
       const id = `${key}/${version}/${page}`;
@@ -94,11 +95,12 @@ export function AnswerList({ path, query, version, first, sort, search, sample, 
     }
   }, [needed, key, version, path]);
   useEffect(() => {
-    onRows(items.map(rowAt).filter((row): row is SampleRow => row !== undefined));
-  }, [first, pages, top, end]);
+    const known = items.map((item) => rowAt(item.index)).filter((row): row is SampleRow => row !== undefined);
+    onRows(known);
+  }, [first, pages, items[0]?.index, items.at(-1)?.index]);
   useEffect(() => {
-    const at = items.find((index) => rowAt(index)?.sample_id === sample);
-    if (at !== undefined) reveal(at);
+    const at = items.find((item) => rowAt(item.index)?.sample_id === sample)?.index;
+    if (at !== undefined) rows.scrollToIndex(at, { align: "auto" });
   }, [sample]);
   return (
     <>
@@ -115,10 +117,10 @@ export function AnswerList({ path, query, version, first, sort, search, sample, 
       {!first && <p className="none d" role="status">{search ? "Searching all texts of the run." : "Reading the answers."}</p>}
       {first && total === 0 && <p className="none d">{search ? `No answer, prompt, tool call or note has “${search}” and passes the filters.` : "No answer passes the filters."}</p>}
       <div className="gl" ref={box} role="listbox" aria-label="Answers of all steps" tabIndex={0}>
-        <div style={{ height: total * height, position: "relative" }}>
-          {items.map((index) => {
+        <div style={{ height: rows.getTotalSize(), position: "relative" }}>
+          {items.map(({ index, start }) => {
             const row = rowAt(index);
-            const style = { transform: `translateY(${index * height}px)` };
+            const style = { transform: `translateY(${start}px)` };
             if (!row) return <div key={index} className="ar f" style={style}>…</div>;
             const filled = level(squareValue(row, filling.by), filling.scaleOf(row.environment));
             const square = <span className="sq"><i className={filled === null ? "none" : `l${filled}`} /></span>;

@@ -1,0 +1,98 @@
+"""A rollout worker and its pool: when a report comes, and what a failure of one caller or server leaves."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.unit.orchestrator.simulated_clock import run_simulated
+from tests.unit.rollout.fakes import FakeEngine, FakeEnvironments, settings, task
+
+from telescope.errors import EnvironmentFailure, InfrastructureError
+from telescope.rollout.exchange import TRAINING, GroupTask, Orders, Report
+from telescope.rollout.pool import RolloutPool
+from telescope.rollout.worker import RolloutWorker
+
+
+class Prompts(FakeEnvironments):
+    """Renders no prompt: the caller gets an error, after as many seconds as the item says."""
+
+    async def prepare(self, env_key: str, index: int) -> None:
+        await asyncio.sleep(index)
+        raise EnvironmentFailure(f"item {index}")
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def prompts(*seconds: int) -> Orders:
+    return Orders(prompts=[(number, "e", each) for number, each in enumerate(seconds)])
+
+
+async def reports(orders: Orders, **waits: float) -> list[tuple[float, int]]:
+    """When reports come of a worker that prepares prompts, and how many prompts each has."""
+    worker = RolloutWorker(Prompts(), [])
+    await worker.exchange(orders)
+    found = []
+    while sum(number for _, number in found) < len(orders.prompts):
+        report = await worker.exchange(Orders(), **waits)
+        found.append((now(), len(report.prompts)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("orders", "waits", "expected"),
+    [
+        (prompts(3, 5), {}, [(3, 1), (5, 1)]),
+        (prompts(3, 5), {"linger": 2.5}, [(5.5, 2)]),
+        (prompts(3), {"seconds": 2.0}, [(2, 0), (3, 1)]),
+        (prompts(*[3] * 40), {"linger": 60.0}, [(3, 40)]),
+    ],
+    ids=["at the first event", "with what comes soon after", "at the latest after some time", "at once with many"],
+)
+def test_a_report_comes(orders: Orders, waits: dict[str, float], expected: list[tuple[float, int]]) -> None:
+    assert run_simulated(reports(orders, **waits)) == expected
+
+
+def test_orders_are_answered_at_once_and_end_a_call_that_waits() -> None:
+    async def scenario() -> tuple[float, Report, Report]:
+        worker = RolloutWorker(Prompts(), [])
+        waiting = asyncio.create_task(worker.exchange(Orders(), seconds=60.0))
+        await asyncio.sleep(1)
+        ordered = await worker.exchange(Orders(lanes={TRAINING: [4]}, servers={(TRAINING, 0): True}))
+        return now(), await waiting, ordered
+
+    at, waiting, ordered = run_simulated(scenario())
+    assert at == 1
+    assert waiting.lanes == ordered.lanes and ordered.lanes[TRAINING].num_free == 4
+
+
+def test_a_server_that_failed_is_closed_until_it_is_ordered_to_be_up() -> None:
+    async def scenario() -> None:
+        worker = RolloutWorker(FakeEnvironments(), [FakeEngine(answers=[InfrastructureError("gone")])])
+        group = GroupTask(7, [task()], settings(slot_timeout=100.0))
+        up = {(TRAINING, 0): True}
+        ordered = await worker.exchange(Orders(lanes={TRAINING: [2]}, servers=up, groups=[group]))
+        waited = await worker.exchange(Orders(), seconds=50.0, linger=1.0)
+        failures = [*ordered.failures, *waited.failures]
+        assert [(lane, server) for lane, server, _ in failures] == [(TRAINING, 0)]
+        assert waited.lanes[TRAINING].num_free == 0 and not waited.samples
+        reports = [await worker.exchange(Orders(servers=up)), await worker.exchange(Orders(), seconds=1.0)]
+        assert [(key, index) for report in reports for key, index, _ in report.samples] == [(7, 0)]
+
+    run_simulated(scenario())
+
+
+def test_a_prompt_whose_caller_was_cancelled_ends_nobody_elses() -> None:
+    async def scenario() -> None:
+        pool = RolloutPool([RolloutWorker(Prompts(), [])])
+        cancelled = asyncio.create_task(pool.prepare("e", 1))
+        other = asyncio.create_task(pool.prepare("e", 2))
+        await asyncio.sleep(0.5)
+        cancelled.cancel()
+        with pytest.raises(EnvironmentFailure, match="item 2"):
+            await other
+        await pool.close()
+
+    run_simulated(scenario())
