@@ -200,19 +200,10 @@ def _examples(store: RunStore, steps: Sequence[int], left_out: list[str]) -> dic
     chosen = [steps[place] for place in _evenly(len(steps), ANSWER_STEPS)]
     kept = [(step, _few_groups(rollouts.groups(store, step))) for step in chosen]
     keys = [(group["attempt"], sample["id"]) for _, groups in kept for group in groups for sample in group["samples"]]
-    whole = {name: store.of_samples(name, keys) for name in ("samples", "turns", "tool_calls", "info")}
     details: dict[str, Any] = {}
     room = MAX_BYTES
-    for key in keys:
-        found = whole["samples"][key]
-        if not found:
-            continue
-        rows = {
-            # Without the arrays of tokens.
-            table: [{k: None if isinstance(v, list) else v for k, v in row.items()} for row in whole[table][key]]
-            for table in ("turns", "tool_calls", "info")
-        }
-        value = _cut(rollouts.assemble(found[0], {**rows, "spans": []}))
+    for key, sample in store.conversations(keys).items():
+        value = _cut(rollouts.assemble(sample, []))
         room -= len(to_json(value))
         if room < 0:
             break

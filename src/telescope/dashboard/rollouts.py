@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -71,39 +71,29 @@ def groups(store: RunStore, step: int) -> list[dict[str, Any]]:
 def detail(store: RunStore, attempt: int, sample_id: str) -> dict[str, Any]:
     """Returns everything about a sample. Raises `NotFoundError` if there is none or a later attempt superseded it."""
     key = (attempt, sample_id)
-
-    def read(table: str, where: str = "true", columns: str = "*") -> list[Row]:
-        return store.of_samples(table, [key], where, columns)[key]
-
-    if not (found := read("samples", store.visible())):
+    if (sample := store.conversations([key], store.visible()).get(key)) is None:
         raise NotFoundError(f"Attempt {attempt} has no sample {sample_id!r}, or a later attempt replaced it.")
-    sample = found[0]
-    in_memory = "SELECT prompt_key FROM samples WHERE attempt = ? AND sample_id = ?"
-    sample["prompt_key"] = store.fetch(in_memory, [attempt, sample_id])[0][0]
-    whole = {name: read(name) for name in ("turns", "tool_calls", "info")}
-    whole["tokens"] = read("tokens", f"step = {sample['step']}")
+    sequences = store.of_samples("tokens", [key], f"step = {sample['step']}")[key]
     # A span of the sample starts within its times.
     begin, end = sample["started_at"], sample["finished_at"]
     near = [f"start >= {begin - AROUND_SECONDS}"] if begin is not None else []
     near += [f"start <= {end + AROUND_SECONDS}"] if end is not None else []
     first_token = "try_cast(attributes['first_token_seconds'] AS DOUBLE) AS first_token_seconds"
-    spans = read("spans", " AND ".join(near) or "true", f'{KEY}, name, start, "end", {first_token}')
-    add_tokens(sorted(whole["turns"], key=itemgetter("turn")), sorted(whole["tokens"], key=itemgetter("part")))
-    add_texts(store, whole["turns"])
-    return assemble(sample, {**whole, "spans": spans})
+    columns = f'{KEY}, name, start, "end", {first_token}'
+    spans = store.of_samples("spans", [key], " AND ".join(near) or "true", columns)[key]
+    add_tokens(sample["turns"], sorted(sequences, key=itemgetter("part")))
+    add_texts(store, sample["turns"])
+    return assemble(sample, spans)
 
 
-def assemble(sample: Row, whole: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
-    """Returns a sample with its rows of `turns`, `tool_calls`, `info` and `spans`."""
+def assemble(sample: Row, spans: Sequence[Row]) -> dict[str, Any]:
+    """Returns a whole sample as the pages read it."""
     return {
-        **{name: value for name, value in sample.items() if name != "info_turns"},  # of earlier versions
+        **{name: value for name, value in sample.items() if name not in ("info_turns", "completion_text")},
         **{name: sample[name] or {} for name in ("metrics", "tags", "golden", "divergences")},
-        "turns": sorted(whole["turns"], key=itemgetter("turn")),
-        "tool_calls": sorted(whole["tool_calls"], key=itemgetter("call")),
-        "info": sorted(whole["info"], key=itemgetter("number", "key")),
         "spans": [
             {name: row[name] for name in ("name", "start", "end", "first_token_seconds")}
-            for row in sorted(whole["spans"], key=itemgetter("start"))
+            for row in sorted(spans, key=itemgetter("start"))
         ],
     }
 

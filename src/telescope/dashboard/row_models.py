@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import BaseModel
 
 from telescope.dashboard.models import Number, columns_of
@@ -184,11 +186,19 @@ class SampleSpan(BaseModel):
     first_token_seconds: Number
 
 
+class PromptMessage(BaseModel):
+    """A message of a prompt. The role `prompt` is one of a prompt that no chat template rendered."""
+
+    role: str
+    content: str | None = None
+    tool_calls: Any = None
+
+
 class Sample(SampleNumbers):
     """Everything about a sample: its row of the table `samples`, and the rows of other tables that belong to it."""
 
     prompt_text: str | None
-    completion_text: str | None
+    messages: list[PromptMessage]
     golden: dict[str, str]
     failure_message: str | None
     divergences: dict[str, Number]

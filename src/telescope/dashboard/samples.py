@@ -241,7 +241,7 @@ def _filtered(store: RunStore, filters: Filters) -> Iterator[tuple[View, list[st
     hits = NO_HITS
     if text := filters.search.strip():
         hits = store.search(text)
-        base.append("(attempt, sample_id) IN (SELECT attempt, sample_id FROM hits)")
+        base.append("((attempt, sample_id) IN (FROM hits) OR (attempt, prompt_key) IN (FROM hits))")
     with store.view(hits=hits) as view:
         yield view, base, conditions
 
@@ -273,10 +273,9 @@ def _same(first: str, last: str) -> str:
 
 
 def _elided(prompt: str, same: str) -> str:
-    """Returns a prompt without the prefix that it shares with others. The mark of its message stays."""
-    first = prompt.find("\n") + 1 if prompt.startswith("<") else 0
+    """Returns a prompt without the prefix that it shares with others."""
     cut = max(same.rfind(" "), same.rfind("\n")) + 1
-    return f"{prompt[:first]}… {prompt[cut:]}" if cut - first > SAME else prompt
+    return f"… {prompt[cut:]}" if cut > SAME else prompt
 
 
 def _order(sort: str) -> str:

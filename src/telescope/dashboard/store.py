@@ -10,11 +10,14 @@ another is read from the start. Nothing is written into a run.
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from operator import itemgetter
 from typing import Any, TypeVar, cast
 
 import duckdb
@@ -22,21 +25,10 @@ import pyarrow as pa
 
 from telescope.dashboard.steps import StepColumns, StepMetrics
 from telescope.errors import UserError
-from telescope.record.query import block_rows, exclude_damaged, sql_text
+from telescope.record.earlier import prompt_messages, upgrade
+from telescope.record.query import PROMPT_KEY, block_rows, exclude_damaged, sql_text
 from telescope.record.reader import READ_ATTEMPTS, Run, superseded_sql
 from telescope.record.tables import TABLES
-
-USER_MARKS = ("<|im_start|>user", "<|start_header_id|>user", "<start_of_turn>user", "<|user|>")
-"""Where chat templates begin a message of the user."""
-
-
-def _last(mark: str) -> str:
-    """Returns SQL for where the last `mark` of a prompt begins. It is 1 without any."""
-    behind = f"strpos(reverse(prompt_text), '{mark[::-1]}')"
-    return f"CASE {behind} WHEN 0 THEN 1 ELSE length(prompt_text) - {behind} - {len(mark) - 2} END"
-
-
-USER_BEGINS = f"greatest({', '.join(_last(mark) for mark in USER_MARKS)})"
 
 OF_SAMPLE = ("attempt", "sample_id")
 """Columns that name the sample of a row."""
@@ -44,7 +36,10 @@ OF_SAMPLE = ("attempt", "sample_id")
 KEY = ", ".join(OF_SAMPLE)
 
 LONG_COLUMNS = {
-    "samples": {"prompt_text", "completion_text", "golden", "info_turns", "divergences", "failure_message"},
+    "samples": {
+        *("prompt_key", "prompt_text", "completion_text", "golden", "info_turns", "divergences", "failure_message")
+    },
+    "prompts": {"environment", "text", "messages"},
     **{name: set(TABLES[name].column_names) - set(OF_SAMPLE) for name in ("turns", "tool_calls", "info")},
     "tokens": set(TABLES["tokens"].column_names) - {*OF_SAMPLE, "step"},
     "spans": {"attributes"},
@@ -54,11 +49,11 @@ LONG_COLUMNS = {
 """Columns that stay in the files. Step metrics are in `StepColumns`."""
 
 DERIVED = {
-    "samples": ("prompt_text", "left(md5(concat(environment, chr(10), prompt_text)), 12) AS prompt_key"),
-    "spans": ("attributes", "try_cast(attributes['lane'] AS BIGINT) AS lane"),
-    "step_stats": ("bin_edges", "bin_edges[1] AS low, bin_edges[-1] AS high"),
+    "samples": ({"prompt_key", "prompt_text"}, f"{PROMPT_KEY} AS prompt_key"),
+    "spans": ({"attributes"}, "try_cast(attributes['lane'] AS BIGINT) AS lane"),
+    "step_stats": ({"bin_edges"}, "bin_edges[1] AS low, bin_edges[-1] AS high"),
 }
-"""Columns computed from one that stays in the files. `prompt_key` names a prompt, the same in all runs."""
+"""Columns computed from some that stay in the files."""
 
 COMPRESSED_ROWS = 50_000
 COMPRESS_SECONDS = 5.0
@@ -69,12 +64,13 @@ LATE_ROWS = 10_000
 """Largest page of samples."""
 
 SEARCHED = {
-    "samples": ("prompt_text", "completion_text"),
     "turns": ("text",),
     "tool_calls": ("arguments", "result"),
     "info": ("value",),
+    "samples": ("prompt_text", "completion_text"),
+    "prompts": ("text",),
 }
-"""Texts that a search looks into."""
+"""Texts that a search looks into. Those in `samples` are of earlier versions."""
 
 NUM_SEARCHES = 16
 """Searches whose hits are kept, so that the pages of one result are scanned for once."""
@@ -88,7 +84,7 @@ EXPORTED_AT_ONCE = 2000
 MOST_TAG_VALUES = 50
 """Values of a tag that pages offer as a filter."""
 
-NO_HITS = pa.table({"attempt": pa.array([], pa.int64()), "sample_id": pa.array([], pa.string())})
+NO_HITS = pa.table({"attempt": pa.array([], pa.int64()), "id": pa.array([], pa.string())})
 
 UNREAD = object()
 """Differs from the id of every run, so the first `refresh` opens the database."""
@@ -286,7 +282,7 @@ class RunStore:
         return self.kept(f"values of {column}", state, lambda: [value for (value,) in self.fetch(values)])
 
     def search(self, text: str) -> pa.Table:
-        """Finds the samples with `text` in any of their texts, in any case: attempt and sample_id.
+        """Finds `text` in any case: attempts and ids of samples, and of prompts, which all of their samples have.
 
         Waits for other searches only, and scans what is new since the last search for this text.
         """
@@ -296,7 +292,8 @@ class RunStore:
             done, hits = self._searches.pop(text, ({}, NO_HITS))
             for name, end in ends.items():
                 if (cursor := done.get(name, 0)) < end:
-                    fresh = self._files(name, KEY, _matches(name, text), cursor)
+                    id_column = "prompt_key" if name == "prompts" else "sample_id"
+                    fresh = self._files(name, f"attempt, {id_column} AS id", _matches(name, text), cursor)
                     hits = pa.concat_tables([hits, fresh.cast(NO_HITS.schema)])
             self._searches[text] = (ends, hits)
             while len(self._searches) > NUM_SEARCHES:
@@ -304,13 +301,34 @@ class RunStore:
             return hits
 
     def whole_samples(self, chosen: pa.Table) -> Iterator[Row]:
-        """Yields the whole rows of some samples from the files: attempt, sample_id and step, in the record's order."""
+        """Yields whole rows of samples with their texts. `chosen` has attempt, sample_id and step, in record order."""
         for first in range(0, chosen.num_rows, EXPORTED_AT_ONCE):
             piece = chosen.slice(first, EXPORTED_AT_ONCE).to_pylist()
             steps = [int(row["step"]) for row in piece]
-            near = f"step BETWEEN {min(steps)} AND {max(steps)}"
-            for rows in self.of_samples("samples", list(map(key_of, piece)), near).values():
-                yield from rows
+            near, answer = f"step BETWEEN {min(steps)} AND {max(steps)}", "role = 'assistant'"
+            keys = list(map(key_of, piece))
+            samples, turns = (self.of_samples(*what) for what in (("samples", keys, near), ("turns", keys, answer)))
+            prompts = self.prompts(among(keys))
+            for key, rows in samples.items():
+                answers = sorted(turns[key], key=itemgetter("turn"))
+                for row in rows:
+                    said = row["completion_text"] or "\n".join(turn["text"] or "" for turn in answers)
+                    yield {**row, **prompts[key], "completion_text": said}
+
+    def conversations(self, keys: Collection[Key], where: str = "true") -> dict[Key, Row]:
+        """Returns whole samples with `messages` of their prompts, `turns`, `tool_calls` and `info`, in order.
+
+        `where` is about columns of `samples`. A run of an earlier version reads as one of this version.
+        """
+        samples = self.of_samples("samples", keys, where)
+        prompts = self.prompts(among(keys))
+        orders = {"turns": ("turn",), "tool_calls": ("call",), "info": ("number", "key")}
+        whole = {name: self.of_samples(name, keys) for name in orders}
+        found = {key: {**rows[0], **prompts[key]} for key, rows in samples.items() if rows}
+        for key, sample in found.items():
+            sample |= {name: sorted(whole[name][key], key=itemgetter(*order)) for name, order in orders.items()}
+            upgrade(sample)
+        return found
 
     def of_samples(
         self, table: str, keys: Iterable[Key], where: str = "true", columns: str = "*"
@@ -324,14 +342,41 @@ class RunStore:
             found[key_of(row)].append(row)
         return found
 
+    def prompts(self, where: str, columns: str = "") -> dict[Key, Row]:
+        """Returns `prompt_key`, `prompt_text` and `messages` of samples, by attempt and sample.
+
+        `where` is about columns that are in memory. `columns` are further ones of `samples`.
+        """
+        shown = f"{KEY}, {PROMPT_KEY} AS prompt_key, prompt_text{columns}"
+        found = _by_key(self._files("samples", shown, where, *self._places("samples", where)))
+        own = among({(row["attempt"], row["prompt_key"]) for row in found.values()}, "prompt_key")
+        rows = self._files("prompts", "attempt, prompt_key, text, messages", own, *self._places("prompts", own))
+        texts = {(row["attempt"], row["prompt_key"]): (row["text"], row["messages"]) for row in rows.to_pylist()}
+        parsed: dict[tuple[str | None, str | None], list[Row]] = {}
+        for row in found.values():
+            prompt = texts.get((row["attempt"], row["prompt_key"]), (row["prompt_text"], None))
+            if prompt not in parsed:
+                parsed[prompt] = json.loads(prompt[1]) if prompt[1] else prompt_messages(prompt[0] or "")
+            row.update(prompt_text=prompt[0], messages=parsed[prompt])
+        return found
+
     def beginnings(self, where: str, length: int, columns: str = "") -> dict[Key, Row]:
         """Returns the first characters of `prompt` and `answer`, by attempt and sample.
 
-        A prompt begins with its last user message: what is before it, such as a system prompt, is often the same.
-        `where` is about columns that are in memory.
+        Of a prompt it is the last user message: what is before it, such as a system prompt, is often the same. `where`
+        is about columns that are in memory.
         """
-        shown = f"substr(prompt_text, {USER_BEGINS}, {length}) AS prompt, left(completion_text, {length}) AS answer"
-        return _by_key(self._files("samples", f"{KEY}, {shown}{columns}", where, *self._places("samples", where)))
+        found = self.prompts(where, f", left(completion_text, {length}) AS answer{columns}")
+        own = among(key for key, row in found.items() if row["answer"] is None)
+        first = f"{KEY}, arg_min(left(text, {length}), turn) AS answer"
+        grouped = f"{own} AND role = 'assistant' GROUP BY {KEY}"
+        for key, row in _by_key(self._files("turns", first, grouped, *self._places("turns", own))).items():
+            found[key]["answer"] = row["answer"]
+        for row in found.values():
+            messages = row["messages"]
+            last = next((one for one in reversed(messages) if one["role"] == "user"), messages[-1] if messages else {})
+            row["prompt"] = (last.get("content") or "")[:length]
+        return found
 
     def aggregate(self, name: str, columns: str, group: str, where: str = "true") -> list[Row]:
         """Returns aggregates of a table by `group`, computed from its files without loading the rows into memory."""
@@ -344,9 +389,9 @@ class RunStore:
             self._searches.clear()
             del cursors[name]
             cursor = None
-        source, *derived = DERIVED.get(name, ("",))
+        sources, *derived = DERIVED.get(name, (set(),))
         long = LONG_COLUMNS.get(name, set())
-        needed = [column for column in TABLES[name].column_names if column == source or column not in long]
+        needed = [column for column in TABLES[name].column_names if column in sources or column not in long]
         shown = ", ".join([*(f'"{column}"' for column in needed if column not in long), *derived])
         if cursor is None:
             cursor = self._read_blocks(name, shown, database)
@@ -383,8 +428,13 @@ class RunStore:
     def snippets(self, text: str, keys: Collection[Key]) -> dict[Key, str]:
         """Returns the text around the first match of a search, by attempt and sample. Prompts are searched last."""
         found: dict[Key, str] = {}
+        prompts = self.prompts(among(keys))
+        match = re.compile(f".{{0,{BEFORE_MATCH}}}{re.escape(text)}.{{0,{BEHIND_MATCH}}}", re.DOTALL | re.IGNORECASE)
         around = f"'(?is).{{0,{BEFORE_MATCH}}}' || regexp_escape({sql_text(text)}) || '.{{0,{BEHIND_MATCH}}}'"
         for name, columns in SEARCHED.items():
+            if name == "prompts":
+                hits = {key: match.search(row["prompt_text"] or "") for key, row in prompts.items() if key not in found}
+                return found | {key: hit[0] for key, hit in hits.items() if hit}
             own = among(key for key in keys if key not in found)
             shown = ", ".join(f"nullif(regexp_extract({column}, {around}), '')" for column in reversed(columns))
             where = f"{own} AND {_matches(name, text)}"
@@ -447,12 +497,12 @@ def key_of(row: Row) -> Key:
     return row["attempt"], row["sample_id"]
 
 
-def among(keys: Iterable[Key]) -> str:
-    """Returns an SQL condition for the rows of some samples."""
+def among(keys: Iterable[Key], column: str = "sample_id") -> str:
+    """Returns an SQL condition for the rows of some samples, or of what else `column` names."""
     ids: dict[int, list[str]] = defaultdict(list)
-    for attempt, sample_id in keys:
-        ids[attempt].append(sql_text(sample_id))
-    each = (f"attempt = {int(attempt)} AND sample_id IN ({', '.join(some)})" for attempt, some in ids.items())
+    for attempt, name in keys:
+        ids[attempt].append(sql_text(name))
+    each = (f"attempt = {int(attempt)} AND {column} IN ({', '.join(some)})" for attempt, some in ids.items())
     return f"({' OR '.join(each) or 'false'})"
 
 
@@ -464,10 +514,8 @@ def _matches(name: str, text: str) -> str:
     """Returns an SQL condition for the rows of a table that contain `text`, ignoring case."""
     # A regular expression takes half the time of ILIKE.
     pattern = f"regexp_escape({sql_text(text)})"
-    matches = " OR ".join(f"regexp_matches({column}, {pattern}, 'i')" for column in SEARCHED[name])
-    # The model's answers are also in `samples`.
-    own = "role IS DISTINCT FROM 'assistant'" if name == "turns" else "true"
-    return f"{own} AND ({matches})"
+    matches = (f"regexp_matches({column}, {pattern}, 'i')" for column in SEARCHED[name])
+    return f"({' OR '.join(matches)})"
 
 
 def _cursor(database: duckdb.DuckDBPyConnection) -> duckdb.DuckDBPyConnection:

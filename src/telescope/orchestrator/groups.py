@@ -54,6 +54,8 @@ class Group:
     """Removed because it became too old. Its running samples end as cancelled."""
     requeued: bool = False
     """Withdrawn, and its prompt is requeued."""
+    prompt_key: str = ""
+    """Its row in the record's `prompts`, once that is written."""
 
     @property
     def group_id(self) -> int:

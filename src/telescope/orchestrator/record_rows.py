@@ -5,14 +5,17 @@ Pure functions; `record/tables.toml` describes the columns. A sample is written 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
-from telescope.environments.types import EnvironmentInfo
+from telescope.environments.tool_env import TOOL_RESULT
+from telescope.environments.types import EnvironmentInfo, PreparedPrompt
 from telescope.evals.runner import EvalItem, EvalResult, PlannedEval
 from telescope.orchestrator.groups import Group
 from telescope.rollout.trajectory import Trajectory, Turn
@@ -20,6 +23,7 @@ from telescope.trainer.batch import SampleTokens
 from telescope.utils.timeline import Span
 
 MAX_FAILURE_MESSAGE = 4000  # longest recorded failure message; user code may raise one of any length
+PROMPT_KEY_DIGITS = 12  # as `record.query.PROMPT_KEY` has them for runs of earlier versions
 
 
 Interval = tuple[str, float, float, dict[str, str]]  # name, start and end of a span, and its own attributes
@@ -62,9 +66,25 @@ def group_row(group: Group, *, status: str, reason: str | None, step: int | None
     }
 
 
+def prompt_row(environment: str, prompt: PreparedPrompt) -> dict[str, Any]:
+    """Returns one row of `prompts`."""
+    digest = hashlib.md5(f"{environment}\n{prompt.text}".encode(errors="replace"), usedforsecurity=False)
+    messages = [
+        {**message, "content": content if isinstance(content, str | None) else json.dumps(content)}
+        for message in prompt.messages
+        for content in [message.get("content")]
+    ]
+    return {
+        "prompt_key": digest.hexdigest()[:PROMPT_KEY_DIGITS],
+        "environment": environment,
+        "text": prompt.text,
+        "messages": json.dumps(messages, ensure_ascii=False),
+    }
+
+
 def sample_row(
     sample: Trajectory,
-    prompt_text: str,
+    prompt_key: str,
     *,
     status: str,
     reason: str | None,
@@ -87,8 +107,7 @@ def sample_row(
         "step": step,
         "reward": reward.total_reward if reward is not None else None,
         "advantage": advantage,
-        "prompt_text": prompt_text,
-        "completion_text": sample.completion_text,
+        "prompt_key": prompt_key,
         "golden": {k: v or "" for k, v in reward.golden_answers.items()} if reward is not None else {},
         "metrics": dict(reward.sample_metrics) if reward is not None else {},
         "tags": dict(reward.sample_tags) if reward is not None else {},
@@ -162,8 +181,21 @@ def turn_rows(sample: Trajectory) -> list[dict[str, Any]]:
 
 def tool_call_rows(sample: Trajectory) -> list[dict[str, Any]]:
     """Returns the rows of `tool_calls`."""
-    calls = [(turn, call) for turn, made in enumerate(sample.turns) for call in made.tool_calls]
-    return [{"sample_id": sample.sample_id, "turn": turn, "call": i, **call} for i, (turn, call) in enumerate(calls)]
+    rows: list[dict[str, Any]] = []
+    first = 0  # row of `turns` behind the answer
+    for turn, (made, following) in enumerate(zip_longest(sample.turns, sample.turns[1:])):
+        first += len(made.replies) + 1
+        replies = _result_rows(following, first, len(made.tool_calls))
+        for call, reply in zip(made.tool_calls, replies, strict=True):
+            rows.append({"sample_id": sample.sample_id, "turn": turn, "call": len(rows), **call, "reply": reply})
+    return rows
+
+
+def _result_rows(following: Turn | None, first: int, num_calls: int) -> Sequence[int | None]:
+    """Returns the row of `turns` with the result of each call: a message each, or one with all. `first` is the next."""
+    replies = [] if following is None else following.replies
+    rows = [first + i for i, reply in enumerate(replies) if reply[0] == "tool" or reply[2:] == (TOOL_RESULT,)]
+    return rows if len(rows) == num_calls else (rows if len(rows) == 1 else [None]) * num_calls
 
 
 def info_rows(sample: Trajectory) -> list[dict[str, Any]]:
@@ -277,10 +309,11 @@ def rows_of_eval_sample(
         "completion": sample.sample_index,
         "sample_uid": item.prompt.sample_uid,
     }
-    row = sample_row(sample, item.prompt.text, status="eval", reason=None, step=step, eval_name=plan.name)
+    prompt = prompt_row(sample.environment, item.prompt)
+    row = sample_row(sample, prompt["prompt_key"], status="eval", reason=None, step=step, eval_name=plan.name)
     numbers = [("tokens", row) for row in untrained_tokens_rows(sample, step)] if tokens else []
     spans = [("spans", row) for row in sample_span_rows(sample)]
-    return [*detail_rows(sample), *numbers, *spans, ("samples", row), ("eval_samples", link)]
+    return [*detail_rows(sample), *numbers, *spans, ("prompts", prompt), ("samples", row), ("eval_samples", link)]
 
 
 def tokens_row(tokens: SampleTokens, step: int | None) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class StepRecorder:
         if not group.withdrawn:
             self._write_samples(group, version, **fate)
         for row in record_rows.in_flight_rows([group]):
-            self._recorder.write("samples", {**row, "prompt_text": group.prompt.text, **fate})
+            self._recorder.write("samples", {**row, "prompt_key": self._write_prompt(group), **fate})
 
     async def trained(self, trained: TrainedStep) -> None:
         """Counts, writes and shows a finished step. Yields to the event loop after each group and environment."""
@@ -204,11 +204,19 @@ class StepRecorder:
         for sample in group.samples:
             self._write_sample(group, sample, version, advantage=advantage_of.get(sample.sample_id), **outcome)
 
+    def _write_prompt(self, group: Group) -> str:
+        """Writes the prompt of a group once. Returns its key."""
+        if not group.prompt_key:
+            row = record_rows.prompt_row(group.environment, group.prompt)
+            self._recorder.write("prompts", row)
+            group.prompt_key = row["prompt_key"]
+        return group.prompt_key
+
     def _write_sample(self, group: Group, sample: Trajectory, version: int, **outcome: Any) -> None:
         write = self._recorder.write
         oldest = sample.version_range[0]
         age = version - oldest if oldest >= 0 else None
-        row = record_rows.sample_row(sample, group.prompt.text, age=age, **outcome)
+        row = record_rows.sample_row(sample, self._write_prompt(group), age=age, **outcome)
         if not sample.turns:
             row["prompt_tokens"] = row["total_tokens"] = len(group.prompt.token_ids)
         write("samples", row)

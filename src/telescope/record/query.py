@@ -35,6 +35,12 @@ Files = list[tuple[Run, Path]]
 VIEWS = (*sorted(TABLES), IN_FLIGHT)
 """Views that a query can use."""
 
+PROMPT_KEY = "coalesce(prompt_key, left(md5(concat(environment, chr(10), prompt_text)), 12))"
+"""`prompt_key` of a row of `samples`. Earlier versions recorded the text of the prompt there."""
+
+_TEXTS = re.compile(r"prompt_text|completion_text|(?<!count\()\*|^\s*from|describe|summarize|show", re.IGNORECASE)
+"""Matches queries that may need the texts of samples, which are joined from other tables."""
+
 _GLOB = re.compile(r"[*?\[]")
 """Characters that make a path a pattern for DuckDB."""
 
@@ -101,7 +107,7 @@ class Database:
         for attempt in range(READ_ATTEMPTS):
             files: Files = []
             try:
-                self._create_views(connection, _mentioned(sql), files)
+                self._create_views(connection, _mentioned(sql), files, with_texts=bool(_TEXTS.search(sql)))
                 return _fetch(connection, sql)
             except duckdb.Error as error:
                 # A file that was compacted meanwhile is no error: its rows are in another file now.
@@ -111,13 +117,15 @@ class Database:
                     raise
         raise AssertionError("the last attempt returns or raises")
 
-    def _create_views(self, connection: Connection, names: Sequence[str], files: Files) -> None:
+    def _create_views(self, connection: Connection, names: Sequence[str], files: Files, *, with_texts: bool) -> None:
         """Creates the views `names`. Adds the files that they read to `files`."""
         for name in names:
             selects = [f"SELECT '' AS run, * FROM ({_empty(name)})"]
             for place, run in enumerate(self._runs):
                 if name in TABLES and not TABLES[name].latest_wins:
                     part = _visible_rows(connection, run, name, place, files)
+                    if name == "samples" and with_texts:
+                        part = _with_texts(connection, run, part, place, files)
                 else:
                     data = run.in_flight() if name == IN_FLIGHT else run.table(name)
                     if name == "runs":  # as it is now
@@ -178,7 +186,25 @@ def all_rows(connection: Connection, run: Run, name: str, place: int, files: Fil
     if tails:
         tail = load(connection, f"{name}_{place}", pa.concat_tables(tails, promote_options="default"))
         rows = f"{rows} UNION ALL BY NAME {tail}"
+    if name == "samples":
+        return f"SELECT * REPLACE ({PROMPT_KEY} AS prompt_key) FROM ({rows})"
+    if name == "prompts":
+        samples = all_rows(connection, run, "samples", place, files)
+        earlier = "SELECT DISTINCT ON (attempt, prompt_key) attempt, prompt_key, environment, prompt_text AS text"
+        return f"{rows} UNION ALL BY NAME ({earlier} FROM ({samples}) WHERE prompt_text IS NOT NULL)"
     return rows
+
+
+def _with_texts(connection: Connection, run: Run, samples: str, place: int, files: Files) -> str:
+    """Returns a query for rows of `samples` with the texts of prompts and turns."""
+    prompts, turns = (all_rows(connection, run, name, place, files) for name in ("prompts", "turns"))
+    answers = "SELECT attempt, sample_id, string_agg(text, chr(10) ORDER BY turn) AS answers"
+    return (
+        "SELECT s.* REPLACE (coalesce(s.prompt_text, p.text) AS prompt_text, "
+        f"coalesce(s.completion_text, t.answers) AS completion_text) FROM ({samples}) s "
+        f"LEFT JOIN ({prompts}) p USING (attempt, prompt_key) LEFT JOIN ({answers} FROM ({turns}) "
+        "WHERE role = 'assistant' GROUP BY attempt, sample_id) t USING (attempt, sample_id)"
+    )
 
 
 def block_rows(name: str, blocks: Sequence[TableFile]) -> str:

@@ -117,6 +117,8 @@ class Recorder:
         self._writers: dict[str, TableWriter] = {}
         self._heartbeat_due = 0.0
         self._logged_once: set[str] = set()
+        self._keys_written: set[int] = set()
+        """Hashes of the keys of tables that are written `once`."""
         self._identity = ProcessIdentity.current()
         self._writer_lock = WriterLock(self.files)
         try:
@@ -135,8 +137,9 @@ class Recorder:
     def write(self, table: str, row: Mapping[str, Any]) -> None:
         """Adds one row. Thread-safe; returns at once. Copies the row and its dictionaries, but not its lists.
 
-        Fills in `attempt`. Missing columns are null. Raises `ValueError` for an unknown table or column. After `close`,
-        telemetry is ignored and any other row counts as dropped.
+        Fills in `attempt`. Missing columns are null. Of tables that are written `once`, later rows of a key are
+        ignored. Raises `ValueError` for an unknown table or column. After `close`, telemetry is ignored and any other
+        row counts as dropped.
         """
         columns = COLUMN_NAMES.get(table)
         if columns is None:
@@ -147,7 +150,12 @@ class Recorder:
             raise ValueError(f"table {table!r} has no column {unknown}; see record/tables.toml")
         if "attempt" in columns:
             copy.setdefault("attempt", self.attempt)
+        key = hash((table, *(copy[name] for name in TABLES[table].key))) if TABLES[table].once else None
         with self._lock:
+            if key is not None:
+                if key in self._keys_written:
+                    return
+                self._keys_written.add(key)
             if self._closing:
                 self._pending.dropped[table] += TABLES[table].keep > Keep.TELEMETRY
                 return

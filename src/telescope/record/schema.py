@@ -34,9 +34,9 @@ class Keep(IntEnum):
     TELEMETRY = 0
     """Spans, gauges and log lines: dropped first."""
     DETAIL = 1
-    """Turns, tool calls, notes and tokens: long, and the samples have their texts too."""
+    """Turns, tool calls, notes and tokens: long."""
     RESULT = 2
-    """Samples, groups and statistics of steps: dropped only when no other rows are left."""
+    """Samples, prompts, groups and statistics of steps: dropped only when no other rows are left."""
     ALWAYS = 3
     """Runs, attempts, steps, evals and alerts: never dropped. At most a few rows per second: memory stays bounded."""
 
@@ -64,6 +64,8 @@ class Table:
     """Its rows are hidden together with their sample."""
     latest_wins: bool = False
     """Rows of one key are versions, of which readers show only the newest."""
+    once: bool = False
+    """The recorder writes only the first row of a key."""
 
     @property
     def schema(self) -> pa.Schema:

@@ -28,7 +28,7 @@ def _read_tables() -> dict[str, Table]:
 TABLES = _read_tables()
 """All tables, in the order of writing."""
 
-ROLLOUT_TABLES = ("groups", "samples", "eval_samples", "turns", "tool_calls", "info", "tokens")
+ROLLOUT_TABLES = ("groups", "prompts", "samples", "eval_samples", "turns", "tool_calls", "info", "tokens")
 """Tables that grow with the samples."""
 
 COLUMN_NAMES: dict[str, frozenset[str]] = {name: frozenset(table.column_names) for name, table in TABLES.items()}

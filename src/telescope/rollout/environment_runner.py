@@ -185,10 +185,7 @@ class EnvironmentRunner:
 
         Tries each order of roles among the prompts of some items, followed by two turns if there are several.
         """
-        if not environment.is_multi_turn and not (
-            environment.uses_chat_template  # and another `format_prompt` need not render the messages
-            and type(environment).format_prompt.__module__.startswith("telescope.")
-        ):
+        if not (environment.is_multi_turn or _renders_messages(environment)):
             return
         tried: set[tuple[str, ...]] = set()
         positions = digest_positions(len(environment))
@@ -239,7 +236,9 @@ class EnvironmentRunner:
         else:
             text = self._prompt_text(position, index)
             ids = self.renderer.encode(text, from_template=environment.uses_chat_template)
-            messages = self._first_messages(environment, sample)
+            messages = [{"role": "prompt", "content": without_breaks(text)}]
+            if _renders_messages(environment):
+                messages = self._first_messages(environment, sample)
         return PreparedPrompt(ids, without_breaks(text), messages, sample_uid(sample))
 
     def begin(self, rollout: str, position: int, index: int, *, interleaved: bool) -> Steps[FirstPrompt]:
@@ -336,3 +335,9 @@ class Resources:
             await self._owner.close_resources()
         except Exception:
             traceback.print_exc()
+
+
+def _renders_messages(environment: Any) -> bool:
+    """Returns whether the prompts of a single-turn environment show its messages. Its own `format_prompt` need not."""
+    is_own = not type(environment).format_prompt.__module__.startswith("telescope.")
+    return environment.uses_chat_template and not is_own

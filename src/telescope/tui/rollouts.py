@@ -17,7 +17,7 @@ from telescope.dashboard.rollouts import detail
 from telescope.dashboard.samples import FACETS, NUMBERS, Filters, SampleQuery, samples
 from telescope.errors import UserError
 from telescope.tui.pages import Page, next_of
-from telescope.tui.text import number, prompt_messages, safe, without_end
+from telescope.tui.text import number, safe
 from telescope.utils.text import single_line
 
 NUM_ROWS = 300
@@ -181,21 +181,17 @@ def draw_sample(sample: dict[str, Any]) -> RenderableType:
     parts: list[RenderableType] = [Text("  ".join((*title, f"{sample['status']}{why}")), "bold"), head]
     if sample["failure_message"]:
         parts += [Text(), safe(sample["failure_message"], "yellow")]
-    prompt = prompt_messages(sample["prompt_text"] or "")
-    for role, text in prompt:
-        parts += [Text(), Text(single_line(role), ROLES.get(role, "bold")), safe(text)]
+    for message in sample["messages"]:
+        parts += [Text(), Text(single_line(message["role"]), ROLES.get(message["role"], "bold"))]
+        parts.append(safe(message.get("content")))
     answers = 0
     for turn in sample["turns"]:
-        role, text = turn["role"] or "", without_end(turn["text"] or "")
-        if not answers and (role, text.strip()) in prompt:
-            continue
+        role = turn["role"] or ""
         shown = f"{role} ({kind})" if (kind := turn["turn_type"]) else role
-        parts += [Text(), Text(single_line(shown), ROLES.get(role, "bold")), safe(text)]
+        parts += [Text(), Text(single_line(shown), ROLES.get(role, "bold")), safe(turn["text"])]
         if role == "assistant":
             parts += [_call(call) for call in sample["tool_calls"] if call["turn"] == answers]
             answers += 1
-    if not sample["turns"]:
-        parts += [Text(), Text("assistant", ROLES["assistant"]), safe(without_end(sample["completion_text"] or ""))]
     for name, value in sample["golden"].items():
         parts += [Text(), Text.assemble((f"gold {single_line(name)}: ", "dim"), safe(value))]
     return Group(*parts)
