@@ -516,6 +516,13 @@ export interface Prompt {
   rights: number[];
 }
 
+/** A message of a prompt. The role `prompt` is one of a prompt that no chat template rendered. */
+export interface PromptMessage {
+  role: string;
+  content?: string | null;
+  tool_calls?: unknown;
+}
+
 /** A page of prompts, and how many were never, always or sometimes answered right. */
 export interface Prompts {
   total: number;
@@ -626,7 +633,7 @@ export interface Sample {
   wasted_tokens: Value;
   total_tokens: Value;
   prompt_text: string | null;
-  completion_text: string | null;
+  messages: PromptMessage[];
   golden: Record<string, string>;
   failure_message: string | null;
   divergences: Record<string, Value>;
@@ -760,6 +767,7 @@ export interface ToolCall {
   result: string | null;
   error: string | null;
   seconds: Value;
+  reply: Value;
 }
 
 /** A turn of a conversation, with arrays of recorded tokens. */

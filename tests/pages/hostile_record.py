@@ -71,6 +71,8 @@ def write_hostile_run(run_dir: Path) -> None:
 def _write_step(recorder: Recorder, step: int) -> None:
     for index, text in enumerate((ATTACK, "a" * LONG_LINE)):
         sample = f"{step}-{index}"
+        messages = json.dumps([{"role": MARKUP, "content": ATTACK}, {"role": "user", "content": ATTACK}])
+        recorder.write("prompts", {"prompt_key": "0", "environment": MARKUP, "text": ATTACK, "messages": messages})
         times = {"started_at": T0 + step, "generated_at": T0 + step + 0.5, "finished_at": T0 + step + 0.7}
         recorder.write(
             "samples",
@@ -78,7 +80,7 @@ def _write_step(recorder: Recorder, step: int) -> None:
                 **{"sample_id": sample, "group_id": step, "sample_index": index, "step": step, "status": "kept"},
                 **{"environment": MARKUP, "reason": MARKUP, "stop_reason": MARKUP, "failure_message": ATTACK},
                 **{"failure_kind": MARKUP, "reward": float(index), "advantage": 0.5, "num_turns": 1, **times},
-                **{"prompt_text": f"<|im_start|>user\n{ATTACK}<|im_end|>\n", "completion_text": text},
+                "prompt_key": "0",
                 **{
                     "golden": {MARKUP: ATTACK},
                     "metrics": {MARKUP: 1.0},

@@ -78,7 +78,7 @@ def test_the_file_has_whole_answers_of_some_steps(client, written):
     group = examples["steps"][4]["groups"][0]
     key = f"{group['attempt']}/{group['samples'][0]['id']}"
     whole = client.get(f"/api/runs/first/samples/{key}").json()
-    assert examples["samples"][key]["completion_text"] == whole["completion_text"]
+    assert examples["samples"][key]["messages"] == whole["messages"]
     assert [turn["text"] for turn in examples["samples"][key]["turns"]] == [turn["text"] for turn in whole["turns"]]
     assert not any(isinstance(value, list) for turn in examples["samples"][key]["turns"] for value in turn.values())
 

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 from fastapi.testclient import TestClient
-from tests.unit.dashboard.conftest import NUM_STEPS, sample_rows
+from tests.unit.dashboard.conftest import NUM_STEPS, sample_rows, write_sample
 
 from telescope.dashboard import rollouts, samples
 from telescope.dashboard.app import create_app
@@ -32,7 +32,7 @@ def test_a_prompt_has_the_pass_rate_of_its_answers_by_step(client):
     assert [row["first_step"] for row in never] == sorted((row["first_step"] for row in never), reverse=True)
     one = found["countdown", 4]
     assert (one["steps"], one["counts"], one["rights"]) == ([4], [4], [right["countdown", 4]])
-    assert one["prompt"].endswith("Make 4 of 100 % of the numbers<|im_end|>\n")
+    assert one["prompt"] == "Make 4 of 100 % of the numbers"
 
 
 def test_a_prompt_has_one_key_in_all_runs_and_leads_to_its_answers(client):
@@ -66,7 +66,7 @@ def test_an_unknown_mark_or_order_of_prompts_is_refused(client, query):
 
 def test_a_list_leaves_out_what_all_prompts_begin_with():
     same = "Solve this riddle with the given numbers: "
-    assert samples._elided(f"<|im_start|>user\n{same}1 2", f"<|im_start|>user\n{same}") == "<|im_start|>user\n… 1 2"
+    assert samples._elided(f"{same}1 2", same) == "… 1 2"
     assert samples._elided("Add 1 and 2", "Add 1 and ") == "Add 1 and 2"
     assert samples._same("abd", "abe") == "ab"
 
@@ -75,11 +75,11 @@ def test_a_list_shows_where_the_prompts_of_an_environment_differ(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         for number, row in enumerate(sample_rows(0)[:3]):
             prompt = f"<|im_start|>user\nSolve this riddle with the given numbers: {number}<|im_end|>\n"
-            recorder.write("samples", {**row, "environment": "riddles" if number else "one", "prompt_text": prompt})
+            write_sample(recorder, {**row, "environment": "riddles" if number else "one", "prompt_text": prompt})
     rows = TestClient(create_app([tmp_path]), base_url="http://localhost").get("/api/runs/run/samples").json()["rows"]
-    shown = {row["sample_id"]: row["prompt"].split("\n")[1] for row in rows}
+    shown = {row["sample_id"]: row["prompt"] for row in rows}
     same = "Solve this riddle with the given numbers:"
-    assert shown == {"0-0": f"{same} 0<|im_end|>", "0-1": "… 1<|im_end|>", "0-2": "… 2<|im_end|>"}
+    assert shown == {"0-0": f"{same} 0", "0-1": "… 1", "0-2": "… 2"}
 
 
 def test_tokens_of_training_sequences_go_to_the_answers_that_sampled_them():
@@ -114,9 +114,10 @@ PROMPTS = {
 }
 
 
+@pytest.mark.parametrize("earlier", [False, True])
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
-def test_a_list_shows_the_last_message_of_the_user_and_not_the_system_prompt(tmp_path, prompt):
+def test_a_list_shows_the_last_message_of_the_user_and_not_the_system_prompt(tmp_path, prompt, earlier):
     with Recorder(tmp_path / "run") as recorder:
-        recorder.write("samples", {**sample_rows(0)[0], "prompt_text": prompt})
+        write_sample(recorder, {**sample_rows(0)[0], "prompt_text": prompt}, earlier=earlier)
     (row,) = TestClient(create_app([tmp_path]), base_url="http://localhost").get("/api/runs/run/samples").json()["rows"]
     assert "Make é 7" in row["prompt"][:30]

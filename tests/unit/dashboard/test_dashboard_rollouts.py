@@ -27,7 +27,7 @@ def test_groups_of_a_step_have_their_samples_and_say_why_they_were_discarded(cli
     groups = client.get(f"{RUN}/groups?step=4").json()
     assert [group["id"] for group in groups] == [16, 17, 18, 19]
     assert [group["reason"] for group in groups] == [None, None, None, "zero_advantage"]
-    assert groups[0]["prompt"].endswith("Make 4 of 100 % of the numbers<|im_end|>\n")
+    assert groups[0]["prompt"] == "Make 4 of 100 % of the numbers"
     expected = [(row["sample_id"], row["reward"], row["completion_tokens"]) for row in sample_rows(4)[:4]]
     assert [(one["id"], one["reward"], one["length"]) for one in groups[0]["samples"]] == expected
     assert groups[0]["samples"][1]["completion"] == "the answer_1 of group 0 is Straße"
@@ -203,8 +203,10 @@ def test_a_list_over_many_steps_of_a_large_record_reads_no_texts(client, monkeyp
 def test_a_sample_has_its_texts_turns_and_times(client):
     body = client.get(f"{RUN}/samples/1/5-2").json()
     row = next(row for row in ALL if row["sample_id"] == "5-2")
-    for name in ("prompt_text", "completion_text", "golden", "metrics", "tags", "reward", "advantage", "lane"):
+    for name in ("prompt_text", "golden", "metrics", "tags", "reward", "advantage", "lane"):
         assert body[name] == row[name]
+    assert body["messages"] == [{"role": "user", "content": "Make 1 of 100 % of the numbers"}]
+    assert [turn["text"] for turn in body["turns"]] == [row["completion_text"]]
     assert body["turns"][0]["logprobs"] == [pytest.approx(-0.1), pytest.approx(-0.2), None]
     times = {"start": row["started_at"], "end": row["generated_at"], "first_token_seconds": 0.25}
     assert body["spans"] == [{"name": "generate", **times}]

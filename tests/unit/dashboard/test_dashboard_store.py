@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import duckdb
 from fastapi.testclient import TestClient
-from tests.unit.dashboard.conftest import write_run, write_step
+from tests.unit.dashboard.conftest import NUM_GROUPS, write_run, write_step
 
 from telescope.dashboard.app import create_app
 from telescope.dashboard.store import RunStore, key_of
@@ -126,7 +126,8 @@ def test_one_sample_is_read_from_one_file_of_a_table(tmp_path, monkeypatch):
         store.refresh("turns")
         opened.clear()
         (turn,) = store.of_samples("turns", [key_of(row)])[key_of(row)]
-        assert (turn["text"], opened) == (row["completion_text"], [1])
+        index, group = row["sample_index"], row["group_id"] % NUM_GROUPS
+        assert (turn["text"], opened) == (f"the answer_{index} of group {group} is Straße", [1])
     assert store.of_samples("turns", [(1, "unknown")]) == {(1, "unknown"): []}
 
 

@@ -59,6 +59,7 @@ def rows_of_everything() -> dict[str, list[dict[str, Any]]]:
             record_rows.sample_row(masked, "6 x 7?", **common),
             *(row for table, row in of_eval if table == "samples"),
         ],
+        "prompts": [row for table, row in of_eval if table == "prompts"],
         "evals": [record_rows.eval_row(plan, 10, 5.0, result, servers={1, 0})],
         "eval_samples": [row for table, row in of_eval if table == "eval_samples"],
         "turns": [row for one in made.samples for row in record_rows.turn_rows(one)],
@@ -95,9 +96,8 @@ def test_every_key_of_a_row_is_a_column_of_its_table(table: str) -> None:
 @pytest.mark.parametrize("table", sorted({*rows_of_everything()} - {"spans"}))
 def test_a_row_fills_every_column_but_the_recorder_s_own(table: str) -> None:
     for row in rows_of_everything()[table]:
-        assert set(TABLES[table].column_names) - set(row) - {"info_turns"} == {"attempt"}, (
-            "info_turns: earlier versions"
-        )
+        earlier = {"info_turns", "prompt_text", "completion_text"}
+        assert set(TABLES[table].column_names) - set(row) - earlier == {"attempt"}
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
@@ -166,8 +166,8 @@ def test_an_eval_is_one_row_and_its_completions_lead_to_samples_and_turns() -> N
     assert "accuracy" not in failed and failed["error"] == "its servers are gone"
     made = sample(2, 1.0, lengths=(3, 2))
     tables = record_rows.rows_of_eval_sample(plan, 10, plan.items[0], made)
-    assert [table for table, _ in tables] == [*["turns"] * 2, *["spans"] * 4, *("samples", "eval_samples")]
-    assert {row["sample_id"] for _, row in tables} == {made.sample_id}
+    assert [table for table, _ in tables] == [*["turns"] * 2, *["spans"] * 4, "prompts", "samples", "eval_samples"]
+    assert {row["sample_id"] for table, row in tables if table != "prompts"} == {made.sample_id}
     assert tables[-1][1]["sample_uid"] == "uid 7" and tables[-1][1]["item"] == 7
     assert tables[-2][1]["step"] == tables[-1][1]["step"] == 9, "hidden with the step that made the weights"
 

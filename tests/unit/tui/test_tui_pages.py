@@ -259,7 +259,7 @@ async def test_texts_of_a_run_cannot_control_the_terminal(tmp_path: Path, open_v
         begin_run(recorder, name=HOSTILE, config_hash="c", config_json="{}", first_step=0, num_steps=5)
         named = {"sample_id": "0-0", "environment": HOSTILE, "status": "kept", "stop_reason": HOSTILE}
         recorder.write("samples", {**named, "group_id": 0, "sample_index": 0, "step": 0, "prompt_text": HOSTILE,
-                                   "completion_text": HOSTILE, "golden": {HOSTILE: HOSTILE}, "metrics": {HOSTILE: 1.0},
+                                   "golden": {HOSTILE: HOSTILE}, "metrics": {HOSTILE: 1.0},
                                    "failure_message": HOSTILE})  # fmt: skip
         turn = {"sample_id": "0-0", "turn": 0, "role": HOSTILE, "text": HOSTILE}
         recorder.write("turns", turn)
@@ -282,7 +282,8 @@ async def test_a_text_of_ten_megabytes_is_cut(tmp_path: Path, open_view: Open) -
     with Recorder(tmp_path / "long") as recorder:
         begin_run(recorder, name="long", config_hash="c", config_json="{}", first_step=0, num_steps=5)
         row = {"sample_id": "0-0", "group_id": 0, "sample_index": 0, "step": 0, "status": "kept"}
-        recorder.write("samples", {**row, "completion_text": "x" * 10_000_000})
+        recorder.write("turns", {"sample_id": "0-0", "turn": 0, "role": "assistant", "text": "x" * 10_000_000})
+        recorder.write("samples", row)
         recorder.write("logs", {"time": 1.0, "level": "INFO", "component": "driver", "message": "y" * 10_000_000})
         recorder.flush()
         async with open_view(tmp_path / "long") as view:

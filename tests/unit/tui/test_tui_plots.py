@@ -16,7 +16,7 @@ from telescope.errors import UserError
 from telescope.tui.overview import curve
 from telescope.tui.pages import LABEL_COLUMNS, plot
 from telescope.tui.rollouts import parse_filter
-from telescope.tui.text import LONGEST, number, prompt_messages, safe
+from telescope.tui.text import LONGEST, number, safe
 
 
 def lines_of(values: list[float], width: int = 60, height: int = 11) -> list[str]:
@@ -86,23 +86,6 @@ def test_texts_are_cut_and_numbers_are_short() -> None:
     assert safe(None).plain == ""
     numbers = [number(value) for value in (None, math.nan, 12345, 0.123456)]
     assert numbers == ["-", "-", "12,345", "0.1235"]
-
-
-@pytest.mark.parametrize(
-    ("prompt", "messages"),
-    [
-        ("<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\n2 + 3?<|im_end|>\n<|im_start|>assistant\n",
-         [("system", "Be short."), ("user", "2 + 3?")]),
-        ("<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
-         "<|start_header_id|>assistant<|end_header_id|>\n\n", [("user", "Hi")]),
-        ("<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n", [("user", "Hi")]),
-        ("notes <|im_start|>user\nHi<|im_end|>", [("prompt", "notes "), ("user", "Hi")]),
-        ("2 + 3 =", [("prompt", "2 + 3 =")]),
-        ("", []),
-    ],
-)  # fmt: skip
-def test_a_prompt_is_split_into_the_messages_of_its_template(prompt: str, messages: list[tuple[str, str]]) -> None:
-    assert prompt_messages(prompt) == messages
 
 
 def test_without_a_terminal_the_command_names_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ import { useEffect, useMemo, useRef } from "react";
 import { count, number } from "../../format";
 import { usePlace } from "../../state/url";
 import type { EvalRow } from "../../types";
-import { promptLine } from "../rollouts/conversation";
+import { inLine } from "../rollouts/conversation";
 import { answerAddress } from "../rollouts/select";
 import { Plain } from "../../text/SafeText";
 import { type Answered, type Block, BLOCKS, blockOf, isRight, type Item } from "./items";
@@ -53,7 +53,7 @@ export function ItemPane({ items, why, current, before, after, choose }: ItemPan
       <section className="sec">
         <h2>
           <span className="cut name" title={current.prompt}>
-            <Plain text={promptLine(current.prompt).slice(0, 200)} />
+            <Plain text={inLine(current.prompt).slice(0, 200)} />
           </span>
           <span>item {current.item}</span>
         </h2>
@@ -81,7 +81,7 @@ export function ItemPane({ items, why, current, before, after, choose }: ItemPan
             return (
               <button key={item.item} className={`fr ${item === current ? "sel" : ""}`} aria-pressed={item === current} style={style} onClick={() => choose(item)}>
                 <span className="cut">
-                  <Plain text={promptLine(item.prompt).slice(0, 80)} />
+                  <Plain text={inLine(item.prompt).slice(0, 80)} />
                 </span>
                 <Short answered={item.before} />
                 <Short answered={item.after} />

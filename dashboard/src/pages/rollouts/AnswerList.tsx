@@ -2,7 +2,7 @@ import { useVirtualizer } from "@tanstack/react-virtual";
 import { useEffect, useRef, useState } from "react";
 import { get, type Query } from "../../api";
 import { count, number } from "../../format";
-import { promptLine } from "./conversation";
+import { inLine } from "./conversation";
 import { Plain } from "../../text/SafeText";
 import { fate, type Filling, level, METRIC, type RewardScale, squareValue } from "./squares";
 import type { Value } from "../../types";
@@ -148,7 +148,7 @@ export function AnswerList({ path, query, version, first, sort, search, sample, 
               <div key={`${row.attempt}/${row.sample_id}`} className={`ar${look}`} {...common}>
                 <span className="f r" title={row.eval_name ? `eval after ${row.step + 1} steps` : undefined}>{step}</span>
                 {square}
-                <span className="cut"><Plain text={row.prompt ? promptLine(row.prompt) : row.sample_id} /> <span className="f"><Plain text={row.completion ?? ""} /></span></span>
+                <span className="cut"><Plain text={row.prompt ? inLine(row.prompt) : row.sample_id} /> <span className="f"><Plain text={row.completion ?? ""} /></span></span>
                 <span className="r">{number(besideReward(row, sort))}</span>
                 <span className="r">{number(row.reward, 2)}</span>
                 <span className="s cut">{why}</span>

@@ -3,7 +3,7 @@ import { loaded } from "../../api";
 import { count, duration } from "../../format";
 import { wordDiff } from "./compare";
 import { useKeys } from "../../shell/keys";
-import { conversation, type Message, type Role } from "./conversation";
+import { completion, conversation, type Message, type Role } from "./conversation";
 import Markdown from "./Markdown";
 import { clip } from "../../text/hostile";
 import { Clipped, Plain } from "../../text/SafeText";
@@ -94,13 +94,13 @@ export function ConversationPane({ detail, title, shown, setShown, search, again
             <Clipped text={detail.failure_message}>{(text) => <div className="verbatim w"><Plain text={text} /></div>}</Clipped>
           </div>
         )}
-        {view === "diff" && against ? <Differences text={detail.completion_text ?? ""} against={against} /> : view === "raw" ? <Raw detail={detail} search={search} /> : named.map(({ message, key }, i) => {
+        {view === "diff" && against ? <Differences text={completion(detail.turns)} against={against} /> : view === "raw" ? <Raw detail={detail} search={search} /> : named.map(({ message, key }, i) => {
           const turn = detail.turns.find((one) => one.turn === message.turn);
           const first = messages.findIndex((other) => other.turn === message.turn) === i;
           const pieces = colored ? (parts.get(message.turn ?? -1) ?? []) : [];
           // The nth part of a reply is its nth message.
           const piece = pieces[i - messages.findIndex((other) => other.turn === message.turn)];
-          const reply = detail.turns.find((one) => one.turn === message.replied);
+          const reply = detail.turns.find((one) => one.turn === message.call?.reply);
           return (
             <Line key={key} message={message} turn={first ? turn : undefined} tokens={piece?.tokens.length} reply={reply} folded={isFolded(key, `${message.text}${message.notes?.map((note) => note.value).join("\n") ?? ""}`)} onFold={(on) => fold([key], on)}>
               {piece && turn ? (
@@ -200,7 +200,7 @@ function Body({ message, search }: { message: Message; search: string }) {
 }
 
 function Raw({ detail, search }: { detail: Detail; search: string }) {
-  const parts: [string, string][] = [["prompt", detail.prompt_text ?? ""], ["completion", detail.completion_text ?? ""]];
+  const parts: [string, string][] = [["prompt", detail.prompt_text ?? ""], ["completion", completion(detail.turns)]];
   return parts.map(([name, text]) => (
     <div className="msg" key={name}>
       <span>

@@ -1,7 +1,7 @@
 import { useVirtualizer } from "@tanstack/react-virtual";
 import { useEffect, useRef } from "react";
 import { number } from "../../format";
-import { promptLine } from "./conversation";
+import { inLine } from "./conversation";
 import { Plain } from "../../text/SafeText";
 import { visible } from "../../text/hostile";
 import { fate, type Filling, level, METRIC, type RewardScale, SQUARES, squareValue } from "./squares";
@@ -86,7 +86,7 @@ export function GroupList({ groups, scaleOf, filling = { by: "reward", scaleOf }
               title={one.reason ? `${one.status}: ${one.reason}` : (one.status ?? "")}
             >
               <span className="f">{one.id}</span>
-              <span className="cut" title={visible(promptLine(one.prompt))}><Plain text={promptLine(one.prompt)} /></span>
+              <span className="cut" title={visible(inLine(one.prompt))}><Plain text={inLine(one.prompt)} /></span>
               <Squares samples={one.samples} environment={one.environment ?? ""} filling={filling} selected={sample} onSelect={onSelect} />
               <span className="r">{number(one.reward_mean, 2)}</span>
               <span className="s cut">{fate(one, scale)}</span>

@@ -2,6 +2,7 @@ import { useMemo } from "react";
 import { duration, NONE, number, signed } from "../../format";
 import { place } from "../../state/url";
 import { pairs, startWords } from "./compare";
+import { completion } from "./conversation";
 import { visible } from "../../text/hostile";
 import { Plain } from "../../text/SafeText";
 import { timeAddress } from "./select";
@@ -102,7 +103,7 @@ function Both({ first, second }: { first: Detail; second: Detail }) {
           ))}
         </tbody>
       </table>
-      <p className="d">{startWords(first.completion_text ?? "", second.completion_text ?? "")}</p>
+      <p className="d">{startWords(completion(first.turns), completion(second.turns))}</p>
     </section>
   );
 }

@@ -11,8 +11,8 @@ import { useRuns } from "../../state/run";
 import { elsewhere, format, setParams, useOthers, usePlace } from "../../state/url";
 import { visible } from "../../text/hostile";
 import { Clipped, Plain } from "../../text/SafeText";
-import type { Prompt, Prompts as PromptPage } from "../../types";
-import { parsePrompt, promptLine } from "./conversation";
+import type { Prompt, PromptMessage, Prompts as PromptPage } from "../../types";
+import { inLine, promptParts } from "./conversation";
 import { Squares } from "./GroupList";
 import { groupsOf, markOf, MARKS, PROMPT_SORTS, type PromptGroup, verdict } from "./prompts";
 import { fate, type Filling, type RewardScale } from "./squares";
@@ -77,7 +77,7 @@ export function PromptList({ run, query, version }: { run: string; query: Query;
         <div style={{ height: rows.getTotalSize(), position: "relative" }}>
           {rows.getVirtualItems().map(({ index, start }) => {
             const one = found[index]!;
-            const line = promptLine(one.prompt);
+            const line = inLine(one.prompt);
             return (
               <div key={one.prompt_key} role="option" aria-selected={params.prompt === one.prompt_key} className={`pr${params.prompt === one.prompt_key ? " sel" : ""}`} style={{ transform: `translateY(${start}px)` }} onClick={() => setParams({ prompt: one.prompt_key })} title={visible(line)}>
                 <span className="cut"><Plain text={line} /></span>
@@ -165,8 +165,7 @@ export function PromptPane({ run, prompt, version, filling, scaleOf }: PromptPro
   const found = useResources<PromptPage>(looked.map((one) => address(runPath(one.id, "prompts"), { prompt })), looked.map(() => ""));
   const others = looked.flatMap((one, i) => (found[i]?.data?.rows[0] ? [{ run: one, prompt: found[i]!.data!.rows[0]! }] : []));
   const first = groups[0];
-  const text = useFirstText(run, first);
-  const messages = useMemo(() => parsePrompt(text ?? data?.rows[0]?.prompt ?? ""), [text, data]);
+  const messages = useFirstMessages(run, first) ?? [{ role: "user", content: data?.rows[0]?.prompt ?? "" }];
   if (error && !data) return <section className="p2 wide"><p className="none w">{error.message}</p></section>;
   if (!loading && groups.length === 0) return <section className="p2 wide"><p className="none d">The record of this run has no answer to this prompt.</p></section>;
   const curves = [...(own ? [{ color: colorOf(run), prompt: own }] : []), ...others.map((one) => ({ color: colorOf(one.run.id), prompt: one.prompt }))];
@@ -178,7 +177,7 @@ export function PromptPane({ run, prompt, version, filling, scaleOf }: PromptPro
         <button className="link d" onClick={() => setParams({ prompt: null })}>close</button>
       </div>
       <div className="conv" tabIndex={0} role="group" aria-label="Prompt and its answers">
-        {messages.map((message, i) => (
+        {promptParts(messages).map((message, i) => (
           <div className="msg" key={i}>
             <span>{message.role}</span>
             <div className="verbatim"><Clipped text={message.text} limit={600}>{(shown) => <Plain text={shown} />}</Clipped></div>
@@ -223,9 +222,9 @@ export function PromptPane({ run, prompt, version, filling, scaleOf }: PromptPro
   );
 }
 
-/** The whole text of a prompt, from its first answer. */
-function useFirstText(run: string, first: PromptGroup | undefined): string | null | undefined {
-  return useResource<{ prompt_text: string | null }>(first ? runPath(run, "samples", first.attempt, first.samples[0]!.id) : null).data?.prompt_text;
+/** The messages of a prompt, from its first answer. */
+function useFirstMessages(run: string, first: PromptGroup | undefined): PromptMessage[] | undefined {
+  return useResource<{ messages: PromptMessage[] }>(first ? runPath(run, "samples", first.attempt, first.samples[0]!.id) : null).data?.messages;
 }
 
 const HEIGHT = 96;

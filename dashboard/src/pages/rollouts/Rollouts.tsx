@@ -15,6 +15,7 @@ import { setParams, usePlace, useRange, useSearchText } from "../../state/url";
 import { visible } from "../../text/hostile";
 import type { Value } from "../../types";
 import { AnswerList, metricSorts, PAGE_ROWS, SORTS } from "./AnswerList";
+import { completion } from "./conversation";
 import { ConversationPane, type Folded, type Shown } from "./ConversationPane";
 import { Export, Facets, Ranges } from "./Facets";
 import { noFilters, numChosen, queryOf } from "./filters";
@@ -260,7 +261,7 @@ export function Rollouts() {
               setShown={(view) => setParams({ view }, true)}
               search={params.search ?? ""}
               folded={folded}
-              against={isPinned || !shownDetail ? undefined : { text: shownDetail.completion_text ?? "", isFirst: false }}
+              against={isPinned || !shownDetail ? undefined : { text: completion(shownDetail.turns), isFirst: false }}
               title={<Title detail={pinned.data} note={<button className="link d" onClick={() => setParams({ pin: null })}>unpin</button>} />}
             />
           )}
@@ -276,7 +277,7 @@ export function Rollouts() {
               setShown={(view) => setParams({ view }, true)}
               search={params.search ?? ""}
               folded={folded}
-              against={pinned.data && { text: pinned.data.completion_text ?? "", isFirst: true }}
+              against={pinned.data && { text: completion(pinned.data.turns), isFirst: true }}
               title={<Title detail={shownDetail} of={group?.samples.length} note={<button className="link d" onClick={pin}>{isPinned ? "unpin" : "pin"} <kbd>c</kbd></button>} />}
             >
               {siblings(shownDetail)}

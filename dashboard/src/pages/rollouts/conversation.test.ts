@@ -1,28 +1,25 @@
 import { expect, test } from "vitest";
-import { conversation, parsePrompt, promptLine, replyParts, splitAnswer } from "./conversation";
+import { completion, conversation, promptParts, replyParts, splitAnswer } from "./conversation";
 
-const CHATML = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n5 7 9 -> 7<|im_end|>\n<|im_start|>assistant\n";
-
-const sample = (more: Partial<Parameters<typeof conversation>[0]>) => ({ prompt_text: null, completion_text: null, turns: [], tool_calls: [], info: [], ...more });
-const call = (turn: number, number: number, result: string | null, error: string | null = null) => ({ attempt: 1, sample_id: "1-0", turn, call: number, name: "add", arguments: '{"a": 1}', result, error, seconds: 0.5 });
+const PROMPT = [
+  { role: "system", content: "Be brief." },
+  { role: "user", content: "5 7 9 -> 7" },
+];
+const sample = (more: Partial<Parameters<typeof conversation>[0]>) => ({ messages: [], turns: [], tool_calls: [], info: [], ...more });
+const call = (turn: number, number: number, result: string | null, reply: number | null, error: string | null = null) => ({ attempt: 1, sample_id: "1-0", turn, call: number, name: "add", arguments: '{"a": 1}', result, error, seconds: 0.5, reply });
 const note = (turn: number, key: string) => ({ attempt: 1, sample_id: "1-0", number: turn, turn, key, value: "x", type: null });
 const CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>';
 
-test("a ChatML prompt is split into messages without its template", () => {
-  expect(parsePrompt(CHATML)).toEqual([
+test("a prompt is its messages, and an example answer its parts", () => {
+  const call = { role: "assistant", content: null, tool_calls: [{ name: "add" }] };
+  expect(promptParts([...PROMPT, { role: "assistant", content: "<think>hm</think>\n7" }, call, { role: "critic", content: "no" }])).toEqual([
     { role: "system", text: "Be brief." },
     { role: "user", text: "5 7 9 -> 7" },
+    { role: "thinking", text: "hm" },
+    { role: "assistant", text: "7" },
+    { role: "assistant", text: '[{"name":"add"}]' },
+    { role: "environment", text: "no" },
   ]);
-});
-
-test("Llama and Gemma templates are known", () => {
-  const llama = "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n";
-  expect(parsePrompt(llama)).toEqual([{ role: "user", text: "Hi" }]);
-  expect(parsePrompt("<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n")).toEqual([{ role: "user", text: "Hi" }]);
-});
-
-test("a prompt of an unknown template is one message", () => {
-  expect(parsePrompt("Once upon")).toEqual([{ role: "prompt", text: "Once upon" }]);
 });
 
 test("thinking, tool calls and the answer are apart and in order", () => {
@@ -46,17 +43,16 @@ test("a tool call that is not JSON is shown as written", () => {
   expect(splitAnswer("<tool_call>oops</tool_call>")).toEqual([{ role: "tool call", text: "oops" }]);
 });
 
-test("turns follow the prompt, and a turn that repeats it is shown once", () => {
+test("turns follow the prompt", () => {
   const turns = [
-    { turn: 0, role: "user", text: "5 7 9 -> 7" },
-    { turn: 1, role: "assistant", text: "7" },
-    { turn: 2, role: "environment", text: "wrong" },
+    { turn: 0, role: "assistant", text: "7" },
+    { turn: 1, role: "environment", text: "wrong" },
   ];
-  expect(conversation(sample({ prompt_text: CHATML, turns })).map((m) => [m.role, m.turn])).toEqual([
+  expect(conversation(sample({ messages: PROMPT, turns })).map((m) => [m.role, m.turn])).toEqual([
     ["system", undefined],
     ["user", undefined],
-    ["assistant", 1],
-    ["environment", 2],
+    ["assistant", 0],
+    ["environment", 1],
   ]);
 });
 
@@ -67,10 +63,6 @@ test("a turn without a text hides no other turn", () => {
     { turn: 2, role: "assistant", text: "7" },
   ];
   expect(conversation(sample({ turns })).at(-1)).toMatchObject({ role: "assistant", text: "7", turn: 2 });
-});
-
-test("a prompt is listed by its last user message", () => {
-  expect(promptLine(CHATML)).toBe("5 7 9 -> 7");
 });
 
 test("the parts of a reply are all of it", () => {
@@ -87,9 +79,9 @@ test("a call, its record and its result are one message", () => {
     { turn: 2, role: "tool", text: "Error: no" },
     { turn: 3, role: "assistant", text: "Both are 2." },
   ];
-  const tool_calls = [call(0, 0, "2"), call(0, 1, "Error: no", "no")];
+  const tool_calls = [call(0, 0, "2", 1), call(0, 1, "Error: no", 2, "no")];
   const found = conversation(sample({ turns, tool_calls }));
-  expect(found.map((one) => [one.role, one.call?.call, one.replied])).toEqual([
+  expect(found.map((one) => [one.role, one.call?.call, one.call?.reply])).toEqual([
     ["assistant", undefined, undefined],
     ["tool call", 0, 1],
     ["tool call", 1, 2],
@@ -97,15 +89,15 @@ test("a call, its record and its result are one message", () => {
   ]);
 });
 
-test("results in one message of the user answer all calls of a reply", () => {
+test("results in one message of the user stand under their calls alone", () => {
   const turns = [{ turn: 0, role: "assistant", text: CALL + CALL }, { turn: 1, role: "user", text: "Tool 1: [add] 2\nTool 2: [add] 3" }];
-  const found = conversation(sample({ turns, tool_calls: [call(0, 0, "[add] 2"), call(0, 1, "[add] 3")] }));
-  expect(found.map((one) => one.replied)).toEqual([1, 1]);
+  const found = conversation(sample({ turns, tool_calls: [call(0, 0, "[add] 2", 1), call(0, 1, "[add] 3", 1)] }));
+  expect(found.map((one) => one.role)).toEqual(["tool call", "tool call"]);
 });
 
 test("a call that the reply does not show follows it, and another reply of the environment stays", () => {
   const turns = [{ turn: 0, role: "assistant", text: "<call>1+1</call>" }, { turn: 1, role: "tool", text: "something else" }];
-  const found = conversation(sample({ turns, tool_calls: [call(0, 0, "2")] }));
+  const found = conversation(sample({ turns, tool_calls: [call(0, 0, "2", null)] }));
   expect(found.map((one) => [one.role, one.text])).toEqual([
     ["assistant", "<call>1+1</call>"],
     ["tool call", '{ "a": 1 }'],
@@ -117,5 +109,8 @@ test("notes stand with the answer that they belong to, all others at the end", (
   const turns = [{ turn: 0, role: "user", text: "go" }, { turn: 1, role: "assistant", text: "a" }, { turn: 2, role: "user", text: "on" }, { turn: 3, role: "assistant", text: "b" }];
   const found = conversation(sample({ turns, info: [note(0, "guess"), note(1, "guess"), note(9, "late")] }));
   expect(found.map((one) => one.notes?.map((each) => each.turn))).toEqual([undefined, [0], undefined, [1, 9]]);
-  expect(conversation(sample({ completion_text: "a", info: [note(0, "guess")] }))[0]!.notes).toHaveLength(1);
+});
+
+test("the completion is what the model wrote, without replies of the environment", () => {
+  expect(completion([{ role: "assistant", text: "a" }, { role: "tool", text: "2" }, { role: "assistant", text: "b" }])).toBe("a\nb");
 });

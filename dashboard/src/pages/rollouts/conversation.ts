@@ -1,6 +1,6 @@
 /** The conversation of a sample: from recorded texts to the messages that the page shows. */
 
-import type { Info, ToolCall } from "../../types";
+import type { Info, PromptMessage, Sample, ToolCall, Turn } from "../../types";
 
 export type Role = "system" | "user" | "thinking" | "assistant" | "tool call" | "tool" | "environment" | "prompt";
 
@@ -13,53 +13,20 @@ export interface Message {
   name?: string;
   /** The record of a tool call: its result, error and time. */
   call?: ToolCall;
-  /** Index of the turn that gave the model the result of the call. */
-  replied?: number;
   /** What the environment attached to this answer: on its last message. */
   notes?: Info[];
 }
 
-interface Template {
-  /** Matches the start of a message; its first group is the role. */
-  open: RegExp;
-  close: string;
-}
-
-const TEMPLATES: Template[] = [
-  { open: /<\|im_start\|>([a-z_]+)\n?/g, close: "<|im_end|>" },
-  { open: /<\|start_header_id\|>([a-z_]+)<\|end_header_id\|>\n{0,2}/g, close: "<|eot_id|>" },
-  { open: /<start_of_turn>([a-z_]+)\n?/g, close: "<end_of_turn>" },
-  { open: /<\|(system|user|assistant|observation)\|>\n?/g, close: "<|endoftext|>" },
-];
-
 function roleOf(name: string): Role {
-  if (name === "system" || name === "user" || name === "tool" || name === "assistant") return name;
-  if (name === "model") return "assistant";
-  if (name === "ipython" || name === "observation") return "tool";
-  return "environment";
+  return name === "system" || name === "user" || name === "tool" || name === "assistant" || name === "prompt" ? name : "environment";
 }
 
-/** Splits a rendered prompt into its messages. A prompt of no known template is one message. */
-export function parsePrompt(text: string): Message[] {
-  for (const { open, close } of TEMPLATES) {
-    const starts = [...text.matchAll(open)];
-    if (starts.length === 0) continue;
-    const messages: Message[] = [];
-    const before = text.slice(0, starts[0]?.index ?? 0).replace(/<\|begin_of_text\|>|<bos>/g, "");
-    if (before.trim()) messages.push({ role: "prompt", text: before });
-    starts.forEach((start, i) => {
-      const from = start.index + start[0].length;
-      let body = text.slice(from, starts[i + 1]?.index ?? text.length);
-      const end = body.indexOf(close);
-      if (end >= 0) body = body.slice(0, end);
-      const role = roleOf(start[1] ?? "");
-      // The last, empty message of a prompt asks the model to answer.
-      if (i === starts.length - 1 && role === "assistant" && !body.replace(/<\/?think>/g, "").trim()) return;
-      messages.push(...(role === "assistant" ? splitAnswer(body) : [{ role, text: body.trim() }]));
-    });
-    return messages;
-  }
-  return text ? [{ role: "prompt", text }] : [];
+/** The messages of a prompt, its example answers in their parts. */
+export function promptParts(messages: readonly PromptMessage[]): Message[] {
+  return messages.flatMap(({ role, content, tool_calls }) => {
+    const text = content ?? JSON.stringify(tool_calls ?? "");
+    return role === "assistant" ? splitAnswer(text) : [{ role: roleOf(role), text }];
+  });
 }
 
 const PARTS = /<think>([\s\S]*?)(?:<\/think>|$)|<tool_call>([\s\S]*?)(?:<\/tool_call>|$)/g;
@@ -144,61 +111,27 @@ function withRecords(messages: Message[], calls: readonly ToolCall[]): Message[]
   return [...known, ...left.map(recordedCall)];
 }
 
-interface RecordedTurn {
-  turn: number;
-  role: string;
-  text: string;
-  turn_type?: string | null;
-}
+type Recorded = Pick<Sample, "messages" | "tool_calls" | "info"> & { turns: readonly (Pick<Turn, "turn" | "role" | "text"> & { turn_type?: string | null })[] };
 
-interface Recorded {
-  prompt_text: string | null;
-  completion_text: string | null;
-  turns: readonly RecordedTurn[];
-  tool_calls: readonly ToolCall[];
-  info: readonly Info[];
-}
-
-/** All messages of a sample: those of its first prompt, then its recorded turns. A call and its result are one message. */
-export function conversation({ prompt_text, completion_text, turns, tool_calls, info }: Recorded): Message[] {
-  const prompt = parsePrompt(prompt_text ?? "");
-  if (turns.length === 0) {
-    const said = completion_text || tool_calls.length > 0 ? withRecords(completion_text ? splitAnswer(completion_text) : [], tool_calls) : [];
-    return noted([...prompt, ...said], info);
-  }
-  // Turns that repeat the prompt (system, user before the first reply) are shown once.
-  const known = new Set(prompt.map((message) => message.text));
-  const said: Message[] = [];
+/** All messages of a sample: those of its prompt, then its turns. A call and its result are one message. */
+export function conversation({ messages: prompt, turns, tool_calls, info }: Recorded): Message[] {
+  const said = promptParts(prompt);
   let answers = 0;
-  let open: Message[] = []; // calls whose result the model has not been given
   for (const { turn, role, text: recorded, turn_type } of turns) {
     const text = recorded ?? ""; // a damaged row does not hide the other turns
     if (role === "assistant") {
       const answer = answers++;
       const messages = withRecords(splitAnswer(text), tool_calls.filter((call) => call.turn === answer)).map((message): Message => ({ ...message, turn }));
-      open = messages.filter((message) => message.call);
       said.push(...noted(messages, info.filter((note) => note.turn === answer)));
-      continue;
+    } else if (!tool_calls.some((call) => call.reply === turn)) {
+      said.push({ role: roleOf(role), text, turn, ...(turn_type ? { name: turn_type } : {}) });
     }
-    const bare = parsePrompt(text);
-    const shown = bare.length === 1 && bare[0] ? bare[0].text : text;
-    if (known.has(shown)) continue;
-    const answered = answeredBy(shown, open);
-    for (const message of answered) message.replied = turn;
-    open = open.filter((message) => !answered.includes(message));
-    if (answered.length === 0) said.push({ role: roleOf(role), text: shown, turn, ...(turn_type ? { name: turn_type } : {}) });
   }
-  return noted([...prompt, ...said], info.filter((note) => note.turn === null || note.turn < 0 || note.turn >= answers));
+  return noted(said, info.filter((note) => note.turn === null || note.turn < 0 || note.turn >= answers));
 }
 
-/** Returns the calls whose results a turn is: one of them, or all in lines `Tool 1: ...`, as tool environments write them. */
-function answeredBy(text: string, open: Message[]): Message[] {
-  const told = text.trim();
-  const results = open.map(({ call }) => (call!.result ?? "").trim());
-  if (open.length > 1 && told === results.map((result, i) => `Tool ${i + 1}: ${result}`).join("\n")) return open;
-  const one = open[results.findIndex((result) => result !== "" && result === told)];
-  return one ? [one] : [];
-}
+/** What the model wrote in all turns. */
+export const completion = (turns: readonly Pick<Turn, "role" | "text">[]) => turns.filter((turn) => turn.role === "assistant").map((turn) => turn.text ?? "").join("\n");
 
 /** Returns the messages with notes on the last one. */
 function noted(messages: Message[], notes: readonly Info[]): Message[] {
@@ -206,9 +139,5 @@ function noted(messages: Message[], notes: readonly Info[]): Message[] {
   return last && notes.length > 0 ? [...messages.slice(0, -1), { ...last, notes: [...(last.notes ?? []), ...notes] }] : messages;
 }
 
-/** The prompt in one line, for a list: the text of its last user message. */
-export function promptLine(promptText: string): string {
-  const messages = parsePrompt(promptText);
-  const last = messages.findLast((message) => message.role === "user") ?? messages.at(-1);
-  return (last?.text ?? promptText).replace(/\s+/g, " ").trim();
-}
+/** A text in one line, for a list. */
+export const inLine = (text: string) => text.replace(/\s+/g, " ").trim();
