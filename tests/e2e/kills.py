@@ -59,11 +59,8 @@ def assert_trains_the_same(killed: Run, straight: Run) -> None:
         compared = {name: value for name, value in metrics.items() if not name.startswith(DEPENDS_ON_TIMING)}
         assert {"loss/policy", "grad_norm", "learning_rate", "reward/total/mean"} <= compared.keys()
         assert {name: steps[0][step].get(name) for name in compared} == compared, f"step {step}"
-    samples = [
-        {s["sample_id"]: (s["step"], s["completion_text"], s["advantage"]) for s in rows(run, "samples", "kept")}
-        for run in (killed, straight)
-    ]
-    assert samples[0] == samples[1]
+    query = "select sample_id, step, completion_text, advantage from samples where status = 'kept' order by sample_id"
+    assert killed.sql(query).rows == straight.sql(query).rows
     check_ledger(killed)
 
 

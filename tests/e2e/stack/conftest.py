@@ -53,7 +53,9 @@ class Outcome:
         return sorted(rows, key=lambda row: row["step"])
 
     def samples(self, **conditions: Any) -> list[dict[str, Any]]:
-        rows = self.record.table("samples").to_pylist()
+        texts = self.record.sql("select sample_id, prompt_text, completion_text from samples").to_dicts()
+        text_of = {row["sample_id"]: row for row in texts}
+        rows = [{**row, **text_of[row["sample_id"]]} for row in self.record.table("samples").to_pylist()]
         return [row for row in rows if all(row[name] == value for name, value in conditions.items())]
 
 
