@@ -60,7 +60,7 @@ def make_group(n: int, length: int) -> Group:
     made = Group(SampledPrompt(n, 0, n, 0), "math", prompt, GROUP_SIZE, 0, opened_at=1.0, finished_at=2.0)
     for index in range(GROUP_SIZE):
         sample = Trajectory(made.sample_id(index), n, index, "math")
-        ids, logprobs = DRAW.integers(0, 150_000, length), DRAW.normal(size=length).astype(np.float32)
+        ids, logprobs = DRAW.integers(0, 150_000, length, dtype=np.int32), DRAW.normal(size=length).astype(np.float32)
         generation = Generation(ids, logprobs, "stop", [(0, 0, length)])
         text = " ".join(WORDS[DRAW.integers(0, len(WORDS), 3 * length // 4)])
         sample.turns.append(Turn(prompt.token_ids, generation, text, 1.0, 2.0))

@@ -185,7 +185,7 @@ class ScriptedWorker:
     def _report(self, orders: Orders) -> Report:
         report = Report(prompts=[(number, self._prompt(item)) for number, _, item in orders.prompts])
         for task in orders.groups:
-            for index, sample in enumerate(task.samples):
+            for index, sample in task.samples.items():
                 self._running.append((task.key, index, sample))
                 report.running[task.key, index] = RunningSample(0, len(self._running), time.time(), 0)
         if orders.is_empty:
@@ -206,7 +206,7 @@ class ScriptedWorker:
         made = self._groups[task.group_id % len(self._groups)].samples[task.sample_index]
         return replace(
             made, sample_id=task.sample_id, group_id=task.group_id, environment=task.environment,
-            turns=[replace(turn) for turn in made.turns],
+            turns=[replace(turn, added_token_ids=[]) for turn in made.turns],
         )  # fmt: skip
 
 

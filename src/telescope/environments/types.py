@@ -93,7 +93,7 @@ class FirstPrompt:
     messages: list[ChatMessage]
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(frozen=True)  # no slots: every sample has one, and pickle reads those of a frozen class field by field
 class RewardRecord:
     """A score as JSON values.
 

@@ -38,7 +38,9 @@ def row_bytes(row: Row) -> int:
             total += len(value)
         elif kind is dict:
             total += 2 * _VALUE_BYTES * len(value)
-            total += sum(len(item) for item in value.values() if type(item) is str)
+            for item in value.values():
+                if type(item) is str:
+                    total += len(item)
         elif hasattr(value, "nbytes"):
             total += value.nbytes
         elif hasattr(value, "__len__"):

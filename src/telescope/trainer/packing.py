@@ -176,7 +176,7 @@ def lay_out(samples: Sequence[TrainSample], pad_to_multiple_of: int = 1) -> Micr
 
     def row(name: str, fill: float, dtype: type) -> np.ndarray:
         parts = [getattr(sample, name) for sample in samples]
-        return np.concatenate([*parts, np.full(tail, fill)]).astype(dtype)
+        return np.concatenate([*parts, np.full(tail, fill, dtype)], dtype=dtype, casting="unsafe")
 
     return MicroBatch(
         token_ids_T=row("token_ids_L", 0, np.int64),
