@@ -16,10 +16,10 @@ from telescope.record.table_writer import write_block
 from telescope.record.tables import ROLLOUT_TABLES, TABLES
 from telescope.testing.replay import ONCE, Replay, shift
 
-SAMPLE_TABLES = {*ROLLOUT_TABLES, "spans"}
+SAMPLE_TABLES = {*ROLLOUT_TABLES, "spans"} - {"prompts"}
 """Tables that grow with the samples of a step."""
 
-FIXED_TABLES = {*ONCE, "environments", "alerts"}
+FIXED_TABLES = {*ONCE, "environments", "alerts", "prompts"}
 """Tables that do not grow with the steps."""
 
 MAX_COPIES_IN_STEP = 100

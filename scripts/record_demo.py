@@ -202,6 +202,10 @@ def written_at(tables: Mapping[str, pa.Table]) -> dict[str, list[float]]:
         rows = column(name, "status", "step", "finished_at")
         times[name] = [step_ends[step] if status == "kept" else end or 0.0 for status, step, end in rows]
     of_sample = dict(zip(column("samples", "sample_id"), times["samples"], strict=True))
+    of_prompt: dict[str, float] = {}
+    for key, time_ in zip(column("samples", "prompt_key"), times["samples"], strict=True):
+        of_prompt[key] = min(time_, of_prompt.get(key, time_))
+    times["prompts"] = [of_prompt.get(key, 0.0) for key in column("prompts", "prompt_key")]
     times["eval_samples"] = [eval_ends[key] for key in column("eval_samples", "eval_id")]
     times["step_stats"] = [step_ends[key] for key in column("step_stats", "step")]
     for name in ("turns", "tool_calls", "info", "tokens"):

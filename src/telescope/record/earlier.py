@@ -9,6 +9,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from telescope.record.tables import TABLES
+
 Row = dict[str, Any]
 
 _TEMPLATES = (
@@ -48,8 +50,10 @@ def upgrade(sample: Row) -> None:
     turns: list[Row] = sample["turns"]
     num_prompt = next((place for place, turn in enumerate(turns) if turn["role"] == "assistant"), 0)
     sample["turns"] = [turn for place, turn in enumerate(turns) if place >= num_prompt or turn["text"] not in prompt]
-    if not turns:
-        sample["turns"] = [_answer(sample)]
+    if not turns and sample["completion_text"]:  # dropped while the disk was full
+        values = {name: sample[name] for name in ("attempt", "sample_id")}
+        values |= {"turn": 0, "role": "assistant", "text": sample["completion_text"]}
+        sample["turns"] = [dict.fromkeys(TABLES["turns"].column_names) | values]
     open_calls: Sequence[Row] = ()
     num_answers = 0
     for turn in sample["turns"]:
@@ -62,13 +66,6 @@ def upgrade(sample: Row) -> None:
             for call in _told(turn["text"] or "", open_calls):
                 call["reply"] = turn["turn"]
             open_calls = [call for call in open_calls if call["reply"] is None]
-
-
-def _answer(sample: Row) -> Row:
-    """Returns the only turn of a sample that has none recorded."""
-    names = ("attempt", "sample_id", "started_at")
-    row = {"turn": 0, "role": "assistant", "text": sample["completion_text"], "num_tokens": sample["completion_tokens"]}
-    return {**{name: sample[name] for name in names}, **row, "turn_type": None, "ended_at": sample["generated_at"]}
 
 
 def _told(text: str, calls: Sequence[Row]) -> Sequence[Row]:
