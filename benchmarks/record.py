@@ -28,6 +28,7 @@ from telescope.orchestrator.prompt_sampler import SampledPrompt, SamplerPosition
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.step_recorder import StepRecorder, TrainedStep
 from telescope.record.recorder import Recorder
+from telescope.rollout.sample_rows import encode_rows
 from telescope.rollout.trajectory import Trajectory, Turn
 from telescope.trainer.batch import SampleTokens, StepResult
 from telescope.utils.timeline import Span
@@ -67,6 +68,7 @@ def make_group(n: int, length: int) -> Group:
         metrics = {name: float(DRAW.random()) for name in ("correct", "format", "words", "steps")}
         sample.reward = RewardRecord(float(DRAW.random()), metrics, {"answer": "42"}, [], {"kind": "easy"})
         sample.started_at, sample.generated_at, sample.finished_at = 1.0, 2.0, 2.5
+        encode_rows(sample)  # as a rollout worker does
         made.samples.append(sample)
     return made
 

@@ -8,25 +8,21 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import zip_longest
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from telescope.environments.tool_env import TOOL_RESULT
 from telescope.environments.types import EnvironmentInfo, PreparedPrompt
 from telescope.evals.runner import EvalItem, EvalResult, PlannedEval
 from telescope.orchestrator.groups import Group
-from telescope.rollout.trajectory import Trajectory, Turn
+from telescope.rollout.sample_rows import encode_rows
+from telescope.rollout.trajectory import Trajectory
 from telescope.trainer.batch import SampleTokens
 from telescope.utils.timeline import Span
 
 MAX_FAILURE_MESSAGE = 4000  # longest recorded failure message; user code may raise one of any length
 PROMPT_KEY_DIGITS = 12  # as `record.query.PROMPT_KEY` has them for runs of earlier versions
-
-
-Interval = tuple[str, float, float, dict[str, str]]  # name, start and end of a span, and its own attributes
 
 
 def environment_row(key: str, name: str, weight: float | None, info: EnvironmentInfo) -> dict[str, Any]:
@@ -158,101 +154,6 @@ def in_flight_rows(groups: Iterable[Group]) -> list[dict[str, Any]]:
     return rows
 
 
-def turn_rows(sample: Trajectory) -> list[dict[str, Any]]:
-    """Returns the rows of `turns`: messages of model and environment in order."""
-    rows: list[dict[str, Any]] = []
-
-    def add(role: str, text: str, num_tokens: int, started_at: float, ended_at: float, **of_reply: Any) -> None:
-        message = {"role": role, "text": text, "num_tokens": num_tokens, "started_at": started_at, "ended_at": ended_at}
-        joined = {"turn_type": None, "restarts": None, "divergence": None} | of_reply
-        rows.append({"sample_id": sample.sample_id, "turn": len(rows), **message, **joined})
-
-    for index, turn in enumerate(sample.turns):
-        asked_at = sample.turns[index - 1].ended_at if index else turn.started_at
-        for number, (role, text, *turn_type) in enumerate(turn.replies):
-            # Messages of one reply are tokenized together.
-            added = turn.added_token_ids if number == 0 else []
-            kind = (turn_type[0] or None) if turn_type else None
-            of_reply = {"turn_type": kind, "restarts": turn.restarts, "divergence": turn.divergence}
-            add(role, text, len(added), asked_at, turn.started_at, **of_reply)
-        add("assistant", turn.text, len(turn.generation.token_ids_N), turn.started_at, turn.ended_at)
-    return rows
-
-
-def tool_call_rows(sample: Trajectory) -> list[dict[str, Any]]:
-    """Returns the rows of `tool_calls`."""
-    rows: list[dict[str, Any]] = []
-    first = 0  # row of `turns` behind the answer
-    for turn, (made, following) in enumerate(zip_longest(sample.turns, sample.turns[1:])):
-        first += len(made.replies) + 1
-        replies = _result_rows(following, first, len(made.tool_calls))
-        for call, reply in zip(made.tool_calls, replies, strict=True):
-            rows.append({"sample_id": sample.sample_id, "turn": turn, "call": len(rows), **call, "reply": reply})
-    return rows
-
-
-def _result_rows(following: Turn | None, first: int, num_calls: int) -> Sequence[int | None]:
-    """Returns the row of `turns` with the result of each call: a message each, or one with all. `first` is the next."""
-    replies = [] if following is None else following.replies
-    rows = [first + i for i, reply in enumerate(replies) if reply[0] == "tool" or reply[2:] == (TOOL_RESULT,)]
-    return rows if len(rows) == num_calls else (rows if len(rows) == 1 else [None]) * num_calls
-
-
-def info_rows(sample: Trajectory) -> list[dict[str, Any]]:
-    """Returns the rows of `info`: one per key of each note."""
-    rows = []
-    for number, note in enumerate(sample.reward.info_turns if sample.reward is not None else ()):
-        values = dict(note) if isinstance(note, dict) else {"": note}
-        where = "turn_order" if "info_key" in values else "turn"
-        turn = values.pop(where) if isinstance(values.get(where), int) else number
-        kind = None
-        if "info_key" in values:
-            kind = values.get("info_type") and str(values["info_type"])
-            values = {str(values["info_key"]): values.get("info_value")}
-        for key, value in values.items():
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            row = {"sample_id": sample.sample_id, "number": number, "turn": turn, "key": key, "value": text}
-            rows.append({**row, "type": kind})
-    return rows
-
-
-def detail_rows(sample: Trajectory) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the rows that belong to a sample, each with its table: `turns`, `tool_calls`, `info`."""
-    for table, rows in (("turns", turn_rows), ("tool_calls", tool_call_rows), ("info", info_rows)):
-        for row in rows(sample):
-            yield table, row
-
-
-def sample_span_rows(sample: Trajectory) -> list[dict[str, Any]]:
-    """Returns the spans of a sample: of each turn, the generation and the environment's reply with its tool calls.
-
-    The reply to the last turn is the reward. Durations of tool calls are measured, their starts are not: the calls of
-    a turn are placed one after the other, or all at the start of the reply if they took longer than it in total.
-    """
-    rows = []
-    for index, turn in enumerate(sample.turns):
-        is_last = index == len(sample.turns) - 1
-        replied_at = sample.finished_at if is_last else sample.turns[index + 1].started_at
-        intervals: list[Interval] = [("generate", turn.started_at, turn.ended_at, {})]
-        if replied_at > turn.ended_at:
-            intervals += [("reward" if is_last else "environment", turn.ended_at, replied_at, {})]
-            intervals += _tool_intervals(turn, replied_at)
-        common = {"component": "rollout", "server": turn.server, "sample_id": sample.sample_id}
-        place = {"turn": str(index), "lane": str(turn.slot)}
-        for name, start, end, more in intervals:
-            rows.append({**common, "name": name, "start": start, "end": end, "attributes": {**place, **more}})
-    return rows
-
-
-def _tool_intervals(turn: Turn, replied_at: float) -> Iterator[Interval]:
-    calls = [(call["name"], call["seconds"]) for call in turn.tool_calls if call["seconds"]]
-    one_by_one = sum(seconds for _, seconds in calls) <= replied_at - turn.ended_at
-    start = turn.ended_at
-    for name, seconds in calls:
-        yield "tool", start, min(start + seconds, replied_at), {"tool": name}
-        start += seconds if one_by_one else 0.0
-
-
 def eval_row(
     plan: PlannedEval,
     version: int,
@@ -298,7 +199,7 @@ def eval_row(
 
 def rows_of_eval_sample(
     plan: PlannedEval, version: int, item: EvalItem, sample: Trajectory, *, tokens: bool = False
-) -> list[tuple[str, dict[str, Any]]]:
+) -> list[tuple[str, dict[str, Any] | bytes]]:
     """Returns the rows of an eval's sample with their tables, itself last. `tokens`: `untrained_tokens_rows` too."""
     step = version - 1
     link = {
@@ -312,8 +213,7 @@ def rows_of_eval_sample(
     prompt = prompt_row(sample.environment, item.prompt)
     row = sample_row(sample, prompt["prompt_key"], status="eval", reason=None, step=step, eval_name=plan.name)
     numbers = [("tokens", row) for row in untrained_tokens_rows(sample, step)] if tokens else []
-    spans = [("spans", row) for row in sample_span_rows(sample)]
-    return [*detail_rows(sample), *numbers, *spans, ("prompts", prompt), ("samples", row), ("eval_samples", link)]
+    return [*encode_rows(sample).items(), *numbers, ("prompts", prompt), ("samples", row), ("eval_samples", link)]
 
 
 def tokens_row(tokens: SampleTokens, step: int | None) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from telescope.orchestrator.status import RunStatus, StepSummary
 from telescope.orchestrator.step_metrics import DiscardCounts, batch_metrics
 from telescope.orchestrator.step_stats import Numbers, discarded_numbers, step_stats_rows
 from telescope.record.recorder import Recorder
+from telescope.rollout.sample_rows import encode_rows
 from telescope.rollout.trajectory import Trajectory
 from telescope.trainer.batch import StepResult
 
@@ -221,10 +222,8 @@ class StepRecorder:
             row["prompt_tokens"] = row["total_tokens"] = len(group.prompt.token_ids)
         write("samples", row)
         status = row["status"]
-        for table, row in record_rows.detail_rows(sample):
-            write(table, row)
+        for table, rows in encode_rows(sample).items():
+            write(table, rows)
         if self._all_tokens and status != "kept":
             for row in record_rows.untrained_tokens_rows(sample, outcome["step"]):
                 write("tokens", row)
-        for row in record_rows.sample_span_rows(sample):
-            write("spans", row)

@@ -32,6 +32,19 @@ def rows_to_table(table: Table, rows: Sequence[Mapping[str, Any]]) -> tuple[pa.T
     return pa.Table.from_arrays(arrays, schema=table.schema), problems
 
 
+def encode(table: Table, rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """Encodes rows for `decode`: one Arrow message, without `attempt`."""
+    (batch,) = rows_to_table(table, rows)[0].to_batches()
+    return bytes(batch.serialize())
+
+
+def decode(table: Table, messages: Sequence[bytes], attempt: int) -> pa.Table:
+    """Returns the rows of some messages of `encode`, as those of an attempt."""
+    data = pa.ipc.open_stream(table.schema.serialize().to_pybytes() + b"".join(messages)).read_all()
+    column = pa.repeat(pa.scalar(attempt, pa.int64()), data.num_rows)
+    return data.set_column(data.schema.get_field_index("attempt"), "attempt", column)
+
+
 def conform(data: pa.Table, schema: pa.Schema) -> pa.Table:
     """Returns `data` with exactly the columns of `schema`. Missing ones are null."""
     if data.schema.equals(schema):

@@ -16,7 +16,8 @@ from typing import Any
 from telescope.record.schema import Keep
 from telescope.record.tables import TABLES
 
-Row = dict[str, Any]
+Row = dict[str, Any] | bytes
+"""One row, or encoded rows, which count as one."""
 
 _VALUE_BYTES = 60
 """Approximate size of a key and a small value in a dictionary."""
@@ -29,6 +30,8 @@ _COUNTED = frozenset((int, float, bool, type(None)))
 
 def row_bytes(row: Row) -> int:
     """Returns the approximate memory of a row. Exact for long texts, which need most of it."""
+    if isinstance(row, bytes):
+        return len(row)
     total = _VALUE_BYTES * len(row)
     for value in row.values():
         kind = type(value)

@@ -28,7 +28,7 @@ from typing import Any
 
 from telescope.errors import UserError
 from telescope.record.files import ProcessIdentity, RunFiles, WriterLock, overwrite_json, replace_json
-from telescope.record.pending import PendingRows
+from telescope.record.pending import PendingRows, Row
 from telescope.record.run_info import HEARTBEAT_SECONDS
 from telescope.record.schema import Keep
 from telescope.record.table_writer import TableWriter
@@ -134,28 +134,34 @@ class Recorder:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def write(self, table: str, row: Mapping[str, Any]) -> None:
-        """Adds one row. Thread-safe; returns at once. Copies the row and its dictionaries, but not its lists.
+    def write(self, table: str, row: Mapping[str, Any] | bytes) -> None:
+        """Adds one row, or rows of `convert.encode`. Thread-safe; returns at once.
 
-        Fills in `attempt`. Missing columns are null. Of tables that are written `once`, later rows of a key are
-        ignored. Raises `ValueError` for an unknown table or column. After `close`, telemetry is ignored and any other
-        row counts as dropped.
+        Copies the row and its dictionaries, but not its lists. Fills in `attempt`. Missing columns are null. Of tables
+        that are written `once`, later rows of a key are ignored. Raises `ValueError` for an unknown table or column.
+        After `close`, telemetry is ignored and any other row counts as dropped.
         """
         columns = COLUMN_NAMES.get(table)
         if columns is None:
             raise ValueError(f"no table {table!r} in the record; there are {', '.join(TABLES)}")
-        copy = {key: dict(value) if type(value) is dict else value for key, value in row.items()}
-        if not copy.keys() <= columns:
-            unknown = ", ".join(sorted(copy.keys() - columns))
-            raise ValueError(f"table {table!r} has no column {unknown}; see record/tables.toml")
-        if "attempt" in columns:
-            copy.setdefault("attempt", self.attempt)
-        key = hash((table, *(copy[name] for name in TABLES[table].key))) if TABLES[table].once else None
+        copy: Row
+        once: int | None = None
+        if isinstance(row, bytes):
+            copy = row
+        else:
+            copy = {key: dict(value) if type(value) is dict else value for key, value in row.items()}
+            if not copy.keys() <= columns:
+                unknown = ", ".join(sorted(copy.keys() - columns))
+                raise ValueError(f"table {table!r} has no column {unknown}; see record/tables.toml")
+            if "attempt" in columns:
+                copy.setdefault("attempt", self.attempt)
+            if TABLES[table].once:
+                once = hash((table, *(copy[name] for name in TABLES[table].key)))
         with self._lock:
-            if key is not None:
-                if key in self._keys_written:
+            if once is not None:
+                if once in self._keys_written:
                     return
-                self._keys_written.add(key)
+                self._keys_written.add(once)
             if self._closing:
                 self._pending.dropped[table] += TABLES[table].keep > Keep.TELEMETRY
                 return
@@ -345,7 +351,7 @@ class Recorder:
 
     def _writer(self, name: str) -> TableWriter:
         if name not in self._writers:
-            self._writers[name] = TableWriter(TABLES[name], self.files.table(name))
+            self._writers[name] = TableWriter(TABLES[name], self.files.table(name), self.attempt)
         return self._writers[name]
 
     def _write_small_files(self) -> None:

@@ -82,6 +82,8 @@ class Trajectory:
     """Tokens of each conversation that began again because its state was lost."""
     payload: Any = None
     """What belongs to its tokens besides their ids (`GenerateRequest.payload`)."""
+    rows: dict[str, bytes] = field(default_factory=dict)
+    """Its encoded rows of the record's tables, once it has ended (`sample_rows`)."""
     server_index: int = -1
     slot: int = -1
     started_at: float = 0.0

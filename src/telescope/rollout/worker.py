@@ -21,6 +21,7 @@ from telescope.inference.base import Engine
 from telescope.rollout.exchange import TRAINING, GroupTask, LaneState, Orders, Report, RunningSample
 from telescope.rollout.request_slots import GroupSlotPool, RequestSlotPool
 from telescope.rollout.sample import Environments, Rollout, RolloutTask
+from telescope.rollout.sample_rows import encode_rows
 from telescope.rollout.trajectory import Trajectory
 
 MANY_EVENTS = 32
@@ -164,6 +165,7 @@ class RolloutWorker:
             if group.task.lane in self.lanes:
                 self.lanes[group.task.lane].forget_group(key)
         if isinstance(ended, Trajectory) and ended.turns:
+            encode_rows(ended)
             ended.turns[0].added_token_ids = []  # the prompt of its task, which the driver has
         self._report.samples.append((key, index, ended))
         self._changed.set()

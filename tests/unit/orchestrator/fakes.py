@@ -13,7 +13,8 @@ from telescope.environments.types import PreparedPrompt, RewardRecord
 from telescope.orchestrator.groups import Group
 from telescope.orchestrator.prompt_sampler import SampledPrompt
 from telescope.orchestrator.step_stats import mean_gini
-from telescope.record.tables import COLUMN_NAMES
+from telescope.record.convert import decode
+from telescope.record.tables import COLUMN_NAMES, TABLES
 from telescope.rollout.exchange import TRAINING
 from telescope.rollout.pool import Lane, RolloutPool
 from telescope.rollout.request_slots import slots_per_server
@@ -110,7 +111,11 @@ class StrictRecorder:
         self.rows: dict[str, list[dict[str, Any]]] = {}
         self.in_flight: list[list[dict[str, Any]]] = []
 
-    def write(self, table: str, row: Mapping[str, Any]) -> None:
+    def write(self, table: str, row: Mapping[str, Any] | bytes) -> None:
+        if isinstance(row, bytes):
+            for one in decode(TABLES[table], [row], 1).to_pylist(maps_as_pydicts="strict"):
+                self.write(table, one)
+            return
         unknown = set(row) - COLUMN_NAMES[table]
         assert not unknown, f"{sorted(unknown)} are no columns of {table}"
         self.rows.setdefault(table, []).append(dict(row))

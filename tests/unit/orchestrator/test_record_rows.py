@@ -14,9 +14,11 @@ from telescope.environments.types import EnvironmentInfo
 from telescope.evals.runner import EvalItem, EvalResult, PlannedEval
 from telescope.evals.statistics import Estimate
 from telescope.orchestrator import record_rows
+from telescope.record.convert import decode
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 from telescope.record.tables import COLUMN_NAMES, TABLES
+from telescope.rollout import sample_rows
 from telescope.rollout.exchange import RunningSample
 from telescope.rollout.sample import SamplingSettings
 from telescope.trainer.batch import SampleTokens
@@ -62,11 +64,11 @@ def rows_of_everything() -> dict[str, list[dict[str, Any]]]:
         "prompts": [row for table, row in of_eval if table == "prompts"],
         "evals": [record_rows.eval_row(plan, 10, 5.0, result, servers={1, 0})],
         "eval_samples": [row for table, row in of_eval if table == "eval_samples"],
-        "turns": [row for one in made.samples for row in record_rows.turn_rows(one)],
-        "tool_calls": [row for one in made.samples for row in record_rows.tool_call_rows(one)],
-        "info": [row for one in made.samples for row in record_rows.info_rows(one)],
+        "turns": [row for one in made.samples for row in sample_rows.turn_rows(one)],
+        "tool_calls": [row for one in made.samples for row in sample_rows.tool_call_rows(one)],
+        "info": [row for one in made.samples for row in sample_rows.info_rows(one)],
         "tokens": [record_rows.tokens_row(some_tokens("5-0/1"), 7)],
-        "spans": [row for one in made.samples for row in record_rows.sample_span_rows(one)],
+        "spans": [row for one in made.samples for row in sample_rows.sample_span_rows(one)],
     }
 
 
@@ -75,7 +77,7 @@ def test_a_note_in_the_published_form_is_one_row() -> None:
     assert made.reward is not None
     note = {"turn_order": 0, "info_key": "stderr", "info_value": "boom", "info_type": "error"}
     made.reward.info_turns[:] = [{"turn": 3, "guess": "a"}, note, {**note, "info_value": {"code": 1}, "turn_order": 2}]
-    rows = [[row.get(key) for key in ("turn", "key", "value", "type")] for row in record_rows.info_rows(made)]
+    rows = [[row.get(key) for key in ("turn", "key", "value", "type")] for row in sample_rows.info_rows(made)]
     assert rows == [
         [3, "guess", "a", None], [0, "stderr", "boom", "error"], [2, "stderr", '{"code": 1}', "error"],
     ]  # fmt: skip
@@ -84,7 +86,7 @@ def test_a_note_in_the_published_form_is_one_row() -> None:
 def test_a_reply_keeps_what_the_environment_calls_it() -> None:
     made = sample(1, 1.0)
     made.turns[0].replies = [("user", "3", "tool_result"), ("user", "4", ""), ("user", "5")]
-    assert [row.get("turn_type") for row in record_rows.turn_rows(made)[:3]] == ["tool_result", None, None]
+    assert [row.get("turn_type") for row in sample_rows.turn_rows(made)[:3]] == ["tool_result", None, None]
 
 
 @pytest.mark.parametrize("table", sorted(rows_of_everything()))
@@ -166,8 +168,10 @@ def test_an_eval_is_one_row_and_its_completions_lead_to_samples_and_turns() -> N
     assert "accuracy" not in failed and failed["error"] == "its servers are gone"
     made = sample(2, 1.0, lengths=(3, 2))
     tables = record_rows.rows_of_eval_sample(plan, 10, plan.items[0], made)
-    assert [table for table, _ in tables] == [*["turns"] * 2, *["spans"] * 4, "prompts", "samples", "eval_samples"]
-    assert {row["sample_id"] for table, row in tables if table != "prompts"} == {made.sample_id}
+    assert [table for table, _ in tables] == ["turns", "spans", "prompts", "samples", "eval_samples"]
+    encoded = [decode(TABLES[table], [row], 1).to_pylist() for table, row in tables if isinstance(row, bytes)]
+    assert list(map(len, encoded)) == [2, 4]
+    assert {row["sample_id"] for rows in encoded for row in rows} == {made.sample_id}
     assert tables[-1][1]["sample_uid"] == "uid 7" and tables[-1][1]["item"] == 7
     assert tables[-2][1]["step"] == tables[-1][1]["step"] == 9, "hidden with the step that made the weights"
 
@@ -210,21 +214,21 @@ def call(name: str, seconds: float | None) -> dict[str, Any]:
 def test_spans_of_a_sample_are_its_turns_replies_and_reward() -> None:
     made = sample(0, 1.0, lengths=(3, 2))
     made.turns[0].slot = 2
-    spans = record_rows.sample_span_rows(made)
+    spans = sample_rows.sample_span_rows(made)
     assert [(span["name"], span["start"], span["end"], span["attributes"]["turn"]) for span in spans] == [
         ("generate", 10.0, 10.5, "0"), ("environment", 10.5, 11.0, "0"),
         ("generate", 11.0, 11.5, "1"), ("reward", 11.5, 12.25, "1"),
     ]  # fmt: skip
     assert all(span["sample_id"] == "5-0" for span in spans)
     assert [span["attributes"]["lane"] for span in spans] == ["2", "2", "3", "3"], "a turn has its own slot"
-    assert record_rows.sample_span_rows(sample(1, None, lengths=())) == []
+    assert sample_rows.sample_span_rows(sample(1, None, lengths=())) == []
 
 
 def test_tool_calls_are_spans_inside_the_reply() -> None:
     made = sample(0, 1.0, lengths=(3, 2))
     made.turns[0].tool_calls = [call("add", 0.125), call("unread", None), call("search", 0.25)]
     made.turns[1].tool_calls = [call("fetch", 0.5), call("fetch", 0.75)]
-    tools = [span for span in record_rows.sample_span_rows(made) if span["name"] == "tool"]
+    tools = [span for span in sample_rows.sample_span_rows(made) if span["name"] == "tool"]
     assert [(span["attributes"]["tool"], span["start"], span["end"]) for span in tools] == [
         ("add", 10.5, 10.625), ("search", 10.625, 10.875),
         ("fetch", 11.5, 12.0), ("fetch", 11.5, 12.25),

@@ -74,3 +74,12 @@ def test_a_missing_column_reads_as_null():
     data = conform(pa.table({"step": pa.array([1], pa.int64()), "unknown": ["x"]}), TABLES["steps"].schema)
     assert data.schema == TABLES["steps"].schema
     assert data["reward_mean"].to_pylist() == [None]
+
+
+def test_encoded_rows_are_those_of_the_attempt_that_writes_them(tmp_path):
+    rows = [{"sample_id": "5-0", "turn": turn, "role": "assistant", "text": f"a\ud800{turn}"} for turn in range(3)]
+    with Recorder(tmp_path, attempt=2) as recorder:
+        recorder.write("turns", encode(TABLES["turns"], rows[:2]))
+        recorder.write("turns", rows[2])
+    read = Run(tmp_path).table("turns").to_pylist()
+    assert [(row["attempt"], row["turn"], row["text"]) for row in read] == [(2, n, f"a?{n}") for n in range(3)]

@@ -15,6 +15,7 @@ from telescope.orchestrator import record_rows
 from telescope.record.earlier import prompt_messages
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
+from telescope.rollout import sample_rows
 from telescope.rollout.trajectory import Trajectory
 
 Row = dict[str, Any]
@@ -60,7 +61,7 @@ def conversation(folder: Path, made: Trajectory, prompt: PreparedPrompt, *, earl
     """Records a sample and reads it. `earlier`: as versions did that had the texts in `samples`."""
     prompt_row = record_rows.prompt_row(made.environment, prompt)
     row = record_rows.sample_row(made, prompt_row["prompt_key"], status="kept", reason=None, step=0)
-    calls, turns = record_rows.tool_call_rows(made), record_rows.turn_rows(made)
+    calls, turns = sample_rows.tool_call_rows(made), sample_rows.turn_rows(made)
     with Recorder(folder) as recorder:
         if earlier:
             del row["prompt_key"]
@@ -96,9 +97,9 @@ def test_the_result_of_a_call_is_the_turn_that_gave_it_to_the_model() -> None:
     two.replies = [("user", "By the way"), ("tool", "3"), ("tool", "3")]
     three.replies = [("user", "Tool 1: 3\nTool 2: 3", "tool_result")]
     last.replies = [("user", "Guess.")]
-    rows = record_rows.tool_call_rows(made)
+    rows = sample_rows.tool_call_rows(made)
     assert [(row["turn"], row["reply"]) for row in rows] == [(0, 2), (0, 3), (1, 5), (1, 5), (2, None), (3, None)]
-    roles = {row["turn"]: row["role"] for row in record_rows.turn_rows(made)}
+    roles = {row["turn"]: row["role"] for row in sample_rows.turn_rows(made)}
     assert [roles[row["reply"]] for row in rows[:4]] == ["tool", "tool", "user", "user"]
 
 
