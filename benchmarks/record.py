@@ -28,7 +28,7 @@ from telescope.orchestrator.prompt_sampler import SampledPrompt, SamplerPosition
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.step_recorder import StepRecorder, TrainedStep
 from telescope.record.recorder import Recorder
-from telescope.rollout.sample_rows import encode_rows
+from telescope.rollout.sample_rows import assign_rows, encode_rows
 from telescope.rollout.trajectory import Trajectory, Turn
 from telescope.trainer.batch import SampleTokens, StepResult
 from telescope.utils.timeline import Span
@@ -68,7 +68,6 @@ def make_group(n: int, length: int) -> Group:
         metrics = {name: float(DRAW.random()) for name in ("correct", "format", "words", "steps")}
         sample.reward = RewardRecord(float(DRAW.random()), metrics, {"answer": "42"}, [], {"kind": "easy"})
         sample.started_at, sample.generated_at, sample.finished_at = 1.0, 2.0, 2.5
-        encode_rows(sample)  # as a rollout worker does
         made.samples.append(sample)
     return made
 
@@ -110,6 +109,8 @@ async def measure(num_steps: int, num_samples: int, length: int, seconds: float,
         steps = StepRecorder(recorder, RunStatus("benchmark", num_steps))
         for step in range(num_steps):
             groups = [make_group(step * num_samples + i, length) for i in range(num_samples // GROUP_SIZE)]
+            for group in groups:  # as rollout workers and their pool do
+                assign_rows(group.samples, encode_rows(group.samples))
             tokens = [make_tokens(group) for group in groups[:NUM_RECORDED]]
             spans = [Span("forward", 1.0 + i, 1.5 + i, i % 2, i) for i in range(SPANS_PER_STEP)]
             result = StepResult({"grad_norm": 1.0, "learning_rate": 1e-6}, spans, tokens)

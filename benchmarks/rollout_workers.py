@@ -52,6 +52,7 @@ from telescope.rollout.exchange import TRAINING, LaneState, Orders, Report, Runn
 from telescope.rollout.pool import RolloutPool
 from telescope.rollout.request_slots import share_slots
 from telescope.rollout.sample import RolloutSettings, RolloutTask
+from telescope.rollout.sample_rows import encode_rows
 from telescope.rollout.trajectory import Trajectory
 from telescope.rollout.worker import MANY_EVENTS
 from telescope.trainer.batch import StepInput, StepResult
@@ -191,6 +192,7 @@ class ScriptedWorker:
         if orders.is_empty:
             for key, index, ended in [self._running.popleft() for _ in range(MANY_EVENTS)]:
                 report.samples.append((key, index, self._sample(ended)))
+            report.rows = encode_rows(report.trajectories)
         if len(self._running) >= MANY_EVENTS:
             self._has_enough.set()
         else:

@@ -112,7 +112,7 @@ columns
 class SampleRows(StrictRecorder):
     """Records steps and the fates of groups and samples, without their tokens."""
 
-    def write(self, table: str, row: Mapping[str, Any] | bytes) -> None:
+    def write(self, table: str, row: Any) -> None:
         if table in ("steps", "groups", "samples"):
             super().write(table, row)
 

@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from telescope.environments.types import EnvironmentInfo, PreparedPrompt
 from telescope.evals.runner import EvalItem, EvalResult, PlannedEval
 from telescope.orchestrator.groups import Group
-from telescope.rollout.sample_rows import encode_rows
 from telescope.rollout.trajectory import Trajectory
 from telescope.trainer.batch import SampleTokens
 from telescope.utils.timeline import Span
@@ -199,7 +199,7 @@ def eval_row(
 
 def rows_of_eval_sample(
     plan: PlannedEval, version: int, item: EvalItem, sample: Trajectory, *, tokens: bool = False
-) -> list[tuple[str, dict[str, Any] | bytes]]:
+) -> list[tuple[str, dict[str, Any] | pa.RecordBatch]]:
     """Returns the rows of an eval's sample with their tables, itself last. `tokens`: `untrained_tokens_rows` too."""
     step = version - 1
     link = {
@@ -213,7 +213,7 @@ def rows_of_eval_sample(
     prompt = prompt_row(sample.environment, item.prompt)
     row = sample_row(sample, prompt["prompt_key"], status="eval", reason=None, step=step, eval_name=plan.name)
     numbers = [("tokens", row) for row in untrained_tokens_rows(sample, step)] if tokens else []
-    return [*encode_rows(sample).items(), *numbers, ("prompts", prompt), ("samples", row), ("eval_samples", link)]
+    return [*sample.rows.items(), *numbers, ("prompts", prompt), ("samples", row), ("eval_samples", link)]
 
 
 def tokens_row(tokens: SampleTokens, step: int | None) -> dict[str, Any]:

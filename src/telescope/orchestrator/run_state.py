@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pyarrow as pa
 
 from telescope.errors import UserError
 from telescope.evals.runner import EvalResult
@@ -140,10 +141,16 @@ def _relabel(group: Group, step: int) -> bool:
 def _encode(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return {"dtype": str(value.dtype), "base64": base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()}
+    if isinstance(value, pa.RecordBatch):
+        with pa.BufferOutputStream() as stream, pa.ipc.new_stream(stream, value.schema) as writer:
+            writer.write_batch(value)
+        return base64.b64encode(stream.getvalue()).decode()
     raise NotImplementedError(f"{type(value).__name__} cannot be saved")
 
 
 def _decode(wanted: type, value: Any) -> Any:
     if wanted is np.ndarray:
         return np.frombuffer(base64.b64decode(value["base64"]), dtype=value["dtype"]).copy()
+    if wanted is pa.RecordBatch:
+        return pa.ipc.open_stream(base64.b64decode(value)).read_next_batch()
     raise NotImplementedError(f"{wanted.__name__} cannot be loaded")

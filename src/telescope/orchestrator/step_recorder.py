@@ -21,7 +21,6 @@ from telescope.orchestrator.status import RunStatus, StepSummary
 from telescope.orchestrator.step_metrics import DiscardCounts, batch_metrics
 from telescope.orchestrator.step_stats import Numbers, discarded_numbers, step_stats_rows
 from telescope.record.recorder import Recorder
-from telescope.rollout.sample_rows import encode_rows
 from telescope.rollout.trajectory import Trajectory
 from telescope.trainer.batch import StepResult
 
@@ -222,7 +221,7 @@ class StepRecorder:
             row["prompt_tokens"] = row["total_tokens"] = len(group.prompt.token_ids)
         write("samples", row)
         status = row["status"]
-        for table, rows in encode_rows(sample).items():
+        for table, rows in sample.rows.items():
             write(table, rows)
         if self._all_tokens and status != "kept":
             for row in record_rows.untrained_tokens_rows(sample, outcome["step"]):

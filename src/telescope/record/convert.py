@@ -33,16 +33,14 @@ def rows_to_table(table: Table, rows: Sequence[Mapping[str, Any]]) -> tuple[pa.T
 
 
 def encode(table: Table, rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Encodes rows for `decode`: one Arrow message, without `attempt`."""
+    """Encodes rows as a message of Arrow, which `decode` reads."""
     (batch,) = rows_to_table(table, rows)[0].to_batches()
     return bytes(batch.serialize())
 
 
-def decode(table: Table, messages: Sequence[bytes], attempt: int) -> pa.Table:
-    """Returns the rows of some messages of `encode`, as those of an attempt."""
-    data = pa.ipc.open_stream(table.schema.serialize().to_pybytes() + b"".join(messages)).read_all()
-    column = pa.repeat(pa.scalar(attempt, pa.int64()), data.num_rows)
-    return data.set_column(data.schema.get_field_index("attempt"), "attempt", column)
+def decode(table: Table, message: bytes) -> pa.RecordBatch:
+    """Returns the rows of a message of `encode`."""
+    return pa.ipc.read_record_batch(pa.py_buffer(message), table.schema)
 
 
 def conform(data: pa.Table, schema: pa.Schema) -> pa.Table:

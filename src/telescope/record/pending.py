@@ -13,11 +13,13 @@ from collections import Counter, deque
 from itertools import islice
 from typing import Any
 
+import pyarrow as pa
+
 from telescope.record.schema import Keep
 from telescope.record.tables import TABLES
 
-Row = dict[str, Any] | bytes
-"""One row, or encoded rows, which count as one."""
+Row = dict[str, Any] | pa.RecordBatch
+"""One row, or a batch of rows, which counts as one."""
 
 _VALUE_BYTES = 60
 """Approximate size of a key and a small value in a dictionary."""
@@ -30,8 +32,8 @@ _COUNTED = frozenset((int, float, bool, type(None)))
 
 def row_bytes(row: Row) -> int:
     """Returns the approximate memory of a row. Exact for long texts, which need most of it."""
-    if isinstance(row, bytes):
-        return len(row)
+    if isinstance(row, pa.RecordBatch):
+        return int(row.nbytes)
     total = _VALUE_BYTES * len(row)
     for value in row.values():
         kind = type(value)

@@ -26,6 +26,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from telescope.errors import UserError
 from telescope.record.files import ProcessIdentity, RunFiles, WriterLock, overwrite_json, replace_json
 from telescope.record.pending import PendingRows, Row
@@ -134,8 +136,8 @@ class Recorder:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def write(self, table: str, row: Mapping[str, Any] | bytes) -> None:
-        """Adds one row, or rows of `convert.encode`. Thread-safe; returns at once.
+    def write(self, table: str, row: Mapping[str, Any] | pa.RecordBatch) -> None:
+        """Adds one row, or a batch with the columns of the table. Thread-safe; returns at once.
 
         Copies the row and its dictionaries, but not its lists. Fills in `attempt`. Missing columns are null. Of tables
         that are written `once`, later rows of a key are ignored. Raises `ValueError` for an unknown table or column.
@@ -146,7 +148,7 @@ class Recorder:
             raise ValueError(f"no table {table!r} in the record; there are {', '.join(TABLES)}")
         copy: Row
         once: int | None = None
-        if isinstance(row, bytes):
+        if isinstance(row, pa.RecordBatch):
             copy = row
         else:
             copy = {key: dict(value) if type(value) is dict else value for key, value in row.items()}

@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from telescope.record.convert import conform, decode, rows_to_table
+from telescope.record.convert import conform, rows_to_table
 from telescope.record.files import TEMPORARY_PREFIX, replace_file, sync, temporary_name
 from telescope.record.pending import Row
 from telescope.record.schema import Table
@@ -62,7 +62,7 @@ _FILTERED = frozenset(("attempt", "step", "status", "time", "start", "group_id",
 
 
 class TableWriter:
-    """Writer of one table. Encoded rows get `attempt`. Takes over the files of earlier writers. Raises `OSError`."""
+    """Writer of one table. Rows in batches get `attempt`. Takes over the files of earlier writers. Raises `OSError`."""
 
     def __init__(self, table: Table, directory: Path, attempt: int = 1) -> None:
         self._table = table
@@ -92,10 +92,13 @@ class TableWriter:
 
     def append(self, rows: Sequence[Row]) -> int:
         """Appends `rows` to the tail. Returns the bytes written."""
-        encoded = [row for row in rows if isinstance(row, bytes)]
-        data, problems = rows_to_table(self._table, [row for row in rows if not isinstance(row, bytes)])
-        if encoded:
-            data = pa.concat_tables([decode(self._table, encoded, self._attempt), data]).combine_chunks()
+        batches = [row for row in rows if isinstance(row, pa.RecordBatch)]
+        data, problems = rows_to_table(self._table, [row for row in rows if not isinstance(row, pa.RecordBatch)])
+        if batches:
+            of_samples = conform(pa.Table.from_batches(batches), self._table.schema)
+            attempts = pa.repeat(pa.scalar(self._attempt, pa.int64()), of_samples.num_rows)
+            of_samples = of_samples.set_column(of_samples.schema.get_field_index("attempt"), "attempt", attempts)
+            data = pa.concat_tables([of_samples, data]).combine_chunks()
         for column, problem in problems.items():
             if column not in self._reported:
                 self._reported.add(column)

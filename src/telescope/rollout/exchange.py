@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from telescope.environments.types import PreparedPrompt
 from telescope.errors import InfrastructureError
 from telescope.rollout.sample import RolloutSettings, RolloutTask
+from telescope.rollout.sample_rows import Encoded
 from telescope.rollout.trajectory import Trajectory
 
 
@@ -83,6 +84,8 @@ class Report:
 
     samples: list[tuple[int, int, Trajectory | BaseException]] = field(default_factory=list)
     """Ended samples: key of the group, index of the sample in it, and the sample or an error of the run."""
+    rows: Encoded = field(default_factory=dict)
+    """Rows of the record of the ended samples."""
     running: dict[tuple[int, int], RunningSample] = field(default_factory=dict)
     """Changed states of running samples, by key and index."""
     prompts: list[tuple[int, PreparedPrompt | Exception]] = field(default_factory=list)
@@ -91,6 +94,10 @@ class Report:
     lanes: dict[str, LaneState] = field(default_factory=dict)
     is_stuck: bool = False
     """User code hangs in a thread, so the worker is to be replaced once its rollouts have ended."""
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        return [sample for *_, sample in self.samples if isinstance(sample, Trajectory)]
 
     @property
     def num_events(self) -> int:

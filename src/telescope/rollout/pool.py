@@ -21,6 +21,7 @@ from telescope.errors import InfrastructureError
 from telescope.rollout.exchange import TRAINING, GroupTask, LaneState, Orders, Report, RunningSample, WorkerLost
 from telescope.rollout.request_slots import share_slots
 from telescope.rollout.sample import RolloutSettings, RolloutTask
+from telescope.rollout.sample_rows import assign_rows
 from telescope.rollout.trajectory import Trajectory
 
 MAX_LOST_WORKERS = 3
@@ -325,6 +326,7 @@ class RolloutPool:
         for number, prompt in report.prompts:
             if number in self._prompts:  # else its caller was cancelled
                 _settle(self._prompts[number].rendered, prompt)
+        assign_rows(report.trajectories, report.rows)
         for key, index, sample in report.samples:
             self._ended(self._groups[key], index, sample)
         self.on_change()

@@ -1,6 +1,6 @@
 """Rows of the record that belong to one sample: its turns, tool calls, notes and spans.
 
-A rollout worker encodes them, so that the driver passes bytes on and builds only the sample's own row.
+A rollout worker encodes those of a report together, so that the driver builds only the samples' own rows.
 """
 
 from __future__ import annotations
@@ -11,26 +11,40 @@ from itertools import zip_longest
 from typing import Any
 
 from telescope.environments.tool_env import TOOL_RESULT
-from telescope.record.convert import encode
+from telescope.record.convert import decode, encode
 from telescope.record.tables import TABLES
 from telescope.rollout.trajectory import Trajectory, Turn
 
 Interval = tuple[str, float, float, dict[str, str]]  # name, start and end of a span, and its own attributes
 
 
-def encode_rows(sample: Trajectory) -> dict[str, bytes]:
-    """Returns the rows of a sample by table, as `record.convert.encode` does. Drops from it what only they have."""
-    if not sample.rows:
-        made = {
-            "turns": turn_rows(sample), "tool_calls": tool_call_rows(sample), "info": info_rows(sample),
-            "spans": sample_span_rows(sample),
-        }  # fmt: skip
-        sample.rows = {table: encode(TABLES[table], rows) for table, rows in made.items() if rows}
+Encoded = dict[str, tuple[bytes, list[int]]]
+"""Rows of some samples: by table an encoded batch, and the number of rows of each sample."""
+
+
+def encode_rows(samples: Sequence[Trajectory]) -> Encoded:
+    """Encodes the rows of ended samples together, and drops from the samples what only these have."""
+    encoded: Encoded = {}
+    for table, rows_of in _TABLES.items():
+        made = [rows_of(sample) for sample in samples]
+        if rows := [row for each in made for row in each]:
+            encoded[table] = encode(TABLES[table], rows), [len(each) for each in made]
+    for sample in samples:
         for turn in sample.turns:
             turn.text, turn.replies, turn.tool_calls = "", [], []
         if sample.reward is not None:
             sample.reward.info_turns.clear()
-    return sample.rows
+    return encoded
+
+
+def assign_rows(samples: Sequence[Trajectory], encoded: Encoded) -> None:
+    """Gives samples their `rows`, which `encode_rows` encoded."""
+    for table, (message, counts) in encoded.items():
+        batch, first = decode(TABLES[table], message), 0
+        for sample, count in zip(samples, counts, strict=True):
+            if count:
+                sample.rows[table] = batch.slice(first, count)
+            first += count
 
 
 def turn_rows(sample: Trajectory) -> list[dict[str, Any]]:
@@ -119,3 +133,6 @@ def _tool_intervals(turn: Turn, replied_at: float) -> Iterator[Interval]:
     for name, seconds in calls:
         yield "tool", start, min(start + seconds, replied_at), {"tool": name}
         start += seconds if one_by_one else 0.0
+
+
+_TABLES = {"turns": turn_rows, "tool_calls": tool_call_rows, "info": info_rows, "spans": sample_span_rows}

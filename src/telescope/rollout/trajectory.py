@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from telescope.environments.types import CONTEXT_EXHAUSTED, RewardRecord
 from telescope.inference.base import Generation
@@ -82,8 +83,8 @@ class Trajectory:
     """Tokens of each conversation that began again because its state was lost."""
     payload: Any = None
     """What belongs to its tokens besides their ids (`GenerateRequest.payload`)."""
-    rows: dict[str, bytes] = field(default_factory=dict)
-    """Its encoded rows of the record's tables, once it has ended (`sample_rows`)."""
+    rows: dict[str, pa.RecordBatch] = field(default_factory=dict)
+    """Its rows of the record's tables, once the driver has it (`sample_rows`)."""
     server_index: int = -1
     slot: int = -1
     started_at: float = 0.0

@@ -79,6 +79,7 @@ class RolloutWorker:
             if linger:
                 await self._events(number, MANY_EVENTS, linger)
         report, self._report, self._is_slot_free = self._report, Report(), False
+        report.rows = encode_rows(report.trajectories)
         report.running, report.is_stuck = self._news_of_running(), self._environments.is_stuck
         report.lanes = {
             name: LaneState([server.used for server in slots.servers], slots.num_free, slots.num_waiting)
@@ -165,7 +166,6 @@ class RolloutWorker:
             if group.task.lane in self.lanes:
                 self.lanes[group.task.lane].forget_group(key)
         if isinstance(ended, Trajectory) and ended.turns:
-            encode_rows(ended)
             ended.turns[0].added_token_ids = []  # the prompt of its task, which the driver has
         self._report.samples.append((key, index, ended))
         self._changed.set()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from tests.unit.orchestrator.fakes import group, prompt, sample
 
@@ -14,7 +15,6 @@ from telescope.environments.types import EnvironmentInfo
 from telescope.evals.runner import EvalItem, EvalResult, PlannedEval
 from telescope.evals.statistics import Estimate
 from telescope.orchestrator import record_rows
-from telescope.record.convert import decode
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 from telescope.record.tables import COLUMN_NAMES, TABLES
@@ -167,9 +167,10 @@ def test_an_eval_is_one_row_and_its_completions_lead_to_samples_and_turns() -> N
     failed = record_rows.eval_row(plan, 10, 5.0, status="failed", error="its servers are gone")
     assert "accuracy" not in failed and failed["error"] == "its servers are gone"
     made = sample(2, 1.0, lengths=(3, 2))
+    sample_rows.assign_rows([made], sample_rows.encode_rows([made]))
     tables = record_rows.rows_of_eval_sample(plan, 10, plan.items[0], made)
     assert [table for table, _ in tables] == ["turns", "spans", "prompts", "samples", "eval_samples"]
-    encoded = [decode(TABLES[table], [row], 1).to_pylist() for table, row in tables if isinstance(row, bytes)]
+    encoded = [row.to_pylist() for _, row in tables if isinstance(row, pa.RecordBatch)]
     assert list(map(len, encoded)) == [2, 4]
     assert {row["sample_id"] for rows in encoded for row in rows} == {made.sample_id}
     assert tables[-1][1]["sample_uid"] == "uid 7" and tables[-1][1]["item"] == 7
