@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from telescope.environments.types import EnvironmentInfo, PreparedPrompt
 from telescope.evals.runner import EvalItem, EvalResult, PlannedEval
 from telescope.orchestrator.groups import Group
+from telescope.record.convert import Batch
 from telescope.rollout.trajectory import Trajectory
 from telescope.trainer.batch import SampleTokens
 from telescope.utils.timeline import Span
@@ -199,7 +199,7 @@ def eval_row(
 
 def rows_of_eval_sample(
     plan: PlannedEval, version: int, item: EvalItem, sample: Trajectory, *, tokens: bool = False
-) -> list[tuple[str, dict[str, Any] | pa.RecordBatch]]:
+) -> list[tuple[str, dict[str, Any] | Batch]]:
     """Returns the rows of an eval's sample with their tables, itself last. `tokens`: `untrained_tokens_rows` too."""
     step = version - 1
     link = {

@@ -11,11 +11,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from telescope.record.schema import Table
+
+
+class Batch(NamedTuple):
+    """Rows of a table, and their approximate size: Arrow takes longer to measure a slice than to write it."""
+
+    rows: pa.RecordBatch
+    num_bytes: int
 
 
 def rows_to_table(table: Table, rows: Sequence[Mapping[str, Any]]) -> tuple[pa.Table, dict[str, str]]:

@@ -13,12 +13,11 @@ from collections import Counter, deque
 from itertools import islice
 from typing import Any
 
-import pyarrow as pa
-
+from telescope.record.convert import Batch
 from telescope.record.schema import Keep
 from telescope.record.tables import TABLES
 
-Row = dict[str, Any] | pa.RecordBatch
+Row = dict[str, Any] | Batch
 """One row, or a batch of rows, which counts as one."""
 
 _VALUE_BYTES = 60
@@ -32,8 +31,8 @@ _COUNTED = frozenset((int, float, bool, type(None)))
 
 def row_bytes(row: Row) -> int:
     """Returns the approximate memory of a row. Exact for long texts, which need most of it."""
-    if isinstance(row, pa.RecordBatch):
-        return int(row.nbytes)
+    if isinstance(row, Batch):
+        return row.num_bytes
     total = _VALUE_BYTES * len(row)
     for value in row.values():
         kind = type(value)

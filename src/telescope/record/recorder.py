@@ -26,9 +26,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from telescope.errors import UserError
+from telescope.record.convert import Batch
 from telescope.record.files import ProcessIdentity, RunFiles, WriterLock, overwrite_json, replace_json
 from telescope.record.pending import PendingRows, Row
 from telescope.record.run_info import HEARTBEAT_SECONDS
@@ -136,7 +135,7 @@ class Recorder:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def write(self, table: str, row: Mapping[str, Any] | pa.RecordBatch) -> None:
+    def write(self, table: str, row: Mapping[str, Any] | Batch) -> None:
         """Adds one row, or a batch with the columns of the table. Thread-safe; returns at once.
 
         Copies the row and its dictionaries, but not its lists. Fills in `attempt`. Missing columns are null. Of tables
@@ -148,7 +147,7 @@ class Recorder:
             raise ValueError(f"no table {table!r} in the record; there are {', '.join(TABLES)}")
         copy: Row
         once: int | None = None
-        if isinstance(row, pa.RecordBatch):
+        if isinstance(row, Batch):
             copy = row
         else:
             copy = {key: dict(value) if type(value) is dict else value for key, value in row.items()}

@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from telescope.record.convert import conform, rows_to_table
+from telescope.record.convert import Batch, conform, rows_to_table
 from telescope.record.files import TEMPORARY_PREFIX, replace_file, sync, temporary_name
 from telescope.record.pending import Row
 from telescope.record.schema import Table
@@ -92,8 +92,8 @@ class TableWriter:
 
     def append(self, rows: Sequence[Row]) -> int:
         """Appends `rows` to the tail. Returns the bytes written."""
-        batches = [row for row in rows if isinstance(row, pa.RecordBatch)]
-        data, problems = rows_to_table(self._table, [row for row in rows if not isinstance(row, pa.RecordBatch)])
+        batches = [row.rows for row in rows if isinstance(row, Batch)]
+        data, problems = rows_to_table(self._table, [row for row in rows if not isinstance(row, Batch)])
         if batches:
             of_samples = conform(pa.Table.from_batches(batches), self._table.schema)
             attempts = pa.repeat(pa.scalar(self._attempt, pa.int64()), of_samples.num_rows)

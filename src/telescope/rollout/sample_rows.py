@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import Any
 
 from telescope.environments.tool_env import TOOL_RESULT
-from telescope.record.convert import decode, encode
+from telescope.record.convert import Batch, decode, encode
 from telescope.record.tables import TABLES
 from telescope.rollout.trajectory import Trajectory, Turn
 
@@ -43,7 +43,7 @@ def assign_rows(samples: Sequence[Trajectory], encoded: Encoded) -> None:
         batch, first = decode(TABLES[table], message), 0
         for sample, count in zip(samples, counts, strict=True):
             if count:
-                sample.rows[table] = batch.slice(first, count)
+                sample.rows[table] = Batch(batch.slice(first, count), len(message) * count // batch.num_rows)
             first += count
 
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from telescope.environments.types import CONTEXT_EXHAUSTED, RewardRecord
 from telescope.inference.base import Generation
+from telescope.record.convert import Batch
 from telescope.trainer.batch import TrainSample
 
 
@@ -83,7 +83,7 @@ class Trajectory:
     """Tokens of each conversation that began again because its state was lost."""
     payload: Any = None
     """What belongs to its tokens besides their ids (`GenerateRequest.payload`)."""
-    rows: dict[str, pa.RecordBatch] = field(default_factory=dict)
+    rows: dict[str, Batch] = field(default_factory=dict)
     """Its rows of the record's tables, once the driver has it (`sample_rows`)."""
     server_index: int = -1
     slot: int = -1

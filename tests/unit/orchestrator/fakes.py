@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from tests.unit.rollout.fakes import generation
 
 from telescope.config import TelescopeConfig
@@ -14,6 +13,7 @@ from telescope.environments.types import PreparedPrompt, RewardRecord
 from telescope.orchestrator.groups import Group
 from telescope.orchestrator.prompt_sampler import SampledPrompt
 from telescope.orchestrator.step_stats import mean_gini
+from telescope.record.convert import Batch
 from telescope.record.tables import COLUMN_NAMES
 from telescope.rollout.exchange import TRAINING
 from telescope.rollout.pool import Lane, RolloutPool
@@ -111,9 +111,9 @@ class StrictRecorder:
         self.rows: dict[str, list[dict[str, Any]]] = {}
         self.in_flight: list[list[dict[str, Any]]] = []
 
-    def write(self, table: str, row: Mapping[str, Any] | pa.RecordBatch) -> None:
-        if isinstance(row, pa.RecordBatch):
-            for one in row.to_pylist(maps_as_pydicts="strict"):
+    def write(self, table: str, row: Mapping[str, Any] | Batch) -> None:
+        if isinstance(row, Batch):
+            for one in row.rows.to_pylist(maps_as_pydicts="strict"):
                 self.write(table, one)
             return
         unknown = set(row) - COLUMN_NAMES[table]

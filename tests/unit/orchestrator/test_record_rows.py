@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from tests.unit.orchestrator.fakes import group, prompt, sample
 
@@ -15,6 +15,8 @@ from telescope.environments.types import EnvironmentInfo
 from telescope.evals.runner import EvalItem, EvalResult, PlannedEval
 from telescope.evals.statistics import Estimate
 from telescope.orchestrator import record_rows
+from telescope.orchestrator.run_state import RunState
+from telescope.record.convert import Batch
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 from telescope.record.tables import COLUMN_NAMES, TABLES
@@ -170,7 +172,7 @@ def test_an_eval_is_one_row_and_its_completions_lead_to_samples_and_turns() -> N
     sample_rows.assign_rows([made], sample_rows.encode_rows([made]))
     tables = record_rows.rows_of_eval_sample(plan, 10, plan.items[0], made)
     assert [table for table, _ in tables] == ["turns", "spans", "prompts", "samples", "eval_samples"]
-    encoded = [row.to_pylist() for _, row in tables if isinstance(row, pa.RecordBatch)]
+    encoded = [row.rows.to_pylist() for _, row in tables if isinstance(row, Batch)]
     assert list(map(len, encoded)) == [2, 4]
     assert {row["sample_id"] for rows in encoded for row in rows} == {made.sample_id}
     assert tables[-1][1]["sample_uid"] == "uid 7" and tables[-1][1]["item"] == 7
@@ -234,3 +236,19 @@ def test_tool_calls_are_spans_inside_the_reply() -> None:
         ("add", 10.5, 10.625), ("search", 10.625, 10.875),
         ("fetch", 11.5, 12.0), ("fetch", 11.5, 12.25),
     ], "calls that took longer in total than the reply ran together"  # fmt: skip
+
+
+def test_samples_of_a_report_have_their_own_rows_also_after_a_checkpoint(tmp_path: Path) -> None:
+    made = group([1.0, None, 0.0])
+    made.samples[1].turns.clear()
+    texts = [[turn.text for turn in one.turns] for one in made.samples]
+    sample_rows.assign_rows(made.samples, sample_rows.encode_rows(made.samples))
+    assert not any(turn.text for one in made.samples for turn in one.turns), "a text is sent once"
+    state = RunState.load_state_dict(json.loads(json.dumps(RunState(groups=[made]).state_dict())))
+    with Recorder(tmp_path, attempt=3) as recorder:
+        for one in state.groups[0].samples:
+            for table, rows in one.rows.items():
+                recorder.write(table, rows)
+    read = Run(tmp_path).table("turns").to_pylist()
+    assert [row["text"] for row in read] == [text for each in texts for text in each]
+    assert {(row["attempt"], row["sample_id"]) for row in read} == {(3, "5-0"), (3, "5-2")}

@@ -5,7 +5,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telescope.record.convert import conform, decode, encode, rows_to_table
+from telescope.record.convert import Batch, conform, decode, encode, rows_to_table
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 from telescope.record.tables import TABLES
@@ -81,7 +81,8 @@ def test_a_missing_column_reads_as_null():
 def test_encoded_rows_are_those_of_the_attempt_that_writes_them(tmp_path):
     rows = [{"sample_id": "5-0", "turn": turn, "role": "assistant", "text": f"a\ud800{turn}"} for turn in range(3)]
     with Recorder(tmp_path, attempt=2) as recorder:
-        recorder.write("turns", decode(TABLES["turns"], encode(TABLES["turns"], rows)).slice(1))
+        batch = decode(TABLES["turns"], encode(TABLES["turns"], rows))
+        recorder.write("turns", Batch(batch.slice(1), batch.nbytes))
         recorder.write("turns", rows[0])
     read = sorted(Run(tmp_path).table("turns").to_pylist(), key=lambda row: row["turn"])
     assert [(row["attempt"], row["turn"], row["text"]) for row in read] == [(2, n, f"a?{n}") for n in range(3)]
