@@ -428,14 +428,15 @@ class RunStore:
     def snippets(self, text: str, keys: Collection[Key]) -> dict[Key, str]:
         """Returns the text around the first match of a search, by attempt and sample. Prompts are searched last."""
         found: dict[Key, str] = {}
-        prompts = self.prompts(among(keys))
         match = re.compile(f".{{0,{BEFORE_MATCH}}}{re.escape(text)}.{{0,{BEHIND_MATCH}}}", re.DOTALL | re.IGNORECASE)
         around = f"'(?is).{{0,{BEFORE_MATCH}}}' || regexp_escape({sql_text(text)}) || '.{{0,{BEHIND_MATCH}}}'"
         for name, columns in SEARCHED.items():
+            if not (left := [key for key in keys if key not in found]):
+                break
+            own = among(left)
             if name == "prompts":
-                hits = {key: match.search(row["prompt_text"] or "") for key, row in prompts.items() if key not in found}
+                hits = {key: match.search(row["prompt_text"] or "") for key, row in self.prompts(own).items()}
                 return found | {key: hit[0] for key, hit in hits.items() if hit}
-            own = among(key for key in keys if key not in found)
             shown = ", ".join(f"nullif(regexp_extract({column}, {around}), '')" for column in reversed(columns))
             where = f"{own} AND {_matches(name, text)}"
             rows = self._files(name, f"{KEY}, coalesce({shown}) AS x", where, *self._places(name, own))
