@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import ray
 
@@ -51,7 +51,7 @@ LOG_TAIL_BYTES = 4000
 class RolloutActor:
     """Actor of one rollout worker, whose coroutines run in an event loop in a thread of its own.
 
-    The main thread is Ray's, and handles signals.
+    The main thread is Ray's, and handles signals. No method is a coroutine, else Ray runs them all in another thread.
     """
 
     def __init__(self, config_json: str, index: int, run_dir: str, specs: list[EnvironmentSpec]) -> None:
@@ -78,13 +78,6 @@ class RolloutActor:
         # A copy that a coroutine of user code forks must not go on with the other rollouts.
         os.register_at_fork(after_in_child=lambda: self._loop.call_soon(os._exit, 1))
 
-    async def _watch(self) -> None:
-        """Bounds the log, and writes all stacks to it when user code blocks the event loop beyond its deadline."""
-        while True:
-            faulthandler.dump_traceback_later(self._config.environment_timeout_seconds, file=self._log)
-            rotate_log(self._log_path, MAX_LOG_BYTES)
-            await asyncio.sleep(1.0)
-
     def _run(self, coroutine: Coroutine[Any, Any, R]) -> R:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
@@ -106,7 +99,8 @@ class RolloutActor:
         environments = LoadedEnvironments(runner, timeout_seconds=config.environment_timeout_seconds)
         self._environments = environments
         self._worker = RolloutWorker(environments, self._engines, grouped=not config.enable_individual_sample_lanes)
-        self._watching = asyncio.run_coroutine_threadsafe(self._watch(), self._loop)
+        watching = _watch(self._log_path, self._log, config.environment_timeout_seconds)
+        self._watching = asyncio.run_coroutine_threadsafe(watching, self._loop)
         return ray.get_runtime_context().get_node_id(), infos
 
     def _on_stage(self, stage: str, doing: str) -> None:
@@ -146,6 +140,14 @@ class RolloutActor:
         if self._worker is not None:
             self._run(self._worker.close())
             self._run(self._environments.close())
+
+
+async def _watch(path: Path, log: BinaryIO, seconds: float) -> None:
+    """Bounds the log, and writes all stacks to it when user code blocks the event loop for so many seconds."""
+    while True:
+        faulthandler.dump_traceback_later(seconds, file=log)
+        rotate_log(path, MAX_LOG_BYTES)
+        await asyncio.sleep(1.0)
 
 
 def _limit_memory(num_bytes: int) -> None:
