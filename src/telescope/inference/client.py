@@ -17,8 +17,7 @@ import json
 import math
 import resource
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, InitVar, asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,17 +31,13 @@ from telescope.config import TelescopeConfig
 from telescope.errors import InfrastructureError
 from telescope.inference.base import (
     HEALTH_ROUTE,
-    METRICS_ROUTE,
-    Address,
     GenerateRequest,
     Generation,
-    LaunchCommand,
     error_message,
 )
-from telescope.inference.engine_metrics import parse
 from telescope.inference.vllm import adapter as wire
 from telescope.inference.vllm.launch import hang_timeout, start_command
-from telescope.inference.vllm.start_log import FIRST_STAGE, start_failure, start_stage
+from telescope.inference.vllm.start_log import start_failure, start_stage
 from telescope.weights.plan import InitInfo, UpdateInfo
 
 KEEP_ALIVE_SECONDS = 60.0
@@ -65,8 +60,8 @@ class EngineClient:
     """`EngineBackend` of one vLLM server. Use it from one event loop.
 
     `secret` is sent with every request. `with_priority`: the server runs the `priority` policy. `initial_version` is
-    the policy version of the weights that the server starts with. `binary_responses` asks for answers as arrays; a
-    server without them sends JSON. `num_workers` is the server's tensor-parallel size. All times in seconds.
+    the policy version of the weights that the server starts with. `num_workers` is the server's tensor-parallel size.
+    All times in seconds.
     """
 
     base_url: str
@@ -78,19 +73,18 @@ class EngineClient:
     abort_grace: float = ABORT_GRACE_SECONDS
     with_priority: bool = True
     initial_version: int = 0
-    binary_responses: InitVar[bool] = True
     num_workers: int = 1
 
     name: ClassVar[str] = "vLLM"
 
-    def __post_init__(self, secret: str, binary_responses: bool) -> None:
+    def __post_init__(self, secret: str) -> None:
         self.base_url = self.base_url.rstrip("/")
         self.loaded_version = self.initial_version
         """Version of the newest finished update. A request sent now is sampled by it or a newer one."""
         self._headers = {
             "Authorization": f"Bearer {secret}",
             "Content-Type": "application/json",
-            "Accept": f"{wire.PACKED_TYPE}, application/json" if binary_responses else "application/json",
+            "Accept": f"{wire.PACKED_TYPE}, application/json",
         }
         self._in_flight: dict[str, asyncio.Timeout] = {}
         self._aborted: set[str] = set()
@@ -109,23 +103,10 @@ class EngineClient:
             num_workers=config.inference_tensor_parallel_size,
         )
 
-    @staticmethod
-    def launch(
-        config: TelescopeConfig, address: Address, *, model: str, directory: Path, earlier_log: Sequence[str] | None
-    ) -> LaunchCommand:
-        return start_command(config, address, model=model, directory=directory, earlier_log=earlier_log)
-
-    @staticmethod
-    def hang_timeout(config: TelescopeConfig) -> float:
-        return hang_timeout(config)
-
-    @staticmethod
-    def progress(log: Sequence[str], last: str = FIRST_STAGE) -> str:
-        return start_stage(log, last)
-
-    @staticmethod
-    def start_failure(name: str, what: str, log: Sequence[str], log_path: Path, *, ended: bool) -> str:
-        return start_failure(name, what, log, log_path, ended=ended)
+    launch = staticmethod(start_command)
+    hang_timeout = staticmethod(hang_timeout)
+    progress = staticmethod(start_stage)
+    start_failure = staticmethod(start_failure)
 
     # --- sampling ---------------------------------------------------------------------------------------------------
 
@@ -264,14 +245,6 @@ class EngineClient:
         except InfrastructureError:
             return False
         return True
-
-    async def metrics(self) -> dict[str, float]:
-        """Returns vLLM's own metrics by name, summed over labels (`vllm:num_requests_running`, ...)."""
-        text = (await self._control("GET", METRICS_ROUTE)).decode()
-        totals: dict[str, float] = defaultdict(float)
-        for reading in parse(text, 0.0, with_buckets=False):
-            totals[reading.name] += reading.value
-        return totals
 
     async def close(self) -> None:
         self._closed = True
