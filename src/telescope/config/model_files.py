@@ -19,7 +19,6 @@ from telescope.config.messages import show
 from telescope.config.model_contents import (
     SPECIAL_TOKENS,
     largest_token_id,
-    listed,
     quantized_tensors,
     safetensors_tensors,
     token_text,
@@ -28,6 +27,7 @@ from telescope.config.model_contents import (
 from telescope.config.model_shape import ModelShape, known_shape, uneven_heads
 from telescope.config.model_source import TOKENIZER_FILES, HubUnreachableError, ModelFiles, files_here, find_files
 from telescope.errors import ConfigError
+from telescope.utils.text import listed
 
 if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig

@@ -26,13 +26,12 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
-from telescope.config.model_contents import listed
 from telescope.errors import UserError
 from telescope.trainer.attention import ATTENTION_NAME, register_attention
 from telescope.trainer.checkpoint_names import CheckpointNames
 from telescope.trainer.logprob import LogprobHead
 from telescope.trainer.model_input import ModelInput
-from telescope.utils.text import single_line
+from telescope.utils.text import listed, single_line
 from telescope.utils.timeline import Timeline
 
 PREFIX = "causal_lm."

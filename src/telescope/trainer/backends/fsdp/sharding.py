@@ -32,7 +32,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from telescope.config.memory import num_recomputed, recomputes_attention, reshards_after_forward
-from telescope.config.model_contents import listed
 from telescope.config.model_shape import ModelShape
 from telescope.errors import UserError
 from telescope.trainer.attention import Kernel, choose_kernel
@@ -40,6 +39,7 @@ from telescope.trainer.blocks import wrap_blocks
 from telescope.trainer.capability import choose_execution
 from telescope.trainer.lora import adapted_layers, add_adapters, is_adapter, merged
 from telescope.trainer.model import DTYPES, PREFIX, PolicyModel, can_be_compiled, compute_dtype, load_causal_lm
+from telescope.utils.text import listed
 from telescope.utils.timeline import Timeline
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
