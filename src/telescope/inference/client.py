@@ -17,7 +17,7 @@ import json
 import math
 import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,13 +31,15 @@ from telescope.config import TelescopeConfig
 from telescope.errors import InfrastructureError
 from telescope.inference.base import (
     HEALTH_ROUTE,
+    Address,
     GenerateRequest,
     Generation,
+    LaunchCommand,
     error_message,
 )
 from telescope.inference.vllm import adapter as wire
 from telescope.inference.vllm.launch import hang_timeout, start_command
-from telescope.inference.vllm.start_log import start_failure, start_stage
+from telescope.inference.vllm.start_log import FIRST_STAGE, start_failure, start_stage
 from telescope.weights.plan import InitInfo, UpdateInfo
 
 KEEP_ALIVE_SECONDS = 60.0
@@ -103,10 +105,23 @@ class EngineClient:
             num_workers=config.inference_tensor_parallel_size,
         )
 
-    launch = staticmethod(start_command)
-    hang_timeout = staticmethod(hang_timeout)
-    progress = staticmethod(start_stage)
-    start_failure = staticmethod(start_failure)
+    @staticmethod
+    def launch(
+        config: TelescopeConfig, address: Address, *, model: str, directory: Path, earlier_log: Sequence[str] | None
+    ) -> LaunchCommand:
+        return start_command(config, address, model=model, directory=directory, earlier_log=earlier_log)
+
+    @staticmethod
+    def hang_timeout(config: TelescopeConfig) -> float:
+        return hang_timeout(config)
+
+    @staticmethod
+    def progress(log: Sequence[str], last: str = FIRST_STAGE) -> str:
+        return start_stage(log, last)
+
+    @staticmethod
+    def start_failure(name: str, what: str, log: Sequence[str], log_path: Path, *, ended: bool) -> str:
+        return start_failure(name, what, log, log_path, ended=ended)
 
     # --- sampling ---------------------------------------------------------------------------------------------------
 
