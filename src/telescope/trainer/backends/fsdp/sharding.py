@@ -228,8 +228,7 @@ def _gather(group: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> Iter
         local = local_tensor(tensor.detach())
         place[: local.numel()].copy_(local.reshape(-1))
     received = torch.empty(num_ranks * len(sent), dtype=sent.dtype, device=sent.device)
-    # As bytes, which every backend can gather.
-    all_gather(received.view(torch.uint8), sent.view(torch.uint8), mesh.get_group())
+    all_gather(received, sent, mesh.get_group())
     if len(group) == 1:  # the parts are contiguous, with padding at the end only
         name, tensor = group[0]
         yield name, received[: tensor.numel()].view(tensor.shape)
@@ -240,9 +239,9 @@ def _gather(group: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> Iter
 
 
 def all_gather(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Gathers with this torch version's function. 2.13 warns about the only one of 2.11."""
+    """Gathers bytes, which every backend can, by this torch version's function: 2.13 warns about the one of 2.11."""
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    gather(received, sent, group=group)
+    gather(received.view(-1).view(torch.uint8), sent.view(torch.uint8), group=group)
 
 
 def units(policy: nn.Module) -> list[FSDPModule]:
