@@ -22,6 +22,7 @@ from typing import Any
 from fake_servers import SECRET, VOCABULARY, ServerProcess, fake_servers
 from measure import LagMeter, TimedSelector, cpu_seconds, cpu_seconds_of, lag_of_turns, peak_rss_mib, percentile
 from tests.fakes.app import AnswerWriter
+from tests.fakes.client import ask_for_json
 from tests.fakes.engine import FakeEngineSettings, FakeRequest
 from tests.fakes.run import FakeRun, FakeTrainer, fake_run
 
@@ -104,9 +105,10 @@ async def started(case: Case, folder: Path) -> AsyncIterator[tuple[FakeRun, list
     )
     async with AsyncExitStack() as stack:
         servers = await stack.enter_async_context(fake_servers(NUM_SERVERS, settings))
-        packed = case.answers == "arrays"
-        clients = [EngineClient(s.url, SECRET, index, binary_responses=packed) for index, s in enumerate(servers)]
+        clients = [EngineClient(s.url, SECRET, index) for index, s in enumerate(servers)]
         for client in clients:
+            if case.answers != "arrays":
+                ask_for_json(client)
             stack.push_async_callback(client.close)
         trainer = FakeTrainer(seconds=STEP_SECONDS, keep=False)
         run = await stack.enter_async_context(fake_run(config_of(case), folder, servers, clients, trainer=trainer))

@@ -10,6 +10,7 @@ import platform
 import resource
 import selectors
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))  # so that benchmarks can use the fakes of the tests
 
 LAG_GRID_SECONDS = 0.025
 """Interval of the points at which lag is measured. A finer grid would cost the driver more than its own work when

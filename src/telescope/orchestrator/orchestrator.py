@@ -15,7 +15,6 @@ worker (`rollout.worker`), gradients to the trainer, and the record to the step 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -148,7 +147,6 @@ class Orchestrator:
         """Batches that the trainer has received; also the policy version that the next batch starts from."""
         self._staleness = Staleness(config.max_off_policy_steps)
         self._max_returns = max_requeues
-        self._openings = itertools.count(start.num_openings)
         self._step_recorder = StepRecorder(services.recorder, status, all_tokens=config.record_tokens == "all")
         self._streak = DiscardStreak(DISCARD_LIMIT_BATCHES * config.prompts_batch_size_for_trainer)
         self._stop_requested = False
@@ -172,14 +170,11 @@ class Orchestrator:
             return self._last_state
         kept = [group for group in self._unsettled.values() if group.is_finished and not group.withdrawn]
         kept_ids = {group.group_id for group in kept}
-        num_openings = next(self._openings)
-        self._openings = itertools.count(num_openings)
         return RunState(
             step=self.window.version,
             sampler=self._prompts.position((self.ledger.open - kept_ids) | self._dropped.keys()),
             ledger=self.ledger.state_dict(kept_ids, self._dropped),
             errors=self._budget.state_dict(),
-            num_openings=num_openings,
             groups=kept,
             data=self.services.data,
             evals=self.services.eval_history(),
@@ -253,7 +248,6 @@ class Orchestrator:
             self.config.group_size,
             self.window.version,
             time.time(),
-            opening=next(self._openings),
             num_requeues=self.ledger.num_requeues_of(sampled.n),
         )
         self._open[sampled.n] = self._unsettled[sampled.n] = group
