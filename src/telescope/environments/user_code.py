@@ -4,9 +4,9 @@ Synchronous code runs outside the event loop, awaitables run inside it. A genera
 awaitable and is resumed with the result, or with the error raised inside; its return value is the answer. So
 synchronous user code may call `asyncio.run` itself, even after an await.
 
-`deadline` interrupts Python code. It cannot interrupt a single long operation of C (`95**97**99`, a regular expression, a
-sleep); for those the deadline of the call replaces the process. `within` bounds a coroutine. Invariant: a coroutine is
-not charged for time in which other code blocks the event loop.
+`deadline` interrupts Python code. It cannot interrupt a single long operation of C (`95**97**99`, a regular expression,
+a sleep); for those the deadline of the call replaces the process. `within` bounds a coroutine. Invariant: a coroutine
+is not charged for time in which other code blocks the event loop.
 
 `describe_error` names the line of user code that an error comes from, for any exception: also for one whose `__str__`
 raises or returns megabytes of text.
