@@ -56,6 +56,7 @@ from telescope.rollout.sample import RolloutTask
 from telescope.rollout.trajectory import Trajectory
 from telescope.rollout.worker import MANY_EVENTS
 from telescope.trainer.batch import StepInput
+from telescope.utils.text import pluralize
 
 GROUP_SIZE = 8
 SLOTS = 64
@@ -294,7 +295,7 @@ def show_actors(found: dict[str, list[dict[str, Any]]]) -> bool:
     table = Table("what", "measured", "target", "check", title="Rollout workers in actors of Ray")
     checks: list[tuple[str, str, str, bool]] = []
     for row in found.get("turns", ()):
-        name = f"{row['workers']} workers: "
+        name = f"{pluralize(row['workers'], 'worker')}: "
         cpu = f"{row['worker_ms_per_turn']:.2f} + {row['driver_ms_per_turn']:.2f} ms"
         checks.append(
             (f"{name}turns/s here; CPU a turn, worker + driver", f"{row['turns_per_second']:.0f}; {cpu}", "", True)
