@@ -18,9 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = f"{ROOT / 'src' / 'telescope'}/"
-sys.path.insert(0, str(ROOT))  # the fakes belong to the tests
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the fakes belong to the tests
 
 from tests.fakes.engine import FakeEngineSettings
 from tests.fakes.run import FakeTrainer, fake_run
@@ -35,6 +33,8 @@ from telescope.tiny_model.cache import TinyModelSettings
 from telescope.trainer.batch import StepInput, StepResult
 from telescope.trainer.worker import Trainer
 
+ROOT = Path(__file__).parents[1]
+PACKAGE = f"{ROOT / 'src' / 'telescope'}/"
 FIRST = "orchestrator/prompt_sampler.py"
 ASIDE = (
     "record/", "health/", "utils/", "config/", "weights/", "orchestrator/budget.py", "orchestrator/record_rows.py",
@@ -132,7 +132,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="telescope-walk-") as folder:
         walk = asyncio.run(trace(Path(folder)))
     print("\n".join(walk.files))
-    print(f"\n{len(walk.files)} files, {walk.num_changes} changes of package", file=sys.stderr)
+    print(f"\n{len(walk.files)} files, {walk.num_changes} changes of package")
 
 
 if __name__ == "__main__":

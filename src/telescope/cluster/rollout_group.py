@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import ray
 
@@ -29,13 +29,13 @@ from telescope.environments.user_code import default_memory_limit
 from telescope.errors import DeadlineExceeded, InfrastructureError, UserError
 from telescope.record.files import RunFiles
 from telescope.rollout.exchange import Orders, Report, WorkerLost
-from telescope.utils.process import ignore_sigterm, log_tail, open_log
+from telescope.utils.process import ignore_sigterm, log_tail, open_log, rotate_log
 
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
-MAX_LOG_BYTES = 64 * 2**20
+MAX_LOG_BYTES = 8 * 2**20
 NEWS_SECONDS = 1.0
 """How long a call waits for news of a worker. It is also the worker's heartbeat."""
 LINGER_SECONDS = 0.05
@@ -64,7 +64,8 @@ class RolloutActor:
         self._doing = "starting"
         setup_logging(Path(run_dir), f"rollout-{index}", None, debug=config.debug, console=False)
         # User code may write to the standard outputs, which Ray would send to the driver.
-        self._log = open_log(RunFiles(run_dir).log(f"rollout-{index}"))
+        self._log_path = RunFiles(run_dir).log(f"rollout-{index}")
+        self._log = open_log(self._log_path)
         for stream in (1, 2):
             os.dup2(self._log.fileno(), stream)
         faulthandler.enable(self._log)
@@ -98,7 +99,7 @@ class RolloutActor:
         environments = LoadedEnvironments(runner, timeout_seconds=config.environment_timeout_seconds)
         self._environments = environments
         self._worker = RolloutWorker(environments, self._engines, grouped=not config.enable_individual_sample_lanes)
-        self._watch = asyncio.run_coroutine_threadsafe(_show_blocks(config, self._log), self._loop)
+        self._watch = asyncio.run_coroutine_threadsafe(self._watch_log(), self._loop)
         return ray.get_runtime_context().get_node_id(), infos
 
     def _on_stage(self, stage: str, doing: str) -> None:
@@ -133,18 +134,18 @@ class RolloutActor:
         report: Report = self._run(self._worker.exchange(orders, seconds=seconds, linger=linger))
         return report
 
+    async def _watch_log(self) -> None:
+        """Rotates the log, and writes all stacks to it when user code blocks the event loop beyond its deadline."""
+        while True:
+            rotate_log(self._log_path, MAX_LOG_BYTES)
+            faulthandler.dump_traceback_later(self._config.environment_timeout_seconds, file=self._log)
+            await asyncio.sleep(1.0)
+
     def stop(self) -> None:
         """Ends rollouts and closes resources."""
         if self._worker is not None:
             self._run(self._worker.close())
             self._run(self._environments.close())
-
-
-async def _show_blocks(config: TelescopeConfig, log: BinaryIO) -> None:
-    """Writes all stacks to the log when user code blocks the event loop for longer than its deadline."""
-    while True:
-        faulthandler.dump_traceback_later(config.environment_timeout_seconds, file=log)
-        await asyncio.sleep(1.0)
 
 
 def _limit_memory(num_bytes: int) -> None:
