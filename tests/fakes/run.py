@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
 
 from tests.fakes.backend import NO_WEIGHTS
 
@@ -31,7 +30,7 @@ from telescope.orchestrator.supervision import Supervisor
 from telescope.record.recorder import Recorder
 from telescope.rollout.environment_runner import EnvironmentRunner
 from telescope.rollout.environments import LoadedEnvironments
-from telescope.rollout.exchange import TRAINING
+from telescope.rollout.exchange import TRAINING, Orders, Report
 from telescope.rollout.pool import Lane, RolloutPool
 from telescope.rollout.rendering import Renderer, RendererSpec
 from telescope.rollout.request_slots import slots_per_server
@@ -128,6 +127,7 @@ class FakeRun:
     status: RunStatus
     recorder: Recorder
     environments: LoadedEnvironments
+    worker: LocalWorker
     evaluation: Evaluation
 
     async def run(self, timeout: float = 300.0) -> None:
@@ -154,6 +154,30 @@ def load_environments(
     return LoadedEnvironments(runner, timeout_seconds=config.environment_timeout_seconds), infos
 
 
+class LocalWorker:
+    """A rollout worker in this process. A restart abandons threads that are stuck in user code."""
+
+    def __init__(self, config: TelescopeConfig, environments: LoadedEnvironments, engines: list[EngineBackend]) -> None:
+        self.config, self.environments, self.engines = config, environments, engines
+        self.num_restarts = 0
+        self._worker = self._start()
+
+    def _start(self) -> RolloutWorker:
+        return RolloutWorker(self.environments, self.engines, grouped=not self.config.enable_individual_sample_lanes)
+
+    async def exchange(self, orders: Orders, *, seconds: float | None = None, linger: float = 0.0) -> Report:
+        return await self._worker.exchange(orders, seconds=seconds, linger=linger)
+
+    async def restart(self) -> None:
+        self.num_restarts += 1
+        await self.close()
+        self.environments.is_stuck = False
+        self._worker = self._start()
+
+    async def close(self) -> None:
+        await self._worker.close()
+
+
 @asynccontextmanager
 async def fake_run(
     config: TelescopeConfig,
@@ -173,10 +197,10 @@ async def fake_run(
         keys = environment_keys(config)
         environments, infos = load_environments(config, keys.specs)
         stack.push_async_callback(environments.close)
-        worker = RolloutWorker(environments, clients, grouped=not config.enable_individual_sample_lanes)
+        worker = LocalWorker(config, environments, clients)
         stack.push_async_callback(worker.close)
         by_key = {spec.identity: info for spec, info in zip(keys.specs, infos, strict=True)}
-        rollouts = RolloutPool([cast(Any, worker)], infos=by_key)
+        rollouts = RolloutPool([worker], infos=by_key)
         stack.push_async_callback(rollouts.close)
         weights = FakeWeightSync(trainer)
         status = RunStatus("fake", config.number_of_steps)
@@ -220,5 +244,6 @@ async def fake_run(
             status,
         )
         yield FakeRun(
-            config, orchestrator, trainer, weights, servers, slots, status, recorder, environments, evaluation
+            config, orchestrator, trainer, weights, servers, slots, status, recorder, environments, worker,
+            evaluation,
         )  # fmt: skip

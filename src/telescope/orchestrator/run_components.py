@@ -12,7 +12,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from telescope.cluster.trainer_group import TrainerGroup
 from telescope.config import TelescopeConfig
 from telescope.config.machine import local_resources
 from telescope.config.plan import plan_placement
+from telescope.environments.types import EnvironmentInfo
 from telescope.errors import UserError
 from telescope.evals.entries import EnvironmentKeys, environment_keys
 from telescope.evals.runner import PlannedEval
@@ -186,10 +187,7 @@ async def start_rollouts(
     status: RunStatus,
     stack: AsyncExitStack,
 ) -> tuple[RolloutGroup, RolloutPool]:
-    """Starts the rollout workers, which load the environments.
-
-    Notices of environments go to the log, and to `status` unless it has them.
-    """
+    """Starts the rollout workers, which load the environments."""
     status.phase = "loading environments"
     group = RolloutGroup(config, keys.specs, directory.path, cluster)
     stack.push_async_callback(group.stop)
@@ -199,7 +197,19 @@ async def start_rollouts(
     stack.push_async_callback(rollouts.close)
     if config.eager_prepare_resources:
         await group.prepare_resources()
-    ends = Stops(**group.infos[0].stops).description or "only its length: set stop_token_ids or stop"
+    report_environments(config, keys, by_key, status)
+    return group, rollouts
+
+
+def report_environments(
+    config: TelescopeConfig, keys: EnvironmentKeys, by_key: Mapping[str, EnvironmentInfo], status: RunStatus
+) -> None:
+    """Checks the loaded environments, and reports what is worth knowing of them.
+
+    Their notices go to the log, and to `status` unless it has them. Raises UserError for a range of rewards that the
+    config cannot use.
+    """
+    ends = Stops(**next(iter(by_key.values())).stops).description or "only its length: set stop_token_ids or stop"
     status.report(f"What ends an answer: {ends}", "environment", log=logger)
     check_reward_ranges(config, [by_key[key] for key in keys.training])
     for notice in notices_of([by_key[key] for key in (*keys.training, *keys.evals)]):
@@ -214,7 +224,6 @@ async def start_rollouts(
                 f"template cannot be extended from turn to turn: {why}"
             )
             status.report(news, "environment", "warning", log=logger)
-    return group, rollouts
 
 
 async def connect_rollouts(group: RolloutGroup, inference: InferenceGroup) -> None:
