@@ -374,7 +374,12 @@ class Orchestrator:
     async def _in_flight_loop(self) -> None:
         """Keeps the record's list of running samples up to date."""
         while True:
-            self.services.recorder.set_in_flight(record_rows.in_flight_rows(self._open.values()))
+            rows: list[dict[str, Any]] = []
+            for number, group in enumerate(list(self._open.values())):
+                rows += record_rows.in_flight_rows([group])
+                if number % 16 == 15:
+                    await asyncio.sleep(0)  # thousands of rows would block the event loop for 100 ms
+            self.services.recorder.set_in_flight(rows)
             await asyncio.sleep(IN_FLIGHT_SECONDS)
 
     # Batches and steps

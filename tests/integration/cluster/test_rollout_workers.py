@@ -24,6 +24,7 @@ from telescope.cluster.reaper import Reaper
 from telescope.cluster.rollout_group import RolloutGroup
 from telescope.config import TelescopeConfig
 from telescope.environments.types import EnvironmentSpec
+from telescope.environments.user_code import default_memory_limit
 from telescope.errors import InfrastructureError, UserError
 from telescope.rollout.exchange import TRAINING
 from telescope.rollout.pool import RolloutPool
@@ -209,10 +210,27 @@ async def test_a_copy_forked_by_a_coroutine_ends_with_its_first_wait(ground: Gro
         assert len(pids) == 1 and run.num_replaced == 0
 
 
-async def test_output_of_user_code_goes_to_the_log(ground: Ground, tmp_path: Path) -> None:
+async def test_output_of_user_code_goes_to_the_log_which_is_rotated(ground: Ground, tmp_path: Path) -> None:
     async with workers(ground, tmp_path) as run:
         assert rewards(await run.run("print", FINE)) == [1.0, 1.0]
         assert b"no newline" in run.log() and b"from a child" in run.log()
+        assert rewards(await run.run("print_without_end 100")) == [1.0]
+        await eventually(lambda: len(run.log()) < 2**20)
+        assert (tmp_path / "logs" / "rollout-0.log.1").stat().st_size <= rollout_group.MAX_LOG_BYTES
+
+
+async def test_user_code_that_allocates_without_limit_fails_alone(ground: Ground, tmp_path: Path) -> None:
+    async with workers(ground, tmp_path) as run:
+        (first,) = (await run.run(FINE))[0]
+        assert first.reward is not None
+        worker = psutil.Process(int(first.reward.sample_metrics["pid"]))
+        limit, _ = worker.rlimit(psutil.RLIMIT_DATA)
+        used = worker.memory_info().data
+        assert used < limit <= used + default_memory_limit()
+        worker.rlimit(psutil.RLIMIT_DATA, (used + 2**29, -1))  # a quarter of the machine takes long to fill
+        groups = await run.run("gorge", *[FINE] * 5)
+        assert "MemoryError" in (groups[0][0].failure_message or "")
+        assert rewards(groups[1:]) == [1.0] * 5 and run.num_replaced == 0
 
 
 async def test_workers_that_end_too_often_end_the_run(ground: Ground, tmp_path: Path) -> None:
