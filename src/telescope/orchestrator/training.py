@@ -24,7 +24,7 @@ from telescope.orchestrator.evaluation import Evaluation
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.orchestrator import AfterStep, Orchestrator, Services
 from telescope.orchestrator.prompt_sampler import PromptSampler
-from telescope.orchestrator.run_components import RunComponents, set_up_trainer
+from telescope.orchestrator.run_components import RunComponents, load_trainer
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.run_state import RunState, after_restart
 from telescope.orchestrator.status import RunStatus
@@ -153,7 +153,7 @@ async def make_orchestrator(
     services = Services(
         rollouts=components.rollouts,
         environment_keys=components.keys.training,
-        slots=components.slots,
+        slots=components.servers.slots,
         trainer=components.trainer,
         weights=components.weights,
         recorder=directory.recorder,
@@ -220,7 +220,7 @@ class TrainerRestarts:
             checkpoint = self.folder.load(True) if self.folder.steps() else None
             if checkpoint is not None:
                 await asyncio.to_thread(refuse_damage, checkpoint.path, checkpoint.meta)
-            await set_up_trainer(self.directory, parts.trainer, self.status, loopback=parts.loopback)
+            await load_trainer(parts, self.directory, self.status)
             if checkpoint is not None:
                 await parts.trainer.load_checkpoint(checkpoint.step, checkpoint.path)
         await parts.weights.sync()

@@ -192,8 +192,8 @@ async def test_held_out_items_are_not_trained_on() -> None:
     made = InMemoryRun(config_of(number_of_steps=8))
     made.rollouts.infos = {"arithmetic": await made.environments.describe("arithmetic")}
     components = SimpleNamespace(
-        keys=SimpleNamespace(training=["arithmetic"], evals=[]), slots=made.slots, rollouts=made.rollouts,
-        servers=SimpleNamespace(clients=[made.engine], report_failure=None), trainer=made.trainer,
+        keys=SimpleNamespace(training=["arithmetic"], evals=[]), rollouts=made.rollouts,
+        servers=SimpleNamespace(slots=made.slots), trainer=made.trainer,
         weights=made.trainer, settings=RolloutSettings.from_config(made.config), data={},
     )  # fmt: skip
     evaluation = SimpleNamespace(

@@ -212,10 +212,8 @@ class Bench:
         self.saving = Saving(folder / "checkpoints", checkpoint_every=1)
         self.status = self.saving.status
         self.directory = RunDirectory(folder, config, [])
-        self.restarts = TrainerRestarts(
-            config, cast(Any, SimpleNamespace(trainer=ranks, weights=ranks, loopback=True)), self.saving.folder,
-            self.directory, self.status,
-        )  # fmt: skip
+        parts: Any = SimpleNamespace(config=config, trainer=ranks, weights=ranks, loopback=True)
+        self.restarts = TrainerRestarts(config, parts, self.saving.folder, self.directory, self.status)
 
     async def restart(self) -> RunState:
         loops: Any = SimpleNamespace(run_state=lambda: lost_at(3, sampled_by(1, 2)))
