@@ -210,7 +210,7 @@ async def fake_run(
             status, lambda coroutine, name: asyncio.create_task(coroutine, name=name),
         )  # fmt: skip
         orchestrator = await make_orchestrator(
-            config, parts, evaluation, directory, status, after_step=lambda step, state: evaluation.start_due(step)
+            parts, evaluation, directory, status, after_step=lambda step, state: evaluation.start_due(step)
         )
         yield FakeRun(
             config, orchestrator, trainer, weights, parts.servers, parts.servers.slots, status, directory.recorder,

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from telescope.cluster.actors import ActorExited, TrainerActor, answer, dump_stacks, make_actor
+from telescope.cluster.actors import ActorExited, TrainerActor, answer, dump_stacks, make_actor, stop_actors
 from telescope.cluster.placement import Placement
 from telescope.cluster.ray_cluster import Cluster
 from telescope.config import TelescopeConfig
@@ -48,8 +48,6 @@ SETUP_TIMEOUT_SECONDS = 1800.0
 
 CHECKPOINT_TIMEOUT_SECONDS = 3600.0
 """Hundreds of gigabytes on a slow network drive."""
-
-STOP_TIMEOUT_SECONDS = 20.0
 
 RANK_EXIT_SECONDS = 2.0
 """When a command fails on one rank because another has exited, Ray reports the exit within this time."""
@@ -308,19 +306,12 @@ class TrainerGroup:
 
     async def dump_stacks(self) -> dict[str, str]:
         """Stacks of every rank's process, or the reason why there are none."""
-        return await dump_stacks({f"trainer rank {rank}": a.dump_stacks.remote() for rank, a in enumerate(self._ranks)})
+        return await dump_stacks("trainer rank", self._ranks)
 
     async def stop(self) -> None:
         """Lets the ranks close their communicators. Ray ends their processes with the placement group."""
-        if self._is_warming_up:
-            return  # they do not answer before they have compiled, and have no communicator to a server yet
-        results = await asyncio.gather(
-            *(asyncio.wait_for(rank.stop.remote(), STOP_TIMEOUT_SECONDS) for rank in self._ranks),
-            return_exceptions=True,
-        )
-        for rank, result in enumerate(results):
-            if isinstance(result, Exception):
-                logger.warning("trainer rank %d did not stop by itself: %r", rank, result)
+        if not self._is_warming_up:  # else they do not answer, and have no communicator to a server yet
+            await stop_actors("trainer rank", self._ranks)
 
     async def _one(self, rank: int, what: str, command: str, *args: Any, group: str | None = "control") -> Any:
         """Runs one command on one rank. `what` names it in errors.

@@ -119,7 +119,7 @@ class _TrainingRun:
         config, status, interrupt = self._config, self._status, self._interrupt
         components, evaluation, start = await interrupt.run_until_first(self._start())
         started_at = time.time()
-        training = Training(config, components, evaluation, self._directory, status, self._checkpoints, interrupt)
+        training = Training(components, evaluation, self._directory, status, self._checkpoints, interrupt)
         await training.run(start)
         self._training_seconds = time.time() - started_at
         if config.save_final_model and status.version > 0:
@@ -143,7 +143,7 @@ class _TrainingRun:
         disk.start()
         self._session.stack.callback(disk.stop)
         supervisor.spawn(self._take_gauges(components, disk), "gauges")
-        collectors = start_collectors(config, components, directory.recorder, self._session.stack)
+        collectors = start_collectors(components, directory.recorder, self._session.stack)
         supervisor.spawn(collectors.run(), "collectors")
         evaluation = self._evaluation = Evaluation(
             components.evals, config, components.rollouts, components.servers, components.settings,
@@ -224,10 +224,9 @@ class _TrainingRun:
                 write("gauges", {"time": now, "name": name, "component": "orchestrator", "value": value})
 
 
-def start_collectors(
-    config: TelescopeConfig, components: RunComponents, recorder: Recorder, stack: AsyncExitStack
-) -> Collectors:
+def start_collectors(components: RunComponents, recorder: Recorder, stack: AsyncExitStack) -> Collectors:
     """The collectors of all gauges, sampling from now on. What they start ends with `stack`."""
+    config = components.config
     machine = MachineSampler(config.system_metrics_collection_interval_seconds)
     stack.callback(machine.stop)
     hosts = HostGroup(config, components.cluster)

@@ -213,7 +213,7 @@ class Bench:
         self.status = self.saving.status
         self.directory = RunDirectory(folder, config, [])
         parts: Any = SimpleNamespace(config=config, trainer=ranks, weights=ranks, loopback=True)
-        self.restarts = TrainerRestarts(config, parts, self.saving.folder, self.directory, self.status)
+        self.restarts = TrainerRestarts(parts, self.saving.folder, self.directory, self.status)
 
     async def restart(self) -> RunState:
         loops: Any = SimpleNamespace(run_state=lambda: lost_at(3, sampled_by(1, 2)))
