@@ -17,9 +17,10 @@ import sys
 import threading
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from telescope.cluster.actors import ActorExited, answer, use_temporary_directory
 from telescope.cluster.ray_cluster import Cluster
@@ -46,12 +47,14 @@ SILENCE_SECONDS = 10.0
 LOAD_SECONDS = 600.0
 """Time to load the environments, downloads included."""
 LOG_TAIL_BYTES = 4000
+START_ATTEMPTS = 3
+"""Starts in a row of a worker that is replaced: its node may be lost too, a while before Ray knows."""
 
 
 class RolloutActor:
     """Actor of one rollout worker, whose coroutines run in an event loop in a thread of its own.
 
-    The main thread is Ray's, and handles signals.
+    The main thread is Ray's, and handles signals. No method is a coroutine, else Ray runs them all in another thread.
     """
 
     def __init__(self, config_json: str, index: int, run_dir: str, specs: list[EnvironmentSpec]) -> None:
@@ -61,7 +64,6 @@ class RolloutActor:
         use_temporary_directory()
         self._config = config = TelescopeConfig.from_json(config_json)
         self._index, self._specs = index, specs
-        self._doing = "starting"
         setup_logging(Path(run_dir), f"rollout-{index}", None, debug=config.debug, console=False)
         # User code may write to the standard outputs, which Ray would send to the driver.
         self._log_path = RunFiles(run_dir).log(f"rollout-{index}")
@@ -78,13 +80,6 @@ class RolloutActor:
         # A copy that a coroutine of user code forks must not go on with the other rollouts.
         os.register_at_fork(after_in_child=lambda: self._loop.call_soon(os._exit, 1))
 
-    async def _watch(self) -> None:
-        """Bounds the log, and writes all stacks to it when user code blocks the event loop beyond its deadline."""
-        while True:
-            faulthandler.dump_traceback_later(self._config.environment_timeout_seconds, file=self._log)
-            rotate_log(self._log_path, MAX_LOG_BYTES)
-            await asyncio.sleep(1.0)
-
     def _run(self, coroutine: Coroutine[Any, Any, R]) -> R:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
@@ -99,24 +94,16 @@ class RolloutActor:
 
         renderer = Renderer(RendererSpec.from_config(config))
         paths = [str(Path(place).expanduser().resolve()) for place in config.environments_path]
-        runner = EnvironmentRunner(self._specs, renderer, paths, on_stage=self._on_stage)
+        runner = EnvironmentRunner(self._specs, renderer, paths, on_stage=_log_stage)
         infos = [runner.describe(i, checks_template=checks_template) for i in range(len(self._specs))]
         self._run(runner.prepare_own_resources())
         _limit_memory(default_memory_limit())
         environments = LoadedEnvironments(runner, timeout_seconds=config.environment_timeout_seconds)
         self._environments = environments
         self._worker = RolloutWorker(environments, self._engines, grouped=not config.enable_individual_sample_lanes)
-        self._watching = asyncio.run_coroutine_threadsafe(self._watch(), self._loop)
+        watching = _watch(self._log_path, self._log, config.environment_timeout_seconds)
+        self._watching = asyncio.run_coroutine_threadsafe(watching, self._loop)
         return ray.get_runtime_context().get_node_id(), infos
-
-    def _on_stage(self, stage: str, doing: str) -> None:
-        self._doing = doing
-        print(f"{doing} ...", file=sys.stderr, flush=True)
-
-    @ray.method(concurrency_group="observe")
-    def doing(self) -> str:
-        """Returns what it loads."""
-        return self._doing
 
     def prepare_resources(self, positions: list[int]) -> None:
         """Prepares the resources of environments."""
@@ -148,6 +135,18 @@ class RolloutActor:
             self._run(self._environments.close())
 
 
+def _log_stage(stage: str, doing: str) -> None:
+    print(f"{doing} ...", file=sys.stderr, flush=True)
+
+
+async def _watch(path: Path, log: BinaryIO, seconds: float) -> None:
+    """Bounds the log, and writes all stacks to it when user code blocks the event loop for so many seconds."""
+    while True:
+        faulthandler.dump_traceback_later(seconds, file=log)
+        rotate_log(path, MAX_LOG_BYTES)
+        await asyncio.sleep(1.0)
+
+
 def _limit_memory(num_bytes: int) -> None:
     """Lets the data of this process grow by so many bytes, after which allocations fail."""
     used = next(
@@ -175,8 +174,8 @@ class RolloutHandle:
     async def start(self, *, checks_template: bool = False) -> list[EnvironmentInfo]:
         """Starts the actor. Returns the descriptions of its environments."""
         self.num_starts += 1
-        group, config = self._group, self._group.config
-        self.actor = group.actor_class.remote(config.to_json(), self.index, str(group.run_dir), group.specs)
+        group = self._group
+        self.actor = group.make_actor(self.index)
         try:
             async with asyncio.timeout(LOAD_SECONDS):
                 self.node, infos = await answer(self.actor.load.remote(checks_template), self._name)
@@ -215,15 +214,21 @@ class RolloutHandle:
 
     async def restart(self) -> None:
         """Starts the worker anew. Raises `InfrastructureError` after `rollout_max_restarts`."""
-        await self.kill()
-        group, limit = self._group, self._group.config.rollout_max_restarts
-        if next(group.restarts) >= limit:
-            raise InfrastructureError(
-                f"{self._name} has to be replaced, after {limit} rollout workers already (rollout_max_restarts). Their "
-                f"logs say why{self.log_end()}"
-            )
-        logger.warning("%s is being replaced", self._name)
-        await self.start()
+        limit = self._group.config.rollout_max_restarts
+        for attempts_left in reversed(range(START_ATTEMPTS)):
+            await self.kill()
+            if next(self._group.restarts) >= limit:
+                raise InfrastructureError(
+                    f"{self._name} has to be replaced, after {limit} rollout workers already (rollout_max_restarts). "
+                    f"Their logs say why{self.log_end()}"
+                )
+            logger.warning("%s is being replaced", self._name)
+            try:
+                await self.start()
+                return
+            except InfrastructureError:
+                if not attempts_left:
+                    raise
 
     async def kill(self) -> None:
         """Ends the process at once."""
@@ -261,13 +266,23 @@ class RolloutGroup:
         self.stop_seconds = 5.0
         options: dict[str, Any] = {
             "num_cpus": config.rollout_cpus_per_worker,
-            "scheduling_strategy": config.rollout_placement_strategy,
             "max_restarts": 0,
-            "concurrency_groups": {"exchange": 4, "observe": 1},
+            "concurrency_groups": {"exchange": 4},
         }
-        self.actor_class: Any = ray.remote(**options)(RolloutActor)
+        self._actor_class: Any = ray.remote(**options)(RolloutActor)
         self.handles = [RolloutHandle(self, index) for index in range(num_workers(config, cluster))]
+        self._nodes = [cluster.driver_node, *(node for node in cluster.node_names if node != cluster.driver_node)]
         self.infos: list[EnvironmentInfo] = []
+
+    def make_actor(self, index: int) -> Any:
+        """Starts the process of a worker: with SPREAD, on the nodes that are left, in turn."""
+        strategy: Any = "DEFAULT"
+        if self.config.rollout_placement_strategy == "SPREAD":  # Ray's own leaves nodes out
+            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            nodes = [node for node in self._nodes if node in alive]
+            strategy = NodeAffinitySchedulingStrategy(nodes[index % len(nodes)], soft=False)
+        actor = self._actor_class.options(scheduling_strategy=strategy)
+        return actor.remote(self.config.to_json(), index, str(self.run_dir), self.specs)
 
     async def start(self) -> None:
         """Starts all workers. Raises the first error, `UserError` for what the user can fix."""

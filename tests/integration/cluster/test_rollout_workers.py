@@ -173,7 +173,8 @@ async def test_a_worker_that_is_killed_costs_its_unfinished_samples_a_retry(grou
         groups = await running
         assert rewards(groups) == [1.0] * 10
         assert {sample.num_infrastructure_retries for group in groups for sample in group} == {1}
-        assert {tuple(sample.failed_requests) for group in groups for sample in group} == {(None,)}
+        lost = [sample.lost_conversations for group in groups for sample in group]
+        assert {len(tokens) for tokens in lost} == {1} and any(tokens > [0] for tokens in lost)
 
 
 @pytest.mark.parametrize("deed", ["hold_the_interpreter", "block_in_a_task 3600"])
