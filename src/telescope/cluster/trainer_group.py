@@ -94,7 +94,6 @@ class TrainerGroup:
         self.is_settled = True
         """Whether the ranks have the weights of `version`: not during a step, nor after one that failed."""
         self._log_starts = [log_size(path) for path in self._logs]
-        self._nodes = self._names_of_nodes()
         cpus = self.config.ray_trainer_cpus_per_worker
         self._ranks = [
             make_actor(TrainerActor, self._placement.rank_options(rank, cpus)).remote(
@@ -114,7 +113,8 @@ class TrainerGroup:
         what = "starting the ranks again, within ray_placement_timeout_s"
         await self._all(what, self.config.ray_placement_timeout_s, "dump_stacks")
 
-    def _names_of_nodes(self) -> list[str]:
+    @property
+    def _nodes(self) -> list[str]:
         return [self._node_names.get(node, node) for node in self._placement.rank_nodes]
 
     async def watch(self) -> None:
@@ -133,7 +133,6 @@ class TrainerGroup:
         except RankLost:  # it was placed on a lost node, whose loss Ray had not noticed
             await self._start_again()
         self._placement.find_ranks()
-        self._nodes = self._names_of_nodes()
 
     async def setup(self, *, loopback: bool) -> list[Any]:
         """Connects the ranks and loads the model. Returns each rank's `TrainerInfo`."""

@@ -55,8 +55,6 @@ from telescope.utils.process import in_daemon_thread
 logger = logging.getLogger(__name__)
 
 PROBE_TEXT_TOKENS = 64  # length of the fixed text whose logprobs are compared in engine and trainer after a weight sync
-
-
 NOT_STARTED: Any = None
 
 
@@ -322,7 +320,7 @@ def _check_hash(config: TelescopeConfig, process: str, config_hash: str) -> None
 
 def record_sync(directory: RunDirectory, report: SyncReport) -> None:
     """Records the spans of a weight sync. Each server has a pause and a transfer; the trainer's ranks have theirs."""
-    step = report.version - 1
+    step, write = report.version - 1, partial(directory.recorder.write, "spans")
     for sync in report.servers:
         shared = {"component": "weights", "server": sync.server, "step": step}
         attributes = {
@@ -334,11 +332,9 @@ def record_sync(directory: RunDirectory, report: SyncReport) -> None:
             "failure": sync.failure or "",
         }
         start, end = sync.paused_at or sync.started_at, sync.resumed_at or report.ended_at
-        directory.recorder.write(
-            "spans", {**shared, "name": "weight_sync", "start": start, "end": end, "attributes": attributes}
-        )
+        write({**shared, "name": "weight_sync", "start": start, "end": end, "attributes": attributes})
         if sync.transfer_seconds:
             start, end = sync.transfer_started_at, sync.transfer_started_at + sync.transfer_seconds
-            directory.recorder.write("spans", {**shared, "name": "weight_transfer", "start": start, "end": end})
+            write({**shared, "name": "weight_transfer", "start": start, "end": end})
     for span in report.trainer_spans:
-        directory.recorder.write("spans", trainer_span_row(span, step))
+        write(trainer_span_row(span, step))
