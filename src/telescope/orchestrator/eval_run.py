@@ -34,7 +34,7 @@ from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.session import Session, View
 from telescope.orchestrator.status import RunStatus
 from telescope.record.logging import setup_logging
-from telescope.record.reader import Run, is_run
+from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 
 OUTPUTS = "evals"  # folder of evaluations, in the run directory or the current one
@@ -217,7 +217,7 @@ class _EvalRun:
         run_dir, attempt = (job.output, 1) if job.run_dir is None or info is None else (job.run_dir, info.attempt)
         with session.open(Recorder(run_dir, attempt=attempt)) as recorder:
             setup_logging(job.output, "driver", None, debug=job.config.debug, console=not session.has_view)
-            recorded = [_column(run_dir, table, "sample_id") for table in ("samples", "eval_samples")]
+            recorded = [Run(run_dir).values(table, "sample_id") for table in ("samples", "eval_samples")]
             with SamplesFile(job.output / "samples.jsonl", recorded) as samples:
                 await session.run(session.interrupt.run_until_first(self._measure(recorder, samples)))
             self._status.phase = "done"
@@ -244,7 +244,7 @@ class _EvalRun:
         servers, folder = parts.servers, Path(parts.config.model)
         weights = FolderWeights(parts.config, servers.clients, folder, job.version_of(first))
         servers.bring_weights = weights.sync_one
-        finished = _column(recorder.files.run_dir, "evals", "eval_id", status="finished")
+        finished = Run(recorder.files.run_dir).values("evals", "eval_id", status="finished")
         evaluation = Evaluation(
             parts.evals, parts.config, parts.rollouts, servers, parts.settings, recorder, status,
             self._session.supervisor.spawn, problems=self._problems, samples=samples, recorded=finished,
@@ -262,9 +262,3 @@ class _EvalRun:
     async def _folder_of(self, target: EvalTarget) -> Path:
         self._status.phase = f"preparing {target.description}"
         return await asyncio.to_thread(target.model_folder, self._scratch, self._job.config.engine_dtype)
-
-
-def _column(run_dir: Path, table: str, name: str, **where: str) -> frozenset[str]:
-    """Returns the values in a column of a record, of rows with the values `where`. Empty without a record."""
-    rows = Run(run_dir).table(table, columns=[name, *where]).to_pylist() if is_run(run_dir) else []
-    return frozenset(row[name] for row in rows if where.items() <= row.items())

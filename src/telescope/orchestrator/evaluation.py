@@ -324,9 +324,7 @@ def eval_point(result: EvalResult, label: str) -> EvalPoint:
 
 def finished_at(run_dir: Path, version: int) -> frozenset[int]:
     """Returns the numbers of evals that have finished at a policy version."""
-    rows = Run(run_dir).table("evals", columns=["number", "version", "status", "source"]).to_pylist()
-    finished = (version, "finished", "live")
-    return frozenset(row["number"] for row in rows if (row["version"], row["status"], row["source"]) == finished)
+    return Run(run_dir).values("evals", "number", version=version, status="finished", source="live")
 
 
 async def plan_evals(
