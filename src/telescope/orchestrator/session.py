@@ -62,8 +62,11 @@ class Session:
     async def run(self, main: Coroutine[Any, Any, None]) -> None:
         """Awaits `main`, or raises the first error of a supervised task. Then ends the components."""
         async with self.stack:
-            self.stack.callback(setattr, self.status, "phase", "shutting down")
-            await self.supervisor.run_until(main)
+            try:
+                await self.supervisor.run_until(main)
+            finally:
+                if not self.interrupt.requested:  # else the phase says what another signal does
+                    self.status.phase = "shutting down"
 
     async def start(
         self,
