@@ -68,7 +68,11 @@ CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, s
 class TrainerGroup:
     """The trainer's ranks, numbered from 0."""
 
-    def __init__(self, config: TelescopeConfig, placement: Placement, run_dir: Path, cluster: Cluster) -> None:
+    def __init__(
+        self, config: TelescopeConfig, placement: Placement, run_dir: Path, cluster: Cluster, *, loopback: bool = False
+    ) -> None:
+        """`loopback`: ranks and servers connect over loopback."""
+        self._loopback = loopback
         self.world_size = config.trainer_num_workers
         self.config = config
         self._step_timeout = config.watchdog_seconds
@@ -134,10 +138,10 @@ class TrainerGroup:
             await self._start_again()
         self._placement.find_ranks()
 
-    async def setup(self, *, loopback: bool) -> list[Any]:
+    async def setup(self) -> list[Any]:
         """Connects the ranks and loads the model. Returns each rank's `TrainerInfo`."""
-        host, port = await self._one(0, "opening the port of the ranks", "address", loopback)
-        infos = await self._all("model setup", SETUP_TIMEOUT_SECONDS, "setup", host, port, loopback)
+        host, port = await self._one(0, "opening the port of the ranks", "address", self._loopback)
+        infos = await self._all("model setup", SETUP_TIMEOUT_SECONDS, "setup", host, port, self._loopback)
         self._devices = [info.device for info in infos]
         self._layouts = [info.layout for info in infos]
         check_layouts(self._layouts)
@@ -212,10 +216,10 @@ class TrainerGroup:
         """Restarts and version. Equal only if the weights are: a restart counts versions from 0 again."""
         return self._num_restarts, self.version
 
-    async def listen_for_engine(self, engine: int, num_workers: int, *, loopback: bool) -> InitInfo:
+    async def listen_for_engine(self, engine: int, num_workers: int) -> InitInfo:
         """Opens the sender's listener for an engine. Returns what the engine's workers need to connect."""
         what = f"listening for engine {engine}"
-        return await self._one(self._sender(engine), what, "listen_for_engine", engine, num_workers, loopback)
+        return await self._one(self._sender(engine), what, "listen_for_engine", engine, num_workers, self._loopback)
 
     async def connect_engine(self, engine: int) -> None:
         """Opens the sender's end of a communicator. The engine opens its end at the same time."""

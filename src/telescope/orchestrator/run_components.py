@@ -76,8 +76,6 @@ class RunComponents:
     cluster: Cluster = NOT_STARTED
     topology: dict[str, str] = field(default_factory=dict)
     """The node and the device of each process."""
-    loopback: bool = False
-    """Whether trainer and servers connect over loopback."""
 
     @classmethod
     async def plan(cls, config: TelescopeConfig, keys: EnvironmentKeys, rollouts: RolloutPool) -> RunComponents:
@@ -161,10 +159,10 @@ async def start_components(
     placement = await reserve(config, plan_placement(config, cluster.resources, with_trainer=with_trainer))
     stack.callback(placement.remove)
     network = network_of(config, placement, cluster.driver_node)
-    parts.loopback = network.broadcast_on_loopback
     status.phase = f"starting {'the trainer and ' if with_trainer else ''}the inference servers"
     if with_trainer:
-        parts.trainer = TrainerGroup(config, placement, directory.path, cluster)
+        loopback = network.broadcast_on_loopback
+        parts.trainer = TrainerGroup(config, placement, directory.path, cluster, loopback=loopback)
         stack.push_async_callback(parts.trainer.stop)
     traces = None
     if config.enable_vllm_tracing:
@@ -188,7 +186,6 @@ async def start_components(
             config,
             parts.trainer,
             inference.clients,
-            loopback=parts.loopback,
             engines_up=lambda: parts.servers.synced,
             on_failure=parts.servers.report_failure,
             on_report=lambda report: record_sync(directory, report),
@@ -265,7 +262,7 @@ async def load_trainer(parts: RunComponents, directory: RunDirectory, status: Ru
     """Loads the model into the started ranks, and compiles it."""
     trainer = parts.trainer
     status.set_component("trainer", "loading the model")
-    infos = await trainer.setup(loopback=parts.loopback)
+    infos = await trainer.setup()
     for info in infos:
         _check_hash(parts.config, "a trainer rank", info.config_hash)
     if infos[0].compiles:

@@ -40,7 +40,7 @@ class Workers:
     async def _no_news(self) -> Any:
         return SimpleNamespace(last_log_lines=[])
 
-    async def setup(self, *, loopback: bool) -> list[Any]:
+    async def setup(self) -> list[Any]:
         self.note("model loaded")
         return [self._info, self._info]
 
@@ -59,7 +59,7 @@ class Workers:
 async def started(config: TelescopeConfig, workers: Workers) -> RunStatus:
     status = RunStatus("test", 1)
     async with asyncio.timeout(DEADLINE_SECONDS):
-        parts: Any = SimpleNamespace(config=config, trainer=workers, inference=workers, loopback=True)
+        parts: Any = SimpleNamespace(config=config, trainer=workers, inference=workers)
         await start_workers(parts, workers.directory, status)
     return status
 

@@ -184,7 +184,7 @@ class Ranks:
         assert self.queue.locked()
         self.calls.append("replace")
 
-    async def setup(self, *, loopback: bool) -> list[Any]:
+    async def setup(self) -> list[Any]:
         assert self.queue.locked()
         self.calls.append("setup")
         return [SimpleNamespace(config_hash=CONFIG.hash, compiles=False)]
@@ -212,7 +212,7 @@ class Bench:
         self.saving = Saving(folder / "checkpoints", checkpoint_every=1)
         self.status = self.saving.status
         self.directory = RunDirectory(folder, config, [])
-        parts: Any = SimpleNamespace(config=config, trainer=ranks, weights=ranks, loopback=True)
+        parts: Any = SimpleNamespace(config=config, trainer=ranks, weights=ranks)
         self.restarts = TrainerRestarts(parts, self.saving.folder, self.directory, self.status)
 
     async def restart(self) -> RunState:
