@@ -110,13 +110,15 @@ class RolloutActor:
         for position in positions:
             self._run(self._environments.prepare_resources(position))
 
-    def connect(self, servers: list[tuple[str, str]]) -> None:
-        """Connects to the inference servers, by address and secret."""
+    def connect(self, servers: list[tuple[str, str, int]]) -> None:
+        """Connects to the inference servers, by address, secret and the policy version that they start with."""
         from telescope.inference.base import backend_of
 
         async def connect() -> None:
             backend, config = backend_of(self._config), self._config
-            self._engines[:] = [backend.connect(config, url, secret, i) for i, (url, secret) in enumerate(servers)]
+            self._engines[:] = [backend.connect(config, url, secret, i) for i, (url, secret, _) in enumerate(servers)]
+            for engine, (_, _, version) in zip(self._engines, servers, strict=True):
+                engine.initial_version = version
 
         self._run(connect())
 
@@ -260,8 +262,8 @@ class RolloutGroup:
     ) -> None:
         self.config, self.specs, self.run_dir = config, list(specs), run_dir
         self.restarts = itertools.count()
-        self.engines: list[tuple[str, str]] = []
-        """Address and secret of the servers, once they are started."""
+        self.engines: list[tuple[str, str, int]] = []
+        """Address, secret and first version of the servers, once they are started."""
         self.versions: Any = list
         self.stop_seconds = 5.0
         options: dict[str, Any] = {
@@ -317,7 +319,7 @@ class RolloutGroup:
         ]
         await asyncio.gather(*calls)
 
-    async def connect(self, engines: list[tuple[str, str]], versions: Any) -> None:
+    async def connect(self, engines: list[tuple[str, str, int]], versions: Any) -> None:
         """Connects all workers to the servers. `versions` returns the policy version of each."""
         self.engines, self.versions = engines, versions
         await asyncio.gather(*(handle.connect() for handle in self.handles))

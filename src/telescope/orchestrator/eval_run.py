@@ -236,13 +236,14 @@ class _EvalRun:
             ]
             if all(samples.has_all(target.identity(), components.evals) for target in job.targets):
                 return None
+            components.first_version = job.version_of(first)
             config = job.config.replace(model=str((await self._folder_of(first)).absolute()))
             check_report(config, await asyncio.to_thread(inspect_model, config))
             return config
 
         parts = await self._session.start(job.config, directory, with_trainer=False, on_data=choose_model)
         servers, folder = parts.servers, Path(parts.config.model)
-        weights = FolderWeights(parts.config, servers.clients, folder, job.version_of(first))
+        weights = FolderWeights(parts.config, servers.clients, folder, parts.first_version)
         servers.bring_weights = weights.sync_one
         finished = Run(recorder.files.run_dir).values("evals", "eval_id", status="finished")
         evaluation = Evaluation(

@@ -74,6 +74,8 @@ class RunComponents:
     servers: ServerPool = NOT_STARTED
     weights: WeightSync = NOT_STARTED
     cluster: Cluster = NOT_STARTED
+    first_version: int = 0
+    """Policy version of the weights that the servers start with."""
     topology: dict[str, str] = field(default_factory=dict)
     """The node and the device of each process."""
 
@@ -175,6 +177,8 @@ async def start_components(
     await start_workers(parts, directory, status)
     stack.push_async_callback(inference.close_clients)
 
+    for client in inference.clients:
+        client.initial_version = client.loaded_version = parts.first_version
     await group.connect(inference.addresses, lambda: [client.loaded_version for client in inference.clients])
     parts.open_servers(inference.handles, inference.clients, status)
     for index, node in enumerate(placement.server_nodes):
