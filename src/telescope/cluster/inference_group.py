@@ -91,9 +91,9 @@ class InferenceGroup:
         return [client for _, client in sorted(self._clients.items())]
 
     @property
-    def addresses(self) -> list[tuple[str, str, int]]:
-        """Address, secret and first policy version of every server, for clients in other processes."""
-        return [(client.base_url, self._secret, client.initial_version) for client in self.clients]
+    def addresses(self) -> list[tuple[str, str]]:
+        """Address and secret of every server, for clients in other processes."""
+        return [(client.base_url, self._secret) for client in self.clients]
 
     async def close_clients(self) -> None:
         """Closes the HTTP connections, which aborts requests in flight."""

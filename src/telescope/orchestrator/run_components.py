@@ -179,7 +179,9 @@ async def start_components(
 
     for client in inference.clients:
         client.initial_version = client.loaded_version = parts.first_version
-    await group.connect(inference.addresses, lambda: [client.loaded_version for client in inference.clients])
+    await group.connect(
+        inference.addresses, lambda: [client.loaded_version for client in inference.clients], parts.first_version
+    )
     parts.open_servers(inference.handles, inference.clients, status)
     for index, node in enumerate(placement.server_nodes):
         gpus = f"{placement.gpus_per_server:g} GPUs" if placement.gpus_per_server else "CPU"
