@@ -95,11 +95,6 @@ class InferenceGroup:
         """Address and secret of every server, for clients in other processes."""
         return [(client.base_url, self._secret) for client in self.clients]
 
-    async def close_clients(self) -> None:
-        """Closes the HTTP connections, which aborts requests in flight."""
-        for client in self.clients:
-            await client.close()
-
     async def take_readings(self, index: int) -> ReadingBatch:
         """A server's metrics since the last call."""
         call = self._actors[index].take_readings.remote()
@@ -111,7 +106,9 @@ class InferenceGroup:
         return await dump_stacks("inference server", self._actors)
 
     async def stop(self) -> None:
-        """Stops every engine process through its actor, with which it ends at the latest."""
+        """Aborts requests in flight. Stops every engine process through its actor, with which it ends at the latest."""
+        for client in self.clients:
+            await client.close()
         await stop_actors("inference server", self._actors)
 
 

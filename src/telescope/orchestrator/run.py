@@ -22,7 +22,7 @@ from telescope.config.loader import choose_run_dir
 from telescope.errors import RunError, UserError
 from telescope.orchestrator.checkpoints import Checkpoint, CheckpointFolder, refuse_damage
 from telescope.orchestrator.collectors import Collectors, sources_of
-from telescope.orchestrator.evaluation import Evaluation, eval_point, finished_at
+from telescope.orchestrator.evaluation import Evaluation, eval_point
 from telescope.orchestrator.resume import check_data, find_checkpoint
 from telescope.orchestrator.run_components import RunComponents
 from telescope.orchestrator.run_directory import RunDirectory
@@ -155,7 +155,9 @@ class _TrainingRun:
         if self._resumed is not None:
             start = self._resumed.state
             await self._load_checkpoint(components, self._resumed)
-            await evaluation.start_due(start.step, done=finished_at(directory.path, start.step))
+            record = Run(directory.path)
+            done = record.values("evals", "number", version=start.step, status="finished", source="live")
+            await evaluation.start_due(start.step, done)
             return components, evaluation, start
         results = await evaluation.run_all(0) if evaluation.plans and config.eval_before_training else []
         if (headline := headline_of(results)) is not None:

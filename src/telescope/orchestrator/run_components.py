@@ -175,7 +175,6 @@ async def start_components(
     )
     stack.push_async_callback(inference.stop)
     await start_workers(parts, directory, status)
-    stack.push_async_callback(inference.close_clients)
 
     for client in inference.clients:
         client.initial_version = client.loaded_version = parts.first_version
