@@ -186,7 +186,6 @@ def in_place(parts: RunComponents) -> WeightSync:
         parts.config.replace(weight_transfer="in_place"),
         parts.trainer,
         parts.inference.clients,
-        loopback=True,
         engines_up=lambda: parts.servers.up,
         on_failure=parts.servers.report_failure,
         on_report=lambda report: None,

@@ -110,13 +110,15 @@ class RolloutActor:
         for position in positions:
             self._run(self._environments.prepare_resources(position))
 
-    def connect(self, servers: list[tuple[str, str]]) -> None:
-        """Connects to the inference servers, by address and secret."""
+    def connect(self, servers: list[tuple[str, str]], first_version: int) -> None:
+        """Connects to the inference servers, by address and secret. They start with this policy version."""
         from telescope.inference.base import backend_of
 
         async def connect() -> None:
             backend, config = backend_of(self._config), self._config
             self._engines[:] = [backend.connect(config, url, secret, i) for i, (url, secret) in enumerate(servers)]
+            for engine in self._engines:
+                engine.initial_version = first_version
 
         self._run(connect())
 
@@ -180,7 +182,7 @@ class RolloutHandle:
             async with asyncio.timeout(LOAD_SECONDS):
                 self.node, infos = await answer(self.actor.load.remote(checks_template), self._name)
             if group.engines:
-                await answer(self.actor.connect.remote(group.engines), self._name)
+                await self.connect()
         except TimeoutError:
             await self.kill()
             raise DeadlineExceeded(
@@ -195,7 +197,7 @@ class RolloutHandle:
 
     async def connect(self) -> None:
         """Connects it to the servers of the group."""
-        await answer(self.actor.connect.remote(self._group.engines), self._name)
+        await answer(self.actor.connect.remote(self._group.engines, self._group.first_version), self._name)
 
     async def exchange(self, orders: Orders, *, seconds: float | None = None, linger: float = 0.0) -> Report:
         """See `rollout.pool.Worker`."""
@@ -260,6 +262,7 @@ class RolloutGroup:
     ) -> None:
         self.config, self.specs, self.run_dir = config, list(specs), run_dir
         self.restarts = itertools.count()
+        self.first_version = 0
         self.engines: list[tuple[str, str]] = []
         """Address and secret of the servers, once they are started."""
         self.versions: Any = list
@@ -317,9 +320,9 @@ class RolloutGroup:
         ]
         await asyncio.gather(*calls)
 
-    async def connect(self, engines: list[tuple[str, str]], versions: Any) -> None:
+    async def connect(self, engines: list[tuple[str, str]], versions: Any, first_version: int = 0) -> None:
         """Connects all workers to the servers. `versions` returns the policy version of each."""
-        self.engines, self.versions = engines, versions
+        self.engines, self.versions, self.first_version = engines, versions, first_version
         await asyncio.gather(*(handle.connect() for handle in self.handles))
 
     async def stop(self) -> None:

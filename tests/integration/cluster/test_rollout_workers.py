@@ -32,6 +32,8 @@ from telescope.rollout.sample import RolloutSettings, RolloutTask
 from telescope.rollout.trajectory import Trajectory
 
 FINE = "fine"
+FIRST_VERSION = 3
+"""Policy version of the weights that the server starts with, as when a checkpoint is evaluated."""
 
 
 @dataclass
@@ -122,7 +124,7 @@ async def workers(ground: Ground, run_dir: Path, **fields: Any) -> AsyncIterator
     async with FakeEngineServer(FakeEngineSettings(tokens_per_second=0.0), answer=answer) as server:
         try:
             await group.start()
-            await group.connect([(server.url, server.secret)], lambda: [0])
+            await group.connect([(server.url, server.secret)], lambda: [FIRST_VERSION], FIRST_VERSION)
             pool = RolloutPool(group.handles, infos={"hostile": group.infos[0]}, seconds=1.0, linger=0.01)
             slots = pool.open_lane(TRAINING, [64 * config.rollout_num_workers], 2)
             slots.set_up(0, True)
@@ -147,6 +149,7 @@ async def test_a_worker_runs_rollouts_and_loads_neither_torch_nor_transformers(g
     async with workers(ground, tmp_path) as run:
         groups = await run.run(*[FINE] * 50, samples=4)
         assert rewards(groups) == [1.0] * 200
+        assert {s.version_range for group in groups for s in group} == {(FIRST_VERSION, FIRST_VERSION)}
         assert os.getpid() not in {s.reward.sample_metrics["pid"] for group in groups for s in group if s.reward}
         assert run.num_replaced == 0
 

@@ -260,10 +260,10 @@ async def test_ranks_of_two_nodes_connect_at_their_nodes_addresses_and_report_th
         network = network_of(config, placement, two_nodes.cluster.driver_node)
         assert not network.broadcast_on_loopback
         group = TrainerGroup(config, placement, two_nodes.run_dir, two_nodes.cluster)
-        infos = await group.setup(loopback=network.broadcast_on_loopback)
+        infos = await group.setup()
         assert [info.config_hash for info in infos] == [config.hash, config.hash]
         address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        listeners = [await group.listen_for_engine(engine, 1, loopback=False) for engine in range(2)]
+        listeners = [await group.listen_for_engine(engine, 1) for engine in range(2)]
         assert [listener.host for listener in listeners] == [address_of[node] for node in placement.rank_nodes]
         assert {listener.timeout_seconds for listener in listeners} == {77}
         names = [(await group.take_readings(rank)).node for rank in range(2)]
@@ -314,7 +314,7 @@ async def test_ranks_restart_on_the_nodes_that_are_left_when_one_is_lost(two_nod
     placement = await reserve(config, plan_placement(config, two_nodes.cluster.resources))
     try:
         group = TrainerGroup(config, placement, two_nodes.run_dir, two_nodes.cluster)
-        await group.setup(loopback=False)
+        await group.setup()
         here = two_nodes.cluster.driver_node
         (lost,) = [rank for rank, node in enumerate(placement.rank_nodes) if node != here]
         await asyncio.to_thread(raylets.remove_node, added, allow_graceful=False)
@@ -328,7 +328,7 @@ async def test_ranks_restart_on_the_nodes_that_are_left_when_one_is_lost(two_nod
         async with group.queue:
             await group.replace()
             assert placement.rank_nodes == [here, here]
-            await group.setup(loopback=False)
+            await group.setup()
             assert await group.weight_metadata()
         await group.stop()
     finally:

@@ -192,8 +192,8 @@ async def test_held_out_items_are_not_trained_on() -> None:
     made = InMemoryRun(config_of(number_of_steps=8))
     made.rollouts.infos = {"arithmetic": await made.environments.describe("arithmetic")}
     components = SimpleNamespace(
-        keys=SimpleNamespace(training=["arithmetic"], evals=[]), slots=made.slots, rollouts=made.rollouts,
-        servers=SimpleNamespace(clients=[made.engine], report_failure=None), trainer=made.trainer,
+        config=made.config, keys=SimpleNamespace(training=["arithmetic"], evals=[]), rollouts=made.rollouts,
+        servers=SimpleNamespace(slots=made.slots), trainer=made.trainer,
         weights=made.trainer, settings=RolloutSettings.from_config(made.config), data={},
     )  # fmt: skip
     evaluation = SimpleNamespace(
@@ -201,7 +201,7 @@ async def test_held_out_items_are_not_trained_on() -> None:
     )
     directory = SimpleNamespace(recorder=made.recorder)
     made.orchestrator = await make_orchestrator(
-        made.config, cast(Any, components), cast(Any, evaluation), cast(Any, directory), made.status
+        cast(Any, components), cast(Any, evaluation), cast(Any, directory), made.status
     )
     await made.run()
     items = {request.prompt_token_ids[0] - 1 for request in made.engine.requests}

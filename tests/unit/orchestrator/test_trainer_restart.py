@@ -183,7 +183,7 @@ class Ranks:
         assert self.queue.locked()
         self.calls.append("replace")
 
-    async def setup(self, *, loopback: bool) -> list[Any]:
+    async def setup(self) -> list[Any]:
         assert self.queue.locked()
         self.calls.append("setup")
         return [SimpleNamespace(config_hash=CONFIG.hash, compiles=False)]
@@ -211,10 +211,8 @@ class Bench:
         self.saving = Saving(folder / "checkpoints", checkpoint_every=1)
         self.status = self.saving.status
         self.directory = RunDirectory(folder, config, [])
-        self.restarts = TrainerRestarts(
-            config, cast(Any, SimpleNamespace(trainer=ranks, weights=ranks, loopback=True)), self.saving.folder,
-            self.directory, self.status,
-        )  # fmt: skip
+        parts: Any = SimpleNamespace(config=config, trainer=ranks, weights=ranks)
+        self.restarts = TrainerRestarts(parts, self.saving.folder, self.directory, self.status)
 
     async def restart(self) -> RunState:
         loops: Any = SimpleNamespace(run_state=lambda: lost_at(3, sampled_by(1, 2)))
