@@ -61,7 +61,7 @@ class Case:
     loop: str
     """`uvloop`, or `asyncio`, whose iterations can be measured."""
     cores: Sequence[int] = ()
-    """Cores for the driver, its engines and its environments; empty: all."""
+    """Cores for the driver, and its engines; empty: all."""
 
 
 def config_of(case: Case) -> TelescopeConfig:
@@ -73,7 +73,6 @@ def config_of(case: Case) -> TelescopeConfig:
             "model": case.tokenizer,
             "environments": [{"name": "coin"}],
             "environments_path": [str(Path(__file__).parent / "environments")],
-            "environment_workers": 1,
             "group_size": GROUP_SIZE,
             "prompts_batch_size_for_trainer": batch,
             # A group is open until its longest answer, several times as long as a slot is in use.
@@ -144,7 +143,7 @@ async def _observe(
     start_lags = lag.take()
     if turns is not None:
         turns.take()
-    others = {"engines": [s.pid for s in servers], "environments": list(run.environments.status().pids)}
+    others = {"engines": [s.pid for s in servers]}
     before = cpu_seconds() | {name: cpu_seconds_of(pids) for name, pids in others.items()}
     samples, tokens, steps = run.status.num_samples_finished, run.status.num_tokens_generated, run.status.step
     started_at, in_flight = time.monotonic(), []
@@ -165,7 +164,6 @@ async def _observe(
         "loop_ms": ms["thread:loop"],
         "recorder_ms": ms.get("thread:telescope-recorder", 0.0),
         "engines_ms": ms["engines"],
-        "environments_ms": ms["environments"],
         "driver_cores": (after["driver"] - before["driver"]) / seconds,
         "reference_ms": 1000 * reference_seconds(),
         "lag_p50_ms": 1000 * percentile(lags, 0.5),

@@ -228,6 +228,8 @@ class Orchestrator:
         """Takes ended samples. Here, and not where reports are read, their errors end the run."""
         while True:
             group, sample = await self._ended.get()
+            if self._has_ended:
+                continue  # it was cancelled, and its group is recorded
             if isinstance(sample, BaseException):
                 raise sample
             self._sample(group, sample)

@@ -12,6 +12,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -148,7 +149,14 @@ async def start_components(
         await group.prepare_resources()
     report_environments(config, keys, infos, status)
     parts = await RunComponents.plan(config, keys, rollouts)
-    parts.cluster, parts.topology = cluster, {"driver": cluster.node_names[cluster.driver_node]}
+    places = Counter(cluster.node_names.get(handle.node, handle.node) for handle in group.handles)
+    parts.cluster, parts.topology = (
+        cluster,
+        {
+            "driver": cluster.node_names[cluster.driver_node],
+            "rollout workers": ", ".join(f"{number} on {node}" for node, number in places.items()),
+        },
+    )
     if on_data is not None:
         if (chosen := await on_data(parts)) is None:
             parts.open_servers([], [], status)
@@ -181,6 +189,7 @@ async def start_components(
     await group.connect(
         inference.addresses, lambda: [client.loaded_version for client in inference.clients], parts.first_version
     )
+    stack.push_async_callback(rollouts.close)  # before the servers, whose end is then no failure
     parts.open_servers(inference.handles, inference.clients, status)
     for index, node in enumerate(placement.server_nodes):
         gpus = f"{placement.gpus_per_server:g} GPUs" if placement.gpus_per_server else "CPU"
@@ -269,7 +278,7 @@ async def load_trainer(parts: RunComponents, directory: RunDirectory, status: Ru
     status.set_component("trainer", "loading the model")
     infos = await trainer.setup()
     for info in infos:
-        _check_hash(parts.config, "a trainer rank", info.config_hash)
+        _check_hash(parts.trainer.config, "a trainer rank", info.config_hash)
     if infos[0].compiles:
         status.set_component("trainer", "compiling the model's blocks")
         spans = await trainer.warm_up()
