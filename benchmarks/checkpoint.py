@@ -36,6 +36,7 @@ import torch
 from measure import positive, provenance, require_gpus
 from rich.console import Console
 from rich.table import Table
+from tests.fakes.client import metrics_of
 from trainer import gpu_name, write_model
 from weight_sync import MORE_SHAPES, SHAPES, configuration, finish_model, load, print_logs
 
@@ -205,7 +206,7 @@ class TokenGaps:
     async def _watch(self, client: Any) -> None:
         count, since = -1.0, time.monotonic()
         while True:
-            latest = (await client.metrics())["vllm:generation_tokens_total"]
+            latest = (await metrics_of(client))["vllm:generation_tokens_total"]
             now = time.monotonic()
             if latest != count:
                 count, since = latest, now

@@ -22,6 +22,7 @@ from typing import Any
 from fake_servers import SECRET, VOCABULARY, ServerProcess, fake_servers
 from measure import LagMeter, TimedSelector, cpu_seconds, cpu_seconds_of, lag_of_turns, peak_rss_mib, percentile
 from tests.fakes.app import AnswerWriter
+from tests.fakes.client import ask_for_json
 from tests.fakes.engine import FakeEngineSettings, FakeRequest
 from tests.fakes.run import FakeRun, FakeTrainer, fake_run
 
@@ -60,7 +61,7 @@ class Case:
     loop: str
     """`uvloop`, or `asyncio`, whose iterations can be measured."""
     cores: Sequence[int] = ()
-    """Cores for the driver, its engines and its environments; empty: all."""
+    """Cores for the driver, and its engines; empty: all."""
 
 
 def config_of(case: Case) -> TelescopeConfig:
@@ -72,7 +73,6 @@ def config_of(case: Case) -> TelescopeConfig:
             "model": case.tokenizer,
             "environments": [{"name": "coin"}],
             "environments_path": [str(Path(__file__).parent / "environments")],
-            "environment_workers": 1,
             "group_size": GROUP_SIZE,
             "prompts_batch_size_for_trainer": batch,
             # A group is open until its longest answer, several times as long as a slot is in use.
@@ -104,9 +104,10 @@ async def started(case: Case, folder: Path) -> AsyncIterator[tuple[FakeRun, list
     )
     async with AsyncExitStack() as stack:
         servers = await stack.enter_async_context(fake_servers(NUM_SERVERS, settings))
-        packed = case.answers == "arrays"
-        clients = [EngineClient(s.url, SECRET, index, binary_responses=packed) for index, s in enumerate(servers)]
+        clients = [EngineClient(s.url, SECRET, index) for index, s in enumerate(servers)]
         for client in clients:
+            if case.answers != "arrays":
+                ask_for_json(client)
             stack.push_async_callback(client.close)
         trainer = FakeTrainer(seconds=STEP_SECONDS, keep=False)
         run = await stack.enter_async_context(fake_run(config_of(case), folder, servers, clients, trainer=trainer))
@@ -142,7 +143,7 @@ async def _observe(
     start_lags = lag.take()
     if turns is not None:
         turns.take()
-    others = {"engines": [s.pid for s in servers], "environments": list(run.environments.status().pids)}
+    others = {"engines": [s.pid for s in servers]}
     before = cpu_seconds() | {name: cpu_seconds_of(pids) for name, pids in others.items()}
     samples, tokens, steps = run.status.num_samples_finished, run.status.num_tokens_generated, run.status.step
     started_at, in_flight = time.monotonic(), []
@@ -163,7 +164,6 @@ async def _observe(
         "loop_ms": ms["thread:loop"],
         "recorder_ms": ms.get("thread:telescope-recorder", 0.0),
         "engines_ms": ms["engines"],
-        "environments_ms": ms["environments"],
         "driver_cores": (after["driver"] - before["driver"]) / seconds,
         "reference_ms": 1000 * reference_seconds(),
         "lag_p50_ms": 1000 * percentile(lags, 0.5),

@@ -6,7 +6,7 @@
 One vLLM server, launched as in a run, is loaded in turn by both, with the same requests in the same order (prompts,
 seeds, lengths), over the same route, with logprobs and binary responses:
 
-    orchestrator  the loops of a run: prompts, groups, request slots, environment processes, rewards, record. Its
+    orchestrator  the loops of a run: prompts, groups, request slots, a rollout worker, rewards, record. Its
                   trainer returns at once, and no weights are sent
     bare          as many coroutines as the server has slots, each with one connection; answers are only counted
 
@@ -24,8 +24,7 @@ the whole interval is above it.
 A ratio of tokens/s is the product of a ratio of tokens per step and one of steps per second. A driver determines only
 the first, by what it asks for and when (an empty slot is one token less in every step), and it hardly varies. The
 second also includes the speed of the machine. Each load also reports mean running requests, the share of steps that
-began requests (they cost more), idle time, and the cores used by the engine process, the HTTP process and this one;
-environment processes under the orchestrator are not counted.
+began requests (they cost more), idle time, and the cores used by the engine process, the HTTP process and this one.
 """
 
 from __future__ import annotations

@@ -17,9 +17,6 @@ from pathlib import Path
 
 import msgspec
 from measure import REPOSITORY
-
-sys.path.insert(0, str(REPOSITORY))
-
 from tests.fakes.engine import FakeEngineSettings
 
 from telescope.inference.auth import SECRET_VARIABLE

@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 from telescope.cli.main import main as telescope
+from telescope.cluster import rollout_group
+from telescope.cluster.rollout_group import RolloutActor
 from telescope.inference.base import GenerateRequest, Generation
 from telescope.inference.client import EngineClient
 from telescope.utils.process import run_and_exit
@@ -65,9 +67,21 @@ def forced(lengths: Lengths) -> Iterator[None]:
         yield
 
 
+def actor_with(lengths: Lengths) -> type[RolloutActor]:
+    """Returns the class of rollout workers whose processes ask for these lengths."""
+
+    class Forced(RolloutActor):
+        def connect(self, servers: list[tuple[str, str]]) -> None:
+            self._forced = forced(lengths)
+            self._forced.__enter__()
+            super().connect(servers)
+
+    return Forced
+
+
 def main(argv: list[str]) -> int:
     mean, p99, *arguments = argv
-    with forced(Lengths(float(mean), float(p99))):
+    with patch.object(rollout_group, "RolloutActor", actor_with(Lengths(float(mean), float(p99)))):
         return telescope(arguments)
 
 

@@ -10,6 +10,7 @@ import platform
 import resource
 import selectors
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))  # so that benchmarks can use the fakes of the tests
 
 LAG_GRID_SECONDS = 0.025
 """Interval of the points at which lag is measured. A finer grid would cost the driver more than its own work when
@@ -128,6 +130,17 @@ def cpu_seconds_of(pids: Iterable[int]) -> float:
 def peak_rss_mib() -> float:
     """Returns the peak resident memory of this process in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def own_process() -> dict[str, float]:
+    """Returns this process, its CPU seconds and its memory in MiB: resident, and the part that no other process has."""
+    lines = [line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]]
+    kib = {line[0]: int(line[1]) for line in lines}
+    private = kib["Private_Clean:"] + kib["Private_Dirty:"]
+    return {
+        "pid": os.getpid(), "cpu_seconds": time.process_time(), "rss_mib": kib["Rss:"] / 1024,
+        "private_mib": private / 1024,
+    }  # fmt: skip
 
 
 def positive(text: str) -> int:

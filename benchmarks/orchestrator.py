@@ -3,8 +3,9 @@
     python benchmarks/orchestrator.py --quick                      256 and 1,024 samples in flight, once
     python benchmarks/orchestrator.py --json results.json          256, 1,024 and 4,096, three times each
 
-Real: the loops, request slots, HTTP clients, environment processes and record, against fake engines in separate
-processes that answer in vLLM's format. Fake: the trainer and the weights. Each case runs in a fresh process.
+Real: the loops, a rollout worker in the driver's process with its HTTP clients and environments, and the record, over
+fake engines in separate processes that answer in vLLM's format. Fake: the trainer and the weights. Each case runs in a
+fresh process.
 """
 
 from __future__ import annotations

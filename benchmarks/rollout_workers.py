@@ -1,4 +1,4 @@
-"""Measures what rollout workers cost a run: steps lost by dividing request slots, and the driver's CPU per sample.
+"""Measures what rollout workers cost a run: steps lost by dividing request slots, CPU, lag, starts and kills.
 
     python benchmarks/rollout_workers.py --quick
     python benchmarks/rollout_workers.py --json results.json
@@ -10,6 +10,10 @@ gives each prompt the same answers with any number of workers.
 
 The second table is CPU time of this process: the real pool, loops, packing and recorder, over a scripted worker in the
 same process whose own time is subtracted. Ray's calls are not included.
+
+The last table is of real workers, in actors of Ray on this machine (`rollout_actors.py`): turns of four-turn samples of
+1,000 tokens as fast as they go, lag with 16,384 samples in flight, a worker killed every 10 seconds, and the start of a
+worker. Turns per second of 8 workers with a core each are the smaller of what their CPU and the driver's allow.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from measure import cpu_seconds, provenance
 from record import make_group
 from rich.console import Console
 from rich.table import Table
+from rollout_actors import measure, orchestrator_of
 from rollouts import MEAN_TOKENS, SampleRows, length_of
 from tests.fakes.engine import FakeRequest
 from tests.unit.orchestrator.fakes import config_of
@@ -42,20 +47,17 @@ from tests.unit.orchestrator.simulated_clock import run_simulated
 from tests.unit.orchestrator.simulation import Pace, Simulation
 
 from telescope.environments.types import EnvironmentInfo, PreparedPrompt
-from telescope.orchestrator.filters import SampleFilters
-from telescope.orchestrator.orchestrator import Orchestrator, Services
-from telescope.orchestrator.prompt_sampler import PromptSampler
-from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import Supervisor
 from telescope.record.recorder import Recorder
 from telescope.rollout.exchange import TRAINING, LaneState, Orders, Report, RunningSample
 from telescope.rollout.pool import RolloutPool
 from telescope.rollout.request_slots import share_slots
-from telescope.rollout.sample import RolloutSettings, RolloutTask
+from telescope.rollout.sample import RolloutTask
 from telescope.rollout.sample_rows import encode_rows
 from telescope.rollout.trajectory import Trajectory
 from telescope.rollout.worker import MANY_EVENTS
-from telescope.trainer.batch import StepInput, StepResult
+from telescope.trainer.batch import StepInput
+from telescope.utils.text import pluralize
 
 GROUP_SIZE = 8
 SLOTS = 64
@@ -73,7 +75,11 @@ NUM_TOKENS = 1000
 """Tokens of a scripted answer."""
 DRIVER_SLOTS = 512
 MAX_DRIVER_MS = 0.15
-PACKAGES = ("numpy", "pyarrow")
+MIN_TURNS_PER_SECOND, MAX_LAG_MS, MAX_START_SECONDS, MAX_MIB = 5000, 20, 1, 150
+NUM_CORES = 8
+"""Workers with a core each, for which turns per second are extrapolated."""
+PARTS = ("slots", "driver", "start", "turns", "lag", "kills")
+PACKAGES = ("numpy", "pyarrow", "ray")
 
 
 def answer(request: FakeRequest) -> list[int]:
@@ -183,6 +189,9 @@ class ScriptedWorker:
         self.seconds += time.thread_time() - started
         return pickle.loads(data) if data else report
 
+    async def restart(self) -> None:
+        raise NotImplementedError("a scripted worker is never lost")
+
     def _report(self, orders: Orders) -> Report:
         report = Report(prompts=[(number, self._prompt(item)) for number, _, item in orders.prompts])
         for task in orders.groups:
@@ -212,18 +221,6 @@ class ScriptedWorker:
         )  # fmt: skip
 
 
-class CountingTrainer:
-    """Trains and sends nothing."""
-
-    data_size, packs = 1, True
-
-    async def train_step(self, inputs: list[StepInput]) -> StepResult:
-        return StepResult({"grad_norm": 1.0, "learning_rate": 1e-6}, [])
-
-    async def sync(self) -> dict[str, float]:
-        return {}
-
-
 async def driver_cpu(pickled: bool, steps: int, profile: cProfile.Profile | None = None) -> dict[str, Any]:
     """Runs a driver over a scripted worker as fast as it goes. Returns CPU in ms per finished sample, by thread."""
     config = config_of(
@@ -231,17 +228,13 @@ async def driver_cpu(pickled: bool, steps: int, profile: cProfile.Profile | None
         max_off_policy_steps=-1, max_concurrent_prompts_per_server=DRIVER_SLOTS // GROUP_SIZE,
         discard_group_zero_advantage=False, max_tokens=NUM_TOKENS, max_model_len=2000, seq_len=8192,
     )  # fmt: skip
-    worker, trainer, status = ScriptedWorker(pickled), CountingTrainer(), RunStatus("benchmark", steps)
-    pool, supervisor = RolloutPool([worker]), Supervisor()
+    worker, supervisor = ScriptedWorker(pickled), Supervisor()
+    pool = RolloutPool([worker])
     slots = pool.open_lane(TRAINING, [DRIVER_SLOTS], GROUP_SIZE)
     slots.set_up(0, True)
     with tempfile.TemporaryDirectory(prefix="telescope-driver-") as folder, Recorder(folder) as recorder:
-        services = Services(
-            pool, ["math"], slots, trainer, trainer, recorder, SampleFilters(), [EnvironmentInfo("math", 100_000)]
-        )  # fmt: skip
-        sampler = PromptSampler(0, [100_000], [1.0], [0])
-        settings = RolloutSettings.from_config(config)
-        orchestrator = Orchestrator(config, services, sampler, frozenset(), settings, status)
+        orchestrator = orchestrator_of(config, pool, slots, EnvironmentInfo("math", 100_000), "math", recorder)
+        status = orchestrator.status
         before = cpu_seconds()
         if profile is not None:
             profile.enable()
@@ -299,10 +292,59 @@ def show(lost: Sequence[dict[str, Any]], drivers: Sequence[dict[str, Any]]) -> b
     return is_met
 
 
+def show_actors(found: dict[str, list[dict[str, Any]]]) -> bool:
+    """Prints what was measured of real workers. Returns whether every target is met."""
+    table = Table("what", "measured", "target", "check", title="Rollout workers in actors of Ray")
+    checks: list[tuple[str, str, str, bool]] = []
+    for row in found.get("turns", ()):
+        name = f"{pluralize(row['workers'], 'worker')}: "
+        cpu = f"{row['worker_ms_per_turn']:.2f} + {row['driver_ms_per_turn']:.2f} ms"
+        checks.append(
+            (f"{name}turns/s here; CPU a turn, worker + driver", f"{row['turns_per_second']:.0f}; {cpu}", "", True)
+        )
+        allowed = (NUM_CORES * 1000 / row["worker_ms_per_turn"], 1000 / row["driver_ms_per_turn"])
+        rates = " and ".join(f"{rate:,.0f}" for rate in allowed)
+        target = MIN_TURNS_PER_SECOND
+        checks.append(
+            (
+                f"{name}turns/s that {NUM_CORES} cores of workers and one of the driver allow",
+                rates,
+                f"{target:,}",
+                min(allowed) >= target,
+            )
+        )
+    for row in found.get("lag", ()):
+        load = f"{row['in_flight']:,.0f} in flight, {row['samples_per_second']:.0f} samples/s"
+        what = f"lag of the driver's loop, p99, {load}"
+        checks.append((what, f"{row['lag_p99_ms']:.1f} ms", f"{MAX_LAG_MS} ms", row["lag_p99_ms"] <= MAX_LAG_MS))
+        checks.append(("  of its own CPU alone", f"{row['turns_p99_ms']:.1f} ms", "", True))
+        checks.append(
+            (
+                "  driver CPU a sample, Ray's calls included",
+                f"{row['driver_ms']:.2f} ms",
+                f"{MAX_DRIVER_MS} ms",
+                row["driver_ms"] <= MAX_DRIVER_MS,
+            )
+        )
+    for row in found.get("kills", ()):
+        what = f"{row['kills']} kills in {row['seconds']:.0f} s: samples run again, of {row['samples_of_trained']:,}"
+        checks.append((what, f"{row['samples_run_again']}; {row['masked']} masked", "ledger exact", row["exact"]))
+    for row in found.get("start", ()):
+        what = f"start of a worker (CPU {row['cpu_seconds']:.2f} s), after Ray's {row['ray_seconds']:.1f} s"
+        checks.append((what, f"{row['seconds']:.2f} s", f"{MAX_START_SECONDS} s", row["seconds"] <= MAX_START_SECONDS))
+        what = f"memory of a worker, private {row['private_mib']:.0f} MiB; of an empty actor {row['ray_rss_mib']:.0f}"
+        checks.append((what, f"{row['rss_mib']:.0f} MiB", f"{MAX_MIB} MiB", row["rss_mib"] <= MAX_MIB))
+    for what, value, target, good in checks:
+        table.add_row(what, value, target, "ok" if good else "missed")
+    if checks:
+        Console(width=None if sys.stdout.isatty() else 140).print(table)
+    return all(good for *_, good in checks)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--parts", nargs="+", choices=("slots", "driver"), default=["slots", "driver"], help="default: both")
+    add("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the simulated runs (default: 0 1 2)")
     add("--steps", type=int, default=20, help="measured steps of each simulated run (default: 20)")
     add("--profile", action="store_true", help="print where the driver's event loop spends its time")
@@ -320,7 +362,9 @@ def main() -> int:
         for pickled in (False, True):
             runs = [asyncio.run(driver_cpu(pickled, num_steps)) for _ in arguments.seeds]
             drivers.append(sorted(runs, key=lambda run: run["driver_ms"])[len(runs) // 2])
+    actors = measure([part for part in arguments.parts if part not in ("slots", "driver")], arguments.quick)
     is_met = show(lost, drivers)
+    is_met = show_actors(actors) and is_met
     if arguments.profile:
         profile = cProfile.Profile()
         asyncio.run(driver_cpu(True, 50, profile))
@@ -328,7 +372,7 @@ def main() -> int:
     if arguments.json:
         report = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
         settings = {"seeds": arguments.seeds, "steps": arguments.steps, "group_size": GROUP_SIZE, "slots": SLOTS}
-        for part, results in (("slots", lost), ("driver", drivers)):
+        for part, results in (("slots", lost), ("driver", drivers), *actors.items()):
             if part in arguments.parts:
                 report[part] = {"provenance": made, "settings": settings, "results": results}
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")

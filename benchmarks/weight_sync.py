@@ -37,6 +37,7 @@ import torch
 from measure import positive, provenance, require_gpus
 from rich.console import Console
 from rich.table import Table
+from tests.fakes.client import metrics_of
 from trainer import SHAPES, gpu_name, write_model
 
 from telescope.cluster.reaper import Reaper
@@ -185,7 +186,6 @@ def in_place(parts: RunComponents) -> WeightSync:
         parts.config.replace(weight_transfer="in_place"),
         parts.trainer,
         parts.inference.clients,
-        loopback=True,
         engines_up=lambda: parts.servers.up,
         on_failure=parts.servers.report_failure,
         on_report=lambda report: None,
@@ -214,7 +214,7 @@ async def load(parts: RunComponents, requests: int) -> AsyncIterator[None]:
 
 async def sampled(parts: RunComponents) -> float:
     """Returns the tokens that all engines have sampled so far."""
-    return sum([(await client.metrics())["vllm:generation_tokens_total"] for client in parts.inference.clients])
+    return sum([(await metrics_of(client))["vllm:generation_tokens_total"] for client in parts.inference.clients])
 
 
 async def measure_kind(parts: RunComponents, weights: WeightSync, shape: str, num_syncs: int) -> dict[str, Any]:

@@ -21,30 +21,25 @@ from telescope.environments.types import EnvironmentInfo, EnvironmentSpec
 from telescope.errors import InfrastructureError
 from telescope.evals.entries import environment_keys
 from telescope.inference.base import EngineBackend
-from telescope.orchestrator.evaluation import Evaluation, plan_evals
-from telescope.orchestrator.filters import SampleFilters
-from telescope.orchestrator.orchestrator import Orchestrator, Services
-from telescope.orchestrator.prompt_sampler import PromptSampler
+from telescope.orchestrator.evaluation import Evaluation
+from telescope.orchestrator.orchestrator import Orchestrator
+from telescope.orchestrator.run_components import RunComponents
+from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.servers import ServerHandle, ServerPool
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import Supervisor
+from telescope.orchestrator.training import make_orchestrator
 from telescope.record.recorder import Recorder
 from telescope.rollout.environment_runner import EnvironmentRunner
 from telescope.rollout.environments import LoadedEnvironments
-from telescope.rollout.exchange import TRAINING
+from telescope.rollout.exchange import Orders, Report
 from telescope.rollout.pool import Lane, RolloutPool
 from telescope.rollout.rendering import Renderer, RendererSpec
-from telescope.rollout.request_slots import slots_per_server
-from telescope.rollout.sample import RolloutSettings
-from telescope.rollout.stops import Stops
 from telescope.rollout.worker import RolloutWorker
 from telescope.trainer.batch import StepInput, StepResult
 
 VOCAB_SIZE = 1000
 """Vocabulary size for `filter_gibberish`."""
-
-SERVER_START_SECONDS = 10.0
-"""Time limit for a fake server's return; a real one has `inference_start_timeout_seconds`."""
 
 
 @dataclass
@@ -128,6 +123,7 @@ class FakeRun:
     status: RunStatus
     recorder: Recorder
     environments: LoadedEnvironments
+    worker: LocalWorker
     evaluation: Evaluation
 
     async def run(self, timeout: float = 300.0) -> None:
@@ -154,6 +150,30 @@ def load_environments(
     return LoadedEnvironments(runner, timeout_seconds=config.environment_timeout_seconds), infos
 
 
+class LocalWorker:
+    """A rollout worker in this process. A restart abandons threads that are stuck in user code."""
+
+    def __init__(self, config: TelescopeConfig, environments: LoadedEnvironments, engines: list[EngineBackend]) -> None:
+        self.config, self.environments, self.engines = config, environments, engines
+        self.num_restarts = 0
+        self._worker = self._start()
+
+    def _start(self) -> RolloutWorker:
+        return RolloutWorker(self.environments, self.engines, grouped=not self.config.enable_individual_sample_lanes)
+
+    async def exchange(self, orders: Orders, *, seconds: float | None = None, linger: float = 0.0) -> Report:
+        return await self._worker.exchange(orders, seconds=seconds, linger=linger)
+
+    async def restart(self) -> None:
+        self.num_restarts += 1
+        await self.close()
+        self.environments.is_stuck = False
+        self._worker = self._start()
+
+    async def close(self) -> None:
+        await self._worker.close()
+
+
 @asynccontextmanager
 async def fake_run(
     config: TelescopeConfig,
@@ -173,52 +193,26 @@ async def fake_run(
         keys = environment_keys(config)
         environments, infos = load_environments(config, keys.specs)
         stack.push_async_callback(environments.close)
-        worker = RolloutWorker(environments, clients, grouped=not config.enable_individual_sample_lanes)
+        worker = LocalWorker(config, environments, clients)
         stack.push_async_callback(worker.close)
-        by_key = {spec.identity: info for spec, info in zip(keys.specs, infos, strict=True)}
-        rollouts = RolloutPool([cast(Any, worker)], infos=by_key)
+        rollouts = RolloutPool([worker], infos=dict(zip([spec.identity for spec in keys.specs], infos, strict=True)))
         stack.push_async_callback(rollouts.close)
         weights = FakeWeightSync(trainer)
         status = RunStatus("fake", config.number_of_steps)
-        group_size = config.group_size if config.enable_individual_sample_lanes else 1
-        slots = rollouts.open_lane(TRAINING, [slots_per_server(config)] * len(clients), group_size)
-        servers = ServerPool(
-            handles, clients, slots, status,
-            start_timeout=SERVER_START_SECONDS, hang_timeout=0.0,
-            num_dedicated=config.num_eval_servers, eval_slots_per_server=config.lanes_per_server,
-        )  # fmt: skip
-        servers.bring_weights = weights.sync_one
-        weights.servers = servers
-        rollouts.on_engine_failure = servers.report_failure
-        for index in range(len(clients)):
-            servers.open(index)
-        recorder = stack.enter_context(Recorder(run_dir, flush_seconds=flush_seconds))
-        settings = RolloutSettings.from_config(config, Stops(**infos[0].stops))
+        parts = await RunComponents.plan(config, keys, rollouts)
+        parts.open_servers(handles, clients, status)
+        parts.trainer, parts.weights = cast(Any, trainer), cast(Any, weights)
+        weights.servers, parts.servers.bring_weights = parts.servers, weights.sync_one
+        directory = RunDirectory(run_dir, config, [])
+        directory.recorder = stack.enter_context(Recorder(run_dir, flush_seconds=flush_seconds))
         evaluation = Evaluation(
-            await plan_evals(config, keys, rollouts, settings), config, rollouts, servers, settings, recorder,
+            parts.evals, config, rollouts, parts.servers, parts.settings, directory.recorder,
             status, lambda coroutine, name: asyncio.create_task(coroutine, name=name),
         )  # fmt: skip
-        infos = [by_key[key] for key in keys.training]
-        sizes = [info.num_samples for info in infos]
-        orchestrator = Orchestrator(
-            config,
-            Services(
-                rollouts=rollouts,
-                environment_keys=keys.training,
-                slots=slots,
-                trainer=trainer,
-                weights=weights,
-                recorder=recorder,
-                filters=SampleFilters.from_config(config, vocab_size=VOCAB_SIZE),
-                infos=infos,
-                after_step=lambda step, state: evaluation.start_due(step),
-                eval_history=evaluation.history,
-            ),
-            PromptSampler(config.seed, sizes, [entry.weight for entry in config.environments], [0] * len(sizes)),
-            frozenset(),
-            settings,
-            status,
+        orchestrator = await make_orchestrator(
+            parts, evaluation, directory, status, after_step=lambda step, state: evaluation.start_due(step)
         )
         yield FakeRun(
-            config, orchestrator, trainer, weights, servers, slots, status, recorder, environments, evaluation
+            config, orchestrator, trainer, weights, parts.servers, parts.servers.slots, status, directory.recorder,
+            environments, worker, evaluation,
         )  # fmt: skip

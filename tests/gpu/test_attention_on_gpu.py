@@ -12,13 +12,14 @@ from torch import nn
 
 from telescope.trainer import flash_attention_4
 from telescope.trainer.attention import make_layout, packed_attention
+from telescope.utils.packages import is_installed
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
-KERNELS = ["varlen", *(["flash_attn_4"] if flash_attention_4.is_installed() else [])]
+KERNELS = ["varlen", *(["flash_attn_4"] if is_installed("flash_attn.cute") else [])]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

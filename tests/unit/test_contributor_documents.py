@@ -37,13 +37,6 @@ def test_every_link_leads_to_a_file(page: Path):
     assert [link for link in sorted(links_of(page)) if not (page.parent / link).exists()] == []
 
 
-def test_a_prompt_crosses_at_most_34_files():
-    way = CONTRIBUTING.read_text().partition("## One prompt, from dataset to gradient")[2]
-    files = re.findall(r"`([\w/]+\.py)`", way)
-    assert 10 < len(files) <= 34
-    assert len(files) == len(set(files))
-
-
 def test_the_architecture_opens_with_the_loop():
     first = ARCHITECTURE.read_text().partition("</pre>")[0]
     assert first.startswith("# Architecture\n\n## The loop")

@@ -16,7 +16,6 @@ import time
 import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from telescope.cli.main import OwnParser
@@ -121,44 +120,38 @@ def find_stops(config: TelescopeConfig, target: EvalTarget) -> dict[str, Any]:
 @contextmanager
 def serving(config: TelescopeConfig, target: EvalTarget) -> Iterator[tuple[str, str]]:
     """Serves a model while the context is open. Yields URL and key. Raises `RunError` if vLLM does not start."""
-    _say(f"reading {target.path}" if target.is_native else f"model: {target.description}")
-    with Reaper() as reaper:
-        folder = target.model_folder(reaper.directory, config.engine_dtype)
-        with _started(config, folder, reaper.directory) as served:
-            yield served
-
-
-@contextmanager
-def _started(config: TelescopeConfig, folder: Path, directory: Path) -> Iterator[tuple[str, str]]:
     from telescope.inference.base import Address, backend_of
     from telescope.inference.server import InferenceServer, SupervisionLimits
 
-    with socket.create_server((LOOPBACK, 0)) as free:
-        port = free.getsockname()[1]
-    secret = secrets.token_urlsafe(32)
-    limits = SupervisionLimits(start_timeout=config.inference_start_timeout_seconds, max_restarts=0)
-    server = InferenceServer(config, Address(0, LOOPBACK, port, secret), str(folder), directory, limits=limits)
-    started = threading.Event()
+    _say(f"reading {target.path}" if target.is_native else f"model: {target.description}")
+    with Reaper() as reaper:
+        folder = target.model_folder(reaper.directory, config.engine_dtype)
+        with socket.create_server((LOOPBACK, 0)) as free:
+            port = free.getsockname()[1]
+        address = Address(0, LOOPBACK, port, secrets.token_urlsafe(32))
+        limits = SupervisionLimits(start_timeout=config.inference_start_timeout_seconds, max_restarts=0)
+        server = InferenceServer(config, address, str(folder), reaper.directory, limits=limits)
+        started = threading.Event()
 
-    def show_start() -> None:
-        backend, began, shown = backend_of(config), time.monotonic(), ""
-        stage = backend.progress([])
-        while not started.wait(STATUS_SECONDS):
-            stage = backend.progress(server.status().last_log_lines, stage)
-            if stage != shown:
-                shown = stage
-                _say(f"starting {backend.name}: {stage} ({time.monotonic() - began:.0f} s)")
+        def show_start() -> None:
+            backend, began, shown = backend_of(config), time.monotonic(), ""
+            stage = backend.progress([])
+            while not started.wait(STATUS_SECONDS):
+                stage = backend.progress(server.status().last_log_lines, stage)
+                if stage != shown:
+                    shown = stage
+                    _say(f"starting {backend.name}: {stage} ({time.monotonic() - began:.0f} s)")
 
-    progress = threading.Thread(target=show_start, name="progress of the start", daemon=True)
-    progress.start()
-    try:
+        progress = threading.Thread(target=show_start, name="progress of the start", daemon=True)
+        progress.start()
         try:
-            server.start()
+            try:
+                server.start()
+            finally:
+                started.set()
+            yield server.url, address.secret
         finally:
-            started.set()
-        yield server.url, secret
-    finally:
-        server.stop()
+            server.stop()
 
 
 def _talk(conversation: Conversation) -> None:

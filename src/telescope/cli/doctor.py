@@ -34,14 +34,7 @@ from rich.table import Table
 from rich.text import Text
 
 import telescope
-from telescope.config.machine import (
-    LOOPBACK,
-    SHARED_MEMORY,
-    listen_problem,
-    local_resources,
-    ray_cluster_is_configured,
-    visible_gpus,
-)
+from telescope.config import machine
 from telescope.config.megatron import NEEDS_TRANSFORMER_ENGINE, TRANSFORMER_ENGINE, TRANSFORMER_ENGINE_FIX
 from telescope.config.schema import TelescopeConfig
 from telescope.errors import UserError
@@ -84,7 +77,7 @@ def run_checks(*, hub: bool = True) -> list[Check]:
     with ThreadPoolExecutor(2) as pool:  # the two slow checks run beside the others
         torch_answer = pool.submit(ask_torch)
         hub_answer = pool.submit(check_hub) if hub else None
-        found = visible_gpus("name", "memory.total", "driver_version")
+        found = machine.visible_gpus("name", "memory.total", "driver_version")
         gpus = [f"{name} ({memory} MiB, driver {driver})" for name, memory, driver in found]
         checks = [
             *check_machine(gpus),
@@ -121,11 +114,11 @@ def check_machine(gpus: list[str]) -> Iterator[Check]:
     is_supported = (3, 11) <= sys.version_info[:2] <= (3, 13)
     fix = "use CPython 3.11, 3.12 or 3.13: Ray and vLLM have builds for those"
     yield judge("Python", f"{platform.python_version()} ({sys.executable})", (not is_supported, "bad", fix))
-    system, machine = platform.system(), platform.machine()
+    system, processor = platform.system(), platform.machine()
     yield judge(
-        "system", f"{system} {platform.release()} {machine}",
+        "system", f"{system} {platform.release()} {processor}",
         (system != "Linux", "bad", "train on Linux; reading runs works everywhere"),
-        (machine != "x86_64", "note", "untested: the pinned packages were tried on x86_64"),
+        (processor != "x86_64", "note", "untested: the pinned packages were tried on x86_64"),
     )  # fmt: skip
     cores = len(os.sched_getaffinity(0))
     fix = "two or more, or the engine and the trainer take turns"
@@ -144,7 +137,7 @@ def check_machine(gpus: list[str]) -> Iterator[Check]:
     yield judge("GPU", found or "no NVIDIA GPU", (not gpus, "note", fix))
 
 
-def check_shared_memory(path: Path = SHARED_MEMORY, *, has_gpus: bool = False) -> Check:
+def check_shared_memory(path: Path = machine.SHARED_MEMORY, *, has_gpus: bool = False) -> Check:
     if not path.is_dir():
         return Check("shared memory", "bad", f"{path} is missing", f"mount a tmpfs on {path}: Ray and vLLM need it")
     usage = shutil.disk_usage(path)
@@ -284,9 +277,9 @@ def check_writable(name: str, folder: Path) -> Check:
 
 def check_ray_cluster() -> Check:
     address = str(default_of("ray_address"))
-    if ray_cluster_is_configured(address):
+    if machine.ray_cluster_is_configured(address):
         return Check("Ray cluster", "ok", f"a run joins the one at {os.environ.get('RAY_ADDRESS') or address}")
-    node = local_resources().nodes[0]
+    node = machine.local_resources().nodes[0]
     size = f"{node.cpus:.0f} CPUs, {node.gpus:.0f} GPUs"
     return Check("Ray cluster", "ok", f"none running: a run starts its own on this machine ({size})")
 
@@ -294,7 +287,7 @@ def check_ray_cluster() -> Check:
 def check_port() -> Check:
     """Checks the first port that a run reserves for servers."""
     port = int(str(default_of("inference_base_port")))
-    problem = listen_problem(LOOPBACK, port)
+    problem = machine.listen_problem(machine.LOOPBACK, port)
     fix = f"stop the process using port {port}, perhaps another run, or set --inference_base_port N"
     return judge("inference port", f"{port}: {problem}" if problem else f"{port} is free", (problem, "note", fix))
 

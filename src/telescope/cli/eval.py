@@ -109,11 +109,12 @@ def run(argv: Sequence[str]) -> int:
 
 def _measure(job: EvalJob, run_path: str | None) -> EvalOutcome:
     from telescope.cli.train import try_environments_of
-    from telescope.orchestrator.eval_run import keys_of_evals, run_evals
+    from telescope.evals.entries import environment_keys
+    from telescope.orchestrator.eval_run import run_evals
     from telescope.trackers.launch import TrackerProcess
     from telescope.tui.live import phases
 
-    notices = try_environments_of(job.config, keys_of_evals(job.config))
+    notices = try_environments_of(job.config, environment_keys(job.config, with_training=False))
     with phases("evaluation", (*job.notes, *notices), ". The same command continues") as view:
         evals = run_path and dict(zip(("entity", "project", "run_id"), run_path.split("/"), strict=True))
         record = {"record": str(job.run_dir or job.output), "evals": job.eval_names()}

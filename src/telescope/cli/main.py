@@ -53,15 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(arguments)
-    except ConfigError as error:
-        _print_problems(error)
-        return EXIT_BAD_INPUT
-    except UserError as error:
+    except (UserError, RunError) as error:
         _print_error(error)
-        return EXIT_BAD_INPUT
-    except RunError as error:
-        _print_error(error)
-        return EXIT_FAILED
+        return EXIT_FAILED if isinstance(error, RunError) else EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("Interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -195,25 +189,14 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(width=PIPE_WIDTH, highlight=False)
 
 
-def _print_error(error: Exception) -> None:
-    """Prints the message of an error and its notes."""
-    from telescope.utils.text import plain
-
-    print(plain("\n".join([f"telescope: {error}", *getattr(error, "__notes__", ())])), file=sys.stderr)
-
-
-def _print_problems(error: ConfigError) -> None:
-    """Prints each problem of a configuration once."""
+def _print_error(error: UserError | RunError) -> None:
+    """Prints the message of an error and its notes, and each problem of a configuration once."""
     from telescope.utils.text import plain
 
     # Two checks may find the same problem. A quoted template or path may contain control sequences.
-    problems = list(dict.fromkeys(map(plain, error.problems)))
-    if len(problems) == 1:
-        print(f"telescope: {problems[0]}", file=sys.stderr)
-        return
-    print(f"telescope: {len(problems)} problems:", file=sys.stderr)
-    for problem in problems:
-        print(f"  - {problem}", file=sys.stderr)
+    problems = list(dict.fromkeys(map(plain, error.problems if isinstance(error, ConfigError) else [str(error)])))
+    text = problems[0] if len(problems) == 1 else "\n  - ".join([f"{len(problems)} problems:", *problems])
+    print("\n".join([f"telescope: {text}", *map(plain, getattr(error, "__notes__", ()))]), file=sys.stderr)
 
 
 if __name__ == "__main__":

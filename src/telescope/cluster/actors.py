@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import logging
 import os
 import socket
 import tempfile
-from collections.abc import Awaitable, Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -42,6 +43,9 @@ ACTOR_OPTIONS: dict[str, Any] = {
 """Ray never restarts an actor: its state is weights and processes. Calls in the concurrency groups are answered while
 the actor works; those of `observe` also while calls of `control` wait for engines."""
 
+logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 20.0
 DAEMON_EXIT_SECONDS = 0.5
 """A raylet that stops ends its actors first; it has exited after this time."""
 
@@ -251,16 +255,29 @@ async def answer(reference: Any, what: str) -> Any:
         raise cause from error
 
 
-async def dump_stacks(calls: Mapping[str, Awaitable[str]]) -> dict[str, str]:
-    """Returns each process's stacks, or why there are none."""
+async def dump_stacks(kind: str, actors: Sequence[Any]) -> dict[str, str]:
+    """Returns the stacks of each actor, such as `trainer rank 0`, or why there are none."""
     stacks: dict[str, str] = {}
-    for name, call in calls.items():
+    for name, call in [(f"{kind} {index}", actor.dump_stacks.remote()) for index, actor in enumerate(actors)]:
         try:
             async with asyncio.timeout(5):
                 stacks[name] = await call
         except Exception as error:
             stacks[name] = f"no answer: {error!r}"
     return stacks
+
+
+async def stop_actors(kind: str, actors: Sequence[Any]) -> None:
+    """Lets actors end what they started. Removing their placement group ends their processes."""
+
+    async def stop(index: int, actor: Any) -> None:
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await actor.stop.remote()
+        except Exception as error:
+            logger.warning("%s %d did not stop by itself: %r", kind, index, error)
+
+    await asyncio.gather(*(stop(index, actor) for index, actor in enumerate(actors)))
 
 
 class HostGroup:

@@ -6,12 +6,11 @@ Owns addresses and the run's secret. `orchestrator.servers` tracks which servers
 from __future__ import annotations
 
 import asyncio
-import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from telescope.cluster.actors import InferenceActor, answer, dump_stacks, make_actor
+from telescope.cluster.actors import InferenceActor, answer, dump_stacks, make_actor, stop_actors
 from telescope.cluster.placement import Network, Placement
 from telescope.cluster.ray_cluster import Cluster
 from telescope.config import TelescopeConfig
@@ -20,9 +19,6 @@ from telescope.errors import DeadlineExceeded
 from telescope.inference.base import Address, EngineBackend, TraceTarget, backend_of
 from telescope.record.gauges import ReadingBatch
 
-logger = logging.getLogger(__name__)
-
-STOP_TIMEOUT_SECONDS = 20.0
 ANSWER_TIMEOUT_SECONDS = 30.0
 
 
@@ -60,7 +56,7 @@ class InferenceGroup:
     ) -> None:
         self._config = config
         self._secret = secret
-        self.clients: list[EngineBackend] = []
+        self._clients: dict[int, EngineBackend] = {}
         cpus = config.ray_inference_cpus_per_worker * config.inference_tensor_parallel_size
         host = bind_host(config, network)
         self._nodes = [cluster.node_names[node] for node in placement.server_nodes]
@@ -74,8 +70,6 @@ class InferenceGroup:
             for index in range(config.num_inference_servers)
         ]
         self.handles = [ActorHandle(actor, index) for index, actor in enumerate(self._actors)]
-        self._clients_by_index: dict[int, EngineBackend] = {}
-        self._urls: dict[int, str] = {}
 
     async def start(self, index: int) -> Any:
         """Starts server `index`, waits until it answers, and creates its client. Returns its `ServerInfo`."""
@@ -88,20 +82,18 @@ class InferenceGroup:
                 f"inference server {index} did not start within inference_start_timeout_seconds = {timeout:g} s; "
                 "its log is in the run directory"
             ) from None
-        self._urls[index] = info.url
-        self._clients_by_index[index] = backend_of(self._config).connect(self._config, info.url, self._secret, index)
-        self.clients = [client for _, client in sorted(self._clients_by_index.items())]
+        self._clients[index] = backend_of(self._config).connect(self._config, info.url, self._secret, index)
         return info
+
+    @property
+    def clients(self) -> list[EngineBackend]:
+        """Clients of the started servers."""
+        return [client for _, client in sorted(self._clients.items())]
 
     @property
     def addresses(self) -> list[tuple[str, str]]:
         """Address and secret of every server, for clients in other processes."""
-        return [(url, self._secret) for _, url in sorted(self._urls.items())]
-
-    async def close_clients(self) -> None:
-        """Closes the HTTP connections, which aborts requests in flight."""
-        for client in self.clients:
-            await client.close()
+        return [(client.base_url, self._secret) for client in self.clients]
 
     async def take_readings(self, index: int) -> ReadingBatch:
         """A server's metrics since the last call."""
@@ -111,21 +103,13 @@ class InferenceGroup:
 
     async def dump_stacks(self) -> dict[str, str]:
         """Stacks of each server's actor, or the reason why there are none. Those of the engine are in its log."""
-        actors = enumerate(self._actors)
-        return await dump_stacks({f"inference server {index}": a.dump_stacks.remote() for index, a in actors})
+        return await dump_stacks("inference server", self._actors)
 
     async def stop(self) -> None:
-        """Stops every engine process through its actor."""
-
-        async def stop(index: int, actor: Any) -> None:
-            try:
-                async with asyncio.timeout(STOP_TIMEOUT_SECONDS):
-                    await actor.stop.remote()
-            except Exception as error:
-                # Its processes watch for the actor's end, which follows from removing the placement group.
-                logger.warning("inference server %d did not stop by itself: %r", index, error)
-
-        await asyncio.gather(*(stop(index, actor) for index, actor in enumerate(self._actors)))
+        """Aborts requests in flight. Stops every engine process through its actor, with which it ends at the latest."""
+        for client in self.clients:
+            await client.close()
+        await stop_actors("inference server", self._actors)
 
 
 def bind_host(config: TelescopeConfig, network: Network) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from telescope.cluster.actors import ActorExited, answer, use_temporary_directory
 from telescope.cluster.ray_cluster import Cluster
@@ -29,13 +30,13 @@ from telescope.environments.user_code import default_memory_limit
 from telescope.errors import DeadlineExceeded, InfrastructureError, UserError
 from telescope.record.files import RunFiles
 from telescope.rollout.exchange import Orders, Report, WorkerLost
-from telescope.utils.process import ignore_sigterm, log_tail, open_log
+from telescope.utils.process import ignore_sigterm, log_tail, open_log, rotate_log
 
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
-MAX_LOG_BYTES = 64 * 2**20
+MAX_LOG_BYTES = 8 * 2**20
 NEWS_SECONDS = 1.0
 """How long a call waits for news of a worker. It is also the worker's heartbeat."""
 LINGER_SECONDS = 0.05
@@ -46,12 +47,14 @@ SILENCE_SECONDS = 10.0
 LOAD_SECONDS = 600.0
 """Time to load the environments, downloads included."""
 LOG_TAIL_BYTES = 4000
+START_ATTEMPTS = 3
+"""Starts in a row of a worker that is replaced: its node may be lost too, a while before Ray knows."""
 
 
 class RolloutActor:
     """Actor of one rollout worker, whose coroutines run in an event loop in a thread of its own.
 
-    The main thread is Ray's, and handles signals.
+    The main thread is Ray's, and handles signals. No method is a coroutine, else Ray runs them all in another thread.
     """
 
     def __init__(self, config_json: str, index: int, run_dir: str, specs: list[EnvironmentSpec]) -> None:
@@ -61,10 +64,10 @@ class RolloutActor:
         use_temporary_directory()
         self._config = config = TelescopeConfig.from_json(config_json)
         self._index, self._specs = index, specs
-        self._doing = "starting"
         setup_logging(Path(run_dir), f"rollout-{index}", None, debug=config.debug, console=False)
         # User code may write to the standard outputs, which Ray would send to the driver.
-        self._log = open_log(RunFiles(run_dir).log(f"rollout-{index}"))
+        self._log_path = RunFiles(run_dir).log(f"rollout-{index}")
+        self._log = open_log(self._log_path)
         for stream in (1, 2):
             os.dup2(self._log.fileno(), stream)
         faulthandler.enable(self._log)
@@ -91,37 +94,31 @@ class RolloutActor:
 
         renderer = Renderer(RendererSpec.from_config(config))
         paths = [str(Path(place).expanduser().resolve()) for place in config.environments_path]
-        runner = EnvironmentRunner(self._specs, renderer, paths, on_stage=self._on_stage)
+        runner = EnvironmentRunner(self._specs, renderer, paths, on_stage=_log_stage)
         infos = [runner.describe(i, checks_template=checks_template) for i in range(len(self._specs))]
         self._run(runner.prepare_own_resources())
         _limit_memory(default_memory_limit())
         environments = LoadedEnvironments(runner, timeout_seconds=config.environment_timeout_seconds)
         self._environments = environments
         self._worker = RolloutWorker(environments, self._engines, grouped=not config.enable_individual_sample_lanes)
-        self._watch = asyncio.run_coroutine_threadsafe(_show_blocks(config, self._log), self._loop)
+        watching = _watch(self._log_path, self._log, config.environment_timeout_seconds)
+        self._watching = asyncio.run_coroutine_threadsafe(watching, self._loop)
         return ray.get_runtime_context().get_node_id(), infos
-
-    def _on_stage(self, stage: str, doing: str) -> None:
-        self._doing = doing
-        print(f"{doing} ...", file=sys.stderr, flush=True)
-
-    @ray.method(concurrency_group="observe")
-    def doing(self) -> str:
-        """Returns what it loads."""
-        return self._doing
 
     def prepare_resources(self, positions: list[int]) -> None:
         """Prepares the resources of environments."""
         for position in positions:
             self._run(self._environments.prepare_resources(position))
 
-    def connect(self, servers: list[tuple[str, str]]) -> None:
-        """Connects to the inference servers, by address and secret."""
+    def connect(self, servers: list[tuple[str, str]], first_version: int) -> None:
+        """Connects to the inference servers, by address and secret. They start with this policy version."""
         from telescope.inference.base import backend_of
 
         async def connect() -> None:
             backend, config = backend_of(self._config), self._config
             self._engines[:] = [backend.connect(config, url, secret, i) for i, (url, secret) in enumerate(servers)]
+            for engine in self._engines:
+                engine.initial_version = first_version
 
         self._run(connect())
 
@@ -140,10 +137,15 @@ class RolloutActor:
             self._run(self._environments.close())
 
 
-async def _show_blocks(config: TelescopeConfig, log: BinaryIO) -> None:
-    """Writes all stacks to the log when user code blocks the event loop for longer than its deadline."""
+def _log_stage(stage: str, doing: str) -> None:
+    print(f"{doing} ...", file=sys.stderr, flush=True)
+
+
+async def _watch(path: Path, log: BinaryIO, seconds: float) -> None:
+    """Bounds the log, and writes all stacks to it when user code blocks the event loop for so many seconds."""
     while True:
-        faulthandler.dump_traceback_later(config.environment_timeout_seconds, file=log)
+        faulthandler.dump_traceback_later(seconds, file=log)
+        rotate_log(path, MAX_LOG_BYTES)
         await asyncio.sleep(1.0)
 
 
@@ -174,13 +176,13 @@ class RolloutHandle:
     async def start(self, *, checks_template: bool = False) -> list[EnvironmentInfo]:
         """Starts the actor. Returns the descriptions of its environments."""
         self.num_starts += 1
-        group, config = self._group, self._group.config
-        self.actor = group.actor_class.remote(config.to_json(), self.index, str(group.run_dir), group.specs)
+        group = self._group
+        self.actor = group.make_actor(self.index)
         try:
             async with asyncio.timeout(LOAD_SECONDS):
                 self.node, infos = await answer(self.actor.load.remote(checks_template), self._name)
             if group.engines:
-                await answer(self.actor.connect.remote(group.engines), self._name)
+                await self.connect()
         except TimeoutError:
             await self.kill()
             raise DeadlineExceeded(
@@ -195,7 +197,7 @@ class RolloutHandle:
 
     async def connect(self) -> None:
         """Connects it to the servers of the group."""
-        await answer(self.actor.connect.remote(self._group.engines), self._name)
+        await answer(self.actor.connect.remote(self._group.engines, self._group.first_version), self._name)
 
     async def exchange(self, orders: Orders, *, seconds: float | None = None, linger: float = 0.0) -> Report:
         """See `rollout.pool.Worker`."""
@@ -214,15 +216,21 @@ class RolloutHandle:
 
     async def restart(self) -> None:
         """Starts the worker anew. Raises `InfrastructureError` after `rollout_max_restarts`."""
-        await self.kill()
-        group, limit = self._group, self._group.config.rollout_max_restarts
-        if next(group.restarts) >= limit:
-            raise InfrastructureError(
-                f"{self._name} has to be replaced, after {limit} rollout workers already (rollout_max_restarts). Their "
-                f"logs say why{self.log_end()}"
-            )
-        logger.warning("%s is being replaced", self._name)
-        await self.start()
+        limit = self._group.config.rollout_max_restarts
+        for attempts_left in reversed(range(START_ATTEMPTS)):
+            await self.kill()
+            if next(self._group.restarts) >= limit:
+                raise InfrastructureError(
+                    f"{self._name} has to be replaced, after {limit} rollout workers already (rollout_max_restarts). "
+                    f"Their logs say why{self.log_end()}"
+                )
+            logger.warning("%s is being replaced", self._name)
+            try:
+                await self.start()
+                return
+            except InfrastructureError:
+                if not attempts_left:
+                    raise
 
     async def kill(self) -> None:
         """Ends the process at once."""
@@ -254,19 +262,30 @@ class RolloutGroup:
     ) -> None:
         self.config, self.specs, self.run_dir = config, list(specs), run_dir
         self.restarts = itertools.count()
+        self.first_version = 0
         self.engines: list[tuple[str, str]] = []
         """Address and secret of the servers, once they are started."""
         self.versions: Any = list
         self.stop_seconds = 5.0
         options: dict[str, Any] = {
             "num_cpus": config.rollout_cpus_per_worker,
-            "scheduling_strategy": config.rollout_placement_strategy,
             "max_restarts": 0,
-            "concurrency_groups": {"exchange": 4, "observe": 1},
+            "concurrency_groups": {"exchange": 4},
         }
-        self.actor_class: Any = ray.remote(**options)(RolloutActor)
+        self._actor_class: Any = ray.remote(**options)(RolloutActor)
         self.handles = [RolloutHandle(self, index) for index in range(num_workers(config, cluster))]
+        self._nodes = [cluster.driver_node, *(node for node in cluster.node_names if node != cluster.driver_node)]
         self.infos: list[EnvironmentInfo] = []
+
+    def make_actor(self, index: int) -> Any:
+        """Starts the process of a worker: with SPREAD, on the nodes that are left, in turn."""
+        strategy: Any = "DEFAULT"
+        if self.config.rollout_placement_strategy == "SPREAD":  # Ray's own leaves nodes out
+            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            nodes = [node for node in self._nodes if node in alive]
+            strategy = NodeAffinitySchedulingStrategy(nodes[index % len(nodes)], soft=False)
+        actor = self._actor_class.options(scheduling_strategy=strategy)
+        return actor.remote(self.config.to_json(), index, str(self.run_dir), self.specs)
 
     async def start(self) -> None:
         """Starts all workers. Raises the first error, `UserError` for what the user can fix."""
@@ -301,9 +320,9 @@ class RolloutGroup:
         ]
         await asyncio.gather(*calls)
 
-    async def connect(self, engines: list[tuple[str, str]], versions: Any) -> None:
+    async def connect(self, engines: list[tuple[str, str]], versions: Any, first_version: int = 0) -> None:
         """Connects all workers to the servers. `versions` returns the policy version of each."""
-        self.engines, self.versions = engines, versions
+        self.engines, self.versions, self.first_version = engines, versions, first_version
         await asyncio.gather(*(handle.connect() for handle in self.handles))
 
     async def stop(self) -> None:

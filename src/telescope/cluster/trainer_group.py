@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from telescope.cluster.actors import ActorExited, TrainerActor, answer, dump_stacks, make_actor
+from telescope.cluster.actors import ActorExited, TrainerActor, answer, dump_stacks, make_actor, stop_actors
 from telescope.cluster.placement import Placement
 from telescope.cluster.ray_cluster import Cluster
 from telescope.config import TelescopeConfig
@@ -49,8 +49,6 @@ SETUP_TIMEOUT_SECONDS = 1800.0
 CHECKPOINT_TIMEOUT_SECONDS = 3600.0
 """Hundreds of gigabytes on a slow network drive."""
 
-STOP_TIMEOUT_SECONDS = 20.0
-
 RANK_EXIT_SECONDS = 2.0
 """When a command fails on one rank because another has exited, Ray reports the exit within this time."""
 
@@ -70,7 +68,11 @@ CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, s
 class TrainerGroup:
     """The trainer's ranks, numbered from 0."""
 
-    def __init__(self, config: TelescopeConfig, placement: Placement, run_dir: Path, cluster: Cluster) -> None:
+    def __init__(
+        self, config: TelescopeConfig, placement: Placement, run_dir: Path, cluster: Cluster, *, loopback: bool = False
+    ) -> None:
+        """`loopback`: ranks and servers connect over loopback."""
+        self._loopback = loopback
         self.world_size = config.trainer_num_workers
         self.config = config
         self._step_timeout = config.watchdog_seconds
@@ -96,7 +98,6 @@ class TrainerGroup:
         self.is_settled = True
         """Whether the ranks have the weights of `version`: not during a step, nor after one that failed."""
         self._log_starts = [log_size(path) for path in self._logs]
-        self._nodes = self._names_of_nodes()
         cpus = self.config.ray_trainer_cpus_per_worker
         self._ranks = [
             make_actor(TrainerActor, self._placement.rank_options(rank, cpus)).remote(
@@ -116,7 +117,8 @@ class TrainerGroup:
         what = "starting the ranks again, within ray_placement_timeout_s"
         await self._all(what, self.config.ray_placement_timeout_s, "dump_stacks")
 
-    def _names_of_nodes(self) -> list[str]:
+    @property
+    def _nodes(self) -> list[str]:
         return [self._node_names.get(node, node) for node in self._placement.rank_nodes]
 
     async def watch(self) -> None:
@@ -135,12 +137,11 @@ class TrainerGroup:
         except RankLost:  # it was placed on a lost node, whose loss Ray had not noticed
             await self._start_again()
         self._placement.find_ranks()
-        self._nodes = self._names_of_nodes()
 
-    async def setup(self, *, loopback: bool) -> list[Any]:
+    async def setup(self) -> list[Any]:
         """Connects the ranks and loads the model. Returns each rank's `TrainerInfo`."""
-        host, port = await self._one(0, "opening the port of the ranks", "address", loopback)
-        infos = await self._all("model setup", SETUP_TIMEOUT_SECONDS, "setup", host, port, loopback)
+        host, port = await self._one(0, "opening the port of the ranks", "address", self._loopback)
+        infos = await self._all("model setup", SETUP_TIMEOUT_SECONDS, "setup", host, port, self._loopback)
         self._devices = [info.device for info in infos]
         self._layouts = [info.layout for info in infos]
         check_layouts(self._layouts)
@@ -215,10 +216,10 @@ class TrainerGroup:
         """Restarts and version. Equal only if the weights are: a restart counts versions from 0 again."""
         return self._num_restarts, self.version
 
-    async def listen_for_engine(self, engine: int, num_workers: int, *, loopback: bool) -> InitInfo:
+    async def listen_for_engine(self, engine: int, num_workers: int) -> InitInfo:
         """Opens the sender's listener for an engine. Returns what the engine's workers need to connect."""
         what = f"listening for engine {engine}"
-        return await self._one(self._sender(engine), what, "listen_for_engine", engine, num_workers, loopback)
+        return await self._one(self._sender(engine), what, "listen_for_engine", engine, num_workers, self._loopback)
 
     async def connect_engine(self, engine: int) -> None:
         """Opens the sender's end of a communicator. The engine opens its end at the same time."""
@@ -308,19 +309,12 @@ class TrainerGroup:
 
     async def dump_stacks(self) -> dict[str, str]:
         """Stacks of every rank's process, or the reason why there are none."""
-        return await dump_stacks({f"trainer rank {rank}": a.dump_stacks.remote() for rank, a in enumerate(self._ranks)})
+        return await dump_stacks("trainer rank", self._ranks)
 
     async def stop(self) -> None:
         """Lets the ranks close their communicators. Ray ends their processes with the placement group."""
-        if self._is_warming_up:
-            return  # they do not answer before they have compiled, and have no communicator to a server yet
-        results = await asyncio.gather(
-            *(asyncio.wait_for(rank.stop.remote(), STOP_TIMEOUT_SECONDS) for rank in self._ranks),
-            return_exceptions=True,
-        )
-        for rank, result in enumerate(results):
-            if isinstance(result, Exception):
-                logger.warning("trainer rank %d did not stop by itself: %r", rank, result)
+        if not self._is_warming_up:  # else they do not answer, and have no communicator to a server yet
+            await stop_actors("trainer rank", self._ranks)
 
     async def _one(self, rank: int, what: str, command: str, *args: Any, group: str | None = "control") -> Any:
         """Runs one command on one rank. `what` names it in errors.

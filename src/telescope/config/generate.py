@@ -25,8 +25,10 @@ def default_yaml() -> str:
     for section in SECTIONS:
         lines += [f"# --- {section.TITLE} ---", ""]
         for field in describe_section(section):
-            text = textwrap.wrap(_described(field), COMMENT_WIDTH - 2, break_on_hyphens=False)
-            lines += [f"# {line}" for line in text]
+            choices = f" One of {field.type}." if field.type.startswith('"') else ""
+            span = f" Range: {field.range}." if field.range and "Range:" not in field.text else ""
+            text = f"{field.text}{choices}{span}"
+            lines += [f"# {line}" for line in textwrap.wrap(text, COMMENT_WIDTH - 2, break_on_hyphens=False)]
             lines += [f"{field.name}: {yaml_text(field.default)}", ""]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -41,12 +43,6 @@ def resolved_yaml(config: TelescopeConfig) -> str:
             mark = "  # set" if name in config.user_set else ""
             lines.append(f"{name}: {yaml_text(values[name])}{mark}")
     return "\n".join(lines) + "\n"
-
-
-def _described(field: FieldDescription) -> str:
-    choices = f" One of {field.type}." if field.type.startswith('"') else ""
-    span = f" Range: {field.range}." if field.range and "Range:" not in field.text else ""
-    return f"{field.text}{choices}{span}"
 
 
 NAMES = {type(None): "null", Any: "any"}

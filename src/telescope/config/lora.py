@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from telescope.config.base import Rule
-from telescope.config.model_contents import listed
 from telescope.config.model_shape import ModelShape
 from telescope.errors import ConfigError
+from telescope.utils.text import listed
 
 if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig

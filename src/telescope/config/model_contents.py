@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 HEADER_LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # limit of the format: https://github.com/huggingface/safetensors#format
-
-MAX_NAMES_IN_MESSAGE = 4
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -109,11 +107,3 @@ def token_text(token: Any) -> str | None:
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else None
-
-
-def listed(names: Iterable[str]) -> str:
-    """The first few names, and how many more there are."""
-    all_names = list(names)
-    text = ", ".join(all_names[:MAX_NAMES_IN_MESSAGE])
-    left = len(all_names) - MAX_NAMES_IN_MESSAGE
-    return text if left <= 0 else f"{text} and {left} more"

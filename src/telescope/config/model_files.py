@@ -13,21 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
+from telescope.config import model_contents
 from telescope.config.chat_template import NO_TEMPLATE, compile_template, render_problem
 from telescope.config.megatron import check_architecture, check_division
 from telescope.config.messages import show
-from telescope.config.model_contents import (
-    SPECIAL_TOKENS,
-    largest_token_id,
-    listed,
-    quantized_tensors,
-    safetensors_tensors,
-    token_text,
-    tokenizer_problem,
-)
 from telescope.config.model_shape import ModelShape, known_shape, uneven_heads
 from telescope.config.model_source import TOKENIZER_FILES, HubUnreachableError, ModelFiles, files_here, find_files
 from telescope.errors import ConfigError
+from telescope.utils.text import listed
 
 if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
@@ -92,7 +85,10 @@ def check_rendering(config: TelescopeConfig) -> None:
     except jinja2.TemplateSyntaxError:
         return
     tokenizer_config = None if files is None else files.read_object("tokenizer_config.json")
-    variables: dict[str, Any] = {name: token_text((tokenizer_config or {}).get(name)) or "" for name in SPECIAL_TOKENS}
+    variables: dict[str, Any] = {
+        name: model_contents.token_text((tokenizer_config or {}).get(name)) or ""
+        for name in model_contents.SPECIAL_TOKENS
+    }
     problem = render_problem(template, variables | {"enable_thinking": config.enable_thinking})
     if problem is not None:
         what = "chat_template" if config.chat_template is not None else f"The chat template of {config.model!r}"
@@ -179,13 +175,13 @@ def _check_vocabulary(
     if "tokenizer.json" not in files.names:
         return
     tokenizer = files.parse_json("tokenizer.json")
-    problem = tokenizer_problem(tokenizer)
+    problem = model_contents.tokenizer_problem(tokenizer)
     if problem is not None:
         raise ConfigError(
             f"model is {config.model!r}, but tokenizer.json of {files.where} is broken: {problem}. Download or save it "
             "again: AutoTokenizer.from_pretrained(<base model>).save_pretrained(<folder>)"
         )
-    largest = largest_token_id(tokenizer, files.read_object("tokenizer_config.json") or {}, template)
+    largest = model_contents.largest_token_id(tokenizer, files.read_object("tokenizer_config.json") or {}, template)
     text_config = model_config.get("text_config")
     size = (text_config if isinstance(text_config, Mapping) else model_config).get("vocab_size")
     if isinstance(size, int) and largest is not None and largest >= size:
@@ -238,14 +234,14 @@ def _check_weight_files(config: TelescopeConfig, files: ModelFiles, folder: Path
         )
     for name in present:
         try:
-            found = safetensors_tensors(folder / name)
+            found = model_contents.safetensors_tensors(folder / name)
         except (OSError, ValueError) as error:
             problem = f"it cannot be read ({error.strerror or error})" if isinstance(error, OSError) else error
             raise ConfigError(
                 f"model is {config.model!r}, but {name} of {files.where} is broken: {problem}. Download or save the "
                 "model again"
             ) from None
-        if name in loaded and (quantized := quantized_tensors(found)):
+        if name in loaded and (quantized := model_contents.quantized_tensors(found)):
             raise ConfigError(
                 f"model is {config.model!r}, but {name} of {files.where} holds {listed(quantized)}: quantized "
                 f"weights cannot be trained. {QUANTIZATION_FIX}"

@@ -1,14 +1,16 @@
 """Sizes of a model from its `config.json`: layers, widths, parameters, KV cache.
 
-Includes a small table of well-known models, so that a plan can be printed without access to the hub. Reading the files
-is `model_files`.
+Includes a small table of well-known models (`model_shape.yaml`), so that a plan can be printed without
+access to the hub. Reading the files is `model_files`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+from telescope.utils.data import table_of
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -169,41 +171,13 @@ def uneven_heads(num_ranks: int, num_heads: int, num_kv_heads: int) -> str | Non
     return None
 
 
+_KNOWN = table_of(__file__)["models"]
+
+
 def known_shape(model: str) -> ModelShape | None:
     """The shape of a well-known hub model, by name; None for others."""
     name = model.rsplit("/", 1)[-1].lower()
     for suffix in ("-instruct", "-base"):
         name = name.removesuffix(suffix)
-    return _KNOWN.get(name)
-
-
-def _qwen2(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocab: int, tied: bool) -> ModelShape:
-    return ModelShape(
-        layers, hidden, inner, heads, kv_heads, hidden // heads, vocab, tied,
-        qkv_bias=True, max_position_embeddings=32768,
-    )  # fmt: skip
-
-
-def _qwen3(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, tied: bool) -> ModelShape:
-    return ModelShape(
-        layers, hidden, inner, heads, kv_heads, 128, 151936, tied, qk_norm=True, max_position_embeddings=32768
-    )
-
-
-_KNOWN: dict[str, ModelShape] = {
-    "qwen2.5-0.5b": _qwen2(24, 896, 4864, 14, 2, 151936, True),
-    "qwen2.5-1.5b": _qwen2(28, 1536, 8960, 12, 2, 151936, True),
-    "qwen2.5-3b": _qwen2(36, 2048, 11008, 16, 2, 151936, True),
-    "qwen2.5-7b": _qwen2(28, 3584, 18944, 28, 4, 152064, False),
-    "qwen2.5-14b": _qwen2(48, 5120, 13824, 40, 8, 152064, False),
-    "qwen2.5-32b": _qwen2(64, 5120, 27648, 40, 8, 152064, False),
-    "qwen3-0.6b": _qwen3(28, 1024, 3072, 16, 8, True),
-    "qwen3-1.7b": _qwen3(28, 2048, 6144, 16, 8, True),
-    "qwen3-4b": _qwen3(36, 2560, 9728, 32, 8, True),
-    "qwen3-8b": _qwen3(36, 4096, 12288, 32, 8, False),
-    "qwen3-14b": _qwen3(40, 5120, 17408, 40, 8, False),
-    "qwen3-30b-a3b": replace(_qwen3(48, 2048, 6144, 32, 4, False), num_experts=128, expert_intermediate_size=768),
-    "qwen3-32b": _qwen3(64, 5120, 25600, 64, 8, False),
-    "qwen3-235b-a22b": replace(_qwen3(94, 4096, 12288, 64, 4, False), num_experts=128, expert_intermediate_size=1536),
-    "llama-3.3-70b": ModelShape(80, 8192, 28672, 64, 8, 128, 128256, False, max_position_embeddings=131072),
-}
+    sizes = _KNOWN.get(name)
+    return None if sizes is None else ModelShape(**sizes)

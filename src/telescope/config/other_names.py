@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-import yaml
-
+from telescope.utils.data import table_of
 from telescope.utils.text import did_you_mean
 
-# With libyaml where there is one: every command imports this.
-NAMES = yaml.load(Path(__file__).with_suffix(".yaml").read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+NAMES = table_of(__file__)
 
 FIELD_OF: dict[str, str] = {name: field for field, names in NAMES["fields"].items() for name in names.split()}
 """Fields by their names elsewhere."""

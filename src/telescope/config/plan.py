@@ -136,8 +136,10 @@ def plan_placement(config: TelescopeConfig, resources: ClusterResources, *, with
 
     groups = sorted((group for group in both if group[0]), key=size)
     for order in (groups, groups[::-1]):
-        placed = _place_groups(order, resources)
-        if placed is not None:
+        free = _Free.of(resources)
+        parts = [_place(bundles, strategy, free) for bundles, strategy in order]
+        if None not in parts:
+            placed = [item for part in parts for item in part or ()]
             placed.sort(key=lambda item: (item.bundle.role != "inference", item.bundle.index))
             return Placement(device, tuple(placed), tuple(bundles[0].role for bundles, _ in order))
     raise PlacementError(
@@ -260,7 +262,8 @@ def _check_totals(
             f"({_describe_nodes(resources)}). {_lower_gpu_workers(config, resources.gpus)}"
         )
     if cpus > resources.cpus + CPU_TOLERANCE:
-        workers = config.inference_num_workers + config.trainer_num_workers
+        share = _usual_share(resources.cpus / (config.inference_num_workers + config.trainer_num_workers))
+        shares = "ray_inference_cpus_per_worker and ray_trainer_cpus_per_worker"
         no_gpu = device == "cpu" and config.device == "auto"
         raise PlacementError(
             ("No GPU was found, so that everything would run on CPUs: " if no_gpu else "")
@@ -270,7 +273,7 @@ def _check_totals(
             f"{config.ray_trainer_cpus_per_worker:g} needs {cpus:g} CPU cores, but the cluster has "
             f"{resources.cpus:g} ({_describe_nodes(resources)}). "
             + ("Run it on a machine with GPUs; or, for CPUs, lower " if no_gpu else "Lower ")
-            + _suggested_share(resources.cpus / workers)
+            + (f"{shares} to {share:g}, or lower " if share else "")
             + "inference_num_workers or trainer_num_workers"
         )
 
@@ -350,19 +353,6 @@ class _Free:
         return PlacedBundle(bundle, self.node, tuple(indices))
 
 
-def _place_groups(
-    groups: Sequence[tuple[Sequence[Bundle], str]], resources: ClusterResources
-) -> list[PlacedBundle] | None:
-    free = _Free.of(resources)
-    placed: list[PlacedBundle] = []
-    for bundles, strategy in groups:
-        result = _place(bundles, strategy, free)
-        if result is None:
-            return None
-        placed += result
-    return placed
-
-
 def _place(bundles: Sequence[Bundle], strategy: str, free: list[_Free]) -> list[PlacedBundle] | None:
     """Places equal bundles by one strategy, taking from `free`. None when they do not fit."""
     placed: list[PlacedBundle] = []
@@ -398,12 +388,6 @@ def _usual_share(share: float) -> float:
     """Rounds cores per worker down to a usual number. 0 if that leaves none."""
     step = next((step for step in (1.0, 0.5, 0.1, 0.01) if share >= step), None)
     return round(int(share / step + CPU_TOLERANCE) * step, 2) if step else 0.0
-
-
-def _suggested_share(share: float) -> str:
-    amount = _usual_share(share)
-    fields = "ray_inference_cpus_per_worker and ray_trainer_cpus_per_worker"
-    return f"{fields} to {amount:g}, or lower " if amount else ""
 
 
 def _describe_nodes(resources: ClusterResources) -> str:

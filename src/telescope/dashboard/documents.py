@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import threading
 from pathlib import Path
@@ -21,6 +20,7 @@ from pydantic import BaseModel
 
 from telescope.errors import UserError
 from telescope.record.files import read_json, replace_file
+from telescope.utils.text import home_folder
 
 MAX_BYTES = 256 * 2**10
 """Size of one document. Notes of a run are a few KiB."""
@@ -47,8 +47,7 @@ class Document(BaseModel):
 
 def user_folder() -> Path:
     """Returns the folder of the documents. Creates nothing."""
-    base = os.environ.get("XDG_CONFIG_HOME")
-    return (Path(base) if base else Path.home() / ".config") / "telescope" / "dashboard"
+    return home_folder("XDG_CONFIG_HOME", ".config") / "dashboard"
 
 
 class Documents:

@@ -81,7 +81,11 @@ class Projects:
         due = 0.0
         while not self._closing.is_set():
             if time.monotonic() >= due:
-                due = time.monotonic() + self._find()
+                try:
+                    self._found, self._problem = self._server.projects(), None
+                except WandbError as error:
+                    self._problem = str(error)
+                due = time.monotonic() + (RETRY_SECONDS if self._problem else FIND_SECONDS)
             added, removed, _ = self._chosen()
             wanted = dict.fromkeys(path for path in (*self._found, *added) if path not in removed)
             for remote in list(self.remotes):
@@ -94,12 +98,3 @@ class Projects:
                 self.remotes.append(remote)
                 remote.start(must_answer=False)
             self._closing.wait(LOOK_SECONDS)
-
-    def _find(self) -> float:
-        """Searches for projects with runs of Telescope. Returns the seconds until the next search."""
-        try:
-            self._found, self._problem = self._server.projects(), None
-        except WandbError as error:
-            self._problem = str(error)
-            return RETRY_SECONDS
-        return FIND_SECONDS

@@ -31,6 +31,7 @@ from telescope.dashboard.store import NotFoundError, RunStore
 from telescope.errors import UserError
 from telescope.health.rules import WINDOW
 from telescope.record.reader import Run, RunSummary, find_runs, superseded
+from telescope.utils.text import listed
 
 SEARCH_SECONDS = 5.0
 """How long a list of the folders is used before the roots are searched again."""
@@ -151,9 +152,7 @@ class Registry:
             runs = [store.run for store in self._stores.values()]
         for run in runs:
             if names := [path.as_posix() for path in run.unreadable]:
-                more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-                problem = f"These files cannot be read: {', '.join(names[:MOST_NAMED])}{more}"
-                found.setdefault(run.files.run_dir, problem)
+                found.setdefault(run.files.run_dir, f"These files cannot be read: {listed(names, MOST_NAMED)}")
         remote = {f"W&B {each.project.path}": each.problem for each in list(self.remotes) if each.problem}
         problems = remote | {str(path): problem for path, problem in found.items()}
         return [{"path": path, "problem": problem} for path, problem in problems.items()]

@@ -34,6 +34,7 @@ from telescope.errors import UserError
 from telescope.record.files import RunFiles, read_json, replace_file, replace_json
 from telescope.record.run_info import RunInfo, read_run_json, status_now, write_run_json
 from telescope.trackers.wandb_files import FOLDER, MANIFEST
+from telescope.utils.text import home_folder, listed
 
 LIST_SECONDS = 15.0
 """Time between two looks at the list of runs."""
@@ -74,8 +75,7 @@ class RemoteCopy:
 
 def cache_folder() -> Path:
     """Returns the folder of all copies. Creates nothing."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "telescope" / "wandb"
+    return home_folder("XDG_CACHE_HOME", ".cache") / "wandb"
 
 
 @contextmanager
@@ -162,9 +162,8 @@ class WandbRuns:
                 self._copies[run.name] = RunCopy(self.project, self.root / run.name, run)
             else:
                 known.take_over(run)
-        names = list(self._others.values())
-        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        problem = f"Runs of another layout, without a record of Telescope: {', '.join(names[:MOST_NAMED])}{more}."
+        names = listed(self._others.values(), MOST_NAMED)
+        problem = f"Runs of another layout, without a record of Telescope: {names}."
         self.problem = problem if names else None
         if not self._copies:
             none = "The project has no runs of Telescope. Runs appear here when they start."

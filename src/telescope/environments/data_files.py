@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from telescope.errors import UserError
-from telescope.utils.text import nearest_name, user_path
+from telescope.utils.text import listed, nearest_name, user_path
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
 NOT_DATA = re.compile(r"(.*/)?(\..*|node_modules/.*|(package(-lock)?|tsconfig[^/]*)\.json)")  # relative paths
@@ -72,8 +72,7 @@ def _listed(folder: Path, wanted: str = "") -> str:
     names = [str(file.relative_to(folder)) for file in _data_files(folder)]
     close = nearest_name(wanted, [Path(name).name for name in names])
     names.sort(key=lambda name: Path(name).name != close)
-    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
-    return f"Data files in {folder}: {', '.join(names[:20]) or 'none'}{more}."
+    return f"Data files in {folder}: {listed(names, 20) or 'none'}."
 
 
 def _rows(owner: str, file: Path, split: str | None) -> Iterator[dict[str, Any]]:

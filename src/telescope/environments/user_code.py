@@ -5,8 +5,8 @@ awaitable and is resumed with the result, or with the error raised inside; its r
 synchronous user code may call `asyncio.run` itself, even after an await.
 
 `deadline` interrupts Python code. It cannot interrupt a single long operation of C (`95**97**99`, a regular expression,
-and in other threads than the main one a sleep); for those the deadline of the call replaces the process. `within`
-bounds a coroutine. Invariant: a coroutine is not charged for time in which other code blocks the event loop.
+a sleep); for those the deadline of the call replaces the process. `within` bounds a coroutine. Invariant: a coroutine
+is not charged for time in which other code blocks the event loop.
 
 `describe_error` names the line of user code that an error comes from, for any exception: also for one whose `__str__`
 raises or returns megabytes of text.
@@ -18,7 +18,6 @@ import asyncio
 import ctypes
 import inspect
 import os
-import signal
 import sysconfig
 import threading
 import time
@@ -26,7 +25,6 @@ import traceback
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 R = TypeVar("R")
@@ -76,44 +74,10 @@ class DeadlinePassed(TimeoutError):
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Raises `DeadlinePassed` inside the block when it takes longer than `seconds`.
+    """Raises `DeadlinePassed` inside the block, at the next instruction of Python, when it takes longer than `seconds`.
 
-    The earliest of nested deadlines holds. Outside the main thread, which receives no signals, code of C that does not
-    return is not interrupted.
+    The earliest of nested deadlines holds.
     """
-    if threading.current_thread() is not threading.main_thread():
-        with _deadline_of_thread(seconds):
-            yield
-        return
-
-    armed = True
-
-    def interrupt(_signal: int, _frame: FrameType | None) -> None:
-        if armed:
-            raise DeadlinePassed(seconds)
-
-    outer_left, outer_interval = signal.getitimer(signal.ITIMER_REAL)
-    if 0.0 < outer_left <= seconds:
-        yield  # the outer deadline is earlier and covers this block
-        return
-    outer_handler = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_SECONDS)
-    try:
-        try:
-            yield
-        finally:
-            armed = False  # a signal that arrives here raises past this line, but not past the next block
-    finally:
-        armed = False
-        left, _ = signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, outer_handler)
-        if outer_left > 0.0:
-            signal.setitimer(signal.ITIMER_REAL, max(outer_left - (seconds - left), 1e-3), outer_interval)
-
-
-@contextmanager
-def _deadline_of_thread(seconds: float) -> Iterator[None]:
-    """Has the effect of `deadline` in any thread, at the next instruction of Python."""
 
     class Passed(DeadlinePassed):
         def __init__(self) -> None:
@@ -130,9 +94,12 @@ def _deadline_of_thread(seconds: float) -> Iterator[None]:
                     raise_in(ctypes.c_ulong(thread), ctypes.py_object(Passed))
             wait = _AGAIN_SECONDS
 
-    threading.Thread(target=interrupt, daemon=True).start()
     try:
-        yield
+        try:
+            threading.Thread(target=interrupt, daemon=True).start()
+            yield
+        finally:
+            is_over.set()  # an interrupt that comes here raises past this line, but not past the next block
     finally:
         is_over.set()
         with lock:  # what was not raised yet belongs to this block

@@ -24,8 +24,11 @@ class EnvironmentKeys:
     evals: list[str]
 
 
-def environment_keys(config: TelescopeConfig) -> EnvironmentKeys:
-    """Returns one environment per training entry. An eval of the same name with equal or no settings shares it."""
+def environment_keys(config: TelescopeConfig, *, with_training: bool = True) -> EnvironmentKeys:
+    """Returns one environment per training entry. An eval of the same name with equal or no settings shares it.
+
+    Without training, only environments of evals are left.
+    """
     specs: list[EnvironmentSpec] = []
     for index, entry in enumerate(config.environments):
         twice = sum(other.name == entry.name for other in config.environments) > 1
@@ -38,6 +41,8 @@ def environment_keys(config: TelescopeConfig) -> EnvironmentKeys:
             spec = eval_spec(each.name, dict(each.kwargs), key=f"eval/{each.name}#{index}")
             specs.append(spec)
         evals.append(spec.key)
+    if not with_training:
+        return EnvironmentKeys([spec for spec in specs if spec.key in evals], [], evals)
     return EnvironmentKeys(specs, [spec.key for spec in trained], evals)
 
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from telescope.utils.text import listed
+
 Values = Sequence[float | None]
 Columns = Mapping[str, Values]
 """Step metrics by name, a value per step; None where the step lacks it. All have the same length."""
@@ -137,9 +139,8 @@ def not_finite(history: History) -> Finding | None:
             if len(values) > steps_ago and (value := values[-1 - steps_ago]) is not None and not math.isfinite(value)
         )
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             verb, step = "is" if len(names) == 1 else "are", history.steps[-1 - steps_ago]
-            text = f"{', '.join(names[:3])}{more} {verb} not a finite number {after(step)}."
+            text = f"{listed(names, 3)} {verb} not a finite number {after(step)}."
             advice = (
                 "Continue from a checkpoint with a lower learning_rate; mixed_precision_dtype: float32 shows whether "
                 "precision is the cause."

@@ -17,7 +17,6 @@ import json
 import math
 import resource
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, asdict, dataclass
 from functools import cached_property
@@ -32,14 +31,12 @@ from telescope.config import TelescopeConfig
 from telescope.errors import InfrastructureError
 from telescope.inference.base import (
     HEALTH_ROUTE,
-    METRICS_ROUTE,
     Address,
     GenerateRequest,
     Generation,
     LaunchCommand,
     error_message,
 )
-from telescope.inference.engine_metrics import parse
 from telescope.inference.vllm import adapter as wire
 from telescope.inference.vllm.launch import hang_timeout, start_command
 from telescope.inference.vllm.start_log import FIRST_STAGE, start_failure, start_stage
@@ -65,8 +62,8 @@ class EngineClient:
     """`EngineBackend` of one vLLM server. Use it from one event loop.
 
     `secret` is sent with every request. `with_priority`: the server runs the `priority` policy. `initial_version` is
-    the policy version of the weights that the server starts with. `binary_responses` asks for answers as arrays; a
-    server without them sends JSON. `num_workers` is the server's tensor-parallel size. All times in seconds.
+    the policy version of the weights that the server starts with. `num_workers` is the server's tensor-parallel size.
+    All times in seconds.
     """
 
     base_url: str
@@ -78,19 +75,18 @@ class EngineClient:
     abort_grace: float = ABORT_GRACE_SECONDS
     with_priority: bool = True
     initial_version: int = 0
-    binary_responses: InitVar[bool] = True
     num_workers: int = 1
 
     name: ClassVar[str] = "vLLM"
 
-    def __post_init__(self, secret: str, binary_responses: bool) -> None:
+    def __post_init__(self, secret: str) -> None:
         self.base_url = self.base_url.rstrip("/")
         self.loaded_version = self.initial_version
         """Version of the newest finished update. A request sent now is sampled by it or a newer one."""
         self._headers = {
             "Authorization": f"Bearer {secret}",
             "Content-Type": "application/json",
-            "Accept": f"{wire.PACKED_TYPE}, application/json" if binary_responses else "application/json",
+            "Accept": f"{wire.PACKED_TYPE}, application/json",
         }
         self._in_flight: dict[str, asyncio.Timeout] = {}
         self._aborted: set[str] = set()
@@ -264,14 +260,6 @@ class EngineClient:
         except InfrastructureError:
             return False
         return True
-
-    async def metrics(self) -> dict[str, float]:
-        """Returns vLLM's own metrics by name, summed over labels (`vllm:num_requests_running`, ...)."""
-        text = (await self._control("GET", METRICS_ROUTE)).decode()
-        totals: dict[str, float] = defaultdict(float)
-        for reading in parse(text, 0.0, with_buckets=False):
-            totals[reading.name] += reading.value
-        return totals
 
     async def close(self) -> None:
         self._closed = True

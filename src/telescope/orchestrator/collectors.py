@@ -115,22 +115,10 @@ def sources_of(
 
     sources = [Source("this machine", {}, seconds, take_here)]
     sources += [Source(f"machine {name}", {}, seconds, partial(hosts.take_readings, name)) for name in hosts.names]
-    sources += [
-        Source(
-            f"trainer rank {rank}",
-            {"component": "trainer", "rank": rank},
-            config.ray_torch_memory_drain_interval_seconds,
-            partial(trainer.take_readings, rank),
-        )
-        for rank in range(trainer.world_size)
-    ]
-    sources += [
-        Source(
-            f"inference server {index}",
-            {"component": "inference", "server": index},
-            seconds,
-            partial(inference.take_readings, index),
-        )
-        for index in range(config.num_inference_servers)
-    ]
+    for rank in range(trainer.world_size):
+        columns, drain = {"component": "trainer", "rank": rank}, config.ray_torch_memory_drain_interval_seconds
+        sources.append(Source(f"trainer rank {rank}", columns, drain, partial(trainer.take_readings, rank)))
+    for index in range(config.num_inference_servers):
+        columns = {"component": "inference", "server": index}
+        sources.append(Source(f"inference server {index}", columns, seconds, partial(inference.take_readings, index)))
     return sources

@@ -11,56 +11,31 @@ it is live.
 from __future__ import annotations
 
 import asyncio
-import logging
-import secrets
 import shutil
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from telescope.cluster.inference_group import InferenceGroup
-from telescope.cluster.placement import network_of, reserve
-from telescope.cluster.ray_cluster import Cluster, watch_daemons
-from telescope.cluster.reaper import Reaper
-from telescope.cluster.rollout_group import RolloutGroup
 from telescope.config import EvalEntry, TelescopeConfig
 from telescope.config.eval_config import EvalRequest, build_eval_config, measurement_digest
-from telescope.config.machine import local_resources, ray_cluster_is_configured
 from telescope.config.model_checks import check_report
 from telescope.config.model_files import inspect_model
-from telescope.config.plan import plan_placement
 from telescope.errors import ConfigError, UserError
-from telescope.evals.entries import EnvironmentKeys, environment_keys
-from telescope.evals.runner import EvalResult, SamplesFile, plan_eval
+from telescope.evals.runner import EvalResult, SamplesFile
 from telescope.orchestrator import preflight
 from telescope.orchestrator.eval_targets import EvalTarget, find_targets
 from telescope.orchestrator.evaluation import Evaluation
 from telescope.orchestrator.folder_weights import FolderWeights
-from telescope.orchestrator.run import View
-from telescope.orchestrator.run_components import (
-    all_or_first_failure,
-    connect_cluster,
-    connect_rollouts,
-    make_server_pool,
-    start_rollouts,
-    start_servers,
-)
+from telescope.orchestrator.run_components import RunComponents
 from telescope.orchestrator.run_directory import RunDirectory
-from telescope.orchestrator.servers import ServerPool
+from telescope.orchestrator.session import Session, View
 from telescope.orchestrator.status import RunStatus
-from telescope.orchestrator.supervision import Interrupt, Supervisor, watchdog
 from telescope.record.logging import setup_logging
-from telescope.record.reader import Run, is_run
+from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
-from telescope.rollout.exchange import TRAINING
-from telescope.rollout.pool import RolloutPool
-from telescope.rollout.sample import RolloutSettings
-from telescope.rollout.stops import Stops
-
-logger = logging.getLogger(__name__)
 
 OUTPUTS = "evals"  # folder of evaluations, in the run directory or the current one
 
@@ -156,8 +131,9 @@ def prepare(
         run_dir = None
     job = EvalJob(config, targets, eval_numbers(entries, entries_of_run), digest, output.absolute(), run_dir, notes)
     checks = (
-        preflight.check_packages, preflight.check_plugin, preflight.check_ray_address, check_placement,
-        preflight.check_open_files, preflight.check_shared_memory, preflight.check_ports, preflight.check_evals,
+        preflight.check_packages, preflight.check_plugin, preflight.check_ray_address,
+        partial(preflight.check_placement, with_trainer=False), preflight.check_open_files,
+        preflight.check_shared_memory, preflight.check_ports, preflight.check_evals,
     )  # fmt: skip
     if problems := preflight.find_problems(config, checks):
         raise ConfigError("\n".join(problems))
@@ -202,12 +178,6 @@ def eval_numbers(entries: Sequence[EvalEntry], entries_of_run: Sequence[EvalEntr
     return numbers
 
 
-def check_placement(config: TelescopeConfig) -> None:
-    """Checks that the servers fit this machine, unless they join a cluster."""
-    if not ray_cluster_is_configured(config.ray_address):
-        plan_placement(config, local_resources(), with_trainer=False)
-
-
 def _check_output(job: EvalJob) -> None:
     """Makes the output folder. Raises `UserError` if it holds another measurement or cannot be written."""
     marker = job.output / "measurement"
@@ -231,134 +201,65 @@ def run_evals(job: EvalJob, view: View | None = None) -> EvalOutcome:
 class _EvalRun:
     def __init__(self, job: EvalJob, view: View | None) -> None:
         self._job = job
-        self._view = view
         self._status = RunStatus("eval", 0)
         self._status.messages.extend(job.notes)
-        self._interrupt = Interrupt(self._status, "stopping")
+        self._session = Session(self._status, view)
         self._scratch = job.output / "models"
         """Converted checkpoints, removed when they are measured."""
         self._results: list[TargetResult] = []
         self._problems: list[str] = []
 
     async def run(self) -> EvalOutcome:
-        job = self._job
-        async with AsyncExitStack() as stack:
-            shutil.rmtree(self._scratch, ignore_errors=True)
-            stack.callback(shutil.rmtree, self._scratch, ignore_errors=True)
-            reaper = stack.enter_context(Reaper())
-            info = Run(job.run_dir).info if job.run_dir is not None else None
-            if job.run_dir is None or info is None:
-                recorder = stack.enter_context(Recorder(job.output))
-            else:
-                recorder = stack.enter_context(Recorder(job.run_dir, attempt=info.attempt))
-            setup_logging(job.output, "driver", None, debug=job.config.debug, console=self._view is None)
-            recorded = [_ids(recorder.files.run_dir, table) for table in ("samples", "eval_samples")]
-            samples = stack.enter_context(SamplesFile(job.output / "samples.jsonl", recorded))
-            if self._view is not None:
-                stack.callback(self._view.stop)
-                self._view.start(self._status)
-            self._interrupt.install(asyncio.get_running_loop())
-            async with AsyncExitStack() as parts:
-                supervisor = Supervisor()
-                await supervisor.run_until(self._measure(supervisor, parts, reaper.directory, recorder, samples))
+        job, session = self._job, self._session
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        session.stack.callback(shutil.rmtree, self._scratch, ignore_errors=True)
+        info = Run(job.run_dir).info if job.run_dir is not None else None
+        run_dir, attempt = (job.output, 1) if job.run_dir is None or info is None else (job.run_dir, info.attempt)
+        with session.open(Recorder(run_dir, attempt=attempt)) as recorder:
+            setup_logging(job.output, "driver", None, debug=job.config.debug, console=not session.has_view)
+            recorded = [Run(run_dir).values(table, "sample_id") for table in ("samples", "eval_samples")]
+            with SamplesFile(job.output / "samples.jsonl", recorded) as samples:
+                await session.run(session.interrupt.run_until_first(self._measure(recorder, samples)))
             self._status.phase = "done"
         return EvalOutcome(job, self._results, self._problems)
 
-    async def _measure(
-        self, supervisor: Supervisor, stack: AsyncExitStack, temporary: Path, recorder: Recorder, samples: SamplesFile
-    ) -> None:
-        job, status, config = self._job, self._status, self._job.config
-        directory = RunDirectory(job.output, config, [])
-        keys = keys_of_evals(config)
-        loop = asyncio.get_running_loop()
+    async def _measure(self, recorder: Recorder, samples: SamplesFile) -> None:
+        job, status, first = self._job, self._status, self._job.targets[0]
+        directory = RunDirectory(job.output, job.config, [])
+        directory.recorder = recorder
 
-        def on_ray_started() -> None:
-            self._interrupt.install(loop)
-            supervisor.spawn(watch_daemons(), "Ray's daemons")
+        async def choose_model(components: RunComponents) -> TelescopeConfig | None:
+            """Returns the config of servers with the first model. None: all samples are done already."""
+            components.evals = [
+                replace(plan, number=number, session=job.session)
+                for plan, number in zip(components.evals, job.numbers, strict=True)
+            ]
+            if all(samples.has_all(target.identity(), components.evals) for target in job.targets):
+                return None
+            components.first_version = job.version_of(first)
+            config = job.config.replace(model=str((await self._folder_of(first)).absolute()))
+            check_report(config, await asyncio.to_thread(inspect_model, config))
+            return config
 
-        connecting = connect_cluster(config, directory, status, stack, temporary, on_ray_started)
-        cluster = await self._interrupt.run_until_first(connecting)
-        starting_workers = start_rollouts(config, keys, directory, cluster, status, stack)
-        group, rollouts = await self._interrupt.run_until_first(starting_workers)
-        settings = RolloutSettings.from_config(config, Stops(**group.infos[0].stops))
-        plans = [
-            replace(await plan_eval(entry, key, rollouts, settings.sampling, number), session=job.session)
-            for entry, key, number in zip(config.evals, keys.evals, job.numbers, strict=True)
-        ]
-        servers, weights = make_server_pool(config, None, RolloutPool([]).open_lane(TRAINING, []), status), None
-        if not all(samples.has_all(target.identity(), plans) for target in job.targets):
-            starting = self._start_servers(cluster, group, rollouts, supervisor, directory, stack)
-            servers, weights = await self._interrupt.run_until_first(starting)
+        parts = await self._session.start(job.config, directory, with_trainer=False, on_data=choose_model)
+        servers, folder = parts.servers, Path(parts.config.model)
+        weights = FolderWeights(parts.config, servers.clients, folder, parts.first_version)
+        servers.bring_weights = weights.sync_one
+        finished = Run(recorder.files.run_dir).values("evals", "eval_id", status="finished")
         evaluation = Evaluation(
-            plans, config, rollouts, servers, settings, recorder, status, supervisor.spawn,
-            problems=self._problems, samples=samples, recorded=self._recorded(recorder.files.run_dir),
+            parts.evals, parts.config, parts.rollouts, servers, parts.settings, recorder, status,
+            self._session.supervisor.spawn, problems=self._problems, samples=samples, recorded=finished,
         )  # fmt: skip
         for target in job.targets:
             version, samples.model = job.version_of(target), target.identity()
-            if weights is not None and target is not job.targets[0]:
-                await self._interrupt.run_until_first(self._load(target, version, weights, servers))
-            results = await self._interrupt.run_until_first(evaluation.run_all(version))
-            self._results.append(TargetResult(target, version, results))
-
-    def _recorded(self, run_dir: Path) -> frozenset[str]:
-        """Returns the ids of finished evals in a record."""
-        rows = Run(run_dir).table("evals", columns=["eval_id", "status"]).to_pylist() if is_run(run_dir) else []
-        return frozenset(row["eval_id"] for row in rows if row["status"] == "finished")
-
-    async def _load(self, target: EvalTarget, version: int, weights: FolderWeights, servers: ServerPool) -> None:
-        """Loads a model into the servers. Removes the previous one, except the first."""
-        previous, folder = weights.folder, await self._folder_of(target)
-        self._status.phase = f"loading {target.description}"
-        await weights.use(folder, version, servers.up)
-        if previous.parent == self._scratch and str(previous) != weights.config.model:
-            shutil.rmtree(previous)  # a server that restarts begins with the first
+            if servers.clients and target is not first:
+                previous, folder = folder, await self._folder_of(target)
+                status.phase = f"loading {target.description}"
+                await weights.use(folder, version, servers.up)
+                if previous.parent == self._scratch and str(previous) != parts.config.model:
+                    shutil.rmtree(previous)  # a server that restarts begins with the first
+            self._results.append(TargetResult(target, version, await evaluation.run_all(version)))
 
     async def _folder_of(self, target: EvalTarget) -> Path:
         self._status.phase = f"preparing {target.description}"
         return await asyncio.to_thread(target.model_folder, self._scratch, self._job.config.engine_dtype)
-
-    async def _start_servers(
-        self,
-        cluster: Cluster,
-        group: RolloutGroup,
-        rollouts: RolloutPool,
-        supervisor: Supervisor,
-        directory: RunDirectory,
-        stack: AsyncExitStack,
-    ) -> tuple[ServerPool, FolderWeights]:
-        """Starts the servers with the first model. They end with `stack`."""
-        job, status = self._job, self._status
-        folder = (await self._folder_of(job.targets[0])).absolute()
-        config = job.config.replace(model=str(folder))
-        check_report(config, await asyncio.to_thread(inspect_model, config))
-        placement = await reserve(config, plan_placement(config, cluster.resources, with_trainer=False))
-        stack.callback(placement.remove)
-        network = network_of(config, placement, cluster.driver_node)
-        status.phase = "starting the inference servers"
-        inference = InferenceGroup(config, placement, directory.path, cluster, network, secrets.token_urlsafe(32))
-        stack.push_async_callback(inference.stop)
-        await all_or_first_failure(*start_servers(config, inference, status))
-        stack.push_async_callback(inference.close_clients)
-        await connect_rollouts(group, inference)
-        slots = rollouts.open_lane(TRAINING, [config.lanes_per_server] * config.num_inference_servers)
-        servers = make_server_pool(config, inference, slots, status)
-        rollouts.on_engine_failure = servers.report_failure
-        weights = FolderWeights(config, inference.clients, folder, job.version_of(job.targets[0]))
-        servers.bring_weights = weights.sync_one
-        for index in range(config.num_inference_servers):
-            servers.open(index)
-        supervisor.spawn(servers.watch(), "server watch")
-        supervisor.spawn(watchdog(status, config.watchdog_seconds, inference.dump_stacks), "watchdog")
-        return servers, weights
-
-
-def _ids(run_dir: Path, table: str) -> frozenset[str]:
-    """Returns the ids of samples in a table of a record. Empty without one."""
-    return frozenset(Run(run_dir).table(table, columns=["sample_id"])[0].to_pylist() if is_run(run_dir) else [])
-
-
-def keys_of_evals(config: TelescopeConfig) -> EnvironmentKeys:
-    """Returns the `environment_keys` of evals, which share settings with the run's environments."""
-    keys = environment_keys(config)
-    specs = [spec for spec in keys.specs if spec.key in keys.evals]
-    return EnvironmentKeys(specs, [], keys.evals)

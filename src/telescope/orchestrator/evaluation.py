@@ -18,7 +18,6 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from telescope.config import TelescopeConfig
@@ -30,7 +29,6 @@ from telescope.health.rules import EvalPoint
 from telescope.orchestrator import record_rows
 from telescope.orchestrator.servers import EvalLease, ServerPool
 from telescope.orchestrator.status import RunStatus
-from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 from telescope.rollout.pool import RolloutPool
 from telescope.rollout.sample import Prompts, RolloutSettings
@@ -320,13 +318,6 @@ def eval_point(result: EvalResult, label: str) -> EvalPoint:
     """Returns a result as the rules of `health` read it."""
     low, high = (result.estimate.low, result.estimate.high) if result.estimate else (None, None)
     return EvalPoint(label, result.version - 1, result.accuracy, low, high)
-
-
-def finished_at(run_dir: Path, version: int) -> frozenset[int]:
-    """Returns the numbers of evals that have finished at a policy version."""
-    rows = Run(run_dir).table("evals", columns=["number", "version", "status", "source"]).to_pylist()
-    finished = (version, "finished", "live")
-    return frozenset(row["number"] for row in rows if (row["version"], row["status"], row["source"]) == finished)
 
 
 async def plan_evals(

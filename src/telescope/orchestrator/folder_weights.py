@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class FolderWeights:
-    """The weights that the servers should have. `version` numbers them, like a policy version."""
+    """The weights that the servers should have, at first those that they start with. `version` numbers them."""
 
     config: TelescopeConfig
     clients: Sequence[EngineBackend]
@@ -35,8 +35,6 @@ class FolderWeights:
 
     def __post_init__(self) -> None:
         self._locks = [asyncio.Lock() for _ in self.clients]
-        for client in self.clients:  # they start with this folder
-            client.initial_version = client.loaded_version = self.version
 
     async def use(self, folder: Path, version: int, servers: Sequence[int]) -> None:
         """Loads another folder into `servers`. Others get it when they restart (`sync_one`)."""

@@ -46,8 +46,6 @@ class Group:
     """Finished samples: scored, masked or cancelled."""
     running: RunningGroup | None = None
     """Its samples in a rollout worker. None for a group that has none there."""
-    opening: int = 0
-    """Number of this opening in the run; a requeued prompt is opened again."""
     num_requeues: int = 0
     """Times that the prompt was requeued because its group became too old."""
     withdrawn: bool = False

@@ -15,7 +15,6 @@ worker (`rollout.worker`), gradients to the trainer, and the record to the step 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -148,7 +147,6 @@ class Orchestrator:
         """Batches that the trainer has received; also the policy version that the next batch starts from."""
         self._staleness = Staleness(config.max_off_policy_steps)
         self._max_returns = max_requeues
-        self._openings = itertools.count(start.num_openings)
         self._step_recorder = StepRecorder(services.recorder, status, all_tokens=config.record_tokens == "all")
         self._streak = DiscardStreak(DISCARD_LIMIT_BATCHES * config.prompts_batch_size_for_trainer)
         self._stop_requested = False
@@ -172,14 +170,11 @@ class Orchestrator:
             return self._last_state
         kept = [group for group in self._unsettled.values() if group.is_finished and not group.withdrawn]
         kept_ids = {group.group_id for group in kept}
-        num_openings = next(self._openings)
-        self._openings = itertools.count(num_openings)
         return RunState(
             step=self.window.version,
             sampler=self._prompts.position((self.ledger.open - kept_ids) | self._dropped.keys()),
             ledger=self.ledger.state_dict(kept_ids, self._dropped),
             errors=self._budget.state_dict(),
-            num_openings=num_openings,
             groups=kept,
             data=self.services.data,
             evals=self.services.eval_history(),
@@ -233,6 +228,8 @@ class Orchestrator:
         """Takes ended samples. Here, and not where reports are read, their errors end the run."""
         while True:
             group, sample = await self._ended.get()
+            if self._has_ended:
+                continue  # it was cancelled, and its group is recorded
             if isinstance(sample, BaseException):
                 raise sample
             self._sample(group, sample)
@@ -253,7 +250,6 @@ class Orchestrator:
             self.config.group_size,
             self.window.version,
             time.time(),
-            opening=next(self._openings),
             num_requeues=self.ledger.num_requeues_of(sampled.n),
         )
         self._open[sampled.n] = self._unsettled[sampled.n] = group
@@ -380,7 +376,12 @@ class Orchestrator:
     async def _in_flight_loop(self) -> None:
         """Keeps the record's list of running samples up to date."""
         while True:
-            self.services.recorder.set_in_flight(record_rows.in_flight_rows(self._open.values()))
+            rows: list[dict[str, Any]] = []
+            for number, group in enumerate(list(self._open.values())):
+                rows += record_rows.in_flight_rows([group])
+                if number % 16 == 15:
+                    await asyncio.sleep(0)  # thousands of rows would block the event loop for 100 ms
+            self.services.recorder.set_in_flight(rows)
             await asyncio.sleep(IN_FLIGHT_SECONDS)
 
     # Batches and steps

@@ -255,10 +255,10 @@ def check_ray_address(config: TelescopeConfig) -> None:
         raise ConfigError(f"RAY_ADDRESS is {address!r}, but {problem}; unset RAY_ADDRESS, or set it to such an address")
 
 
-def check_placement(config: TelescopeConfig) -> None:
+def check_placement(config: TelescopeConfig, *, with_trainer: bool = True) -> None:
     """Checks that the workers fit, unless the run joins a cluster."""
     if not ray_cluster_is_configured(config.ray_address):
-        plan_placement(config, local_resources())
+        plan_placement(config, local_resources(), with_trainer=with_trainer)
 
 
 def check_quantization(config: TelescopeConfig) -> None:

@@ -1,8 +1,7 @@
 """A training run from the resolved config to the summary.
 
-Opens the record, starts the components, trains, and stops everything. The composition root together with
-`run_components`: the only modules that know all packages. Whatever happens, the components are stopped, the summary is
-written, and the first error is raised.
+Trains in a `session` with started components. Whatever happens, the components are stopped, the summary is written, and
+the first error is raised.
 """
 
 from __future__ import annotations
@@ -15,23 +14,21 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
 from telescope.cluster.actors import HostGroup
-from telescope.cluster.ray_cluster import watch_daemons
-from telescope.cluster.reaper import Reaper, temporary_base
+from telescope.cluster.reaper import temporary_base
 from telescope.config import TelescopeConfig
 from telescope.config.loader import choose_run_dir
 from telescope.errors import RunError, UserError
 from telescope.orchestrator.checkpoints import Checkpoint, CheckpointFolder, refuse_damage
 from telescope.orchestrator.collectors import Collectors, sources_of
-from telescope.orchestrator.evaluation import Evaluation, eval_point, finished_at
+from telescope.orchestrator.evaluation import Evaluation, eval_point
 from telescope.orchestrator.resume import check_data, find_checkpoint
-from telescope.orchestrator.run_components import RunComponents, start_components
+from telescope.orchestrator.run_components import RunComponents
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.run_state import RunState
+from telescope.orchestrator.session import Session, View
 from telescope.orchestrator.status import Interrupted, RunStatus, RunSummary, headline_of, summarize
-from telescope.orchestrator.supervision import Interrupt, Supervisor, watchdog
 from telescope.orchestrator.training import Training
 from telescope.record.code_snapshot import keep_code
 from telescope.record.files import RunFiles
@@ -45,14 +42,6 @@ logger = logging.getLogger(__name__)
 
 GAUGE_SECONDS = 0.5  # interval of the live view's numbers and the record's gauges
 DISK_SECONDS = 10.0  # interval at which the free space of the run directory's disk is read
-
-
-class View(Protocol):
-    """Shows the progress of a run."""
-
-    def start(self, status: RunStatus) -> None: ...
-
-    def stop(self) -> None: ...
 
 
 def run_training(config: TelescopeConfig, notes: list[str], view: View | None = None) -> RunSummary:
@@ -71,7 +60,6 @@ class _TrainingRun:
 
     def __init__(self, config: TelescopeConfig, notes: list[str], view: View | None) -> None:
         self._config = config
-        self._view = view
         path = choose_run_dir(config)
         self._resumed = find_checkpoint(config, path)
         if self._resumed is not None:
@@ -82,7 +70,8 @@ class _TrainingRun:
         self._status.run_dir = str(self._directory.path)
         for note in notes:
             self._status.report(note, "config")
-        self._interrupt = Interrupt(self._status)
+        self._session = Session(self._status, view, "stopping after this step")
+        self._interrupt = self._session.interrupt
         self._interrupt.on_second(self._directory.ended_at_once)
         self._evaluation: Evaluation | None = None
         self._started_at = time.time()
@@ -92,109 +81,88 @@ class _TrainingRun:
     async def run(self) -> RunSummary:
         """Runs to the end. Raises the error that ended the run, unless the user stopped it."""
         error: BaseException | None = None
-        async with AsyncExitStack() as stack:
-            reaper = stack.enter_context(Reaper())
-            if self._view is not None:
-                stack.callback(self._view.stop)  # after the record is closed: the last uploads may fail
-            stack.enter_context(self._directory.open_record(console=self._view is None))
-            self._directory.trackers.tell = self._status.messages.append
-            self._status.record_alerts(self._directory.alerts.add)
-            self._directory.recorder.describe_now(self._status.now)
+        directory = self._directory
+        with self._session.open(directory.open_record(console=not self._session.has_view)) as recorder:
+            directory.trackers.tell = self._status.messages.append
+            self._status.record_alerts(directory.alerts.add)
+            recorder.describe_now(self._status.now)
             keep_code(
-                self._directory.path, self._directory.recorder.attempt,
-                max_mb=self._config.wandb_code_max_file_size_mb, exclude=self._config.wandb_code_exclude_patterns,
-                folders=self._config.environments_path,
+                directory.path, recorder.attempt, max_mb=self._config.wandb_code_max_file_size_mb,
+                exclude=self._config.wandb_code_exclude_patterns, folders=self._config.environments_path,
             )  # fmt: skip
-            if self._directory.trackers.notice:
-                self._status.messages.append(self._directory.trackers.notice)
-            if self._view is not None:
-                self._view.start(self._status)
-            self._interrupt.install(asyncio.get_running_loop())
+            if directory.trackers.notice:
+                self._status.messages.append(directory.trackers.notice)
             try:
-                await self._start_and_train(reaper.directory)
+                await self._session.run(self._start_and_train())
             except BaseException as caught:
                 error = caught
             summary = summarize(
-                self._config, self._directory.path, self._status,
+                self._config, directory.path, self._status,
                 self._evaluation.results if self._evaluation is not None else [],
                 self._evaluation.problems if self._evaluation is not None else [],
                 seconds=time.time() - self._started_at, training_seconds=self._training_seconds,
                 model_dir=self._model_dir, error=error, interrupted=self._interrupt.requested,
-                record_error=await asyncio.to_thread(self._directory.record_problem),
+                record_error=await asyncio.to_thread(directory.record_problem),
             )  # fmt: skip
-            self._directory.ended(summary)
+            directory.ended(summary)
             self._status.phase = summary.sentence
         if error is not None and not isinstance(error, Interrupted):
             if summary.record_error is not None:
-                error.add_note(f"The record in {self._directory.path} is incomplete: {summary.record_error}")
+                error.add_note(f"The record in {directory.path} is incomplete: {summary.record_error}")
             if not isinstance(error, UserError) and (steps := self._checkpoints.steps()):
-                error.add_note(f"Continue after step {steps[-1]} with: telescope train --resume {self._directory.path}")
+                error.add_note(f"Continue after step {steps[-1]} with: telescope train --resume {directory.path}")
             raise error
         return summary
 
-    async def _start_and_train(self, temporary: Path) -> None:
-        async with AsyncExitStack() as stack:
-            stack.callback(setattr, self._status, "phase", "shutting down")
-            supervisor = Supervisor()
-            await supervisor.run_until(self._start_components_and_train(supervisor, stack, temporary))
-
-    async def _start_components_and_train(self, supervisor: Supervisor, stack: AsyncExitStack, temporary: Path) -> None:
-        config, status = self._config, self._status
-        loop = asyncio.get_running_loop()
-
-        def on_ray_started() -> None:
-            self._interrupt.install(loop)
-            supervisor.spawn(watch_daemons(), "Ray's daemons")
-
-        starting = start_components(
-            config, self._directory, status, stack, temporary, on_ray_started=on_ray_started,
-            check_data=self._check_data,
-        )  # fmt: skip
-        components = await self._interrupt.run_until_first(starting)
-        supervisor.spawn(components.servers.watch(), "server watch")
-        disk = Sampler("disk", DISK_SECONDS, partial(read_disk, self._directory.path))
-        disk.start()
-        stack.callback(disk.stop)
-        supervisor.spawn(self._take_gauges(components, disk), "gauges")
-        supervisor.spawn(start_collectors(config, components, self._directory.recorder, stack).run(), "collectors")
-        supervisor.spawn(watchdog(status, config.watchdog_seconds, components.dump_stacks), "watchdog")
-        await self._evaluate_and_train(components, supervisor)
-
-    async def _evaluate_and_train(self, components: RunComponents, supervisor: Supervisor) -> None:
-        """Evals at version 0, training, evals at the last version."""
-        config, status = self._config, self._status
-        evaluation = self._evaluation = Evaluation(
-            components.evals, config, components.rollouts, components.servers, components.settings,
-            self._directory.recorder, status, supervisor.spawn,
-            results=list(self._resumed.state.evals) if self._resumed else [],
-        )  # fmt: skip
-        status.phase = "verifying the weights of the servers"
-        await self._interrupt.run_until_first(components.weights.verify_initial())
-        if self._resumed is not None:
-            await self._interrupt.run_until_first(self._load_checkpoint(components, self._resumed))
-        elif evaluation.plans and config.eval_before_training:
-            results = await self._interrupt.run_until_first(evaluation.run_all(0))
-            if (headline := headline_of(results)) is not None:
-                self._directory.evaluated_before(headline.accuracy)
+    async def _start_and_train(self) -> None:
+        """Training between the evals at version 0 and those at the last version."""
+        config, status, interrupt = self._config, self._status, self._interrupt
+        components, evaluation, start = await interrupt.run_until_first(self._start())
         started_at = time.time()
-        start = self._resumed.state if self._resumed is not None else RunState()
-        if self._resumed is not None:
-            await evaluation.start_due(start.step, done=finished_at(self._directory.path, start.step))
-        training = Training(
-            config, components, evaluation, self._directory, status, self._checkpoints, self._interrupt
-        )  # fmt: skip
+        training = Training(components, evaluation, self._directory, status, self._checkpoints, interrupt)
         await training.run(start)
         self._training_seconds = time.time() - started_at
         if config.save_final_model and status.version > 0:
             status.phase = "saving the trained model"
             self._model_dir = await self._save_model(components)
-        if evaluation.plans and not self._interrupt.requested:
+        if evaluation.plans and not interrupt.requested:
             after = evaluation.run_all(status.version) if config.eval_after_training else evaluation.finish()
-            await self._interrupt.run_until_first(after)
+            await interrupt.run_until_first(after)
 
-    def _check_data(self, data: dict[str, Any]) -> None:
+    async def _start(self) -> tuple[RunComponents, Evaluation, RunState]:
+        """Starts the components with verified weights, those of a checkpoint if there is one. Returns its state too."""
+        config, status, directory, supervisor = self._config, self._status, self._directory, self._session.supervisor
+
+        async def check(components: RunComponents) -> TelescopeConfig:
+            if self._resumed is not None:
+                self._resumed = check_data(config, self._resumed, components.data)
+            return config
+
+        components = await self._session.start(config, directory, on_data=check)
+        disk = Sampler("disk", DISK_SECONDS, partial(read_disk, directory.path))
+        disk.start()
+        self._session.stack.callback(disk.stop)
+        supervisor.spawn(self._take_gauges(components, disk), "gauges")
+        collectors = start_collectors(components, directory.recorder, self._session.stack)
+        supervisor.spawn(collectors.run(), "collectors")
+        evaluation = self._evaluation = Evaluation(
+            components.evals, config, components.rollouts, components.servers, components.settings,
+            directory.recorder, status, supervisor.spawn,
+            results=list(self._resumed.state.evals) if self._resumed else [],
+        )  # fmt: skip
+        status.phase = "verifying the weights of the servers"
+        await components.weights.verify_initial()
         if self._resumed is not None:
-            self._resumed = check_data(self._config, self._resumed, data)
+            start = self._resumed.state
+            await self._load_checkpoint(components, self._resumed)
+            record = Run(directory.path)
+            done = record.values("evals", "number", version=start.step, status="finished", source="live")
+            await evaluation.start_due(start.step, done)
+            return components, evaluation, start
+        results = await evaluation.run_all(0) if evaluation.plans and config.eval_before_training else []
+        if (headline := headline_of(results)) is not None:
+            directory.evaluated_before(headline.accuracy)
+        return components, evaluation, RunState()
 
     async def _load_checkpoint(self, components: RunComponents, checkpoint: Checkpoint) -> None:
         """Gives trainer and engines the weights of a checkpoint."""
@@ -226,7 +194,7 @@ class _TrainingRun:
     async def _take_gauges(self, components: RunComponents, disk: Sampler) -> None:
         """Updates the live view's numbers and the record's gauges. Looks for a stall and a full disk too."""
         status, write = self._status, self._directory.recorder.write
-        status.num_slots = sum(components.slots.capacities)
+        status.num_slots = sum(components.servers.slots.capacities)
         loop = asyncio.get_running_loop()
         sizes: dict[str, float] = {}
         while True:
@@ -235,8 +203,8 @@ class _TrainingRun:
             seconds = loop.time() - before
             if not self._config.share_gpus:  # a server without requests leaves the GPU to the trainer
                 idle = status.engines_idle_seconds or 0.0
-                status.engines_idle_seconds = idle + seconds * components.slots.idle_share
-            status.num_generating = components.slots.num_used + components.servers.num_slots_used_by_evals
+                status.engines_idle_seconds = idle + seconds * components.servers.slots.idle_share
+            status.num_generating = components.servers.slots.num_used + components.servers.num_slots_used_by_evals
             news = self._directory.record_news()
             if news is not None:
                 status.report(news, "record", "warning")
@@ -258,10 +226,9 @@ class _TrainingRun:
                 write("gauges", {"time": now, "name": name, "component": "orchestrator", "value": value})
 
 
-def start_collectors(
-    config: TelescopeConfig, components: RunComponents, recorder: Recorder, stack: AsyncExitStack
-) -> Collectors:
+def start_collectors(components: RunComponents, recorder: Recorder, stack: AsyncExitStack) -> Collectors:
     """The collectors of all gauges, sampling from now on. What they start ends with `stack`."""
+    config = components.config
     machine = MachineSampler(config.system_metrics_collection_interval_seconds)
     stack.callback(machine.stop)
     hosts = HostGroup(config, components.cluster)

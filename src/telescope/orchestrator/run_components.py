@@ -1,8 +1,8 @@
-"""Starts and wires the components of a run.
+"""Starts and wires the components of a run, with a trainer or without one (`telescope eval`).
 
 Ray starts first; then the rollout workers, because the data of the environments must be valid before anything expensive
 starts; then trainer and engines side by side. Each component registers its stop on the exit stack, so they stop in
-reverse order in any case. `run` uses the components.
+reverse order in any case. `session` has what surrounds them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,11 @@ from telescope.cluster.trainer_group import TrainerGroup
 from telescope.config import TelescopeConfig
 from telescope.config.machine import local_resources
 from telescope.config.plan import plan_placement
+from telescope.environments.types import EnvironmentInfo
 from telescope.errors import UserError
 from telescope.evals.entries import EnvironmentKeys, environment_keys
 from telescope.evals.runner import PlannedEval
-from telescope.inference.base import backend_of
+from telescope.inference.base import EngineBackend, backend_of
 from telescope.inference.request_tracing import receive_traces
 from telescope.orchestrator.evaluation import plan_evals
 from telescope.orchestrator.filters import check_reward_ranges
@@ -38,13 +40,13 @@ from telescope.orchestrator.prompt_buffer import measure_prompts
 from telescope.orchestrator.record_rows import trainer_span_row
 from telescope.orchestrator.resume import describe_data
 from telescope.orchestrator.run_directory import RunDirectory
-from telescope.orchestrator.servers import ServerPool
+from telescope.orchestrator.servers import ServerHandle, ServerPool
 from telescope.orchestrator.status import Interrupted, RunStatus
 from telescope.orchestrator.weight_sync import SyncReport, WeightSync
 from telescope.record.alerts import REPORTED
 from telescope.record.files import RunFiles
 from telescope.rollout.exchange import TRAINING
-from telescope.rollout.pool import Lane, RolloutPool
+from telescope.rollout.pool import RolloutPool
 from telescope.rollout.request_slots import slots_per_server
 from telescope.rollout.sample import RolloutSettings
 from telescope.rollout.stops import Stops
@@ -54,33 +56,63 @@ from telescope.utils.process import in_daemon_thread
 logger = logging.getLogger(__name__)
 
 PROBE_TEXT_TOKENS = 64  # length of the fixed text whose logprobs are compared in engine and trainer after a weight sync
+NOT_STARTED: Any = None
 
 
 @dataclass
 class RunComponents:
-    """The started components of a run."""
+    """The components of a run. Without a trainer, `trainer` and `weights` are None."""
 
     config: TelescopeConfig
     keys: EnvironmentKeys
-    cluster: Cluster
-    trainer: TrainerGroup
-    inference: InferenceGroup
     rollouts: RolloutPool
-    slots: Lane
-    servers: ServerPool
-    weights: WeightSync
-    evals: list[PlannedEval]
     settings: RolloutSettings
+    evals: list[PlannedEval]
     data: dict[str, Any]
     """Sizes of the datasets and held-out items (`resume.describe_data`)."""
-    topology: dict[str, str]
+    trainer: TrainerGroup = NOT_STARTED
+    inference: InferenceGroup = NOT_STARTED
+    servers: ServerPool = NOT_STARTED
+    weights: WeightSync = NOT_STARTED
+    cluster: Cluster = NOT_STARTED
+    first_version: int = 0
+    """Policy version of the weights that the servers start with."""
+    topology: dict[str, str] = field(default_factory=dict)
     """The node and the device of each process."""
-    loopback: bool
-    """Whether trainer and servers connect over loopback."""
+
+    @classmethod
+    async def plan(cls, config: TelescopeConfig, keys: EnvironmentKeys, rollouts: RolloutPool) -> RunComponents:
+        """Returns the components once the rollout workers are started: evals are planned, servers are missing."""
+        infos = rollouts.infos
+        settings = RolloutSettings.from_config(config, Stops(**next(iter(infos.values())).stops))
+        evals = await plan_evals(config, keys, rollouts, settings)
+        data = describe_data(keys.training, [infos[key] for key in keys.training], evals)
+        return cls(config, keys, rollouts, settings, evals, data)
+
+    def open_servers(
+        self, handles: Sequence[ServerHandle], clients: Sequence[EngineBackend], status: RunStatus
+    ) -> None:
+        """Opens the request slots of started servers. Set `servers.bring_weights` next."""
+        config = self.config
+        group_size = config.group_size if config.enable_individual_sample_lanes else 1
+        self.servers = ServerPool(
+            handles,
+            clients,
+            self.rollouts.open_lane(TRAINING, [slots_per_server(config)] * len(clients), group_size),
+            status,
+            start_timeout=config.inference_start_timeout_seconds,
+            hang_timeout=max(backend_of(config).hang_timeout(config), config.weight_sync_timeout_seconds),
+            num_dedicated=config.num_eval_servers,
+            eval_slots_per_server=config.lanes_per_server,
+        )
+        self.rollouts.on_engine_failure = self.servers.report_failure
+        for index in range(len(clients)):
+            self.servers.open(index)
 
     async def dump_stacks(self) -> dict[str, str]:
         """Stacks of trainer ranks and inference servers. Rollout workers write theirs to their logs."""
-        return {**await self.trainer.dump_stacks(), **await self.inference.dump_stacks()}
+        groups = [group for group in (self.trainer, self.inference) if group is not None]
+        return {process: text for group in groups for process, text in (await group.dump_stacks()).items()}
 
 
 async def start_components(
@@ -90,116 +122,103 @@ async def start_components(
     stack: AsyncExitStack,
     temporary: Path,
     *,
+    with_trainer: bool = True,
     on_ray_started: Callable[[], None] = lambda: None,
-    check_data: Callable[[dict[str, Any]], None] = lambda data: None,
+    on_data: Callable[[RunComponents], Awaitable[TelescopeConfig | None]] | None = None,
 ) -> RunComponents:
     """Starts everything that `config` asks for; `stack` stops it.
 
     `temporary` is the run's private directory (`Reaper.directory`). `on_ray_started` is called once Ray has installed
-    its signal handlers, and `check_data` before anything but the rollout workers is started. Raises UserError for what
-    a user can fix, otherwise the first error of a component.
+    its signal handlers. `on_data` is called when only the rollout workers are started; it returns the config of trainer
+    and servers, or None to start none. Raises UserError for what a user can fix, otherwise the first error of a
+    component.
     """
-    keys = environment_keys(config)
-    cluster = await connect_cluster(config, directory, status, stack, temporary, on_ray_started)
-    group, rollouts = await start_rollouts(config, keys, directory, cluster, status, stack)
-    settings = RolloutSettings.from_config(config, Stops(**group.infos[0].stops))
-    evals = await plan_evals(config, keys, rollouts, settings)
-    data = describe_data(keys.training, [rollouts.infos[key] for key in keys.training], evals)
-    check_data(data)
-    for news in await measure_prompts(config, rollouts, keys.training, settings.sampling.max_context):
-        status.report(news, "environment", "warning", log=logger)
+    status.phase = "starting Ray"
+    cluster = await _connect(config, directory, stack, temporary)
+    on_ray_started()
 
-    plan = plan_placement(config, cluster.resources)
-    placement = await reserve(config, plan)
+    status.phase = "loading environments"
+    keys = environment_keys(config, with_training=with_trainer)
+    group = RolloutGroup(config, keys.specs, directory.path, cluster)
+    stack.push_async_callback(group.stop)
+    await group.start()
+    infos = {spec.identity: info for spec, info in zip(keys.specs, group.infos, strict=True)}
+    rollouts = RolloutPool(group.handles, infos=infos, homes=group.homes, seconds=NEWS_SECONDS, linger=LINGER_SECONDS)
+    stack.push_async_callback(rollouts.close)
+    if config.eager_prepare_resources:
+        await group.prepare_resources()
+    report_environments(config, keys, infos, status)
+    parts = await RunComponents.plan(config, keys, rollouts)
+    places = Counter(cluster.node_names.get(handle.node, handle.node) for handle in group.handles)
+    parts.cluster, parts.topology = (
+        cluster,
+        {
+            "driver": cluster.node_names[cluster.driver_node],
+            "rollout workers": ", ".join(f"{number} on {node}" for node, number in places.items()),
+        },
+    )
+    if on_data is not None:
+        if (chosen := await on_data(parts)) is None:
+            parts.open_servers([], [], status)
+            return parts
+        config = parts.config = chosen
+    if with_trainer:
+        for news in await measure_prompts(config, rollouts, keys.training, parts.settings.sampling.max_context):
+            status.report(news, "environment", "warning", log=logger)
+
+    placement = await reserve(config, plan_placement(config, cluster.resources, with_trainer=with_trainer))
     stack.callback(placement.remove)
     network = network_of(config, placement, cluster.driver_node)
-
-    status.phase = "starting the trainer and the inference servers"
-    loopback = network.broadcast_on_loopback
-    trainer = TrainerGroup(config, placement, directory.path, cluster)
-    stack.push_async_callback(trainer.stop)
+    status.phase = f"starting {'the trainer and ' if with_trainer else ''}the inference servers"
+    if with_trainer:
+        loopback = network.broadcast_on_loopback
+        parts.trainer = TrainerGroup(config, placement, directory.path, cluster, loopback=loopback)
+        stack.push_async_callback(parts.trainer.stop)
     traces = None
     if config.enable_vllm_tracing:
         host, write = own_host(loopback=network.servers_on_loopback), partial(directory.recorder.write, "spans")
         traces = stack.enter_context(receive_traces(config, host, write))
-    inference = InferenceGroup(
+    parts.inference = inference = InferenceGroup(
         config, placement, directory.path, cluster, network, secrets.token_urlsafe(32), traces=traces
-    )  # fmt: skip
-    stack.push_async_callback(inference.stop)
-    await start_workers(config, directory, trainer, inference, status, loopback=loopback)
-    stack.push_async_callback(inference.close_clients)
-
-    await connect_rollouts(group, inference)
-    slots = rollouts.open_lane(
-        TRAINING,
-        [slots_per_server(config)] * config.num_inference_servers,
-        config.group_size if config.enable_individual_sample_lanes else 1,
     )
-    probe_prompt = await rollouts.prepare(keys.training[0], 0)
-    servers = make_server_pool(config, inference, slots, status)
-    rollouts.on_engine_failure = servers.report_failure
-    topology = {"driver": cluster.node_names[cluster.driver_node], **trainer.topology}
+    stack.push_async_callback(inference.stop)
+    await start_workers(parts, directory, status)
+
+    for client in inference.clients:
+        client.initial_version = client.loaded_version = parts.first_version
+    await group.connect(
+        inference.addresses, lambda: [client.loaded_version for client in inference.clients], parts.first_version
+    )
+    stack.push_async_callback(rollouts.close)  # before the servers, whose end is then no failure
+    parts.open_servers(inference.handles, inference.clients, status)
     for index, node in enumerate(placement.server_nodes):
         gpus = f"{placement.gpus_per_server:g} GPUs" if placement.gpus_per_server else "CPU"
-        topology[f"inference server {index}"] = f"{cluster.node_names[node]}, {gpus}"
-    weights = WeightSync(
-        config,
-        trainer,
-        inference.clients,
-        loopback=loopback,
-        engines_up=lambda: servers.synced,
-        on_failure=servers.report_failure,
-        on_report=lambda report: record_sync(directory, report),
-        adapters=RunFiles(directory.path).adapters if config.lora_sync == "adapter" else None,
-        probe_token_ids=probe_prompt.token_ids[: min(PROBE_TEXT_TOKENS, config.max_model_len - 1)],
-    )
-    servers.bring_weights = weights.sync_one
-    for index in range(config.num_inference_servers):
-        servers.open(index)
-    return RunComponents(
-        config, keys, cluster, trainer, inference, rollouts, slots, servers, weights, evals, settings,
-        data, topology, loopback,
-    )  # fmt: skip
+        parts.topology[f"inference server {index}"] = f"{cluster.node_names[node]}, {gpus}"
+    if with_trainer:
+        probe_prompt = await rollouts.prepare(keys.training[0], 0)
+        parts.weights = WeightSync(
+            config,
+            parts.trainer,
+            inference.clients,
+            engines_up=lambda: parts.servers.synced,
+            on_failure=parts.servers.report_failure,
+            on_report=lambda report: record_sync(directory, report),
+            adapters=RunFiles(directory.path).adapters if config.lora_sync == "adapter" else None,
+            probe_token_ids=probe_prompt.token_ids[: min(PROBE_TEXT_TOKENS, config.max_model_len - 1)],
+        )
+        parts.servers.bring_weights = parts.weights.sync_one
+    return parts
 
 
-def make_server_pool(
-    config: TelescopeConfig, inference: InferenceGroup | None, slots: Lane, status: RunStatus
-) -> ServerPool:
-    """Returns a pool of the started servers, or an empty one. `bring_weights` is not set, and no server is open."""
-    return ServerPool(
-        inference.handles if inference else [],
-        inference.clients if inference else [],
-        slots,
-        status,
-        start_timeout=config.inference_start_timeout_seconds,
-        hang_timeout=max(backend_of(config).hang_timeout(config), config.weight_sync_timeout_seconds),
-        num_dedicated=config.num_eval_servers,
-        eval_slots_per_server=config.lanes_per_server,
-    )
+def report_environments(
+    config: TelescopeConfig, keys: EnvironmentKeys, by_key: Mapping[str, EnvironmentInfo], status: RunStatus
+) -> None:
+    """Checks the loaded environments, and reports what is worth knowing of them.
 
-
-async def start_rollouts(
-    config: TelescopeConfig,
-    keys: EnvironmentKeys,
-    directory: RunDirectory,
-    cluster: Cluster,
-    status: RunStatus,
-    stack: AsyncExitStack,
-) -> tuple[RolloutGroup, RolloutPool]:
-    """Starts the rollout workers, which load the environments.
-
-    Notices of environments go to the log, and to `status` unless it has them.
+    Their notices go to the log, and to `status` unless it has them. Raises UserError for a range of rewards that the
+    config cannot use.
     """
-    status.phase = "loading environments"
-    group = RolloutGroup(config, keys.specs, directory.path, cluster)
-    stack.push_async_callback(group.stop)
-    await group.start()
-    by_key = {spec.identity: info for spec, info in zip(keys.specs, group.infos, strict=True)}
-    rollouts = RolloutPool(group.handles, infos=by_key, homes=group.homes, seconds=NEWS_SECONDS, linger=LINGER_SECONDS)
-    stack.push_async_callback(rollouts.close)
-    if config.eager_prepare_resources:
-        await group.prepare_resources()
-    ends = Stops(**group.infos[0].stops).description or "only its length: set stop_token_ids or stop"
+    ends = Stops(**next(iter(by_key.values())).stops).description or "only its length: set stop_token_ids or stop"
     status.report(f"What ends an answer: {ends}", "environment", log=logger)
     check_reward_ranges(config, [by_key[key] for key in keys.training])
     for notice in notices_of([by_key[key] for key in (*keys.training, *keys.evals)]):
@@ -214,39 +233,10 @@ async def start_rollouts(
                 f"template cannot be extended from turn to turn: {why}"
             )
             status.report(news, "environment", "warning", log=logger)
-    return group, rollouts
 
 
-async def connect_rollouts(group: RolloutGroup, inference: InferenceGroup) -> None:
-    """Connects the rollout workers to the started servers."""
-    await group.connect(inference.addresses, lambda: [client.loaded_version for client in inference.clients])
-
-
-async def connect_cluster(
-    config: TelescopeConfig,
-    directory: RunDirectory,
-    status: RunStatus,
-    stack: AsyncExitStack,
-    temporary: Path,
-    on_ray_started: Callable[[], None],
-) -> Cluster:
-    """Joins or starts Ray, until `stack` ends. See `start_components`."""
-    status.phase = "starting Ray"
-    cluster = await _connect(config, directory, temporary)
-
-    def leave(_: object, error: BaseException | None, *__: object) -> None:
-        """Leaves Ray. After an error its logs are kept in the run directory."""
-        if cluster.started_here and isinstance(error, Exception) and not isinstance(error, Interrupted | UserError):
-            keep_logs(temporary, directory.path)
-        disconnect(cluster, config)
-
-    stack.push(leave)
-    on_ray_started()
-    return cluster
-
-
-async def _connect(config: TelescopeConfig, directory: RunDirectory, temporary: Path) -> Cluster:
-    """Joins or starts Ray. A cancellation does not wait for a start, up to a minute; the reaper ends it."""
+async def _connect(config: TelescopeConfig, directory: RunDirectory, stack: AsyncExitStack, temporary: Path) -> Cluster:
+    """Joins or starts Ray, until `stack` ends. A cancellation does not wait for a start, up to a minute."""
     stopped = threading.Event()
 
     def start() -> Cluster:
@@ -256,38 +246,39 @@ async def _connect(config: TelescopeConfig, directory: RunDirectory, temporary: 
         )
 
     try:
-        return await in_daemon_thread(start)
+        cluster = await in_daemon_thread(start)
     except asyncio.CancelledError:
         stopped.set()
-        abandon()
+        abandon()  # the reaper ends it
         raise
 
+    def leave(_: object, error: BaseException | None, *__: object) -> None:
+        """Leaves Ray. After an error its logs are kept in the run directory."""
+        if cluster.started_here and isinstance(error, Exception) and not isinstance(error, Interrupted | UserError):
+            keep_logs(temporary, directory.path)
+        disconnect(cluster, config)
 
-async def start_workers(
-    config: TelescopeConfig,
-    directory: RunDirectory,
-    trainer: TrainerGroup,
-    inference: InferenceGroup,
-    status: RunStatus,
-    *,
-    loopback: bool,
-) -> None:
+    stack.push(leave)
+    return cluster
+
+
+async def start_workers(parts: RunComponents, directory: RunDirectory, status: RunStatus) -> None:
     """Loads the trainer and starts the servers, concurrently unless they share GPUs. Raises the first failure."""
-    servers = start_servers(config, inference, status)
-    if config.share_gpus:
+    servers = [_start_server(parts, index, status) for index in range(parts.config.num_inference_servers)]
+    if parts.config.share_gpus:
         # A server measures free memory; a trainer that loads meanwhile would be counted as the server's.
         await all_or_first_failure(*servers)
-        await set_up_trainer(directory, trainer, status, loopback=loopback)
-    else:
-        await all_or_first_failure(set_up_trainer(directory, trainer, status, loopback=loopback), *servers)
+        servers = []
+    await all_or_first_failure(*servers, *([load_trainer(parts, directory, status)] if parts.trainer else []))
 
 
-async def set_up_trainer(directory: RunDirectory, trainer: TrainerGroup, status: RunStatus, *, loopback: bool) -> None:
+async def load_trainer(parts: RunComponents, directory: RunDirectory, status: RunStatus) -> None:
     """Loads the model into the started ranks, and compiles it."""
+    trainer = parts.trainer
     status.set_component("trainer", "loading the model")
-    infos = await trainer.setup(loopback=loopback)
+    infos = await trainer.setup()
     for info in infos:
-        _check_hash(trainer.config, "a trainer rank", info.config_hash)
+        _check_hash(parts.trainer.config, "a trainer rank", info.config_hash)
     if infos[0].compiles:
         status.set_component("trainer", "compiling the model's blocks")
         spans = await trainer.warm_up()
@@ -298,21 +289,15 @@ async def set_up_trainer(directory: RunDirectory, trainer: TrainerGroup, status:
     status.set_component("trainer", "ready")
 
 
-def start_servers(
-    config: TelescopeConfig, inference: InferenceGroup, status: RunStatus
-) -> list[Coroutine[Any, Any, None]]:
-    """Returns coroutines that start the servers, one each."""
-
-    async def start_server(index: int) -> None:
-        progress = asyncio.create_task(_show_start(config, inference, index, status))
-        try:
-            info = await inference.start(index)
-        finally:
-            progress.cancel()
-        _check_hash(config, f"inference server {index}", info.config_hash)
-        status.set_component(f"server {index}", "ready")
-
-    return [start_server(index) for index in range(config.num_inference_servers)]
+async def _start_server(parts: RunComponents, index: int, status: RunStatus) -> None:
+    """Starts a server. Its stages are in the live view, because a large model loads for minutes."""
+    progress = asyncio.create_task(_show_start(parts, index, status))
+    try:
+        info = await parts.inference.start(index)
+    finally:
+        progress.cancel()
+    _check_hash(parts.config, f"inference server {index}", info.config_hash)
+    status.set_component(f"server {index}", "ready")
 
 
 async def all_or_first_failure(*starts: Coroutine[Any, Any, None]) -> None:
@@ -325,14 +310,13 @@ async def all_or_first_failure(*starts: Coroutine[Any, Any, None]) -> None:
             task.cancel()
 
 
-async def _show_start(config: TelescopeConfig, inference: InferenceGroup, index: int, status: RunStatus) -> None:
-    """Shows the stage of a starting server in the live view. A large model loads for minutes."""
-    backend, started_at = backend_of(config), time.monotonic()
+async def _show_start(parts: RunComponents, index: int, status: RunStatus) -> None:
+    backend, started_at = backend_of(parts.config), time.monotonic()
     status.set_component(f"server {index}", f"starting {backend.name}")
     stage = backend.progress([])
     while True:
         await asyncio.sleep(1.0)
-        stage = backend.progress((await inference.handles[index].status()).last_log_lines, stage)
+        stage = backend.progress((await parts.inference.handles[index].status()).last_log_lines, stage)
         seconds = time.monotonic() - started_at
         status.set_component(f"server {index}", f"starting {backend.name}: {stage} ({seconds:.0f} s)")
 
@@ -347,7 +331,7 @@ def _check_hash(config: TelescopeConfig, process: str, config_hash: str) -> None
 
 def record_sync(directory: RunDirectory, report: SyncReport) -> None:
     """Records the spans of a weight sync. Each server has a pause and a transfer; the trainer's ranks have theirs."""
-    step = report.version - 1
+    step, write = report.version - 1, partial(directory.recorder.write, "spans")
     for sync in report.servers:
         shared = {"component": "weights", "server": sync.server, "step": step}
         attributes = {
@@ -359,11 +343,9 @@ def record_sync(directory: RunDirectory, report: SyncReport) -> None:
             "failure": sync.failure or "",
         }
         start, end = sync.paused_at or sync.started_at, sync.resumed_at or report.ended_at
-        directory.recorder.write(
-            "spans", {**shared, "name": "weight_sync", "start": start, "end": end, "attributes": attributes}
-        )
+        write({**shared, "name": "weight_sync", "start": start, "end": end, "attributes": attributes})
         if sync.transfer_seconds:
             start, end = sync.transfer_started_at, sync.transfer_started_at + sync.transfer_seconds
-            directory.recorder.write("spans", {**shared, "name": "weight_transfer", "start": start, "end": end})
+            write({**shared, "name": "weight_transfer", "start": start, "end": end})
     for span in report.trainer_spans:
-        directory.recorder.write("spans", trainer_span_row(span, step))
+        write(trainer_span_row(span, step))

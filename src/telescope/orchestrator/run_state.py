@@ -44,8 +44,6 @@ class RunState:
     """See `Ledger.state_dict`."""
     errors: dict[str, list[tuple[int, str] | None]] = field(default_factory=dict)
     """See `ErrorBudget.state_dict`."""
-    num_openings: int = 0
-    """Groups opened so far; their numbers bind them to servers."""
     groups: list[Group] = field(default_factory=list)
     """Finished groups that were not trained yet, with tokens and logprobs."""
     data: dict[str, Any] = field(default_factory=dict)
@@ -111,7 +109,6 @@ def after_restart(checkpoint: RunState, lost: RunState, staleness: Staleness, *,
             "requeues": sorted(requeues.items()),
         },
         errors=lost.errors,
-        num_openings=max(checkpoint.num_openings, lost.num_openings),
         groups=[*checkpoint.groups, *kept],
         data=lost.data,
     )

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from telescope.config import TelescopeConfig
 from telescope.config.model_files import vocabulary_size
 from telescope.config.model_source import read_meta_files
 from telescope.errors import RankLost, RunError
@@ -24,7 +23,7 @@ from telescope.orchestrator.evaluation import Evaluation
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.orchestrator import AfterStep, Orchestrator, Services
 from telescope.orchestrator.prompt_sampler import PromptSampler
-from telescope.orchestrator.run_components import RunComponents, set_up_trainer
+from telescope.orchestrator.run_components import RunComponents, load_trainer
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.run_state import RunState, after_restart
 from telescope.orchestrator.status import RunStatus
@@ -39,7 +38,6 @@ logger = logging.getLogger(__name__)
 class Training:
     """Training over started components."""
 
-    config: TelescopeConfig
     components: RunComponents
     evaluation: Evaluation
     directory: RunDirectory
@@ -50,8 +48,8 @@ class Training:
 
     async def run(self, start: RunState) -> Orchestrator:
         """Trains to the last checkpoint, from the newest one when a rank is lost. Returns the last loops."""
-        config, components, status = self.config, self.components, self.status
-        restarts = TrainerRestarts(config, components, self.checkpoints, self.directory, status)
+        config, components, status = self.components.config, self.components, self.status
+        restarts = TrainerRestarts(components, self.checkpoints, self.directory, status)
         while True:
             status.phase = "training"
             self.directory.started(components.topology | components.trainer.topology, start.step)
@@ -62,7 +60,7 @@ class Training:
                 write=self.directory.recorder.write, seconds_left=self._seconds_left, run_id=self.directory.run_id,
             )  # fmt: skip
             orchestrator = await make_orchestrator(
-                config, components, self.evaluation, self.directory, status, start=start,
+                components, self.evaluation, self.directory, status, start=start,
                 after_step=partial(self._after_step, checkpointer),
             )  # fmt: skip
             status.training_begins()
@@ -91,7 +89,9 @@ class Training:
         """Returns how long the run waits for a checkpoint; None without limit."""
         if self._exit_requested_at is None:
             return None
-        return max(self._exit_requested_at + self.config.checkpoint_on_exit_timeout_s - time.monotonic(), 0.0)
+        return max(
+            self._exit_requested_at + self.components.config.checkpoint_on_exit_timeout_s - time.monotonic(), 0.0
+        )
 
     async def _save_after_error(self, orchestrator: Orchestrator, checkpointer: Checkpointer) -> None:
         """Writes a checkpoint after an error, unless a step is incomplete. Its own errors are logged only."""
@@ -116,7 +116,8 @@ class Training:
 
         def grace(error: BaseException) -> float:
             """Returns the seconds that the current step and its checkpoint may take."""
-            if not self.config.checkpoint_every or not isinstance(error, RunError) or isinstance(error, RankLost):
+            saves = self.components.config.checkpoint_every
+            if not saves or not isinstance(error, RunError) or isinstance(error, RankLost):
                 return 0.0
             self._request_exit()
             orchestrator.request_stop()
@@ -127,7 +128,6 @@ class Training:
 
 
 async def make_orchestrator(
-    config: TelescopeConfig,
     components: RunComponents,
     evaluation: Evaluation,
     directory: RunDirectory,
@@ -137,6 +137,7 @@ async def make_orchestrator(
     after_step: AfterStep | None = None,
 ) -> Orchestrator:
     """Builds the loops, from the state of a checkpoint. Items that an eval holds out are never sampled."""
+    config = components.config
     infos = [components.rollouts.infos[key] for key in components.keys.training]
     for key, entry, info in zip(components.keys.training, config.environments, infos, strict=True):
         directory.recorder.write("environments", record_rows.environment_row(key, entry.name, entry.weight, info))
@@ -153,7 +154,7 @@ async def make_orchestrator(
     services = Services(
         rollouts=components.rollouts,
         environment_keys=components.keys.training,
-        slots=components.slots,
+        slots=components.servers.slots,
         trainer=components.trainer,
         weights=components.weights,
         recorder=directory.recorder,
@@ -178,7 +179,6 @@ class TrainerRestarts:
     exception in a rank ends the run.
     """
 
-    config: TelescopeConfig
     components: RunComponents
     folder: CheckpointFolder
     directory: RunDirectory
@@ -191,7 +191,7 @@ class TrainerRestarts:
         `orchestrator` and `checkpointer` are those of the loops that ended. Raises `lost`, with the field that would
         have continued the run, when no restart is left.
         """
-        config, status = self.config, self.status
+        config, status = self.components.config, self.status
         if self.num_restarts >= config.trainer_max_restarts or not config.checkpoint_every:
             raise self._refusal(lost) from None
         self.num_restarts += 1
@@ -213,14 +213,14 @@ class TrainerRestarts:
 
     async def _reload(self, orchestrator: Orchestrator, checkpointer: Checkpointer) -> RunState:
         """Replaces the ranks and loads the newest checkpoint, or the first weights."""
-        config, parts = self.config, self.components
+        config, parts = self.components.config, self.components
         async with parts.trainer.queue:  # a server that comes back meanwhile waits for its weights
             await parts.trainer.replace()
             await checkpointer.ranks_replaced()
             checkpoint = self.folder.load(True) if self.folder.steps() else None
             if checkpoint is not None:
                 await asyncio.to_thread(refuse_damage, checkpoint.path, checkpoint.meta)
-            await set_up_trainer(self.directory, parts.trainer, self.status, loopback=parts.loopback)
+            await load_trainer(parts, self.directory, self.status)
             if checkpoint is not None:
                 await parts.trainer.load_checkpoint(checkpoint.step, checkpoint.path)
         await parts.weights.sync()
@@ -243,7 +243,7 @@ class TrainerRestarts:
 
     def _refusal(self, lost: RankLost) -> RankLost:
         """Returns the error that ends the run, with the fix."""
-        config = self.config
+        config = self.components.config
         if not config.checkpoint_every:
             fix = "The ranks can restart from a checkpoint: set checkpoint_every"
         elif self.num_restarts:

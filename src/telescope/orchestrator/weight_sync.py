@@ -104,7 +104,6 @@ class WeightSync:
     trainer: TrainerGroup
     clients: Sequence[EngineBackend]
     _: KW_ONLY
-    loopback: bool
     engines_up: Callable[[], list[int]]
     on_failure: Callable[[int, InfrastructureError], None]
     on_report: Callable[[SyncReport], None]
@@ -282,9 +281,7 @@ class WeightSync:
         """Opens the communicator of a server that has none. The sender listens, the workers connect."""
         if part.server in self._connected:
             return
-        info = await self.trainer.listen_for_engine(
-            part.server, self.config.inference_tensor_parallel_size, loopback=self.loopback
-        )
+        info = await self.trainer.listen_for_engine(part.server, self.config.inference_tensor_parallel_size)
         connecting = asyncio.ensure_future(self.trainer.connect_engine(part.server))
         try:
             await asyncio.gather(connecting, self.clients[part.server].init_weight_transfer(info))

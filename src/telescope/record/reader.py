@@ -140,6 +140,11 @@ class Run:
             data = data.filter(pc.invert(pc.is_in(_sample_key(data), value_set=hidden)))
         return data.select(list(columns)) if columns is not None else data
 
+    def values(self, table: str, column: str, **where: Any) -> frozenset[Any]:
+        """Returns the values in a column, of rows with the values `where`. Empty without a record."""
+        rows = self.table(table, columns=[column, *where]).to_pylist()
+        return frozenset(row[column] for row in rows if where.items() <= row.items())
+
     def rows_since(self, name: str, cursor: int, columns: Sequence[str] | None = None) -> tuple[pa.Table, int]:
         """Returns the rows from row `cursor` on, and the next cursor.
 

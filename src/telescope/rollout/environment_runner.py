@@ -2,7 +2,7 @@
 
 Owns the loaded environments and their resources (pools of sandboxes, connections). `prepare_resources` and
 `close_resources` run one at a time in a process, and again after a failure. Calls that may wait are generators of steps
-(`environments.user_code`); threads and deadlines belong to `environments_in_threads`.
+(`environments.user_code`); threads and deadlines belong to `rollout.environments`.
 """
 
 from __future__ import annotations

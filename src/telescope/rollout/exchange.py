@@ -46,6 +46,8 @@ class RunningSample:
     slot: int = -1
     started_at: float = 0.0
     oldest_version: int | None = None
+    num_tokens: int = 0
+    """Tokens sampled for it in this worker, without those of its running request."""
 
 
 @dataclass(slots=True)

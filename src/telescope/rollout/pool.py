@@ -260,10 +260,13 @@ class RolloutPool:
             if prompt.worker is worker and not prompt.rendered.done():
                 self._assign_prompt(number, prompt)
         for group in [group for group in self._groups.values() if group.worker is worker]:
-            group.num_lost += group.task.key not in unsent
-            group.task.samples = {
-                index: replace(group.task.samples[index], num_lost=group.num_lost) for index in group.samples
-            }
+            tasks = {index: group.task.samples[index] for index in group.samples}
+            if group.task.key not in unsent:
+                group.num_lost += 1
+                for index, state in group.samples.items():
+                    tasks[index] = replace(tasks[index], lost=(*tasks[index].lost, state.num_tokens))
+            group.samples = {index: RunningSample() for index in tasks}
+            group.task.samples = tasks
             if group.is_cancelled or group.num_lost >= MAX_LOST_WORKERS:
                 for index in list(group.samples):
                     self._ended(group, index, _lost_sample(group, index, error))
@@ -415,8 +418,8 @@ def _lost_sample(group: RunningGroup, index: int, error: Exception) -> Trajector
     task = group.task.samples[index]
     sample = Trajectory(
         task.sample_id, task.group_id, task.sample_index, task.environment, started_at=time.time(),
-        finished_at=time.time(), cancelled=group.is_cancelled, failed_requests=[None] * task.num_lost,
-        num_infrastructure_retries=task.num_lost,
+        finished_at=time.time(), cancelled=group.is_cancelled, lost_conversations=list(task.lost),
+        num_infrastructure_retries=len(task.lost),
     )  # fmt: skip
     if not group.is_cancelled:
         sample.failure_kind, sample.end_reason = "environment", ROLLOUT_ERROR

@@ -106,8 +106,8 @@ class RolloutTask:
     """Identity of its requests, from the run's seed on, without the turn (`request_seed`)."""
     is_multi_turn: bool = False
     """The environment keeps the state of a conversation (`Environments.begin`)."""
-    num_lost: int = 0
-    """Rollout workers that were lost while they ran this sample."""
+    lost: tuple[int, ...] = ()
+    """Sampled tokens, as far as known, in each rollout worker that was lost while it ran this sample."""
     payload: Any = None
     """What belongs to the prompt besides its ids (`GenerateRequest.payload`)."""
 
@@ -182,7 +182,7 @@ class Rollout:
     """One running sample. `trajectory` grows until `run` returns it.
 
     After `cancel`, `run` returns as soon as possible, with the tokens so far. Samples with the same `slot_key` share a
-    server. `on_request` is called when a request has a slot.
+    server. `on_progress` is called when a request has a slot, and when a turn has ended.
     """
 
     def __init__(
@@ -195,14 +195,13 @@ class Rollout:
         environments: Environments,
         settings: RolloutSettings,
         on_engine_failure: Callable[[int, InfrastructureError], None],
-        on_request: Callable[[], None] = lambda: None,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self.task = task
         self.trajectory = Trajectory(
             task.sample_id, task.group_id, task.sample_index, task.environment, payload=task.payload,
             started_at=time.time(),
-            # How many tokens were lost is not known, as for a server that exits.
-            num_infrastructure_retries=task.num_lost, failed_requests=[None] * task.num_lost,
+            num_infrastructure_retries=len(task.lost), lost_conversations=list(task.lost),
         )  # fmt: skip
         self._slot_key = slot_key
         self._slots = slots
@@ -210,7 +209,7 @@ class Rollout:
         self._environments = environments
         self._settings = settings
         self._on_engine_failure = on_engine_failure
-        self._on_request = on_request
+        self._on_progress = on_progress
         self._in_engine: tuple[int, str, int] | None = None
         self._conversation_id: str | None = None
         """Id of the open conversation in the environments."""
@@ -319,6 +318,7 @@ class Rollout:
                     ]
                     turn.divergence = reply.divergence
                 trajectory.turns.append(turn)
+                self._on_progress()
                 if trajectory.cancelled:
                     return
                 reply = await self._environment_reply(generation)
@@ -411,7 +411,7 @@ class Rollout:
                         RequestId(
                             task.sample_id,
                             turn_index,
-                            trajectory.num_infrastructure_retries + ATTEMPTS_OF_A_WORKER * task.num_lost,
+                            trajectory.num_infrastructure_retries + ATTEMPTS_OF_A_WORKER * len(task.lost),
                             lease.slot,
                         )
                     ),
@@ -429,7 +429,7 @@ class Rollout:
                 engine = self._engine_of(lease.server)
                 version = engine.loaded_version
                 self._in_engine = (lease.server, request.request_id, version)
-                self._on_request()
+                self._on_progress()
                 try:
                     generation = await engine.generate(request)
                 finally:

@@ -3,7 +3,7 @@
 Runs user code in a process that can be killed, without a tokenizer, so that it takes a second or two. Owns the
 deadlines and the error messages. The rollout workers load everything again.
 
-The child reads a line of JSON, and writes lines of JSON: what it is about to load, and at the end the outcome.
+The child receives a message of JSON, and sends some: what it is about to load, and at the end the outcome.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import math
 import os
-import queue
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from telescope.environments.types import EnvironmentInfo, EnvironmentSpec
 from telescope.environments.user_code import error_text
@@ -41,7 +42,10 @@ STACK_SECONDS = 1.0
 """Time for a hanging process to write its stack."""
 LOG_TAIL_BYTES = 4000
 
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from telescope.rollout.trial import main; main()"
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from telescope.rollout.trial import main; main(int(sys.argv[2]))"
+)
 
 
 def try_environments(
@@ -60,23 +64,23 @@ def try_environments(
     limits = {"starting": START_SECONDS, "making": making_seconds, "dataset": DATASET_SECONDS}
     paths = [str(Path(place).expanduser().resolve()) for place in environments_path]
     request = json.dumps({"specs": [asdict(spec) for spec in specs], "paths": paths, "parent": os.getpid()})
-    with tempfile.TemporaryDirectory(prefix="telescope-trial-") as folder:
+    ours, theirs = Pipe()
+    with tempfile.TemporaryDirectory(prefix="telescope-trial-") as folder, ours:
         log = Path(folder) / "environments.log"
-        with log.open("wb") as output:
+        with log.open("wb") as output, theirs:
             child = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, json.dumps(sys.path)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, start_new_session=True,
+                [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=[theirs.fileno()],
+                start_new_session=True,
             )  # fmt: skip
         try:
-            assert child.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # its end is reported below
-                child.stdin.write(request.encode() + b"\n")
-                child.stdin.flush()
-            return _outcome(child, limits, log, say)
+            with contextlib.suppress(OSError):  # its end is reported below
+                ours.send_bytes(request.encode())
+            return _outcome(child, ours, limits, log, say)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
-            child.communicate()
+            child.wait()
 
 
 def notices_of(infos: Sequence[EnvironmentInfo]) -> list[str]:
@@ -85,30 +89,25 @@ def notices_of(infos: Sequence[EnvironmentInfo]) -> list[str]:
 
 
 def _outcome(
-    child: subprocess.Popen[bytes], limits: dict[str, float], log: Path, say: Callable[[str], None]
+    child: subprocess.Popen[bytes], news: Connection, limits: dict[str, float], log: Path, say: Callable[[str], None]
 ) -> list[EnvironmentInfo]:
-    lines: queue.Queue[bytes] = queue.Queue()
-    threading.Thread(target=_read_lines, args=(child, lines), daemon=True).start()
-    stage, doing, began, is_slow = "starting", "loading the environments", time.monotonic(), False
-    started = began
+    stage, doing, began = "starting", "loading the environments", time.monotonic()
+    slow_at = began + SLOW_SECONDS
     while True:
-        left = began + limits[stage] - time.monotonic()
-        until_slow = SLOW_SECONDS - (time.monotonic() - started)
-        try:
-            line = lines.get(timeout=max(0.0, left if is_slow else min(left, until_slow)))
-        except queue.Empty:
-            if not is_slow:
-                is_slow = True
+        ends_at = began + limits[stage]
+        if not news.poll(max(0.0, min(ends_at, slow_at) - time.monotonic())):
+            if slow_at < ends_at:
+                slow_at = math.inf
                 say(f"{doing} ...")
                 continue
             child.send_signal(signal.SIGUSR1)
             time.sleep(STACK_SECONDS)
             field = " (environment_timeout_seconds)" if stage == "making" else ""
             _fail(f"{doing} did not end within {limits[stage]:g} seconds{field}{_last_output(log)}")
-        if not line:
-            ended = describe_exit(child.wait())
-            _fail(f"{doing} ended the process, which {ended}{_last_output(log)}")
-        message: dict[str, Any] = json.loads(line)
+        try:
+            message: dict[str, Any] = json.loads(news.recv_bytes())
+        except (EOFError, OSError):
+            _fail(f"{doing} ended the process, which {describe_exit(child.wait())}{_last_output(log)}")
         if "ready" in message:
             return [EnvironmentInfo(**fields) for fields in message["ready"]]
         if "failed" in message:
@@ -116,37 +115,30 @@ def _outcome(
         stage, doing, began = message["stage"], message["doing"], time.monotonic()
 
 
-def _read_lines(child: subprocess.Popen[bytes], lines: queue.Queue[bytes]) -> None:
-    assert child.stdout is not None
-    for line in child.stdout:
-        lines.put(line)
-    lines.put(b"")
-
-
 def _last_output(log: Path) -> str:
     tail = log_tail(log, LOG_TAIL_BYTES)
     return f". Its last output:\n{tail}" if tail else ""
 
 
-def _fail(text: str, kind: type[UserError] = UserError) -> None:
+def _fail(text: str, kind: type[UserError] = UserError) -> NoReturn:
     raise kind(text[:1].upper() + text[1:])
 
 
 # The child
 
 
-def main() -> None:
+def main(descriptor: int) -> None:
     """Loads environments, and reports."""
     from telescope.rollout.environment_runner import EnvironmentRunner
 
     faulthandler.register(signal.SIGUSR1)
-    request = json.loads(sys.stdin.readline())
+    os.set_inheritable(descriptor, False)
+    driver = Connection(descriptor)
+    request = json.loads(driver.recv_bytes())
     die_with(request["parent"])
-    reports = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # output of user code
 
     def report(**message: Any) -> None:
-        reports.write(json.dumps(message).encode() + b"\n")
+        driver.send_bytes(json.dumps(message).encode())
 
     try:
         specs = [EnvironmentSpec(**fields) for fields in request["specs"]]

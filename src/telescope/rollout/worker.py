@@ -55,7 +55,7 @@ class RolloutWorker:
         self._groups: dict[int, _Group] = {}
         self._report = Report()
         self._moved: set[tuple[int, int]] = set()
-        """Running samples with a new request since the last report."""
+        """Running samples with a new request or turn since the last report."""
         self._reported: dict[tuple[int, int], RunningSample] = {}
         self._is_slot_free = False
         """A request slot was released since the last report."""
@@ -149,7 +149,7 @@ class RolloutWorker:
             environments=self._environments,
             settings=task.settings,
             on_engine_failure=lambda server, error: self._engine_failed(task.lane, server, error),
-            on_request=lambda: self._moved.add((task.key, index)),
+            on_progress=lambda: self._moved.add((task.key, index)),
         )
 
     async def _run(self, group: _Group, index: int, rollout: Rollout) -> None:
@@ -175,7 +175,10 @@ class RolloutWorker:
         for key, index in self._moved:
             if key in self._groups and (rollout := self._groups[key].rollouts.get(index)) is not None:
                 sample = rollout.trajectory
-                state = RunningSample(sample.server_index, sample.slot, sample.started_at, rollout.oldest_version())
+                state = RunningSample(
+                    sample.server_index, sample.slot, sample.started_at, rollout.oldest_version(),
+                    sample.num_sampled_tokens - sum(rollout.task.lost),
+                )  # fmt: skip
                 if self._reported.get((key, index)) != state:
                     self._reported[key, index] = news[key, index] = state
         self._moved.clear()

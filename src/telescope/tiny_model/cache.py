@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
@@ -23,6 +22,7 @@ from typing import Any
 
 from telescope.errors import UserError
 from telescope.utils.digests import digests_of
+from telescope.utils.text import home_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ MANIFEST = "tiny_model.json"
 
 def default_cache_dir() -> Path:
     """`$XDG_CACHE_HOME/telescope`, or `~/.cache/telescope`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "telescope"
+    return home_folder("XDG_CACHE_HOME", ".cache")
 
 
 def ensure_tiny_model(cache_dir: Path | str | None = None, *, report: Report = None, **settings: Any) -> Path:

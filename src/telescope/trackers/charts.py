@@ -97,14 +97,6 @@ class StepHistograms:
             self._last_step = step
             of_step = self._rows.pop(step)
             has_several = len({row["environment"] for row in of_step} - {""}) > 1
-            yield (
-                step,
-                {
-                    "/".join(filter(None, ("distribution", row["environment"], row["metric"]))): (
-                        row["histogram"],
-                        row["bin_edges"],
-                    )
-                    for row in of_step
-                    if has_several or not row["environment"]
-                },
-            )
+            shown = [row for row in of_step if has_several or not row["environment"]]
+            names = ["/".join(filter(None, ("distribution", row["environment"], row["metric"]))) for row in shown]
+            yield step, {name: (row["histogram"], row["bin_edges"]) for name, row in zip(names, shown, strict=True)}

@@ -11,12 +11,13 @@ Invariants: a token attends to earlier tokens of its own segment only; outputs a
 from __future__ import annotations
 
 import functools
-import importlib.util
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from telescope.utils.packages import is_installed
 
 MIN_COMPUTE_CAPABILITY = 9
 """Hopper. On older GPUs the package is not faster than torch."""
@@ -29,17 +30,9 @@ HEAD_DIMS = (32, 64, 96, 128, 256)
 NO_WINDOW = -1
 
 
-def is_installed() -> bool:
-    """Returns whether the package is installed. Imports no kernel."""
-    try:
-        return importlib.util.find_spec("flash_attn.cute") is not None
-    except ModuleNotFoundError:
-        return False
-
-
 def can_run(device: torch.device, head_dim: int) -> bool:
     """Returns whether the package has kernels for this GPU and head size."""
-    if head_dim not in HEAD_DIMS or not is_installed():
+    if head_dim not in HEAD_DIMS or not is_installed("flash_attn.cute"):
         return False
     return torch.cuda.get_device_capability(device)[0] >= MIN_COMPUTE_CAPABILITY
 

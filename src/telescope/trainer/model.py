@@ -12,27 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PretrainedConfig,
-    PreTrainedModel,
-)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
-from telescope.config.model_contents import listed
 from telescope.errors import UserError
 from telescope.trainer.attention import ATTENTION_NAME, register_attention
 from telescope.trainer.checkpoint_names import CheckpointNames
 from telescope.trainer.logprob import LogprobHead
 from telescope.trainer.model_input import ModelInput
-from telescope.utils.text import single_line
+from telescope.utils.text import listed, single_line
 from telescope.utils.timeline import Timeline
 
 PREFIX = "causal_lm."
@@ -46,8 +38,8 @@ LOGIT_SOFTCAP = "final_logit_softcapping"
 
 
 TABLES: tuple[tuple[Any, Any], ...] = (
-    (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
-    (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText),
+    (MODEL_FOR_CAUSAL_LM_MAPPING, transformers.AutoModelForCausalLM),
+    (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.AutoModelForImageTextToText),
 )
 """Models by config, and the classes that load them, for text alone and with other media."""
 
@@ -75,7 +67,7 @@ PACKED = Execution()
 class PolicyModel(nn.Module):
     """Maps the samples of a micro-batch to logprob and entropy of chosen tokens."""
 
-    def __init__(self, causal_lm: PreTrainedModel, chunk_size: int, *, packs: bool = True) -> None:
+    def __init__(self, causal_lm: transformers.PreTrainedModel, chunk_size: int, *, packs: bool = True) -> None:
         super().__init__()
         output = causal_lm.get_output_embeddings()
         text = causal_lm.config.get_text_config()
@@ -87,7 +79,7 @@ class PolicyModel(nn.Module):
             output.weight, getattr(output, "bias", None), chunk_size, scale, getattr(text, LOGIT_SOFTCAP, None)
         )
         causal_lm.set_output_embeddings(head)
-        self.causal_lm: PreTrainedModel = causal_lm
+        self.causal_lm: transformers.PreTrainedModel = causal_lm
         self.packs = packs
         own = set(self.decoder.parameters())
         for parameter in causal_lm.base_model.parameters():
@@ -149,13 +141,15 @@ class PolicyModel(nn.Module):
             return self.head(predicting_ND, row.target_N, temperature)
 
 
-def load_config(model: str, *, trust_remote_code: bool = False, local: bool = False) -> PretrainedConfig:
+def load_config(model: str, *, trust_remote_code: bool = False, local: bool = False) -> transformers.PretrainedConfig:
     """Loads the config of a causal language model, for training. Raises `UserError` for anything else.
 
     `local`: from this machine, even if the hub has a newer one.
     """
     try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, local_files_only=local)
+        config = transformers.AutoConfig.from_pretrained(
+            model, trust_remote_code=trust_remote_code, local_files_only=local
+        )
     except Exception as error:  # transformers raises many classes for invalid values
         raise UserError(f"model: {model!r} cannot be loaded: {reason(error)}. Correct config.json") from error
     if getattr(config, "output_router_logits", False):
@@ -185,7 +179,7 @@ def load_causal_lm(
     with_weights: bool,
     trust_remote_code: bool = False,
     attention: str = ATTENTION_NAME,
-) -> PreTrainedModel:
+) -> transformers.PreTrainedModel:
     """Loads a model from a path or hub id. With weights it is on the CPU, without on the meta device.
 
     `attention` is the name of its implementation in transformers. Raises `UserError` if there is no such model, and for
@@ -230,12 +224,12 @@ def check_weight_files(model: str, *, trust_remote_code: bool = False) -> None:
     refuse_incomplete(model, loaded)
 
 
-def auto_class(config: PretrainedConfig) -> Any:
+def auto_class(config: transformers.PretrainedConfig) -> Any:
     """Returns the class of transformers that loads a model with this config, for text and perhaps other media."""
-    return next((auto for _, auto in _classes(config)), AutoModelForCausalLM)
+    return next((auto for _, auto in _classes(config)), transformers.AutoModelForCausalLM)
 
 
-def _classes(config: PretrainedConfig) -> list[tuple[Any, Any]]:
+def _classes(config: transformers.PretrainedConfig) -> list[tuple[Any, Any]]:
     """Returns the model's classes and what loads them: the one that config.json names comes first.
 
     Empty for code that comes with the model, and for other tasks.
@@ -249,16 +243,16 @@ def reason(error: Exception) -> str:
     return single_line(" ".join(f"{type(error).__name__}: {error}".split()))
 
 
-def skeleton_of(config: dict[str, Any]) -> PreTrainedModel | None:
+def skeleton_of(config: dict[str, Any]) -> transformers.PreTrainedModel | None:
     """Builds the model of a parsed config.json on the meta device. None for code that comes with the model."""
-    if config.get("model_type") not in CONFIG_MAPPING:
+    if config.get("model_type") not in transformers.CONFIG_MAPPING:
         return None
-    known = AutoConfig.for_model(**config)
+    known = transformers.AutoConfig.for_model(**config)
     with torch.device("meta"):
         return auto_class(known).from_config(known)
 
 
-def is_tied(causal_lm: PreTrainedModel) -> bool:
+def is_tied(causal_lm: transformers.PreTrainedModel) -> bool:
     """Returns whether the output layer's weight is the embedding's."""
     return causal_lm.get_output_embeddings().weight is causal_lm.get_input_embeddings().weight
 

@@ -53,9 +53,21 @@ def user_path(path: str | Path) -> Path:
     return Path(path).expanduser()
 
 
+def home_folder(variable: str, usual: str) -> Path:
+    """Returns Telescope's folder in the one that an XDG variable names, by default `usual` in the home directory."""
+    return Path(os.environ.get(variable) or Path.home() / usual) / "telescope"
+
+
 def pluralize(number: int, noun: str) -> str:
     """Returns `1 step` or `2 steps`; the plural adds an s."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def listed(names: Iterable[str], most: int = 4, separator: str = ", ") -> str:
+    """Returns the first `most` names, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(names[:most]) + more
 
 
 SIMILAR_ENOUGH = 0.6  # below this similarity a suggestion confuses more than it helps

@@ -11,18 +11,16 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from telescope.cluster.reaper import ALSO_REMOVED, Reaper
+from telescope.cluster.reaper import ALSO_REMOVED
 from telescope.config import TelescopeConfig
 from telescope.errors import UserError
-from telescope.orchestrator.run import View
-from telescope.orchestrator.run_components import RunComponents, start_components
+from telescope.orchestrator.run_components import RunComponents
 from telescope.orchestrator.run_directory import RunDirectory
-from telescope.orchestrator.status import RunStatus
-from telescope.orchestrator.supervision import Interrupt, Supervisor
+from telescope.orchestrator.session import Session, View
+from telescope.orchestrator.status import Interrupted, RunStatus
 from telescope.verify import checks
 from telescope.verify.report import Check, Report
 
@@ -44,46 +42,34 @@ async def _verify(
     report = Report(config_hash=config.hash)
     # Dropout of adapters would make the trainer differ from the engine.
     config = config.replace(run_dir=str(folder), use_wandb=False, evals=[], lora_dropout=0.0)
-    status = RunStatus("verify", 0)
-    interrupt = Interrupt(status)
+    session = Session(RunStatus("verify", 0), view)
+    directory = RunDirectory.create(config, [])
     started_at = time.monotonic()
-    keep = False
+    keep = True
 
-    def keep_logs(kind: type[BaseException] | None, *_: object) -> None:
-        """Keeps the logs if they can explain a failure. Otherwise the reaper removes them, also after a kill."""
-        nonlocal keep
-        keep = not interrupt.requested and (not report.ok if kind is None else not issubclass(kind, UserError))
-        if keep:
-            link.unlink()
+    async def check_all() -> None:
+        components = await session.start(config, directory)
+
+        def keep_check(check: Check) -> None:
+            report.checks.append(check)
+            on_check(check)
+
+        await run_checks(components, session.status, keep_check)
 
     try:
-        async with AsyncExitStack() as stack:
-            reaper = stack.enter_context(Reaper())
-            link = reaper.directory / f"{ALSO_REMOVED}run"
+        with session.open(directory.open_record(console=view is None)):
+            # Without logs that explain a failure, the reaper removes the folder, also after a kill.
+            link = session.temporary / f"{ALSO_REMOVED}run"
             link.symlink_to(folder)
-            stack.push(keep_logs)
-            directory = RunDirectory.create(config, [])
-            stack.enter_context(directory.open_record(console=view is None))
-            if view is not None:
-                stack.callback(view.stop)
-                view.start(status)
-            loop = asyncio.get_running_loop()
-            interrupt.install(loop)
-            async with AsyncExitStack() as components_stack:
-                starting = start_components(
-                    config, directory, status, components_stack, reaper.directory,
-                    on_ray_started=lambda: interrupt.install(loop),
-                )  # fmt: skip
-                components = await interrupt.run_until_first(starting)
-                supervisor = Supervisor()
-                supervisor.spawn(components.servers.watch(), "server watch")
-
-                def keep_check(check: Check) -> None:
-                    report.checks.append(check)
-                    on_check(check)
-
-                await interrupt.run_until_first(supervisor.run_until(run_checks(components, status, keep_check)))
-                status.phase = "shutting down"
+            try:
+                await session.run(session.interrupt.run_until_first(check_all()))
+                keep = not report.ok
+            except (UserError, Interrupted):
+                keep = False
+                raise
+            finally:
+                if keep and not session.interrupt.requested:
+                    link.unlink()
     finally:
         report.seconds = time.monotonic() - started_at
     return report, folder if keep else None

@@ -27,15 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from telescope.weights.engine_experts import (
-    DOWN,
-    GATE_UP,
-    expert_slices,
-    experts_as_loaded,
-    is_experts,
-    is_whole,
-    why_unreadable,
-)
+from telescope.weights import engine_experts
 from telescope.weights.engine_quantized import SCALE, Quantize, QuantizedReference, is_quantized, quantized_matrices
 from telescope.weights.fingerprint import Share, Slice, Slices, as_matrix_shape, fingerprint_slices
 from telescope.weights.plan import TensorMeta
@@ -77,7 +69,7 @@ def engine_weights(
             continue  # compared with its matrix
         slices = _locations(module, place, attribute, shapes, canonical, packing)
         if not slices:
-            problem = why_unreadable(module) if is_experts(module) else None
+            problem = engine_experts.why_unreadable(module) if engine_experts.is_experts(module) else None
             unaccounted.append(f"{place}.{attribute}" + (f" ({problem})" if problem else ""))
             continue
         if attribute not in quantized:
@@ -181,8 +173,8 @@ def _locations(
     packing: Mapping[str, list[str]],
 ) -> Slices:
     """Returns the trainer tensors in this parameter and their locations. Empty if there is no explanation."""
-    if is_experts(module) and attribute in (GATE_UP, DOWN):
-        return expert_slices(module, place, attribute, shapes)
+    if engine_experts.is_experts(module) and attribute in (engine_experts.GATE_UP, engine_experts.DOWN):
+        return engine_experts.expert_slices(module, place, attribute, shapes)
     parent, _, last = place.rpartition(".")
     own = f"{place}.{attribute}" if place else attribute
     name = own if own in shapes else canonical
@@ -254,9 +246,9 @@ def _read(
     model: nn.Module,
 ) -> Iterator[tuple[str, Share]]:
     """Computes each slice's fingerprint, for every form of the parameter. The forms are those of the forward pass."""
-    if is_experts(module) and attribute in (GATE_UP, DOWN):
-        stored = experts_as_loaded(module, attribute)
-        if is_whole(module, attribute, slices):
+    if engine_experts.is_experts(module) and attribute in (engine_experts.GATE_UP, engine_experts.DOWN):
+        stored = engine_experts.experts_as_loaded(module, attribute)
+        if engine_experts.is_whole(module, attribute, slices):
             stored = stored.reshape(len(getattr(module, attribute)), -1)
         yield from fingerprint_slices([(0, stored)], f"{place}.{attribute}", slices, dtype)
         return

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from telescope.config.model_contents import listed
+from telescope.utils.text import listed
 from telescope.weights.fingerprint import add_fingerprints, as_matrix_shape, to_hex
 
 

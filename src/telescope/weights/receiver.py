@@ -34,6 +34,7 @@ import torch
 from torch import nn
 
 from telescope.errors import DeadlineExceeded
+from telescope.utils.text import listed
 from telescope.weights.communicator import Broadcast, Communicator
 from telescope.weights.plan import UpdateInfo, plan_buckets
 
@@ -200,9 +201,7 @@ MAX_REASONS = 3
 
 def why_in_place(model: nn.Module) -> str | None:
     """Returns why this model cannot have staging buffers, if so."""
-    reasons = list(_reasons(model))
-    more = f" and {len(reasons) - MAX_REASONS} more" if len(reasons) > MAX_REASONS else ""
-    return "; ".join(reasons[:MAX_REASONS]) + more or None
+    return listed(_reasons(model), MAX_REASONS, "; ") or None
 
 
 def _reasons(model: nn.Module) -> Iterator[str]:

@@ -100,10 +100,10 @@ class Stack:
             evaluation = evaluation_on(parts, [], directory, status)
             supervisor = Supervisor()
             supervisor.spawn(self.parts.servers.watch(), "server watch")
-            collectors = start_collectors(config, parts, directory.recorder, exit_stack)
+            collectors = start_collectors(parts, directory.recorder, exit_stack)
             supervisor.spawn(collectors.run(), "collectors")
             training = Training(
-                config, parts, evaluation, directory, status, CheckpointFolder.for_run(config, directory.path),
+                parts, evaluation, directory, status, CheckpointFolder.for_run(config, directory.path),
                 Interrupt(status),
             ).run(checkpoint.state if checkpoint else RunState())  # fmt: skip
             async with asyncio.timeout(timeout), asyncio.TaskGroup() as group:

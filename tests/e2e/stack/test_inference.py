@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.e2e.stack.conftest import Stack
+from tests.fakes.client import metrics_of
 from transformers import AutoTokenizer
 
 from telescope.errors import UserError
@@ -196,7 +197,7 @@ async def test_a_prompt_is_prefilled_once_and_never_read_across_a_weight_update(
 
     async def hits(name: str) -> float:
         await client.generate(GenerateRequest(name, prompt, 2, 1.0, seed=1))
-        return (await client.metrics())["vllm:prefix_cache_hits_total"]
+        return (await metrics_of(client))["vllm:prefix_cache_hits_total"]
 
     first, second = await hits("prefix-1"), await hits("prefix-2")
     assert second > first

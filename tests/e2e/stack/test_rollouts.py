@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.e2e.stack.conftest import Outcome, Stack
 from tests.e2e.stack.test_inference import client_of, request
+from tests.fakes.client import metrics_of
 from transformers import AutoTokenizer
 
 from telescope.inference.base import GenerateRequest, Generation
@@ -106,17 +107,17 @@ async def test_the_engine_s_running_requests_fall_to_none_at_once_when_they_are_
 
 
 async def running(stack: Stack) -> float:
-    return (await client_of(stack).metrics())["vllm:num_requests_running"]
+    return (await metrics_of(client_of(stack)))["vllm:num_requests_running"]
 
 
 # Defect 23: prefix cache off, or stale after a sync.
 async def test_the_prompt_of_a_group_is_prefilled_once(stack: Stack) -> None:
     client = client_of(stack)
     prompt = [30 + (13 * i) % 200 for i in range(200)]
-    before = await client.metrics()
+    before = await metrics_of(client)
     group = [GenerateRequest(f"group-{i}", prompt, 4, 1.0, seed=i) for i in range(8)]
     await asyncio.gather(*(client.generate(member) for member in group))
-    after = await client.metrics()
+    after = await metrics_of(client)
     names = ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total")
     queried, hit = (after[name] - before[name] for name in names)
     assert queried == 8 * len(prompt)

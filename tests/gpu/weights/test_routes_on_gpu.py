@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.fakes.client import ask_for_json
 from tests.integration.weights.vllm_server import Server, disturb, make_model, serving
 from transformers import PreTrainedModel
 
@@ -83,7 +84,7 @@ def test_a_later_turn_gets_the_routes_that_it_asks_for_packed_or_in_json(server:
     later = request("turn 1", prompt, 20, routes_start=len(before) - 1)
     packed = server.run(server.client.generate(later))
     assert agreement(server, later, packed) >= AGREEING
-    plain = EngineClient(server.client.base_url, "s" * 32, 0, binary_responses=False)
+    plain = ask_for_json(EngineClient(server.client.base_url, "s" * 32, 0))
     (whole, in_json) = (server.run(plain.generate(each)) for each in (request("whole", prompt, 20), later))
     server.run(plain.close())
     assert whole.routes_MXK is not None and in_json.routes_MXK is not None and packed.routes_MXK is not None

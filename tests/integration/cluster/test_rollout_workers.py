@@ -24,6 +24,7 @@ from telescope.cluster.reaper import Reaper
 from telescope.cluster.rollout_group import RolloutGroup
 from telescope.config import TelescopeConfig
 from telescope.environments.types import EnvironmentSpec
+from telescope.environments.user_code import default_memory_limit
 from telescope.errors import InfrastructureError, UserError
 from telescope.rollout.exchange import TRAINING
 from telescope.rollout.pool import RolloutPool
@@ -31,6 +32,8 @@ from telescope.rollout.sample import RolloutSettings, RolloutTask
 from telescope.rollout.trajectory import Trajectory
 
 FINE = "fine"
+FIRST_VERSION = 3
+"""Policy version of the weights that the server starts with, as when a checkpoint is evaluated."""
 
 
 @dataclass
@@ -121,7 +124,7 @@ async def workers(ground: Ground, run_dir: Path, **fields: Any) -> AsyncIterator
     async with FakeEngineServer(FakeEngineSettings(tokens_per_second=0.0), answer=answer) as server:
         try:
             await group.start()
-            await group.connect([(server.url, server.secret)], lambda: [0])
+            await group.connect([(server.url, server.secret)], lambda: [FIRST_VERSION], FIRST_VERSION)
             pool = RolloutPool(group.handles, infos={"hostile": group.infos[0]}, seconds=1.0, linger=0.01)
             slots = pool.open_lane(TRAINING, [64 * config.rollout_num_workers], 2)
             slots.set_up(0, True)
@@ -146,6 +149,7 @@ async def test_a_worker_runs_rollouts_and_loads_neither_torch_nor_transformers(g
     async with workers(ground, tmp_path) as run:
         groups = await run.run(*[FINE] * 50, samples=4)
         assert rewards(groups) == [1.0] * 200
+        assert {s.version_range for group in groups for s in group} == {(FIRST_VERSION, FIRST_VERSION)}
         assert os.getpid() not in {s.reward.sample_metrics["pid"] for group in groups for s in group if s.reward}
         assert run.num_replaced == 0
 
@@ -173,7 +177,8 @@ async def test_a_worker_that_is_killed_costs_its_unfinished_samples_a_retry(grou
         groups = await running
         assert rewards(groups) == [1.0] * 10
         assert {sample.num_infrastructure_retries for group in groups for sample in group} == {1}
-        assert {tuple(sample.failed_requests) for group in groups for sample in group} == {(None,)}
+        lost = [sample.lost_conversations for group in groups for sample in group]
+        assert {len(tokens) for tokens in lost} == {1} and any(tokens > [0] for tokens in lost)
 
 
 @pytest.mark.parametrize("deed", ["hold_the_interpreter", "block_in_a_task 3600"])
@@ -208,10 +213,27 @@ async def test_a_copy_forked_by_a_coroutine_ends_with_its_first_wait(ground: Gro
         assert len(pids) == 1 and run.num_replaced == 0
 
 
-async def test_output_of_user_code_goes_to_the_log(ground: Ground, tmp_path: Path) -> None:
+async def test_output_of_user_code_goes_to_the_log_which_is_rotated(ground: Ground, tmp_path: Path) -> None:
     async with workers(ground, tmp_path) as run:
         assert rewards(await run.run("print", FINE)) == [1.0, 1.0]
         assert b"no newline" in run.log() and b"from a child" in run.log()
+        assert rewards(await run.run("print_without_end 100")) == [1.0]
+        await eventually(lambda: len(run.log()) < 2**20)
+        assert (tmp_path / "logs" / "rollout-0.log.1").stat().st_size <= rollout_group.MAX_LOG_BYTES
+
+
+async def test_user_code_that_allocates_without_limit_fails_alone(ground: Ground, tmp_path: Path) -> None:
+    async with workers(ground, tmp_path) as run:
+        (first,) = (await run.run(FINE))[0]
+        assert first.reward is not None
+        worker = psutil.Process(int(first.reward.sample_metrics["pid"]))
+        limit, _ = worker.rlimit(psutil.RLIMIT_DATA)
+        used = worker.memory_info().data
+        assert used < limit <= used + default_memory_limit()
+        worker.rlimit(psutil.RLIMIT_DATA, (used + 2**29, -1))  # a quarter of the machine takes long to fill
+        groups = await run.run("gorge", *[FINE] * 5)
+        assert "MemoryError" in (groups[0][0].failure_message or "")
+        assert rewards(groups[1:]) == [1.0] * 5 and run.num_replaced == 0
 
 
 async def test_workers_that_end_too_often_end_the_run(ground: Ground, tmp_path: Path) -> None:

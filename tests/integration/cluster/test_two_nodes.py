@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any
@@ -21,6 +22,9 @@ import ray
 from ray import cloudpickle
 from ray._raylet import AuthenticationTokenLoader
 from tests.integration.cluster.conftest import HEAD, OTHER, TwoNodes, config_of
+from tests.integration.cluster.test_rollout_workers import FINE, Ground, eventually, rewards, workers
+from tests.integration.environments.conftest import save_byte_tokenizer
+from transformers import AutoTokenizer
 
 from telescope.cluster.actors import HostGroup, make_actor
 from telescope.cluster.placement import Placement, network_of, reserve
@@ -256,10 +260,10 @@ async def test_ranks_of_two_nodes_connect_at_their_nodes_addresses_and_report_th
         network = network_of(config, placement, two_nodes.cluster.driver_node)
         assert not network.broadcast_on_loopback
         group = TrainerGroup(config, placement, two_nodes.run_dir, two_nodes.cluster)
-        infos = await group.setup(loopback=network.broadcast_on_loopback)
+        infos = await group.setup()
         assert [info.config_hash for info in infos] == [config.hash, config.hash]
         address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        listeners = [await group.listen_for_engine(engine, 1, loopback=False) for engine in range(2)]
+        listeners = [await group.listen_for_engine(engine, 1) for engine in range(2)]
         assert [listener.host for listener in listeners] == [address_of[node] for node in placement.rank_nodes]
         assert {listener.timeout_seconds for listener in listeners} == {77}
         names = [(await group.take_readings(rank)).node for rank in range(2)]
@@ -310,7 +314,7 @@ async def test_ranks_restart_on_the_nodes_that_are_left_when_one_is_lost(two_nod
     placement = await reserve(config, plan_placement(config, two_nodes.cluster.resources))
     try:
         group = TrainerGroup(config, placement, two_nodes.run_dir, two_nodes.cluster)
-        await group.setup(loopback=False)
+        await group.setup()
         here = two_nodes.cluster.driver_node
         (lost,) = [rank for rank, node in enumerate(placement.rank_nodes) if node != here]
         await asyncio.to_thread(raylets.remove_node, added, allow_graceful=False)
@@ -324,7 +328,7 @@ async def test_ranks_restart_on_the_nodes_that_are_left_when_one_is_lost(two_nod
         async with group.queue:
             await group.replace()
             assert placement.rank_nodes == [here, here]
-            await group.setup(loopback=False)
+            await group.setup()
             assert await group.weight_metadata()
         await group.stop()
     finally:
@@ -392,3 +396,21 @@ async def rows_until(
         assert time.monotonic() < deadline, f"{table} after {seconds:g} s: {rows[-5:]}"
         await asyncio.sleep(0.2)
         rows = await asyncio.to_thread(lambda: Run(run_dir).table(table).to_pylist())
+
+
+async def test_rollout_workers_are_on_both_nodes_and_go_on_with_one(two_nodes: TwoNodes, tmp_path: Path) -> None:
+    raylets = two_nodes.raylets
+    added = raylets.add_node(num_cpus=4, object_store_memory=80 << 20, node_ip_address="127.0.0.5")
+    save_byte_tokenizer(tmp_path / "tokenizer")
+    here, there = two_nodes.cluster.driver_node, added.node_id
+    cluster = replace(two_nodes.cluster, node_names={there: "there", here: "here"})
+    ground = Ground(cluster, tmp_path, AutoTokenizer.from_pretrained(tmp_path / "tokenizer"))
+    async with workers(ground, tmp_path, rollout_num_workers=4) as run:
+        assert [handle.node for handle in run.group.handles] == [here, there, here, there]
+        run.group.infos[0] = replace(run.group.infos[0], shares_resources=True)
+        assert run.group.homes == {"hostile": [0, 1]}, "one on each node"
+        running = asyncio.ensure_future(run.run(*["wait 5"] * 20))
+        assert rewards(await run.run(*[FINE] * 20)) == [1.0] * 20
+        await asyncio.to_thread(raylets.remove_node, added, allow_graceful=False)
+        assert rewards(await running) == [1.0] * 20
+        await eventually(lambda: [handle.node for handle in run.group.handles] == [here] * 4)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from telescope.environments.types import EnvironmentSpec
 from telescope.errors import UnreachableError, UserError
 from telescope.evals.base import eval_spec
 from telescope.evals.entries import environment_keys
-from telescope.orchestrator.run_components import start_environments
+from telescope.orchestrator.run_components import report_environments
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus
 from telescope.record.reader import Run
@@ -95,25 +93,23 @@ def test_a_requested_dataset_gives_no_notice() -> None:
 
 def test_a_run_reports_a_notice_once_and_records_it(tmp_path: Path, tokenizer_path: str) -> None:
     flags = {
-        "model": tokenizer_path, "run_dir": tmp_path / "run", "environment_workers": 2, "use_wandb": False,
+        "model": tokenizer_path, "run_dir": tmp_path / "run", "use_wandb": False,
         "environments": "[{name: countdown, kwargs: {num_samples: 12}}]",
         "evals": "[{name: countdown, kwargs: {num_samples: 5}}]",
     }  # fmt: skip
     config = load_config(None, [f"--{name}={value}" for name, value in flags.items()], {}).config
     keys = environment_keys(config)
-    notices = notices_of(try_environments(keys.specs))
+    infos = try_environments(keys.specs)
+    notices = notices_of(infos)
     status = RunStatus("run", 1)
     status.messages.extend(notices[:1])  # as a run does with its notes; the other is new
     directory = RunDirectory.create(config, notices)
 
-    async def start() -> None:
-        async with AsyncExitStack() as stack:
-            await start_environments(config, keys, directory, status, stack)
-
+    by_key = {spec.identity: info for spec, info in zip(keys.specs, infos, strict=True)}
     with directory.open_record(console=False):
-        asyncio.run(start())
+        report_environments(config, keys, by_key, status)
     assert [re.findall("([0-9]+) generated", notice) for notice in notices] == [["12"], ["5"]]
-    ends = "What ends an answer: <|im_end|>, id 258, from chat template and tokenizer"
+    ends = "What ends an answer: only its length: set stop_token_ids or stop"
     assert list(status.messages) == [notices[0], ends, *notices[1:]]
     record = Run(tmp_path / "run")
     assert record.table("attempts").to_pylist()[0]["notes"] == notices

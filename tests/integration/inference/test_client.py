@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from tests.fakes.backend import NO_WEIGHTS
+from tests.fakes.client import ask_for_json, metrics_of
 from tests.fakes.engine import FakeEngineSettings
 from tests.fakes.server import FakeEngineServer
 
@@ -62,7 +63,9 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 @pytest.mark.parametrize("version", ["0.26.0", "0.32.0"])
 @pytest.mark.parametrize("packed", [True, False])
 async def test_generation_has_ids_logprobs_versions_and_server(connect, version: str, packed: bool) -> None:
-    _, client = await connect({"binary_responses": packed}, mean_tokens=50, vllm_version=version)
+    _, client = await connect(mean_tokens=50, vllm_version=version)
+    if not packed:
+        ask_for_json(client)
     generation = await client.generate(request())
     assert len(generation.token_ids_N) == len(generation.logprobs_N) == 50
     assert generation.finish_reason == "stop"
@@ -75,7 +78,9 @@ async def test_generation_has_ids_logprobs_versions_and_server(connect, version:
 @pytest.mark.parametrize("version", ["0.26.0", "0.32.0"])
 @pytest.mark.parametrize("packed", [True, False])
 async def test_tokens_have_their_version_across_an_update(connect, version: str, packed: bool) -> None:
-    server, client = await connect({"binary_responses": packed}, **SLOW, vllm_version=version)
+    server, client = await connect(**SLOW, vllm_version=version)
+    if not packed:
+        ask_for_json(client)
     running = asyncio.create_task(client.generate(request("running")))
     await until(lambda: server.engine.num_running == 1, "admitted")
     await asyncio.sleep(0.1)
@@ -295,7 +300,7 @@ async def test_state_of_the_server_is_readable(connect) -> None:
     await client.resume()
     task = asyncio.create_task(client.generate(request()))
     await until(lambda: server.engine.num_running == 1, "admitted")
-    assert (await client.metrics())["vllm:num_requests_running"] == 1
+    assert (await metrics_of(client))["vllm:num_requests_running"] == 1
     await client.abort(["r"])
     await task
     info = InitInfo("here", 1, "token", 2, "gloo", 1.0)

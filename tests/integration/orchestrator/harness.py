@@ -77,6 +77,7 @@ def config_for(tokenizer: Path, **fields: Any) -> TelescopeConfig:
         "number_of_steps": 5,
         "trainer_num_workers": 2,
         "inference_num_workers": 1,
+        "inference_start_timeout_seconds": 10.0,
         "max_tokens": 32,
         "max_model_len": 128,
         "seq_len": 512,

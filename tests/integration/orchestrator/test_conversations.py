@@ -1,4 +1,4 @@
-"""Conversations through the real loops and environment processes, against a fake engine."""
+"""Conversations through the real loops and environments, against a fake engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from telescope.record.reader import Run
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")  # the fork server of the environments belongs to one loop
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 SLOW = FakeEngineSettings(mean_tokens=12, length_sigma=0.6, tokens_per_second=400, vocabulary=300, end_token=None)
 ROUNDS: dict[str, Any] = {"environments": [{"name": "rounds"}], "max_model_len": 512, "max_tokens": 32}

@@ -12,7 +12,7 @@ from tests.integration.orchestrator.harness import Ground, Harness, harness
 
 from telescope.record.reader import Run
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")  # the fork server of the environments belongs to one loop
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 SLOW = FakeEngineSettings(mean_tokens=12, length_sigma=0.6, tokens_per_second=400, vocabulary=300, end_token=None)
 
@@ -110,11 +110,8 @@ async def test_equal_rewards_are_trained_if_configured(ground: Ground, tmp_path:
         assert run.orchestrator.ledger.num_trained == 20
 
 
-@pytest.mark.parametrize("fault", ["raise", "exit"])
-async def test_an_environment_failure_masks_its_sample_and_nothing_else(
-    fault: str, ground: Ground, tmp_path: Path
-) -> None:
-    environment = {"fault": fault, "fault_every": 16, "num_samples": 16}
+async def test_an_environment_failure_masks_its_sample_and_nothing_else(ground: Ground, tmp_path: Path) -> None:
+    environment = {"fault": "raise", "fault_every": 16, "num_samples": 16}
     async with harness(ground, tmp_path, environment=environment, environment_error_budget=0.9) as run:
         await run.run()
         assert run.status.num_masked_samples > 0
@@ -142,6 +139,7 @@ async def test_a_reward_that_never_returns_is_masked_while_the_run_continues(gro
     ) as run:  # fmt: skip
         await run.run()
         assert len(run.trainer.steps) == 4
+        assert run.worker.num_restarts > 0
 
 
 async def test_an_engine_that_exits_is_restarted_and_its_samples_are_retried(ground: Ground, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.repository_modules import benchmarks_importable
 from telescope.inference.client import EngineClient
 from telescope.inference.vllm.step_meter import StepReading
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")  # the fork server of the environments belongs to one loop
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 ENGINE = FakeEngineSettings(mean_tokens=500, tokens_per_second=80, vocabulary=300, end_token=None, max_running=16)
 REQUESTS = 128

@@ -109,7 +109,7 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch, mesh: Any) -> None:
         return policy
 
     patch.setattr(sharding, "choose_kernel", lambda *_, **__: "varlen")
-    patch.setattr(fsdp_backend, "build_sharded_policy", build)
+    patch.setattr(fsdp_backend.sharding, "build_sharded_policy", build)
     patch.setattr(fsdp_backend, "init_device_mesh", lambda *_, **__: mesh)
     patch.setattr(
         fsdp_backend.FSDPBackend, "gradient_norm", lambda _, gradients: float(len(torch._foreach_norm(gradients)))

@@ -10,6 +10,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
+from tests.fakes.client import metrics_of
 from tests.integration.weights.vllm_server import Server, disturb, model_logprobs
 from transformers import Qwen2ForCausalLM
 
@@ -44,7 +45,7 @@ def through_an_update(server: Server, *, drop_caches: bool) -> tuple[Qwen2ForCau
     update = server.next_update()
 
     async def sampled() -> float:
-        return (await server.client.metrics())["vllm:generation_tokens_total"]
+        return (await metrics_of(server.client))["vllm:generation_tokens_total"]
 
     seeds = itertools.count()
     updated = asyncio.Event()
@@ -86,26 +87,26 @@ def worst_difference(model: Qwen2ForCausalLM, answer: Generation, start: int, en
 
 
 def test_with_recompute_every_later_token_is_sampled_by_the_new_weights_alone(server: Server) -> None:
-    preempted = server.run(server.client.metrics())["vllm:num_preemptions_total"]
+    preempted = server.run(metrics_of(server.client))["vllm:num_preemptions_total"]
     before, answers = through_an_update(server, drop_caches=True)
     for answer in answers:
         (_, start, middle), (_, _, end) = answer.version_spans
         assert worst_difference(before, answer, start, middle) < SAME
         assert worst_difference(server.model, answer, middle, end) < SAME
         assert worst_difference(before, answer, middle, end) > 0.1, "the update changed the model"
-    after = server.run(server.client.metrics())["vllm:num_preemptions_total"]
+    after = server.run(metrics_of(server.client))["vllm:num_preemptions_total"]
     assert after - preempted >= len(answers), "the caches of running requests were dropped"
 
 
 def test_with_keep_later_tokens_are_sampled_over_what_the_old_weights_made_of_the_context(server: Server) -> None:
-    preempted = server.run(server.client.metrics())["vllm:num_preemptions_total"]
+    preempted = server.run(metrics_of(server.client))["vllm:num_preemptions_total"]
     before, answers = through_an_update(server, drop_caches=False)
     for answer in answers:
         (_, start, middle), (_, _, end) = answer.version_spans
         assert worst_difference(before, answer, start, middle) < SAME
         assert worst_difference(server.model, answer, middle, end) > 0.01, "neither model made all of these logprobs"
         assert worst_difference(before, answer, middle, end) > 0.1
-    assert server.run(server.client.metrics())["vllm:num_preemptions_total"] == preempted
+    assert server.run(metrics_of(server.client))["vllm:num_preemptions_total"] == preempted
     fresh = server.run(server.client.generate(GenerateRequest("fresh", PROMPT, 20, 1.0, seed=1)))
     assert worst_difference(server.model, fresh, 0, len(fresh.token_ids_N)) < SAME, "a later request reads no old cache"
 
@@ -116,9 +117,9 @@ def test_tokens_of_whole_answers_are_batched_and_streamed_tokens_are_not(server:
     after_first, between = "vllm:time_to_first_token_seconds_count", "vllm:inter_token_latency_seconds_count"
 
     async def messages_of(request: Coroutine[Any, Any, object]) -> list[float]:
-        before = await server.client.metrics()
+        before = await metrics_of(server.client)
         await request
-        after = await server.client.metrics()
+        after = await metrics_of(server.client)
         return [after[name] - before.get(name, 0.0) for name in (after_first, between)]
 
     whole = GenerateRequest("whole", PROMPT, num_tokens, 1.0, seed=1, ignore_eos=True)

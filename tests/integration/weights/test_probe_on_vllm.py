@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.fakes.client import metrics_of
 from tests.integration.weights.vllm_server import (
     PROBE_TOKENS,
     Server,
@@ -170,7 +171,7 @@ async def half_in_the_engine(server: Server) -> None:
     async with asyncio.timeout(60):
         num_in_engine = 0.0
         while num_in_engine < NUM_RUNNING / 2:
-            metrics = await server.client.metrics()
+            metrics = await metrics_of(server.client)
             num_in_engine = metrics["vllm:num_requests_running"] + metrics["vllm:num_requests_waiting"]
 
 

@@ -156,7 +156,7 @@ async def test_ranks_that_share_rows_get_the_same_input_and_engines_the_ranks_th
         CONFIG.replace(trainer_num_workers=4),
         cast(Placement, placement), tmp_path, cast(Cluster, SimpleNamespace(node_names={0: "here"})),
     )  # fmt: skip
-    await group.setup(loopback=True)
+    await group.setup()
     assert group.data_size == 2
     for rank in ranks:
         rank.given.clear()
@@ -259,9 +259,9 @@ async def test_a_local_process_with_the_id_of_a_remote_rank_is_never_signalled(g
     killed: list[Any] = []
     monkeypatch.setattr(trainer_group, "ray", SimpleNamespace(kill=killed.append))
     group._placement.find_ranks = lambda: None
-    assert await group.setup(loopback=False) == [info]
+    assert await group.setup() == [info]
     await group.replace()
-    await group.setup(loopback=False)
+    await group.setup()
     await group.stop()
     assert killed == [rank]
     with pytest.raises(subprocess.TimeoutExpired):

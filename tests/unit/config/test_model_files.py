@@ -18,10 +18,10 @@ from tests.model_folder import (
 )
 
 from telescope.config import TelescopeConfig
-from telescope.config.model_contents import listed
 from telescope.config.model_files import inspect_model
 from telescope.config.model_source import is_downloaded, is_local_path, read_meta_files
 from telescope.errors import ConfigError, UserError
+from telescope.utils.text import listed
 
 
 def write_model(folder: Path, *, without: str = "", **changes: str) -> Path:

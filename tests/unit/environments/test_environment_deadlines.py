@@ -1,7 +1,6 @@
 """Synchronous code is interrupted at its deadline, and only then."""
 
 import asyncio
-import signal
 import threading
 import time
 
@@ -18,11 +17,6 @@ def spin():
 def test_code_that_takes_too_long_is_interrupted():
     with pytest.raises(DeadlinePassed, match=r"within 0.05 seconds"), deadline(0.05):
         spin()
-
-
-def test_the_limit_of_a_test_leaves_the_interval_timer_to_deadlines(request):
-    assert request.node.get_closest_marker("timeout").args == (60,)
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_code_that_catches_every_exception_is_interrupted_again():
@@ -42,14 +36,13 @@ def test_code_that_catches_every_exception_is_interrupted_again():
 
 
 def test_nothing_is_left_behind():
-    before = signal.getsignal(signal.SIGALRM)
-    signal.setitimer(signal.ITIMER_REAL, 1000.0)  # set by other code
+    before = threading.active_count()
     with deadline(60):
         pass
     with pytest.raises(ZeroDivisionError), deadline(60):
         print(1 / 0)
-    assert signal.getsignal(signal.SIGALRM) == before
-    assert 900.0 < signal.setitimer(signal.ITIMER_REAL, 0.0)[0] <= 1000.0
+    time.sleep(0.05)
+    assert threading.active_count() == before
 
 
 def test_the_earlier_of_two_deadlines_counts():

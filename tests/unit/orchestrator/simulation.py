@@ -209,6 +209,8 @@ class SimulatedWorker:
     def _start(self) -> None:
         grouped = not self._config.enable_individual_sample_lanes
         self.worker = RolloutWorker(self._simulation.environment, self._simulation.servers, grouped=grouped)
+        self._begun: list[Rollout] = []
+        _remember(self.worker, "_rollout", self._begun)
         _remember(self.worker, "_rollout", self._simulation.begun)
 
     async def exchange(self, orders: Orders, **options: Any) -> Report:
@@ -225,6 +227,7 @@ class SimulatedWorker:
 
     async def restart(self) -> None:
         await self.worker.close()  # its connections end, so that its requests are aborted
+        self._simulation.lost += self._begun
         await asyncio.sleep(0.5)
         self._lost.clear()
         self._start()
@@ -263,6 +266,8 @@ class Simulation:
         """All groups that were opened."""
         self.begun: list[Rollout] = []
         """All samples that began, lost ones included."""
+        self.lost: list[Rollout] = []
+        """Samples of lost workers, ended ones included."""
         self.workers = [SimulatedWorker(self, config) for _ in range(num_workers)]
         self.rollouts, self.slots = pool_of(config, self.workers, num_servers)
         self.rollouts.on_engine_failure = self._report
@@ -352,16 +357,26 @@ class Simulation:
     def check_tokens(self) -> None:
         """Checks that every received token has one outcome, or none yet.
 
-        Tokens of a server that exited never reached the driver, which can only count those requests.
+        Tokens of a server that exited never reached the driver, which can only count those requests. Of those of a lost
+        worker it counts what the last report had.
         """
         counted = self.counted_tokens()
         assert set(counted) <= FATES, "no other outcome has tokens"
         still_open = sum(sample.num_completion_tokens for sample in self.open_samples())
         assert sum(counted.values()) + still_open == self.status.num_tokens_generated
         ended = {id(sample) for group in self.groups for sample in group.samples}
-        under_way = (rollout.trajectory for rollout in self.begun if id(rollout.trajectory) not in ended)
+        lost = {id(rollout) for rollout in self.lost}
+        received = self.status.num_tokens_generated
+        unreported = 0
+        for rollout in self.begun:
+            if id(rollout.trajectory) in ended:
+                continue
+            if id(rollout) in lost:
+                unreported += rollout.trajectory.num_sampled_tokens
+            else:
+                received += rollout.trajectory.num_sampled_tokens
         answered = sum(server.num_tokens_answered for server in self.servers)
-        assert self.status.num_tokens_generated + sum(s.num_sampled_tokens for s in under_way) == answered
+        assert received <= answered <= received + unreported
         written = self.recorder.of("samples")
         known = sum((row.get("completion_tokens") or 0) + (row.get("wasted_tokens") or 0) for row in written)
         assert known <= answered, "no token is recorded twice"

@@ -188,7 +188,7 @@ async def test_a_run_that_continues_after_an_earlier_step_replaces_the_later_che
 
 async def test_the_state_is_read_back(tmp_path: Path) -> None:
     saving = Saving(tmp_path, checkpoint_every=1)
-    state = RunState(step=1, sampler=SamplerPosition(9, (3, 5)), num_openings=4)
+    state = RunState(step=1, sampler=SamplerPosition(9, (3, 5)))
     await saving.checkpointer.after_step(1, lambda: state)
     await saving.checkpointer.wait()
     checkpoint = saving.folder.load(True)

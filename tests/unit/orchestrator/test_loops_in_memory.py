@@ -22,6 +22,7 @@ from telescope.orchestrator import orchestrator
 from telescope.orchestrator.filters import normalized
 from telescope.orchestrator.groups import Batch, Group
 from telescope.orchestrator.run_state import RunState
+from telescope.orchestrator.supervision import Supervisor
 from telescope.orchestrator.training import make_orchestrator
 from telescope.rollout.sample import RolloutSettings
 from telescope.trainer.batch import StepInput, StepResult, TrainSample
@@ -192,8 +193,8 @@ async def test_held_out_items_are_not_trained_on() -> None:
     made = InMemoryRun(config_of(number_of_steps=8))
     made.rollouts.infos = {"arithmetic": await made.environments.describe("arithmetic")}
     components = SimpleNamespace(
-        keys=SimpleNamespace(training=["arithmetic"], evals=[]), slots=made.slots, rollouts=made.rollouts,
-        servers=SimpleNamespace(clients=[made.engine], report_failure=None), trainer=made.trainer,
+        config=made.config, keys=SimpleNamespace(training=["arithmetic"], evals=[]), rollouts=made.rollouts,
+        servers=SimpleNamespace(slots=made.slots), trainer=made.trainer,
         weights=made.trainer, settings=RolloutSettings.from_config(made.config), data={},
     )  # fmt: skip
     evaluation = SimpleNamespace(
@@ -201,7 +202,7 @@ async def test_held_out_items_are_not_trained_on() -> None:
     )
     directory = SimpleNamespace(recorder=made.recorder)
     made.orchestrator = await make_orchestrator(
-        made.config, cast(Any, components), cast(Any, evaluation), cast(Any, directory), made.status
+        cast(Any, components), cast(Any, evaluation), cast(Any, directory), made.status
     )
     await made.run()
     items = {request.prompt_token_ids[0] - 1 for request in made.engine.requests}
@@ -300,8 +301,14 @@ async def test_what_is_open_when_a_run_ends_is_on_record_as_cancelled(how: str) 
         return await train_step(inputs)
 
     run.trainer.train_step = end_at_the_third  # type: ignore[method-assign]
+    supervisor = Supervisor()
+
+    async def train_and_save() -> None:
+        await run.orchestrator.run(supervisor)
+        await asyncio.sleep(0.05)  # a checkpoint, while cancelled samples end
+
     with pytest.raises(ArithmeticError) if how == "a failure" else contextlib.nullcontext():
-        await run.run()
+        await supervisor.run_until(train_and_save())
     groups, ledger = run.recorder.of("groups"), run.orchestrator.ledger
     assert len({row["group_id"] for row in groups}) == len(groups) == ledger.num_opened
     cancelled = run.recorder.of("groups", status="cancelled")

@@ -15,8 +15,9 @@ from tests.unit.rollout.fakes import tick
 from telescope.environments.types import Advance
 from telescope.errors import EnvironmentFailure
 from telescope.orchestrator import servers as servers_module
-from telescope.orchestrator.evaluation import Evaluation, finished_at
+from telescope.orchestrator.evaluation import Evaluation
 from telescope.orchestrator.run_state import RunState
+from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 
 EVAL = {"name": "arithmetic", "num_samples": 12, "eval_every": 2}
@@ -327,7 +328,8 @@ def test_an_attempt_knows_which_evals_earlier_ones_have_finished(tmp_path: Any) 
             row = {"number": number, "version": version, "status": status, "step": version - 1, "source": "live"}
             recorder.write("evals", row)
         recorder.write("evals", {**row, "number": 2, "version": 2, "source": "standalone"})
-    assert finished_at(tmp_path, 2) == {0}
+    record = Run(tmp_path)
+    assert record.values("evals", "number", version=2, status="finished", source="live") == {0}
 
 
 async def test_rollouts_and_training_do_not_wait_for_an_eval() -> None:

@@ -13,7 +13,7 @@ from tests.unit.orchestrator.fakes import config_of
 
 from telescope.cli import main as cli
 from telescope.errors import RunError, UserError
-from telescope.orchestrator import preflight
+from telescope.orchestrator import preflight, session
 from telescope.orchestrator import run as run_module
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus, summarize
@@ -124,7 +124,7 @@ def test_a_failed_run_reports_its_incomplete_record(
         (tmp_path / "run").rename(tmp_path / "elsewhere")
         raise RunError("trainer rank 0 exited")
 
-    monkeypatch.setattr(run_module, "start_components", lose_the_directory)
+    monkeypatch.setattr(session, "start_components", lose_the_directory)
     monkeypatch.setattr(cli, "_dispatch", lambda arguments: run_module.run_training(config, []))
     assert cli.main([]) == 1
     error = capsys.readouterr().err

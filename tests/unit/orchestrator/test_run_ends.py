@@ -26,9 +26,9 @@ class Ending:
         self.trainer: Any = FileTrainer()
         self.trainer.version, self.trainer.is_settled = 3, True
         status = RunStatus("test", 10, version=3)
-        parts: Any = SimpleNamespace(trainer=self.trainer)
+        parts: Any = SimpleNamespace(config=self.config, trainer=self.trainer)
         nothing: Any = None
-        self.training = Training(self.config, parts, nothing, nothing, status, self.folder, nothing)
+        self.training = Training(parts, nothing, nothing, status, self.folder, nothing)
         self.checkpointer = Checkpointer(
             self.config, self.folder, self.trainer, status, seconds_left=self.training._seconds_left
         )

@@ -9,8 +9,6 @@ from typing import Any, cast
 import pytest
 from tests.unit.orchestrator.fakes import config_of
 
-from telescope.cluster.inference_group import InferenceGroup
-from telescope.cluster.trainer_group import TrainerGroup
 from telescope.config import TelescopeConfig
 from telescope.orchestrator.run_components import start_workers
 from telescope.orchestrator.run_directory import RunDirectory
@@ -42,7 +40,7 @@ class Workers:
     async def _no_news(self) -> Any:
         return SimpleNamespace(last_log_lines=[])
 
-    async def setup(self, *, loopback: bool) -> list[Any]:
+    async def setup(self) -> list[Any]:
         self.note("model loaded")
         return [self._info, self._info]
 
@@ -61,9 +59,8 @@ class Workers:
 async def started(config: TelescopeConfig, workers: Workers) -> RunStatus:
     status = RunStatus("test", 1)
     async with asyncio.timeout(DEADLINE_SECONDS):
-        await start_workers(
-            config, workers.directory, cast(TrainerGroup, workers), cast(InferenceGroup, workers), status, loopback=True
-        )  # fmt: skip
+        parts: Any = SimpleNamespace(config=config, trainer=workers, inference=workers)
+        await start_workers(parts, workers.directory, status)
     return status
 
 

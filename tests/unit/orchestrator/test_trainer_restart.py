@@ -83,19 +83,18 @@ def test_kept_groups_are_open_and_every_other_prompt_is_unfinished() -> None:
         sampler=SamplerPosition(10, (6, 8, 9)),
         ledger={"open": [7], "num_opened": 7, "num_trained": 4, "dropped": {"zero_advantage": 2}, "num_requeued": 1,
                 "requeues": [[8, 1]]},
-        num_openings=9,
         groups=[sampled_by(7, 2)],
     )  # fmt: skip
     requeued = sampled_by(12, 3)
     requeued.num_requeues = 2
-    lost = RunState(step=4, num_openings=20, groups=[sampled_by(7, 2), sampled_by(8, 2), requeued])
+    lost = RunState(step=4, groups=[sampled_by(7, 2), sampled_by(8, 2), requeued])
     state = after_restart(checkpoint, lost, ANY_AGE, synchronous=False)
     assert [g.group_id for g in state.groups] == [7, 8, 12], "prompt 7 once"
     assert state.sampler == SamplerPosition(13, (6, 9, 10, 11))
     assert state.ledger["open"] == [7, 8, 12]
     assert state.ledger["num_opened"] == 4 + 2 + 3
     assert state.ledger["requeues"] == [(8, 1), (12, 2)]
-    assert (state.step, state.num_openings) == (2, 20)
+    assert state.step == 2
 
 
 async def train_with_losses(config: TelescopeConfig, every: int, losses: list[int]) -> tuple[InMemoryRun, list[Any]]:
@@ -184,7 +183,7 @@ class Ranks:
         assert self.queue.locked()
         self.calls.append("replace")
 
-    async def setup(self, *, loopback: bool) -> list[Any]:
+    async def setup(self) -> list[Any]:
         assert self.queue.locked()
         self.calls.append("setup")
         return [SimpleNamespace(config_hash=CONFIG.hash, compiles=False)]
@@ -212,10 +211,8 @@ class Bench:
         self.saving = Saving(folder / "checkpoints", checkpoint_every=1)
         self.status = self.saving.status
         self.directory = RunDirectory(folder, config, [])
-        self.restarts = TrainerRestarts(
-            config, cast(Any, SimpleNamespace(trainer=ranks, weights=ranks, loopback=True)), self.saving.folder,
-            self.directory, self.status,
-        )  # fmt: skip
+        parts: Any = SimpleNamespace(config=config, trainer=ranks, weights=ranks)
+        self.restarts = TrainerRestarts(parts, self.saving.folder, self.directory, self.status)
 
     async def restart(self) -> RunState:
         loops: Any = SimpleNamespace(run_state=lambda: lost_at(3, sampled_by(1, 2)))

@@ -51,7 +51,7 @@ class FakeTrainer:
         self._called("metadata")
         return [TensorMeta("embed", (4, 2)), TensorMeta("lm_head", (4, 2))]
 
-    async def listen_for_engine(self, engine: int, num_workers: int, *, loopback: bool) -> InitInfo:
+    async def listen_for_engine(self, engine: int, num_workers: int) -> InitInfo:
         self._called("listen", engine)
         return InitInfo("127.0.0.1", 1, "token", num_workers + 1, "gloo", 1.0)
 
@@ -167,7 +167,6 @@ class Bench:
             config_of(**self.fields),
             trainer,
             self.clients,
-            loopback=True,
             engines_up=lambda: list(self.up),
             on_failure=self.failed,
             on_report=self.reports.append,

@@ -95,6 +95,7 @@ class FakeEnvironments:
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     on_call: Callable[[], Any] | None = None
     on_begin: BaseException | None = None
+    is_stuck: bool = False
     begun: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     open: set[str] = field(default_factory=set)

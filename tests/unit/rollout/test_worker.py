@@ -71,7 +71,7 @@ def test_orders_are_answered_at_once_and_end_a_call_that_waits() -> None:
 def test_a_server_that_failed_is_closed_until_it_is_ordered_to_be_up() -> None:
     async def scenario() -> None:
         worker = RolloutWorker(FakeEnvironments(), [FakeEngine(answers=[InfrastructureError("gone")])])
-        group = GroupTask(7, [task()], settings(slot_timeout=100.0))
+        group = GroupTask(7, {0: task()}, settings(slot_timeout=100.0))
         up = {(TRAINING, 0): True}
         ordered = await worker.exchange(Orders(lanes={TRAINING: [2]}, servers=up, groups=[group]))
         waited = await worker.exchange(Orders(), seconds=50.0, linger=1.0)

@@ -149,7 +149,7 @@ def test_anything_that_the_offset_kernels_do_not_take_is_padded():
 
 def test_flash_attention_4_is_used_for_tested_gpus_and_head_sizes(monkeypatch):
     gpu = torch.device("cuda")
-    monkeypatch.setattr(flash_attention_4, "is_installed", lambda: True)
+    monkeypatch.setattr(flash_attention_4, "is_installed", lambda name: True)
     for capability, head_dim, wanted in (((9, 0), 64, True), ((8, 0), 64, False), ((9, 0), 8, False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
         assert (choose_kernel(gpu, torch.bfloat16, head_dim) == "flash_attn_4") is wanted

@@ -57,7 +57,7 @@ class EnvironmentSection(Section, title="Environments"):
     rollout_cpus_per_worker: Annotated[float, Field(ge=0)] = 0
     """CPU cores that Ray reserves for a rollout worker. 0: they share the cores that nothing else reserves."""
     rollout_placement_strategy: Literal["SPREAD", "DEFAULT"] = "SPREAD"
-    """How Ray places rollout workers: on different nodes, or on few (DEFAULT)."""
+    """Where rollout workers are: on all nodes in turn (SPREAD), or where Ray has room (DEFAULT)."""
     rollout_max_restarts: Annotated[int, Field(ge=0)] = 100
     """Rollout workers that may be replaced in a run, because user code ended or blocked their process."""
     environment_workers: Workers | None = None

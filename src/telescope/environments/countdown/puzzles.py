@@ -94,7 +94,7 @@ def in_portion(numbers: tuple[int, ...] | list[int], target: int, portion: str) 
 
 @dataclass(slots=True)
 class _Term:
-    value: Fraction
+    value: int
     text: str
     weakest: str
     """The operator that was applied last, which determines where parentheses are needed."""
@@ -104,22 +104,22 @@ def _random_puzzle(settings: PuzzleSettings, rng: random.Random) -> Puzzle | Non
     """Combines random numbers in pairs and random order. None when the result is not a valid target."""
     count = rng.randint(settings.min_numbers, settings.max_numbers)
     numbers = tuple(rng.randint(settings.min_number, settings.max_number) for _ in range(count))
-    terms = [_Term(Fraction(number), str(number), "") for number in numbers]
+    terms = [_Term(number, str(number), "") for number in numbers]
     while len(terms) > 1:
         left = terms.pop(rng.randrange(len(terms)))
         right = terms.pop(rng.randrange(len(terms)))
         sign = rng.choice(settings.operations)
-        if sign == "/" and (right.value == 0 or (left.value / right.value).denominator != 1):
+        if sign == "/" and (right.value == 0 or left.value % right.value):
             return None  # every intermediate result is a whole number, as in the usual puzzles
         terms.append(_combine(left, sign, right))
     result = terms[0]
     if not settings.min_target <= result.value <= settings.max_target:
         return None
-    return Puzzle(numbers, int(result.value), result.text)
+    return Puzzle(numbers, result.value, result.text)
 
 
 def _combine(left: _Term, sign: str, right: _Term) -> _Term:
-    value = OPERATIONS[sign](left.value, right.value)
+    value = left.value // right.value if sign == "/" else OPERATIONS[sign](left.value, right.value)
     left_text, right_text = left.text, right.text
     if sign in "*/" and left.weakest in ("+", "-"):
         left_text = f"({left_text})"

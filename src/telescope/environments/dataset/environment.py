@@ -12,18 +12,12 @@ import re
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
+from telescope.environments import math_problems
 from telescope.environments.arguments import known_arguments, refuse_unknown
 from telescope.environments.base import ChatMessage, Environment, GoldCheck, RewardResult, Sample, shares
 from telescope.environments.dataset.functions import call_function, load_function, read_reward, refuse_missing_columns
 from telescope.environments.dataset.rows import GSM8K, choose_columns, list_columns, read_prompt, value_of
 from telescope.environments.hub import hub_rows
-from telescope.environments.math_problems import (
-    INSTRUCTION_PROMPT,
-    MathEnvironment,
-    make_sample,
-    read_golds,
-    stored_golds,
-)
 from telescope.environments.parsers import (
     extract_answer_tags,
     extract_stated_answer,
@@ -38,12 +32,12 @@ REQUIRED_PACKAGES: list[str] = []
 OPTIONAL_PACKAGES = ["datasets", "math-verify"]
 
 TAGS_PROMPT = "Think step by step, and put your final answer between <answer> and </answer>."
-_INSTRUCTIONS = {"math": INSTRUCTION_PROMPT, "exact": TAGS_PROMPT}
+_INSTRUCTIONS = {"math": math_problems.INSTRUCTION_PROMPT, "exact": TAGS_PROMPT}
 _ASKS_FOR_A_FORM = re.compile(r"boxed|fbox|####|<answer>|answer\W{0,4}:", re.IGNORECASE)
 _UNSET: Any = object()
 
 
-class DatasetEnvironment(MathEnvironment):
+class DatasetEnvironment(math_problems.MathEnvironment):
     """Rows of a file, a folder or the hub, with a reward by name.
 
     `path` is a file (JSON, JSON lines, Parquet, CSV), a folder of them, or a dataset of the hub, with its `subset` and
@@ -119,12 +113,12 @@ class DatasetEnvironment(MathEnvironment):
         for number, row in enumerate(rows):
             try:
                 messages = read_prompt(value_of(row, prompt))
-                golds = read_golds(value_of(row, answer), is_final=is_final) if answer else []
+                golds = math_problems.read_golds(value_of(row, answer), is_final=is_final) if answer else []
                 _refuse_surrogates([messages, golds])
             except (ValueError, UserError) as error:
                 unusable.append(f"row {number} (prompt in {prompt!r}, answer in {answer!r}): {error}")
                 continue
-            sample = make_sample(messages, golds if golds or self._needs_answer else [""], row)
+            sample = math_problems.make_sample(messages, golds if golds or self._needs_answer else [""], row)
             if sample is not None:
                 samples.append(sample)
         if 2 * len(unusable) > len(rows):
@@ -165,7 +159,7 @@ class DatasetEnvironment(MathEnvironment):
     def is_correct(self, answer: str, sample: Sample) -> bool:
         if self.compares == "math":
             return super().is_correct(answer, sample)
-        golds = stored_golds(sample)
+        golds = math_problems.stored_golds(sample)
         return any(_is_same(answer, gold) for gold in golds) or (self.compares == "regex" and not golds)
 
     def check_gold(self, sample: Sample) -> GoldCheck | None:

@@ -40,17 +40,11 @@ from telescope.errors import ConfigError
 from telescope.inference.auth import SECRET_VARIABLE
 from telescope.inference.base import Address, LaunchCommand
 from telescope.inference.request_tracing import trace_environment
+from telescope.inference.vllm import support
 from telescope.inference.vllm.engine_health import CALL_LIMIT_VARIABLE, STEP_LIMIT_VARIABLE
 from telescope.inference.vllm.plugin import TRANSFER_VARIABLE
 from telescope.inference.vllm.policy_version import REQUIRE_UPDATE_VARIABLE
 from telescope.inference.vllm.step_meter import STEP_METER_VARIABLE, meter_path
-from telescope.inference.vllm.support import (
-    ROUTES_BY_V2_SINCE,
-    check_routes,
-    check_supported,
-    installed_version,
-    is_cpu_build,
-)
 
 SCALE_OUT_FLAG_SINCE = (0, 30)
 """`--enable-scale-out` opens the token-in-token-out route since 0.30; before, an environment variable did."""
@@ -82,7 +76,7 @@ def runs_on_cpu(config: TelescopeConfig) -> bool:
     """Returns whether the engine computes on the CPU. `device` decides, or else the installed build of vLLM."""
     if config.device != "auto":
         return config.device == "cpu"
-    return is_cpu_build()
+    return support.is_cpu_build()
 
 
 def hang_timeout(config: TelescopeConfig, *, on_cpu: bool | None = None) -> float:
@@ -108,7 +102,7 @@ def start_command(
         address,
         model=model,
         directory=directory,
-        vllm_version=installed_version(),
+        vllm_version=support.installed_version(),
         on_cpu=on_cpu,
         restarted=earlier_log is not None,
         gpu_memory_bytes=memory,
@@ -136,7 +130,7 @@ def launch_command(
     (`memory_arguments`). Raises `UserError` for an unsupported vLLM, and `ConfigError` when a required staging buffer
     leaves no memory for a sequence.
     """
-    version = check_supported(vllm_version)
+    version = support.check_supported(vllm_version)
     arguments = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
     arguments += [
         "--host",
@@ -154,7 +148,7 @@ def launch_command(
             raise ConfigError(f"inference_quantization is {config.inference_quantization}, which needs GPUs with FP8")
         arguments += ["--quantization", config.inference_quantization]
     if config.router_replay:
-        check_routes(on_cpu=on_cpu, version=vllm_version)
+        support.check_routes(on_cpu=on_cpu, version=vllm_version)
         arguments.append("--enable-return-routed-experts")
     arguments += ["--max-model-len", str(config.max_model_len)]
     arguments += _batch_arguments(config, on_cpu=on_cpu)
@@ -202,7 +196,7 @@ def launch_command(
     if version >= SCALE_OUT_FLAG_SINCE:
         arguments.append("--enable-scale-out")
     environment = _environment(config, address.secret, model, on_cpu=on_cpu, restarted=restarted)
-    if config.router_replay and version >= ROUTES_BY_V2_SINCE:
+    if config.router_replay and version >= support.ROUTES_BY_V2_SINCE:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     environment[TRANSFER_VARIABLE] = config.weight_transfer
     if staging.in_place_because is not None and config.weight_transfer == "auto":

@@ -10,46 +10,16 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from telescope.utils.data import table_of
 from telescope.utils.text import plain, single_line
 
-HINTS = (
-    (r"[Aa]ddress already in use", "the port is in use: change inference_base_port"),
-    (
-        r"No available memory for the cache blocks|KV cache is needed, which is larger|max seq len .* is larger than",
-        "the KV cache is too small for one sequence: lower max_model_len, or raise gpu_memory_utilization (on the CPU: "
-        "inference_kv_cache_gib)",
-    ),
-    (
-        r"CUDA out of memory|OutOfMemoryError|less than desired GPU memory utilization",
-        "the GPU is full: lower gpu_memory_utilization or max_num_seqs, or stop other processes on it",
-    ),
-    (
-        r"inference_quantization needs GPUs with FP8",
-        "set inference_quantization to none, or use GPUs of compute capability 8.9 or more",
-    ),
-    (r"does not support LoRA yet", 'vLLM has no adapters for this model: set lora_sync to "merged"'),
-    (r"weight_transfer is background, but", "set weight_transfer to auto or in_place"),
-    (
-        r"`trust_remote_code=True`|`--trust-remote-code`",
-        "the model ships its own code: read it, then set trust_remote_code: true",
-    ),
-    (r"User-specified max_model_len", "the model does not support that length: lower max_model_len"),
-    (
-        r"Repository Not Found|is not a valid model identifier|not a local folder|LocalEntryNotFoundError|OfflineMode|"
-        r"Repo id must be",
-        "the model cannot be found: check `model` (a folder, or a hub id that is cached or reachable)",
-    ),
-    (r"[Ii]nvalid tool call parser", "this vLLM does not have that vllm_tool_call_parser"),
-    (r"[Ii]nvalid reasoning parser", "this vLLM does not have that vllm_reasoning_parser"),
-    (r"Bfloat16 is only supported|float16 is not supported|dtype .* is not supported", "set inference_dtype: float32"),
-    (r"unrecognized arguments", "this vLLM does not support a flag that Telescope uses: install the pinned version"),
-    (r"No module named 'telescope", "vLLM's Python cannot import telescope: install it into the same environment"),
-)
+KNOWN = table_of(__file__)
+"""Patterns of log lines: `hints` with the fix of a failed start, and `stages`."""
 
 
 def hint_for(log: str) -> str | None:
     """Returns the fix for a failed start by its log."""
-    return next((hint for pattern, hint in HINTS if re.search(pattern, log)), None)
+    return next((hint["fix"] for hint in KNOWN["hints"] if re.search(hint["pattern"], log)), None)
 
 
 NUM_LINES = 5
@@ -98,25 +68,14 @@ def error_lines(log: Sequence[str]) -> list[str]:
 
 FIRST_STAGE = "loading libraries"
 
-STAGES = (
-    (r"Initializing a V\d LLM engine|vLLM API server version", "starting the engine"),
-    (r"Starting to load model|Loading weights|Loading safetensors checkpoint", "loading the weights"),
-    (r"Loading weights took|Model loading took", "weights loaded"),
-    (r"torch\.compile takes|Dynamo bytecode|Compiling a graph", "compiling"),
-    (r"KV cache|cache blocks|Maximum concurrency", "allocating the KV cache"),
-    (r"[Cc]apturing (CUDA )?graph|Graph capturing", "capturing CUDA graphs"),
-    (r"init engine .*took|Starting vLLM (API )?server|Started server process|Application startup", "opening the API"),
-)
-"""Patterns of log lines of vLLM 0.26 to 0.32 and their stages; the last match of a line counts."""
-
 _SHARE = re.compile(r"(\d+)% Completed")
 
 
 def start_stage(lines: Sequence[str], last: str = FIRST_STAGE) -> str:
     """Returns the stage of the newest matching line. `last` when no line matches."""
     for line in reversed(lines):
-        for pattern, stage in reversed(STAGES):
-            if re.search(pattern, line):
+        for known in reversed(KNOWN["stages"]):
+            if re.search(known["pattern"], line):
                 share = _SHARE.search(line)
-                return f"{stage}, {share[1]} %" if share else stage
+                return f"{known['stage']}, {share[1]} %" if share else known["stage"]
     return last

@@ -44,6 +44,7 @@ from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tens
 from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
 from telescope.inference.vllm.plugin import TRANSFER_VARIABLE
+from telescope.weights import receiver
 from telescope.weights.communicator import Communicator
 from telescope.weights.control_channel import TransferError
 from telescope.weights.engine_quantized import QuantizedReference, is_quantized
@@ -51,15 +52,6 @@ from telescope.weights.engine_weights import engine_weights, loaded_names, quant
 from telescope.weights.fingerprint import fingerprint, to_hex
 from telescope.weights.model_folder import folder_reader
 from telescope.weights.plan import InitInfo, UpdateInfo, plan_buckets
-from telescope.weights.receiver import (
-    NamedTensors,
-    OverlappedReceive,
-    ReceiveBuffers,
-    ReceiveReport,
-    StagingBuffers,
-    receive,
-    why_in_place,
-)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -112,7 +104,7 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         self.pin_memory = True
         self.update: UpdateInfo | None = None
         """The last update whose tensors all arrived."""
-        self.received: ReceiveReport | None = None
+        self.received: receiver.ReceiveReport | None = None
         self.fingerprints_of_folder: dict[str, str] = {}
         """Of the tensors of the last update, if they were read from a model folder."""
         self.reference: QuantizedReference | None = None
@@ -128,10 +120,10 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         self.addresses = storage_addresses(model)
         self._expert_kernels: list[tuple[Any, Any]] = []
         """Removed during an update in place: expert layers' methods and their kernels."""
-        self.staging: StagingBuffers | None = None
-        self.receiving: OverlappedReceive | None = None
+        self.staging: receiver.StagingBuffers | None = None
+        self.receiving: receiver.OverlappedReceive | None = None
         self.swap_seconds = 0.0
-        self._buffers = ReceiveBuffers()
+        self._buffers = receiver.ReceiveBuffers()
         self.has_adapter = vllm_config.lora_config is not None
         """Whether syncs replace an adapter (`lora_sync: adapter`). An update then only counts the version."""
         self._wish = os.environ.get(TRANSFER_VARIABLE, "auto")
@@ -154,7 +146,7 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         """
         if self.staging is None and self.in_place_because is None:
             try:
-                self.staging = StagingBuffers(self.model)
+                self.staging = receiver.StagingBuffers(self.model)
             except torch.OutOfMemoryError:
                 torch.accelerator.empty_cache()
                 needed = sum(p.numel() * p.element_size() for p in self.model.parameters()) / GIB
@@ -175,7 +167,7 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
             raise TransferError("weight transfer: no sender has connected yet, or there is no staging buffer")
         self._drop_background("another update begins")
         self.update = None
-        self.receiving = OverlappedReceive(
+        self.receiving = receiver.OverlappedReceive(
             self.communicator,
             update,
             self.staging,
@@ -232,7 +224,7 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
             raise TransferError("weight transfer: no sender has connected yet")
         self.update = None
         with set_current_vllm_config(self.vllm_config):
-            self.received = receive(
+            self.received = receiver.receive(
                 self.communicator, update_info, self._load, device=self.device, pin_memory=self.pin_memory
             )
         self.update = update_info
@@ -291,15 +283,15 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
             current = dict(layer.named_parameters(recurse=False))
             if any(name not in current or _form(current[name]) != _form(tensor) for name, tensor in loaded.items()):
                 return f"{place} does not compute with its weights in the form in which they are loaded"
-        return why_in_place(self.model)
+        return receiver.why_in_place(self.model)
 
     def _drop_background(self, reason: str) -> None:
         if self.receiving is not None:
             self.receiving.abandon(reason)
             self.receiving = None
-            self._buffers = ReceiveBuffers()
+            self._buffers = receiver.ReceiveBuffers()
 
-    def _load(self, tensors: NamedTensors) -> None:
+    def _load(self, tensors: receiver.NamedTensors) -> None:
         """Passes a bucket to the model's own loader. The second name of a tied parameter needs no loading."""
         model: Any = self.model
         if self.reference is not None:

@@ -28,18 +28,8 @@ from transformers import PretrainedConfig
 from telescope.config.memory import reshards_after_forward
 from telescope.config.model_shape import uneven_heads
 from telescope.errors import UserError
+from telescope.trainer.backends.fsdp import sharding
 from telescope.trainer.backends.fsdp.checkpoint import BackgroundSaver, load_training_state, training_state
-from telescope.trainer.backends.fsdp.sharding import (
-    TimedReduceScatter,
-    build_sharded_policy,
-    compiles_blocks,
-    gather_full_tensors,
-    kernel_of,
-    local_tensor,
-    merged_tensors,
-    reshard_all,
-    stay_gathered,
-)
 from telescope.trainer.batch import COLLECTIVE_TIMEOUT, Layout, MicroBatch
 from telescope.trainer.checkpoint_names import named_tensors
 from telescope.trainer.lora import adapter_tensors, config_of_adapter, is_adapter, set_dropout, write_adapter
@@ -66,7 +56,7 @@ class FSDPBackend(RLBackend):
         config = self.config
         self.mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("data",))
         context = self.context
-        self.policy = build_sharded_policy(config, self.mesh, self.device)
+        self.policy = sharding.build_sharded_policy(config, self.mesh, self.device)
         if context is not None:
             self._refuse_uneven_heads(context.size)
         if not self.policy.packs and (context is not None or self.replay is not None):
@@ -76,7 +66,7 @@ class FSDPBackend(RLBackend):
                 f"side by side. Leave {field} at its default"
             )
         self.routers = ReplayedRouters(self.policy.layers, self.replay) if self.replay is not None else None
-        self.compiles = compiles_blocks(config, self.policy, self.device)
+        self.compiles = sharding.compiles_blocks(config, self.policy, self.device)
         self.parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         """What is trained: with LoRA the adapters alone."""
         # Weight decay is for matrices; norms and biases should not be pulled to 0.
@@ -85,8 +75,8 @@ class FSDPBackend(RLBackend):
             {"params": [p for p in self.parameters if p.ndim <= 1], "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.learning_rate, fused=True)
-        self.kernel = kernel_of(self.policy, compute_dtype(config), self.device)
-        self.reduction = TimedReduceScatter()
+        self.kernel = sharding.kernel_of(self.policy, compute_dtype(config), self.device)
+        self.reduction = sharding.TimedReduceScatter()
         self.reduction.measure(self.policy)
         self._keeps_gathered = not reshards_after_forward(config.fsdp_reshard_after_forward, self.device.type)
         if self.config.checkpoint_every:
@@ -117,7 +107,7 @@ class FSDPBackend(RLBackend):
 
     def warm_up(self) -> None:
         on_gpu = self.device.type == "cuda"
-        stay_gathered(self.policy, False)
+        sharding.stay_gathered(self.policy, False)
         row = warm_up_row(self.config.seq_len, self.config.pad_to_multiple_of, self.policy.head.weight.shape[0])
         # Without a loss: a user's algorithm may count its calls.
         with torch.random.fork_rng([self.device] if on_gpu else []):
@@ -135,7 +125,7 @@ class FSDPBackend(RLBackend):
         with self._dropout():
             for index, micro_batch in enumerate(micro_batches):
                 # Weights do not change until the update.
-                stay_gathered(self.policy, self._keeps_gathered and index + 1 < len(micro_batches))
+                sharding.stay_gathered(self.policy, self._keeps_gathered and index + 1 < len(micro_batches))
                 with self.replay.counting() if self.replay is not None else nullcontext():
                     logp_N, entropy_N = self._forward(micro_batch, self.config.temperature, timeline, index)
                 total = loss(index, logp_N, entropy_N)
@@ -164,7 +154,7 @@ class FSDPBackend(RLBackend):
     ) -> list[torch.Tensor]:
         temperature = self.config.temperature if temperature is None else temperature
         logprobs = [self._forward(row, temperature, self._unmeasured())[0] for row in micro_batches]
-        reshard_all(self.policy)
+        sharding.reshard_all(self.policy)
         return logprobs
 
     def _forward(
@@ -208,7 +198,7 @@ class FSDPBackend(RLBackend):
 
     def local_gradients(self) -> list[torch.Tensor]:
         """Returns this rank's non-empty gradient shards."""
-        shards = [local_tensor(p.grad) for p in self.parameters if p.grad is not None]
+        shards = [sharding.local_tensor(p.grad) for p in self.parameters if p.grad is not None]
         return [shard for shard in shards if shard.numel() > 0]
 
     def gradient_norm(self, local_gradients: list[torch.Tensor]) -> float:
@@ -224,8 +214,8 @@ class FSDPBackend(RLBackend):
         # Shards are cast before gathering: half the bytes and half the memory.
         named = self._named_tensors()
         if self.config.lora_rank:
-            named = merged_tensors(named, self.policy, dtype)
-        for name, tensor in gather_full_tensors(named, dtype):
+            named = sharding.merged_tensors(named, self.policy, dtype)
+        for name, tensor in sharding.gather_full_tensors(named, dtype):
             yield from self.policy.checkpoint_names.parts(name, tensor.detach())
 
     def weight_metadata(self) -> list[TensorMeta]:
@@ -242,7 +232,7 @@ class FSDPBackend(RLBackend):
     @torch.no_grad()
     def save_adapter(self, directory: Path, dtype: torch.dtype | None = None) -> int:
         named = [(name, tensor) for name, tensor in self._named_tensors() if is_adapter(name)]
-        tensors = dict(adapter_tensors(gather_full_tensors(named, dtype)))
+        tensors = dict(adapter_tensors(sharding.gather_full_tensors(named, dtype)))
         size, error = 0, None
         if self.rank == 0:
             try:

@@ -17,14 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from telescope.errors import RunError
 from telescope.trainer.backends.fsdp.checkpoint_writer import CheckpointWriter
@@ -100,9 +94,9 @@ def training_state(policy: torch.nn.Module, optimizer: torch.optim.Optimizer | N
     """
     frozen = {name for name, p in policy.named_parameters(remove_duplicate=False) if not p.requires_grad}
     if optimizer is None:
-        model_state, optimizer_state = get_model_state_dict(policy), None
+        model_state, optimizer_state = state_dict.get_model_state_dict(policy), None
     else:
-        model_state, optimizer_state = get_state_dict(policy, optimizer)
+        model_state, optimizer_state = state_dict.get_state_dict(policy, optimizer)
     state: dict[str, Any] = {MODEL: {name: value for name, value in model_state.items() if name not in frozen}}
     return state if optimizer_state is None else state | {OPTIMIZER: optimizer_state}
 
@@ -139,10 +133,10 @@ def load_training_state(policy: torch.nn.Module, optimizer: torch.optim.Optimize
     has_optimizer = any(name.startswith(f"{OPTIMIZER}.") for name in saved)
     state = training_state(policy, optimizer if has_optimizer else None)
     dcp.load(state, checkpoint_id=str(directory))
-    set_model_state_dict(policy, state[MODEL], options=StateDictOptions(strict=False))
+    state_dict.set_model_state_dict(policy, state[MODEL], options=state_dict.StateDictOptions(strict=False))
     if has_optimizer:
         settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        set_optimizer_state_dict(policy, optimizer, state[OPTIMIZER])
+        state_dict.set_optimizer_state_dict(policy, optimizer, state[OPTIMIZER])
         for group, own in zip(optimizer.param_groups, settings, strict=True):
             group.update(own)
 

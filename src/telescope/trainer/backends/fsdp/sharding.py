@@ -32,7 +32,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from telescope.config.memory import num_recomputed, recomputes_attention, reshards_after_forward
-from telescope.config.model_contents import listed
 from telescope.config.model_shape import ModelShape
 from telescope.errors import UserError
 from telescope.trainer.attention import Kernel, choose_kernel
@@ -40,6 +39,7 @@ from telescope.trainer.blocks import wrap_blocks
 from telescope.trainer.capability import choose_execution
 from telescope.trainer.lora import adapted_layers, add_adapters, is_adapter, merged
 from telescope.trainer.model import DTYPES, PREFIX, PolicyModel, can_be_compiled, compute_dtype, load_causal_lm
+from telescope.utils.text import listed
 from telescope.utils.timeline import Timeline
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -228,8 +228,7 @@ def _gather(group: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> Iter
         local = local_tensor(tensor.detach())
         place[: local.numel()].copy_(local.reshape(-1))
     received = torch.empty(num_ranks * len(sent), dtype=sent.dtype, device=sent.device)
-    # As bytes, which every backend can gather.
-    all_gather(received.view(torch.uint8), sent.view(torch.uint8), mesh.get_group())
+    all_gather(received, sent, mesh.get_group())
     if len(group) == 1:  # the parts are contiguous, with padding at the end only
         name, tensor = group[0]
         yield name, received[: tensor.numel()].view(tensor.shape)
@@ -240,9 +239,9 @@ def _gather(group: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> Iter
 
 
 def all_gather(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Gathers with this torch version's function. 2.13 warns about the only one of 2.11."""
+    """Gathers bytes, which every backend can, by this torch version's function: 2.13 warns about the one of 2.11."""
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    gather(received, sent, group=group)
+    gather(received.view(-1).view(torch.uint8), sent.view(torch.uint8), group=group)
 
 
 def units(policy: nn.Module) -> list[FSDPModule]:

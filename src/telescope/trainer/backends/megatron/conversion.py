@@ -223,6 +223,5 @@ def _gather(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     if group.size() == 1:
         return own[None]
     received = torch.empty(group.size(), len(own), dtype=own.dtype, device=own.device)
-    # As bytes, which every backend can gather.
-    all_gather(received.view(-1).view(torch.uint8), own.view(torch.uint8), group)
+    all_gather(received, own, group)
     return received

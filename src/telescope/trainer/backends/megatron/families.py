@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import torch
 
-from telescope.config.model_contents import listed
 from telescope.errors import UserError
+from telescope.utils.text import listed
 
 Kind = Literal["whole", "columns", "vocabulary", "qkv", "gate_up"]
 

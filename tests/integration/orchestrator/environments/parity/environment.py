@@ -1,6 +1,5 @@
 """An environment whose reward is the parity of the sampled tokens, with faults on demand."""
 
-import os
 import time
 from typing import Any
 
@@ -8,7 +7,7 @@ from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironm
 
 
 class ParityEnvironment(SingleTurnEnvironment):
-    """Reward 1 for an odd sum of bytes. `fault` is `raise`, `hang` or `exit` at every `fault_every`-th item."""
+    """Reward 1 for an odd sum of bytes. `fault` is `raise` or `hang` at every `fault_every`-th item."""
 
     def __init__(self, fault: str = "", fault_every: int = 0, always: float | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -24,9 +23,7 @@ class ParityEnvironment(SingleTurnEnvironment):
             if self.fault == "raise":
                 raise KeyError("numbers")
             if self.fault == "hang":
-                time.sleep(3600)
-            if self.fault == "exit":
-                os._exit(3)
+                time.sleep(2)
         if self.always is not None:
             return RewardResult(self.always)
         odd = sum(completion.encode()) % 2
