@@ -9,7 +9,7 @@ from telescope.record.reader import Run, list_runs
 from telescope.record.tables import TABLES
 
 OLD_RUN = Path(__file__).parent / "old_run"
-LATER = {"evals", "eval_samples", "step_stats", "tool_calls", "info", "tokens", "alerts", "nodes"}
+LATER = {"evals", "eval_samples", "step_stats", "tool_calls", "info", "tokens", "alerts", "nodes", "prompts"}
 """Tables that did not exist then."""
 FORMER = {"turns": {"token_ids", "logprobs", "versions"}}
 """Columns that are no longer written. SQL reads them."""

@@ -102,7 +102,7 @@ def test_without_credentials_wandb_records_offline_and_says_so_without_a_warning
 
 
 async def test_the_live_view_reports_offline_recording(tmp_path, monkeypatch):
-    async def ends_at_once(self: _TrainingRun, temporary: object) -> None:
+    async def ends_at_once(self: _TrainingRun) -> None:
         raise UserError("enough")
 
     monkeypatch.setattr(_TrainingRun, "_start_and_train", ends_at_once)
