@@ -102,9 +102,7 @@ class RolloutWorker:
 
     def _apply(self, orders: Orders) -> None:
         for name, capacities in orders.lanes.items():
-            if capacities is None:
-                self.lanes.pop(name, None)
-            else:
+            if capacities is not None:
                 slots = GroupSlotPool if self._grouped and name == TRAINING else RequestSlotPool
                 self.lanes[name] = slots(capacities)
                 self.lanes[name].on_change = self._slots_changed
@@ -120,6 +118,8 @@ class RolloutWorker:
                 self._spawn(self._run(group, index, rollout))
         for cancelled in orders.cancelled:
             self._cancel(cancelled)
+        for name in [name for name, capacities in orders.lanes.items() if capacities is None]:
+            self.lanes.pop(name, None)
 
     def _slots_changed(self) -> None:
         self._is_slot_free = True
