@@ -14,6 +14,7 @@ import importlib
 import traceback
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from telescope.environments.base import (
@@ -291,10 +292,14 @@ class EnvironmentRunner:
 
 async def _run_all(steps: Generator[Awaitable[Any], Any, Any]) -> None:
     """Takes all steps at once, in the event loop."""
-    result: Any = None
+    resume: Callable[[], Awaitable[Any]] = partial(next, steps)
     with contextlib.suppress(StopIteration):
         while True:
-            result = await steps.send(result)
+            waits_for = resume()
+            try:
+                resume = partial(steps.send, await waits_for)
+            except Exception as error:
+                resume = partial(steps.throw, error)
 
 
 class Resources:
