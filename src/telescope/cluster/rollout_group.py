@@ -221,7 +221,7 @@ class RolloutHandle:
             if next(self._group.restarts) >= limit:
                 raise InfrastructureError(
                     f"{self._name} has to be replaced, after {limit} rollout workers already (rollout_max_restarts). "
-                    f"Their logs say why{self.log_end()}"
+                    f"Find the cause in their logs{self.log_end()}"
                 )
             logger.warning("%s is being replaced", self._name)
             try:

@@ -217,11 +217,6 @@ class EnvironmentRunner:
         except Exception:  # it takes no such turns after these messages
             return lost_message(renderer, messages, tools)
 
-    def identities(self, position: int, start: int, stop: int) -> list[str]:
-        """Returns the `sample_uid` of the items from `start` up to `stop`."""
-        environment = self.environments[position]
-        return [sample_uid(environment.get_sample(i)) for i in range(start, stop)]
-
     def prepare(self, position: int, index: int) -> PreparedPrompt:
         """Renders and tokenizes the prompt of an item."""
         assert self.renderer is not None, "a pool without a renderer prepares no prompts"

@@ -41,13 +41,7 @@ class RolloutWorker:
     With `grouped`, a request slot of training is one of a whole group (`request_slots.GroupSlotPool`).
     """
 
-    def __init__(
-        self,
-        environments: Environments,
-        engines: Sequence[Engine],
-        *,
-        grouped: bool = False,
-    ) -> None:
+    def __init__(self, environments: Environments, engines: Sequence[Engine], *, grouped: bool = False) -> None:
         self.lanes: dict[str, RequestSlotPool] = {}
         self._environments = environments
         self._engines = engines
