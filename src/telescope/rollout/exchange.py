@@ -52,10 +52,10 @@ class RunningSample:
 
 @dataclass(slots=True)
 class Orders:
-    """What a worker is to do. Applied in the order of the fields, except that lanes end last."""
+    """What a worker is to do. Applied in the order of the fields."""
 
     lanes: dict[str, list[int] | None] = field(default_factory=dict)
-    """Request slots of each server in a new lane. None ends a lane, once its groups are cancelled."""
+    """Request slots of each server in a new lane. None ends a lane."""
     servers: dict[tuple[str, int], bool] = field(default_factory=dict)
     """Whether a server serves a lane."""
     prompts: list[tuple[int, str, int]] = field(default_factory=list)

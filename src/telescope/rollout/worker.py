@@ -96,7 +96,9 @@ class RolloutWorker:
 
     def _apply(self, orders: Orders) -> None:
         for name, capacities in orders.lanes.items():
-            if capacities is not None:
+            if capacities is None:
+                self.lanes.pop(name, None)
+            else:
                 slots = GroupSlotPool if self._grouped and name == TRAINING else RequestSlotPool
                 self.lanes[name] = slots(capacities)
                 self.lanes[name].on_change = self._slots_changed
@@ -112,8 +114,6 @@ class RolloutWorker:
                 self._spawn(self._run(group, index, rollout))
         for cancelled in orders.cancelled:
             self._cancel(cancelled)
-        for name in [name for name, capacities in orders.lanes.items() if capacities is None]:
-            self.lanes.pop(name, None)
 
     def _slots_changed(self) -> None:
         self._is_slot_free = True
@@ -138,7 +138,8 @@ class RolloutWorker:
         return Rollout(
             sample,
             slot_key=task.key,
-            slots=self.lanes[task.lane],
+            # A group that was cancelled before it was sent may have no lane any more.
+            slots=self.lanes.get(task.lane, RequestSlotPool([])),
             engine_of=lambda server: self._engines[server],
             environments=self._environments,
             settings=task.settings,

@@ -102,7 +102,6 @@ def test_a_prompt_whose_caller_was_cancelled_ends_nobody_elses() -> None:
 def test_a_group_whose_lane_ends_before_it_begins_is_cancelled() -> None:
     async def scenario() -> None:
         worker = RolloutWorker(FakeEnvironments(), [FakeEngine()])
-        await worker.exchange(Orders(lanes={"eval 0": [2]}))
         group = GroupTask(7, {0: task()}, settings(), "eval 0")
         reports = [await worker.exchange(Orders(lanes={"eval 0": None}, groups=[group], cancelled=[7]))]
         reports.append(await worker.exchange(Orders(), seconds=1.0))
