@@ -240,7 +240,7 @@ async def answer(reference: Any, what: str) -> Any:
     """
     try:
         return await reference
-    except ray.exceptions.RayActorError as error:
+    except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:  # large answers stay on its node
         await asyncio.sleep(DAEMON_EXIT_SECONDS)
         if failure := daemon_failure():
             raise RunError(failure) from None

@@ -105,10 +105,9 @@ class RolloutActor:
         self._watching = asyncio.run_coroutine_threadsafe(watching, self._loop)
         return ray.get_runtime_context().get_node_id(), infos
 
-    def prepare_resources(self, positions: list[int]) -> None:
-        """Prepares the resources of environments."""
-        for position in positions:
-            self._run(self._environments.prepare_resources(position))
+    def prepare_resources(self, position: int) -> None:
+        """Prepares the resources of an environment."""
+        self._run(self._environments.prepare_resources(position))
 
     def connect(self, servers: list[tuple[str, str]], first_version: int) -> None:
         """Connects to the inference servers, by address and secret. They start with this policy version."""
@@ -178,26 +177,26 @@ class RolloutHandle:
         self.num_starts += 1
         group = self._group
         self.actor = group.make_actor(self.index)
-        try:
-            async with asyncio.timeout(LOAD_SECONDS):
-                self.node, infos = await answer(self.actor.load.remote(checks_template), self._name)
-            if group.engines:
-                await self.connect()
-        except TimeoutError:
-            await self.kill()
-            raise DeadlineExceeded(
-                f"{self._name} did not load its environments within {LOAD_SECONDS:g} s{self.log_end()}"
-            ) from None
-        except ActorExited as error:
-            raise InfrastructureError(
-                f"{self._name} exited while it loaded its environments{self.log_end()}"
-            ) from error
-        found: list[EnvironmentInfo] = infos
-        return found
+        self.node, infos = await self.call("loading its environments", "load", checks_template)
+        if group.engines:
+            await self.connect()
+        return list(infos)
 
     async def connect(self) -> None:
         """Connects it to the servers of the group."""
-        await answer(self.actor.connect.remote(self._group.engines, self._group.first_version), self._name)
+        await self.call("connecting to the servers", "connect", self._group.engines, self._group.first_version)
+
+    async def call(self, doing: str, method: str, *values: Any, seconds: float = LOAD_SECONDS) -> Any:
+        """Calls a method of the actor. Raises `DeadlineExceeded` after `seconds`, and then ends the process."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await answer(getattr(self.actor, method).remote(*values), self._name)
+        except TimeoutError:
+            await self.kill()
+            what = f"{self._name} did not finish {doing} within {seconds:g} s{self.log_end()}"
+            raise DeadlineExceeded(what) from None
+        except ActorExited as error:
+            raise InfrastructureError(f"{self._name} exited while {doing}{self.log_end()}") from error
 
     async def exchange(self, orders: Orders, *, seconds: float | None = None, linger: float = 0.0) -> Report:
         """See `rollout.pool.Worker`."""
@@ -222,7 +221,7 @@ class RolloutHandle:
             if next(self._group.restarts) >= limit:
                 raise InfrastructureError(
                     f"{self._name} has to be replaced, after {limit} rollout workers already (rollout_max_restarts). "
-                    f"Their logs say why{self.log_end()}"
+                    f"Find the cause in their logs{self.log_end()}"
                 )
             logger.warning("%s is being replaced", self._name)
             try:
@@ -243,7 +242,7 @@ class RolloutHandle:
         try:
             async with asyncio.timeout(self._group.stop_seconds):
                 await answer(self.actor.stop.remote(), self._name)
-        except (TimeoutError, InfrastructureError) as error:
+        except Exception as error:
             logger.warning("%s did not stop by itself: %r", self._name, error)
         await self.kill()
 
@@ -313,8 +312,10 @@ class RolloutGroup:
     async def prepare_resources(self) -> None:
         """Prepares the resources of all environments."""
         homes = self.homes
+        # An environment has its own deadline in the worker, which prepares one after the other.
+        seconds = LOAD_SECONDS * len(self.specs) + SILENCE_SECONDS
         calls = [
-            answer(self.handles[home].actor.prepare_resources.remote([position]), f"rollout worker {home}")
+            self.handles[home].call("preparing resources", "prepare_resources", position, seconds=seconds)
             for position, spec in enumerate(self.specs)
             for home in homes.get(spec.identity, ())
         ]

@@ -241,13 +241,13 @@ class _EvalRun:
             check_report(config, await asyncio.to_thread(inspect_model, config))
             return config
 
-        parts = await self._session.start(job.config, directory, with_trainer=False, on_data=choose_model)
-        servers, folder = parts.servers, Path(parts.config.model)
-        weights = FolderWeights(parts.config, servers.clients, folder, parts.first_version)
+        components = await self._session.start(job.config, directory, with_trainer=False, on_data=choose_model)
+        servers, folder = components.servers, Path(components.config.model)
+        weights = FolderWeights(components.config, servers.clients, folder, components.first_version)
         servers.bring_weights = weights.sync_one
         finished = Run(recorder.files.run_dir).values("evals", "eval_id", status="finished")
         evaluation = Evaluation(
-            parts.evals, parts.config, parts.rollouts, servers, parts.settings, recorder, status,
+            components.evals, components.config, components.rollouts, servers, components.settings, recorder, status,
             self._session.supervisor.spawn, problems=self._problems, samples=samples, recorded=finished,
         )  # fmt: skip
         for target in job.targets:
@@ -256,7 +256,7 @@ class _EvalRun:
                 previous, folder = folder, await self._folder_of(target)
                 status.phase = f"loading {target.description}"
                 await weights.use(folder, version, servers.up)
-                if previous.parent == self._scratch and str(previous) != parts.config.model:
+                if previous.parent == self._scratch and str(previous) != components.config.model:
                     shutil.rmtree(previous)  # a server that restarts begins with the first
             self._results.append(TargetResult(target, version, await evaluation.run_all(version)))
 

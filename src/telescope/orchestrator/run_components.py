@@ -148,22 +148,20 @@ async def start_components(
     if config.eager_prepare_resources:
         await group.prepare_resources()
     report_environments(config, keys, infos, status)
-    parts = await RunComponents.plan(config, keys, rollouts)
+    components = await RunComponents.plan(config, keys, rollouts)
     places = Counter(cluster.node_names.get(handle.node, handle.node) for handle in group.handles)
-    parts.cluster, parts.topology = (
-        cluster,
-        {
-            "driver": cluster.node_names[cluster.driver_node],
-            "rollout workers": ", ".join(f"{number} on {node}" for node, number in places.items()),
-        },
-    )
+    components.cluster = cluster
+    components.topology = {
+        "driver": cluster.node_names[cluster.driver_node],
+        "rollout workers": ", ".join(f"{number} on {node}" for node, number in places.items()),
+    }
     if on_data is not None:
-        if (chosen := await on_data(parts)) is None:
-            parts.open_servers([], [], status)
-            return parts
-        config = parts.config = chosen
+        if (chosen := await on_data(components)) is None:
+            components.open_servers([], [], status)
+            return components
+        config = components.config = chosen
     if with_trainer:
-        for news in await measure_prompts(config, rollouts, keys.training, parts.settings.sampling.max_context):
+        for news in await measure_prompts(config, rollouts, keys.training, components.settings.sampling.max_context):
             status.report(news, "environment", "warning", log=logger)
 
     placement = await reserve(config, plan_placement(config, cluster.resources, with_trainer=with_trainer))
@@ -172,42 +170,42 @@ async def start_components(
     status.phase = f"starting {'the trainer and ' if with_trainer else ''}the inference servers"
     if with_trainer:
         loopback = network.broadcast_on_loopback
-        parts.trainer = TrainerGroup(config, placement, directory.path, cluster, loopback=loopback)
-        stack.push_async_callback(parts.trainer.stop)
+        components.trainer = TrainerGroup(config, placement, directory.path, cluster, loopback=loopback)
+        stack.push_async_callback(components.trainer.stop)
     traces = None
     if config.enable_vllm_tracing:
         host, write = own_host(loopback=network.servers_on_loopback), partial(directory.recorder.write, "spans")
         traces = stack.enter_context(receive_traces(config, host, write))
-    parts.inference = inference = InferenceGroup(
+    components.inference = inference = InferenceGroup(
         config, placement, directory.path, cluster, network, secrets.token_urlsafe(32), traces=traces
     )
     stack.push_async_callback(inference.stop)
-    await start_workers(parts, directory, status)
+    await start_workers(components, directory, status)
 
     for client in inference.clients:
-        client.initial_version = client.loaded_version = parts.first_version
+        client.initial_version = client.loaded_version = components.first_version
     await group.connect(
-        inference.addresses, lambda: [client.loaded_version for client in inference.clients], parts.first_version
+        inference.addresses, lambda: [client.loaded_version for client in inference.clients], components.first_version
     )
     stack.push_async_callback(rollouts.close)  # before the servers, whose end is then no failure
-    parts.open_servers(inference.handles, inference.clients, status)
+    components.open_servers(inference.handles, inference.clients, status)
     for index, node in enumerate(placement.server_nodes):
         gpus = f"{placement.gpus_per_server:g} GPUs" if placement.gpus_per_server else "CPU"
-        parts.topology[f"inference server {index}"] = f"{cluster.node_names[node]}, {gpus}"
+        components.topology[f"inference server {index}"] = f"{cluster.node_names[node]}, {gpus}"
     if with_trainer:
         probe_prompt = await rollouts.prepare(keys.training[0], 0)
-        parts.weights = WeightSync(
+        components.weights = WeightSync(
             config,
-            parts.trainer,
+            components.trainer,
             inference.clients,
-            engines_up=lambda: parts.servers.synced,
-            on_failure=parts.servers.report_failure,
+            engines_up=lambda: components.servers.synced,
+            on_failure=components.servers.report_failure,
             on_report=lambda report: record_sync(directory, report),
             adapters=RunFiles(directory.path).adapters if config.lora_sync == "adapter" else None,
             probe_token_ids=probe_prompt.token_ids[: min(PROBE_TEXT_TOKENS, config.max_model_len - 1)],
         )
-        parts.servers.bring_weights = parts.weights.sync_one
-    return parts
+        components.servers.bring_weights = components.weights.sync_one
+    return components
 
 
 def report_environments(
@@ -262,23 +260,23 @@ async def _connect(config: TelescopeConfig, directory: RunDirectory, stack: Asyn
     return cluster
 
 
-async def start_workers(parts: RunComponents, directory: RunDirectory, status: RunStatus) -> None:
+async def start_workers(components: RunComponents, directory: RunDirectory, status: RunStatus) -> None:
     """Loads the trainer and starts the servers, concurrently unless they share GPUs. Raises the first failure."""
-    servers = [_start_server(parts, index, status) for index in range(parts.config.num_inference_servers)]
-    if parts.config.share_gpus:
+    servers = [_start_server(components, index, status) for index in range(components.config.num_inference_servers)]
+    if components.config.share_gpus:
         # A server measures free memory; a trainer that loads meanwhile would be counted as the server's.
         await all_or_first_failure(*servers)
         servers = []
-    await all_or_first_failure(*servers, *([load_trainer(parts, directory, status)] if parts.trainer else []))
+    await all_or_first_failure(*servers, *([load_trainer(components, directory, status)] if components.trainer else []))
 
 
-async def load_trainer(parts: RunComponents, directory: RunDirectory, status: RunStatus) -> None:
+async def load_trainer(components: RunComponents, directory: RunDirectory, status: RunStatus) -> None:
     """Loads the model into the started ranks, and compiles it."""
-    trainer = parts.trainer
+    trainer = components.trainer
     status.set_component("trainer", "loading the model")
     infos = await trainer.setup()
     for info in infos:
-        _check_hash(parts.trainer.config, "a trainer rank", info.config_hash)
+        _check_hash(components.trainer.config, "a trainer rank", info.config_hash)
     if infos[0].compiles:
         status.set_component("trainer", "compiling the model's blocks")
         spans = await trainer.warm_up()
@@ -289,14 +287,14 @@ async def load_trainer(parts: RunComponents, directory: RunDirectory, status: Ru
     status.set_component("trainer", "ready")
 
 
-async def _start_server(parts: RunComponents, index: int, status: RunStatus) -> None:
+async def _start_server(components: RunComponents, index: int, status: RunStatus) -> None:
     """Starts a server. Its stages are in the live view, because a large model loads for minutes."""
-    progress = asyncio.create_task(_show_start(parts, index, status))
+    progress = asyncio.create_task(_show_start(components, index, status))
     try:
-        info = await parts.inference.start(index)
+        info = await components.inference.start(index)
     finally:
         progress.cancel()
-    _check_hash(parts.config, f"inference server {index}", info.config_hash)
+    _check_hash(components.config, f"inference server {index}", info.config_hash)
     status.set_component(f"server {index}", "ready")
 
 
@@ -310,13 +308,13 @@ async def all_or_first_failure(*starts: Coroutine[Any, Any, None]) -> None:
             task.cancel()
 
 
-async def _show_start(parts: RunComponents, index: int, status: RunStatus) -> None:
-    backend, started_at = backend_of(parts.config), time.monotonic()
+async def _show_start(components: RunComponents, index: int, status: RunStatus) -> None:
+    backend, started_at = backend_of(components.config), time.monotonic()
     status.set_component(f"server {index}", f"starting {backend.name}")
     stage = backend.progress([])
     while True:
         await asyncio.sleep(1.0)
-        stage = backend.progress((await parts.inference.handles[index].status()).last_log_lines, stage)
+        stage = backend.progress((await components.inference.handles[index].status()).last_log_lines, stage)
         seconds = time.monotonic() - started_at
         status.set_component(f"server {index}", f"starting {backend.name}: {stage} ({seconds:.0f} s)")
 

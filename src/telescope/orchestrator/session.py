@@ -2,7 +2,8 @@
 
     reaper -> record -> view -> stop signals -> components, with supervised tasks beside them
 
-Each ends in reverse order, whatever happens. `run`, `eval_run` and `verify.run` have their own work in the middle.
+They end in reverse order, whatever happens; only the view outlives the record. `run`, `eval_run` and `verify.run` have
+their own work in the middle.
 """
 
 from __future__ import annotations

@@ -213,17 +213,17 @@ class TrainerRestarts:
 
     async def _reload(self, orchestrator: Orchestrator, checkpointer: Checkpointer) -> RunState:
         """Replaces the ranks and loads the newest checkpoint, or the first weights."""
-        config, parts = self.components.config, self.components
-        async with parts.trainer.queue:  # a server that comes back meanwhile waits for its weights
-            await parts.trainer.replace()
+        config, components = self.components.config, self.components
+        async with components.trainer.queue:  # a server that comes back meanwhile waits for its weights
+            await components.trainer.replace()
             await checkpointer.ranks_replaced()
             checkpoint = self.folder.load(True) if self.folder.steps() else None
             if checkpoint is not None:
                 await asyncio.to_thread(refuse_damage, checkpoint.path, checkpoint.meta)
-            await load_trainer(parts, self.directory, self.status)
+            await load_trainer(components, self.directory, self.status)
             if checkpoint is not None:
-                await parts.trainer.load_checkpoint(checkpoint.step, checkpoint.path)
-        await parts.weights.sync()
+                await components.trainer.load_checkpoint(checkpoint.step, checkpoint.path)
+        await components.weights.sync()
         return after_restart(
             checkpoint.state if checkpoint is not None else RunState(),
             orchestrator.run_state(),

@@ -63,15 +63,15 @@ def upgrade(sample: Row) -> None:
         else:
             if len(bare := prompt_messages(turn["text"] or "")) == 1:
                 turn["text"] = bare[0]["content"]
-            for call in _told(turn["text"] or "", open_calls):
+            for call in _answered(turn["text"] or "", open_calls):
                 call["reply"] = turn["turn"]
             open_calls = [call for call in open_calls if call["reply"] is None]
 
 
-def _told(text: str, calls: Sequence[Row]) -> Sequence[Row]:
-    """Returns the calls whose results a message is: one of them, or all in lines `Tool 1: ...`."""
+def _answered(text: str, calls: Sequence[Row]) -> Sequence[Row]:
+    """Returns the calls whose results a message has: one, or all of them in lines `Tool 1: ...`."""
     results = [(call["result"] or "").strip() for call in calls]
-    told = text.strip()
-    if len(calls) > 1 and told == "\n".join(f"Tool {i}: {result}" for i, result in enumerate(results, 1)):
+    message = text.strip()
+    if len(calls) > 1 and message == "\n".join(f"Tool {i}: {result}" for i, result in enumerate(results, 1)):
         return calls
-    return [call for call, result in zip(calls, results, strict=True) if result and result == told][:1]
+    return [call for call, result in zip(calls, results, strict=True) if result and result == message][:1]

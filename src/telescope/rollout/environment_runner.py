@@ -14,6 +14,7 @@ import importlib
 import traceback
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from telescope.environments.base import (
@@ -216,11 +217,6 @@ class EnvironmentRunner:
         except Exception:  # it takes no such turns after these messages
             return lost_message(renderer, messages, tools)
 
-    def identities(self, position: int, start: int, stop: int) -> list[str]:
-        """Returns the `sample_uid` of the items from `start` up to `stop`."""
-        environment = self.environments[position]
-        return [sample_uid(environment.get_sample(i)) for i in range(start, stop)]
-
     def prepare(self, position: int, index: int) -> PreparedPrompt:
         """Renders and tokenizes the prompt of an item."""
         assert self.renderer is not None, "a pool without a renderer prepares no prompts"
@@ -291,10 +287,14 @@ class EnvironmentRunner:
 
 async def _run_all(steps: Generator[Awaitable[Any], Any, Any]) -> None:
     """Takes all steps at once, in the event loop."""
-    result: Any = None
+    resume: Callable[[], Awaitable[Any]] = partial(next, steps)
     with contextlib.suppress(StopIteration):
         while True:
-            result = await steps.send(result)
+            waits_for = resume()
+            try:
+                resume = partial(steps.send, await waits_for)
+            except Exception as error:
+                resume = partial(steps.throw, error)
 
 
 class Resources:

@@ -267,7 +267,11 @@ def _step(resume: Callable[[], Any]) -> tuple[bool, Any]:
 async def _without_exit(awaitable: Awaitable[Any]) -> Any:
     try:
         return await awaitable
-    except (SystemExit, KeyboardInterrupt) as error:  # which would end the event loop, with the other rollouts in it
+    except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        # An exit would end the event loop with its other rollouts, and a sample that nobody cancelled would never end.
         raise RuntimeError(f"user code raised {type(error).__name__}") from error
 
 

@@ -128,7 +128,7 @@ class RolloutPool:
         self._keys = itertools.count()
         self._lanes: dict[str, Lane] = {}
         self._suspects: deque[RunningGroup] = deque()
-        """Groups that wait until no other group is suspected, the first one running."""
+        """Groups that may have ended their workers. Only the first one runs."""
         self._prompts: dict[int, _Prompt] = {}
         self._serving: list[asyncio.Task[None]] = []
         self._failure: BaseException | None = None
@@ -224,14 +224,14 @@ class RolloutPool:
     # Workers
 
     def _serve_all(self) -> None:
-        """Begins to talk to the workers. Raises the error that ended this."""
+        """Starts the calls of the workers, once. Raises the error that ended them."""
         if self._failure is not None:
             raise self._failure
         if not self._serving:
             self._serving = [asyncio.create_task(self._serve(each), name="rollout worker") for each in self.workers]
 
     async def _serve(self, worker: _Worker) -> None:
-        """Talks to a worker, and replaces it when it is lost. Another error is one of everybody who waits."""
+        """Calls a worker, and restarts it when it is lost. Any other error is raised to all who wait."""
         try:
             while True:
                 try:

@@ -3,7 +3,7 @@
 Runs user code in a process that can be killed, without a tokenizer, so that it takes a second or two. Owns the
 deadlines and the error messages. The rollout workers load everything again.
 
-The child receives a message of JSON, and sends some: what it is about to load, and at the end the outcome.
+The child receives one JSON message. It sends one before each load, and the outcome at the end.
 """
 
 from __future__ import annotations

@@ -41,13 +41,7 @@ class RolloutWorker:
     With `grouped`, a request slot of training is one of a whole group (`request_slots.GroupSlotPool`).
     """
 
-    def __init__(
-        self,
-        environments: Environments,
-        engines: Sequence[Engine],
-        *,
-        grouped: bool = False,
-    ) -> None:
+    def __init__(self, environments: Environments, engines: Sequence[Engine], *, grouped: bool = False) -> None:
         self.lanes: dict[str, RequestSlotPool] = {}
         self._environments = environments
         self._engines = engines
@@ -144,7 +138,8 @@ class RolloutWorker:
         return Rollout(
             sample,
             slot_key=task.key,
-            slots=self.lanes[task.lane],
+            # A group that was cancelled before it was sent may have no lane any more.
+            slots=self.lanes.get(task.lane, RequestSlotPool([])),
             engine_of=lambda server: self._engines[server],
             environments=self._environments,
             settings=task.settings,

@@ -29,6 +29,7 @@ async def eventually(condition, seconds=10.0):
         ("raise_error 5", r"item 9: compute_reward failed: ValueError: no luck with 5 \(environment.py:\d+\)"),
         ("exit", "SystemExit"),
         ("exit_later", "user code raised SystemExit"),
+        ("await_a_cancelled_task", "user code raised CancelledError"),
         ("wrong_type", "returned float 1.0, not a RewardResult"),
         ("wrong_metric", r"sample_metrics\['rank'\] is str 'first', not a number"),
         ("number nan", "total_reward is nan"),

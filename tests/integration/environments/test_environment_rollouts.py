@@ -250,3 +250,19 @@ async def test_rollouts_that_are_open_when_the_pool_closes_are_ended(load, encod
     await pool.close()
     waiting.cancel()
     assert sorted(diary.read_text().split()) == ["0", "1", "2", "3", "4", "5"]
+
+
+async def test_an_error_in_end_rollout_leaves_no_other_rollout_open(load, monkeypatch):
+    pool = await load("talk")
+    environment = pool.runner.environments[0]
+    ended = []
+
+    async def end_rollout(state):
+        ended.append(state.sample.answer)
+        raise ValueError("no luck")
+
+    for number, rollout in enumerate("ab"):
+        await pool.begin(rollout, "talk", number)
+    monkeypatch.setattr(environment, "end_rollout", end_rollout)
+    await pool.close()
+    assert ended == ["0", "1"]

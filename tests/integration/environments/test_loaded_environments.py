@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from telescope.environments.base import sample_uid
 from telescope.environments.types import EnvironmentSpec
 from telescope.errors import UserError
 from telescope.evals import eval_spec
@@ -93,7 +94,7 @@ async def test_training_and_evaluation_of_countdown_share_a_pool_and_no_item(loa
         EnvironmentSpec("countdown", {**small, "portion": "train", "num_samples": 400}),
         eval_spec("countdown", {**small, "portion": "heldout", "num_samples": 100}, key="eval/countdown"),
     )
-    uids = [set(pool.runner.identities(position, 0, 100)) for position in (0, 1)]
+    uids = [{sample_uid(one.get_sample(i)) for i in range(100)} for one in pool.runner.environments]
     assert not uids[0] & uids[1]
     prompt = await pool.prepare("eval/countdown", 0)
     assert prompt.text == f"<|im_start|>user\n{prompt.messages[0]['content']}<|im_end|>\n<|im_start|>assistant\n"

@@ -12,10 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import RayTaskError
+from ray.exceptions import ObjectLostError, RayTaskError
 
 from telescope.cluster import actors, placement
-from telescope.cluster.actors import InferenceActor, TrainerActor, answer
+from telescope.cluster.actors import ActorExited, InferenceActor, TrainerActor, answer
 from telescope.cluster.ray_cluster import runtime_environment
 from telescope.cluster.reaper import MARK_VARIABLE, Reaper
 from telescope.config import TelescopeConfig
@@ -99,6 +99,14 @@ async def test_another_error_in_an_actor_keeps_its_type_and_its_remote_traceback
         await answer(raised_in_an_actor(cause), "training step 3")
     assert str(failure.value) == str(cause)
     assert "ray::InferenceActor.start()" in "".join(traceback.format_exception(failure.value))
+
+
+async def test_an_answer_that_is_lost_with_its_node_counts_as_the_exit_of_its_actor() -> None:
+    async def lost() -> None:
+        raise ObjectLostError("ab", None, "")
+
+    with pytest.raises(ActorExited, match="rollout worker 1"):
+        await answer(lost(), "rollout worker 1")
 
 
 def test_actors_of_a_joined_cluster_use_the_runs_temporary_directory(

@@ -11,6 +11,7 @@ from tests.unit.rollout.fakes import FakeEngine, FakeEnvironments, settings, tas
 from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.rollout.exchange import TRAINING, GroupTask, Orders, Report
 from telescope.rollout.pool import RolloutPool
+from telescope.rollout.trajectory import Trajectory
 from telescope.rollout.worker import RolloutWorker
 
 
@@ -94,5 +95,17 @@ def test_a_prompt_whose_caller_was_cancelled_ends_nobody_elses() -> None:
         with pytest.raises(EnvironmentFailure, match="item 2"):
             await other
         await pool.close()
+
+    run_simulated(scenario())
+
+
+def test_a_group_whose_lane_ends_before_it_begins_is_cancelled() -> None:
+    async def scenario() -> None:
+        worker = RolloutWorker(FakeEnvironments(), [FakeEngine()])
+        group = GroupTask(7, {0: task()}, settings(), "eval 0")
+        reports = [await worker.exchange(Orders(lanes={"eval 0": None}, groups=[group], cancelled=[7]))]
+        reports.append(await worker.exchange(Orders(), seconds=1.0))
+        (sample,) = [sample for report in reports for *_, sample in report.samples]
+        assert isinstance(sample, Trajectory) and sample.cancelled
 
     run_simulated(scenario())

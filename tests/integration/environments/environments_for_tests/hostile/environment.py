@@ -64,6 +64,11 @@ class Hostile(SingleTurnEnvironment):
         await asyncio.sleep(0.01)
         sys.exit(3)
 
+    async def await_a_cancelled_task(self, argument):
+        task = asyncio.ensure_future(asyncio.sleep(3600))
+        task.cancel()
+        await task
+
     def end(self, argument):
         os._exit(7)
 
