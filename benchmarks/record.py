@@ -110,7 +110,7 @@ async def measure(num_steps: int, num_samples: int, length: int, seconds: float,
         for step in range(num_steps):
             groups = [make_group(step * num_samples + i, length) for i in range(num_samples // GROUP_SIZE)]
             for group in groups:  # as rollout workers and their pool do
-                assign_rows(group.samples, encode_rows(group.samples))
+                assign_rows(group.samples, encode_rows(group.samples, set()))
             tokens = [make_tokens(group) for group in groups[:NUM_RECORDED]]
             spans = [Span("forward", 1.0 + i, 1.5 + i, i % 2, i) for i in range(SPANS_PER_STEP)]
             result = StepResult({"grad_norm": 1.0, "learning_rate": 1e-6}, spans, tokens)

@@ -201,7 +201,7 @@ class ScriptedWorker:
         if orders.is_empty:
             for key, index, ended in [self._running.popleft() for _ in range(MANY_EVENTS)]:
                 report.samples.append((key, index, self._sample(ended)))
-            report.rows = encode_rows(report.trajectories)
+            report.rows = encode_rows(report.trajectories, set())
         if len(self._running) >= MANY_EVENTS:
             self._has_enough.set()
         else:

@@ -227,7 +227,7 @@ class RolloutHandle:
             try:
                 await self.start()
                 return
-            except InfrastructureError:
+            except (InfrastructureError, DeadlineExceeded):
                 if not attempts_left:
                     raise
 

@@ -9,6 +9,7 @@ Invariant: a batch of rows always converts. A value that does not fit its column
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from telescope.record.schema import Table
+
+logger = logging.getLogger(__name__)
 
 
 class Batch(NamedTuple):
@@ -39,9 +42,20 @@ def rows_to_table(table: Table, rows: Sequence[Mapping[str, Any]]) -> tuple[pa.T
     return pa.Table.from_arrays(arrays, schema=table.schema), problems
 
 
-def encode(table: Table, rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Encodes rows as a message of Arrow, which `decode` reads."""
-    (batch,) = rows_to_table(table, rows)[0].to_batches()
+def warn_of(table: Table, problems: Mapping[str, str], warned: set[str]) -> None:
+    """Logs the `problems` of a table's columns, once for each column that is not in `warned` yet."""
+    for column, problem in problems.items():
+        if (name := f"{table.name}.{column}") not in warned:
+            warned.add(name)
+            what = "has values that do not fit and are recorded as null, the first"
+            logger.warning("record: %s %s: %s", name, what, problem)
+
+
+def encode(table: Table, rows: Sequence[Mapping[str, Any]], warned: set[str]) -> bytes:
+    """Encodes rows as a message of Arrow, which `decode` reads. Warns as `warn_of`."""
+    data, problems = rows_to_table(table, rows)
+    warn_of(table, problems, warned)
+    (batch,) = data.to_batches()
     return bytes(batch.serialize())
 
 

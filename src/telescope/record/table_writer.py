@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from telescope.record.convert import Batch, conform, rows_to_table
+from telescope.record.convert import Batch, conform, rows_to_table, warn_of
 from telescope.record.files import TEMPORARY_PREFIX, replace_file, sync, temporary_name
 from telescope.record.pending import Row
 from telescope.record.schema import Table
@@ -68,7 +68,7 @@ class TableWriter:
         self._table = table
         self._attempt = attempt
         self._directory = directory
-        self._reported: set[str] = set()
+        self._warned: set[str] = set()
         self._tail: Path | None = None
         self._tail_bytes = 0
         self._tail_began = 0.0
@@ -99,11 +99,7 @@ class TableWriter:
             attempts = pa.repeat(pa.scalar(self._attempt, pa.int64()), of_samples.num_rows)
             of_samples = of_samples.set_column(of_samples.schema.get_field_index("attempt"), "attempt", attempts)
             data = pa.concat_tables([of_samples, data]).combine_chunks()
-        for column, problem in problems.items():
-            if column not in self._reported:
-                self._reported.add(column)
-                name, what = self._table.name, "has values that do not fit and are recorded as null, the first"
-                logger.warning("record: %s.%s %s: %s", name, column, what, problem)
+        warn_of(self._table, problems, self._warned)
         content = b"".join(batch.serialize() for batch in data.to_batches())
         if self._tail is not None:
             try:

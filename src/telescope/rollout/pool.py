@@ -52,6 +52,8 @@ class RunningGroup:
     task: GroupTask
     on_sample: OnSample
     samples: dict[int, RunningSample]
+    on_cancel: Callable[[], None]
+    """Ends its samples while it waits for a worker."""
     worker: _Worker | None = None
     is_cancelled: bool = False
     num_lost: int = 0
@@ -63,6 +65,8 @@ class RunningGroup:
         if self.worker is not None:
             self.worker.orders.cancelled.append(self.task.key)
             self.worker.has_orders.set()
+        else:
+            self.on_cancel()
 
 
 @dataclass(eq=False)
@@ -161,7 +165,10 @@ class RolloutPool:
         """Starts the samples of one prompt. `on_sample` gets each with its index, or an error that ends the run."""
         tasks = dict(enumerate(samples))
         task = GroupTask(next(self._keys), tasks, settings, lane)
-        group = RunningGroup(task, on_sample, {index: RunningSample() for index in tasks})
+        group = RunningGroup(
+            task, on_sample, {index: RunningSample() for index in tasks},
+            on_cancel=lambda: self._end(group, WorkerLost("cancelled")),
+        )  # fmt: skip
         self._groups[task.key] = group
         self._assign(group)
         self._serve_all()
@@ -268,8 +275,7 @@ class RolloutPool:
             group.samples = {index: RunningSample() for index in tasks}
             group.task.samples = tasks
             if group.is_cancelled or group.num_lost >= MAX_LOST_WORKERS:
-                for index in list(group.samples):
-                    self._ended(group, index, _lost_sample(group, index, error))
+                self._end(group, error)
             elif group.num_lost < MAX_LOST_WORKERS - 1:
                 self._assign(group)
             else:
@@ -281,13 +287,13 @@ class RolloutPool:
 
     def _assign_suspect(self) -> None:
         """Assigns the first of the suspected groups, if it waits."""
-        while self._suspects and self._suspects[0].worker is None:
-            group = self._suspects[0]
-            if not group.is_cancelled:
-                self._assign(group)
-                return
-            for index in list(group.samples):
-                self._ended(group, index, _lost_sample(group, index, WorkerLost("cancelled")))
+        if self._suspects and self._suspects[0].worker is None:
+            self._assign(self._suspects[0])
+
+    def _end(self, group: RunningGroup, error: Exception) -> None:
+        """Ends the samples of a group that is in no worker."""
+        for index in list(group.samples):
+            self._ended(group, index, _lost_sample(group, index, error))
 
     def _reopen(self, worker: _Worker) -> None:
         """Opens the lanes in a worker that is back."""

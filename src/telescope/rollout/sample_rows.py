@@ -22,13 +22,16 @@ Encoded = dict[str, tuple[bytes, list[int]]]
 """Rows of some samples: by table an encoded batch, and the number of rows of each sample."""
 
 
-def encode_rows(samples: Sequence[Trajectory]) -> Encoded:
-    """Encodes the rows of ended samples together, and drops from the samples what only these have."""
+def encode_rows(samples: Sequence[Trajectory], warned: set[str]) -> Encoded:
+    """Encodes the rows of ended samples together, and drops from the samples what only these have.
+
+    Warns of values that do not fit, once for each column that is not in `warned` yet.
+    """
     encoded: Encoded = {}
     for table, rows_of in _TABLES.items():
         made = [rows_of(sample) for sample in samples]
         if rows := [row for each in made for row in each]:
-            encoded[table] = encode(TABLES[table], rows), [len(each) for each in made]
+            encoded[table] = encode(TABLES[table], rows, warned), [len(each) for each in made]
     for sample in samples:
         for turn in sample.turns:
             turn.text, turn.replies, turn.tool_calls = "", [], []

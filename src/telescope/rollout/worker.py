@@ -56,6 +56,7 @@ class RolloutWorker:
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._num_exchanges = 0
+        self._warned: set[str] = set()
 
     async def exchange(self, orders: Orders, *, seconds: float | None = None, linger: float = 0.0) -> Report:
         """Applies orders, and returns what has happened since the last report.
@@ -73,7 +74,7 @@ class RolloutWorker:
             if linger:
                 await self._events(number, MANY_EVENTS, linger)
         report, self._report, self._is_slot_free = self._report, Report(), False
-        report.rows = encode_rows(report.trajectories)
+        report.rows = encode_rows(report.trajectories, self._warned)
         report.running, report.is_stuck = self._news_of_running(), self._environments.is_stuck
         report.lanes = {
             name: LaneState([server.used for server in slots.servers], slots.num_free, slots.num_waiting)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from telescope.inference.base import METRICS_ROUTE
+
 
 @pytest.fixture
 def weight_sync(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -23,8 +25,9 @@ class Client:
     def __init__(self) -> None:
         self.tokens = 0.0
 
-    async def metrics(self) -> dict[str, float]:
-        return {"vllm:generation_tokens_total": self.tokens}
+    async def _control(self, method: str, route: str) -> bytes:
+        assert (method, route) == ("GET", METRICS_ROUTE)
+        return f"vllm:generation_tokens_total {self.tokens}\n".encode()
 
     async def generate(self, request: Any) -> None:
         await asyncio.sleep(0.001)

@@ -169,7 +169,7 @@ def test_an_eval_is_one_row_and_its_completions_lead_to_samples_and_turns() -> N
     failed = record_rows.eval_row(plan, 10, 5.0, status="failed", error="its servers are gone")
     assert "accuracy" not in failed and failed["error"] == "its servers are gone"
     made = sample(2, 1.0, lengths=(3, 2))
-    sample_rows.assign_rows([made], sample_rows.encode_rows([made]))
+    sample_rows.assign_rows([made], sample_rows.encode_rows([made], set()))
     tables = record_rows.rows_of_eval_sample(plan, 10, plan.items[0], made)
     assert [table for table, _ in tables] == ["turns", "spans", "prompts", "samples", "eval_samples"]
     encoded = [row.rows.to_pylist() for _, row in tables if isinstance(row, Batch)]
@@ -242,7 +242,7 @@ def test_samples_of_a_report_have_their_own_rows_also_after_a_checkpoint(tmp_pat
     made = group([1.0, None, 0.0])
     made.samples[1].turns.clear()
     texts = [[turn.text for turn in one.turns] for one in made.samples]
-    sample_rows.assign_rows(made.samples, sample_rows.encode_rows(made.samples))
+    sample_rows.assign_rows(made.samples, sample_rows.encode_rows(made.samples, set()))
     assert not any(turn.text for one in made.samples for turn in one.turns), "a text is sent once"
     state = RunState.load_state_dict(json.loads(json.dumps(RunState(groups=[made]).state_dict())))
     with Recorder(tmp_path, attempt=3) as recorder:

@@ -81,7 +81,7 @@ def test_a_missing_column_reads_as_null():
 def test_encoded_rows_are_those_of_the_attempt_that_writes_them(tmp_path):
     rows = [{"sample_id": "5-0", "turn": turn, "role": "assistant", "text": f"a\ud800{turn}"} for turn in range(3)]
     with Recorder(tmp_path, attempt=2) as recorder:
-        batch = decode(TABLES["turns"], encode(TABLES["turns"], rows))
+        batch = decode(TABLES["turns"], encode(TABLES["turns"], rows, set()))
         recorder.write("turns", Batch(batch.slice(1), batch.nbytes))
         recorder.write("turns", rows[0])
     read = sorted(Run(tmp_path).table("turns").to_pylist(), key=lambda row: row["turn"])

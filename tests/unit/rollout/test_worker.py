@@ -9,8 +9,8 @@ from tests.unit.orchestrator.simulated_clock import run_simulated
 from tests.unit.rollout.fakes import FakeEngine, FakeEnvironments, settings, task
 
 from telescope.errors import EnvironmentFailure, InfrastructureError
-from telescope.rollout.exchange import TRAINING, GroupTask, Orders, Report
-from telescope.rollout.pool import RolloutPool
+from telescope.rollout.exchange import TRAINING, GroupTask, LaneState, Orders, Report, WorkerLost
+from telescope.rollout.pool import RolloutPool, RunningGroup
 from telescope.rollout.trajectory import Trajectory
 from telescope.rollout.worker import RolloutWorker
 
@@ -107,5 +107,44 @@ def test_a_group_whose_lane_ends_before_it_begins_is_cancelled() -> None:
         reports.append(await worker.exchange(Orders(), seconds=1.0))
         (sample,) = [sample for report in reports for *_, sample in report.samples]
         assert isinstance(sample, Trajectory) and sample.cancelled
+
+    run_simulated(scenario())
+
+
+class Unlucky:
+    """The calls of a worker that is lost whenever it has got groups."""
+
+    async def exchange(self, orders: Orders, *, seconds: float | None = None, linger: float = 0.0) -> Report:
+        if orders.is_empty:
+            await asyncio.sleep(3600)
+        if orders.groups:
+            await asyncio.sleep(1)
+            raise WorkerLost("gone")
+        return Report(lanes={TRAINING: LaneState([0], 4)})
+
+    async def restart(self) -> None:
+        await asyncio.sleep(1)
+
+
+def test_a_suspected_group_ends_at_once_when_it_is_cancelled_while_another_runs() -> None:
+    async def scenario() -> None:
+        pool = RolloutPool([Unlucky()])
+        pool.open_lane(TRAINING, [4]).set_up(0, True)
+        ended: list[tuple[str, float, bool]] = []
+
+        def start(name: str) -> RunningGroup:
+            def on_sample(_: int, sample: Trajectory | BaseException) -> None:
+                assert isinstance(sample, Trajectory)
+                ended.append((name, now(), sample.cancelled))
+
+            return pool.start([task()], settings(), on_sample)
+
+        groups = [start("first"), start("second")]
+        await asyncio.sleep(4.5)  # both were in the worker twice when it was lost
+        groups[1].cancel()
+        assert ended == [("second", 4.5, True)]
+        await asyncio.sleep(10)
+        assert ended[1:] == [("first", 5, False)]
+        await pool.close()
 
     run_simulated(scenario())

@@ -58,7 +58,7 @@ class EnvironmentSection(Section, title="Environments"):
     """CPU cores that Ray reserves for a rollout worker. 0: they share the cores that nothing else reserves."""
     rollout_placement_strategy: Literal["SPREAD", "DEFAULT"] = "SPREAD"
     """Where rollout workers are: on all nodes in turn (SPREAD), or where Ray has room (DEFAULT)."""
-    rollout_max_restarts: Annotated[int, Field(ge=0)] = 100
+    rollout_max_restarts: Annotated[int, Field(ge=0, le=10_000)] = 100
     """Rollout workers that may be replaced in a run, because user code ended or blocked their process."""
     environment_workers: Workers | None = None
     """Another name of rollout_num_workers, which takes precedence."""
