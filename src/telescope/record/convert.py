@@ -22,10 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 class Batch(NamedTuple):
-    """Rows of a table, and their approximate size: Arrow takes longer to measure a slice than to write it."""
+    """Rows of a table, their approximate size (Arrow takes longer to measure a slice), and the attempt to record."""
 
     rows: pa.RecordBatch
     num_bytes: int
+    attempt: int = 0
 
 
 def rows_to_table(table: Table, rows: Sequence[Mapping[str, Any]]) -> tuple[pa.Table, dict[str, str]]:

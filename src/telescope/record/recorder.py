@@ -148,7 +148,7 @@ class Recorder:
         copy: Row
         once: int | None = None
         if isinstance(row, Batch):
-            copy = row
+            copy = row._replace(attempt=self.attempt)
         else:
             copy = {key: dict(value) if type(value) is dict else value for key, value in row.items()}
             if not copy.keys() <= columns:
@@ -157,7 +157,7 @@ class Recorder:
             if "attempt" in columns:
                 copy.setdefault("attempt", self.attempt)
             if TABLES[table].once:
-                once = hash((table, *(copy.get(name) for name in TABLES[table].key)))
+                once = hash((table, self.attempt, *(copy.get(name) for name in TABLES[table].key)))
         with self._lock:
             if once is not None:
                 if once in self._keys_written:
@@ -352,7 +352,7 @@ class Recorder:
 
     def _writer(self, name: str) -> TableWriter:
         if name not in self._writers:
-            self._writers[name] = TableWriter(TABLES[name], self.files.table(name), self.attempt)
+            self._writers[name] = TableWriter(TABLES[name], self.files.table(name))
         return self._writers[name]
 
     def _write_small_files(self) -> None:

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -62,11 +63,10 @@ _FILTERED = frozenset(("attempt", "step", "status", "time", "start", "group_id",
 
 
 class TableWriter:
-    """Writer of one table. Rows in batches get `attempt`. Takes over the files of earlier writers. Raises `OSError`."""
+    """Writer of one table. Takes over the files of earlier writers. Raises `OSError`."""
 
-    def __init__(self, table: Table, directory: Path, attempt: int = 1) -> None:
+    def __init__(self, table: Table, directory: Path) -> None:
         self._table = table
-        self._attempt = attempt
         self._directory = directory
         self._warned: set[str] = set()
         self._tail: Path | None = None
@@ -92,11 +92,12 @@ class TableWriter:
 
     def append(self, rows: Sequence[Row]) -> int:
         """Appends `rows` to the tail. Returns the bytes written."""
-        batches = [row.rows for row in rows if isinstance(row, Batch)]
+        batches = [row for row in rows if isinstance(row, Batch)]
         data, problems = rows_to_table(self._table, [row for row in rows if not isinstance(row, Batch)])
         if batches:
-            of_samples = conform(pa.Table.from_batches(batches), self._table.schema)
-            attempts = pa.repeat(pa.scalar(self._attempt, pa.int64()), of_samples.num_rows)
+            of_samples = conform(pa.Table.from_batches([batch.rows for batch in batches]), self._table.schema)
+            sizes = [batch.rows.num_rows for batch in batches]
+            attempts = pa.array(np.repeat([batch.attempt for batch in batches], sizes), pa.int64())
             of_samples = of_samples.set_column(of_samples.schema.get_field_index("attempt"), "attempt", attempts)
             data = pa.concat_tables([of_samples, data]).combine_chunks()
         warn_of(self._table, problems, self._warned)

@@ -245,10 +245,16 @@ def test_samples_of_a_report_have_their_own_rows_also_after_a_checkpoint(tmp_pat
     sample_rows.assign_rows(made.samples, sample_rows.encode_rows(made.samples, set()))
     assert not any(turn.text for one in made.samples for turn in one.turns), "a text is sent once"
     state = RunState.load_state_dict(json.loads(json.dumps(RunState(groups=[made]).state_dict())))
-    with Recorder(tmp_path, attempt=3) as recorder:
+    with Recorder(tmp_path, attempt=2) as recorder:
+        recorder.write("turns", {"sample_id": "earlier"})
+        recorder.write("prompts", {"prompt_key": "p"})
+        recorder.flush()
+        recorder.attempt = 3
+        recorder.write("prompts", {"prompt_key": "p"})
         for one in state.groups[0].samples:
             for table, rows in one.rows.items():
                 recorder.write(table, rows)
-    read = Run(tmp_path).table("turns").to_pylist()
+    assert Run(tmp_path).table("prompts", all_attempts=True)["attempt"].to_pylist() == [2, 3]
+    read = Run(tmp_path).table("turns").to_pylist()[1:]
     assert [row["text"] for row in read] == [text for each in texts for text in each]
     assert {(row["attempt"], row["sample_id"]) for row in read} == {(3, "5-0"), (3, "5-2")}
