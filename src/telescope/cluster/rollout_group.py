@@ -63,7 +63,7 @@ class RolloutActor:
         ignore_sigterm()
         use_temporary_directory()
         self._config = config = TelescopeConfig.from_json(config_json)
-        self._index, self._specs = index, specs
+        self._specs = specs
         setup_logging(Path(run_dir), f"rollout-{index}", None, debug=config.debug, console=False)
         # User code may write to the standard outputs, which Ray would send to the driver.
         self._log_path = RunFiles(run_dir).log(f"rollout-{index}")
@@ -91,7 +91,6 @@ class RolloutActor:
         from telescope.rollout.worker import RolloutWorker
 
         config = self._config
-
         renderer = Renderer(RendererSpec.from_config(config))
         paths = [str(Path(place).expanduser().resolve()) for place in config.environments_path]
         runner = EnvironmentRunner(self._specs, renderer, paths, on_stage=_log_stage)
@@ -268,7 +267,6 @@ class RolloutGroup:
         self.stop_seconds = 5.0
         options: dict[str, Any] = {
             "num_cpus": config.rollout_cpus_per_worker,
-            "max_restarts": 0,
             "concurrency_groups": {"exchange": 4},
         }
         self._actor_class: Any = ray.remote(**options)(RolloutActor)

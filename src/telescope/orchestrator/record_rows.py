@@ -17,12 +17,12 @@ from telescope.environments.types import EnvironmentInfo, PreparedPrompt
 from telescope.evals.runner import EvalItem, EvalResult, PlannedEval
 from telescope.orchestrator.groups import Group
 from telescope.record.convert import Batch
+from telescope.record.tables import PROMPT_KEY_DIGITS
 from telescope.rollout.trajectory import Trajectory
 from telescope.trainer.batch import SampleTokens
 from telescope.utils.timeline import Span
 
 MAX_FAILURE_MESSAGE = 4000  # longest recorded failure message; user code may raise one of any length
-PROMPT_KEY_DIGITS = 12  # as `record.query.PROMPT_KEY` has them for runs of earlier versions
 
 
 def environment_row(key: str, name: str, weight: float | None, info: EnvironmentInfo) -> dict[str, Any]:

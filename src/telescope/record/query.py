@@ -26,7 +26,7 @@ from telescope.errors import UserError
 from telescope.record.reader import READ_ATTEMPTS, Run, is_readable, superseded_sql
 from telescope.record.schema import type_name
 from telescope.record.table_files import TableFile
-from telescope.record.tables import IN_FLIGHT, TABLES
+from telescope.record.tables import IN_FLIGHT, PROMPT_KEY_DIGITS, TABLES
 from telescope.utils.text import did_you_mean, plain
 
 Connection = duckdb.DuckDBPyConnection
@@ -35,7 +35,7 @@ Files = list[tuple[Run, Path]]
 VIEWS = (*sorted(TABLES), IN_FLIGHT)
 """Views that a query can use."""
 
-PROMPT_KEY = "coalesce(prompt_key, left(md5(concat(environment, chr(10), prompt_text)), 12))"
+PROMPT_KEY = f"coalesce(prompt_key, left(md5(concat(environment, chr(10), prompt_text)), {PROMPT_KEY_DIGITS}))"
 """`prompt_key` of a row of `samples`. Earlier versions recorded the text of the prompt there."""
 
 _TEXTS = re.compile(r"prompt_text|completion_text|(?<!count\()\*|^\s*from|describe|summarize|show", re.IGNORECASE)

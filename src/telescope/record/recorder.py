@@ -157,7 +157,7 @@ class Recorder:
             if "attempt" in columns:
                 copy.setdefault("attempt", self.attempt)
             if TABLES[table].once:
-                once = hash((table, self.attempt, *(copy.get(name) for name in TABLES[table].key)))
+                once = hash((table, *(copy.get(name) for name in TABLES[table].key)))
         with self._lock:
             if once is not None:
                 if once in self._keys_written:

@@ -28,6 +28,9 @@ def _read_tables() -> dict[str, Table]:
 TABLES = _read_tables()
 """All tables, in the order of writing."""
 
+PROMPT_KEY_DIGITS = 12
+"""Hex digits of `prompt_key`."""
+
 ROLLOUT_TABLES = ("groups", "prompts", "samples", "eval_samples", "turns", "tool_calls", "info", "tokens")
 """Tables that grow with the samples."""
 

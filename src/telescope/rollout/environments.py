@@ -271,7 +271,7 @@ async def _without_exit(awaitable: Awaitable[Any]) -> Any:
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise
-        # An exit would end the event loop with its other rollouts, and a sample that nobody cancelled would never end.
+        # SystemExit would stop the event loop of all rollouts; after CancelledError nothing would report the sample.
         raise RuntimeError(f"user code raised {type(error).__name__}") from error
 
 
