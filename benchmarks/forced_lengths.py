@@ -71,10 +71,10 @@ def actor_with(lengths: Lengths) -> type[RolloutActor]:
     """Returns the class of rollout workers whose processes ask for these lengths."""
 
     class Forced(RolloutActor):
-        def connect(self, servers: list[tuple[str, str]]) -> None:
+        def connect(self, servers: list[tuple[str, str]], first_version: int) -> None:
             self._forced = forced(lengths)
             self._forced.__enter__()
-            super().connect(servers)
+            super().connect(servers, first_version)
 
     return Forced
 

@@ -39,9 +39,9 @@ class ScriptedEngine:
 class ScriptedActor(RolloutActor):
     """The address of a scripted server is `scripted:NUM_TOKENS:VOCABULARY:SECONDS`."""
 
-    def connect(self, servers: list[tuple[str, str]]) -> None:
+    def connect(self, servers: list[tuple[str, str]], first_version: int) -> None:
         if not servers[0][0].startswith("scripted:"):
-            super().connect(servers)
+            super().connect(servers, first_version)
             return
         _, num_tokens, vocabulary, seconds = servers[0][0].split(":")
         self._engines[:] = [ScriptedEngine(int(num_tokens), int(vocabulary), float(seconds)) for _ in servers]

@@ -19,6 +19,7 @@ LAYERS = (
     ("record", "tiny_model", "weights"),
     ("algorithms", "environments", "health"),
     ("config",),
+    ("sandbox",),
     ("utils",),
     ("errors",),
 )

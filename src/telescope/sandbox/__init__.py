@@ -1,0 +1,29 @@
+"""Sandboxes: one interface over local isolation, containers and cloud services (docs/sandboxes.md)."""
+
+from telescope.sandbox.base import (
+    ExecResult,
+    SandboxCommandTimeoutError,
+    SandboxConfig,
+    SandboxError,
+    SandboxHandle,
+    SandboxImagePullError,
+    SandboxNotRunningError,
+    SandboxOOMError,
+    SandboxProvider,
+    SandboxSetupError,
+)
+from telescope.sandbox.registry import get_provider
+
+__all__ = [
+    "ExecResult",
+    "SandboxCommandTimeoutError",
+    "SandboxConfig",
+    "SandboxError",
+    "SandboxHandle",
+    "SandboxImagePullError",
+    "SandboxNotRunningError",
+    "SandboxOOMError",
+    "SandboxProvider",
+    "SandboxSetupError",
+    "get_provider",
+]

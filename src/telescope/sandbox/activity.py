@@ -1,0 +1,85 @@
+"""What a process does with sandboxes: a span for each call of a provider, and how many sandboxes are alive.
+
+The collector of a process is in a context variable, so that calls of user code find it, in any task. Without one,
+nothing is collected.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_SPANS = 20_000
+"""Spans that wait for the next `take`; later ones are only counted."""
+
+
+@dataclass(slots=True)
+class SandboxSpan:
+    """One call of a provider, or a wait in a pool's queue (`queue`). Times are `time.time()`."""
+
+    kind: str
+    provider: str
+    sandbox_id: str
+    start: float
+    end: float
+    error: str = ""
+    """Class of the error that it raised."""
+
+
+@dataclass
+class Activity:
+    """Collects spans and counts of one process."""
+
+    spans: list[SandboxSpan] = field(default_factory=list)
+    alive: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """Ids of sandboxes by provider."""
+    num_dropped: int = 0
+
+    def add(self, span: SandboxSpan) -> None:
+        """Adds a span, and counts sandboxes that begin or end."""
+        if span.kind == "create" and not span.error:
+            self.alive[span.provider].add(span.sandbox_id)
+        if span.kind == "destroy" and not span.error:
+            self.alive[span.provider].discard(span.sandbox_id)
+        if len(self.spans) < MAX_SPANS:
+            self.spans.append(span)
+        else:
+            self.num_dropped += 1
+
+    def take(self) -> list[SandboxSpan]:
+        """Returns the spans since the last call."""
+        spans, self.spans = self.spans, []
+        return spans
+
+
+CURRENT: ContextVar[Activity | None] = ContextVar("sandbox activity", default=None)
+
+
+def measured(kind: str, method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Wraps a method of a provider, so that each call is a span."""
+
+    @functools.wraps(method)
+    async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        activity = CURRENT.get()
+        if activity is None:
+            return await method(self, *args, **kwargs)
+        handle = next((value for value in (*args, *kwargs.values()) if hasattr(value, "provider_data")), None)
+        span = SandboxSpan(kind, self.name, handle.id if handle is not None else "", time.time(), 0.0)
+        try:
+            result = await method(self, *args, **kwargs)
+            if kind == "create":
+                span.sandbox_id = result.id
+            return result
+        except BaseException as error:
+            span.error = type(error).__name__
+            raise
+        finally:
+            span.end = time.time()
+            activity.add(span)
+
+    return call

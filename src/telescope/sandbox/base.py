@@ -1,0 +1,217 @@
+"""What every provider of sandboxes offers: create, execute, upload, read, destroy.
+
+A provider implements `create`, `execute`, `upload_bytes` and `destroy`; everything else has a default. Calls of a
+provider are measured (`sandbox.activity`). A failure is a `SandboxError`, which counts as infrastructure: retried
+where that is safe, then masked, never a reward of 0. A missing SDK, key or quota is a `SandboxSetupError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import shlex
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from telescope.errors import InfrastructureError, UserError
+from telescope.sandbox.activity import measured
+
+R = TypeVar("R")
+
+MAX_OUTPUT_BYTES = 2**20
+"""Bytes of each stream that a command returns; the middle of a longer one is cut out."""
+
+MAX_FILE_BYTES = 64 * 2**20
+"""Largest file that is read from a sandbox."""
+
+
+class SandboxError(InfrastructureError):
+    """A sandbox or its provider failed."""
+
+
+class SandboxCommandTimeoutError(SandboxError):
+    """A command did not end in time. All of its processes were killed."""
+
+    def __init__(self, command: str, timeout: float, sandbox_id: str = "") -> None:
+        self.command, self.timeout, self.sandbox_id = command, timeout, sandbox_id
+        shown = command if len(command) <= 200 else command[:200] + "..."
+        super().__init__(f"the command {shown!r} did not end within {timeout:g} s in sandbox {sandbox_id!r}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.command, self.timeout, self.sandbox_id)
+
+
+class SandboxOOMError(SandboxError):
+    """A sandbox ran out of memory and has ended."""
+
+
+class SandboxNotRunningError(SandboxError):
+    """A sandbox has ended, or never existed."""
+
+
+class SandboxImagePullError(SandboxError):
+    """The image of a sandbox cannot be had."""
+
+
+class SandboxSetupError(UserError):
+    """A provider cannot be used. The message names what is missing and how to get it."""
+
+
+@dataclass
+class SandboxConfig:
+    """What a sandbox is made of. `image` "" is the provider's usual one.
+
+    `cpu` counts cores, `timeout_seconds` is its life at most, `name` is shown by the provider. `extra` has options of
+    one provider: see docs/sandboxes.md. Raises `UserError` for a value out of range.
+    """
+
+    image: str = ""
+    cpu: float = 1.0
+    memory_mb: int = 2048
+    disk_size_gb: float = 3
+    gpu_count: int = 0
+    timeout_seconds: float = 3600
+    environment_vars: dict[str, str] = field(default_factory=dict)
+    name: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("cpu", "memory_mb", "disk_size_gb", "timeout_seconds"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"{name}={getattr(self, name)!r} of a sandbox must be above 0")
+        if self.gpu_count < 0:
+            raise UserError(f"gpu_count={self.gpu_count!r} of a sandbox must not be negative")
+
+
+@dataclass(eq=False)
+class SandboxHandle:
+    """A sandbox, by its id at the provider. `provider_data` is the provider's own."""
+
+    id: str
+    provider_data: Any = None
+
+
+@dataclass(frozen=True)
+class ExecResult:
+    """What a command returned. `exit_code` is 128 + signal if a signal ended it."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
+class SandboxProvider(ABC):
+    """A service that runs sandboxes. Subclass it, and name the class by its dotted path in `get_provider`."""
+
+    name: ClassVar[str] = ""
+    """Name in records; the class's unless set."""
+    creates_per_second: ClassVar[float] = 1000.0
+    """Rate of creation that the service allows."""
+    is_reusable: ClassVar[bool] = True
+    """Whether creating is so slow that a pool hands out a sandbox again."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.name = cls.__dict__.get("name") or cls.__name__.removesuffix("SandboxProvider").lower()
+        for method in ("create", "execute", "upload_bytes", "upload_file", "read_bytes", "destroy"):
+            if method in cls.__dict__:
+                setattr(cls, method, measured(method, cls.__dict__[method]))
+
+    @abstractmethod
+    async def create(self, config: SandboxConfig) -> SandboxHandle:
+        """Creates a sandbox and waits until it runs. Cancelled or failed, it leaves none behind."""
+
+    @abstractmethod
+    async def execute(
+        self, handle: SandboxHandle, command: str, timeout: float = 60, working_dir: str | None = None
+    ) -> ExecResult:
+        """Runs a shell command. Raises `SandboxCommandTimeoutError` and `SandboxNotRunningError`."""
+
+    @abstractmethod
+    async def upload_bytes(self, handle: SandboxHandle, remote_path: str, content: bytes) -> None:
+        """Writes a file, and makes its folders."""
+
+    @abstractmethod
+    async def destroy(self, handle: SandboxHandle) -> None:
+        """Ends a sandbox with everything in it. One that has ended is not an error."""
+
+    async def upload_file(self, handle: SandboxHandle, remote_path: str, local_path: str | Path) -> None:
+        """Uploads a file of this machine."""
+        await self.upload_bytes(handle, remote_path, await asyncio.to_thread(Path(local_path).read_bytes))
+
+    async def read_bytes(self, handle: SandboxHandle, remote_path: str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
+        """Returns the content of a file. Raises `SandboxError` if there is none, or it is larger."""
+        step, content = MAX_OUTPUT_BYTES // 2, b""
+        while True:  # in pieces, because output is capped
+            quoted = shlex.quote(remote_path)
+            command = f"tail -c +{len(content) + 1} -- {quoted} | head -c {step} | base64 -w 0; test -f {quoted}"
+            result = await self.execute(handle, command)
+            if result.exit_code:
+                raise SandboxError(f"cannot read {remote_path!r} in sandbox {handle.id!r}: {result.stderr.strip()}")
+            piece = base64.b64decode(result.stdout)
+            content += piece
+            if len(content) > max_bytes:
+                raise SandboxError(f"{remote_path!r} in sandbox {handle.id!r} has more than {max_bytes} bytes")
+            if len(piece) < step:
+                return content
+
+    async def is_alive(self, handle: SandboxHandle) -> bool:
+        """Returns whether the sandbox answers."""
+        try:
+            return (await self.execute(handle, "true", timeout=10)).exit_code == 0
+        except SandboxError:
+            return False
+
+    async def find(self, run: str) -> list[SandboxHandle]:
+        """Returns the sandboxes that carry the label of a run. Empty where a provider has no labels."""
+        return []
+
+    async def bulk_destroy(self, handles: Iterable[SandboxHandle]) -> None:
+        """Destroys sandboxes at once. Raises the first failure after all were tried."""
+        results = await asyncio.gather(*(self.destroy(handle) for handle in handles), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    def destroy_sync(self, handle: SandboxHandle) -> None:
+        """Destroys a sandbox from code without an event loop."""
+        run_sync(self.destroy(handle))
+
+    def bulk_destroy_sync(self, handles: Iterable[SandboxHandle]) -> None:
+        """Destroys sandboxes from code without an event loop."""
+        run_sync(self.bulk_destroy(handles))
+
+    async def close(self) -> None:
+        """Closes connections of the provider. Sandboxes go on."""
+
+
+def run_sync(coroutine: Coroutine[Any, Any, R]) -> R:
+    """Runs a coroutine in a thread with an event loop of its own, and waits for it."""
+    result: list[R] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            result.append(asyncio.run(coroutine))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="sandbox")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return result[0]
+
+
+def capped(output: bytes, limit: int = MAX_OUTPUT_BYTES) -> str:
+    """Returns output as text, without the middle if it has more bytes than `limit`."""
+    if len(output) > limit:
+        half = limit // 2
+        cut = f"\n[... {len(output) - 2 * half} bytes left out ...]\n".encode()
+        output = output[:half] + cut + output[-half:]
+    return output.decode(errors="replace")

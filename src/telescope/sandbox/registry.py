@@ -1,0 +1,51 @@
+"""Finds providers of sandboxes by name."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from telescope.errors import UserError
+from telescope.sandbox.base import SandboxProvider, SandboxSetupError
+
+PROVIDERS = {
+    "local": "telescope.sandbox.local.LocalSandboxProvider",
+    "docker": "telescope.sandbox.containers.DockerSandboxProvider",
+    "podman": "telescope.sandbox.containers.PodmanSandboxProvider",
+    "prime": "telescope.sandbox.prime.PrimeSandboxProvider",
+    "modal": "telescope.sandbox.modal.ModalSandboxProvider",
+    "daytona": "telescope.sandbox.daytona.DaytonaSandboxProvider",
+    "e2b": "telescope.sandbox.e2b.E2BSandboxProvider",
+}
+"""Class of each provider that is part of Telescope."""
+
+
+def get_provider(name: str | None = None, **kwargs: Any) -> SandboxProvider:
+    """Returns a provider; `local` without a name. `name` may also be the dotted path of a class.
+
+    Raises `UserError` for an unknown name, and `SandboxSetupError` if the provider cannot be used here.
+    """
+    path = PROVIDERS.get(name or "local", name or "")
+    module, _, attribute = path.replace(":", ".").rpartition(".")
+    if not module:
+        raise UserError(f"provider={name!r} is not known. Use one of {', '.join(PROVIDERS)}, or package.module.Class")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"provider={name!r} cannot be imported: {error}") from error
+    try:
+        provider = found(**kwargs)
+    except TypeError as error:
+        raise UserError(f"provider={name!r} cannot be made with {kwargs}: {error}") from error
+    if not isinstance(provider, SandboxProvider):
+        raise UserError(f"provider={name!r} is not a subclass of telescope.sandbox.SandboxProvider")
+    return provider
+
+
+def load_sdk(module: str, package: str, provider: str) -> Any:
+    """Imports a provider's SDK. Raises `SandboxSetupError` with the command that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        fix = f"Install it: uv pip install {package}   (or: pip install {package})"
+        raise SandboxSetupError(f"The sandbox provider {provider!r} needs the package {package}. {fix}") from error
