@@ -187,6 +187,7 @@ class SandboxProvider(ABC):
 
     async def close(self) -> None:
         """Closes connections of the provider. Sandboxes go on."""
+        return None
 
 
 def run_sync(coroutine: Coroutine[Any, Any, R]) -> R:
