@@ -2,6 +2,7 @@
 
 from telescope.sandbox.base import (
     ExecResult,
+    SandboxBusyError,
     SandboxCommandTimeoutError,
     SandboxConfig,
     SandboxError,
@@ -16,6 +17,7 @@ from telescope.sandbox.registry import get_provider
 
 __all__ = [
     "ExecResult",
+    "SandboxBusyError",
     "SandboxCommandTimeoutError",
     "SandboxConfig",
     "SandboxError",

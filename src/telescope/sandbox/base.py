@@ -57,6 +57,10 @@ class SandboxImagePullError(SandboxError):
     """The image of a sandbox cannot be had."""
 
 
+class SandboxBusyError(SandboxError):
+    """A service refuses to create a sandbox for now. Nothing was left behind: create again after a pause."""
+
+
 class SandboxSetupError(UserError):
     """A provider cannot be used. The message names what is missing and how to get it."""
 
