@@ -82,7 +82,7 @@ async def reap(directory: Path, providers: Iterable[str] = ()) -> list[str]:
     owners: dict[str, str] = {}
     for row in ledger.rows():
         if row.get("destroyed"):
-            left[owners[row["id"]]].pop(row["id"], None)
+            left.get(owners.get(row["id"], ""), {}).pop(row["id"], None)
         else:
             owners[row["id"]] = row["made_by"]
             left.setdefault(row["made_by"], {})[row["id"]] = SandboxHandle(row["id"])

@@ -98,7 +98,7 @@ async def test_at_most_pool_size_sandboxes_exist_however_many_ask(service: Servi
         handle = await pool.acquire()
         assert handle.id in service.alive and handle in pool.in_use_sandboxes
         most = max(most, len(pool.in_use_sandboxes))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.005)
         await pool.release(handle)
 
     await asyncio.gather(*(use() for _ in range(30)))
@@ -207,11 +207,11 @@ async def test_reap_destroys_by_id_and_by_label(service: Service, tmp_path: Path
     service.labels["created while its process was killed"] = pool.ledger.run
     service.alive.add("of another run")
     service.labels["of another run"] = "other"
-    file = tmp_path / "run" / "sandboxes.jsonl"
-    file.write_text(file.read_text() + '{"id": "half a li')
     monkeypatch.setattr("telescope.sandbox.ledger.get_provider", lambda _: service)
     destroyed = await reap(tmp_path / "run")
     assert len(destroyed) == 3 and service.alive == {"of another run"}
+    file = tmp_path / "run" / "sandboxes.jsonl"
+    file.write_text(file.read_text() + '{"id": "half a li')  # of a process that was killed
     assert await reap(tmp_path / "run") == []
 
 
