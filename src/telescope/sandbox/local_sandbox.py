@@ -70,9 +70,10 @@ class LocalSandbox:
                 env={MARK_VARIABLE: mark}, user=user, group=user, extra_groups=None if user is None else [], cwd="/",
             )  # fmt: skip
             os.close(told)
-            if self._cgroup is not None:
-                if first := await asyncio.get_running_loop().run_in_executor(None, _first_process, info):
-                    self._cgroup.add(first)
+            if self._cgroup is not None and (
+                first := await asyncio.get_running_loop().run_in_executor(None, _first_process, info)
+            ):
+                self._cgroup.add(first)
         finally:
             theirs.close()
             for descriptor in (go, info, block):
