@@ -217,9 +217,9 @@ async def test_output_of_user_code_goes_to_the_log_which_is_rotated(ground: Grou
     async with workers(ground, tmp_path) as run:
         assert rewards(await run.run("print", FINE)) == [1.0, 1.0]
         assert b"no newline" in run.log() and b"from a child" in run.log()
-        # A log that was rotated in between keeps what came after, up to the bound.
-        assert rewards([*await run.run("print_without_end 100"), *await run.run("print_without_end 2")]) == [1.0, 1.0]
+        assert rewards(await run.run("print_without_end 100")) == [1.0]
         log = tmp_path / "logs" / "rollout-0.log"
+        # What is printed after the last rotation stays, up to the bound.
         await eventually(lambda: log.stat().st_size <= rollout_group.MAX_LOG_BYTES)
         assert log.with_name("rollout-0.log.1").stat().st_size <= rollout_group.MAX_LOG_BYTES
 
