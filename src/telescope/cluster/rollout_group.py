@@ -169,6 +169,7 @@ class RolloutHandle:
         self.arrived = 0.0
         """When it came to this node from another one, in monotonic time."""
         self.actor: Any = None
+        self._is_loaded = False
 
     @property
     def _name(self) -> str:
@@ -177,12 +178,13 @@ class RolloutHandle:
     async def start(self, *, checks_template: bool = False) -> list[EnvironmentInfo]:
         """Starts the actor. Returns the descriptions of its environments."""
         self.num_starts += 1
+        self._is_loaded = False
         group = self._group
         self.actor = group.make_actor(self.index)
         node, infos = await self.call("loading its environments", "load", checks_template)
         if self.node not in ("", node):
             self.arrived = time.monotonic()
-        self.node = node
+        self.node, self._is_loaded = node, True
         if group.engines:
             await self.connect()
         return list(infos)
@@ -245,8 +247,9 @@ class RolloutHandle:
         if self.actor is None:
             return
         try:
-            async with asyncio.timeout(self._group.stop_seconds):
-                await answer(self.actor.stop.remote(), self._name)
+            if self._is_loaded:  # else it answers only once it has loaded
+                async with asyncio.timeout(self._group.stop_seconds):
+                    await answer(self.actor.stop.remote(), self._name)
         except Exception as error:
             logger.warning("%s did not stop by itself: %r", self._name, error)
         await self.kill()

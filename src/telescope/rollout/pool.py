@@ -338,7 +338,8 @@ class RolloutPool:
                 _settle(self._prompts[number].rendered, prompt)
         assign_rows(report.trajectories, report.rows)
         for key, index, sample in report.samples:
-            self._ended(self._groups[key], index, sample)
+            if key in self._groups:  # else the failure of another worker has ended it
+                self._ended(self._groups[key], index, sample)
         self.on_change()
 
     def _ended(self, group: RunningGroup, index: int, sample: Trajectory | BaseException) -> None:

@@ -252,6 +252,17 @@ async def test_a_dataset_that_differs_between_processes_is_refused(ground: Groun
     await group.stop()
 
 
+async def test_a_worker_that_still_loads_is_ended_at_once(ground: Ground, tmp_path: Path) -> None:
+    spec = EnvironmentSpec("reserved_by_each", {"notes": str(tmp_path / "notes"), "seconds": 3600})
+    group = RolloutGroup(config_of(ground.folder), [spec], tmp_path, ground.cluster)
+    starting = asyncio.ensure_future(group.start())
+    await asyncio.sleep(0.5)
+    starting.cancel()
+    began = time.monotonic()
+    await group.stop()
+    assert time.monotonic() - began < group.stop_seconds / 2
+
+
 async def test_a_process_that_left_its_worker_is_known_to_the_reaper(ground: Ground, tmp_path: Path) -> None:
     async with workers(ground, tmp_path) as run:
         assert rewards(await run.run(f"double_fork {tmp_path}")) == [1.0]

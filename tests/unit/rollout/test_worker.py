@@ -174,3 +174,21 @@ def test_groups_go_where_their_environment_runs_also_when_a_worker_comes_back_el
         await pool.close()
 
     run_simulated(scenario())
+
+
+def test_a_sample_that_ends_after_another_worker_failed_the_run_is_left_alone() -> None:
+    class Fails(Unlucky):
+        async def restart(self) -> None:
+            raise InfrastructureError("no more workers")
+
+    async def scenario() -> None:
+        engine = FakeEngine(wait=lambda: asyncio.sleep(5))
+        pool = RolloutPool([Fails(), RolloutWorker(FakeEnvironments(), [engine])])
+        pool.open_lane(TRAINING, [4]).set_up(0, True)
+        groups = [asyncio.create_task(pool.run([task()] * 2, settings())) for _ in range(2)]
+        assert [type(error) for error in await asyncio.gather(*groups, return_exceptions=True)] == [InfrastructureError] * 2
+        await asyncio.sleep(10)
+        assert not pool._serving[1].done(), "its worker goes on to be listened to"
+        await pool.close()
+
+    run_simulated(scenario())
