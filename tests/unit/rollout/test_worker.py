@@ -186,7 +186,9 @@ def test_a_sample_that_ends_after_another_worker_failed_the_run_is_left_alone() 
         pool = RolloutPool([Fails(), RolloutWorker(FakeEnvironments(), [engine])])
         pool.open_lane(TRAINING, [4]).set_up(0, True)
         groups = [asyncio.create_task(pool.run([task()] * 2, settings())) for _ in range(2)]
-        assert [type(error) for error in await asyncio.gather(*groups, return_exceptions=True)] == [InfrastructureError] * 2
+        assert [type(error) for error in await asyncio.gather(*groups, return_exceptions=True)] == [
+            InfrastructureError
+        ] * 2
         await asyncio.sleep(10)
         assert not pool._serving[1].done(), "its worker goes on to be listened to"
         await pool.close()
