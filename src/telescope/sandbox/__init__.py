@@ -2,6 +2,7 @@
 
 from telescope.sandbox.base import (
     ExecResult,
+    SandboxBusyError,
     SandboxCommandTimeoutError,
     SandboxConfig,
     SandboxError,
@@ -12,10 +13,13 @@ from telescope.sandbox.base import (
     SandboxProvider,
     SandboxSetupError,
 )
+from telescope.sandbox.pool import GenericSandboxPool
 from telescope.sandbox.registry import get_provider
 
 __all__ = [
     "ExecResult",
+    "GenericSandboxPool",
+    "SandboxBusyError",
     "SandboxCommandTimeoutError",
     "SandboxConfig",
     "SandboxError",

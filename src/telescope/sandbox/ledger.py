@@ -6,14 +6,19 @@ killed process left: by id, and by the label that every sandbox of the run carri
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import logging
 import os
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from telescope.sandbox.base import SandboxHandle, SandboxProvider
+from telescope.errors import UserError
+from telescope.sandbox.base import SandboxError, SandboxHandle, SandboxProvider
+from telescope.sandbox.registry import get_provider
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +39,14 @@ class SandboxLedger:
         directory = os.environ.get(DIRECTORY_VARIABLE)
         return cls(Path(directory) if directory else None)
 
+    @property
+    def run(self) -> str:
+        """The label of the run's sandboxes."""
+        if self.path is None:
+            return ""
+        folder = self.path.parent.resolve()
+        return f"{folder.name}-{hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]}"
+
     def opened(self, provider: SandboxProvider, handle: SandboxHandle) -> None:
         """Notes a new sandbox."""
         made_by = f"{type(provider).__module__}.{type(provider).__qualname__}"
@@ -48,3 +61,37 @@ class SandboxLedger:
             return
         with open(self.path, "ab", buffering=0) as file:  # one write of one line: processes do not mix
             file.write(json.dumps(row).encode() + b"\n")
+
+
+async def reap(directory: Path) -> list[str]:
+    """Destroys the sandboxes that a run left, by their ids and by its label.
+
+    Returns provider and id of each. A provider that cannot be used is named in the log.
+    """
+    ledger = SandboxLedger(directory)
+    assert ledger.path is not None
+    if not ledger.path.exists():
+        return []
+    left: dict[str, dict[str, SandboxHandle]] = defaultdict(dict)
+    owners: dict[str, str] = {}
+    for line in ledger.path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError):  # the last line of a killed process
+            row = json.loads(line)
+            if row.get("destroyed"):
+                left[owners.get(row["id"], "")].pop(row["id"], None)
+            else:
+                owners[row["id"]] = row["made_by"]
+                left[row["made_by"]][row["id"]] = SandboxHandle(row["id"])
+    destroyed = []
+    for made_by in sorted(set(owners.values())):
+        try:
+            provider = get_provider(made_by)
+            handles = left[made_by] | {handle.id: handle for handle in await provider.find(ledger.run)}
+            for handle in handles.values():
+                await provider.destroy(handle)
+                ledger.closed(handle)
+                destroyed.append(f"{provider.name} {handle.id}")
+            await provider.close()
+        except (SandboxError, UserError) as error:
+            logger.warning("The sandboxes of %s cannot be reaped: %s", made_by, error)
+    return destroyed
