@@ -13,10 +13,9 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 from telescope.environments.base import Environment, RolloutState
-from telescope.environments.tool_calls import ToolResult
+from telescope.environments.tool_env import ToolEnvironment, ToolResult
 from telescope.errors import UserError
 from telescope.sandbox import SandboxCommandTimeoutError, SandboxConfig, SandboxHandle, get_provider
-from telescope.sandbox.base import capped
 from telescope.sandbox.pool import GenericSandboxPool
 
 _SANDBOX_KEY = "_sandbox"
@@ -25,8 +24,8 @@ _LOCK_KEY = "_sandbox_lock"
 """Key of `state.custom` with the lock that runs the calls of one answer in order."""
 
 SCRIPT_PATH = "/tmp/.telescope_script.py"
-MAX_RESULT_BYTES = 8_000
-"""Bytes of each stream that the model reads."""
+MAX_STREAM_CHARACTERS = 6_000
+"""Characters of each stream that the model reads; the middle of a longer one is left out."""
 
 
 class SandboxEnvironment(Environment):
@@ -161,7 +160,7 @@ class SandboxTools(SandboxEnvironment):
             except SandboxCommandTimeoutError:
                 return ToolResult(tool, f"it was killed after {limit:g} seconds.", success=False, error="timeout")
         streams = {"stdout": result.stdout, "stderr": result.stderr}
-        shown = [f"{name}:\n{capped(text.encode(), MAX_RESULT_BYTES)}" for name, text in streams.items() if text]
+        shown = [f"{name}:\n{_without_middle(text)}" for name, text in streams.items() if text]
         return ToolResult(tool, "\n".join([f"exit code: {result.exit_code}", *shown]), value=result)
 
     async def end_rollout(self, state: RolloutState) -> None:
@@ -171,11 +170,14 @@ class SandboxTools(SandboxEnvironment):
             await self.sandboxes.remove(handle)
 
 
-def with_sandbox_tools(cls: type, tools: object) -> type:
-    """Returns `cls` with `SandboxTools`, if it is a `ToolEnvironment` and `tools` of its kwargs contain a name."""
-    from telescope.environments.tool_env import ToolEnvironment
-
-    named = isinstance(tools, list) and any(isinstance(tool, str) for tool in tools)
-    if not named or not issubclass(cls, ToolEnvironment) or issubclass(cls, SandboxTools):
+def with_sandbox_tools(cls: type[Environment]) -> type[Environment]:
+    """Returns a `ToolEnvironment` with `SandboxTools`; any other class as it is."""
+    if not issubclass(cls, ToolEnvironment) or issubclass(cls, SandboxTools):
         return cls
     return type(cls.__name__, (SandboxTools, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+def _without_middle(text: str) -> str:
+    half = MAX_STREAM_CHARACTERS // 2
+    left_out = len(text) - 2 * half
+    return f"{text[:half]}\n[... {left_out} characters left out ...]\n{text[-half:]}" if left_out > 0 else text

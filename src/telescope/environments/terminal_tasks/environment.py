@@ -22,8 +22,8 @@ from telescope.sandbox import ExecResult, SandboxCommandTimeoutError, SandboxHan
 REQUIRED_PACKAGES: list[str] = []
 
 SYSTEM_PROMPT = (
-    "You work in a Linux machine through a shell. Look around before you change anything, and check your work. When the "
-    "task is done, say so without calling the tool."
+    "You work in a Linux machine through a shell. Look around before you change anything, and check your work. When "
+    "the task is done, say so without calling the tool."
 )
 SETUP_SECONDS = 300.0
 REWARD_FILE = "/logs/verifier/reward.txt"
@@ -68,6 +68,16 @@ class TerminalTasksEnvironment(SandboxTools, ToolEnvironment):
     def task_of(self, state: RolloutState) -> Task:
         """Returns the task of a rollout."""
         return self._tasks[state.sample.metadata["task"]]
+
+    async def prepare_resources(self) -> None:
+        """Starts the pool, with the image of the tasks where a provider has images."""
+        len(self)  # loads the tasks
+        images = {task.image for task in self._tasks.values()}
+        if self.provider not in (None, "local") and not self.sandbox_config.image:
+            if len(images) > 1:
+                raise UserError(f"{self.name}: the tasks have several images ({sorted(images)}); set docker_image.")
+            self.sandbox_config.image = images.pop()
+        await super().prepare_resources()
 
     async def set_up_sandbox(self, handle: SandboxHandle, state: RolloutState) -> None:
         task = self.task_of(state)

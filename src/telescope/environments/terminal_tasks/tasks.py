@@ -1,8 +1,8 @@
 """Reads tasks for a terminal: folders in harbor's format, or the tables of `own_tasks.toml`.
 
-A folder has `instruction.md`, `task.toml`, `environment/` (what a sandbox starts with), `tests/test.sh` and, for people,
-`solution/solve.sh`. Of `environment/Dockerfile`, FROM, WORKDIR, ENV, COPY, ADD and RUN count, one stage of it. Without a
-Dockerfile the files go to `/app`, where `setup.sh` runs if there is one.
+A folder has `instruction.md`, `task.toml`, `environment/` (what a sandbox starts with), `tests/test.sh` and, for
+people, `solution/solve.sh`. Of `environment/Dockerfile`, FROM, WORKDIR, ENV, COPY, ADD and RUN count, in one stage.
+Without a Dockerfile the files go to `/app`, where `setup.sh` runs if there is one.
 """
 
 from __future__ import annotations
