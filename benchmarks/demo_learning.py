@@ -4,8 +4,8 @@
     python benchmarks/demo_learning.py --quick               one seed, untied, 20 steps
     python benchmarks/demo_learning.py --json results.json   written after every run; resumes from it
 
-Each run is a `telescope train` process on configs/examples/demo_countdown.yaml (or --config): Ray, vLLM, two FSDP2 ranks. The numbers
-come from its `summary.json`.
+Each run is a `telescope train` process on configs/examples/demo_countdown.yaml, or the file that --config names: Ray,
+vLLM, two FSDP2 ranks. The numbers come from its `summary.json`.
 """
 
 from __future__ import annotations
