@@ -12,6 +12,7 @@ import ctypes
 import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -19,8 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from decimal import Decimal, InvalidOperation
-from pathlib import Path
 from typing import Any
 
 MAX_OUTPUT_BYTES = 16 * 2**20
@@ -46,10 +45,9 @@ def canonical_text(text: str) -> str:
     """Returns the text without differences of whitespace, blank lines or trailing zeros of decimals."""
 
     def word(token: str) -> str:
-        try:
-            return format(Decimal(token).normalize() + 0, "f") if "." in token and len(token) < 40 else token
-        except InvalidOperation:
+        if not re.fullmatch(r"-?[0-9]+\.[0-9]+", token):
             return token
+        return re.sub(r"^-0$", "0", token.rstrip("0").rstrip("."))
 
     return "\n".join(" ".join(map(word, line.split())) for line in text.splitlines() if line.strip())
 
@@ -80,19 +78,20 @@ def run_test(program: str, test: Any, function: str | None, seconds: float, memo
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
 
-    folder = tempfile.mkdtemp()
-    names = [os.path.join(folder, name) for name in ("stdin", "stdout", "stderr", "value")]
-    given = json.dumps({"name": function, "arguments": test}) if function else test
-    with open(os.path.join(folder, "program.py"), "w", errors="replace") as file:
+    folder, started_at, status = tempfile.mkdtemp(), time.monotonic(), "ok"
+    with open(os.path.join(folder, "program.py"), "w", encoding="utf-8", errors="replace") as file:
         file.write(program)
-    with open(names[0], "w", errors="replace") as file:
-        file.write(given)
-    started_at, status = time.monotonic(), "ok"
-    with open(names[0]) as stdin, open(names[1], "w") as out, open(names[2], "w") as err, open(names[3], "w") as value:
+    with contextlib.ExitStack() as stack:
+        stdin, *outputs = [
+            stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")) for _ in range(4)
+        ]
+        stdin.write(json.dumps({"name": function, "arguments": test}) if function else test)
+        stdin.seek(0)
+        stdout, stderr, value = outputs
         command = ["-c", CALL, str(value.fileno())] if function else ["program.py"]
         child = subprocess.Popen(
             [sys.executable, *command],
-            cwd=folder, stdin=stdin, stdout=out, stderr=err, pass_fds=[value.fileno()],
+            cwd=folder, stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=[value.fileno()],
             start_new_session=True, preexec_fn=limit,
         )  # fmt: skip
         try:
@@ -102,14 +101,15 @@ def run_test(program: str, test: Any, function: str | None, seconds: float, memo
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-    seconds_taken = time.monotonic() - started_at
-    printed, errors, returned = (Path(name).read_text(errors="replace") for name in names[1:])
+        for file in outputs:
+            file.seek(0)
+        printed, errors, returned = [file.read() for file in outputs]
     shutil.rmtree(folder, ignore_errors=True)
     try:
         output = canonical_value(json.loads(returned)) if function else canonical_text(printed)
     except ValueError:
         output, status = "", "error" if status == "ok" else status
-    result = {"status": status, "digest": digest(output), "seconds": round(seconds_taken, 3)}
+    result = {"status": status, "digest": digest(output), "seconds": round(time.monotonic() - started_at, 3)}
     result["output"], result["stderr"] = output[:SHOWN_CHARACTERS], errors[-SHOWN_CHARACTERS:]
     return result
 

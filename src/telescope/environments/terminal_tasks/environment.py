@@ -17,7 +17,7 @@ from telescope.environments.sandbox_tools import SandboxTools
 from telescope.environments.terminal_tasks.tasks import Files, Task, own_tasks, read_tasks
 from telescope.environments.tool_env import ToolEnvironment
 from telescope.errors import UserError
-from telescope.sandbox import ExecResult, SandboxCommandTimeoutError, SandboxHandle
+from telescope.sandbox import ExecResult, SandboxCommandTimeoutError, SandboxError, SandboxHandle
 
 REQUIRED_PACKAGES: list[str] = []
 
@@ -88,7 +88,7 @@ class TerminalTasksEnvironment(SandboxTools, ToolEnvironment):
                 continue
             done = await self.run_in(handle, task, step, SETUP_SECONDS)
             if done.exit_code:
-                raise RuntimeError(f"the task {task.name!r} cannot be set up: {done.stderr[-500:]}")
+                raise SandboxError(f"the task {task.name!r} cannot be set up: {done.stderr[-500:]}")
 
     def working_dir_of(self, state: RolloutState) -> str:
         return self.task_of(state).working_dir
