@@ -155,3 +155,23 @@ def test_a_config_gives_any_tool_environment_the_tools_of_sandboxes(folder):
 def test_an_unknown_name_of_a_tool_is_refused(folder):
     with pytest.raises(UserError, match="there is no tool 'bash'; use shell or sandbox_python"):
         get_environment("lengths", environments_path=[folder], tools=["bash"])
+
+
+def test_a_shell_computes_what_countdown_asks_for():
+    async def run():
+        options = {"dataset": "generated", "prompt_style": "short", "operations": "+-", "num_samples": 20}
+        async with ready("shell_countdown", **options) as environment:
+            sample = environment.get_sample(0)
+            numbers = sample.metadata["numbers"]
+            sample.answer, sample.metadata["target"] = str(sum(numbers)), sum(numbers)
+            answers = ("+".join(map(str, numbers)), "-".join(map(str, numbers)), sample.answer, "$(echo 1)")
+            results = [await environment.compute_reward(f"<answer>{answer}</answer>", sample) for answer in answers]
+            return sample, results, len(environment.sandboxes.all_sandboxes)
+
+    sample, (right, wrong, bare, command), alive = asyncio.run(run())
+    assert right.info_turns[0]["info_value"] == sample.answer
+    assert [result.sample_metrics["correct"] for result in (right, wrong, bare, command)] == [1.0, 0.0, 0.0, 0.0]
+    assert [result.total_reward for result in (right, wrong, bare, command)] == [2.0, 1.0, 1.0, 0.0]
+    assert wrong.info_turns and not bare.info_turns and alive <= 2
+    with pytest.raises(UserError, match="which a shell rounds"):
+        get_environment("shell_countdown", operations="+/")

@@ -5,9 +5,11 @@ import json
 import pytest
 from tests.unit.environments.fake_hub import serve_rows
 
+from telescope.environments.arguments import known_arguments
+from telescope.environments.base import Environment
 from telescope.environments.i3_code.environment import expected_digests
 from telescope.environments.i3_code.runner import canonical_text, canonical_value, digest
-from telescope.environments.registry import get_environment
+from telescope.environments.registry import environment_class, get_environment
 from telescope.errors import UserError
 
 KEY = "avg@8_qwen3_4b_thinking_2507"
@@ -90,3 +92,15 @@ def test_a_value_is_right_as_it_is_in_a_list_or_as_json(value, expected):
 @pytest.mark.parametrize(("value", "expected"), [([2, 1], [1, 2]), ("3", 3), (True, 1), (None, [])])
 def test_other_values_are_wrong(value, expected):
     assert digest(canonical_value(value)) not in expected_digests(expected, is_value=True)
+
+
+def test_files_of_others_have_keyword_arguments_that_are_known():
+    words = (
+        "provider provider_kwargs pool_size max_concurrent_creates timeout_minutes timeout_per_test environment_vars "
+        "docker_image cpu memory_mb disk_size_gb gpu_count difficulty_key min_difficulty max_difficulty max_num_tests "
+        "random_seed team_id shuffle seed dataset_name dataset_subset dataset_split system_prompt instruction_prompt"
+    )
+    assert set(words.split()) <= known_arguments(environment_class("i3_code"), Environment)
+    environment = get_environment("i3_code", provider="prime", team_id="t1", timeout_minutes=5, docker_image="python:3")
+    config = environment.sandbox_config
+    assert (config.extra, config.timeout_seconds, config.image) == ({"team_id": "t1"}, 300, "python:3")
