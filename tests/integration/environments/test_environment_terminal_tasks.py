@@ -87,10 +87,16 @@ def test_a_folder_in_harbors_format_is_a_task(tmp_path):
         path = tmp_path / "say-hello" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+    (tmp_path / "say-hello/environment/data/greeting").chmod(0o755)
 
     async def run():
         async with ready("terminal_tasks", tasks=str(tmp_path), provider="local") as environment:
-            solved, replies = await attempt(environment, 0, "pwd; cat in/greeting name", files["solution/solve.sh"])
+            solved, replies = await attempt(
+                environment,
+                0,
+                "pwd; cat in/greeting name; test -x in/greeting && echo $NAME",
+                files["solution/solve.sh"],
+            )
             forged, _ = await attempt(
                 environment, 0, "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; false"
             )
@@ -98,7 +104,7 @@ def test_a_folder_in_harbors_format_is_a_task(tmp_path):
 
     solved, replies, forged, sample = asyncio.run(run())
     assert sample.prompt == "Say hello in out.txt."
-    assert replies[0] == ["[shell] exit code: 0\nstdout:\n/srv/work\nhelloAda\n"]
+    assert replies[0] == ["[shell] exit code: 0\nstdout:\n/srv/work\nhelloAda\nAda\n"]
     assert (solved.total_reward, solved.sample_tags) == (0.75, {"task": "say-hello", "difficulty": "easy"})
     assert forged.total_reward == 0.0
 

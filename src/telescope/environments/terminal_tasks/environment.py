@@ -15,7 +15,7 @@ from typing import Any
 from telescope.environments.base import RewardResult, RolloutState, Sample, shares
 from telescope.environments.sandbox_tools import SandboxTools
 from telescope.environments.terminal_tasks.tasks import Files, Task, own_tasks, read_tasks
-from telescope.environments.tool_env import ToolEnvironment
+from telescope.environments.tool_env import ToolEnvironment, ToolResult
 from telescope.errors import UserError
 from telescope.sandbox import ExecResult, SandboxCommandTimeoutError, SandboxError, SandboxHandle
 
@@ -93,6 +93,11 @@ class TerminalTasksEnvironment(SandboxTools, ToolEnvironment):
     def working_dir_of(self, state: RolloutState) -> str:
         return self.task_of(state).working_dir
 
+    async def shell(self, command: str, state: RolloutState) -> ToolResult:
+        return await super().shell(self.task_of(state).exports + command, state)
+
+    shell.__doc__ = SandboxTools.shell.__doc__
+
     async def upload(self, handle: SandboxHandle, files: Files) -> None:
         """Writes files into a sandbox."""
         for path, content in files.items():
@@ -100,7 +105,7 @@ class TerminalTasksEnvironment(SandboxTools, ToolEnvironment):
 
     async def run_in(self, handle: SandboxHandle, task: Task, command: str, seconds: float) -> ExecResult:
         """Runs a command in the task's folder."""
-        wrapped = f"bash -c {shlex.quote(command)}"
+        wrapped = f"bash -c {shlex.quote(task.exports + command)}"
         return await self.sandboxes.provider.execute(handle, wrapped, timeout=seconds, working_dir=task.working_dir)
 
     async def compute_reward(self, state: RolloutState, eos_token: str = "") -> RewardResult:

@@ -7,6 +7,7 @@ Without a Dockerfile the files go to `/app`, where `setup.sh` runs if there is o
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import tomllib
@@ -34,6 +35,8 @@ class Task:
     solution: Files = field(default_factory=dict)
     image: str = ""
     working_dir: str = APP
+    exports: str = ""
+    """Shell commands that set variables, before every command."""
     verifier_seconds: float = 60.0
     difficulty: str = ""
 
@@ -78,7 +81,7 @@ def _read_task(folder: Path) -> Task:
     if (environment / "Dockerfile").is_file():
         _read_dockerfile(task, environment)
     else:
-        task.set_up.append(_files(environment, APP))
+        task.set_up += _upload(environment, APP)
         if (environment / "setup.sh").is_file():
             task.set_up.append("bash setup.sh && rm setup.sh")
     task.image = table.get("environment", {}).get("docker_image") or task.image
@@ -87,7 +90,7 @@ def _read_task(folder: Path) -> Task:
 
 def _read_dockerfile(task: Task, folder: Path) -> None:
     text = re.sub(r"\\\n", " ", re.sub(r"^\s*#.*\n", "", (folder / "Dockerfile").read_text("utf-8"), flags=re.M))
-    task.working_dir, exports = "/", ""
+    task.working_dir = "/"
     for line in text.splitlines():
         keyword, _, rest = line.strip().partition(" ")
         words = shlex.split(rest) if keyword.upper() in ("FROM", "WORKDIR", "COPY", "ADD", "ENV") else []
@@ -99,26 +102,32 @@ def _read_dockerfile(task: Task, folder: Path) -> None:
                 task.working_dir = str(PurePosixPath(task.working_dir) / words[0])
             case "ENV":
                 pairs = words if "=" in words[0] else [f"{words[0]}={' '.join(words[1:])}"]
-                exports += "".join(f"export {shlex.quote(pair)}; " for pair in pairs)
+                task.exports += "".join(f"export {shlex.quote(pair)}; " for pair in pairs)
             case "COPY" | "ADD":
                 *sources, target = words
                 place = str(PurePosixPath(task.working_dir) / target) + "/" * target.endswith(("/", "."))
-                files: Files = {}
                 for source in sources:
                     many = len(sources) > 1 or (folder / source).is_dir() or place.endswith("/")
                     name = "" if not many or (folder / source).is_dir() else f"/{Path(source).name}"
-                    files |= _files(folder / source, place.rstrip("/") + name)
-                task.set_up.append(files)
+                    task.set_up += _upload(folder / source, place.rstrip("/") + name)
             case "RUN":
-                task.set_up.append(exports + rest)
+                place = shlex.quote(task.working_dir)
+                task.set_up.append(f"mkdir -p {place} && cd {place} || exit 1; {rest}")
+
+
+def _paths(source: Path, target: str) -> dict[str, Path]:
+    """Returns a file, or the files below a folder, by their paths below `target`."""
+    if source.is_file():
+        return {target: source}
+    found = [path for path in sorted(source.rglob("*")) if path.is_file() and path.name != "Dockerfile"]
+    return {f"{target}/{path.relative_to(source).as_posix()}": path for path in found}
 
 
 def _files(source: Path, target: str) -> Files:
-    """Returns a file, or the files below a folder, by their paths below `target`."""
-    if source.is_file():
-        return {target: source.read_bytes()}
-    return {
-        f"{target}/{path.relative_to(source).as_posix()}": path.read_bytes()
-        for path in sorted(source.rglob("*"))
-        if path.is_file() and path.name != "Dockerfile"
-    }
+    return {place: path.read_bytes() for place, path in _paths(source, target).items()}
+
+
+def _upload(source: Path, target: str) -> list[Files | str]:
+    """Returns the steps that upload a file or a folder, with the files that may be executed."""
+    programs = [shlex.quote(place) for place, path in _paths(source, target).items() if os.access(path, os.X_OK)]
+    return [_files(source, target), *[f"chmod +x {' '.join(programs)}"] * bool(programs)]
