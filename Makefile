@@ -3,8 +3,9 @@
 #   make setup PYTHON=/path/to/python3.12     with that Python
 #   make setup ACCELERATOR=cpu|cuda           instead of what is found
 #   make setup CHROMIUM=1                     also Chromium by apt-get, as root, for the tests of the pages
+#   make setup BUBBLEWRAP=1                   also bubblewrap, likewise, for local sandboxes
 #   make setup MEGATRON=1                     also megatron-core, for train_backend: megatron
-#   make test CHROMIUM=0                      never installs Chromium (by default as root, where apt-get is)
+#   make test CHROMIUM=0 BUBBLEWRAP=0         never installs these (by default as root, where apt-get is)
 #   make demo ARGS="--seed 1"                 with other settings of the run
 
 .DEFAULT_GOAL := help
@@ -21,7 +22,7 @@ OVERSUBSCRIBED := -n $(shell expr $(JOBS) \* 3 / 2) $(BY_FILE)
 # tests/conftest.py puts the longest first.
 E2E := tests/integration/weights tests/e2e
 SLOW := tests/e2e/stack tests/integration tests/e2e
-WITHOUT_BROWSER = $(shell $(PY) -m tests.browser > /dev/null || echo and not browser)
+WITHOUT = $(shell $(PY) -m tests.browser > /dev/null || echo and not browser; command -v bwrap > /dev/null || echo and not sandbox)
 # Bytecode that is not kept would be compiled again by every process of every run.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -29,7 +30,7 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup:  ## make .venv: torch, vLLM and Ray for this machine (a few minutes the first time)
-	@PYTHON="$(PYTHON)" ACCELERATOR="$(ACCELERATOR)" CHROMIUM="$(CHROMIUM)" MEGATRON="$(MEGATRON)" scripts/set_up.sh
+	@PYTHON="$(PYTHON)" ACCELERATOR="$(ACCELERATOR)" CHROMIUM="$(CHROMIUM)" BUBBLEWRAP="$(BUBBLEWRAP)" MEGATRON="$(MEGATRON)" scripts/set_up.sh
 
 # On a GPU: vLLM's build for GPUs has no CPU engine, and kernels want attention heads of 64 numbers.
 demo: setup  ## watch a small language model learn arithmetic on this machine (10 minutes, no GPU needed)
@@ -45,6 +46,7 @@ demo: setup  ## watch a small language model learn arithmetic on this machine (1
 	exec $(PY) train.py --config configs/examples/demo_countdown.yaml --model $$model $$where $(ARGS)
 
 test test-all test-pages: export CHROMIUM ?= auto
+test test-all test-unit test-integration e2e: export BUBBLEWRAP ?= auto
 test test-all test-integration e2e: export MEGATRON ?= 1
 
 # One recipe, so that the tiers run in this order whatever -j says, and the first that fails ends it.
@@ -54,11 +56,11 @@ test: setup  ## before every change lands: lint, types and all tests but the slo
 	@echo "== dashboard";    $(MAKE) --no-print-directory run-dashboard
 	@echo "== pages in a browser"; $(MAKE) --no-print-directory run-pages
 	@echo "== integration"
-	@$(PYTEST) -m "not e2e and not slow" $(OVERSUBSCRIBED) tests/integration
+	@$(PYTEST) -m "not e2e and not slow $(WITHOUT)" $(OVERSUBSCRIBED) tests/integration
 	@echo "== unit, reference"
-	@$(PYTEST) -m "not e2e and not slow" $(OVERSUBSCRIBED) tests/reference tests/unit
+	@$(PYTEST) -m "not e2e and not slow $(WITHOUT)" $(OVERSUBSCRIBED) tests/reference tests/unit
 	@echo "== e2e: Ray, vLLM and the trainer, for real"
-	@$(PYTEST) -m "e2e and not slow $(WITHOUT_BROWSER)" $(PARALLEL) $(E2E)
+	@$(PYTEST) -m "e2e and not slow $(WITHOUT)" $(PARALLEL) $(E2E)
 
 test-all: test  ## also the slow tests, which rarely fail
 	@echo "== slow"
@@ -67,15 +69,15 @@ test-all: test  ## also the slow tests, which rarely fail
 lint: setup run-lint  ## ruff
 types: setup run-types  ## mypy
 test-unit: setup  ## unit tests (ARGS="-k name" for some)
-	@$(PYTEST) $(PARALLEL) tests/unit $(ARGS)
+	@$(PYTEST) -m "not slow $(WITHOUT)" $(PARALLEL) tests/unit $(ARGS)
 test-reference: setup  ## every algorithm against loops written from the papers
 	@$(PYTEST) tests/reference $(ARGS)
 test-integration: setup  ## tests with a fake engine
-	@$(PYTEST) -m "not e2e and not slow" $(OVERSUBSCRIBED) tests/integration $(ARGS)
+	@$(PYTEST) -m "not e2e and not slow $(WITHOUT)" $(OVERSUBSCRIBED) tests/integration $(ARGS)
 test-dashboard: setup run-dashboard  ## types and tests of the pages of `telescope ui`
 test-pages: setup run-pages  ## the pages in Chromium (root on Debian: installs it)
 e2e: setup  ## tests with Ray, vLLM and the trainer
-	@$(PYTEST) -m "e2e and not slow $(WITHOUT_BROWSER)" $(PARALLEL) $(E2E) $(ARGS)
+	@$(PYTEST) -m "e2e and not slow $(WITHOUT)" $(PARALLEL) $(E2E) $(ARGS)
 
 dashboard:  ## build the pages of `telescope ui` (needs Node.js)
 	@$(or $(PYTHON),python3) scripts/build_dashboard.py

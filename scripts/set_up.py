@@ -61,8 +61,8 @@ def main() -> int:
             set_up(kind, use_pip=arguments.pip)
             # Prints one line if it did something. Without Node.js it says what is missing; training needs no pages.
             subprocess.run([sys.executable, str(ROOT / "scripts" / "build_dashboard.py"), "--quiet"], check=False)
-            if os.environ.get("CHROMIUM"):
-                run([VENV_PYTHON, ROOT / "scripts" / "install_browser.py"])
+            if os.environ.get("CHROMIUM") or os.environ.get("BUBBLEWRAP"):
+                run([VENV_PYTHON, ROOT / "scripts" / "install_packages.py"])
     except SetUpError as error:
         print(f"set-up: {error}", file=sys.stderr)
         return 2

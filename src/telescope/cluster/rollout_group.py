@@ -30,6 +30,7 @@ from telescope.environments.user_code import default_memory_limit
 from telescope.errors import DeadlineExceeded, InfrastructureError, UserError
 from telescope.record.files import RunFiles
 from telescope.rollout.exchange import Orders, Report, WorkerLost
+from telescope.sandbox.ledger import DIRECTORY_VARIABLE
 from telescope.utils.process import ignore_sigterm, log_tail, open_log, rotate_log
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class RolloutActor:
 
         ignore_sigterm()
         use_temporary_directory()
+        os.environ[DIRECTORY_VARIABLE] = run_dir
         self._config = config = TelescopeConfig.from_json(config_json)
         self._specs = specs
         setup_logging(Path(run_dir), f"rollout-{index}", None, debug=config.debug, console=False)

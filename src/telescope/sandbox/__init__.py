@@ -13,10 +13,12 @@ from telescope.sandbox.base import (
     SandboxProvider,
     SandboxSetupError,
 )
+from telescope.sandbox.pool import GenericSandboxPool
 from telescope.sandbox.registry import get_provider
 
 __all__ = [
     "ExecResult",
+    "GenericSandboxPool",
     "SandboxBusyError",
     "SandboxCommandTimeoutError",
     "SandboxConfig",

@@ -213,10 +213,13 @@ def run_sync(coroutine: Coroutine[Any, Any, R]) -> R:
     return result[0]
 
 
-def capped(output: bytes, limit: int = MAX_OUTPUT_BYTES) -> str:
-    """Returns output as text, without the middle if it has more bytes than `limit`."""
-    if len(output) > limit:
-        half = limit // 2
-        cut = f"\n[... {len(output) - 2 * half} bytes left out ...]\n".encode()
-        output = output[:half] + cut + output[-half:]
+def capped(output: bytes, total: int | None = None) -> str:
+    """Returns output as text, without its middle if it has more than `MAX_OUTPUT_BYTES`.
+
+    `total` is its length if the middle is gone already.
+    """
+    half = MAX_OUTPUT_BYTES // 2
+    left_out = (len(output) if total is None else total) - 2 * half
+    if left_out > 0:
+        output = output[:half] + f"\n[... {left_out} bytes left out ...]\n".encode() + output[-half:]
     return output.decode(errors="replace")

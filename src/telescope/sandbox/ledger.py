@@ -6,14 +6,19 @@ killed process left: by id, and by the label that every sandbox of the run carri
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import logging
 import os
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from telescope.sandbox.base import SandboxHandle, SandboxProvider
+from telescope.errors import UserError
+from telescope.sandbox.base import SandboxError, SandboxHandle, SandboxProvider
+from telescope.sandbox.registry import PROVIDERS, get_provider
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +39,14 @@ class SandboxLedger:
         directory = os.environ.get(DIRECTORY_VARIABLE)
         return cls(Path(directory) if directory else None)
 
+    @property
+    def run(self) -> str:
+        """The label of the run's sandboxes."""
+        if self.path is None:
+            return ""
+        folder = self.path.parent.resolve()
+        return f"{folder.name}-{hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]}"
+
     def opened(self, provider: SandboxProvider, handle: SandboxHandle) -> None:
         """Notes a new sandbox."""
         made_by = f"{type(provider).__module__}.{type(provider).__qualname__}"
@@ -43,8 +56,45 @@ class SandboxLedger:
         """Notes that a sandbox was destroyed."""
         self._write({"id": handle.id, "destroyed": True})
 
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yields what was noted, in order."""
+        if self.path is not None and self.path.exists():
+            for line in self.path.read_bytes().splitlines():
+                with contextlib.suppress(ValueError):  # the last line of a killed process
+                    yield json.loads(line)
+
     def _write(self, row: dict[str, Any]) -> None:
         if self.path is None:
             return
+        self.path.parent.mkdir(parents=True, exist_ok=True)  # on another node than the driver's
         with open(self.path, "ab", buffering=0) as file:  # one write of one line: processes do not mix
             file.write(json.dumps(row).encode() + b"\n")
+
+
+async def reap(directory: Path, providers: Iterable[str] = ()) -> list[str]:
+    """Destroys the sandboxes that a run left, by their ids and by its label.
+
+    The label is looked for at the providers of its sandboxes, and at the `providers` that are named. Returns provider
+    and id of each sandbox. A provider that cannot be used is named in the log.
+    """
+    ledger = SandboxLedger(directory)
+    left: dict[str, dict[str, SandboxHandle]] = {PROVIDERS.get(name, name): {} for name in providers}
+    owners: dict[str, str] = {}
+    for row in ledger.rows():
+        if row.get("destroyed"):
+            left.get(owners.get(row["id"], ""), {}).pop(row["id"], None)
+        else:
+            owners[row["id"]] = row["made_by"]
+            left.setdefault(row["made_by"], {})[row["id"]] = SandboxHandle(row["id"])
+    destroyed = []
+    for made_by, handles in left.items():
+        try:
+            provider = get_provider(made_by)
+            for handle in (handles | {handle.id: handle for handle in await provider.find(ledger.run)}).values():
+                await provider.destroy(handle)
+                ledger.closed(handle)
+                destroyed.append(f"{provider.name} {handle.id}")
+            await provider.close()
+        except (SandboxError, UserError) as error:
+            logger.warning("The sandboxes of %s cannot be reaped: %s", made_by, error)
+    return destroyed

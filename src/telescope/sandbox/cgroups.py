@@ -1,0 +1,89 @@
+"""Limits of memory, processes and CPU for the processes of a sandbox, where this process may set them.
+
+Works with cgroups v2 below a delegated folder (`TELESCOPE_CGROUP`, else the root) and with v1. A limit that cannot be
+set is left out; `Cgroup.held` names those that are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+ROOT = Path("/sys/fs/cgroup")
+FOLDER_VARIABLE = "TELESCOPE_CGROUP"
+"""Environment variable with a cgroup v2 folder that belongs to this user and has no processes of its own."""
+PARENT = "telescope"
+PERIOD_US = 100_000
+REMOVE_SECONDS = 2.0
+"""Time for the kernel to end killed processes."""
+
+
+def remove_old() -> None:
+    """Removes the cgroups of processes that have ended. A cgroup's name is `local-PID-...`."""
+    for controller in ("", "memory", "pids", "cpu"):
+        base = ROOT / controller if controller else Path(os.environ.get(FOLDER_VARIABLE) or ROOT)
+        for folder in (base / PARENT).glob("local-*"):
+            if not Path("/proc", folder.name.split("-")[1]).exists():
+                with contextlib.suppress(OSError):  # its processes have not ended yet, or another removes it, too
+                    folder.rmdir()
+
+
+class Cgroup:
+    """The cgroup of one sandbox. Makes its folders."""
+
+    def __init__(self, name: str, *, memory_bytes: int, num_processes: int, cpu: float) -> None:
+        self.folders: list[Path] = []
+        self.held: set[str] = set()
+        """Limits that the kernel holds: `memory`, `processes`, `cpu`."""
+        quota = max(1000, int(cpu * PERIOD_US))
+        base = Path(os.environ.get(FOLDER_VARIABLE) or ROOT)
+        if (base / "cgroup.controllers").exists():
+            with contextlib.suppress(OSError):
+                (base / PARENT).mkdir(exist_ok=True)
+                for folder in (base, base / PARENT):
+                    (folder / "cgroup.subtree_control").write_text("+memory +pids +cpu")
+            files = [("memory.max", memory_bytes), ("pids.max", num_processes), ("cpu.max", f"{quota} {PERIOD_US}")]
+            limits = [(base / PARENT / name / file, value) for file, value in files]
+        else:
+            limits = [
+                (ROOT / "memory" / PARENT / name / "memory.limit_in_bytes", memory_bytes),
+                (ROOT / "pids" / PARENT / name / "pids.max", num_processes),
+                (ROOT / "cpu" / PARENT / name / "cpu.cfs_quota_us", quota),
+            ]
+        for kind, (path, value) in zip(("memory", "processes", "cpu"), limits, strict=True):
+            with contextlib.suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if path.parent not in self.folders:
+                    self.folders.append(path.parent)
+                path.write_text(str(value))
+                self.held.add(kind)
+
+    def add(self, pid: int) -> None:
+        """Moves a process into the cgroup. Raises `OSError` if that is not allowed."""
+        for folder in self.folders:
+            (folder / "cgroup.procs").write_text(str(pid))
+
+    def ran_out_of_memory(self) -> bool:
+        """Returns whether the kernel killed a process of it for memory."""
+        for folder in self.folders:
+            for file in ("memory.events", "memory.oom_control"):
+                with contextlib.suppress(OSError, IndexError):
+                    text = (folder / file).read_text()
+                    return int(text.split("oom_kill ")[1].split()[0]) > 0
+        return False
+
+    def remove(self) -> None:
+        """Removes the folders, as soon as their killed processes have ended."""
+        deadline = time.monotonic() + REMOVE_SECONDS
+        while self.folders:
+            try:
+                self.folders[-1].rmdir()
+            except FileNotFoundError:
+                pass
+            except OSError:
+                if time.monotonic() < deadline:
+                    time.sleep(0.002)
+                    continue
+            self.folders.pop()

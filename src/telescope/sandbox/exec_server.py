@@ -1,0 +1,247 @@
+"""Runs commands inside a sandbox, for `sandbox.local`, which passes this file's text to a Python there.
+
+One thread, and few imports because their time is part of a sandbox's start. It talks over an inherited socket, whose
+end is its own end, and with it that of every process of the sandbox.
+
+A request is a frame (number of the request and length, 4 bytes each), whose fields are separated by NUL: `exec`, time
+limit, folder, command, variables; `stop`, number of the command; `write`, path, content; `read`, path, largest size.
+A reply is the number, the exit code (signed; `FAILED`, `TIMED_OUT`), and for two streams the length that was written
+(8 bytes) and the length that follows, then the streams. Of a long stream the middle is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from resource import RLIM_INFINITY, RLIMIT_CORE, RLIMIT_DATA, RLIMIT_NOFILE, RLIMIT_NPROC, getrlimit, setrlimit
+
+FAILED, TIMED_OUT = -1, -2
+LONGEST_ARGUMENT = 100_000  # of a command line; the kernel's limit is 128 KiB
+PIECE = 65536
+
+
+class Stream:
+    """What a command writes to one of its outputs, at most `limit` bytes of it."""
+
+    def __init__(self, limit: int) -> None:
+        self.read_end, self.write_end = os.pipe()
+        os.set_blocking(self.read_end, False)
+        self.half, self.total, self.head, self.tail = limit // 2, 0, b"", b""
+
+    def drain(self) -> bool:
+        """Reads what there is. Returns whether the end was reached."""
+        while True:
+            try:
+                piece = os.read(self.read_end, PIECE)
+            except BlockingIOError:
+                return False
+            if not piece:
+                return True
+            self.total += len(piece)
+            room = self.half - len(self.head)
+            self.head += piece[:room]
+            self.tail = (self.tail + piece[room:])[-self.half :]
+
+
+class Command:
+    """A running command: its process, streams, and the time at which it is killed."""
+
+    def __init__(
+        self, server: Server, number: int, seconds: float, folder: bytes, command: bytes, variables: list[bytes]
+    ) -> None:
+        self.number, self.deadline, self.timed_out = number, time.monotonic() + seconds, False
+        self.mark = b"TELESCOPE_COMMAND=%d" % number
+        self.streams = [Stream(server.output_limit), Stream(server.output_limit)]
+        script = [b"-c", command]
+        if len(command) > LONGEST_ARGUMENT:
+            memory = os.memfd_create("command", 0)
+            with open(memory, "wb", closefd=False) as file:
+                file.write(command)
+            script = [b"/proc/self/fd/%d" % memory]
+        shell = next(shell for shell in (b"/bin/bash", b"/bin/sh") if os.path.exists(shell))
+        try:
+            self.pid = os.fork()
+        except OSError:
+            self.pid = -1
+        if self.pid == 0:
+            try:
+                os.setsid()
+                os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+                for descriptor, stream in enumerate(self.streams, 1):
+                    os.dup2(stream.write_end, descriptor)
+                os.chdir(folder)
+                environment = dict(v.split(b"=", 1) for v in [*server.environment, *variables, self.mark])
+                os.execve(shell, [shell, *script], environment)
+            except OSError as error:
+                os.write(2, os.fsencode(f"{error}\n"))
+            finally:
+                os._exit(126)
+        for stream in self.streams:
+            os.close(stream.write_end)
+        if len(script) == 1:
+            os.close(memory)
+        if self.pid < 0:
+            for stream in self.streams:
+                os.close(stream.read_end)
+            raise OSError("the sandbox has as many processes as it may have")
+        self.process = os.pidfd_open(self.pid)
+
+    def kill(self) -> None:
+        """Kills the command with every process that it started, those that left its session included."""
+        for _ in range(50):  # again, because one may fork while the others are killed
+            tree = {self.pid}
+            members = []
+            for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
+                try:
+                    with open(f"/proc/{pid}/stat", "rb") as file:
+                        state, parent = file.read().rpartition(b")")[2].split()[:2]
+                    if state == b"Z" or pid == os.getpid():
+                        continue
+                    with open(f"/proc/{pid}/environ", "rb") as file:
+                        is_marked = self.mark in file.read().split(b"\0")
+                except OSError:  # it has ended
+                    continue
+                if is_marked or pid in tree or int(parent) in tree:
+                    tree.add(pid)
+                    members.append(pid)
+            for pid in members:
+                try:  # noqa: SIM105 (contextlib costs a start some milliseconds)
+                    os.kill(pid, signal.SIGKILL)
+                except OSError:
+                    pass
+            if not members:
+                return
+            time.sleep(0.005)
+
+
+class Server:
+    """Takes requests from the socket until its end."""
+
+    def __init__(self, descriptor: int, output_limit: int, environment: list[bytes]) -> None:
+        self.descriptor, self.output_limit, self.environment = descriptor, output_limit, environment
+        self.poll = select.poll()
+        self.poll.register(descriptor, select.POLLIN)
+        self.commands: dict[int, Command] = {}  # by the descriptor of their process
+        self.streams: dict[int, Stream] = {}  # by descriptor; those of daemons, too
+
+    def receive(self, length: int) -> bytes:
+        """Reads so many bytes of the socket. Exits at its end."""
+        pieces = []
+        while length:
+            piece = os.read(self.descriptor, min(length, 1 << 20))
+            if not piece:
+                os._exit(0)
+            pieces.append(piece)
+            length -= len(piece)
+        return b"".join(pieces)
+
+    def reply(self, number: int, code: int, *streams: tuple[int, bytes]) -> None:
+        """Sends a reply; each stream is (length that was written, bytes)."""
+        head = number.to_bytes(4, "big") + code.to_bytes(4, "big", signed=True)
+        for total, content in streams:
+            head += total.to_bytes(8, "big") + len(content).to_bytes(4, "big")
+        data = memoryview(head + b"".join(content for _, content in streams))
+        while data:
+            data = data[os.write(self.descriptor, data) :]
+
+    def request(self) -> None:
+        """Takes one request."""
+        number, length = (int.from_bytes(self.receive(4), "big") for _ in range(2))
+        kind, body = self.receive(length).split(b"\0", 1)
+        try:
+            if kind == b"exec":
+                seconds, folder, text, *variables = body.split(b"\0")
+                command = Command(self, number, float(seconds), folder, text, variables)
+                self.commands[command.process] = command
+                self.poll.register(command.process, select.POLLIN)
+                for stream in command.streams:
+                    self.streams[stream.read_end] = stream
+                    self.poll.register(stream.read_end, select.POLLIN)
+            elif kind == b"stop":
+                for command in self.commands.values():
+                    if command.number == int(body):
+                        command.kill()
+            elif kind == b"write":
+                path, content = body.split(b"\0", 1)
+                os.makedirs(os.path.dirname(path) or b".", exist_ok=True)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK  # a named pipe must not block
+                with open(os.open(path, flags, 0o666), "wb") as file:
+                    file.write(content)
+                self.reply(number, 0, (0, b""), (0, b""))
+            elif kind == b"read":
+                path, limit = body.split(b"\0")
+                with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+                    content = file.read(int(limit) + 1) or b""
+                if len(content) > int(limit):
+                    raise OSError(f"it has more than {int(limit)} bytes")
+                self.reply(number, 0, (len(content), content), (0, b""))
+        except OSError as error:
+            message = os.fsencode(str(error))
+            self.reply(number, FAILED, (0, b""), (len(message), message))
+
+    def ended(self, command: Command) -> None:
+        """Replies after the end of a command's shell. What its daemons write later is read and dropped."""
+        _, status = os.waitpid(command.pid, 0)
+        self.poll.unregister(command.process)
+        os.close(command.process)
+        del self.commands[command.process]
+        for stream in command.streams:
+            if stream.read_end in self.streams:
+                self.drain(stream)
+        code = TIMED_OUT if command.timed_out else os.waitstatus_to_exitcode(status)
+        code = 128 - code if code < 0 and not command.timed_out else code
+        self.reply(command.number, code, *((s.total, s.head + s.tail) for s in command.streams))
+        for stream in command.streams:
+            stream.half, stream.head, stream.tail = 0, b"", b""
+
+    def drain(self, stream: Stream) -> None:
+        if stream.drain():
+            self.poll.unregister(stream.read_end)
+            os.close(stream.read_end)
+            del self.streams[stream.read_end]
+
+    def run(self) -> None:
+        """Serves for ever."""
+        while True:
+            now = time.monotonic()
+            waits = [command.deadline - now for command in self.commands.values() if not command.timed_out]
+            for descriptor, _ in self.poll.poll(max(0, min(waits)) * 1000 + 1 if waits else None):
+                if descriptor == self.descriptor:
+                    self.request()
+                elif descriptor in self.commands:
+                    self.ended(self.commands[descriptor])
+                elif descriptor in self.streams:
+                    self.drain(self.streams[descriptor])
+            for command in self.commands.values():
+                if not command.timed_out and time.monotonic() >= command.deadline:
+                    command.timed_out = True
+                    command.kill()
+
+
+def main(socket: str, output_limit: str, num_processes: str, data_bytes: str) -> None:
+    """Prepares the sandbox from inside, says so, and serves. A limit of 0 is none."""
+    descriptor = int(socket)
+    os.set_inheritable(descriptor, False)
+    os.umask(0o022)
+    for path, text in (
+        ("/etc/passwd", "sandbox:x:1000:1000::/workspace:/bin/sh\n"),
+        ("/etc/group", "sandbox:x:1000:\n"),
+        ("/etc/hosts", "127.0.0.1 localhost\n"),
+    ):
+        with open(path, "w") as file:
+            file.write(text)
+    limits = {RLIMIT_CORE: 0, RLIMIT_NOFILE: 4096, RLIMIT_NPROC: int(num_processes), RLIMIT_DATA: int(data_bytes)}
+    for kind, limit in limits.items():
+        most = getrlimit(kind)[1]
+        if limit or kind == RLIMIT_CORE:
+            setrlimit(kind, (limit, limit) if most == RLIM_INFINITY else (min(limit, most),) * 2)
+    server = Server(descriptor, int(output_limit), [b"%s=%s" % item for item in os.environb.items()])
+    server.reply(0, 0, (0, b""), (0, b""))
+    server.run()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,418 @@
+"""Sandboxes on this machine, by bubblewrap: private processes, files and network, without an account, a daemon or root.
+
+A sandbox is one long-lived bubblewrap with `exec_server` inside, so that a command costs a fork, and files and
+background processes survive between commands. Its files are in memory, at most `disk_size_gb`. It sees `/usr` and this
+Python read-only, has no capabilities, and no network but an endpoint that it is given. It ends with this process.
+
+`local` shares the kernel of the host: for code that is hostile on purpose, use a provider with a kernel of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+import math
+import os
+import py_compile
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from telescope.errors import UserError
+from telescope.sandbox import exec_server
+from telescope.sandbox.base import (
+    MAX_FILE_BYTES,
+    MAX_OUTPUT_BYTES,
+    ExecResult,
+    SandboxCommandTimeoutError,
+    SandboxConfig,
+    SandboxError,
+    SandboxHandle,
+    SandboxNotRunningError,
+    SandboxOOMError,
+    SandboxProvider,
+    SandboxSetupError,
+    capped,
+)
+from telescope.sandbox.cgroups import Cgroup, remove_old
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+WORKSPACE = "/workspace"
+MARK_VARIABLE = "TELESCOPE_SANDBOX"
+"""Environment variable of bubblewrap itself, outside the sandbox: its id and the label of its run."""
+MAX_PROCESSES = 256
+START_SECONDS = 30.0
+REPLY_SECONDS = 10.0
+"""Time beyond the limit of a command in which the sandbox must answer."""
+NOBODY = 65534
+_PROTECTED = ("sys", "pressure", "fs", "driver", "tty", "acpi", "mtrr", "scsi", "sysrq-trigger", "irq", "bus")
+"""What is writable in `/proc` beside processes."""
+SYSTEM_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64")
+SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ssl", "/etc/ca-certificates", "/etc/localtime")
+REPLY = struct.Struct(">IiQIQI")
+"""Head of a reply, see `exec_server`."""
+ENDPOINT = "/run/telescope.sock"
+ENDPOINT_PORT = 8000
+INSTALL = """The sandbox provider 'local' needs bubblewrap. Install it:
+  Debian, Ubuntu:  apt-get install bubblewrap
+  Fedora, RHEL:    dnf install bubblewrap
+  Arch:            pacman -S bubblewrap
+Or name another provider (provider: docker, prime, modal, daytona, e2b)."""
+NO_NAMESPACES = """bubblewrap cannot make a sandbox here: {error}
+It needs user namespaces. Debian: sysctl kernel.unprivileged_userns_clone=1; Ubuntu 24.04: an AppArmor profile for
+/usr/bin/bwrap, or sysctl kernel.apparmor_restrict_unprivileged_userns=0; in a container: --security-opt
+seccomp=unconfined --security-opt apparmor=unconfined. Or name another provider."""
+
+
+class LocalSandboxProvider(SandboxProvider):
+    """Runs sandboxes by bubblewrap.
+
+    `image` of a config is a folder with a root file system, by default this machine's. `extra`: `read_only`, a list of
+    folders to show as they are; `endpoint`, a Unix socket that is reachable as port 8000 of the sandbox's own loopback;
+    `max_processes`. Raises `SandboxSetupError` without bubblewrap.
+    """
+
+    is_reusable = False
+
+    def __init__(self, bwrap: str = "bwrap") -> None:
+        found = shutil.which(bwrap)
+        if found is None:
+            raise SandboxSetupError(INSTALL)
+        self._bwrap = found
+        remove_old()
+        self._numbers = itertools.count(1)
+        self._said_limits = False
+        self._code = os.memfd_create("exec_server.py")
+        with tempfile.TemporaryDirectory() as folder:  # compiled, because compiling takes a third of a start
+            compiled = py_compile.compile(exec_server.__file__, f"{folder}/exec_server.pyc", doraise=True)
+            os.write(self._code, Path(str(compiled)).read_bytes())
+        # A thread of its own: bubblewrap dies with the thread that started it, and calls may come from any event loop.
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="sandboxes", daemon=True).start()
+
+    async def create(self, config: SandboxConfig) -> SandboxHandle:
+        return await self._run(self._create(config))
+
+    async def execute(
+        self, handle: SandboxHandle, command: str, timeout: float = 60, working_dir: str | None = None
+    ) -> ExecResult:
+        return await self._run(self._sandbox(handle).execute(command, timeout, working_dir or WORKSPACE))
+
+    async def upload_bytes(self, handle: SandboxHandle, remote_path: str, content: bytes) -> None:
+        if len(content) > MAX_FILE_BYTES:
+            raise SandboxError(f"{remote_path!r} has {len(content)} bytes; an upload has at most {MAX_FILE_BYTES}")
+        await self._run(self._sandbox(handle).file(b"write", remote_path, content))
+
+    async def read_bytes(self, handle: SandboxHandle, remote_path: str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
+        return await self._run(self._sandbox(handle).file(b"read", remote_path, str(max_bytes).encode()))
+
+    async def is_alive(self, handle: SandboxHandle) -> bool:
+        return isinstance(handle.provider_data, _Sandbox) and handle.provider_data.ended is None
+
+    async def destroy(self, handle: SandboxHandle) -> None:
+        if isinstance(handle.provider_data, _Sandbox):
+            await self._run(handle.provider_data.destroy())
+        else:  # of another process, which may have ended
+            await asyncio.to_thread(_kill_marked, handle.id.encode())
+
+    async def find(self, run: str) -> list[SandboxHandle]:
+        return [SandboxHandle(name) for name in {name for _, name in await asyncio.to_thread(_marked, run.encode())}]
+
+    def _sandbox(self, handle: SandboxHandle) -> _Sandbox:
+        if not isinstance(handle.provider_data, _Sandbox):
+            raise SandboxNotRunningError(f"the sandbox {handle.id!r} does not belong to this process")
+        return handle.provider_data
+
+    async def _run(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+    async def _create(self, config: SandboxConfig) -> SandboxHandle:
+        name = f"local-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        num_processes = int(config.extra.get("max_processes", MAX_PROCESSES))
+        memory, disk = config.memory_mb * 2**20, int(config.disk_size_gb * 2**30)
+        cgroup = Cgroup(name, memory_bytes=memory + disk, num_processes=num_processes, cpu=config.cpu)
+        sandbox = _Sandbox(name, cgroup)
+        try:
+            command, user = self._command(config, disk)
+            limits = (MAX_OUTPUT_BYTES, num_processes, 0 if "memory" in cgroup.held else memory)
+            self._say_limits(cgroup.held, user)
+            async with asyncio.timeout(START_SECONDS):
+                await sandbox.start(command, self._code, limits, user, f"{name} {config.extra.get('run', '')}")
+            if config.extra.get("endpoint"):
+                await self._relay(sandbox)
+            self._loop.call_later(config.timeout_seconds, sandbox.end, "its time is over (timeout_seconds)")
+        except BaseException as error:
+            await asyncio.shield(sandbox.destroy())
+            if isinstance(error, TimeoutError):
+                raise SandboxError(f"the sandbox {name!r} did not start within {START_SECONDS:g} s") from None
+            raise
+        return SandboxHandle(name, sandbox)
+
+    async def _relay(self, sandbox: _Sandbox) -> None:
+        """Starts the relay to the endpoint, and waits until it listens."""
+        code = Path(__file__).with_name("relay.py").read_bytes()
+        await sandbox.file(b"write", "/run/relay.py", code)
+        python = f"{sys.base_prefix}/bin/python3"
+        start = f"{python} -I /run/relay.py {ENDPOINT_PORT} {ENDPOINT} > /run/relay.log 2>&1 & "
+        result = await sandbox.execute(
+            start + "until grep -q listening /run/relay.log; do kill -0 $! || { cat /run/relay.log >&2; exit 1; }; "
+            "sleep 0.01; done",
+            START_SECONDS,
+            "/",
+        )
+        if result.exit_code:
+            raise SandboxError(f"the relay of sandbox {sandbox.name!r} does not start: {result.stderr}")
+
+    def _command(self, config: SandboxConfig, disk: int) -> tuple[list[str], int | None]:
+        """Returns bubblewrap's command line without the server, and the user to run it as (None: this one)."""
+        root = Path(config.image or "/")
+        if not (root / "usr").is_dir():
+            raise UserError(
+                f"image={config.image!r} of a local sandbox must be a folder with a root file system, or empty for "
+                "this machine's. Images of containers need provider: docker or podman"
+            )
+        python = Path(sys.base_prefix).resolve()
+        shown = [Path(folder) for folder in config.extra.get("read_only", ())]
+        user = None
+        if os.geteuid() == 0 and all(_is_open_to_all(path) for path in (root, python, *shown)):
+            user = NOBODY  # root may read all that it is shown, and the limit of processes does not hold for it
+        command = [
+            self._bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "1000",
+            "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox",
+            "--size", str(disk), "--tmpfs", "/", "--ro-bind", str(root / "usr"), "/usr",
+        ]  # fmt: skip
+        for folder in SYSTEM_FOLDERS:
+            if (root / folder).is_symlink():
+                command += ["--symlink", os.readlink(root / folder), f"/{folder}"]
+            elif (root / folder).is_dir():
+                command += ["--ro-bind", str(root / folder), f"/{folder}"]
+        for file in SYSTEM_FILES:
+            command += ["--ro-bind-try", str(root / file[1:]), file]
+        for path in [python, *shown]:
+            if not path.is_relative_to("/usr"):
+                command += ["--ro-bind", str(path), str(path)]
+        command += ["--proc", "/proc"]
+        for name in _PROTECTED:  # an owner may write there without capabilities, and root's processes own them
+            command += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]
+        command += ["--dev", "/dev", "--size", str(disk), "--tmpfs", "/dev/shm", "--remount-ro"]
+        command += ["/dev", "--perms", "1777", "--dir", "/tmp", "--dir", "/run", "--dir", WORKSPACE, "--chdir"]
+        command += [WORKSPACE, "--clearenv"]
+        threads = str(max(1, math.ceil(config.cpu)))
+        variables = {
+            "PATH": f"{python}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "HOME": WORKSPACE, "USER": "sandbox", "LANG": "C.UTF-8", "TMPDIR": "/tmp", "OMP_NUM_THREADS": threads,
+        }  # fmt: skip
+        if endpoint := config.extra.get("endpoint"):
+            command += ["--bind", str(endpoint), ENDPOINT]
+        for key, value in {**variables, **config.environment_vars}.items():
+            command += ["--setenv", key, str(value)]
+        return command, user
+
+    def _say_limits(self, held: set[str], user: int | None) -> None:
+        """Says once which limits the kernel holds for a whole sandbox."""
+        if self._said_limits:
+            return
+        self._said_limits = True
+        soft = []
+        if "memory" not in held:
+            soft.append("memory (of each process, not of all)")
+        if "processes" not in held and os.geteuid() == 0 and user is None:
+            soft.append("processes (none)")
+        if "cpu" not in held:
+            soft.append("CPU (none)")
+        if soft:
+            logger.warning(
+                "Local sandboxes: no cgroups may be made here, so these limits are soft: %s. "
+                "TELESCOPE_CGROUP names a delegated folder of cgroups (docs/sandboxes.md)",
+                ", ".join(soft),
+            )
+
+
+class _Sandbox:
+    """One bubblewrap, from the loop of the provider."""
+
+    def __init__(self, name: str, cgroup: Cgroup) -> None:
+        self.name = name
+        self.ended: SandboxError | SandboxSetupError | None = None
+        self._cgroup = cgroup
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._replies: dict[int, asyncio.Future[tuple[int, list[tuple[int, bytes]]]]] = {0: asyncio.Future()}
+        self._numbers = itertools.count(1)
+        self._reading: asyncio.Task[None] | None = None
+
+    async def start(self, command: list[str], code: int, limits: tuple[int, ...], user: int | None, mark: str) -> None:
+        """Starts bubblewrap, and waits for the server inside, whose program is the file `code`."""
+        ours, theirs = socket.socketpair()
+        block, go = os.pipe()
+        info, told = os.pipe()
+        passed = [theirs.fileno(), block, told, code]
+        server = [f"{sys.base_prefix}/bin/python3", "-I", "-S", f"/proc/self/fd/{code}", str(theirs.fileno())]
+        options = ["--block-fd", str(block), "--info-fd", str(told)] if self._cgroup.folders else []
+        try:
+            self._process = subprocess.Popen(  # noqa: ASYNC220 (by vfork, in the loop of the provider alone)
+                [*command, *options, "--", *server, *map(str, limits)],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, pass_fds=passed,
+                env={MARK_VARIABLE: mark}, user=user, group=user, extra_groups=None if user is None else [], cwd="/",
+            )  # fmt: skip
+            for descriptor in (block, told):
+                os.close(descriptor)
+            theirs.close()
+            if options:
+                await self._limit(info)
+        finally:
+            theirs.close()
+            os.close(go)
+            os.close(info)
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=2**20)
+        self._reading = asyncio.ensure_future(self._read(reader))
+        await self._replies[0]
+        del self._replies[0]
+
+    async def _limit(self, info: int) -> None:
+        """Moves the first process of the sandbox into the cgroup, before it runs the server."""
+        loop = asyncio.get_running_loop()
+        text = b""
+        while piece := await loop.run_in_executor(None, os.read, info, 4096):
+            text += piece
+            with contextlib.suppress(ValueError):
+                self._cgroup.add(json.loads(text)["child-pid"])
+                return
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Hands replies to those that wait for them, until the sandbox ends."""
+        why = ""
+        try:
+            while True:
+                number, code, *sizes = REPLY.unpack(await reader.readexactly(REPLY.size))
+                if sizes[1] + sizes[3] > 2 * MAX_FILE_BYTES:  # whatever runs there may have taken over
+                    raise ValueError("it broke the protocol")
+                streams = [(sizes[0], await reader.readexactly(sizes[1]))]
+                streams.append((sizes[2], await reader.readexactly(sizes[3])))
+                if (waiting := self._replies.get(number)) is not None and not waiting.done():
+                    waiting.set_result((code, streams))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        except ValueError as error:
+            why = str(error)
+        self.end(why)
+
+    def end(self, why: str) -> None:
+        """Kills everything in the sandbox. Calls that wait fail with the reason."""
+        if self.ended is None:
+            self.ended = self._why_ended(why)
+        if self._process is not None:
+            self._process.kill()
+        for waiting in self._replies.values():
+            if not waiting.done():
+                waiting.set_exception(self.ended)
+
+    def _why_ended(self, why: str) -> SandboxError | SandboxSetupError:
+        ended = f"the sandbox {self.name!r} has ended"
+        if not why and self._cgroup.ran_out_of_memory():
+            return SandboxOOMError(f"{ended}: it ran out of memory (memory_mb)")
+        if not why and self._process is not None and self._process.stderr is not None:
+            os.set_blocking(self._process.stderr.fileno(), False)
+            why = (self._process.stderr.read(2000) or b"").decode(errors="replace").strip()
+        if 0 in self._replies and why.startswith("bwrap:"):  # it never ran
+            return SandboxSetupError(NO_NAMESPACES.format(error=why))
+        return SandboxNotRunningError(f"{ended}: {why}" if why else f"{ended}: all of its processes were killed")
+
+    async def destroy(self) -> None:
+        """Ends the sandbox, and waits until its processes are gone."""
+        self.end("it was destroyed")
+        if self._reading is not None:
+            await asyncio.wait({self._reading})
+        if self._writer is not None:
+            self._writer.close()
+        if self._process is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._process.wait)
+        await asyncio.get_running_loop().run_in_executor(None, self._cgroup.remove)
+
+    async def _call(self, *fields: bytes, seconds: float) -> tuple[int, list[tuple[int, bytes]]]:
+        """Sends a request. Returns exit code and streams."""
+        if self.ended is not None:
+            raise self.ended
+        assert self._writer is not None
+        number = next(self._numbers)
+        body = b"\0".join(fields)
+        reply = self._replies[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._writer.write(number.to_bytes(4, "big") + len(body).to_bytes(4, "big") + body)
+            async with asyncio.timeout(seconds):
+                await self._writer.drain()
+                return await reply
+        except TimeoutError:
+            self.end(f"it did not answer within {seconds:g} s")
+            raise SandboxNotRunningError(f"the sandbox {self.name!r} did not answer within {seconds:g} s") from None
+        except ConnectionError:
+            self.end("")
+            raise self.ended or SandboxNotRunningError(self.name) from None
+        except asyncio.CancelledError:
+            if fields[0] == b"exec" and self.ended is None:
+                stop = b"stop\0%d" % number
+                self._writer.write(bytes(4) + len(stop).to_bytes(4, "big") + stop)
+            raise
+        finally:
+            del self._replies[number]
+
+    async def execute(self, command: str, seconds: float, folder: str) -> ExecResult:
+        """Runs a command."""
+        fields = (b"exec", str(seconds).encode(), os.fsencode(folder), command.encode(errors="surrogateescape"))
+        if any(b"\0" in field for field in fields):
+            raise UserError("a command of a sandbox must not have NUL characters")
+        code, streams = await self._call(*fields, seconds=seconds + REPLY_SECONDS)
+        output = [capped(content, total) for total, content in streams]
+        if code == exec_server.TIMED_OUT:
+            raise SandboxCommandTimeoutError(command, seconds, self.name)
+        if code == exec_server.FAILED:
+            raise SandboxError(f"sandbox {self.name!r}: {output[1]}")
+        return ExecResult(code, *output)
+
+    async def file(self, kind: bytes, path: str, value: bytes) -> bytes:
+        """Writes a file, or reads one."""
+        if "\0" in path:
+            raise UserError("a path of a sandbox must not have NUL characters")
+        code, streams = await self._call(kind, os.fsencode(path), value, seconds=60 + REPLY_SECONDS)
+        if code != 0:
+            doing = "write" if kind == b"write" else "read"
+            raise SandboxError(f"cannot {doing} {path!r} in sandbox {self.name!r}: {streams[1][1].decode()}")
+        return streams[0][1]
+
+
+def _is_open_to_all(path: Path) -> bool:
+    """Returns whether any user of this machine may enter a folder."""
+    return all(folder.stat().st_mode & 0o001 for folder in (path, *path.resolve().parents))
+
+
+def _marked(word: bytes) -> list[tuple[int, str]]:
+    """Returns process and id of each sandbox of this machine whose id or label is `word`."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            for entry in (folder / "environ").read_bytes().split(b"\0"):
+                name, _, value = entry.partition(b"=")
+                if name == MARK_VARIABLE.encode() and word in value.split():
+                    found.append((int(folder.name), value.split()[0].decode()))
+    return found
+
+
+def _kill_marked(name: bytes) -> None:
+    for pid, _ in _marked(name):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,225 @@
+"""A pool of sandboxes that are ready before they are needed.
+
+At most `pool_size` sandboxes exist at a time, in use or ready. A lost one is normal: it is replaced, and its user gets
+an error that counts as infrastructure. Every sandbox is in the ledger of the run before it is used.
+
+A pool belongs to the event loop that starts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Any
+
+from telescope.errors import UserError
+from telescope.sandbox.activity import CURRENT, SandboxSpan
+from telescope.sandbox.base import SandboxBusyError, SandboxConfig, SandboxError, SandboxHandle, SandboxProvider
+from telescope.sandbox.ledger import SandboxLedger
+
+logger = logging.getLogger(__name__)
+
+CREATE_ATTEMPTS = 5
+DESTROY_ATTEMPTS = 3
+FIRST_PAUSE_SECONDS = 1.0
+"""Pause after a first failure; doubled after each."""
+CHECK_SECONDS = 10.0
+"""A sandbox that was ready for longer is checked before it is used."""
+LEAST_LIFE = 0.25
+"""Share of its life that a sandbox must have left to be handed out."""
+
+
+class GenericSandboxPool:
+    """Sandboxes of one provider and one configuration.
+
+    `max_concurrent_creates` bounds how many are created at the same time. With `reuse` a released sandbox is handed out
+    again, with the files and processes of its last user; by default only where creating is slow
+    (`SandboxProvider.is_reusable`).
+    """
+
+    def __init__(
+        self,
+        provider: SandboxProvider,
+        config: SandboxConfig,
+        pool_size: int = 10,
+        max_concurrent_creates: int = 100,
+        *,
+        reuse: bool | None = None,
+    ) -> None:
+        for name, value in (("pool_size", pool_size), ("max_concurrent_creates", max_concurrent_creates)):
+            if value < 1:
+                raise UserError(f"{name}={value} of a pool of sandboxes must be at least 1")
+        self.ledger = SandboxLedger.of_process()
+        self.provider, self.pool_size = provider, pool_size
+        self.config = replace(config, extra={"run": self.ledger.run, **config.extra})
+        self.ready_queue: asyncio.Queue[SandboxHandle | Exception] = asyncio.Queue()
+        """Sandboxes that wait for a user, and errors of those that could not be created."""
+        self.in_use_sandboxes: set[SandboxHandle] = set()
+        self.all_sandboxes: dict[SandboxHandle, float] = {}
+        """When each was created, by `time.monotonic()`."""
+        self._reuse = provider.is_reusable if reuse is None else reuse
+        self._ready_since: dict[SandboxHandle, float] = {}
+        self._creating = asyncio.Semaphore(max_concurrent_creates)
+        self._next_create = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_coming = 0
+        self._num_waiting = 0
+        self._is_open = False
+
+    async def start(self) -> None:
+        """Begins to create sandboxes. Returns when the first is ready. Raises what its creation raises."""
+        self._is_open = True
+        try:
+            await self.release(await self._take(), unused=True)
+        except BaseException:
+            await self.shutdown()
+            raise
+
+    async def acquire(self, timeout: float | None = None) -> SandboxHandle:
+        """Returns a running sandbox. Raises `SandboxError` if none is free within `timeout` seconds."""
+        if not self._is_open:
+            raise SandboxError("the pool of sandboxes has not started, or has ended")
+        since = time.time()
+        error = ""
+        handle: SandboxHandle | None = None
+        try:
+            async with asyncio.timeout(timeout):
+                handle = await self._take()
+                return handle
+        except TimeoutError:
+            error = "TimeoutError"
+            in_use = f"{len(self.in_use_sandboxes)} of {self.pool_size} are in use (pool_size)"
+            raise SandboxError(
+                f"no sandbox of {self.provider.name!r} was free within {timeout:g} s: {in_use}"
+            ) from None
+        except BaseException as failure:
+            error = type(failure).__name__
+            raise
+        finally:
+            if (activity := CURRENT.get()) is not None:
+                name = "" if handle is None else handle.id
+                activity.add(SandboxSpan("queue", self.provider.name, name, since, time.time(), error))
+
+    async def release(self, handle: SandboxHandle, *, unused: bool = False) -> None:
+        """Gives a sandbox back. It is used again, or destroyed and replaced."""
+        if handle not in self.in_use_sandboxes:
+            return
+        if not (self._reuse or unused):
+            await self.remove(handle)
+            return
+        self.in_use_sandboxes.discard(handle)
+        self._ready(handle)
+
+    async def remove(self, handle: SandboxHandle) -> None:
+        """Destroys a sandbox, broken or not, and replaces it. Returns at once."""
+        if self.all_sandboxes.pop(handle, None) is None:
+            return
+        self.in_use_sandboxes.discard(handle)
+        self._spawn(self._destroy(handle))
+        self._refill()
+
+    async def shutdown(self) -> None:
+        """Destroys all sandboxes, those that are being created included."""
+        self._is_open = False
+        for task in list(self._tasks):
+            if task.get_name() == "create":
+                task.cancel()
+        handles, self.all_sandboxes = list(self.all_sandboxes), {}
+        self.in_use_sandboxes.clear()
+        while not self.ready_queue.empty():
+            self.ready_queue.get_nowait()
+        await asyncio.gather(*self._tasks, *(self._destroy(handle) for handle in handles), return_exceptions=True)
+
+    def shutdown_sync(self) -> None:
+        """Destroys all sandboxes from code without an event loop."""
+        self._is_open = False
+        handles, self.all_sandboxes = list(self.all_sandboxes), {}
+        self.provider.bulk_destroy_sync(handles)
+        for handle in handles:
+            self.ledger.closed(handle)
+
+    async def _take(self) -> SandboxHandle:
+        """Returns a ready sandbox that is alive and has some life left."""
+        while True:
+            self._num_waiting += 1
+            try:
+                self._refill()
+                found = await self.ready_queue.get()
+            finally:
+                self._num_waiting -= 1
+            if isinstance(found, Exception):
+                raise found
+            self.in_use_sandboxes.add(found)
+            now = time.monotonic()
+            age = now - self.all_sandboxes.get(found, now)
+            try:
+                if age <= self.config.timeout_seconds * (1 - LEAST_LIFE) and (
+                    now - self._ready_since.pop(found, now) < CHECK_SECONDS or await self.provider.is_alive(found)
+                ):
+                    return found
+            except BaseException:
+                await self.remove(found)
+                raise
+            logger.info("sandbox %s has ended, or is about to: another one takes its place", found.id)
+            await self.remove(found)
+
+    def _ready(self, handle: SandboxHandle) -> None:
+        self._ready_since[handle] = time.monotonic()
+        self.ready_queue.put_nowait(handle)
+
+    def _refill(self) -> None:
+        while self._is_open and len(self.all_sandboxes) + self._num_coming < self.pool_size:
+            self._num_coming += 1
+            self._spawn(self._create(), "create")
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str = "destroy") -> None:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _create(self) -> None:
+        """Creates a sandbox; again after a pause if the service refuses. Its last error goes to one that waits."""
+        try:
+            async with self._creating:
+                handle = await self._created()
+            self.ledger.opened(self.provider, handle)
+            self.all_sandboxes[handle] = time.monotonic()
+            self._ready(handle)
+        except Exception as error:
+            logger.warning("A sandbox of %s cannot be created: %s", self.provider.name, error)
+            if self._num_waiting > self.ready_queue.qsize():
+                self.ready_queue.put_nowait(error)
+        finally:
+            self._num_coming -= 1
+
+    async def _created(self) -> SandboxHandle:
+        pause = FIRST_PAUSE_SECONDS
+        for attempt in range(1, CREATE_ATTEMPTS + 1):
+            now = time.monotonic()
+            self._next_create = max(now, self._next_create) + 1 / self.provider.creates_per_second
+            await asyncio.sleep(self._next_create - now - 1 / self.provider.creates_per_second)
+            try:
+                return await self.provider.create(self.config)
+            except SandboxBusyError as error:
+                if attempt == CREATE_ATTEMPTS:
+                    raise
+                logger.info("%s; trying again in %g s", error, pause)
+                await asyncio.sleep(pause)
+                pause *= 2
+        raise AssertionError
+
+    async def _destroy(self, handle: SandboxHandle) -> None:
+        """Destroys a sandbox. One that cannot be destroyed stays in the ledger, for `telescope sandbox reap`."""
+        for attempt in range(1, DESTROY_ATTEMPTS + 1):
+            try:
+                await self.provider.destroy(handle)
+                self.ledger.closed(handle)
+                return
+            except SandboxError as error:
+                if attempt == DESTROY_ATTEMPTS:
+                    logger.warning("The sandbox %s cannot be destroyed: %s", handle.id, error)
+                else:
+                    await asyncio.sleep(FIRST_PAUSE_SECONDS * attempt)
