@@ -24,7 +24,7 @@ MAX_PROCESSES = 1024
 """Processes and threads of a container."""
 
 
-class CommandError(Exception):
+class ContainerError(Exception):
     """docker or podman failed by itself. The text is its own."""
 
 
@@ -37,12 +37,12 @@ class ContainerSandboxProvider(RemoteSandboxProvider):
     program: ClassVar[str]
     detach_after = math.inf
     errors = (
-        ("CommandError", "(?i)cannot connect|daemon running|permission denied.*(docker|podman)", SandboxSetupError),
-        ("CommandError", "(?i)no such container|no container with|is not running|running containers|has exited",
+        ("ContainerError", "(?i)cannot connect|daemon running|permission denied.*(docker|podman)", SandboxSetupError),
+        ("ContainerError", "(?i)no such container|no container with|is not running|running containers|has exited",
          SandboxNotRunningError),
-        ("CommandError", "(?i)pull access|manifest|no such image|reference format|short-name|initializing source",
+        ("ContainerError", "(?i)pull access|manifest|no such image|reference format|short-name|initializing source",
          SandboxImagePullError),
-        ("CommandError", "(?i)toomanyrequests|i/o timeout|tls handshake|temporar", SandboxBusyError),
+        ("ContainerError", "(?i)toomanyrequests|i/o timeout|tls handshake|temporar", SandboxBusyError),
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class ContainerSandboxProvider(RemoteSandboxProvider):
     async def _checked(self, *arguments: str, content: bytes | None = None) -> str:
         result = await self._call(*arguments, content=content)
         if result.exit_code:
-            raise CommandError(result.stderr.strip() or f"{self.program} {arguments[0]} returned {result.exit_code}")
+            raise ContainerError(result.stderr.strip() or f"{self.program} {arguments[0]} returned {result.exit_code}")
         return result.stdout
 
     async def _start(self, config: SandboxConfig) -> SandboxHandle:
@@ -88,15 +88,15 @@ class ContainerSandboxProvider(RemoteSandboxProvider):
         life = str(math.ceil(config.timeout_seconds))
         try:
             await self._checked("run", "--detach", "--rm", "--init", *options, config.image, "sleep", life)
-        except CommandError:
-            with contextlib.suppress(CommandError):
+        except ContainerError:
+            with contextlib.suppress(ContainerError):
                 await self._checked("rm", "--force", name)  # created, but not started
             raise
         return SandboxHandle(name)
 
     async def _run(self, handle: SandboxHandle, script: str, timeout: int) -> ExecResult:
         result = await self._call("exec", handle.id, "sh", "-c", script)
-        if result.exit_code and self._kind_of(error := CommandError(result.stderr.strip())) is not SandboxError:
+        if result.exit_code and self._kind_of(error := ContainerError(result.stderr.strip())) is not SandboxError:
             raise error
         return result
 

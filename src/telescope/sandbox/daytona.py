@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import shlex
+from importlib.util import find_spec
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,7 +22,6 @@ from telescope.sandbox.base import (
 )
 from telescope.sandbox.registry import load_sdk
 from telescope.sandbox.remote import LABEL, RemoteSandboxProvider, has_credentials, minutes, run_label
-from telescope.utils.packages import is_installed
 
 CREATE_SECONDS = 600
 """Time for a creation, with the first build of an image."""
@@ -54,7 +54,7 @@ class DaytonaSandboxProvider(RemoteSandboxProvider):
 
     def __init__(self, api_key: str | None = None) -> None:
         super().__init__()
-        module = "daytona_sdk" if is_installed("daytona-sdk") and not is_installed("daytona") else "daytona"
+        module = "daytona_sdk" if find_spec("daytona_sdk") and not find_spec("daytona") else "daytona"
         self.sdk = load_sdk(module, "daytona", self.name)
         if not api_key and not has_credentials("DAYTONA_API_KEY", "DAYTONA_JWT_TOKEN"):
             raise SandboxSetupError(f"The sandbox provider 'daytona' has no key. {self.setup_hint}")

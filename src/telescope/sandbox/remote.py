@@ -47,7 +47,8 @@ POLL_SECONDS = (0.5, 5.0)
 
 # Both children lead a session, so that a signal reaches their groups. Background processes of the command live on.
 _RUN = """
-( cd -- {folder} && exec setsid "$(command -v bash || command -v sh)" {work}/command ) >{work}/out 2>{work}/err </dev/null &
+shell=$(command -v bash || command -v sh)
+( cd -- {folder} && exec setsid "$shell" {work}/command ) >{work}/out 2>{work}/err </dev/null &
 p=$!
 setsid sh -c "sleep {timeout}; : >{work}/late; kill -9 -$p" </dev/null >/dev/null 2>&1 &
 w=$!

@@ -77,26 +77,26 @@ class ListSandboxesQuery:
 @dataclass(kw_only=True)
 class CreateSandboxFromImageParams:
     model_fields: ClassVar = {"ttl_minutes"}
-    image: str
-    resources: Resources | None = None
     env_vars: dict[str, str] | None = None
     labels: dict[str, str] | None = None
-    network_block_all: bool | None = None
     auto_stop_interval: int | None = None
-    ephemeral: bool | None = None
     ttl_minutes: int | None = None
+    network_block_all: bool | None = None
+    ephemeral: bool | None = None
+    image: str
+    resources: Resources | None = None
 
 
 @dataclass(kw_only=True)
 class CreateSandboxFromSnapshotParams:
     model_fields: ClassVar = {"ttl_minutes"}
-    snapshot: str | None = None
     env_vars: dict[str, str] | None = None
     labels: dict[str, str] | None = None
-    network_block_all: bool | None = None
     auto_stop_interval: int | None = None
-    ephemeral: bool | None = None
     ttl_minutes: int | None = None
+    network_block_all: bool | None = None
+    ephemeral: bool | None = None
+    snapshot: str | None = None
 
 
 class AsyncProcess:

@@ -117,15 +117,15 @@ class Sandbox:
         self,
         *args: str,
         app: Any = None,
+        tags: dict[str, str] | None = None,
         image: Any = None,
+        env: dict[str, str] | None = None,
+        timeout: int | None = 300,
+        gpu: str | None = None,
+        region: str | None = None,
         cpu: float | None = None,
         memory: int | None = None,
-        gpu: str | None = None,
-        timeout: int | None = 300,
-        env: dict[str, str] | None = None,
         block_network: bool = False,
-        region: str | None = None,
-        tags: dict[str, str] | None = None,
     ) -> Sandbox:
         settings = {"app": app, "image": image, "cpu": cpu, "memory": memory, "gpu": gpu, "timeout": timeout}
         return Sandbox(await MACHINE.create(Box(settings, tags or {}, not block_network, env or {})))

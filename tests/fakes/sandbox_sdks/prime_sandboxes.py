@@ -96,9 +96,7 @@ class AsyncSandboxClient:
         await MACHINE.step("upload")
         MACHINE.boxes[sandbox_id].write(file_path, file_bytes, parents=False)
 
-    async def list(
-        self, labels: list[str] | None = None, page: int = 1, exclude_terminated: bool | None = None
-    ) -> Any:
+    async def list(self, labels: list[str] | None = None, page: int = 1, exclude_terminated: bool | None = None) -> Any:
         found = list(MACHINE.labelled(dict(label.split("=", 1) for label in labels or [])))
         return SimpleNamespace(sandboxes=found[page - 1 : page], has_next=page < len(found))  # one a page
 

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from tests.fakes.sandbox_sdks.machine import MACHINE, Machine
 
 from telescope.sandbox import get_provider
 from telescope.sandbox.contract import Trial
-from tests.fakes.sandbox_sdks.machine import MACHINE, Machine
 
 MODULES = {"prime": "prime_sandboxes", "modal": "modal", "daytona": "daytona", "e2b": "e2b"}
 KEYS = ("PRIME_API_KEY", "MODAL_TOKEN_ID", "DAYTONA_API_KEY", "E2B_API_KEY")
@@ -37,7 +37,7 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for program in ("docker", "podman"):
         path = tmp_path / program
         path.write_text(
-            f"#!/bin/sh\nexport PYTHONPATH={ROOT}\nexec {sys.executable} -S -m tests.fakes.sandbox_sdks.docker \"$@\"\n"
+            f'#!/bin/sh\nexport PYTHONPATH={ROOT}\nexec {sys.executable} -S -m tests.fakes.sandbox_sdks.docker "$@"\n'
         )
         path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -57,4 +57,4 @@ async def trial(name: str, machine: Machine, docker: Path) -> AsyncIterator[Tria
     yield trial
     await trial.close()
     assert not machine.boxes
-    assert not list(docker.glob("*.json"))
+    assert not [name for name in os.listdir(docker) if name.endswith(".json")]

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.sandbox_sdks.machine import Machine
+from tests.unit.sandbox.conftest import MODULES, docker_calls
+from tests.unit.sandbox.signatures import RECORDED, parameters
 
 from telescope.sandbox import (
     ExecResult,
@@ -24,9 +27,6 @@ from telescope.sandbox import (
     remote,
 )
 from telescope.sandbox.contract import Trial
-from tests.fakes.sandbox_sdks.machine import Machine
-from tests.unit.sandbox.conftest import MODULES, docker_calls
-from tests.unit.sandbox.signatures import RECORDED, parameters
 
 CLOUDS = list(MODULES)
 LATE, GONE, SETUP = SandboxCommandTimeoutError, SandboxNotRunningError, SandboxSetupError
@@ -95,7 +95,7 @@ async def test_error_of_the_sdk_becomes_ours(
     kind = getattr(sys.modules[MODULES[name]], error)
     handle = await trial.shared()
     machine.failures["execute"] = kind(message)
-    with pytest.raises(Exception) as found:
+    with pytest.raises((SandboxError, SandboxSetupError)) as found:
         await trial.provider.execute(handle, "true")
     assert found.type is expected
     machine.failures["create"] = kind(message)
@@ -151,6 +151,7 @@ async def test_sandbox_gets_what_the_configuration_says(
     trial.provider.destroy_sync(SandboxHandle(networked.id))
 
 
+@pytest.mark.sandbox
 @pytest.mark.parametrize("name", ["prime"])
 async def test_options_of_prime(trial: Trial, machine: Machine, name: str) -> None:
     extra = {"team_id": "team", "start_command": "tail -f /dev/null"}
@@ -203,6 +204,7 @@ async def test_create_that_is_cancelled_twice_still_leaves_nothing(trial: Trial,
     assert machine.num_created == 1 and not machine.boxes
 
 
+@pytest.mark.sandbox
 @pytest.mark.parametrize("name", ["prime", "e2b"])
 async def test_long_command_is_started_then_asked_for(
     trial: Trial, machine: Machine, name: str, monkeypatch: pytest.MonkeyPatch
@@ -210,17 +212,19 @@ async def test_long_command_is_started_then_asked_for(
     monkeypatch.setattr(remote, "POLL_SECONDS", (0.1, 0.1))
     handle = await trial.shared()
     seconds = type(trial.provider).detach_after + 1  # type: ignore[attr-defined]
-    command = "echo out; sleep 0.5; echo error >&2; exit 5"
+    command = "echo out; sleep 2; echo error >&2; exit 5"
     result = await trial.provider.execute(handle, command, timeout=seconds)
     assert result == ExecResult(5, "out\n", "error\n")
-    assert machine.calls.count("execute") > 3
+    assert machine.calls.count("execute") > 2
     monkeypatch.setattr(type(trial.provider), "detach_after", 0.5)
     with pytest.raises(SandboxCommandTimeoutError):
         await trial.provider.execute(handle, "sleep 60", timeout=1)
 
 
 @pytest.mark.parametrize("name", ["modal"])
-@pytest.mark.parametrize(("code", "expected"), [(-1, SandboxCommandTimeoutError), (137, SandboxOOMError), (1, SandboxError)])
+@pytest.mark.parametrize(
+    ("code", "expected"), [(-1, SandboxCommandTimeoutError), (137, SandboxOOMError), (1, SandboxError)]
+)
 async def test_script_that_is_ended_by_the_service_is_an_error(
     trial: Trial, name: str, code: int, expected: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,7 +257,7 @@ async def test_container_is_locked_down(trial: Trial, docker: Path, name: str) -
         ("Cannot connect to the Docker daemon at unix:///var/run/docker.sock.", SandboxSetupError),
         ("permission denied while trying to connect to the docker API", SandboxSetupError),
         ("Unable to find image 'x:1' locally\npull access denied for x", SandboxImagePullError),
-        ("Error: short-name \"x\" did not resolve to an alias", SandboxImagePullError),
+        ('Error: short-name "x" did not resolve to an alias', SandboxImagePullError),
         ("toomanyrequests: You have reached your pull rate limit", SandboxBusyError),
         ("something else", SandboxError),
     ],
@@ -262,7 +266,7 @@ async def test_failure_of_docker_becomes_ours(
     trial: Trial, docker: Path, name: str, message: str, expected: type[Exception]
 ) -> None:
     (docker / "failure").write_text(message)
-    with pytest.raises(Exception) as found:
+    with pytest.raises((SandboxError, SandboxSetupError)) as found:
         await trial.provider.create(trial.config)
     (docker / "failure").unlink()
     assert found.type is expected
