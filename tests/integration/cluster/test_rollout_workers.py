@@ -30,6 +30,8 @@ from telescope.rollout.exchange import TRAINING
 from telescope.rollout.pool import RolloutPool
 from telescope.rollout.sample import RolloutSettings, RolloutTask
 from telescope.rollout.trajectory import Trajectory
+from telescope.sandbox import get_provider
+from telescope.sandbox.ledger import SandboxLedger, reap
 
 FINE = "fine"
 FIRST_VERSION = 3
@@ -87,6 +89,8 @@ class Workers:
     deeds: dict[int, str]
     settings: RolloutSettings
     run_dir: Path
+    name: str
+    """Of the environment."""
 
     async def run(self, *deeds: str, samples: int = 1) -> list[list[Trajectory]]:
         """Runs a group for each deed, at the same time."""
@@ -96,9 +100,9 @@ class Workers:
             return await asyncio.gather(*(self._group(item, samples) for item in items))
 
     async def _group(self, item: int, samples: int) -> list[Trajectory]:
-        prompt = await self.pool.prepare("hostile", item)
+        prompt = await self.pool.prepare(self.name, item)
         tasks = [
-            RolloutTask(f"{item}-{n}", item, n, "hostile", "hostile", item, prompt.token_ids, (0, item, n))
+            RolloutTask(f"{item}-{n}", item, n, self.name, self.name, item, prompt.token_ids, (0, item, n))
             for n in range(samples)
         ]
         return await self.pool.run(tasks, self.settings)
@@ -112,23 +116,23 @@ class Workers:
 
 
 @asynccontextmanager
-async def workers(ground: Ground, run_dir: Path, **fields: Any) -> AsyncIterator[Workers]:
-    config = config_of(ground.folder, **fields)
+async def workers(ground: Ground, run_dir: Path, environment: str = "hostile", **fields: Any) -> AsyncIterator[Workers]:
+    config = config_of(ground.folder, environments=[{"name": environment}], **fields)
     deeds: dict[int, str] = {}
 
     def answer(request: FakeRequest) -> list[int]:
         text = ground.tokenizer.decode(request.prompt)
         return ground.encode(deeds[int(text.partition("question ")[2].split("<")[0])])
 
-    group = RolloutGroup(config, [EnvironmentSpec("hostile")], run_dir, ground.cluster)
+    group = RolloutGroup(config, [EnvironmentSpec(environment)], run_dir, ground.cluster)
     async with FakeEngineServer(FakeEngineSettings(tokens_per_second=0.0), answer=answer) as server:
         try:
             await group.start()
             await group.connect([(server.url, server.secret)], lambda: [FIRST_VERSION], FIRST_VERSION)
-            pool = RolloutPool(group.handles, infos={"hostile": group.infos[0]}, seconds=1.0, linger=0.01)
+            pool = RolloutPool(group.handles, infos={environment: group.infos[0]}, seconds=1.0, linger=0.01)
             slots = pool.open_lane(TRAINING, [64 * config.rollout_num_workers], 2)
             slots.set_up(0, True)
-            yield Workers(group, pool, deeds, RolloutSettings.from_config(config), run_dir)
+            yield Workers(group, pool, deeds, RolloutSettings.from_config(config), run_dir, environment)
             await pool.close()
         finally:
             await group.stop()
@@ -143,6 +147,10 @@ async def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> No
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         await asyncio.sleep(0.05)
+
+
+def num_processes(word: str) -> int:
+    return sum(word in " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
 
 
 async def test_a_worker_runs_rollouts_and_loads_neither_torch_nor_transformers(ground: Ground, tmp_path: Path) -> None:
@@ -256,3 +264,32 @@ async def test_a_process_that_left_its_worker_is_known_to_the_reaper(ground: Gro
         daemon = psutil.Process(int((tmp_path / "pid").read_text()))
         assert "TELESCOPE" in " ".join(daemon.environ())
         daemon.kill()
+
+
+@pytest.mark.sandbox
+async def test_sandboxes_end_with_their_worker_and_are_prepared_again(ground: Ground, tmp_path: Path) -> None:
+    async with workers(ground, tmp_path, "boxed") as run:
+        running = asyncio.ensure_future(run.run(*["sleep 4.65831"] * 4))
+        await eventually(lambda: num_processes("sleep 4.65831") >= 2)
+        ledger = SandboxLedger(tmp_path)
+        before = {row["id"] for row in ledger.rows()}
+        groups = await asyncio.gather(running, run.run("end"), run.run("false", "true"))
+        assert rewards(groups[0]) == [1.0] * 4 and rewards(groups[2]) == [0.0, 1.0]
+        assert groups[1][0][0].failure_kind == "environment"
+        assert run.num_replaced == 3
+        alive = await get_provider().find(ledger.run)
+        assert alive and not {handle.id for handle in alive} & before, "sandboxes of an ended worker are alive"
+    assert await get_provider().find(ledger.run) == []
+    await reap(tmp_path)
+    rows = list(ledger.rows())
+    assert {row["id"] for row in rows} == {row["id"] for row in rows if row.get("destroyed")}
+
+
+@pytest.mark.sandbox
+async def test_a_sandbox_that_is_lost_masks_its_sample(ground: Ground, tmp_path: Path) -> None:
+    async with workers(ground, tmp_path, "boxed") as run:
+        groups = await run.run("kill -9 -1; sleep 5", "true")
+        (lost,), (fine,) = groups
+        assert lost.reward is None and lost.failure_kind == "infrastructure"
+        assert "has ended" in (lost.failure_message or "")
+        assert fine.reward is not None and fine.reward.total_reward == 1.0
