@@ -342,8 +342,8 @@ def add_parser(subparsers: Any) -> None:
         description="Check the packages, devices, memory, ports and services that a run needs. Starts and changes "
         "nothing. Exit code 0: a run can start here; 1: something marked `missing` prevents it. With --sandbox it "
         "creates real sandboxes of one provider instead, which may cost money, tries what the provider promises, "
-        "prints each check with its time, and destroys them. Exit code 0: all hold; 1: one does not; 2: the provider cannot "
-        "be used here.",
+        "prints each check with its time, and destroys them. Exit code 0: all hold; 1: one does not; 2: the "
+        "provider cannot be used here.",
     )
     names = ", ".join(PROVIDERS)
     parser.add_argument(

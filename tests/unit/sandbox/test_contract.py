@@ -1,11 +1,15 @@
 """Every provider holds the contract, and the contract notices a provider that does not."""
 
+import argparse
+import re
 from typing import Any
 
 import pytest
+from tests.fakes.sandbox_sdks.machine import Machine
 
+from telescope.cli import doctor
 from telescope.sandbox import ExecResult, SandboxHandle, SandboxNotRunningError, contract
-from telescope.sandbox.contract import CHECKS, Check, ContractError, Trial, run_contract
+from telescope.sandbox.contract import CHECKS, Check, ContractError, Trial
 from telescope.sandbox.modal import ModalSandboxProvider
 
 pytestmark = pytest.mark.sandbox
@@ -31,7 +35,7 @@ class BadProvider(ModalSandboxProvider):
 
 
 @pytest.fixture
-def bad(machine: Any) -> Trial:
+def bad(machine: Machine) -> Trial:
     return Trial(BadProvider())
 
 
@@ -41,12 +45,25 @@ async def test_check_fails_for_a_bad_provider(bad: Trial, check: Check) -> None:
         await check(bad)
 
 
-@pytest.mark.parametrize("name", ["modal"])
-async def test_contract_reports_each_check_once(trial: Trial, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(trial: Trial) -> None:
-        """Nothing holds."""
-        raise ContractError("as promised")
+async def broken(trial: Trial) -> None:
+    """Nothing holds."""
+    raise ContractError("as promised")
 
-    monkeypatch.setattr(contract, "CHECKS", (contract.environment, broken))
-    results = [(check.__name__, problem) async for check, _, problem in run_contract(trial)]
-    assert results == [("environment", ""), ("broken", "as promised")]
+
+@pytest.mark.parametrize(("checks", "status"), [((contract.environment,), 0), ((contract.environment, broken), 1)])
+def test_doctor_prints_each_check_with_its_time(
+    machine: Machine,
+    checks: tuple[Check, ...],
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(contract, "CHECKS", checks)
+    arguments = argparse.ArgumentParser()
+    doctor.add_parser(arguments.add_subparsers())
+    asked = arguments.parse_args(["doctor", "--sandbox", "modal"])
+    assert asked.func(asked) == status
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"ok +\d+\.\d\d s  Variables of the configuration are set", lines[0])
+    assert any(line == "-> as promised" for line in lines) == (status == 1)
+    assert not machine.boxes
