@@ -12,7 +12,9 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
+
+Method = TypeVar("Method", bound=Callable[..., Awaitable[Any]])
 
 MAX_SPANS = 20_000
 """Spans that wait for the next `take`; later ones are only counted."""
@@ -60,8 +62,8 @@ class Activity:
 CURRENT: ContextVar[Activity | None] = ContextVar("sandbox activity", default=None)
 
 
-def measured(kind: str, method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Wraps a method of a provider, so that each call is a span."""
+def measured(kind: str, method: Method) -> Method:
+    """Wraps a method of a provider or a pool, so that each call is a span."""
 
     @functools.wraps(method)
     async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,8 +74,7 @@ def measured(kind: str, method: Callable[..., Awaitable[Any]]) -> Callable[..., 
         span = SandboxSpan(kind, self.name, handle.id if handle is not None else "", time.time(), 0.0)
         try:
             result = await method(self, *args, **kwargs)
-            if kind == "create":
-                span.sandbox_id = result.id
+            span.sandbox_id = span.sandbox_id or result.id
             return result
         except BaseException as error:
             span.error = type(error).__name__
@@ -82,4 +83,4 @@ def measured(kind: str, method: Callable[..., Awaitable[Any]]) -> Callable[..., 
             span.end = time.time()
             activity.add(span)
 
-    return call
+    return cast(Method, call)

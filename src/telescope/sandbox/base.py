@@ -10,15 +10,16 @@ from __future__ import annotations
 import asyncio
 import base64
 import shlex
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from telescope.errors import InfrastructureError, UserError
+from telescope.errors import UserError
 from telescope.sandbox.activity import measured
+from telescope.sandbox.errors import SandboxError
 
 R = TypeVar("R")
 
@@ -27,42 +28,6 @@ MAX_OUTPUT_BYTES = 2**20
 
 MAX_FILE_BYTES = 64 * 2**20
 """Largest file that is read from a sandbox."""
-
-
-class SandboxError(InfrastructureError):
-    """A sandbox or its provider failed."""
-
-
-class SandboxCommandTimeoutError(SandboxError):
-    """A command did not end in time. All of its processes were killed."""
-
-    def __init__(self, command: str, timeout: float, sandbox_id: str = "") -> None:
-        self.command, self.timeout, self.sandbox_id = command, timeout, sandbox_id
-        shown = command if len(command) <= 200 else command[:200] + "..."
-        super().__init__(f"the command {shown!r} did not end within {timeout:g} s in sandbox {sandbox_id!r}")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.command, self.timeout, self.sandbox_id)
-
-
-class SandboxOOMError(SandboxError):
-    """A sandbox ran out of memory and has ended."""
-
-
-class SandboxNotRunningError(SandboxError):
-    """A sandbox has ended, or never existed."""
-
-
-class SandboxImagePullError(SandboxError):
-    """The image of a sandbox cannot be had."""
-
-
-class SandboxBusyError(SandboxError):
-    """A service refuses to create a sandbox for now. Nothing was left behind: create again after a pause."""
-
-
-class SandboxSetupError(UserError):
-    """A provider cannot be used. The message names what is missing and how to get it."""
 
 
 @dataclass
@@ -183,7 +148,7 @@ class SandboxProvider(ABC):
 
     def destroy_sync(self, handle: SandboxHandle) -> None:
         """Destroys a sandbox from code without an event loop."""
-        run_sync(self.destroy(handle))
+        self.bulk_destroy_sync([handle])
 
     def bulk_destroy_sync(self, handles: Iterable[SandboxHandle]) -> None:
         """Destroys sandboxes from code without an event loop."""
@@ -196,21 +161,8 @@ class SandboxProvider(ABC):
 
 def run_sync(coroutine: Coroutine[Any, Any, R]) -> R:
     """Runs a coroutine in a thread with an event loop of its own, and waits for it."""
-    result: list[R] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            result.append(asyncio.run(coroutine))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="sandbox")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return result[0]
+    with ThreadPoolExecutor(1, "sandbox") as threads:
+        return threads.submit(asyncio.run, coroutine).result()
 
 
 def capped(output: bytes, total: int | None = None) -> str:

@@ -13,15 +13,8 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
-from telescope.sandbox.base import (
-    MAX_OUTPUT_BYTES,
-    SandboxCommandTimeoutError,
-    SandboxConfig,
-    SandboxError,
-    SandboxHandle,
-    SandboxNotRunningError,
-    SandboxProvider,
-)
+from telescope.sandbox.base import MAX_OUTPUT_BYTES, SandboxConfig, SandboxHandle, SandboxProvider
+from telescope.sandbox.errors import SandboxCommandTimeoutError, SandboxError, SandboxNotRunningError
 
 CREATE_SECONDS = 3600
 """Deadline of a check: a service may build an image first."""

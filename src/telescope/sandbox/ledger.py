@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from telescope.errors import UserError
-from telescope.sandbox.base import SandboxError, SandboxHandle, SandboxProvider
+from telescope.sandbox.base import SandboxHandle, SandboxProvider
+from telescope.sandbox.errors import SandboxError
 from telescope.sandbox.registry import PROVIDERS, get_provider
 
 logger = logging.getLogger(__name__)

@@ -32,13 +32,11 @@ from telescope.sandbox.base import (
     MAX_OUTPUT_BYTES,
     ExecResult,
     SandboxConfig,
-    SandboxError,
     SandboxHandle,
-    SandboxNotRunningError,
     SandboxProvider,
-    SandboxSetupError,
 )
 from telescope.sandbox.cgroups import Cgroup, are_usable, remove_old
+from telescope.sandbox.errors import SandboxError, SandboxNotRunningError, SandboxSetupError
 from telescope.sandbox.local_sandbox import MARK_VARIABLE, LocalSandbox
 
 logger = logging.getLogger(__name__)

@@ -18,17 +18,15 @@ import sys
 
 from telescope.errors import UserError
 from telescope.sandbox import exec_server
-from telescope.sandbox.base import (
-    MAX_FILE_BYTES,
-    ExecResult,
+from telescope.sandbox.base import MAX_FILE_BYTES, ExecResult, capped
+from telescope.sandbox.cgroups import Cgroup
+from telescope.sandbox.errors import (
     SandboxCommandTimeoutError,
     SandboxError,
     SandboxNotRunningError,
     SandboxOOMError,
     SandboxSetupError,
-    capped,
 )
-from telescope.sandbox.cgroups import Cgroup
 
 MARK_VARIABLE = "TELESCOPE_SANDBOX"
 """Environment variable of bubblewrap itself, outside the sandbox: its id and the label of its run."""

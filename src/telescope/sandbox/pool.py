@@ -13,11 +13,13 @@ import logging
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from telescope.errors import UserError
-from telescope.sandbox.activity import CURRENT, SandboxSpan
-from telescope.sandbox.base import SandboxBusyError, SandboxConfig, SandboxError, SandboxHandle, SandboxProvider
+from telescope.sandbox.activity import measured
+from telescope.sandbox.base import SandboxConfig, SandboxHandle, SandboxProvider
+from telescope.sandbox.errors import SandboxBusyError, SandboxError
 from telescope.sandbox.ledger import SandboxLedger
 
 logger = logging.getLogger(__name__)
@@ -53,7 +55,7 @@ class GenericSandboxPool:
             if value < 1:
                 raise UserError(f"{name}={value} of a pool of sandboxes must be at least 1")
         self.ledger = SandboxLedger.of_process()
-        self.provider, self.pool_size = provider, pool_size
+        self.provider, self.name, self.pool_size = provider, provider.name, pool_size
         self.config = replace(config, extra={"run": self.ledger.run, **config.extra})
         self.ready_queue: asyncio.Queue[SandboxHandle | Exception] = asyncio.Queue()
         """Sandboxes that wait for a user, and errors of those that could not be created."""
@@ -78,30 +80,17 @@ class GenericSandboxPool:
             await self.shutdown()
             raise
 
+    @partial(measured, "queue")
     async def acquire(self, timeout: float | None = None) -> SandboxHandle:
         """Returns a running sandbox. Raises `SandboxError` if none is free within `timeout` seconds."""
         if not self._is_open:
             raise SandboxError("the pool of sandboxes has not started, or has ended")
-        since = time.time()
-        error = ""
-        handle: SandboxHandle | None = None
         try:
             async with asyncio.timeout(timeout):
-                handle = await self._take()
-                return handle
+                return await self._take()
         except TimeoutError:
-            error = "TimeoutError"
             in_use = f"{len(self.in_use_sandboxes)} of {self.pool_size} are in use (pool_size)"
-            raise SandboxError(
-                f"no sandbox of {self.provider.name!r} was free within {timeout:g} s: {in_use}"
-            ) from None
-        except BaseException as failure:
-            error = type(failure).__name__
-            raise
-        finally:
-            if (activity := CURRENT.get()) is not None:
-                name = "" if handle is None else handle.id
-                activity.add(SandboxSpan("queue", self.provider.name, name, since, time.time(), error))
+            raise SandboxError(f"no sandbox of {self.name!r} was free within {timeout:g} s: {in_use}") from None
 
     async def release(self, handle: SandboxHandle, *, unused: bool = False) -> None:
         """Gives a sandbox back. It is used again, or destroyed and replaced."""

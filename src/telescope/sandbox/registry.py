@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 from telescope.errors import UserError
-from telescope.sandbox.base import SandboxProvider, SandboxSetupError
+from telescope.sandbox.base import SandboxProvider
 
 PROVIDERS = {
     "local": "telescope.sandbox.local.LocalSandboxProvider",
@@ -40,12 +40,3 @@ def get_provider(name: str | None = None, **kwargs: Any) -> SandboxProvider:
     if not isinstance(provider, SandboxProvider):
         raise UserError(f"provider={name!r} is not a subclass of telescope.sandbox.SandboxProvider")
     return provider
-
-
-def load_sdk(module: str, package: str, provider: str) -> Any:
-    """Imports a provider's SDK. Raises `SandboxSetupError` with the command that installs it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        fix = f"Install it: uv pip install {package}   (or: pip install {package})"
-        raise SandboxSetupError(f"The sandbox provider {provider!r} needs the package {package}. {fix}") from error
