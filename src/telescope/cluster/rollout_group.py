@@ -312,9 +312,9 @@ class RolloutGroup:
             self.stop_seconds = 30.0
 
     def homes(self, key: str) -> Iterable[int]:
-        """Returns the workers that run an environment: one on each node if its resources exist once a node, else all.
+        """Returns the workers that run an environment: all, or one per node if its resources exist once per node.
 
-        That is the one that has been there longest.
+        That is the worker that has been on the node longest.
         """
         pairs = zip(self.specs, self.infos, strict=True)
         if not any(info.shares_resources for spec, info in pairs if spec.identity == key):

@@ -38,7 +38,8 @@ class SandboxEnvironment(Environment):
     """
 
     resources_per: ClassVar[Literal["host", "process"]] = "process"
-    pool: GenericSandboxPool | None = None
+    sandboxes: GenericSandboxPool
+    """The pool, from `prepare_resources` on."""
 
     def __init__(
         self,
@@ -73,27 +74,21 @@ class SandboxEnvironment(Environment):
     async def prepare_resources(self) -> None:
         """Starts the pool."""
         provider = get_provider(self.provider, **self.provider_kwargs)
-        self.pool = GenericSandboxPool(provider, self.sandbox_config, self.pool_size, self.max_concurrent_creates)
-        await self.pool.start()
+        self.sandboxes = GenericSandboxPool(provider, self.sandbox_config, self.pool_size, self.max_concurrent_creates)
+        await self.sandboxes.start()
 
     async def close_resources(self) -> None:
         """Destroys all sandboxes."""
-        if self.pool is not None:
-            await self.pool.shutdown()
-
-    @property
-    def sandboxes(self) -> GenericSandboxPool:
-        """The pool, which `prepare_resources` started."""
-        assert self.pool is not None, "prepare_resources has not run"
-        return self.pool
+        if hasattr(self, "sandboxes"):  # unset if the provider cannot be used
+            await self.sandboxes.shutdown()
 
 
 class SandboxTools(SandboxEnvironment):
     """A mixin for a `ToolEnvironment`, whose `tools` may then contain `shell` and `sandbox_python`.
 
     A rollout gets its sandbox with its first call and loses it at its end. A command that takes more than
-    `command_timeout_seconds` is killed, which the model reads; a sandbox that fails masks the sample. A subclass that
-    overrides `set_up_sandbox` fills a new sandbox, and `working_dir_of` says where commands start.
+    `command_timeout_seconds` is killed, which the model reads; a sandbox that fails masks the sample. Override
+    `set_up_sandbox` to fill a new sandbox, and `working_dir_of` to choose where commands start.
     """
 
     def __init__(
@@ -103,7 +98,7 @@ class SandboxTools(SandboxEnvironment):
         **kwargs: Any,
     ) -> None:
         self.command_timeout_seconds = command_timeout_seconds
-        # The tool's own limit is the one that counts; this also covers the wait for earlier calls of the answer.
+        # `shell` applies the limit itself; this one also covers the wait for earlier calls of the same answer.
         self.tool_timeout_seconds = 20 * command_timeout_seconds
         shipped: dict[Any, Callable[..., Any]] = {"shell": self.shell, "sandbox_python": self.sandbox_python}
         if unknown := [tool for tool in tools or () if isinstance(tool, str) and tool not in shipped]:

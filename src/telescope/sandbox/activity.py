@@ -1,4 +1,4 @@
-"""What a process does with sandboxes: a span for each call of a provider, and how many sandboxes are alive.
+"""Records the sandbox activity of a process: a span for each call of a provider, and which sandboxes are alive.
 
 The collector of a process is in a context variable, so that calls of user code find it, in any task. Without one,
 nothing is collected.
@@ -43,7 +43,7 @@ class Activity:
     num_dropped: int = 0
 
     def add(self, span: SandboxSpan) -> None:
-        """Adds a span, and counts sandboxes that begin or end."""
+        """Adds a span, and updates which sandboxes are alive."""
         if span.kind == "create" and not span.error:
             self.alive[span.provider].add(span.sandbox_id)
         if span.kind == "destroy" and not span.error:

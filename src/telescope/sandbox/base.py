@@ -1,4 +1,4 @@
-"""What every provider of sandboxes offers: create, execute, upload, read, destroy.
+"""The interface of sandbox providers: create, execute, upload, read, destroy.
 
 A provider implements `create`, `execute`, `upload_bytes` and `destroy`; everything else has a default. Calls of a
 provider are measured (`sandbox.activity`). A failure is a `SandboxError`, which counts as infrastructure: retried
@@ -32,10 +32,10 @@ MAX_FILE_BYTES = 64 * 2**20
 
 @dataclass
 class SandboxConfig:
-    """What a sandbox is made of. `image` "" is the provider's usual one.
+    """Settings of a sandbox. An empty `image` is the provider's default.
 
-    `cpu` counts cores, `timeout_seconds` is its life at most, `name` is shown by the provider. `extra` has options of
-    one provider: see docs/sandboxes.md. Raises `UserError` for a value out of range.
+    `cpu` counts cores, `timeout_seconds` limits its life, and the provider shows `name`. `extra` has options of one
+    provider (docs/sandboxes.md). Raises `UserError` for a value out of range.
     """
 
     image: str = ""
@@ -66,7 +66,7 @@ class SandboxHandle:
 
 @dataclass(frozen=True)
 class ExecResult:
-    """What a command returned. `exit_code` is 128 + signal if a signal ended it."""
+    """Result of a command. `exit_code` is 128 + signal if a signal ended it."""
 
     exit_code: int
     stdout: str
@@ -106,7 +106,7 @@ class SandboxProvider(ABC):
 
     @abstractmethod
     async def destroy(self, handle: SandboxHandle) -> None:
-        """Ends a sandbox with everything in it. One that has ended is not an error."""
+        """Ends a sandbox with all of its processes. It is no error if the sandbox has ended already."""
 
     async def upload_file(self, handle: SandboxHandle, remote_path: str, local_path: str | Path) -> None:
         """Uploads a file of this machine."""
@@ -155,7 +155,7 @@ class SandboxProvider(ABC):
         run_sync(self.bulk_destroy(handles))
 
     async def close(self) -> None:
-        """Closes connections of the provider. Sandboxes go on."""
+        """Closes the connections of the provider. Its sandboxes keep running."""
         return None
 
 
@@ -168,7 +168,7 @@ def run_sync(coroutine: Coroutine[Any, Any, R]) -> R:
 def capped(output: bytes, total: int | None = None) -> str:
     """Returns output as text, without its middle if it has more than `MAX_OUTPUT_BYTES`.
 
-    `total` is its length if the middle is gone already.
+    `total` is its original length if the middle was removed before.
     """
     half = MAX_OUTPUT_BYTES // 2
     left_out = (len(output) if total is None else total) - 2 * half

@@ -1,10 +1,9 @@
-"""What cloud providers share: an SDK that is imported late, a key, and connections that belong to an event loop."""
+"""Base of the cloud providers: an SDK that is imported late, a key, and a client for each event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
-import math
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,8 +56,3 @@ class CloudSandboxProvider(RemoteSandboxProvider):
     async def close(self) -> None:
         if client := self._clients.pop(asyncio.get_running_loop(), None):
             await (client.aclose if hasattr(client, "aclose") else client.close)()  # SDKs differ
-
-
-def minutes(seconds: float) -> int:
-    """Returns whole minutes, at least one."""
-    return max(1, math.ceil(seconds / 60))

@@ -8,7 +8,7 @@ from typing import Any
 
 from telescope.sandbox import errors
 from telescope.sandbox.base import ExecResult, SandboxConfig, SandboxHandle
-from telescope.sandbox.cloud import CloudSandboxProvider, minutes
+from telescope.sandbox.cloud import CloudSandboxProvider
 from telescope.sandbox.remote import LABEL, run_label
 
 CREATE_SECONDS = 600
@@ -45,7 +45,7 @@ class DaytonaSandboxProvider(CloudSandboxProvider):
         return handle.provider_data
 
     async def _start(self, config: SandboxConfig) -> SandboxHandle:
-        life, snapshot = minutes(config.timeout_seconds), config.extra.get("snapshot")
+        life, snapshot = math.ceil(config.timeout_seconds / 60), config.extra.get("snapshot")
         kind = self.sdk.CreateSandboxFromSnapshotParams if snapshot else self.sdk.CreateSandboxFromImageParams
         settings: dict[str, Any] = {
             "env_vars": dict(config.environment_vars),

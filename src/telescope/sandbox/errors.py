@@ -24,7 +24,7 @@ class SandboxCommandTimeoutError(SandboxError):
 
 
 class SandboxOOMError(SandboxError):
-    """A sandbox ran out of memory and has ended."""
+    """A sandbox ran out of memory and ended."""
 
 
 class SandboxNotRunningError(SandboxError):
@@ -32,7 +32,7 @@ class SandboxNotRunningError(SandboxError):
 
 
 class SandboxImagePullError(SandboxError):
-    """The image of a sandbox cannot be had."""
+    """The image of a sandbox cannot be pulled or built."""
 
 
 class SandboxBusyError(SandboxError):

@@ -84,11 +84,11 @@ class Command:
         if self.pid < 0:
             for stream in self.streams:
                 os.close(stream.read_end)
-            raise OSError("the sandbox has as many processes as it may have")
+            raise OSError("the sandbox has reached its limit of processes (max_processes)")
         self.process = os.pidfd_open(self.pid)
 
     def kill(self) -> None:
-        """Kills the command with every process that it started, those that left its session included."""
+        """Kills the command and every process that it started, also outside its session."""
         for _ in range(50):  # again, because one may fork while the others are killed
             tree = {self.pid}
             members = []
@@ -123,10 +123,10 @@ class Server:
         self.poll = select.poll()
         self.poll.register(descriptor, select.POLLIN)
         self.commands: dict[int, Command] = {}  # by the descriptor of their process
-        self.streams: dict[int, Stream] = {}  # by descriptor; those of daemons, too
+        self.streams: dict[int, Stream] = {}  # by descriptor, also of daemons
 
     def receive(self, length: int) -> bytes:
-        """Reads so many bytes of the socket. Exits at its end."""
+        """Reads `length` bytes from the socket. Exits at its end."""
         pieces = []
         while length:
             piece = os.read(self.descriptor, min(length, 1 << 20))
@@ -220,7 +220,7 @@ class Server:
 
 
 def main(socket: str, output_limit: str, num_processes: str, data_bytes: str) -> None:
-    """Prepares the sandbox from inside, says so, and serves. A limit of 0 is none."""
+    """Sets up the sandbox from inside, reports that it is ready, and serves. A limit of 0 is no limit."""
     descriptor = int(socket)
     os.set_inheritable(descriptor, False)
     os.umask(0o022)

@@ -1,4 +1,4 @@
-"""The list of a run's sandboxes in a file, so that none outlives the run.
+"""Lists a run's sandboxes in a file, so that none outlives the run.
 
 Invariant: a sandbox is in the file before it is used, and leaves it after it is destroyed. `reap` destroys what a
 killed process left: by id, and by the label that every sandbox of the run carries.

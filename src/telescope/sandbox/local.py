@@ -48,7 +48,7 @@ MAX_PROCESSES = 256
 START_SECONDS = 30.0
 NOBODY = 65534
 _PROTECTED = ("sys", "pressure", "fs", "driver", "tty", "acpi", "mtrr", "scsi", "sysrq-trigger", "irq", "bus")
-"""What is writable in `/proc` beside processes."""
+"""Entries of `/proc`, other than processes, that are writable."""
 SYSTEM_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64")
 SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ssl", "/etc/ca-certificates", "/etc/localtime")
 ENDPOINT = "/run/telescope.sock"
@@ -77,12 +77,12 @@ class LocalSandboxProvider(SandboxProvider):
         self._bwrap = found
         remove_old()
         self._has_cgroups = are_usable()
-        self._said_limits = False
+        self._has_warned = False
         self._code = os.memfd_create("exec_server.py")
         with tempfile.TemporaryDirectory() as folder:  # compiled, because compiling takes a third of a start
             compiled = py_compile.compile(exec_server.__file__, f"{folder}/exec_server.pyc", doraise=True)
             os.write(self._code, Path(str(compiled)).read_bytes())
-        # A thread of its own: bubblewrap dies with the thread that started it, and calls may come from any event loop.
+        # A thread of its own: bubblewrap ends with the thread that started it, and calls may come from any event loop.
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="sandboxes", daemon=True).start()
 
@@ -121,7 +121,7 @@ class LocalSandboxProvider(SandboxProvider):
         return [SandboxHandle(name) for name in {name for _, name in await asyncio.to_thread(_marked, run.encode())}]
 
     async def close(self) -> None:
-        """Ends the thread of the provider, and with it sandboxes that are left."""
+        """Ends the provider's thread, and with it the sandboxes that still run."""
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _sandbox(self, handle: SandboxHandle) -> LocalSandbox:
@@ -139,12 +139,12 @@ class LocalSandboxProvider(SandboxProvider):
         cgroup = None
         if self._has_cgroups:
             cgroup = Cgroup(name, memory_bytes=memory + disk, num_processes=num_processes, cpu=config.cpu)
-        held = set() if cgroup is None else cgroup.held
+        enforced = set() if cgroup is None else cgroup.enforced
         sandbox = LocalSandbox(name, cgroup)
         try:
             command, user = self._command(config, disk)
-            limits = (MAX_OUTPUT_BYTES, num_processes, 0 if "memory" in held else memory)
-            self._say_limits(held, user)
+            limits = (MAX_OUTPUT_BYTES, num_processes, 0 if "memory" in enforced else memory)
+            self._warn_of_soft_limits(enforced, user)
             async with asyncio.timeout(START_SECONDS):
                 await sandbox.start(command, self._code, limits, user, f"{name} {config.extra.get('run', '')}")
             if config.extra.get("endpoint"):
@@ -184,7 +184,7 @@ class LocalSandboxProvider(SandboxProvider):
         shown = [Path(folder) for folder in config.extra.get("read_only", ())]
         user = None
         if os.geteuid() == 0 and all(_is_open_to_all(path) for path in (root, python, *shown)):
-            user = NOBODY  # root may read all that it is shown, and the limit of processes does not hold for it
+            user = NOBODY  # root could read every mounted file, and the limit of processes does not apply to it
         command = [
             self._bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "1000",
             "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox",
@@ -217,19 +217,13 @@ class LocalSandboxProvider(SandboxProvider):
             command += ["--setenv", key, str(value)]
         return command, user
 
-    def _say_limits(self, held: set[str], user: int | None) -> None:
-        """Says once which limits the kernel holds for a whole sandbox."""
-        if self._said_limits:
-            return
-        self._said_limits = True
-        soft = []
-        if "memory" not in held:
-            soft.append("memory (of each process, not of all)")
-        if "processes" not in held and os.geteuid() == 0 and user is None:
-            soft.append("processes (none)")
-        if "cpu" not in held:
-            soft.append("CPU (none)")
-        if soft:
+    def _warn_of_soft_limits(self, enforced: set[str], user: int | None) -> None:
+        """Logs once which limits the kernel does not enforce for a whole sandbox."""
+        by_rlimit = {"processes"} if user is not None or os.geteuid() else set()
+        consequences = {"memory": "of each process, not of all", "processes": "none", "cpu": "none"}
+        soft = [f"{name} ({what})" for name, what in consequences.items() if name not in enforced | by_rlimit]
+        if soft and not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "Local sandboxes: no cgroups may be made here, so these limits are soft: %s. "
                 "TELESCOPE_CGROUP names a delegated folder of cgroups (docs/sandboxes.md)",

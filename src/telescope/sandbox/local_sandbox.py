@@ -82,7 +82,7 @@ class LocalSandbox:
         del self._replies[0]
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Hands replies to those that wait for them, until the sandbox ends."""
+        """Passes replies to the calls that wait for them, until the sandbox ends."""
         why = ""
         try:
             while True:

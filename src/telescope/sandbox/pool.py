@@ -1,7 +1,7 @@
 """A pool of sandboxes that are ready before they are needed.
 
-At most `pool_size` sandboxes exist at a time, in use or ready. A lost one is normal: it is replaced, and its user gets
-an error that counts as infrastructure. Every sandbox is in the ledger of the run before it is used.
+At most `pool_size` sandboxes exist at a time, in use or ready. A lost sandbox is normal: it is replaced, and its user
+gets an error that counts as infrastructure. Every sandbox is in the ledger of the run before it is used.
 
 A pool belongs to the event loop that starts it.
 """
@@ -58,7 +58,7 @@ class GenericSandboxPool:
         self.provider, self.name, self.pool_size = provider, provider.name, pool_size
         self.config = replace(config, extra={"run": self.ledger.run, **config.extra})
         self.ready_queue: asyncio.Queue[SandboxHandle | Exception] = asyncio.Queue()
-        """Sandboxes that wait for a user, and errors of those that could not be created."""
+        """Sandboxes that are ready, and errors of failed creations."""
         self.in_use_sandboxes: set[SandboxHandle] = set()
         self.all_sandboxes: dict[SandboxHandle, float] = {}
         """When each was created, by `time.monotonic()`."""
@@ -72,7 +72,7 @@ class GenericSandboxPool:
         self._is_open = False
 
     async def start(self) -> None:
-        """Begins to create sandboxes. Returns when the first is ready. Raises what its creation raises."""
+        """Starts to create sandboxes, and waits until the first is ready. Raises the error of its creation."""
         self._is_open = True
         try:
             await self.release(await self._take(), unused=True)
@@ -111,7 +111,7 @@ class GenericSandboxPool:
         self._refill()
 
     async def shutdown(self) -> None:
-        """Destroys all sandboxes, those that are being created included."""
+        """Destroys all sandboxes, also the ones that are being created."""
         self._is_open = False
         for task in list(self._tasks):
             if task.get_name() == "create":
@@ -170,7 +170,7 @@ class GenericSandboxPool:
         task.add_done_callback(self._tasks.discard)
 
     async def _create(self) -> None:
-        """Creates a sandbox; again after a pause if the service refuses. Its last error goes to one that waits."""
+        """Creates a sandbox. Its error goes to a waiting `acquire`, if there is one."""
         try:
             async with self._creating:
                 handle = await self._created()
@@ -201,7 +201,7 @@ class GenericSandboxPool:
         raise AssertionError
 
     async def _destroy(self, handle: SandboxHandle) -> None:
-        """Destroys a sandbox. One that cannot be destroyed stays in the ledger, for `telescope sandbox reap`."""
+        """Destroys a sandbox. If that fails, it stays in the ledger for `telescope sandbox reap`."""
         for attempt in range(1, DESTROY_ATTEMPTS + 1):
             try:
                 await self.provider.destroy(handle)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
 from typing import Any
 
 from telescope.sandbox import errors
 from telescope.sandbox.base import ExecResult, SandboxConfig, SandboxHandle
-from telescope.sandbox.cloud import CloudSandboxProvider, minutes
+from telescope.sandbox.cloud import CloudSandboxProvider
 from telescope.sandbox.remote import LABEL, run_label, unique_name
 
 
@@ -45,7 +45,7 @@ class PrimeSandboxProvider(CloudSandboxProvider):
             disk_size_gb=config.disk_size_gb,
             gpu_count=config.gpu_count,
             gpu_type=extra.get("gpu_type"),
-            timeout_minutes=minutes(config.timeout_seconds),
+            timeout_minutes=math.ceil(config.timeout_seconds / 60),
             environment_vars=config.environment_vars,
             labels=[f"{key}={value}" for key, value in run_label(config).items()],
             team_id=extra.get("team_id"),
@@ -80,14 +80,6 @@ class PrimeSandboxProvider(CloudSandboxProvider):
 
     async def _destroy(self, handle: SandboxHandle) -> None:
         await self.client.delete(handle.id)
-
-    async def bulk_destroy(self, handles: Iterable[SandboxHandle]) -> None:
-        ids = [handle.id for handle in handles]
-        with self._translated(", ".join(ids[:3]), "destroy", 60):
-            for start in range(0, len(ids), 100):
-                failed = (await self.client.bulk_delete(sandbox_ids=ids[start : start + 100])).failed
-                if lasting := [row for row in failed if "not found" not in str(row).lower()]:
-                    raise errors.SandboxError(f"{len(lasting)} sandboxes were not destroyed, first: {lasting[0]}")
 
     async def _find(self, run: str) -> list[SandboxHandle]:
         found: list[SandboxHandle] = []

@@ -1,4 +1,4 @@
-"""What cloud services and containers share: commands by a script, creation that leaks nothing, errors by a table.
+"""Base of cloud and container providers: commands by a script, creation that leaks nothing, errors by a table.
 
 A provider hands a script to its service and returns what it printed. The script itself keeps the command's deadline,
 caps both streams before they travel, and prints them with the exit code around a marker: so a service needs one stream
@@ -80,9 +80,9 @@ class RemoteSandboxProvider(SandboxProvider):
     makes_folders: ClassVar[bool] = False
     """Whether an upload takes any absolute path."""
     error_table: ClassVar[tuple[tuple[str, str, type[Exception]], ...]] = ()
-    """Patterns of an SDK error's class and of its message, and our class. The first that fits counts."""
+    """Patterns of an SDK error's class and of its message, and our class. The first match counts."""
     setup_hint: ClassVar[str] = ""
-    """How to get what the service wants: keys, quota."""
+    """How to get what the service needs: keys, quota."""
 
     def __init__(self) -> None:
         self._undoing: set[asyncio.Future[None]] = set()

@@ -105,8 +105,4 @@ class AsyncSandboxClient:
         if not MACHINE.remove(sandbox_id):
             raise APIError("HTTP 404: no such sandbox")
 
-    async def bulk_delete(self, sandbox_ids: Any = None) -> Any:
-        failed = [{"id": name, "error": "Sandbox not found"} for name in sandbox_ids if not MACHINE.remove(name)]
-        return SimpleNamespace(failed=failed)
-
     async def aclose(self) -> None: ...

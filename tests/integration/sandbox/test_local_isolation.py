@@ -59,7 +59,6 @@ def python(code: str) -> str:
 def test_a_fork_bomb_stays_within_the_limit_of_processes(provider, box, run: Run):
     with pytest.raises(SandboxCommandTimeoutError):
         run("bomb() { bomb | bomb & }; bomb; sleep 60", timeout=2)
-    assert run("ls -d /proc/[0-9]* | wc -l").stdout.strip().isdigit()
     assert int(run("ls -d /proc/[0-9]* | wc -l").stdout) < 50  # the time limit ended the whole tree
 
 
