@@ -8,7 +8,6 @@ Invariant: a sandbox with tools serves one rollout and is destroyed with it.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
@@ -61,7 +60,7 @@ class SandboxEnvironment(Environment):
         self.provider, self.provider_kwargs = provider, provider_kwargs or {}
         self.pool_size, self.max_concurrent_creates = pool_size, max_concurrent_creates
         self.sandbox_config = SandboxConfig(
-            image=docker_image or os.environ.get("DEFAULT_DOCKER_IMAGE", ""),
+            image=docker_image or "",
             cpu=cpu,
             memory_mb=memory_mb,
             disk_size_gb=disk_size_gb,

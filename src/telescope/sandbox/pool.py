@@ -67,7 +67,7 @@ class GenericSandboxPool:
         self._creating = asyncio.Semaphore(max_concurrent_creates)
         self._next_create = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._num_coming = 0
+        self._num_creating = 0
         self._num_waiting = 0
         self._is_open = False
 
@@ -160,8 +160,8 @@ class GenericSandboxPool:
         self.ready_queue.put_nowait(handle)
 
     def _refill(self) -> None:
-        while self._is_open and len(self.all_sandboxes) + self._num_coming < self.pool_size:
-            self._num_coming += 1
+        while self._is_open and len(self.all_sandboxes) + self._num_creating < self.pool_size:
+            self._num_creating += 1
             self._spawn(self._create(), "create")
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str = "destroy") -> None:
@@ -173,7 +173,7 @@ class GenericSandboxPool:
         """Creates a sandbox. Its error goes to a waiting `acquire`, if there is one."""
         try:
             async with self._creating:
-                handle = await self._created()
+                handle = await self._create_with_retries()
             self.ledger.opened(self.provider, handle)
             self.all_sandboxes[handle] = time.monotonic()
             self._ready(handle)
@@ -182,23 +182,23 @@ class GenericSandboxPool:
             if self._num_waiting > self.ready_queue.qsize():
                 self.ready_queue.put_nowait(error)
         finally:
-            self._num_coming -= 1
+            self._num_creating -= 1
 
-    async def _created(self) -> SandboxHandle:
-        pause = FIRST_PAUSE_SECONDS
-        for attempt in range(1, CREATE_ATTEMPTS + 1):
+    async def _create_with_retries(self) -> SandboxHandle:
+        pauses = [FIRST_PAUSE_SECONDS * 2**attempt for attempt in range(CREATE_ATTEMPTS - 1)]
+        interval = 1 / self.provider.creates_per_second
+        while True:
             now = time.monotonic()
-            self._next_create = max(now, self._next_create) + 1 / self.provider.creates_per_second
-            await asyncio.sleep(self._next_create - now - 1 / self.provider.creates_per_second)
+            start = max(now, self._next_create)
+            self._next_create = start + interval
+            await asyncio.sleep(start - now)
             try:
                 return await self.provider.create(self.config)
             except SandboxBusyError as error:
-                if attempt == CREATE_ATTEMPTS:
+                if not pauses:
                     raise
-                logger.info("%s; trying again in %g s", error, pause)
-                await asyncio.sleep(pause)
-                pause *= 2
-        raise AssertionError
+                logger.info("%s; trying again in %g s", error, pauses[0])
+                await asyncio.sleep(pauses.pop(0))
 
     async def _destroy(self, handle: SandboxHandle) -> None:
         """Destroys a sandbox. If that fails, it stays in the ledger for `telescope sandbox reap`."""
