@@ -74,11 +74,14 @@ class LocalSandbox:
                 first := await asyncio.get_running_loop().run_in_executor(None, _first_process, info)
             ):
                 self._cgroup.add(first)
+            reader, self._writer = await asyncio.open_connection(sock=ours, limit=2**20)
+        except BaseException:
+            ours.close()  # see `destroy`
+            raise
         finally:
             theirs.close()
             for descriptor in (go, info, block):
                 os.close(descriptor)
-        reader, self._writer = await asyncio.open_connection(sock=ours, limit=2**20)
         self._reading = asyncio.ensure_future(self._read(reader))
         await self._replies[0]
         del self._replies[0]
@@ -125,10 +128,10 @@ class LocalSandbox:
     async def destroy(self) -> None:
         """Ends the sandbox, and waits until its processes are gone."""
         self.end("it was destroyed")
+        if self._writer is not None:
+            self._writer.close()  # first: ends the server, even if bubblewrap's child does not die with it yet
         if self._reading is not None:
             await asyncio.wait({self._reading})
-        if self._writer is not None:
-            self._writer.close()
         if self._process is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._process.wait)
             assert self._process.stderr is not None
