@@ -89,7 +89,13 @@ class LocalSandboxProvider(SandboxProvider):
         threading.Thread(target=self._loop.run_forever, name="sandboxes", daemon=True).start()
 
     async def create(self, config: SandboxConfig) -> SandboxHandle:
-        return await self._run(self._create(config))
+        creating = asyncio.ensure_future(self._run(self._create(config)))
+        try:
+            return await asyncio.shield(creating)
+        except asyncio.CancelledError:
+            with contextlib.suppress(SandboxError, UserError):
+                await self.destroy(await creating)
+            raise
 
     async def execute(
         self, handle: SandboxHandle, command: str, timeout: float = 60, working_dir: str | None = None

@@ -113,6 +113,7 @@ class LocalSandbox:
         for waiting in self._replies.values():
             if not waiting.done():
                 waiting.set_exception(self.ended)
+                waiting.exception()  # retrieved here: a cancelled start does not wait for it any more
 
     def _why_ended(self, why: str) -> SandboxError | SandboxSetupError:
         ended = f"the sandbox {self.name!r} has ended"

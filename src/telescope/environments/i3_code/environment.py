@@ -173,7 +173,7 @@ class I3CodeEnvironment(SandboxEnvironment, SingleTurnEnvironment):
         return []
 
     async def _execute(self, handle: SandboxHandle, nonce: str, program: str, tests: dict[str, Any]) -> ExecResult:
-        folder, provider = f"/tmp/{nonce}", self.sandboxes.provider
+        folder, provider = f"/tmp/{secrets.token_hex(8)}", self.sandboxes.provider
         job = {
             "nonce": nonce,
             "program": program,
