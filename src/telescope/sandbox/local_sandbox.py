@@ -54,6 +54,7 @@ class LocalSandbox:
         self._replies: dict[int, asyncio.Future[tuple[int, list[tuple[int, bytes]]]]] = {0: asyncio.Future()}
         self._numbers = itertools.count(1)
         self._reading: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     async def start(self, command: list[str], code: int, limits: tuple[int, ...], user: int | None, mark: str) -> None:
         """Starts bubblewrap, and waits for the server inside, whose program is the file `code`."""
@@ -104,6 +105,11 @@ class LocalSandbox:
             why = str(error)
         self.end(why)
 
+    def end_after(self, seconds: float) -> None:
+        """Ends the sandbox after so many seconds."""
+        why = "its time is over (timeout_seconds)"
+        self._timer = asyncio.get_running_loop().call_later(seconds, self.end, why)
+
     def end(self, why: str) -> None:
         """Kills everything in the sandbox. Calls that wait fail with the reason."""
         if self.ended is None:
@@ -129,6 +135,8 @@ class LocalSandbox:
     async def destroy(self) -> None:
         """Ends the sandbox, and waits until its processes are gone."""
         self.end("it was destroyed")
+        if self._timer is not None:
+            self._timer.cancel()  # which keeps this object
         if self._writer is not None:
             self._writer.close()  # first: ends the server, even if bubblewrap's child does not die with it yet
         if self._reading is not None:
