@@ -26,7 +26,7 @@ class E2BSandboxProvider(CloudSandboxProvider):
         ("SandboxUnreachableException", "", errors.SandboxError),
         ("TimeoutException", "", errors.SandboxCommandTimeoutError),
         ("(Build|Template)Exception", "", errors.SandboxImagePullError),
-        ("(RateLimit|ServiceBusy)Exception", "", errors.SandboxBusyError),
+        ("(RateLimit|ServiceBusy)Exception|ConnectError", "", errors.SandboxBusyError),
         ("AuthenticationException", "", errors.SandboxSetupError),
     )
 

@@ -77,6 +77,8 @@ class LocalSandboxProvider(SandboxProvider):
         self._bwrap = found
         remove_old()
         self._has_cgroups = are_usable()
+        self._sandboxes: dict[str, LocalSandbox] = {}
+        """By id, until they are destroyed."""
         self._has_warned = False
         self._code = os.memfd_create("exec_server.py")
         with tempfile.TemporaryDirectory() as folder:  # compiled, because compiling takes a third of a start
@@ -109,11 +111,13 @@ class LocalSandboxProvider(SandboxProvider):
         return await self._run(self._sandbox(handle).file(b"read", remote_path, str(max_bytes).encode()))
 
     async def is_alive(self, handle: SandboxHandle) -> bool:
-        return isinstance(handle.provider_data, LocalSandbox) and handle.provider_data.ended is None
+        sandbox = handle.provider_data or self._sandboxes.get(handle.id)
+        return sandbox is not None and sandbox.ended is None
 
     async def destroy(self, handle: SandboxHandle) -> None:
-        if isinstance(handle.provider_data, LocalSandbox):
-            await self._run(handle.provider_data.destroy())
+        if (sandbox := handle.provider_data or self._sandboxes.get(handle.id)) is not None:
+            await self._run(sandbox.destroy())
+            self._sandboxes.pop(handle.id, None)
         else:  # of another process, which may have ended
             await asyncio.to_thread(_kill_marked, handle.id.encode())
 
@@ -121,13 +125,15 @@ class LocalSandboxProvider(SandboxProvider):
         return [SandboxHandle(name) for name in {name for _, name in await asyncio.to_thread(_marked, run.encode())}]
 
     async def close(self) -> None:
-        """Ends the provider's thread, and with it the sandboxes that still run."""
+        """Destroys the remaining sandboxes, and ends the thread of the provider."""
+        await asyncio.gather(*(self._run(sandbox.destroy()) for sandbox in list(self._sandboxes.values())))
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _sandbox(self, handle: SandboxHandle) -> LocalSandbox:
-        if not isinstance(handle.provider_data, LocalSandbox):
-            raise SandboxNotRunningError(f"the sandbox {handle.id!r} does not belong to this process")
-        return handle.provider_data
+        sandbox: LocalSandbox | None = handle.provider_data or self._sandboxes.get(handle.id)
+        if sandbox is None:
+            raise SandboxNotRunningError(f"the sandbox {handle.id!r} has ended, or belongs to another process")
+        return sandbox
 
     async def _run(self, coroutine: Coroutine[Any, Any, R]) -> R:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
@@ -149,12 +155,15 @@ class LocalSandboxProvider(SandboxProvider):
                 await sandbox.start(command, self._code, limits, user, f"{name} {config.extra.get('run', '')}")
             if config.extra.get("endpoint"):
                 await self._relay(sandbox)
-            self._loop.call_later(config.timeout_seconds, sandbox.end, "its time is over (timeout_seconds)")
+            sandbox.end_after(config.timeout_seconds)
         except BaseException as error:
             await asyncio.shield(sandbox.destroy())
+            # bubblewrap's child outlives it if bubblewrap was killed before the child had set its parent-death signal
+            await asyncio.to_thread(_kill_marked, name.encode())
             if isinstance(error, TimeoutError):
                 raise SandboxError(f"the sandbox {name!r} did not start within {START_SECONDS:g} s") from None
             raise
+        self._sandboxes[name] = sandbox
         return SandboxHandle(name, sandbox)
 
     async def _relay(self, sandbox: LocalSandbox) -> None:

@@ -24,7 +24,7 @@ class PrimeSandboxProvider(CloudSandboxProvider):
         ("SandboxNotRunningError", "", errors.SandboxNotRunningError),
         ("(Unauthorized|PaymentRequired)Error", "", errors.SandboxSetupError),
         ("APITimeoutError", "", errors.SandboxBusyError),
-        ("APIError", "HTTP (409|429|5..)", errors.SandboxBusyError),
+        ("APIError", "HTTP (409|429|5..)|ConnectError", errors.SandboxBusyError),
         ("APIError", "HTTP (404|410)", errors.SandboxNotRunningError),
     )
 
@@ -49,7 +49,7 @@ class PrimeSandboxProvider(CloudSandboxProvider):
             environment_vars=config.environment_vars,
             labels=[f"{key}={value}" for key, value in run_label(config).items()],
             team_id=extra.get("team_id"),
-            network_denylist=None if extra.get("network") else ["*"],
+            network_allowlist=None if extra.get("network") else [],  # [] is how the SDK says deny all
             idempotency_key=name,
         )
         try:
