@@ -121,7 +121,7 @@ class SandboxTools(SandboxEnvironment):
             try:
                 await self.set_up_sandbox(handle, state)
             except BaseException:
-                await asyncio.shield(self.sandboxes.remove(handle))
+                await self.sandboxes.remove(handle)
                 raise
             state.custom[_SANDBOX_KEY] = handle
         found: SandboxHandle = state.custom[_SANDBOX_KEY]

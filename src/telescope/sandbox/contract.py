@@ -16,31 +16,18 @@ from dataclasses import dataclass, field, replace
 from telescope.sandbox.base import MAX_OUTPUT_BYTES, SandboxConfig, SandboxHandle, SandboxProvider
 from telescope.sandbox.errors import SandboxCommandTimeoutError, SandboxError, SandboxNotRunningError
 
-CREATE_SECONDS = 3600
-"""Deadline of a check: a service may build an image first."""
+CHECK_SECONDS = 3600
+"""Deadline of a check. A service may build an image first."""
+CALL_SECONDS = 5
+"""What a call may take beyond its command, over the network."""
+
+MAX_CREATES_AT_ONCE = 32
+CREATES_AT_ONCE = {"docker": 16, "podman": 16, "prime": 8, "daytona": 8, "e2b": 4}
+"""How many sandboxes are created at once, where that is less than `MAX_CREATES_AT_ONCE`."""
 
 
 class ContractError(Exception):
     """A provider does not do what its interface promises."""
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """What differs between providers."""
-
-    num_creates: int = 32
-    command_seconds: float = 5
-    """What a call may take beyond the command, over the network."""
-
-
-TOLERANCES = {
-    "local": Tolerance(command_seconds=2),
-    "docker": Tolerance(num_creates=16),
-    "podman": Tolerance(num_creates=16),
-    "prime": Tolerance(num_creates=8),
-    "daytona": Tolerance(num_creates=8),
-    "e2b": Tolerance(num_creates=4),
-}
 
 
 @dataclass
@@ -54,7 +41,7 @@ class Trial:
     def __post_init__(self) -> None:
         variables = {"TELESCOPE_CONTRACT": "a 'quoted' $value"}
         self.config = replace(self.config, extra={**self.config.extra, "run": self.run}, environment_vars=variables)
-        self.tolerance = TOLERANCES.get(self.provider.name, Tolerance())
+        self.num_creates = CREATES_AT_ONCE.get(self.provider.name, MAX_CREATES_AT_ONCE)
         self._shared: SandboxHandle | None = None
 
     async def shared(self) -> SandboxHandle:
@@ -146,7 +133,7 @@ async def deadline(trial: Trial) -> None:
         result = await trial.provider.execute(handle, late, timeout=1)
     except SandboxCommandTimeoutError:
         seconds = time.monotonic() - started
-        expect(seconds < 3 + trial.tolerance.command_seconds, f"it took {seconds:.1f} s")
+        expect(seconds < 3 + CALL_SECONDS, f"it took {seconds:.1f} s")
     else:
         raise ContractError(f"it returned {result}")
     await trial.output("rm -f /tmp/alive; sleep 1; test ! -e /tmp/alive")
@@ -168,17 +155,17 @@ async def state(trial: Trial) -> None:
     started = time.monotonic()
     command = "rm -f /tmp/later; (while [ ! -e /tmp/stop ]; do sleep 0.1; done; echo yes >/tmp/later) & echo started"
     expect(await trial.output(f"rm -f /tmp/stop; {command}") == "started\n", "no output")
-    expect(time.monotonic() - started < trial.tolerance.command_seconds, "it waited for a background process")
+    expect(time.monotonic() - started < CALL_SECONDS, "it waited for a background process")
     found = await trial.output("touch /tmp/stop; for i in 1 2 3 4 5 6 7 8 9; do sleep 0.2; done; cat /tmp/later")
     expect(found == "yes\n", found)
 
 
 async def output_flood(trial: Trial) -> None:
     """Output of 200 MB is cut in the middle, and takes little memory of this machine."""
-    handle, size = await trial.shared(), 200_000_000
+    handle = await trial.shared()
     tracemalloc.start()
     try:
-        result = await trial.provider.execute(handle, f"echo first; head -c {size} /dev/zero | tr '\\0' x; echo last")
+        result = await trial.provider.execute(handle, "echo first; head -c 200000000 /dev/zero | tr '\\0' x; echo last")
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -219,7 +206,7 @@ async def creates_at_once(trial: Trial) -> None:
         await asyncio.sleep(number / trial.provider.creates_per_second)
         return await trial.provider.create(trial.config)
 
-    made = await asyncio.gather(*map(create, range(trial.tolerance.num_creates)), return_exceptions=True)
+    made = await asyncio.gather(*map(create, range(trial.num_creates)), return_exceptions=True)
     handles = [handle for handle in made if isinstance(handle, SandboxHandle)]
     await trial.provider.bulk_destroy(handles)
     failures = [error for error in made if isinstance(error, BaseException)]
@@ -267,7 +254,7 @@ async def run_contract(trial: Trial) -> AsyncIterator[tuple[Check, float, str]]:
         for check in CHECKS:
             started, problem = time.monotonic(), ""
             try:
-                await asyncio.wait_for(check(trial), CREATE_SECONDS)
+                await asyncio.wait_for(check(trial), CHECK_SECONDS)
             except (ContractError, SandboxError, TimeoutError) as error:
                 problem = str(error) or type(error).__name__
             yield check, time.monotonic() - started, problem

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from typing import Any
 
 from telescope.errors import UserError
@@ -26,12 +26,11 @@ def get_provider(name: str | None = None, **kwargs: Any) -> SandboxProvider:
     Raises `UserError` for an unknown name, and `SandboxSetupError` if the provider cannot be used here.
     """
     path = PROVIDERS.get(name or "local", name or "")
-    module, _, attribute = path.replace(":", ".").rpartition(".")
-    if not module:
+    if "." not in path:
         raise UserError(f"provider={name!r} is not known. Use one of {', '.join(PROVIDERS)}, or package.module.Class")
     try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        found = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
         raise UserError(f"provider={name!r} cannot be imported: {error}") from error
     try:
         provider = found(**kwargs)
