@@ -212,9 +212,9 @@ class LocalSandboxProvider(SandboxProvider):
         command += ["--proc", "/proc"]
         for name in _PROTECTED:  # an owner may write there without capabilities, and root's processes own them
             command += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]
-        command += ["--dev", "/dev", "--size", str(disk), "--tmpfs", "/dev/shm", "--remount-ro"]
-        command += ["/dev", "--perms", "1777", "--dir", "/tmp", "--dir", "/run", "--dir", WORKSPACE, "--chdir"]
-        command += [WORKSPACE, "--clearenv"]
+        command += ["--dev", "/dev", "--size", str(disk), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+        command += ["--perms", "1777", "--dir", "/tmp", "--dir", "/run", "--dir", WORKSPACE]
+        command += ["--chdir", WORKSPACE, "--clearenv"]
         threads = str(max(1, math.ceil(config.cpu)))
         variables = {
             "PATH": f"{python}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -246,7 +246,7 @@ def _is_open_to_all(path: Path) -> bool:
 
 
 def _marked(word: bytes) -> list[tuple[int, str]]:
-    """Returns process and id of each sandbox of this machine whose id or label is `word`."""
+    """Returns the process and the id of each sandbox on this machine whose id or label is `word`."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
