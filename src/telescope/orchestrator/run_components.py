@@ -139,7 +139,7 @@ async def start_components(
 
     status.phase = "loading environments"
     keys = environment_keys(config, with_training=with_trainer)
-    group = RolloutGroup(config, keys.specs, directory.path, cluster)
+    group = RolloutGroup(config, keys.specs, directory.path, cluster, directory.recorder.write)
     stack.push_async_callback(group.stop)
     await group.start()
     infos = {spec.identity: info for spec, info in zip(keys.specs, group.infos, strict=True)}
