@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # In the order of the help: what a user needs first comes first.
 COMMANDS = (
     "train", "ui", "tui", "eval", "chat", "convert", "verify", "config", "doctor", "tiny_model", "envs", "runs",
-    "query", "compact",
+    "query", "compact", "sandbox",
 )  # fmt: skip
 OWN_ARGUMENTS = {
     "train": "train a model",

@@ -32,6 +32,7 @@ from telescope.record.files import RunFiles
 from telescope.rollout.exchange import Orders, Report, WorkerLost
 from telescope.rollout.sandbox_rows import SandboxNews, SandboxRecord, sandbox_news
 from telescope.sandbox.activity import CURRENT, Activity
+from telescope.sandbox.ledger import DIRECTORY_VARIABLE
 from telescope.utils.process import ignore_sigterm, log_tail, open_log, rotate_log
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class RolloutActor:
 
         ignore_sigterm()
         use_temporary_directory()
+        os.environ[DIRECTORY_VARIABLE] = run_dir
         self._config = config = TelescopeConfig.from_json(config_json)
         self._specs, self._index, self._sandboxes = specs, index, Activity()
         setup_logging(Path(run_dir), f"rollout-{index}", None, debug=config.debug, console=False)

@@ -12,13 +12,13 @@ import json
 import logging
 import os
 import time
-from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from telescope.errors import UserError
 from telescope.sandbox.base import SandboxError, SandboxHandle, SandboxProvider
-from telescope.sandbox.registry import get_provider
+from telescope.sandbox.registry import PROVIDERS, get_provider
 
 logger = logging.getLogger(__name__)
 
@@ -56,38 +56,41 @@ class SandboxLedger:
         """Notes that a sandbox was destroyed."""
         self._write({"id": handle.id, "destroyed": True})
 
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yields what was noted, in order."""
+        if self.path is not None and self.path.exists():
+            for line in self.path.read_bytes().splitlines():
+                with contextlib.suppress(ValueError):  # the last line of a killed process
+                    yield json.loads(line)
+
     def _write(self, row: dict[str, Any]) -> None:
         if self.path is None:
             return
+        self.path.parent.mkdir(parents=True, exist_ok=True)  # on another node than the driver's
         with open(self.path, "ab", buffering=0) as file:  # one write of one line: processes do not mix
             file.write(json.dumps(row).encode() + b"\n")
 
 
-async def reap(directory: Path) -> list[str]:
+async def reap(directory: Path, providers: Iterable[str] = ()) -> list[str]:
     """Destroys the sandboxes that a run left, by their ids and by its label.
 
-    Returns provider and id of each. A provider that cannot be used is named in the log.
+    The label is looked for at the providers of its sandboxes, and at the `providers` that are named. Returns provider
+    and id of each sandbox. A provider that cannot be used is named in the log.
     """
     ledger = SandboxLedger(directory)
-    assert ledger.path is not None
-    if not ledger.path.exists():
-        return []
-    left: dict[str, dict[str, SandboxHandle]] = defaultdict(dict)
+    left: dict[str, dict[str, SandboxHandle]] = {PROVIDERS.get(name, name): {} for name in providers}
     owners: dict[str, str] = {}
-    for line in ledger.path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError):  # the last line of a killed process
-            row = json.loads(line)
-            if row.get("destroyed"):
-                left[owners.get(row["id"], "")].pop(row["id"], None)
-            else:
-                owners[row["id"]] = row["made_by"]
-                left[row["made_by"]][row["id"]] = SandboxHandle(row["id"])
+    for row in ledger.rows():
+        if row.get("destroyed"):
+            left.get(owners.get(row["id"], ""), {}).pop(row["id"], None)
+        else:
+            owners[row["id"]] = row["made_by"]
+            left.setdefault(row["made_by"], {})[row["id"]] = SandboxHandle(row["id"])
     destroyed = []
-    for made_by in sorted(set(owners.values())):
+    for made_by, handles in left.items():
         try:
             provider = get_provider(made_by)
-            handles = left[made_by] | {handle.id: handle for handle in await provider.find(ledger.run)}
-            for handle in handles.values():
+            for handle in (handles | {handle.id: handle for handle in await provider.find(ledger.run)}).values():
                 await provider.destroy(handle)
                 ledger.closed(handle)
                 destroyed.append(f"{provider.name} {handle.id}")

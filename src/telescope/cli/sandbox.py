@@ -1,0 +1,110 @@
+"""`telescope sandbox`: destroys what runs left behind, and opens a sandbox to look around."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from typing import Any
+
+from telescope.cli.query import choose_runs
+from telescope.cli.runs import add_root
+from telescope.errors import UserError
+from telescope.sandbox import GenericSandboxPool, SandboxCommandTimeoutError, SandboxConfig, get_provider
+from telescope.sandbox.ledger import reap
+from telescope.sandbox.registry import PROVIDERS
+from telescope.utils.text import plain
+
+COMMAND_SECONDS = 600.0
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "sandbox",
+        help="destroy sandboxes that runs left, or look into one",
+        description="Sandboxes run code that a model writes, on this machine or in the cloud (docs/sandboxes.md).",
+        epilog="`telescope doctor --sandbox NAME` checks a provider.",
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    reaping = commands.add_parser(
+        "reap",
+        help="destroy the sandboxes that ended runs left",
+        description="Destroy the sandboxes that ended runs left behind: those in the file sandboxes.jsonl of the run "
+        "that were not destroyed, and those that carry the label of the run. A run does this itself when it starts and "
+        "ends; only killed runs need it. Live runs are left alone.",
+        epilog="example: telescope sandbox reap latest --provider e2b",
+    )
+    reaping.add_argument("run", nargs="*", metavar="RUN", help="a run: its folder, its name, or latest (default: all)")
+    reaping.add_argument(
+        "--provider", action="append", default=[], metavar="NAME",
+        help="also look for the run's label at this provider, e.g. after a node was lost with its file",
+    )  # fmt: skip
+    add_root(reaping)
+    reaping.set_defaults(func=run_reap)
+    shell = commands.add_parser(
+        "shell",
+        help="open a sandbox and run commands in it",
+        description="Open a sandbox, run the commands that you type, each by a shell of its own, and destroy the "
+        "sandbox at the end (Ctrl-D). Files and background processes stay between commands.",
+        epilog="example: telescope sandbox shell local --memory-mb 512",
+    )
+    shell.add_argument(
+        "provider", nargs="?", default="local", metavar="NAME",
+        help=f"{', '.join(PROVIDERS)}, or package.module.Class (default: local)",
+    )  # fmt: skip
+    shell.add_argument("--image", default="", help="image, or for local a folder with a root file system")
+    shell.add_argument("--memory-mb", type=int, default=2048, help="memory (default: 2048)")
+    shell.set_defaults(func=run_shell)
+
+
+def run_reap(arguments: argparse.Namespace) -> int:
+    """Reaps each run. Returns the exit code."""
+    for run in choose_runs(arguments.run, arguments.root):
+        if run.status == "live":
+            if arguments.run:
+                raise UserError(f"{str(run.files.run_dir)!r} is live, and reaps its sandboxes itself when it ends.")
+            continue
+        destroyed = asyncio.run(reap(run.files.run_dir, arguments.provider))
+        if destroyed or arguments.run:
+            names = ": " + ", ".join(destroyed) if destroyed else ""
+            print(plain(f"{run.label}: {len(destroyed)} sandboxes destroyed{names}"))
+    return 0
+
+
+def run_shell(arguments: argparse.Namespace) -> int:
+    """Runs typed commands in a sandbox. Returns the exit code of the last."""
+    return asyncio.run(_shell(arguments))
+
+
+async def _shell(arguments: argparse.Namespace) -> int:
+    provider = get_provider(arguments.provider)
+    pool = GenericSandboxPool(provider, SandboxConfig(image=arguments.image, memory_mb=arguments.memory_mb), 1)
+    await pool.start()
+    folder: str | None = None
+    code = 0
+    try:
+        handle = await pool.acquire()
+        print(f"sandbox {handle.id}; Ctrl-D ends it", file=sys.stderr)
+        while line := await asyncio.to_thread(_read_line, f"{folder or '~'} $ "):
+            # The shell of each command is a new one, so that its folder is carried over.
+            command = f"{line}\nstatus=$?; pwd >&2; exit $status"
+            try:
+                result = await provider.execute(handle, command, COMMAND_SECONDS, folder)
+            except SandboxCommandTimeoutError as error:
+                print(error, file=sys.stderr)
+                continue
+            *errors, folder = result.stderr.splitlines() or ["/"]
+            sys.stdout.write(result.stdout)
+            sys.stderr.write("".join(f"{line}\n" for line in errors))
+            code = result.exit_code
+    finally:
+        await pool.shutdown()
+        await provider.close()
+    return code
+
+
+def _read_line(prompt: str) -> str:
+    """Returns a typed line with its end; `""` at the end of the input."""
+    if sys.stdin.isatty():
+        print(prompt, end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline()

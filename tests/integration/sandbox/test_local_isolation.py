@@ -1,0 +1,283 @@
+"""Code in a local sandbox cannot reach, harm or exhaust what is outside of it."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from telescope.sandbox import (
+    ExecResult,
+    SandboxCommandTimeoutError,
+    SandboxConfig,
+    SandboxError,
+    SandboxHandle,
+    SandboxNotRunningError,
+    get_provider,
+)
+from telescope.sandbox.base import MAX_OUTPUT_BYTES, run_sync
+
+pytestmark = pytest.mark.sandbox
+
+SMALL = SandboxConfig(memory_mb=256, disk_size_gb=0.05)
+Run = Callable[..., ExecResult]
+
+
+@pytest.fixture(scope="module")
+def provider():
+    return get_provider("local")
+
+
+@pytest.fixture(scope="module")
+def box(provider) -> Iterator[SandboxHandle]:
+    handle = run_sync(provider.create(SMALL))
+    yield handle
+    run_sync(provider.destroy(handle))
+
+
+@pytest.fixture
+def run(provider, box: SandboxHandle) -> Run:
+    return lambda command, timeout=30, **options: run_sync(provider.execute(box, command, timeout, **options))
+
+
+def python(code: str) -> str:
+    return f"python3 - <<'CODE'\n{code}\nCODE"
+
+
+def test_a_fork_bomb_stays_within_the_limit_of_processes(provider, box, run: Run):
+    with pytest.raises(SandboxCommandTimeoutError):
+        run("bomb() { bomb | bomb & }; bomb; sleep 60", timeout=2)
+    assert run("ls -d /proc/[0-9]* | wc -l").stdout.strip().isdigit()
+    assert int(run("ls -d /proc/[0-9]* | wc -l").stdout) < 50  # the time limit ended the whole tree
+
+
+def test_memory_is_bounded_by_the_sandbox_not_by_the_machine(run: Run):
+    before = psutil.virtual_memory().available
+    result = run(python("pieces = []\nwhile True: pieces.append(b'x' * 2**24)"))
+    assert result.exit_code in (1, 137)
+    assert before - psutil.virtual_memory().available < 2**30
+    assert run("echo alive").stdout == "alive\n"
+
+
+@pytest.mark.parametrize("folder", ["/", "/tmp", "/workspace", "/dev/shm", "/run", "/etc"])
+def test_the_writable_disk_has_a_size(run: Run, folder: str):
+    result = run(f"head -c 200000000 /dev/zero > {folder}/big; stat -c %s {folder}/big; rm {folder}/big")
+    assert "No space left" in result.stderr
+    assert int(result.stdout) < 0.06 * 2**30
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/usr/x", "/usr/bin/x", "/bin/x", "/dev/x", "/proc/sys/kernel/core_pattern", "/proc/sys/kernel/hostname",
+        "/proc/sys/vm/drop_caches", "/proc/sysrq-trigger", "/proc/irq/0/smp_affinity", "/sys/x",
+    ],
+)  # fmt: skip
+def test_nothing_of_the_host_is_writable(run: Run, path: str):
+    before = Path(path).read_bytes() if os.access(path, os.R_OK) and Path(path).is_file() else None
+    assert run(f": >> {path}").exit_code != 0  # which writes nothing if it is allowed
+    assert before is None or Path(path).read_bytes() == before
+
+
+def test_nothing_outside_processes_is_writable_in_proc(run: Run):
+    found = run("find /proc -path '/proc/[0-9]*' -prune -o -type f -writable -print 2> /dev/null")
+    assert found.stdout == ""
+
+
+def test_neither_the_network_nor_the_loopback_of_the_host_is_there(run: Run):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        code = "import socket\nfor place in (('127.0.0.1', %d), ('8.8.8.8', 53)):\n"
+        code += "    try: socket.create_connection(place, 2); print('open')\n    except OSError: print('closed')"
+        assert run(python(code % port)).stdout == "closed\nclosed\n"
+
+
+def test_processes_of_the_host_cannot_be_seen_traced_or_killed(run: Run):
+    victim = subprocess.Popen(["sleep", "60"])
+    try:
+        code = f"import ctypes, os\nprint(os.path.exists('/proc/{victim.pid}'))\n"
+        code += f"print(ctypes.CDLL(None).ptrace(16, {victim.pid}, 0, 0))"
+        assert run(python(code)).stdout == "False\n-1\n"
+        assert run(f"kill -9 {victim.pid}").exit_code != 0
+        assert victim.poll() is None
+    finally:
+        victim.kill()
+        victim.wait()
+
+
+def test_killing_everything_ends_only_the_sandbox(provider):
+    handle = run_sync(provider.create(SMALL))
+    with pytest.raises(SandboxNotRunningError):
+        run_sync(provider.execute(handle, "kill -9 -1; sleep 20", 10))
+    run_sync(provider.destroy(handle))
+
+
+def test_uploads_and_downloads_follow_links_only_inside(provider, box, run: Run, tmp_path: Path):
+    secret = tmp_path / "secret"
+    secret.write_text("outside")
+    run(f"mkdir -p {tmp_path}; ln -s {secret} /workspace/link; ln -s /etc /workspace/folder")
+    run_sync(provider.upload_bytes(box, "/workspace/link", b"inside"))
+    run_sync(provider.upload_bytes(box, "/workspace/folder/../../escaped", b"inside"))
+    assert secret.read_text() == "outside" and not Path("/escaped").exists()
+    assert run_sync(provider.read_bytes(box, "/workspace/link")) == b"inside"
+
+
+def test_an_archive_that_climbs_out_stays_inside(run: Run, tmp_path: Path):
+    code = "import io, tarfile\nwith tarfile.open('/tmp/a.tar', 'w') as tar:\n"
+    code += "    info = tarfile.TarInfo('../../../../tmp/telescope-escaped'); info.size = 1\n"
+    code += "    tar.addfile(info, io.BytesIO(b'x'))"
+    assert run(python(code)).exit_code == 0
+    assert run("cd /workspace && tar -xPf /tmp/a.tar && ls /tmp/telescope-escaped").exit_code == 0
+    assert not Path("/tmp/telescope-escaped").exists()
+
+
+def test_a_named_pipe_blocks_neither_upload_nor_download(provider, box, run: Run):
+    run("mkfifo /workspace/pipe")
+    with pytest.raises(SandboxError, match="cannot write '/workspace/pipe'"):
+        run_sync(provider.upload_bytes(box, "/workspace/pipe", b"x"))
+    assert run_sync(provider.read_bytes(box, "/workspace/pipe")) == b""
+
+
+def test_a_flood_of_output_costs_the_host_little_memory(run: Run):
+    run("true")
+    before = psutil.Process().memory_info().rss
+    result = run("head -c 200000000 /dev/zero | tr '\\0' x; head -c 200000000 /dev/zero >&2", timeout=60)
+    assert psutil.Process().memory_info().rss - before < 32 * 2**20
+    assert "bytes left out" in result.stdout and len(result.stdout) < MAX_OUTPUT_BYTES + 100
+    assert len(result.stderr) < MAX_OUTPUT_BYTES + 100
+
+
+def test_no_program_gives_more_rights(run: Run):
+    status = run("cat /proc/self/status").stdout
+    assert "NoNewPrivs:\t1" in status
+    assert all(f"{kind}:\t0000000000000000" in status for kind in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"))
+    assert run("cp /bin/sh /tmp/sh && chmod u+s /tmp/sh && /tmp/sh -p -c 'id -u'").stdout == "1000\n"
+    for command in (
+        "mount -t tmpfs none /mnt",
+        "unshare -U true",
+        "unshare -r true",
+        "chroot / true",
+        "date -s 2000-01-01",
+    ):
+        assert run(command).exit_code != 0, command
+
+
+def test_there_are_no_devices_but_harmless_ones(run: Run):
+    assert run("mknod /tmp/sda b 8 0").exit_code != 0
+    harmless = "console core fd full null ptmx pts random shm stderr stdin stdout tty urandom zero"
+    assert set(run("ls /dev").stdout.split()) <= set(harmless.split())
+
+
+def test_secrets_of_the_run_and_of_other_sandboxes_are_out_of_reach(
+    provider, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("WANDB_API_KEY", "very-secret")
+    (tmp_path / "secret").write_text("very-secret")
+    other = run_sync(provider.create(SandboxConfig(memory_mb=256, disk_size_gb=0.05, environment_vars={"MINE": "1"})))
+    run_sync(provider.upload_bytes(other, "/workspace/mine", b"mine"))
+    try:
+        assert "very-secret" not in run_sync(provider.execute(other, "env; cat /proc/*/environ")).stdout
+        assert run_sync(provider.execute(other, f"cat {tmp_path}/secret")).exit_code != 0
+        assert run("ls /workspace/mine").exit_code != 0
+        assert run("ls ~root/.ssh /home /root/.netrc").stdout.strip() in ("", "/home:")
+    finally:
+        run_sync(provider.destroy(other))
+
+
+def processes_with(word: str) -> list[int]:
+    return [p.pid for p in psutil.process_iter(["cmdline"]) if word in " ".join(p.info["cmdline"] or ())]
+
+
+def wait_until_gone(word: str) -> None:
+    deadline = time.monotonic() + 20
+    while found := processes_with(word):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+
+
+def test_daemons_end_with_the_sandbox(provider):
+    handle = run_sync(provider.create(SMALL))
+    run_sync(provider.execute(handle, "setsid nohup sleep 98761 > /dev/null 2>&1 & (sleep 98761 &) ; sleep 0.1"))
+    assert len(processes_with("sleep 98761")) >= 2
+    run_sync(provider.destroy(handle))
+    wait_until_gone("sleep 98761")
+    with pytest.raises(SandboxNotRunningError):
+        run_sync(provider.execute(handle, "true"))
+
+
+def test_a_time_limit_kills_those_that_left_the_session(run: Run):
+    with pytest.raises(SandboxCommandTimeoutError, match=r"did not end within 0\.5 s"):
+        run("setsid sleep 98762 & (setsid sleep 98762 &); sleep 98762", timeout=0.5)
+    wait_until_gone("sleep 98762")
+
+
+def test_a_killed_host_process_leaves_nothing(tmp_path: Path):
+    code = (
+        "import asyncio, time\n"
+        "from telescope.sandbox import SandboxConfig, get_provider\n"
+        "async def main():\n"
+        "    provider = get_provider()\n"
+        "    for _ in range(3):\n"
+        "        handle = await provider.create(SandboxConfig(memory_mb=256, disk_size_gb=0.05))\n"
+        "        await provider.execute(handle, 'setsid sleep 98763 & sleep 0.1')\n"
+        "    print('ready', flush=True)\n"
+        "    await provider.execute(handle, 'sleep 98763', timeout=1000)\n"
+        "asyncio.run(main())\n"
+    )
+    host = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert host.stdout is not None and host.stdout.readline() == "ready\n"
+    assert len(processes_with("sleep 98763")) >= 4
+    host.send_signal(signal.SIGKILL)
+    host.wait()
+    wait_until_gone("sleep 98763")
+    get_provider()  # removes the cgroups of processes that have ended
+    assert not list(Path("/sys/fs/cgroup").glob(f"**/telescope/local-{host.pid}-*"))
+
+
+def test_an_endpoint_of_the_host_is_all_of_the_network(provider, tmp_path: Path):
+    """A rollout's endpoint listens on a Unix socket; clients inside use the loopback as usual."""
+
+    class Server(http.server.ThreadingHTTPServer):
+        address_family = socket.AF_UNIX
+
+        def server_bind(self) -> None:
+            self.socket.bind(self.server_address)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"hello from outside")
+
+        def address_string(self) -> str:
+            return "sandbox"
+
+    path = tmp_path / "endpoint.sock"
+    server = Server(str(path), Handler)  # type: ignore[arg-type]
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    handle = run_sync(provider.create(SandboxConfig(memory_mb=256, disk_size_gb=0.05, extra={"endpoint": str(path)})))
+    try:
+        code = "import urllib.request\nprint(urllib.request.urlopen('http://127.0.0.1:8000/', timeout=10).read())"
+        assert run_sync(provider.execute(handle, python(code))).stdout == "b'hello from outside'\n"
+    finally:
+        run_sync(provider.destroy(handle))
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_sandbox_ends_when_its_time_is_over(provider):
+    handle = run_sync(provider.create(SandboxConfig(memory_mb=256, disk_size_gb=0.05, timeout_seconds=0.5)))
+    with pytest.raises(SandboxNotRunningError, match="its time is over"):
+        run_sync(provider.execute(handle, "sleep 20"))
+    assert not run_sync(provider.is_alive(handle))
+    run_sync(provider.destroy(handle))
