@@ -48,7 +48,7 @@ export function at(series: GaugeSeries, time: number): Value {
 /** The nodes, GPUs and processes that series belong to, in words: `GPU 3`, `server 0`, `rank 1`. */
 export function ownerOf(series: GaugeSeries, severalNodes: boolean): string {
   const own =
-    series.gpu !== null ? `GPU ${series.gpu}` : series.rank !== null ? `rank ${series.rank}` : series.server !== null ? `server ${series.server}` : series.component;
+    series.gpu !== null ? `GPU ${series.gpu}` : series.rank !== null ? `rank ${series.rank}` : series.server !== null ? `server ${series.server}` : series.component === "sandbox" ? "" : series.component;
   const labels = Object.values(series.labels ?? {}).join(" ");
   return [severalNodes && series.node ? series.node : "", own, labels].filter(Boolean).join(" ");
 }
