@@ -90,7 +90,7 @@ class SandboxRecord:
     def write_gauges(self) -> None:
         """Writes the gauges now."""
         now, self._due = time.time(), time.monotonic() + GAUGE_SECONDS
-        alive = Counter({key: 0 for key in {key[1] for key in self._totals}})
+        alive = Counter(dict.fromkeys((provider for _, provider, *_ in self._totals), 0))
         for of_worker in self._alive.values():
             alive.update(of_worker)
         values = {("sandboxes_alive", provider, "", ""): number for provider, number in alive.items()}

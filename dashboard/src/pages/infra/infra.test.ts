@@ -91,6 +91,6 @@ test("numbers of sandboxes have a line for each provider and kind of failure, an
   const drawn = SECTIONS.find((section) => section.title === SANDBOXES)!.charts.map((spec) => [spec.title, spec.each, seriesOf(spec, all).map((line) => [line.label, line.series.mean.at(-1)])]);
   expect(drawn).toEqual([
     ["Alive", true, [["local", 2], ["modal", 4]]], ["Created", true, [["local", 120]]], ["Commands", true, []],
-    ["Failures", true, [["modal create SandboxBusyError", 1]]],
+    ["Failures", true, [["Busy create modal", 1]]],
   ]);
 });

@@ -5,6 +5,7 @@ import { duration, NONE, number, signed } from "../../format";
 import { useResource } from "../../state/resource";
 import { place } from "../../state/url";
 import { visible } from "../../text/hostile";
+import { shortError } from "../gauges";
 import { firstTokenRows, Rows, versionRange } from "../rollouts/Numbers";
 import { answerAddress } from "../rollouts/select";
 import { median } from "../rollouts/squares";
@@ -86,7 +87,7 @@ export function sandboxRows(spans: Detail["sandbox_spans"]): [string, [string, s
   return [...group(spans, (span) => span.sandbox ?? "not created")].map(([sandbox, own]) => [
     sandbox,
     [...group(own, (span) => span.name)].map(([name, calls]): [string, string] => {
-      const errors = [...new Set(calls.flatMap((call) => call.error ?? []))];
+      const errors = [...new Set(calls.flatMap((call) => (call.error ? [shortError(call.error)] : [])))];
       const seconds = `${number(calls.reduce((sum, call) => sum + call.end - call.start, 0), 3)} s`;
       return [calls.length > 1 ? `${name}, ${calls.length} calls` : name, [seconds, ...errors].join(", ")];
     }),

@@ -13,7 +13,7 @@ export type Kind = (typeof KINDS)[number];
 
 /** The color token of each kind. */
 export const COLOR: Record<Kind, string> = {
-  queue: "q", prefill: "pf", decode: "dc", environment: "env", sandbox: "c4", reward: "rw", request: "line2",
+  queue: "q", prefill: "pf", decode: "dc", environment: "env", sandbox: "c6", reward: "rw", request: "line2",
   forward: "fw", backward: "bw", reduction: "red", optimizer: "opt", "weight sync": "sync",
   checkpoint: "ink3", wait: "wait", other: "line2", eval: "c3",
 };

@@ -263,7 +263,7 @@ test("calls of a sandbox are a stripe in the slot of its sample, whatever they a
 test("the panel has the calls of each sandbox, and how they failed", () => {
   const span = (name: string, sandbox: string | null, seconds: number, error: string | null = null) => ({ name, sandbox, start: 0, end: seconds, error });
   expect(sandboxRows([span("create", null, 1, "SandboxBusyError"), span("queue", "a", 0.5), span("exec", "a", 0.25), span("exec", "a", 2, "SandboxCommandTimeoutError")])).toEqual([
-    ["not created", [["create", "1.000 s, SandboxBusyError"]]],
-    ["a", [["queue", "0.500 s"], ["exec, 2 calls", "2.250 s, SandboxCommandTimeoutError"]]],
+    ["not created", [["create", "1.000 s, Busy"]]],
+    ["a", [["queue", "0.500 s"], ["exec, 2 calls", "2.250 s, CommandTimeout"]]],
   ]);
 });
