@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 from playwright.sync_api import Browser, Page
 
-from telescope.dashboard.store import COMPRESS_SECONDS
+from telescope.dashboard.tables import COMPRESS_SECONDS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

@@ -4,8 +4,8 @@
     python benchmarks/demo_learning.py --quick               one seed, untied, 20 steps
     python benchmarks/demo_learning.py --json results.json   written after every run; resumes from it
 
-Each run is a `telescope train` process on configs/examples/demo_countdown.yaml: Ray, vLLM, two FSDP2 ranks. The numbers
-come from its `summary.json`.
+Each run is a `telescope train` process on configs/examples/demo_countdown.yaml, or the file that --config names: Ray,
+vLLM, two FSDP2 ranks. The numbers come from its `summary.json`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of model and run")
     parser.add_argument("--kinds", nargs="+", choices=["untied", "tied"], default=["untied", "tied"], help="embeddings")
     parser.add_argument("--steps", type=int, help="training steps (default: the config's)")
+    parser.add_argument("--config", default="demo_countdown.yaml", help="a file of configs/examples for this model")
     parser.add_argument("--port", type=int, default=8100, help="inference_base_port")
     parser.add_argument("--quick", action="store_true", help="seed 0, untied, 20 steps")
     parser.add_argument("--json", type=Path, help="write the results here, with machine and commit")
@@ -36,7 +37,11 @@ def main() -> int:
         arguments.seeds, arguments.kinds, arguments.steps = [0], ["untied"], 20
 
     fields = {} if arguments.steps is None else {"number_of_steps": arguments.steps}
-    runs = [DemoRun(seed, fields, tied=kind == "tied") for kind in arguments.kinds for seed in arguments.seeds]
+    runs = [
+        DemoRun(seed, fields, kind == "tied", config=arguments.config)
+        for kind in arguments.kinds
+        for seed in arguments.seeds
+    ]
     results = run_all(runs, path=arguments.json, port=arguments.port)
 
     table = Table("embeddings", "seed", *ACCURACY_COLUMNS)

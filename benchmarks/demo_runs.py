@@ -26,7 +26,7 @@ from telescope.record.reader import Run
 from telescope.tiny_model.cache import ensure_model, ensure_tiny_model
 from telescope.tiny_model.released import RELEASED
 
-CONFIG = REPOSITORY / "configs" / "examples" / "demo_countdown.yaml"
+CONFIGS = REPOSITORY / "configs" / "examples"
 
 NOT_KEPT = ("run_dir", "model_dir", "run_name", "error")
 """Fields of a summary that do not describe a finished benchmark run."""
@@ -43,11 +43,12 @@ class DemoRun:
     """Settings of the tiny model that differ from the demo's."""
     released: str | None = None
     """The released model that is trained instead."""
+    config: str = "demo_countdown.yaml"
 
     @property
     def settings(self) -> dict[str, Any]:
         """Identifies this run, including the content of the demo's config."""
-        config = hashlib.sha256(CONFIG.read_bytes()).hexdigest()[:12]
+        config = hashlib.sha256((CONFIGS / self.config).read_bytes()).hexdigest()[:12]
         model = {"model": self.model or self.released} if self.model or self.released else {}
         return {"seed": self.seed, "tied": self.tied, **model, "fields": self.fields, "config_file": config}
 
@@ -57,7 +58,7 @@ class DemoRun:
             model = ensure_tiny_model(seed=self.seed, tied=self.tied, **self.model)
         else:
             model = ensure_model(RELEASED[self.released])
-        command = [sys.executable, str(REPOSITORY / "train.py"), "--config", str(CONFIG)]
+        command = [sys.executable, str(REPOSITORY / "train.py"), "--config", str(CONFIGS / self.config)]
         command += [f"--model={model}", f"--seed={self.seed}", "--use_wandb=false", f"--inference_base_port={port}"]
         command += [f"--{name}={json.dumps(value)}" for name, value in self.fields.items()]
         with tempfile.TemporaryDirectory(prefix="telescope-demo-") as folder:

@@ -1,4 +1,4 @@
-"""`telescope doctor`: checks packages and machine, and prints fixes.
+"""`telescope doctor`: checks packages and machine, and prints fixes; with `--sandbox`, a provider of sandboxes.
 
 One function per check. Starts no engine, joins no cluster, leaves no files. torch is imported in a separate process
 with a deadline, because a broken installation can hang or crash; of Ray, vLLM and transformers only the versions are
@@ -12,6 +12,7 @@ that a user should know; both come with a fix.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
 import json
 import os
@@ -40,6 +41,9 @@ from telescope.config.schema import TelescopeConfig
 from telescope.errors import UserError
 from telescope.inference.vllm import support
 from telescope.orchestrator.preflight import VLLM_QUEUE_BYTES, plugin_problem
+from telescope.sandbox import SandboxConfig, get_provider
+from telescope.sandbox.contract import CHECKS, Trial, run_contract, sentence
+from telescope.sandbox.registry import PROVIDERS
 from telescope.trackers.wandb import has_credentials
 from telescope.utils.packages import installed_version, is_installed
 from telescope.utils.process import describe_exit
@@ -336,8 +340,16 @@ def add_parser(subparsers: Any) -> None:
         "doctor",
         help="check this machine and its packages, with fixes",
         description="Check the packages, devices, memory, ports and services that a run needs. Starts and changes "
-        "nothing. Exit code 0: a run can start here; 1: something marked `missing` prevents it.",
+        "nothing. Exit code 0: a run can start here; 1: something marked `missing` prevents it. With --sandbox it "
+        "creates real sandboxes of one provider instead, which may cost money, tries what the provider promises, "
+        "prints each check with its time, and destroys them. Exit code 0: all hold; 1: one does not; 2: the "
+        "provider cannot be used here.",
     )
+    names = ", ".join(PROVIDERS)
+    parser.add_argument(
+        "--sandbox", metavar="NAME", help=f"try a provider of sandboxes: {names}, or package.module.Class"
+    )
+    parser.add_argument("--image", default="", help="with --sandbox: the image (default: the provider's usual one)")
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
     parser.add_argument("--no-hub", action="store_true", help="send nothing over the network")
     parser.set_defaults(func=run)
@@ -345,6 +357,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the results of all checks. Returns the exit status."""
+    if arguments.sandbox:
+        return asyncio.run(check_sandbox(arguments.sandbox, arguments.image, as_json=arguments.json))
     checks = run_checks(hub=not arguments.no_hub)
     able = can_train(checks)
     if arguments.json:
@@ -372,3 +386,21 @@ def print_checks(checks: list[Check], console: Console) -> None:
     else:
         missing = ", ".join(check.name for check in checks if check.status == "bad")
         console.print(Text(f"Training cannot run on this machine yet: {missing}.", style="bold red"))
+
+
+async def check_sandbox(name: str, image: str, *, as_json: bool) -> int:
+    """Runs the contract of providers on a real one, and prints each check as it ends. Returns the exit status."""
+    trial = Trial(get_provider(name), SandboxConfig(image=image, timeout_seconds=3600))
+    problems, rows, console = 0, [], Console()
+    async for check, seconds, problem in run_contract(trial):
+        problems += bool(problem)
+        rows.append({"name": check.__name__, "holds": sentence(check), "seconds": seconds, "problem": problem})
+        if not as_json:
+            mark, style = ("failed", "bold red") if problem else _MARKS["ok"]
+            text = f"{mark:6} {seconds:7.2f} s  {sentence(check)}" + (f"\n-> {problem}" if problem else "")
+            console.print(Text(text, style=style if problem else ""), soft_wrap=True)
+    if as_json:
+        print(json.dumps({"provider": name, "checks": rows}, indent=1))
+    else:
+        console.print(f"\n{len(CHECKS) - problems} of {len(CHECKS)} hold for {name}.")
+    return 1 if problems else 0

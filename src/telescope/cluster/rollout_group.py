@@ -15,7 +15,8 @@ import os
 import resource
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -172,7 +173,10 @@ class RolloutHandle:
         self.num_starts = 0
         self.node = ""
         """Its node, by the id in Ray."""
+        self.arrived = 0.0
+        """When it came to this node from another one, in monotonic time."""
         self.actor: Any = None
+        self._is_loaded = False
 
     @property
     def _name(self) -> str:
@@ -181,9 +185,13 @@ class RolloutHandle:
     async def start(self, *, checks_template: bool = False) -> list[EnvironmentInfo]:
         """Starts the actor. Returns the descriptions of its environments."""
         self.num_starts += 1
+        self._is_loaded = False
         group = self._group
         self.actor = group.make_actor(self.index)
-        self.node, infos = await self.call("loading its environments", "load", checks_template)
+        node, infos = await self.call("loading its environments", "load", checks_template)
+        if self.node not in ("", node):
+            self.arrived = time.monotonic()
+        self.node, self._is_loaded = node, True
         if group.engines:
             await self.connect()
         return list(infos)
@@ -248,8 +256,9 @@ class RolloutHandle:
         if self.actor is None:
             return
         try:
-            async with asyncio.timeout(self._group.stop_seconds):
-                self._group.sandboxes.add(self.index, await answer(self.actor.stop.remote(), self._name))
+            if self._is_loaded:  # else it answers only once it has loaded
+                async with asyncio.timeout(self._group.stop_seconds):
+                    self._group.sandboxes.add(self.index, await answer(self.actor.stop.remote(), self._name))
         except Exception as error:
             logger.warning("%s did not stop by itself: %r", self._name, error)
         await self.kill()
@@ -318,22 +327,26 @@ class RolloutGroup:
         if any(info.shares_resources or info.ends_rollouts for info in self.infos):
             self.stop_seconds = 30.0
 
-    @property
-    def homes(self) -> dict[str, list[int]]:
-        """The workers of environments whose resources exist once a node: the first worker of each node."""
-        firsts = {handle.node: handle.index for handle in reversed(self.handles)}
+    def homes(self, key: str) -> Iterable[int]:
+        """Returns the workers that run an environment: one on each node if its resources exist once a node, else all.
+
+        That is the one that has been there longest.
+        """
         pairs = zip(self.specs, self.infos, strict=True)
-        return {spec.identity: sorted(firsts.values()) for spec, info in pairs if info.shares_resources}
+        if not any(info.shares_resources for spec, info in pairs if spec.identity == key):
+            return range(len(self.handles))
+        newest_first = sorted(self.handles, key=lambda handle: (handle.arrived, handle.index), reverse=True)
+        return sorted({handle.node: handle.index for handle in newest_first}.values())
 
     async def prepare_resources(self) -> None:
-        """Prepares the resources of all environments."""
-        homes = self.homes
+        """Prepares the resources of all environments that share them."""
         # An environment has its own deadline in the worker, which prepares one after the other.
         seconds = LOAD_SECONDS * len(self.specs) + SILENCE_SECONDS
         calls = [
             self.handles[home].call("preparing resources", "prepare_resources", position, seconds=seconds)
-            for position, spec in enumerate(self.specs)
-            for home in homes.get(spec.identity, ())
+            for position, (spec, info) in enumerate(zip(self.specs, self.infos, strict=True))
+            if info.shares_resources
+            for home in self.homes(spec.identity)
         ]
         await asyncio.gather(*calls)
 

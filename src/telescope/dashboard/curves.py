@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from telescope.dashboard.samples import NUMBERS, Filters
-from telescope.dashboard.store import NotFoundError, Row, RunStore, key_of
+from telescope.dashboard.store import NotFoundError, RunStore, key_of
+from telescope.dashboard.tables import Row
 from telescope.errors import UserError
 from telescope.record.query import sql_text
 

@@ -24,7 +24,8 @@ from telescope.dashboard.architecture import architecture_of
 from telescope.dashboard.documents import Documents, user_folder
 from telescope.dashboard.models import to_json
 from telescope.dashboard.registry import Registry
-from telescope.dashboard.store import Row, RunStore
+from telescope.dashboard.store import RunStore
+from telescope.dashboard.tables import Row
 from telescope.errors import UserError
 
 MAX_STEPS = 1500

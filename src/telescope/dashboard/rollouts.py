@@ -9,7 +9,8 @@ from typing import Any
 
 from telescope.dashboard.registry import config_of
 from telescope.dashboard.samples import beginnings
-from telescope.dashboard.store import KEY, NotFoundError, Row, RunStore, key_of
+from telescope.dashboard.store import KEY, NotFoundError, RunStore, key_of
+from telescope.dashboard.tables import Row
 from telescope.dashboard.token_texts import find_tokenizer, token_texts
 
 IN_FLIGHT = (

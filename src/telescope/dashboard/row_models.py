@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from telescope.dashboard.models import Number, columns_of
 from telescope.dashboard.rollouts import IN_FLIGHT
-from telescope.dashboard.store import LONG_COLUMNS
+from telescope.dashboard.tables import LONG_COLUMNS
 from telescope.record.tables import TABLES
 
 

@@ -20,7 +20,8 @@ from fastapi import Query
 from pydantic import BaseModel
 
 from telescope.dashboard import api
-from telescope.dashboard.store import NO_HITS, Key, Row, RunStore, View, key_of
+from telescope.dashboard.store import NO_HITS, Key, RunStore, key_of
+from telescope.dashboard.tables import Row, View
 from telescope.errors import UserError
 from telescope.record.query import sql_text
 

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 if TYPE_CHECKING:
-    from telescope.dashboard.store import RunStore
+    from telescope.dashboard.tables import RunTables
 
 Array = np.ndarray[Any, Any]
 
@@ -41,7 +41,7 @@ class StepColumns:
         self._metrics: dict[str, Array] = {}
         self._not_finite: set[str] = set()
 
-    def read(self, store: RunStore) -> None:
+    def read(self, store: RunTables) -> None:
         """Adds the rows that are new in the record."""
         data, self._cursor = store.run.rows_since("steps", self._cursor, [*NAMES, "metrics"])
         first, self.num_rows = self.num_rows, self.num_rows + data.num_rows
@@ -68,7 +68,7 @@ class StepColumns:
         whole = {name: [int(x) for x in shown[name]] for name in ("attempt", "step")}
         return shown | whole, StepMetrics(dict(self._metrics), rows[~hidden], frozenset(self._not_finite))
 
-    def _add_statistics(self, store: RunStore) -> None:
+    def _add_statistics(self, store: RunTables) -> None:
         """Adds statistics of samples. The record has those of a step before its row, at most a flush earlier."""
         (num_rows,) = store.refresh("step_stats").values()
         if num_rows == self._num_stats and not self._pending:

@@ -11,7 +11,8 @@ from fastapi import Query
 from pydantic import BaseModel
 
 from telescope.dashboard.api import OptionalRow
-from telescope.dashboard.store import Row, RunStore
+from telescope.dashboard.store import RunStore
+from telescope.dashboard.tables import Row
 from telescope.errors import UserError
 
 SPAN_COLUMNS = (

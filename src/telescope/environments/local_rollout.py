@@ -73,9 +73,9 @@ def roll_out_item(
     if not 0 <= index < len(environment):
         raise UserError(f"There is no item {index}: the dataset has {len(environment)} items, counted from 0.")
     if isinstance(environment, MultiTurnEnvironment):
-        return _finish(_several_turns(environment, index, answer, on_message))
+        return _finish(environment, _several_turns(environment, index, answer, on_message))
     assert isinstance(environment, SingleTurnEnvironment)
-    return _finish(_single_turn(environment, index, answer, on_message))
+    return _finish(environment, _single_turn(environment, index, answer, on_message))
 
 
 @dataclass(slots=True, frozen=True)
@@ -166,11 +166,15 @@ def _several_turns(
         yield from settled(environment.end_rollout(state))
 
 
-def _finish(steps: Generator[Awaitable[Any], Any, LocalRollout]) -> LocalRollout:
-    """Takes all steps as a worker does. Awaitables run in a new event loop, synchronous code outside it."""
+def _finish(environment: Environment, steps: Generator[Awaitable[Any], Any, LocalRollout]) -> LocalRollout:
+    """Takes all steps as a worker does, between the environment's resources being prepared and closed.
+
+    Awaitables run in a new event loop, synchronous code outside it.
+    """
     loop = asyncio.new_event_loop()
     try:
         asyncio.set_event_loop(loop)
+        loop.run_until_complete(environment.prepare_resources())
         resume: Callable[[], Awaitable[Any]] = partial(next, steps)
         while True:
             try:
@@ -184,6 +188,7 @@ def _finish(steps: Generator[Awaitable[Any], Any, LocalRollout]) -> LocalRollout
             except Exception as error:
                 resume = partial(steps.throw, error)
     finally:
+        loop.run_until_complete(environment.close_resources())
         asyncio.set_event_loop(None)
         loop.close()
 

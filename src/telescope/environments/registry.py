@@ -33,9 +33,6 @@ from telescope.environments.user_code import describe_error
 from telescope.errors import UserError
 from telescope.utils.text import did_you_mean, user_path
 
-NOT_YET_SHIPPED = ("i3_code",)
-"""Names of environments and evals that later versions will ship."""
-
 
 @dataclass(slots=True, frozen=True)
 class Source:
@@ -94,12 +91,10 @@ class Discovery:
 
     def no_such(self, name: str, known: Sequence[str]) -> str:
         """Returns the message for an unknown name."""
-        problem = f"There is no {self.kind} {name!r}.{did_you_mean(name, known)}"
-        if name in NOT_YET_SHIPPED:
-            problem = f"The {self.kind} {name!r} does not ship with this version yet."
         return (
-            f"{problem} Known: {', '.join(known)}. To add your own, put a folder "
-            f"<name>/{self.file_name} into a folder named in environments_path, or write package.module:Class."
+            f"There is no {self.kind} {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}. To add your own, "
+            f"put a folder <name>/{self.file_name} into a folder named in environments_path, or write "
+            "package.module:Class."
         )
 
     def packages(self, source: Source) -> Packages:
@@ -339,7 +334,14 @@ def get_environment(name: str, /, *, environments_path: Sequence[str | Path] = (
 
 
 def make_environment(cls: type[Environment], name: str, kwargs: dict[str, Any]) -> Environment:
-    """An instance of `cls` named `name`. Raises `UserError` for misspelled keyword arguments."""
+    """An instance of `cls` named `name`. Raises `UserError` for misspelled keyword arguments.
+
+    A `ToolEnvironment` whose `tools` are names gets them from `sandbox_tools`.
+    """
+    if isinstance(tools := kwargs.get("tools"), list) and any(isinstance(tool, str) for tool in tools):
+        from telescope.environments.sandbox_tools import with_sandbox_tools  # which other environments do not need
+
+        cls = with_sandbox_tools(cls)
     refuse_misspelled(cls, kwargs, Environment, called=f"The environment {name!r}")
     environment: Environment = instantiate(cls, Environment, name, kwargs)
     others = [key for key in kwargs if key not in known_arguments(cls, Environment)]

@@ -130,6 +130,18 @@ async def within(seconds: float, awaitable: Awaitable[T]) -> T:
             await asyncio.wait({task}, timeout=_CANCELLED_SECONDS)
 
 
+async def without_exit(awaitable: Awaitable[Any]) -> Any:
+    """Awaits user code. An exit or a cancellation that it raises itself becomes a `RuntimeError`."""
+    try:
+        return await awaitable
+    except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        # SystemExit would stop the event loop of all rollouts; after CancelledError nothing would report the sample.
+        raise RuntimeError(f"user code raised {type(error).__name__}") from error
+
+
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _OWN_FOLDER = str(Path(__file__).parent)
 

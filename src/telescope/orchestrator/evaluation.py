@@ -182,7 +182,7 @@ class Evaluation:
         """Runs and records one eval. Returns None if it failed, which is reported."""
         version, component = lease.version, f"eval {self._label(plan)}"
         started_at, used, num_done = time.time(), set[int](), itertools.count(1)
-        failures: list[str] = []
+        failures, prompt_keys = list[str](), dict[int, str]()
         self.status.set_component(component, f"version {version}: 0/{plan.num_samples} samples")
 
         def on_sample(item: EvalItem, sample: Trajectory) -> None:
@@ -193,8 +193,12 @@ class Evaluation:
                 self.status.progressed()
             used.add(sample.server_index)
             failures.extend(filter(None, [sample.failure_message]))
-            tokens = self.config.record_tokens == "all"
-            for table, row in record_rows.rows_of_eval_sample(plan, version, item, sample, tokens=tokens):
+            if item.index not in prompt_keys:
+                prompt = record_rows.prompt_row(sample.environment, item.prompt)
+                prompt_keys[item.index] = prompt["prompt_key"]
+                self.recorder.write("prompts", prompt)
+            tokens, key = self.config.record_tokens == "all", prompt_keys[item.index]
+            for table, row in record_rows.rows_of_eval_sample(plan, version, item, sample, key, tokens=tokens):
                 self.recorder.write(table, row)
             if sample.version_range not in ((version, version), (-1, -1)):
                 raise InfrastructureError(f"tokens of versions {sample.version_range} in an eval of version {version}")

@@ -211,7 +211,9 @@ class Orchestrator:
         while True:
             await self._notifier.wait_until(self._may_open, "dispatch", "the async window")
             await self._notifier.wait_until(lambda: len(self._prompts) > 0, "dispatch", "a prompt")
-            await self._notifier.wait_until(lambda: self.services.slots.has_free_slot, "dispatch", "a request slot")
+            await self._notifier.wait_until(
+                lambda: self.services.slots.has_free_slot(self._prompts.next_key), "dispatch", "a request slot"
+            )
             if not self._may_open():
                 continue
             sampled, prompt = self._prompts.take()

@@ -58,6 +58,11 @@ class PromptBuffer:
     def __len__(self) -> int:
         return len(self._ready)
 
+    @property
+    def next_key(self) -> str:
+        """Key of the next prompt's environment; the buffer must not be empty."""
+        return self.environment_keys[self._ready[0][0].environment]
+
     def take(self) -> tuple[SampledPrompt, PreparedPrompt]:
         """Removes and returns the next prompt; the buffer must not be empty."""
         return self._ready.popleft()

@@ -198,7 +198,7 @@ def eval_row(
 
 
 def rows_of_eval_sample(
-    plan: PlannedEval, version: int, item: EvalItem, sample: Trajectory, *, tokens: bool = False
+    plan: PlannedEval, version: int, item: EvalItem, sample: Trajectory, prompt_key: str, *, tokens: bool = False
 ) -> list[tuple[str, dict[str, Any] | Batch]]:
     """Returns the rows of an eval's sample with their tables, itself last. `tokens`: `untrained_tokens_rows` too."""
     step = version - 1
@@ -210,10 +210,9 @@ def rows_of_eval_sample(
         "completion": sample.sample_index,
         "sample_uid": item.prompt.sample_uid,
     }
-    prompt = prompt_row(sample.environment, item.prompt)
-    row = sample_row(sample, prompt["prompt_key"], status="eval", reason=None, step=step, eval_name=plan.name)
+    row = sample_row(sample, prompt_key, status="eval", reason=None, step=step, eval_name=plan.name)
     numbers = [("tokens", row) for row in untrained_tokens_rows(sample, step)] if tokens else []
-    return [*sample.rows.items(), *numbers, ("prompts", prompt), ("samples", row), ("eval_samples", link)]
+    return [*sample.rows.items(), *numbers, ("samples", row), ("eval_samples", link)]
 
 
 def tokens_row(tokens: SampleTokens, step: int | None) -> dict[str, Any]:

@@ -119,7 +119,7 @@ class Recorder:
         self._heartbeat_due = 0.0
         self._logged_once: set[str] = set()
         self._keys_written: set[int] = set()
-        """Hashes of the keys of tables that are written `once`."""
+        """Hashes of the keys on disk of tables that are written `once`."""
         self._identity = ProcessIdentity.current()
         self._writer_lock = WriterLock(self.files)
         try:
@@ -146,7 +146,6 @@ class Recorder:
         if columns is None:
             raise ValueError(f"no table {table!r} in the record; there are {', '.join(TABLES)}")
         copy: Row
-        once: int | None = None
         if isinstance(row, Batch):
             copy = row._replace(attempt=self.attempt)
         else:
@@ -156,13 +155,9 @@ class Recorder:
                 raise ValueError(f"table {table!r} has no column {unknown}; see record/tables.toml")
             if "attempt" in columns:
                 copy.setdefault("attempt", self.attempt)
-            if TABLES[table].once:
-                once = hash((table, *(copy.get(name) for name in TABLES[table].key)))
+            if TABLES[table].once and _hash_of_key(table, copy) in self._keys_written:
+                return
         with self._lock:
-            if once is not None:
-                if once in self._keys_written:
-                    return
-                self._keys_written.add(once)
             if self._closing:
                 self._pending.dropped[table] += TABLES[table].keep > Keep.TELEMETRY
                 return
@@ -273,8 +268,14 @@ class Recorder:
                 rows = self._pending.first(name, cut, CHUNK_ROWS, CHUNK_BYTES)
             if not rows:
                 return
+            new: dict[int, Row] = {}
+            for row in rows if TABLES[name].once else ():
+                if (key := _hash_of_key(name, row)) not in self._keys_written:
+                    new.setdefault(key, row)
             try:
-                self._writer(name).append(rows)
+                if unwritten := list(new.values()) if TABLES[name].once else rows:
+                    self._writer(name).append(unwritten)
+                self._keys_written.update(new)  # only now: a row that is dropped may come again
             except OSError:
                 raise
             except Exception:
@@ -406,3 +407,7 @@ class Recorder:
         if what not in self._logged_once:
             self._logged_once.add(what)
             logger.warning(message, *values)
+
+
+def _hash_of_key(table: str, row: Any) -> int:
+    return hash((table, *(row.get(name) for name in TABLES[table].key)))

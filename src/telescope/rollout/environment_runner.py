@@ -41,7 +41,7 @@ from telescope.environments.types import (
     RewardRecord,
     digest_positions,
 )
-from telescope.environments.user_code import Steps, describe_error, settled
+from telescope.environments.user_code import Steps, describe_error, settled, without_exit
 from telescope.errors import UserError
 from telescope.rollout.conversations import Conversations
 from telescope.rollout.rendering import Renderer, lost_message, why_not_extendable, without_breaks
@@ -292,7 +292,7 @@ async def _run_all(steps: Generator[Awaitable[Any], Any, Any]) -> None:
         while True:
             waits_for = resume()
             try:
-                resume = partial(steps.send, await waits_for)
+                resume = partial(steps.send, await without_exit(waits_for))
             except Exception as error:
                 resume = partial(steps.throw, error)
 
@@ -321,7 +321,7 @@ class Resources:
 
     async def _prepare(self) -> None:
         try:
-            await self._owner.prepare_resources()
+            await without_exit(self._owner.prepare_resources())
             self._prepared = True
         finally:
             self._preparing = None
@@ -332,7 +332,7 @@ class Resources:
             return
         self._prepared = False
         try:
-            await self._owner.close_resources()
+            await without_exit(self._owner.close_resources())
         except Exception:
             traceback.print_exc()
 

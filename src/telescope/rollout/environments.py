@@ -35,6 +35,7 @@ from telescope.environments.user_code import (
     original_error,
     user_code_line,
     within,
+    without_exit,
 )
 from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.rollout.conversations import Completion
@@ -202,7 +203,7 @@ class LoadedEnvironments:
                 if verdict is not None:
                     raise verdict
                 return result
-            waiting = asyncio.ensure_future(_without_exit(result))
+            waiting = asyncio.ensure_future(without_exit(result))
             try:
                 if cancelled is not None:
                     waiting.cancel()
@@ -263,17 +264,6 @@ def _step(resume: Callable[[], Any]) -> tuple[bool, Any]:
         return False, resume()
     except StopIteration as end:
         return True, end.value
-
-
-async def _without_exit(awaitable: Awaitable[Any]) -> Any:
-    try:
-        return await awaitable
-    except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
-        task = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-            raise
-        # SystemExit would stop the event loop of all rollouts; after CancelledError nothing would report the sample.
-        raise RuntimeError(f"user code raised {type(error).__name__}") from error
 
 
 def _failure(error: BaseException, label: str) -> Exception:

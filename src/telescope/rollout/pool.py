@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
@@ -104,8 +104,8 @@ class _Prompt:
 class RolloutPool:
     """The rollout workers of a run. Use it from one event loop. Workers are called from the first prompt or group on.
 
-    `homes` are the workers of environments, by key, that not all workers can run: their resources exist once a node. A
-    call of a worker waits `seconds` for news (None: as long as it takes) and `linger` seconds more.
+    `homes` returns the workers that can run an environment now, by its key; without it, all can. A call of a worker
+    waits `seconds` for news (None: as long as it takes) and `linger` seconds more.
     `on_engine_failure` is called for each failed request with its server, and closes it in all lanes if it is to get no
     more.
     """
@@ -117,13 +117,13 @@ class RolloutPool:
         infos: Mapping[str, EnvironmentInfo] | None = None,
         seconds: float | None = None,
         linger: float = 0.0,
-        homes: Mapping[str, Sequence[int]] | None = None,
+        homes: Callable[[str], Iterable[int]] | None = None,
         on_engine_failure: Callable[[int, InfrastructureError], None] = lambda server, error: None,
     ) -> None:
         self.on_change: Callable[[], None] = lambda: None
         """Called for free request slots and changes of servers."""
         self.on_engine_failure = on_engine_failure
-        self.homes = homes or {}
+        self.homes = homes or (lambda key: range(len(workers)))
         self.infos = infos or {}
         """Descriptions of the environments, by their keys."""
         self.workers = [_Worker(worker) for worker in workers]
@@ -178,7 +178,7 @@ class RolloutPool:
         """Gives a group to the worker with the most free slots."""
         task = group.task
         key = next(iter(task.samples.values())).environment_key
-        homes = [self.workers[index] for index in self.homes.get(key, range(len(self.workers)))]
+        homes = [self.workers[index] for index in self.homes(key)]
         # While no worker is open, one of them begins with this group once it is back.
         group.worker = worker = max(homes, key=lambda worker: (worker.is_open, worker.num_free(task.lane)))
         worker.orders.groups.append(task)
@@ -248,6 +248,7 @@ class RolloutPool:
                 except* WorkerLost as lost:
                     self._lose(worker, lost.exceptions[0])
                 await worker.calls.restart()
+                self._lose(worker, WorkerLost("cancelled"))  # what it got meanwhile: its node may be another one
                 self._reopen(worker)
         except Exception as error:
             failure = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
@@ -337,7 +338,8 @@ class RolloutPool:
                 _settle(self._prompts[number].rendered, prompt)
         assign_rows(report.trajectories, report.rows)
         for key, index, sample in report.samples:
-            self._ended(self._groups[key], index, sample)
+            if key in self._groups:  # else the failure of another worker has ended it
+                self._ended(self._groups[key], index, sample)
         self.on_change()
 
     def _ended(self, group: RunningGroup, index: int, sample: Trajectory | BaseException) -> None:
@@ -383,10 +385,9 @@ class Lane:
         """Ends the lane, if it has not ended. Its samples have."""
         self.pool.close_lane(self.name)
 
-    @property
-    def has_free_slot(self) -> bool:
-        """Returns whether a new group would be served at once."""
-        return any(worker.num_free(self.name) > 0 for worker in self.pool.workers)
+    def has_free_slot(self, key: str) -> bool:
+        """Returns whether a new group of an environment would be served at once."""
+        return any(self.pool.workers[index].num_free(self.name) > 0 for index in self.pool.homes(key))
 
     @property
     def used(self) -> list[int]:

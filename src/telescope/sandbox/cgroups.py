@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -28,6 +29,21 @@ def remove_old() -> None:
             if not Path("/proc", folder.name.split("-")[1]).exists():
                 with contextlib.suppress(OSError):  # its processes have not ended yet, or another removes it, too
                     folder.rmdir()
+
+
+def are_usable() -> bool:
+    """Returns whether cgroups with limits may be made, and processes moved into them."""
+    cgroup = Cgroup(f"local-{os.getpid()}-trial", memory_bytes=2**30, num_processes=10, cpu=1.0)
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        cgroup.add(child.pid)
+    except OSError:
+        return False
+    finally:
+        child.kill()
+        child.wait()
+        cgroup.remove()
+    return bool(cgroup.held)
 
 
 class Cgroup:
@@ -53,6 +69,8 @@ class Cgroup:
                 (ROOT / "cpu" / PARENT / name / "cpu.cfs_quota_us", quota),
             ]
         for kind, (path, value) in zip(("memory", "processes", "cpu"), limits, strict=True):
+            if not (path.parents[2] / "cgroup.procs").exists():  # no such controller
+                continue
             with contextlib.suppress(OSError):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 if path.parent not in self.folders:

@@ -9,16 +9,14 @@ A reply is the number, the exit code (signed; `FAILED`, `TIMED_OUT`), and for tw
 (8 bytes) and the length that follows, then the streams. Of a long stream the middle is left out.
 """
 
-from __future__ import annotations
-
 import os
 import select
-import signal
 import sys
 import time
 from resource import RLIM_INFINITY, RLIMIT_CORE, RLIMIT_DATA, RLIMIT_NOFILE, RLIMIT_NPROC, getrlimit, setrlimit
 
 FAILED, TIMED_OUT = -1, -2
+SIGKILL = 9  # the module signal costs a start some milliseconds
 LONGEST_ARGUMENT = 100_000  # of a command line; the kernel's limit is 128 KiB
 PIECE = 65536
 
@@ -50,7 +48,7 @@ class Command:
     """A running command: its process, streams, and the time at which it is killed."""
 
     def __init__(
-        self, server: Server, number: int, seconds: float, folder: bytes, command: bytes, variables: list[bytes]
+        self, server: "Server", number: int, seconds: float, folder: bytes, command: bytes, variables: list[bytes]
     ) -> None:
         self.number, self.deadline, self.timed_out = number, time.monotonic() + seconds, False
         self.mark = b"TELESCOPE_COMMAND=%d" % number
@@ -109,7 +107,7 @@ class Command:
                     members.append(pid)
             for pid in members:
                 try:  # noqa: SIM105 (contextlib costs a start some milliseconds)
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(pid, SIGKILL)
                 except OSError:
                     pass
             if not members:

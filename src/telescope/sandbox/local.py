@@ -11,17 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import json
 import logging
 import math
 import os
 import py_compile
 import shutil
 import signal
-import socket
-import struct
-import subprocess
 import sys
 import tempfile
 import threading
@@ -36,36 +31,28 @@ from telescope.sandbox.base import (
     MAX_FILE_BYTES,
     MAX_OUTPUT_BYTES,
     ExecResult,
-    SandboxCommandTimeoutError,
     SandboxConfig,
     SandboxError,
     SandboxHandle,
     SandboxNotRunningError,
-    SandboxOOMError,
     SandboxProvider,
     SandboxSetupError,
-    capped,
 )
-from telescope.sandbox.cgroups import Cgroup, remove_old
+from telescope.sandbox.cgroups import Cgroup, are_usable, remove_old
+from telescope.sandbox.local_sandbox import MARK_VARIABLE, LocalSandbox
 
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
 WORKSPACE = "/workspace"
-MARK_VARIABLE = "TELESCOPE_SANDBOX"
-"""Environment variable of bubblewrap itself, outside the sandbox: its id and the label of its run."""
 MAX_PROCESSES = 256
 START_SECONDS = 30.0
-REPLY_SECONDS = 10.0
-"""Time beyond the limit of a command in which the sandbox must answer."""
 NOBODY = 65534
 _PROTECTED = ("sys", "pressure", "fs", "driver", "tty", "acpi", "mtrr", "scsi", "sysrq-trigger", "irq", "bus")
 """What is writable in `/proc` beside processes."""
 SYSTEM_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64")
 SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ssl", "/etc/ca-certificates", "/etc/localtime")
-REPLY = struct.Struct(">IiQIQI")
-"""Head of a reply, see `exec_server`."""
 ENDPOINT = "/run/telescope.sock"
 ENDPOINT_PORT = 8000
 INSTALL = """The sandbox provider 'local' needs bubblewrap. Install it:
@@ -73,10 +60,6 @@ INSTALL = """The sandbox provider 'local' needs bubblewrap. Install it:
   Fedora, RHEL:    dnf install bubblewrap
   Arch:            pacman -S bubblewrap
 Or name another provider (provider: docker, prime, modal, daytona, e2b)."""
-NO_NAMESPACES = """bubblewrap cannot make a sandbox here: {error}
-It needs user namespaces. Debian: sysctl kernel.unprivileged_userns_clone=1; Ubuntu 24.04: an AppArmor profile for
-/usr/bin/bwrap, or sysctl kernel.apparmor_restrict_unprivileged_userns=0; in a container: --security-opt
-seccomp=unconfined --security-opt apparmor=unconfined. Or name another provider."""
 
 
 class LocalSandboxProvider(SandboxProvider):
@@ -95,7 +78,9 @@ class LocalSandboxProvider(SandboxProvider):
             raise SandboxSetupError(INSTALL)
         self._bwrap = found
         remove_old()
-        self._numbers = itertools.count(1)
+        self._has_cgroups = are_usable()
+        self._sandboxes: dict[str, LocalSandbox] = {}
+        """Those that were not destroyed, by id."""
         self._said_limits = False
         self._code = os.memfd_create("exec_server.py")
         with tempfile.TemporaryDirectory() as folder:  # compiled, because compiling takes a third of a start
@@ -106,7 +91,13 @@ class LocalSandboxProvider(SandboxProvider):
         threading.Thread(target=self._loop.run_forever, name="sandboxes", daemon=True).start()
 
     async def create(self, config: SandboxConfig) -> SandboxHandle:
-        return await self._run(self._create(config))
+        creating = asyncio.ensure_future(self._run(self._create(config)))
+        try:
+            return await asyncio.shield(creating)
+        except asyncio.CancelledError:
+            with contextlib.suppress(SandboxError, UserError):
+                await self.destroy(await creating)
+            raise
 
     async def execute(
         self, handle: SandboxHandle, command: str, timeout: float = 60, working_dir: str | None = None
@@ -122,21 +113,29 @@ class LocalSandboxProvider(SandboxProvider):
         return await self._run(self._sandbox(handle).file(b"read", remote_path, str(max_bytes).encode()))
 
     async def is_alive(self, handle: SandboxHandle) -> bool:
-        return isinstance(handle.provider_data, _Sandbox) and handle.provider_data.ended is None
+        sandbox = handle.provider_data or self._sandboxes.get(handle.id)
+        return sandbox is not None and sandbox.ended is None
 
     async def destroy(self, handle: SandboxHandle) -> None:
-        if isinstance(handle.provider_data, _Sandbox):
-            await self._run(handle.provider_data.destroy())
+        if (sandbox := handle.provider_data or self._sandboxes.get(handle.id)) is not None:
+            await self._run(sandbox.destroy())
+            self._sandboxes.pop(handle.id, None)
         else:  # of another process, which may have ended
             await asyncio.to_thread(_kill_marked, handle.id.encode())
 
     async def find(self, run: str) -> list[SandboxHandle]:
         return [SandboxHandle(name) for name in {name for _, name in await asyncio.to_thread(_marked, run.encode())}]
 
-    def _sandbox(self, handle: SandboxHandle) -> _Sandbox:
-        if not isinstance(handle.provider_data, _Sandbox):
-            raise SandboxNotRunningError(f"the sandbox {handle.id!r} does not belong to this process")
-        return handle.provider_data
+    async def close(self) -> None:
+        """Destroys the sandboxes that are left, and ends the thread of the provider."""
+        await asyncio.gather(*(self._run(sandbox.destroy()) for sandbox in list(self._sandboxes.values())))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _sandbox(self, handle: SandboxHandle) -> LocalSandbox:
+        sandbox: LocalSandbox | None = handle.provider_data or self._sandboxes.get(handle.id)
+        if sandbox is None:
+            raise SandboxNotRunningError(f"the sandbox {handle.id!r} has ended, or belongs to another process")
+        return sandbox
 
     async def _run(self, coroutine: Coroutine[Any, Any, R]) -> R:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
@@ -145,12 +144,15 @@ class LocalSandboxProvider(SandboxProvider):
         name = f"local-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         num_processes = int(config.extra.get("max_processes", MAX_PROCESSES))
         memory, disk = config.memory_mb * 2**20, int(config.disk_size_gb * 2**30)
-        cgroup = Cgroup(name, memory_bytes=memory + disk, num_processes=num_processes, cpu=config.cpu)
-        sandbox = _Sandbox(name, cgroup)
+        cgroup = None
+        if self._has_cgroups:
+            cgroup = Cgroup(name, memory_bytes=memory + disk, num_processes=num_processes, cpu=config.cpu)
+        held = set() if cgroup is None else cgroup.held
+        sandbox = LocalSandbox(name, cgroup)
         try:
             command, user = self._command(config, disk)
-            limits = (MAX_OUTPUT_BYTES, num_processes, 0 if "memory" in cgroup.held else memory)
-            self._say_limits(cgroup.held, user)
+            limits = (MAX_OUTPUT_BYTES, num_processes, 0 if "memory" in held else memory)
+            self._say_limits(held, user)
             async with asyncio.timeout(START_SECONDS):
                 await sandbox.start(command, self._code, limits, user, f"{name} {config.extra.get('run', '')}")
             if config.extra.get("endpoint"):
@@ -161,9 +163,10 @@ class LocalSandboxProvider(SandboxProvider):
             if isinstance(error, TimeoutError):
                 raise SandboxError(f"the sandbox {name!r} did not start within {START_SECONDS:g} s") from None
             raise
+        self._sandboxes[name] = sandbox
         return SandboxHandle(name, sandbox)
 
-    async def _relay(self, sandbox: _Sandbox) -> None:
+    async def _relay(self, sandbox: LocalSandbox) -> None:
         """Starts the relay to the endpoint, and waits until it listens."""
         code = Path(__file__).with_name("relay.py").read_bytes()
         await sandbox.file(b"write", "/run/relay.py", code)
@@ -241,158 +244,6 @@ class LocalSandboxProvider(SandboxProvider):
                 "TELESCOPE_CGROUP names a delegated folder of cgroups (docs/sandboxes.md)",
                 ", ".join(soft),
             )
-
-
-class _Sandbox:
-    """One bubblewrap, from the loop of the provider."""
-
-    def __init__(self, name: str, cgroup: Cgroup) -> None:
-        self.name = name
-        self.ended: SandboxError | SandboxSetupError | None = None
-        self._cgroup = cgroup
-        self._process: subprocess.Popen[bytes] | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._replies: dict[int, asyncio.Future[tuple[int, list[tuple[int, bytes]]]]] = {0: asyncio.Future()}
-        self._numbers = itertools.count(1)
-        self._reading: asyncio.Task[None] | None = None
-
-    async def start(self, command: list[str], code: int, limits: tuple[int, ...], user: int | None, mark: str) -> None:
-        """Starts bubblewrap, and waits for the server inside, whose program is the file `code`."""
-        ours, theirs = socket.socketpair()
-        block, go = os.pipe()
-        info, told = os.pipe()
-        passed = [theirs.fileno(), block, told, code]
-        server = [f"{sys.base_prefix}/bin/python3", "-I", "-S", f"/proc/self/fd/{code}", str(theirs.fileno())]
-        options = ["--block-fd", str(block), "--info-fd", str(told)] if self._cgroup.folders else []
-        try:
-            self._process = subprocess.Popen(  # noqa: ASYNC220 (by vfork, in the loop of the provider alone)
-                [*command, *options, "--", *server, *map(str, limits)],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, pass_fds=passed,
-                env={MARK_VARIABLE: mark}, user=user, group=user, extra_groups=None if user is None else [], cwd="/",
-            )  # fmt: skip
-            for descriptor in (block, told):
-                os.close(descriptor)
-            theirs.close()
-            if options:
-                await self._limit(info)
-        finally:
-            theirs.close()
-            os.close(go)
-            os.close(info)
-        reader, self._writer = await asyncio.open_connection(sock=ours, limit=2**20)
-        self._reading = asyncio.ensure_future(self._read(reader))
-        await self._replies[0]
-        del self._replies[0]
-
-    async def _limit(self, info: int) -> None:
-        """Moves the first process of the sandbox into the cgroup, before it runs the server."""
-        loop = asyncio.get_running_loop()
-        text = b""
-        while piece := await loop.run_in_executor(None, os.read, info, 4096):
-            text += piece
-            with contextlib.suppress(ValueError):
-                self._cgroup.add(json.loads(text)["child-pid"])
-                return
-
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Hands replies to those that wait for them, until the sandbox ends."""
-        why = ""
-        try:
-            while True:
-                number, code, *sizes = REPLY.unpack(await reader.readexactly(REPLY.size))
-                if sizes[1] + sizes[3] > 2 * MAX_FILE_BYTES:  # whatever runs there may have taken over
-                    raise ValueError("it broke the protocol")
-                streams = [(sizes[0], await reader.readexactly(sizes[1]))]
-                streams.append((sizes[2], await reader.readexactly(sizes[3])))
-                if (waiting := self._replies.get(number)) is not None and not waiting.done():
-                    waiting.set_result((code, streams))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        except ValueError as error:
-            why = str(error)
-        self.end(why)
-
-    def end(self, why: str) -> None:
-        """Kills everything in the sandbox. Calls that wait fail with the reason."""
-        if self.ended is None:
-            self.ended = self._why_ended(why)
-        if self._process is not None:
-            self._process.kill()
-        for waiting in self._replies.values():
-            if not waiting.done():
-                waiting.set_exception(self.ended)
-
-    def _why_ended(self, why: str) -> SandboxError | SandboxSetupError:
-        ended = f"the sandbox {self.name!r} has ended"
-        if not why and self._cgroup.ran_out_of_memory():
-            return SandboxOOMError(f"{ended}: it ran out of memory (memory_mb)")
-        if not why and self._process is not None and self._process.stderr is not None:
-            os.set_blocking(self._process.stderr.fileno(), False)
-            why = (self._process.stderr.read(2000) or b"").decode(errors="replace").strip()
-        if 0 in self._replies and why.startswith("bwrap:"):  # it never ran
-            return SandboxSetupError(NO_NAMESPACES.format(error=why))
-        return SandboxNotRunningError(f"{ended}: {why}" if why else f"{ended}: all of its processes were killed")
-
-    async def destroy(self) -> None:
-        """Ends the sandbox, and waits until its processes are gone."""
-        self.end("it was destroyed")
-        if self._reading is not None:
-            await asyncio.wait({self._reading})
-        if self._writer is not None:
-            self._writer.close()
-        if self._process is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._process.wait)
-        await asyncio.get_running_loop().run_in_executor(None, self._cgroup.remove)
-
-    async def _call(self, *fields: bytes, seconds: float) -> tuple[int, list[tuple[int, bytes]]]:
-        """Sends a request. Returns exit code and streams."""
-        if self.ended is not None:
-            raise self.ended
-        assert self._writer is not None
-        number = next(self._numbers)
-        body = b"\0".join(fields)
-        reply = self._replies[number] = asyncio.get_running_loop().create_future()
-        try:
-            self._writer.write(number.to_bytes(4, "big") + len(body).to_bytes(4, "big") + body)
-            async with asyncio.timeout(seconds):
-                await self._writer.drain()
-                return await reply
-        except TimeoutError:
-            self.end(f"it did not answer within {seconds:g} s")
-            raise SandboxNotRunningError(f"the sandbox {self.name!r} did not answer within {seconds:g} s") from None
-        except ConnectionError:
-            self.end("")
-            raise self.ended or SandboxNotRunningError(self.name) from None
-        except asyncio.CancelledError:
-            if fields[0] == b"exec" and self.ended is None:
-                stop = b"stop\0%d" % number
-                self._writer.write(bytes(4) + len(stop).to_bytes(4, "big") + stop)
-            raise
-        finally:
-            del self._replies[number]
-
-    async def execute(self, command: str, seconds: float, folder: str) -> ExecResult:
-        """Runs a command."""
-        fields = (b"exec", str(seconds).encode(), os.fsencode(folder), command.encode(errors="surrogateescape"))
-        if any(b"\0" in field for field in fields):
-            raise UserError("a command of a sandbox must not have NUL characters")
-        code, streams = await self._call(*fields, seconds=seconds + REPLY_SECONDS)
-        output = [capped(content, total) for total, content in streams]
-        if code == exec_server.TIMED_OUT:
-            raise SandboxCommandTimeoutError(command, seconds, self.name)
-        if code == exec_server.FAILED:
-            raise SandboxError(f"sandbox {self.name!r}: {output[1]}")
-        return ExecResult(code, *output)
-
-    async def file(self, kind: bytes, path: str, value: bytes) -> bytes:
-        """Writes a file, or reads one."""
-        if "\0" in path:
-            raise UserError("a path of a sandbox must not have NUL characters")
-        code, streams = await self._call(kind, os.fsencode(path), value, seconds=60 + REPLY_SECONDS)
-        if code != 0:
-            doing = "write" if kind == b"write" else "read"
-            raise SandboxError(f"cannot {doing} {path!r} in sandbox {self.name!r}: {streams[1][1].decode()}")
-        return streams[0][1]
 
 
 def _is_open_to_all(path: Path) -> bool:

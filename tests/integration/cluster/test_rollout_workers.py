@@ -35,6 +35,8 @@ from telescope.rollout.exchange import TRAINING
 from telescope.rollout.pool import RolloutPool
 from telescope.rollout.sample import RolloutSettings, RolloutTask
 from telescope.rollout.trajectory import Trajectory
+from telescope.sandbox import get_provider
+from telescope.sandbox.ledger import SandboxLedger, reap
 
 FINE = "fine"
 FIRST_VERSION = 3
@@ -92,7 +94,8 @@ class Workers:
     deeds: dict[int, str]
     settings: RolloutSettings
     run_dir: Path
-    environment: str
+    name: str
+    """Of the environment."""
 
     async def run(self, *deeds: str, samples: int = 1) -> list[list[Trajectory]]:
         """Runs a group for each deed, at the same time."""
@@ -102,10 +105,10 @@ class Workers:
             return await asyncio.gather(*(self._group(item, samples) for item in items))
 
     async def _group(self, item: int, samples: int) -> list[Trajectory]:
-        prompt = await self.pool.prepare(self.environment, item)
-        several = self.pool.infos[self.environment].is_multi_turn
+        prompt = await self.pool.prepare(self.name, item)
+        several = self.pool.infos[self.name].is_multi_turn
         tasks = [
-            RolloutTask(f"{item}-{n}", item, n, *[self.environment] * 2, item, prompt.token_ids, (0, item, n), several)
+            RolloutTask(f"{item}-{n}", item, n, self.name, self.name, item, prompt.token_ids, (0, item, n), several)
             for n in range(samples)
         ]
         return await self.pool.run(tasks, self.settings)
@@ -122,7 +125,7 @@ class Workers:
 async def workers(
     ground: Ground, run_dir: Path, environment: str = "hostile", write: Any = lambda table, row: None, **fields: Any
 ) -> AsyncIterator[Workers]:
-    config = config_of(ground.folder, **fields)
+    config = config_of(ground.folder, environments=[{"name": environment}], **fields)
     deeds: dict[int, str] = {}
 
     def answer(request: FakeRequest) -> list[int]:
@@ -152,6 +155,10 @@ async def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> No
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         await asyncio.sleep(0.05)
+
+
+def num_processes(word: str) -> int:
+    return sum(word in " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
 
 
 async def test_a_worker_runs_rollouts_and_loads_neither_torch_nor_transformers(ground: Ground, tmp_path: Path) -> None:
@@ -227,8 +234,10 @@ async def test_output_of_user_code_goes_to_the_log_which_is_rotated(ground: Grou
         assert rewards(await run.run("print", FINE)) == [1.0, 1.0]
         assert b"no newline" in run.log() and b"from a child" in run.log()
         assert rewards(await run.run("print_without_end 100")) == [1.0]
-        await eventually(lambda: len(run.log()) < 2**20)
-        assert (tmp_path / "logs" / "rollout-0.log.1").stat().st_size <= rollout_group.MAX_LOG_BYTES
+        log = tmp_path / "logs" / "rollout-0.log"
+        # What is printed after the last rotation stays, up to the bound.
+        await eventually(lambda: log.stat().st_size <= rollout_group.MAX_LOG_BYTES)
+        assert log.with_name("rollout-0.log.1").stat().st_size <= rollout_group.MAX_LOG_BYTES
 
 
 async def test_user_code_that_allocates_without_limit_fails_alone(ground: Ground, tmp_path: Path) -> None:
@@ -259,12 +268,52 @@ async def test_a_dataset_that_differs_between_processes_is_refused(ground: Groun
     await group.stop()
 
 
+async def test_a_worker_that_still_loads_is_ended_at_once(ground: Ground, tmp_path: Path) -> None:
+    spec = EnvironmentSpec("reserved_by_each", {"notes": str(tmp_path / "notes"), "seconds": 3600})
+    group = RolloutGroup(config_of(ground.folder), [spec], tmp_path, ground.cluster)
+    starting = asyncio.ensure_future(group.start())
+    await asyncio.sleep(0.5)
+    starting.cancel()
+    began = time.monotonic()
+    await group.stop()
+    assert time.monotonic() - began < group.stop_seconds / 2
+
+
 async def test_a_process_that_left_its_worker_is_known_to_the_reaper(ground: Ground, tmp_path: Path) -> None:
     async with workers(ground, tmp_path) as run:
         assert rewards(await run.run(f"double_fork {tmp_path}")) == [1.0]
         daemon = psutil.Process(int((tmp_path / "pid").read_text()))
         assert "TELESCOPE" in " ".join(daemon.environ())
         daemon.kill()
+
+
+@pytest.mark.sandbox
+async def test_sandboxes_end_with_their_worker_and_are_prepared_again(ground: Ground, tmp_path: Path) -> None:
+    async with workers(ground, tmp_path, "boxed") as run:
+        running = asyncio.ensure_future(run.run(*["sleep 4.65831"] * 4))
+        await eventually(lambda: num_processes("sleep 4.65831") >= 2)
+        ledger = SandboxLedger(tmp_path)
+        before = {row["id"] for row in ledger.rows()}
+        groups = await asyncio.gather(running, run.run("end"), run.run("false", "true"))
+        assert rewards(groups[0]) == [1.0] * 4 and rewards(groups[2]) == [0.0, 1.0]
+        assert groups[1][0][0].failure_kind == "environment"
+        assert run.num_replaced == 3
+        alive = await get_provider().find(ledger.run)
+        assert alive and not {handle.id for handle in alive} & before, "sandboxes of an ended worker are alive"
+    assert await get_provider().find(ledger.run) == []
+    await reap(tmp_path)
+    rows = list(ledger.rows())
+    assert {row["id"] for row in rows} == {row["id"] for row in rows if row.get("destroyed")}
+
+
+@pytest.mark.sandbox
+async def test_a_sandbox_that_is_lost_masks_its_sample(ground: Ground, tmp_path: Path) -> None:
+    async with workers(ground, tmp_path, "boxed") as run:
+        groups = await run.run("kill -9 -1; sleep 5", "true")
+        (lost,), (fine,) = groups
+        assert lost.reward is None and lost.failure_kind == "infrastructure"
+        assert "has ended" in (lost.failure_message or "")
+        assert fine.reward is not None and fine.reward.total_reward == 1.0
 
 
 @pytest.mark.sandbox
@@ -278,7 +327,7 @@ async def test_what_a_worker_does_with_sandboxes_is_recorded(
         {"name": "pull", "arguments": {"image": "nowhere"}},
     ]
     with Recorder(tmp_path) as recorder:
-        async with workers(ground, tmp_path, "boxed", recorder.write, max_tokens=128) as run:
+        async with workers(ground, tmp_path, "sandboxed_tools", recorder.write, max_tokens=128) as run:
             # Each is the answer of both turns.
             deeds = [f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls]
             for (sample,) in await run.run(*deeds):

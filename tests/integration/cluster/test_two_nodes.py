@@ -408,9 +408,10 @@ async def test_rollout_workers_are_on_both_nodes_and_go_on_with_one(two_nodes: T
     async with workers(ground, tmp_path, rollout_num_workers=4) as run:
         assert [handle.node for handle in run.group.handles] == [here, there, here, there]
         run.group.infos[0] = replace(run.group.infos[0], shares_resources=True)
-        assert run.group.homes == {"hostile": [0, 1]}, "one on each node"
+        assert run.group.homes("hostile") == [0, 1], "one on each node"
         running = asyncio.ensure_future(run.run(*["wait 5"] * 20))
         assert rewards(await run.run(*[FINE] * 20)) == [1.0] * 20
         await asyncio.to_thread(raylets.remove_node, added, allow_graceful=False)
         assert rewards(await running) == [1.0] * 20
         await eventually(lambda: [handle.node for handle in run.group.handles] == [here] * 4)
+        assert run.group.homes("hostile") == [0]

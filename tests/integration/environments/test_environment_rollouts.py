@@ -222,10 +222,18 @@ async def test_resources_may_be_prepared_at_the_start_and_have_the_time_of_a_sta
     assert (await pool.advance("reserved", 0, encode("x"), "stop")).reward.total_reward == 1.0
 
 
-async def test_failed_resources_fail_the_waiting_calls_and_are_retried(load, encode, tmp_path):
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (OSError("no sandboxes today"), "OSError: no sandboxes today"),
+        (SystemExit(3), "user code raised SystemExit"),
+        (asyncio.CancelledError(), "user code raised CancelledError"),
+    ],
+)
+async def test_failed_resources_fail_the_waiting_calls_and_are_retried(load, encode, tmp_path, error, shown):
     notes = tmp_path / "notes"
-    pool = await load(EnvironmentSpec("reserved", {"notes": str(notes), "fail_once": True}))
-    with pytest.raises(EnvironmentFailure, match="prepare_resources failed: OSError: no sandboxes today"):
+    pool = await load(EnvironmentSpec("reserved", {"notes": str(notes), "error_at_first": error}))
+    with pytest.raises(EnvironmentFailure, match=f"prepare_resources failed: .*{shown}"):
         await pool.advance("reserved", 0, encode("x"), "stop")
     assert (await pool.advance("reserved", 0, encode("x"), "stop")).reward.total_reward == 1.0
 

@@ -257,6 +257,21 @@ def test_memory_stays_bounded_while_the_disk_hangs(tmp_path, monkeypatch):
     recorder.close()
 
 
+def test_a_prompt_that_was_dropped_is_written_when_it_comes_again(tmp_path, monkeypatch):
+    blocked = threading.Event()
+    append = TableWriter.append
+    monkeypatch.setattr(TableWriter, "append", lambda self, rows: (blocked.wait(60), append(self, rows))[1])
+    with Recorder(tmp_path, flush_seconds=0.01, max_pending_rows=3) as recorder:
+        recorder.write("prompts", {"prompt_key": "dropped"})
+        for key in "abc":
+            recorder.write("prompts", {"prompt_key": key})
+        blocked.set()
+        recorder.flush()
+        for key in ("dropped", "a", "dropped"):
+            recorder.write("prompts", {"prompt_key": key})
+    assert sorted(Run(tmp_path).table("prompts")["prompt_key"].to_pylist()) == ["a", "b", "c", "dropped"]
+
+
 def test_a_second_writer_is_refused_with_the_process_of_the_first(tmp_path):
     with Recorder(tmp_path, flush_seconds=0.01) as recorder:
         recorder.flush()

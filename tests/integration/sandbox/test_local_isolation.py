@@ -23,6 +23,8 @@ from telescope.sandbox import (
     SandboxError,
     SandboxHandle,
     SandboxNotRunningError,
+    SandboxSetupError,
+    cgroups,
     get_provider,
 )
 from telescope.sandbox.base import MAX_OUTPUT_BYTES, run_sync
@@ -281,3 +283,32 @@ def test_a_sandbox_ends_when_its_time_is_over(provider):
         run_sync(provider.execute(handle, "sleep 20"))
     assert not run_sync(provider.is_alive(handle))
     run_sync(provider.destroy(handle))
+
+
+def test_without_cgroups_each_process_is_limited_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(cgroups, "ROOT", tmp_path)
+    provider = get_provider()
+    handle = run_sync(provider.create(SMALL))
+    try:
+        assert run_sync(provider.execute(handle, python("b'x' * 10**9"))).exit_code == 1
+        assert run_sync(provider.execute(handle, "ulimit -u")).stdout == "256\n"
+        assert "these limits are soft: memory (of each process, not of all)" in caplog.text
+    finally:
+        run_sync(provider.destroy(handle))
+
+
+def test_without_bubblewrap_nothing_runs_and_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SandboxSetupError, match="apt-get install bubblewrap"):
+        get_provider()
+
+
+def test_where_namespaces_are_forbidden_the_error_says_how_to_allow_them(tmp_path: Path):
+    forbidden = tmp_path / "bwrap"
+    forbidden.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    forbidden.chmod(0o755)
+    provider = get_provider("local", bwrap=str(forbidden))
+    with pytest.raises(SandboxSetupError, match=r"No permissions to create new namespace(.|\n)*AppArmor"):
+        run_sync(provider.create(SMALL))

@@ -217,7 +217,7 @@ def test_requests_at_the_same_time_do_not_mix(root):
 
 
 def test_tags_of_new_samples_are_added_and_ids_are_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr("telescope.dashboard.store.MOST_TAG_VALUES", 4)
+    monkeypatch.setattr("telescope.dashboard.tables.MOST_TAG_VALUES", 4)
     with Recorder(tmp_path / "run") as recorder:
         client = client_of(tmp_path)
         assert client.get("/api/runs/run/tags").json() == {}

@@ -290,11 +290,6 @@ def test_fixture_folders_hold_no_init_files():
     assert not list(here.rglob("__init__.py"))
 
 
-def test_a_name_that_ships_later_is_reported_as_known() -> None:
-    with pytest.raises(UserError, match="The environment 'i3_code' does not ship with this version yet"):
-        check_environment("i3_code")
-
-
 @pytest.mark.parametrize(
     ("given", "problem"),
     [

@@ -333,6 +333,7 @@ async def test_pass_k_samples_every_item_as_often_as_its_largest_k() -> None:
     written: Any = evaluation.recorder
     rows = written.of("samples", status="eval")
     assert len({row["sample_id"] for row in rows}) == len({row["group_id"] for row in rows}) == 12
+    assert [len(written.of("prompts", prompt_key=key)) for key in {row["prompt_key"] for row in rows}] == [1] * 3
     assert evaluation.servers.num_slots_used_by_evals == 0
 
 

@@ -51,7 +51,7 @@ def rows_of_everything() -> dict[str, list[dict[str, Any]]]:
     common: dict[str, Any] = {"status": "kept", "reason": None, "step": 7}
     info = EnvironmentInfo("arithmetic", 64, metrics_ranges={"correct": {"min": 0.0, "max": 1.0}})
     plan, result = an_eval()
-    of_eval = record_rows.rows_of_eval_sample(plan, 10, plan.items[0], sample(2, 1.0))
+    of_eval = record_rows.rows_of_eval_sample(plan, 10, plan.items[0], sample(2, 1.0), "p")
     return {
         "environments": [
             record_rows.environment_row("arithmetic", "arithmetic", 0.5, info),
@@ -63,7 +63,7 @@ def rows_of_everything() -> dict[str, list[dict[str, Any]]]:
             record_rows.sample_row(masked, "6 x 7?", **common),
             *(row for table, row in of_eval if table == "samples"),
         ],
-        "prompts": [row for table, row in of_eval if table == "prompts"],
+        "prompts": [record_rows.prompt_row("arithmetic", plan.items[0].prompt)],
         "evals": [record_rows.eval_row(plan, 10, 5.0, result, servers={1, 0})],
         "eval_samples": [row for table, row in of_eval if table == "eval_samples"],
         "turns": [row for one in made.samples for row in sample_rows.turn_rows(one)],
@@ -170,8 +170,8 @@ def test_an_eval_is_one_row_and_its_completions_lead_to_samples_and_turns() -> N
     assert "accuracy" not in failed and failed["error"] == "its servers are gone"
     made = sample(2, 1.0, lengths=(3, 2))
     sample_rows.assign_rows([made], sample_rows.encode_rows([made], set()))
-    tables = record_rows.rows_of_eval_sample(plan, 10, plan.items[0], made)
-    assert [table for table, _ in tables] == ["turns", "spans", "prompts", "samples", "eval_samples"]
+    tables = record_rows.rows_of_eval_sample(plan, 10, plan.items[0], made, "p")
+    assert [table for table, _ in tables] == ["turns", "spans", "samples", "eval_samples"]
     encoded = [row.rows.to_pylist() for _, row in tables if isinstance(row, Batch)]
     assert list(map(len, encoded)) == [2, 4]
     assert {row["sample_id"] for rows in encoded for row in rows} == {made.sample_id}

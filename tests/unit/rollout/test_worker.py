@@ -148,3 +148,49 @@ def test_a_suspected_group_ends_at_once_when_it_is_cancelled_while_another_runs(
         await pool.close()
 
     run_simulated(scenario())
+
+
+def test_groups_go_where_their_environment_runs_also_when_a_worker_comes_back_elsewhere() -> None:
+    homes = [0]
+
+    class Moves(Unlucky):
+        async def restart(self) -> None:
+            await asyncio.sleep(1)
+            homes[:] = [1]
+
+    async def scenario() -> None:
+        other = RolloutWorker(FakeEnvironments(), [FakeEngine()])
+        pool = RolloutPool([Moves(), other], homes=lambda key: [0, 1] if key == "free" else homes)
+        lane = pool.open_lane(TRAINING, [4])
+        lane.set_up(0, True)
+        running = asyncio.create_task(pool.run([task()] * 2, settings()))
+        await asyncio.sleep(0.5)
+        assert lane.has_free_slot("free") and not lane.has_free_slot("arithmetic"), "its home has both slots in use"
+        await asyncio.sleep(1)
+        cancelled = pool.start([task()], settings(), lambda *_: None)
+        cancelled.cancel()
+        assert all(sample.reward for sample in await running) and now() == 2
+        assert not cancelled.samples
+        await pool.close()
+
+    run_simulated(scenario())
+
+
+def test_a_sample_that_ends_after_another_worker_failed_the_run_is_left_alone() -> None:
+    class Fails(Unlucky):
+        async def restart(self) -> None:
+            raise InfrastructureError("no more workers")
+
+    async def scenario() -> None:
+        engine = FakeEngine(wait=lambda: asyncio.sleep(5))
+        pool = RolloutPool([Fails(), RolloutWorker(FakeEnvironments(), [engine])])
+        pool.open_lane(TRAINING, [4]).set_up(0, True)
+        groups = [asyncio.create_task(pool.run([task()] * 2, settings())) for _ in range(2)]
+        assert [type(error) for error in await asyncio.gather(*groups, return_exceptions=True)] == [
+            InfrastructureError
+        ] * 2
+        await asyncio.sleep(10)
+        assert not pool._serving[1].done(), "its worker goes on to be listened to"
+        await pool.close()
+
+    run_simulated(scenario())

@@ -8,10 +8,10 @@ from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironm
 
 
 class Reserved(SingleTurnEnvironment):
-    def __init__(self, notes, fail_once=False, seconds=0.0, **kwargs):
+    def __init__(self, notes, error_at_first=None, seconds=0.0, **kwargs):
         super().__init__(**kwargs)
         self.notes = Path(notes)
-        self.fail_once = fail_once
+        self.error_at_first = error_at_first
         self.seconds = seconds
         self.here = 0
 
@@ -21,8 +21,8 @@ class Reserved(SingleTurnEnvironment):
     async def prepare_resources(self):
         await asyncio.sleep(self.seconds)
         self.note("try")
-        if self.fail_once and self.notes.read_text().count("try") == 1:
-            raise OSError("no sandboxes today")
+        if self.error_at_first and self.notes.read_text().count("try") == 1:
+            raise self.error_at_first
         self.here += 1
         self.note("prepared")
 

@@ -10,15 +10,16 @@ from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironm
 class ReservedByEach(SingleTurnEnvironment):
     resources_per = "process"
 
-    def __init__(self, notes, **kwargs):
+    def __init__(self, notes, seconds=0.01, **kwargs):
         super().__init__(**kwargs)
         self.notes = Path(notes)
+        self.seconds = seconds
 
     def load_dataset(self, num_samples=-1):
         return [Sample(f"item {i}") for i in range(50)]
 
     async def prepare_resources(self):
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(self.seconds)
         with self.notes.open("a") as notes:
             notes.write(f"prepared {os.getpid()}\n")
 

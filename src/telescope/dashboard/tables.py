@@ -1,0 +1,296 @@
+"""Tables of one run in an in-memory database that grows with the run.
+
+Owns which rows have been read and what the queries of the pages run on. Long texts and token arrays stay in the files
+(`dashboard.store`). Does not own the formats (`record.reader`) or what a page asks.
+
+Invariants: a row is read once, so a request costs what is new since the last one. A run directory that was replaced by
+another is read from the start. Nothing is written into a run.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar, cast
+
+import duckdb
+import pyarrow as pa
+
+from telescope.dashboard.steps import StepColumns, StepMetrics
+from telescope.record.query import PROMPT_KEY, block_rows
+from telescope.record.reader import Run, superseded_sql
+from telescope.record.tables import TABLES
+
+OF_SAMPLE = ("attempt", "sample_id")
+"""Columns that name the sample of a row."""
+
+LONG_COLUMNS = {
+    "samples": {
+        *("prompt_key", "prompt_text", "completion_text", "golden", "info_turns", "divergences", "failure_message")
+    },
+    "prompts": {"environment", "text", "messages"},
+    **{name: set(TABLES[name].column_names) - set(OF_SAMPLE) for name in ("turns", "tool_calls", "info")},
+    "tokens": set(TABLES["tokens"].column_names) - {*OF_SAMPLE, "step"},
+    "spans": {"attributes"},
+    "step_stats": {"bin_edges"},
+    "steps": {"metrics", "unfinished_draws"},
+}
+"""Columns that stay in the files. Step metrics are in `StepColumns`."""
+
+DERIVED = {
+    "samples": ({"prompt_key", "prompt_text"}, f"{PROMPT_KEY} AS prompt_key"),
+    "spans": ({"attributes"}, "try_cast(attributes['lane'] AS BIGINT) AS lane"),
+    "step_stats": ({"bin_edges"}, "bin_edges[1] AS low, bin_edges[-1] AS high"),
+}
+"""Columns computed from some that stay in the files."""
+
+COMPRESSED_ROWS = 50_000
+COMPRESS_SECONDS = 5.0
+"""A table of at least `COMPRESSED_ROWS` rows is compressed `COMPRESS_SECONDS` after it is read, when its page is drawn.
+It then needs a tenth of the memory, and counts take half of the time."""
+
+LATE_ROWS = 10_000
+"""Largest page of samples."""
+
+MOST_TAG_VALUES = 50
+"""Values of a tag that pages offer as a filter."""
+
+UNREAD = object()
+"""Differs from the id of every run, so the first `refresh` opens the database."""
+
+Row = dict[str, Any]
+Kept = TypeVar("Kept")
+Parameters = Sequence[Any] | Mapping[str, Any]
+
+
+class View:
+    """Queries over the tables of a run at one moment."""
+
+    def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
+        self._connection = connection
+
+    def fetch(self, sql: str, parameters: Parameters = ()) -> list[tuple[Any, ...]]:
+        """Returns the rows of a query as tuples."""
+        return self._connection.execute(sql, parameters).fetchall()
+
+    def rows(self, sql: str, parameters: Parameters = ()) -> list[Row]:
+        """Returns the rows of a query. Maps are dictionaries."""
+        result = self._connection.execute(sql, parameters)
+        columns = [column[0] for column in result.description or ()]
+        return [dict(zip(columns, row, strict=True)) for row in result.fetchall()]
+
+    def columns(self, sql: str, parameters: Parameters = ()) -> pa.Table:
+        """Returns the result of a query as an Arrow table."""
+        return self._connection.sql(sql, params=parameters).to_arrow_table()
+
+
+class RunTables:
+    """Queries over the tables of one run. Safe to use from several threads. Call `refresh` first.
+
+    A database has a pool of threads, so it is opened by the first `refresh`, not for every run of a folder.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.used_at = 0.0
+        """When its tables were used last, in monotonic time."""
+        self._identity: object = UNREAD
+        # One for each table and each thing that is computed, so that a slow one delays only who asks for it.
+        self._locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._lock = threading.Lock()
+
+    def _reset(self) -> None:
+        settings: dict[str, str | bool | int | float | list[str]] = {
+            "autoinstall_known_extensions": "false",
+            "autoload_known_extensions": "false",
+            "python_enable_replacements": "false",
+            # Rows that are sorted for a page of them have their key alone.
+            "late_materialization_max_rows": LATE_ROWS,
+            # Gives the memory of what was compressed back to the system.
+            "allocator_background_threads": "true",
+        }
+        self._database = duckdb.connect(":memory:", config=settings)
+        self._database.execute("ATTACH ':memory:' AS run (COMPRESS)")
+        self._forget()
+
+    def _forget(self) -> None:
+        self._cursors: dict[str, int] = {}
+        self._stamps: dict[str, object] = {}
+        self._steps = StepColumns()
+        self._seen: dict[tuple[str, str], tuple[int, set[tuple[Any, ...]]]] = {}
+        self._tags: tuple[int, dict[str, set[str]]] = (0, {})
+        self._kept: dict[str, tuple[object, Any]] = {}
+
+    @property
+    def is_open(self) -> bool:
+        """Returns whether tables are in memory."""
+        return self._identity is not UNREAD
+
+    def close(self) -> None:
+        """Frees the memory of the tables. The next `refresh` reads them again."""
+        with self._lock:
+            if self.is_open:
+                self._identity = UNREAD
+                self._database.close()
+                self._forget()
+
+    def refresh(self, *names: str) -> dict[str, int]:
+        """Reads the new rows of tables. Returns the number of rows of each."""
+        self.used_at = time.monotonic()
+        with self._lock:
+            info = self.run.info
+            identity = info.run_id if info else None
+            if identity != self._identity:
+                self._reset()
+                self._identity = identity
+            database, cursors = self._database, self._cursors
+        for name in names:
+            stamp = self.run.stamp(name)
+            with self._locks[name]:
+                if stamp and name in cursors and self._stamps.get(name) == stamp:
+                    continue
+                with _cursor(database) as connection:
+                    self._read(name, connection, cursors)
+                self._stamps[name] = stamp
+        return {name: cursors[name] for name in names}
+
+    def fetch(self, sql: str, parameters: Parameters = ()) -> list[tuple[Any, ...]]:
+        """Returns the rows of a query over refreshed tables as tuples."""
+        with self.view() as view:
+            return view.fetch(sql, parameters)
+
+    def rows(self, sql: str, parameters: Parameters = ()) -> list[Row]:
+        """Returns the rows of a query over refreshed tables. Maps are dictionaries."""
+        with self.view() as view:
+            return view.rows(sql, parameters)
+
+    def columns(self, sql: str, parameters: Parameters = ()) -> pa.Table:
+        """Returns the result of a query as an Arrow table."""
+        with self.view() as view:
+            return view.columns(sql, parameters)
+
+    @contextmanager
+    def view(self, **tables: pa.Table) -> Iterator[View]:
+        """Opens the refreshed tables as they are now. Queries also see further `tables`."""
+        with self._connect() as connection:
+            connection.begin()
+            for name, table in tables.items():
+                connection.register(name, table)
+            yield View(connection)
+
+    def _connect(self) -> duckdb.DuckDBPyConnection:
+        with self._lock:
+            return _cursor(self._database)
+
+    def _compress(self) -> None:
+        with suppress(duckdb.Error), self._connect() as connection:  # closed meanwhile, or written to
+            connection.execute("CHECKPOINT run")
+
+    def visible(self) -> str:
+        """Returns an SQL condition for rows that are not superseded. It fits steps, samples and evals."""
+        self.refresh("attempts", "steps")
+        return f"NOT {superseded_sql(self._cutoffs())}"
+
+    def steps(self, since: int = 0) -> tuple[int, dict[str, list[Any]], StepMetrics]:
+        """Returns the steps from row `since` on, without superseded ones: next cursor, columns, metrics."""
+        with self._locks["steps as columns"]:
+            self.visible()
+            self._steps.read(self)
+            return (self._steps.num_rows, *self._steps.visible(since, self._cutoffs()))
+
+    def seen(self, table: str, columns: str) -> set[tuple[Any, ...]]:
+        """Returns the distinct values of some columns of a table. Looks at new rows only."""
+        with self._locks[f"{columns} of {table}"]:
+            self.refresh(table)
+            ((end,),) = self.fetch(f"SELECT count(*) FROM {table}")
+            first, found = self._seen.get((table, columns), (0, set()))
+            if end < first:  # the table was read from the start again
+                first, found = 0, set()
+            found |= set(self.fetch(f"SELECT DISTINCT {columns} FROM {table} WHERE rowid >= ?", [first]))
+            self._seen[table, columns] = (end, found)
+            return set(found)
+
+    def kept(self, name: str, state: object, make: Callable[[], Kept]) -> Kept:
+        """Returns what `make` computes, cached until `state` changes, such as the number of rows of tables."""
+        with self._locks[f"kept {name}"]:
+            found = self._kept.get(name)
+            if found is None or found[0] != state:
+                found = self._kept[name] = (state, make())
+            return cast("Kept", found[1])
+
+    def tags(self) -> dict[str, list[str]]:
+        """Returns the values of each tag of the samples. A tag with more than `MOST_TAG_VALUES` has none.
+
+        Looks at new rows only.
+        """
+        fresh = (
+            f"SELECT name, list(DISTINCT value)[:{MOST_TAG_VALUES + 1}] FROM (SELECT unnest(map_keys(tags)) AS name, "
+            "unnest(map_values(tags)) AS value FROM samples WHERE rowid >= ?) GROUP BY name"
+        )
+        with self._locks["values of tags"]:
+            self.refresh("samples")
+            ((end,),) = self.fetch("SELECT count(*) FROM samples")
+            first, known = self._tags if self._tags[0] <= end else (0, {})
+            for name, values in self.fetch(fresh, [first]) if first < end else ():
+                some = known.setdefault(name, set())
+                if len(some) <= MOST_TAG_VALUES:
+                    some.update(values)
+            self._tags = end, known
+            return {name: sorted(some) if len(some) <= MOST_TAG_VALUES else [] for name, some in known.items()}
+
+    def distinct(self, column: str, where: str) -> list[Any]:
+        """Returns the values of a column of `samples`, sorted, without null. Kept until there are new rows."""
+        values = f"SELECT DISTINCT {column} FROM samples WHERE {where} AND {column} IS NOT NULL ORDER BY 1"
+        state = (self._cursors["samples"], where)
+        return self.kept(f"values of {column}", state, lambda: [value for (value,) in self.fetch(values)])
+
+    def _read(self, name: str, database: duckdb.DuckDBPyConnection, cursors: dict[str, int]) -> None:
+        cursor = cursors.get(name)
+        if cursor and self.run.num_rows(name) < cursor:
+            database.execute(f"DROP TABLE {name}")
+            del cursors[name]
+            cursor = None
+        sources, *derived = DERIVED.get(name, (set(),))
+        long = LONG_COLUMNS.get(name, set())
+        needed = [column for column in TABLES[name].column_names if column in sources or column not in long]
+        shown = ", ".join([*(f'"{column}"' for column in needed if column not in long), *derived])
+        if cursor is None:
+            cursor = self._read_blocks(name, shown, database)
+        rows, end = self.run.rows_since(name, cursor or 0, needed)
+        if cursor is None or rows.num_rows:
+            database.register("fresh", rows)
+            insert = f"CREATE TABLE {name} AS" if cursor is None else f"INSERT INTO {name}"
+            database.execute(f"{insert} SELECT {shown} FROM fresh")
+        cursors[name] = end
+
+    def _read_blocks(self, name: str, shown: str, database: duckdb.DuckDBPyConnection) -> int | None:
+        """Creates a table from the blocks on disk. Returns the cursor behind them, or None if they cannot be read.
+
+        DuckDB reads the many rows of a first time in a third of the time of Arrow. Without blocks, and when one is
+        damaged or was compacted meanwhile, nothing is created.
+        """
+        blocks = [file for file in self.run.table_files(name) if file.rows is None]
+        if not blocks:
+            return None
+        try:
+            database.execute(f"CREATE TABLE {name} AS SELECT {shown} FROM ({block_rows(name, blocks)})")
+        except duckdb.Error:
+            return None  # `rows_since` finds what is wrong
+        if blocks[-1].end - blocks[0].first >= COMPRESSED_ROWS:
+            timer = threading.Timer(COMPRESS_SECONDS, self._compress)
+            timer.daemon = True
+            timer.start()
+        return blocks[-1].end
+
+    def _cutoffs(self) -> dict[int, int]:
+        state = (self._cursors["attempts"], self._cursors["steps"])
+        return self.kept("cutoffs", state, self.run.cutoffs)
+
+
+def _cursor(database: duckdb.DuckDBPyConnection) -> duckdb.DuckDBPyConnection:
+    connection = database.cursor()
+    connection.execute("USE run")
+    return connection

@@ -1,0 +1,221 @@
+"""The code environment: the model writes a Python program or function, which hidden tests run in a sandbox.
+
+Problems come from the hub (`PrimeIntellect/INTELLECT-3-RL`, subset `code`), or are the 60 that ship with Telescope. The
+tests of an answer run in one command: `runner.py` gets the program and the inputs, and reports digests of the outputs.
+Expected outputs never enter the sandbox, so an answer can only pass by computing them. A sandbox that fails is replaced
+once; then the sample is masked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import secrets
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment, shares
+from telescope.environments.hub import hub_rows, uses_own_items
+from telescope.environments.i3_code import runner
+from telescope.environments.i3_code.own_problems import own_rows
+from telescope.environments.parsers import extract_code_block, strip_think_tags
+from telescope.environments.sandbox_tools import SandboxEnvironment
+from telescope.errors import UserError
+from telescope.sandbox import ExecResult, SandboxError, SandboxHandle
+
+REQUIRED_PACKAGES: list[str] = []
+OPTIONAL_PACKAGES = ["datasets"]
+
+INSTRUCTION_PROMPT = (
+    "Solve the problem in Python. Think first; then write the complete program in one block that starts with ```python "
+    "and ends with ```. A function must have the name that the problem gives it; a program reads standard input and "
+    "prints its result."
+)
+NUM_ATTEMPTS = 2
+"""Sandboxes that are tried for one answer."""
+START_SECONDS = 30.0
+"""Added to the time of the tests for the start of the runner."""
+COMMAND_NOT_FOUND = 127
+RUNNER = Path(runner.__file__).read_bytes()
+_UNSET: Any = object()
+
+
+class I3CodeEnvironment(SandboxEnvironment, SingleTurnEnvironment):
+    """Programming problems with hidden tests. The reward is 1 for a program that passes all of them, else 0.
+
+    `dataset` is `hub` or `own`. Kept are rows whose column `difficulty_key` is from `min_difficulty` to
+    `max_difficulty`, and at most `max_num_tests` tests of each, chosen with `random_seed`; `shuffle` orders the rows by
+    `seed`. A test is killed after `timeout_per_test` seconds. The arguments of `SandboxEnvironment` choose the sandbox.
+    """
+
+    reward_min, reward_max = 0.0, 1.0
+    metrics_ranges = shares("passed", "pass_rate", "sandbox_error")
+    hub_dataset: ClassVar[str] = "PrimeIntellect/INTELLECT-3-RL"
+
+    def __init__(self, instruction_prompt: str | None = _UNSET, timeout_per_test: float = 10.0, **kwargs: Any) -> None:
+        prompt = INSTRUCTION_PROMPT if instruction_prompt is _UNSET else instruction_prompt
+        super().__init__(instruction_prompt=prompt, **kwargs)
+        self.timeout_per_test = timeout_per_test
+
+    def load_dataset(
+        self,
+        num_samples: int = -1,
+        dataset: str = "hub",
+        dataset_name: str | None = None,
+        dataset_subset: str | None = "code",
+        dataset_split: str = "train",
+        difficulty_key: str | None = None,
+        min_difficulty: float | None = None,
+        max_difficulty: float | None = None,
+        max_num_tests: int = 15,
+        random_seed: int | None = 0,
+        shuffle: bool = False,
+        seed: int = 0,
+        **_: Any,
+    ) -> list[Sample]:
+        """Returns the problems as samples. Raises `UserError` if there is none."""
+        if difficulty_key is None and (min_difficulty, max_difficulty) != (None, None):
+            raise UserError(f"{self.name}: min_difficulty and max_difficulty need difficulty_key, a column.")
+        if max_num_tests < 1:
+            raise UserError(f"{self.name}: max_num_tests is {max_num_tests}; use 1 or more.")
+        rows: Iterable[dict[str, Any]] = own_rows()
+        if not uses_own_items(self.name, dataset):
+            columns = [("question",), ("info",), *([(difficulty_key,)] if difficulty_key else [])]
+            name = dataset_name or self.hub_dataset
+            rows = hub_rows(self.name, name, [dataset_subset], dataset_split, columns, only=True)
+        low, high = min_difficulty, max_difficulty
+        samples = []
+        for number, row in enumerate(rows):
+            difficulty = row.get(difficulty_key) if difficulty_key else None
+            if (low is not None or high is not None) and (
+                difficulty is None or (low is not None and difficulty < low) or (high is not None and difficulty > high)
+            ):
+                continue
+            tests = read_tests(row["info"], max_num_tests, random.Random(f"{random_seed} {number}"))
+            if tests["inputs"]:
+                known = {} if difficulty is None else {"difficulty": difficulty}
+                samples.append(Sample(row["question"], metadata={"tests": tests, **known}))
+        if not samples:
+            raise UserError(f"{self.name}: no problem with tests has {difficulty_key} from {low} to {high}.")
+        if shuffle:
+            random.Random(f"i3_code {seed}").shuffle(samples)
+        return samples if num_samples < 0 else samples[:num_samples]
+
+    async def compute_reward(self, completion: str, sample: Sample, eos_token: str = "") -> RewardResult:
+        text = completion.removesuffix(eos_token) if eos_token else completion
+        program = extract_code_block(strip_think_tags(text))
+        tests = sample.metadata["tests"]
+        metrics = dict.fromkeys(("retry_count", "sandbox_error", "sandbox_acquire_time", "test_time"), 0.0)
+        notes = {"generated_code": program, "runner_stderr": "", "error": "" if program else "no ```python block"}
+        results: list[dict[str, Any]] = []
+        if program:
+            results = await self._run_tests(program, tests, metrics, notes)
+        passed = [
+            result["status"] == "ok" and result["digest"] in expected_digests(expected, is_value="fn_name" in tests)
+            for result, expected in zip(results, tests["outputs"], strict=False)
+        ]
+        statuses, count = [result["status"] for result in results], len(tests["inputs"])
+        all_passed = sum(passed) == count
+        notes["test_summary"] = f"{sum(passed)} of {count} tests passed"
+        lines = [f"{n}: {r['status']}, {r['seconds']} s, {r['output']!r} {r['stderr']}" for n, r in enumerate(results)]
+        notes["passed_tests"] = ", ".join(str(n) for n, is_passed in enumerate(passed) if is_passed)
+        notes["failed_tests"] = "\n".join(line for line, is_passed in zip(lines, passed, strict=True) if not is_passed)
+        return RewardResult(
+            total_reward=float(all_passed),
+            sample_metrics={
+                "passed": float(all_passed),
+                "pass_rate": sum(passed) / count,
+                "num_test_cases": float(count),
+                "num_timeouts": float(statuses.count("timeout")),
+                "num_errors": float(statuses.count("error")),
+                **metrics,
+            },
+            info_turns=[
+                {"turn_order": 0, "info_key": key, "info_value": value, "info_type": "text"}
+                for key, value in notes.items()
+                if value
+            ],
+        )
+
+    async def _run_tests(
+        self, program: str, tests: dict[str, Any], metrics: dict[str, float], notes: dict[str, str]
+    ) -> list[dict[str, Any]]:
+        """Returns the runner's results, empty if the program ended the runner itself. Raises `SandboxError`."""
+        for attempt in range(NUM_ATTEMPTS):
+            is_last = attempt == NUM_ATTEMPTS - 1
+            metrics["retry_count"] = float(attempt)
+            started_at = time.monotonic()
+            handle = await self.sandboxes.acquire()
+            acquired_at = time.monotonic()
+            metrics["sandbox_acquire_time"] = acquired_at - started_at
+            nonce, is_clean = secrets.token_hex(16), False
+            try:
+                done = await self._execute(handle, nonce, program, tests)
+                metrics["test_time"] = time.monotonic() - acquired_at
+                notes["runner_stderr"] = done.stderr[-1000:]
+                _, found, report = done.stdout.rpartition(nonce)
+                if found:
+                    is_clean = True
+                    results: list[dict[str, Any]] = json.loads(report)
+                    return results
+                if done.exit_code == COMMAND_NOT_FOUND:
+                    raise SandboxError(f"the sandbox has no python3: {done.stderr.strip()}")
+            except SandboxError:
+                metrics["sandbox_error"] = 1.0
+                if is_last:
+                    raise
+            finally:
+                await (self.sandboxes.release if is_clean else self.sandboxes.remove)(handle)
+        notes["error"] = f"the program ended the test runner (exit code {done.exit_code})"
+        return []
+
+    async def _execute(self, handle: SandboxHandle, nonce: str, program: str, tests: dict[str, Any]) -> ExecResult:
+        folder, provider = f"/tmp/{secrets.token_hex(8)}", self.sandboxes.provider
+        job = {
+            "nonce": nonce,
+            "program": program,
+            "function": tests.get("fn_name"),
+            "tests": tests["inputs"],
+            "seconds": self.timeout_per_test,
+            "memory_bytes": self.sandbox_config.memory_mb * 2**20 * 3 // 4,  # the runner must survive the program
+        }
+        await provider.upload_bytes(handle, f"{folder}/runner.py", RUNNER)
+        await provider.upload_bytes(handle, f"{folder}/job.json", json.dumps(job).encode("utf-8", "replace"))
+        seconds = START_SECONDS + len(tests["inputs"]) * (self.timeout_per_test + 1)
+        return await provider.execute(handle, f"python3 {folder}/runner.py {folder}/job.json", timeout=seconds)
+
+
+def read_tests(info: Any, max_num_tests: int, rng: random.Random) -> dict[str, Any]:
+    """Returns `inputs`, `outputs` and, for functions, `fn_name` of a row, at most `max_num_tests` of the tests.
+
+    Lines become texts, and a function's arguments in JSON, a line each, become a list.
+    """
+    info = json.loads(info) if isinstance(info, str) else info
+    tests = json.loads(info["tests"]) if isinstance(info["tests"], str) else info["tests"]
+    inputs, outputs, function = tests["inputs"], tests["outputs"], tests.get("fn_name")
+    chosen = sorted(rng.sample(range(len(inputs)), min(max_num_tests, len(inputs))))
+    inputs, outputs = [inputs[i] for i in chosen], [outputs[i] for i in chosen]
+    if function:
+        inputs = [list(map(json.loads, given.splitlines())) if isinstance(given, str) else given for given in inputs]
+        return {"inputs": inputs, "outputs": outputs, "fn_name": function}
+    return {"inputs": list(map(_as_lines, inputs)), "outputs": list(map(_as_lines, outputs))}
+
+
+def _as_lines(text: Any) -> str:
+    return "\n".join(map(str, text)) if isinstance(text, list) else str(text)
+
+
+def expected_digests(expected: Any, *, is_value: bool) -> set[str]:
+    """Returns the digests of right outputs. Datasets store a function's value as it is, in a list, or as JSON."""
+    if not is_value:
+        return {runner.digest(runner.canonical_text(expected))}
+    values = [expected]
+    if isinstance(expected, str):
+        with contextlib.suppress(ValueError):
+            values.append(json.loads(expected))
+    if isinstance(expected, list) and len(expected) == 1:
+        values.append(expected[0])
+    return {runner.digest(runner.canonical_value(value)) for value in values}

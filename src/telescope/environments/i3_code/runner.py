@@ -1,0 +1,125 @@
+"""Runs an answer's program on inputs, inside a sandbox. Uploaded as it is: standard library only, Python 3.8 or later.
+
+Reads a job from the file that its argument names and deletes it. Every test is a process of its own. Prints one line:
+the job's nonce, then JSON. It knows no expected output: it reports a digest of each output, which the environment
+compares, so that nothing an answer can read or print in the sandbox decides whether it is right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+MAX_OUTPUT_BYTES = 16 * 2**20
+"""Size of a file that a test may write; longer output is an error of the test."""
+SHOWN_CHARACTERS = 300
+
+CALL = """
+import json, os, sys
+sys.setrecursionlimit(20_000)
+job, out = json.load(sys.stdin), os.fdopen(int(sys.argv[1]), "w")
+scope = {"__name__": "solution"}
+exec("from typing import *", scope)
+exec(compile(open("program.py").read(), "program.py", "exec"), scope)
+function = scope.get(job["name"]) or getattr(scope["Solution"](), job["name"])
+value = function(*job["arguments"])
+json.dump(value, out, default=lambda value: sorted(value) if isinstance(value, set) else list(value))
+out.close()
+"""
+"""Calls a function of the answer, or a method of its class `Solution`. Tuples and sets become lists."""
+
+
+def canonical_text(text: str) -> str:
+    """Returns the text without differences of whitespace, blank lines or trailing zeros of decimals."""
+
+    def word(token: str) -> str:
+        if not re.fullmatch(r"-?[0-9]+\.[0-9]+", token):
+            return token
+        return re.sub(r"^-0$", "0", token.rstrip("0").rstrip("."))
+
+    return "\n".join(" ".join(map(word, line.split())) for line in text.splitlines() if line.strip())
+
+
+def canonical_value(value: Any) -> str:
+    """Returns a JSON text that is the same for values that Python calls equal, but true and 1."""
+
+    def plain(item: Any) -> Any:
+        if isinstance(item, (list, tuple)):
+            return [plain(each) for each in item]
+        if isinstance(item, dict):
+            return {str(key): plain(each) for key, each in item.items()}
+        return int(item) if isinstance(item, float) and item.is_integer() else item
+
+    return json.dumps(plain(value), sort_keys=True)
+
+
+def digest(text: str) -> str:
+    """Returns the digest by which outputs are compared."""
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+
+
+def run_test(program: str, test: Any, function: str | None, seconds: float, memory_bytes: int) -> dict[str, Any]:
+    """Runs one test in a folder of its own. Returns its status, digest, seconds and the ends of its output."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_OUTPUT_BYTES, MAX_OUTPUT_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+
+    folder, started_at, status = tempfile.mkdtemp(), time.monotonic(), "ok"
+    with open(os.path.join(folder, "program.py"), "w", encoding="utf-8", errors="replace") as file:
+        file.write(program)
+    with contextlib.ExitStack() as stack:
+        stdin, *outputs = [
+            stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")) for _ in range(4)
+        ]
+        stdin.write(json.dumps({"name": function, "arguments": test}) if function else test)
+        stdin.seek(0)
+        stdout, stderr, value = outputs
+        command = ["-c", CALL, str(value.fileno())] if function else ["program.py"]
+        child = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=folder, stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=[value.fileno()],
+            start_new_session=True, preexec_fn=limit,
+        )  # fmt: skip
+        try:
+            status = "error" if child.wait(seconds) else "ok"
+        except subprocess.TimeoutExpired:
+            status = "timeout"
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        for file in outputs:
+            file.seek(0)
+        printed, errors, returned = [file.read() for file in outputs]
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        output = canonical_value(json.loads(returned)) if function else canonical_text(printed)
+    except ValueError:
+        output, status = "", "error" if status == "ok" else status
+    result = {"status": status, "digest": digest(output), "seconds": round(time.monotonic() - started_at, 3)}
+    result["output"], result["stderr"] = output[:SHOWN_CHARACTERS], errors[-SHOWN_CHARACTERS:]
+    return result
+
+
+if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: the answer cannot read this process or its files in /proc
+    with open(sys.argv[1]) as file:
+        job = json.load(file)
+    os.unlink(sys.argv[1])
+    os.environ.update(OMP_NUM_THREADS="1", PYTHONHASHSEED="0")
+    rest = job["function"], job["seconds"], job["memory_bytes"]
+    results = [run_test(job["program"], test, *rest) for test in job["tests"]]
+    print("\n" + job["nonce"] + json.dumps(results))

@@ -1,0 +1,183 @@
+"""Environments that use sandboxes: a pool in every process, and the tools `shell` and `sandbox_python`.
+
+`SandboxEnvironment` is a mixin that owns a pool; `SandboxTools` gives a `ToolEnvironment` a sandbox for each rollout.
+
+Invariant: a sandbox with tools serves one rollout and is destroyed with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+from telescope.environments.base import Environment, RolloutState
+from telescope.environments.tool_env import ToolEnvironment, ToolResult
+from telescope.errors import UserError
+from telescope.sandbox import SandboxCommandTimeoutError, SandboxConfig, SandboxHandle, get_provider
+from telescope.sandbox.pool import GenericSandboxPool
+
+_SANDBOX_KEY = "_sandbox"
+"""Key of `state.custom` with the rollout's sandbox."""
+_LOCK_KEY = "_sandbox_lock"
+"""Key of `state.custom` with the lock that runs the calls of one answer in order."""
+
+SCRIPT_PATH = "/tmp/.telescope_script.py"
+MAX_STREAM_CHARACTERS = 6_000
+"""Characters of each stream that the model reads; the middle of a longer one is left out."""
+
+
+class SandboxEnvironment(Environment):
+    """A mixin with a pool of sandboxes: put it before the base class of the environment.
+
+    `provider` is a name of `telescope.sandbox` (null: `local`) or a class, with its `provider_kwargs`. A worker keeps
+    `pool_size` sandboxes ready and creates at most `max_concurrent_creates` at once; each lives `timeout_minutes` at
+    most, with `docker_image` (where the provider has images), `cpu` cores, `memory_mb`, `disk_size_gb`, `gpu_count` and
+    `environment_vars`. `team_id` is the account that pays at Prime.
+    """
+
+    resources_per: ClassVar[Literal["host", "process"]] = "process"
+    pool: GenericSandboxPool | None = None
+
+    def __init__(
+        self,
+        provider: str | None = None,
+        provider_kwargs: dict[str, Any] | None = None,
+        pool_size: int = 10,
+        max_concurrent_creates: int = 100,
+        timeout_minutes: float = 60,
+        environment_vars: dict[str, str] | None = None,
+        docker_image: str | None = None,
+        cpu: float = 1.0,
+        memory_mb: int = 2048,
+        disk_size_gb: float = 3,
+        gpu_count: int = 0,
+        team_id: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.provider, self.provider_kwargs = provider, provider_kwargs or {}
+        self.pool_size, self.max_concurrent_creates = pool_size, max_concurrent_creates
+        self.sandbox_config = SandboxConfig(
+            image=docker_image or os.environ.get("DEFAULT_DOCKER_IMAGE", ""),
+            cpu=cpu,
+            memory_mb=memory_mb,
+            disk_size_gb=disk_size_gb,
+            gpu_count=gpu_count,
+            timeout_seconds=60 * timeout_minutes,
+            environment_vars=environment_vars or {},
+            extra={"team_id": team_id} if team_id else {},
+        )
+
+    async def prepare_resources(self) -> None:
+        """Starts the pool."""
+        provider = get_provider(self.provider, **self.provider_kwargs)
+        self.pool = GenericSandboxPool(provider, self.sandbox_config, self.pool_size, self.max_concurrent_creates)
+        await self.pool.start()
+
+    async def close_resources(self) -> None:
+        """Destroys all sandboxes."""
+        if self.pool is not None:
+            await self.pool.shutdown()
+
+    @property
+    def sandboxes(self) -> GenericSandboxPool:
+        """The pool, which `prepare_resources` started."""
+        assert self.pool is not None, "prepare_resources has not run"
+        return self.pool
+
+
+class SandboxTools(SandboxEnvironment):
+    """A mixin for a `ToolEnvironment`, whose `tools` may then contain `shell` and `sandbox_python`.
+
+    A rollout gets its sandbox with its first call and loses it at its end. A command that takes more than
+    `command_timeout_seconds` is killed, which the model reads; a sandbox that fails masks the sample. A subclass that
+    overrides `set_up_sandbox` fills a new sandbox, and `working_dir_of` says where commands start.
+    """
+
+    def __init__(
+        self,
+        tools: list[str | Callable[..., Any]] | None = None,
+        command_timeout_seconds: float = 30.0,
+        **kwargs: Any,
+    ) -> None:
+        self.command_timeout_seconds = command_timeout_seconds
+        # The tool's own limit is the one that counts; this also covers the wait for earlier calls of the answer.
+        self.tool_timeout_seconds = 20 * command_timeout_seconds
+        shipped: dict[Any, Callable[..., Any]] = {"shell": self.shell, "sandbox_python": self.sandbox_python}
+        if unknown := [tool for tool in tools or () if isinstance(tool, str) and tool not in shipped]:
+            raise UserError(f"{type(self).__name__}: there is no tool {unknown[0]!r}; use {' or '.join(shipped)}.")
+        if tools is not None:
+            kwargs["tools"] = [shipped[tool] if isinstance(tool, str) else tool for tool in tools]
+        super().__init__(**kwargs)
+
+    async def set_up_sandbox(self, handle: SandboxHandle, state: RolloutState) -> None:
+        """Prepares a new sandbox for the rollout."""
+        return None
+
+    def working_dir_of(self, state: RolloutState) -> str | None:
+        """Returns the folder in which commands start; None is the provider's."""
+        return None
+
+    async def sandbox_of(self, state: RolloutState) -> SandboxHandle:
+        """Returns the sandbox of a rollout, which is acquired at the first call."""
+        if _SANDBOX_KEY not in state.custom:
+            handle = await self.sandboxes.acquire()
+            try:
+                await self.set_up_sandbox(handle, state)
+            except BaseException:
+                await asyncio.shield(self.sandboxes.remove(handle))
+                raise
+            state.custom[_SANDBOX_KEY] = handle
+        found: SandboxHandle = state.custom[_SANDBOX_KEY]
+        return found
+
+    async def shell(self, command: str, state: RolloutState) -> ToolResult:
+        """Run a command in a shell. Files that it writes are there in later calls.
+
+        Args:
+            command: what the shell runs, such as ls -la
+        """
+        return await self._run_in_sandbox("shell", command, state)
+
+    async def sandbox_python(self, code: str, state: RolloutState) -> ToolResult:
+        """Run a Python program. Print what you want to see; variables are gone afterwards, files are not.
+
+        Args:
+            code: the program
+        """
+        return await self._run_in_sandbox("sandbox_python", f"python3 {SCRIPT_PATH}", state, script=code)
+
+    async def _run_in_sandbox(self, tool: str, command: str, state: RolloutState, script: str = "") -> ToolResult:
+        async with state.custom.setdefault(_LOCK_KEY, asyncio.Lock()):
+            handle, provider = await self.sandbox_of(state), self.sandboxes.provider
+            if script:
+                await provider.upload_bytes(handle, SCRIPT_PATH, script.encode("utf-8", "replace"))
+            limit = self.command_timeout_seconds
+            try:
+                result = await provider.execute(handle, command, timeout=limit, working_dir=self.working_dir_of(state))
+            except SandboxCommandTimeoutError:
+                return ToolResult(tool, f"it was killed after {limit:g} seconds.", success=False, error="timeout")
+        streams = {"stdout": result.stdout, "stderr": result.stderr}
+        shown = [f"{name}:\n{_without_middle(text)}" for name, text in streams.items() if text]
+        return ToolResult(tool, "\n".join([f"exit code: {result.exit_code}", *shown]), value=result)
+
+    async def end_rollout(self, state: RolloutState) -> None:
+        """Destroys the rollout's sandbox."""
+        handle = state.custom.pop(_SANDBOX_KEY, None)
+        if handle is not None:
+            await self.sandboxes.remove(handle)
+
+
+def with_sandbox_tools(cls: type[Environment]) -> type[Environment]:
+    """Returns a `ToolEnvironment` with `SandboxTools`; any other class as it is."""
+    if not issubclass(cls, ToolEnvironment) or issubclass(cls, SandboxTools):
+        return cls
+    return type(cls.__name__, (SandboxTools, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+def _without_middle(text: str) -> str:
+    half = MAX_STREAM_CHARACTERS // 2
+    left_out = len(text) - 2 * half
+    return f"{text[:half]}\n[... {left_out} characters left out ...]\n{text[-half:]}" if left_out > 0 else text

@@ -1,0 +1,128 @@
+"""Sandboxes in containers of this machine, by the command line of docker or podman."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import shutil
+from typing import ClassVar
+
+from telescope.sandbox.base import (
+    ExecResult,
+    SandboxBusyError,
+    SandboxConfig,
+    SandboxError,
+    SandboxHandle,
+    SandboxImagePullError,
+    SandboxNotRunningError,
+    SandboxSetupError,
+)
+from telescope.sandbox.remote import LABEL, RemoteSandboxProvider, run_label, unique_name
+
+MAX_PROCESSES = 1024
+"""Processes and threads of a container."""
+
+
+class ContainerError(Exception):
+    """docker or podman failed by itself. The text is its own."""
+
+
+class ContainerSandboxProvider(RemoteSandboxProvider):
+    """Runs a container with a read-only image, writable /tmp, and a main process that ends at its life cap.
+
+    `extra["network"]: true` gives it a network, `extra["read_only"]: false` a writable image.
+    """
+
+    program: ClassVar[str]
+    detach_after = math.inf
+    errors = (
+        ("ContainerError", "(?i)cannot connect|daemon running|permission denied.*(docker|podman)", SandboxSetupError),
+        ("ContainerError", "(?i)no such container|no container with|is not running|running containers|has exited",
+         SandboxNotRunningError),
+        ("ContainerError", "(?i)pull access|manifest|no such image|reference format|short-name|initializing source",
+         SandboxImagePullError),
+        ("ContainerError", "(?i)toomanyrequests|i/o timeout|tls handshake|temporar", SandboxBusyError),
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        if not shutil.which(self.program):
+            raise SandboxSetupError(f"The sandbox provider {self.name!r} needs {self.program}. {self.setup_hint}")
+
+    async def _call(self, *arguments: str, content: bytes | None = None) -> ExecResult:
+        """Runs the program. A cancelled or late call ends it."""
+        pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+        process = await asyncio.create_subprocess_exec(
+            self.program, *arguments, stdin=null if content is None else pipe, stdout=pipe, stderr=pipe
+        )
+        try:
+            output, errors = await process.communicate(content)
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        return ExecResult(process.returncode or 0, output.decode(errors="replace"), errors.decode(errors="replace"))
+
+    async def _checked(self, *arguments: str, content: bytes | None = None) -> str:
+        result = await self._call(*arguments, content=content)
+        if result.exit_code:
+            raise ContainerError(result.stderr.strip() or f"{self.program} {arguments[0]} returned {result.exit_code}")
+        return result.stdout
+
+    async def _start(self, config: SandboxConfig) -> SandboxHandle:
+        name, memory = unique_name(config), f"{config.memory_mb}m"
+        options = ["--name", name, "--memory", memory, "--memory-swap", memory, "--cpus", f"{config.cpu:g}"]
+        options += ["--pids-limit", str(MAX_PROCESSES), "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
+        options += ["--tmpfs", f"/tmp:rw,exec,size={math.ceil(config.disk_size_gb * 1024)}m", "--workdir", "/tmp"]
+        if not config.extra.get("network"):
+            options += ["--network", "none"]
+        if config.extra.get("read_only", True):
+            options += ["--read-only"]
+        if config.gpu_count:
+            options += ["--gpus", str(config.gpu_count)]
+        for key, value in run_label(config).items():
+            options += ["--label", f"{key}={value}"]
+        for key, value in config.environment_vars.items():
+            options += ["--env", f"{key}={value}"]
+        life = str(math.ceil(config.timeout_seconds))
+        try:
+            await self._checked("run", "--detach", "--rm", "--init", *options, config.image, "sleep", life)
+        except ContainerError:
+            with contextlib.suppress(ContainerError):
+                await self._checked("rm", "--force", name)  # created, but not started
+            raise
+        return SandboxHandle(name)
+
+    async def _run(self, handle: SandboxHandle, script: str, timeout: int) -> ExecResult:
+        result = await self._call("exec", handle.id, "sh", "-c", script)
+        if result.exit_code and self._kind_of(error := ContainerError(result.stderr.strip())) is not SandboxError:
+            raise error
+        return result
+
+    async def _upload(self, handle: SandboxHandle, path: str, content: bytes) -> None:
+        # not `cp`, which does not write below a tmpfs
+        command = ("sh", "-c", 'cat >"$1"', "sh", path)
+        await self._checked("exec", "--interactive", handle.id, *command, content=content)
+
+    async def _destroy(self, handle: SandboxHandle) -> None:
+        await self._checked("rm", "--force", handle.id)
+
+    async def find(self, run: str) -> list[SandboxHandle]:
+        with self._translated("", "list", 60):
+            arguments = ("--all", "--filter", f"label={LABEL}={run}", "--format", "{{.Names}}")
+            return [SandboxHandle(name) for name in (await self._checked("ps", *arguments)).split()]
+
+
+class DockerSandboxProvider(ContainerSandboxProvider):
+    """Runs containers of docker."""
+
+    program = "docker"
+    setup_hint = "Install it (https://docs.docker.com/engine/install), start it, and let this user use it."
+
+
+class PodmanSandboxProvider(ContainerSandboxProvider):
+    """Runs containers of podman, which needs no daemon."""
+
+    program = "podman"
+    setup_hint = "Install it: apt-get install podman   (or: https://podman.io/docs/installation)"

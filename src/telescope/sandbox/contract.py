@@ -1,0 +1,293 @@
+"""What every provider must hold: checks that tests and `telescope doctor --sandbox NAME` run.
+
+A check is a function over a `Trial`; the first sentence of its docstring says what holds. It raises `ContractError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import tracemalloc
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field, replace
+
+from telescope.sandbox.base import (
+    MAX_OUTPUT_BYTES,
+    SandboxCommandTimeoutError,
+    SandboxConfig,
+    SandboxError,
+    SandboxHandle,
+    SandboxNotRunningError,
+    SandboxProvider,
+)
+
+CREATE_SECONDS = 3600
+"""Deadline of a check: a service may build an image first."""
+
+
+class ContractError(Exception):
+    """A provider does not hold what its interface promises."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What differs between providers."""
+
+    num_creates: int = 32
+    num_flood_bytes: int = 200_000_000
+    command_seconds: float = 5
+    """What a call may take beyond the command, over the network."""
+
+
+TOLERANCES = {
+    "local": Tolerance(command_seconds=2),
+    "docker": Tolerance(num_creates=16),
+    "podman": Tolerance(num_creates=16),
+    "prime": Tolerance(num_creates=8),
+    "daytona": Tolerance(num_creates=8),
+    "e2b": Tolerance(num_creates=4),
+}
+
+
+@dataclass
+class Trial:
+    """A provider under test, with one sandbox that the checks share."""
+
+    provider: SandboxProvider
+    config: SandboxConfig = field(default_factory=lambda: SandboxConfig(timeout_seconds=900))
+    run: str = field(default_factory=lambda: f"contract-{uuid.uuid4().hex[:8]}")
+
+    def __post_init__(self) -> None:
+        variables = {"TELESCOPE_CONTRACT": "a 'quoted' $value"}
+        self.config = replace(self.config, extra={**self.config.extra, "run": self.run}, environment_vars=variables)
+        self.tolerance = TOLERANCES.get(self.provider.name, Tolerance())
+        self._shared: SandboxHandle | None = None
+
+    async def shared(self) -> SandboxHandle:
+        """Returns the shared sandbox."""
+        if self._shared is None:
+            self._shared = await self.provider.create(self.config)
+        return self._shared
+
+    @contextlib.asynccontextmanager
+    async def sandbox(self) -> AsyncIterator[SandboxHandle]:
+        """Creates a sandbox of its own, and destroys it."""
+        handle = await self.provider.create(self.config)
+        try:
+            yield handle
+        finally:
+            await self.provider.destroy(handle)
+
+    async def output(self, command: str, **options: object) -> str:
+        """Returns what a command prints in the shared sandbox."""
+        result = await self.provider.execute(await self.shared(), command, **options)  # type: ignore[arg-type]
+        expect(result.exit_code == 0, f"{command!r} returned {result}")
+        return result.stdout
+
+    async def close(self) -> None:
+        """Destroys what is left."""
+        left = [*([self._shared] if self._shared else []), *await self.provider.find(self.run)]
+        await self.provider.bulk_destroy({handle.id: handle for handle in left}.values())
+        await self.provider.close()
+
+
+def expect(holds: object, found: str) -> None:
+    """Raises `ContractError` if something does not hold."""
+    if not holds:
+        raise ContractError(found)
+
+
+async def exit_codes(trial: Trial) -> None:
+    """Exit codes come back, and a signal is 128 and its number."""
+    handle = await trial.shared()
+    commands = {"true": 0, "exit 1": 1, "exit 124": 124, "kill -9 $$": 137}
+    for command, code in commands.items():
+        result = await trial.provider.execute(handle, command)
+        expect(result.exit_code == code, f"{command!r} returned {result.exit_code}")
+
+
+async def streams(trial: Trial) -> None:
+    """Standard output and standard error are apart, and Unicode survives."""
+    result = await trial.provider.execute(await trial.shared(), "printf 'ä\\nb'; printf 'error\\n' >&2; exit 3")
+    expect((result.exit_code, result.stdout, result.stderr) == (3, "ä\nb", "error\n"), str(result))
+
+
+async def environment(trial: Trial) -> None:
+    """Variables of the configuration are set."""
+    found = await trial.output('printf %s "$TELESCOPE_CONTRACT"')
+    expect(found == "a 'quoted' $value", found)
+
+
+async def working_folder(trial: Trial) -> None:
+    """A command runs in the folder that it names, and a folder that is missing is a failure."""
+    found = await trial.output("mkdir -p '/tmp/a b' && cd '/tmp/a b' && pwd")
+    expect(await trial.output("pwd", working_dir="/tmp/a b") == found, found)
+    with contextlib.suppress(SandboxError):
+        result = await trial.provider.execute(await trial.shared(), "pwd", working_dir="/tmp/missing")
+        expect(result.exit_code != 0, f"a missing folder returned {result}")
+
+
+async def long_command(trial: Trial) -> None:
+    """A command of 200 kB runs."""
+    found = await trial.output(f": '{'x' * 200_000}'; echo done")
+    expect(found == "done\n", found[-200:])
+
+
+async def files(trial: Trial) -> None:
+    """Bytes come back from a file whose folders did not exist and whose name has spaces."""
+    handle, path = await trial.shared(), "/tmp/new folder/deep/file 'name'.bin"
+    content = bytes(range(256)) * 5000
+    await trial.provider.upload_bytes(handle, path, content)
+    expect(await trial.provider.read_bytes(handle, path) == content, "another content")
+    await trial.provider.upload_bytes(handle, "relative/file", b"1")
+    expect(await trial.output("cat relative/file") == "1", "a relative path is not below the working folder")
+
+
+async def deadline(trial: Trial) -> None:
+    """A command that is late is ended with its children within 2 seconds, and says so."""
+    handle, started = await trial.shared(), time.monotonic()
+    late = "(while :; do date +%s >/tmp/alive; sleep 0.1; done) & trap '' TERM; while :; do sleep 0.1; done"
+    try:
+        result = await trial.provider.execute(handle, late, timeout=1)
+    except SandboxCommandTimeoutError:
+        seconds = time.monotonic() - started
+        expect(seconds < 3 + trial.tolerance.command_seconds, f"it took {seconds:.1f} s")
+    else:
+        raise ContractError(f"it returned {result}")
+    await trial.output("rm -f /tmp/alive; sleep 1; test ! -e /tmp/alive")
+
+
+async def at_once(trial: Trial) -> None:
+    """Two commands run at once in one sandbox."""
+    await trial.shared()
+    commands = [
+        f"touch /tmp/at{own}; until [ -e /tmp/at{other} ]; do sleep 0.1; done; echo {own}"
+        for own, other in ("12", "21")
+    ]
+    found = await asyncio.gather(*(trial.output(command, timeout=20) for command in commands))
+    expect(found == ["1\n", "2\n"], str(found))
+
+
+async def state(trial: Trial) -> None:
+    """Files and background processes live on after a command, which does not wait for them."""
+    started = time.monotonic()
+    command = "rm -f /tmp/later; (while [ ! -e /tmp/stop ]; do sleep 0.1; done; echo yes >/tmp/later) & echo started"
+    expect(await trial.output(f"rm -f /tmp/stop; {command}") == "started\n", "no output")
+    expect(time.monotonic() - started < trial.tolerance.command_seconds, "it waited for a background process")
+    found = await trial.output("touch /tmp/stop; for i in 1 2 3 4 5 6 7 8 9; do sleep 0.2; done; cat /tmp/later")
+    expect(found == "yes\n", found)
+
+
+async def output_flood(trial: Trial) -> None:
+    """Output of 200 MB is cut in the middle, and takes little memory of this machine."""
+    handle, size = await trial.shared(), trial.tolerance.num_flood_bytes
+    tracemalloc.start()
+    try:
+        result = await trial.provider.execute(handle, f"echo first; head -c {size} /dev/zero | tr '\\0' x; echo last")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    expect(len(result.stdout) < MAX_OUTPUT_BYTES + 1000, f"{len(result.stdout)} characters")
+    expect(result.stdout.startswith("first\n") and result.stdout.endswith("x" * 9 + "last\n"), "not both ends")
+    expect("left out" in result.stdout, "it does not say that something is missing")
+    expect(peak < 16 * MAX_OUTPUT_BYTES, f"it took {peak >> 20} MiB")
+
+
+async def no_network(trial: Trial) -> None:
+    """There is no network unless it is asked for."""
+    connect = "bash -c 'exec 3<>/dev/tcp/1.1.1.1/443'"
+    try:
+        result = await trial.provider.execute(await trial.shared(), f"command -v bash && {connect}", timeout=5)
+        expect(result.exit_code != 0, "1.1.1.1:443 was reached")
+        expect(result.stdout, "the image has no bash, by which the network is tried")
+    except SandboxCommandTimeoutError:
+        return
+
+
+async def destroyed_twice(trial: Trial) -> None:
+    """A sandbox can be destroyed twice."""
+    async with trial.sandbox() as handle:
+        await trial.provider.destroy(handle)
+
+
+async def used_after_destroy(trial: Trial) -> None:
+    """A destroyed sandbox runs nothing, and says so."""
+    async with trial.sandbox() as handle:
+        await trial.provider.destroy(handle)
+        try:
+            result = await trial.provider.execute(handle, "true")
+        except SandboxNotRunningError:
+            expect(not await trial.provider.is_alive(handle), "it is alive")
+        else:
+            raise ContractError(f"it returned {result}")
+
+
+async def creates_at_once(trial: Trial) -> None:
+    """Many sandboxes are created at once, within the rate of the service, and destroyed at once."""
+
+    async def create(number: int) -> SandboxHandle:
+        await asyncio.sleep(number / trial.provider.creates_per_second)
+        return await trial.provider.create(trial.config)
+
+    made = await asyncio.gather(*map(create, range(trial.tolerance.num_creates)), return_exceptions=True)
+    handles = [handle for handle in made if isinstance(handle, SandboxHandle)]
+    await trial.provider.bulk_destroy(handles)
+    failures = [error for error in made if isinstance(error, BaseException)]
+    expect(not failures, f"{len(failures)} of {len(made)} failed, first: {failures and failures[0]!r}")
+    expect(len({handle.id for handle in handles}) == len(handles), "two have the same id")
+
+
+async def cancelled_create(trial: Trial) -> None:
+    """A creation that is cancelled leaves nothing."""
+    for seconds in (0.0, 0.02, 0.2):
+        creating = asyncio.ensure_future(trial.provider.create(replace(trial.config, extra={"run": f"{trial.run}-x"})))
+        await asyncio.sleep(seconds)
+        creating.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await trial.provider.destroy(await creating)
+    left = await trial.provider.find(f"{trial.run}-x")
+    await trial.provider.bulk_destroy(left)
+    expect(not left, f"{len(left)} are left")
+
+
+async def label(trial: Trial) -> None:
+    """Sandboxes that nobody remembers are found by the label of their run, and those of other runs are not."""
+    config = replace(trial.config, extra={**trial.config.extra, "run": f"{trial.run}-label"})
+    made = {(await trial.provider.create(config)).id for _ in range(2)}
+    await trial.shared()
+    found = await trial.provider.find(f"{trial.run}-label")
+    await trial.provider.bulk_destroy(SandboxHandle(name) for name in made)
+    expect({handle.id for handle in found} == made, f"found {[handle.id for handle in found]} of {made}")
+    for _ in range(60):  # services destroy after they have answered
+        if not (left := await trial.provider.find(f"{trial.run}-label")):
+            return
+        await asyncio.sleep(0.5)
+    raise ContractError(f"{len(left)} are left after they were destroyed by id")
+
+
+Check = Callable[[Trial], Awaitable[None]]
+CHECKS: tuple[Check, ...] = (
+    exit_codes, streams, environment, working_folder, long_command, files, deadline, at_once, state, output_flood,
+    no_network, destroyed_twice, used_after_destroy, creates_at_once, cancelled_create, label,
+)  # fmt: skip
+
+
+def sentence(check: Check) -> str:
+    """Returns what a check says that holds."""
+    return (check.__doc__ or "").splitlines()[0].rstrip(".")
+
+
+async def run_contract(trial: Trial) -> AsyncIterator[tuple[Check, float, str]]:
+    """Runs all checks. Yields each with its seconds and what is wrong, "" if nothing is."""
+    try:
+        for check in CHECKS:
+            started, problem = time.monotonic(), ""
+            try:
+                await asyncio.wait_for(check(trial), CREATE_SECONDS)
+            except (ContractError, SandboxError, TimeoutError) as error:
+                problem = str(error) or type(error).__name__
+            yield check, time.monotonic() - started, problem
+    finally:
+        await trial.close()

@@ -1,0 +1,201 @@
+"""One local sandbox: its bubblewrap, and the connection to `exec_server` inside.
+
+Everything runs in the event loop of the provider. What comes from inside is not trusted: sizes are bounded, and a
+sandbox that does not answer, or breaks the protocol, is ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+
+from telescope.errors import UserError
+from telescope.sandbox import exec_server
+from telescope.sandbox.base import (
+    MAX_FILE_BYTES,
+    ExecResult,
+    SandboxCommandTimeoutError,
+    SandboxError,
+    SandboxNotRunningError,
+    SandboxOOMError,
+    SandboxSetupError,
+    capped,
+)
+from telescope.sandbox.cgroups import Cgroup
+
+MARK_VARIABLE = "TELESCOPE_SANDBOX"
+"""Environment variable of bubblewrap itself, outside the sandbox: its id and the label of its run."""
+REPLY_SECONDS = 10.0
+"""Time beyond the limit of a command in which the sandbox must answer."""
+REPLY = struct.Struct(">IiQIQI")
+"""Head of a reply, see `exec_server`."""
+NO_NAMESPACES = """bubblewrap cannot make a sandbox here: {error}
+It needs user namespaces. Debian: sysctl kernel.unprivileged_userns_clone=1; Ubuntu 24.04: an AppArmor profile for
+/usr/bin/bwrap, or sysctl kernel.apparmor_restrict_unprivileged_userns=0; in a container: --security-opt
+seccomp=unconfined --security-opt apparmor=unconfined. Or name another provider."""
+
+
+class LocalSandbox:
+    """One bubblewrap, from the loop of the provider."""
+
+    def __init__(self, name: str, cgroup: Cgroup | None) -> None:
+        self.name = name
+        self.ended: SandboxError | SandboxSetupError | None = None
+        self._cgroup = cgroup
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._replies: dict[int, asyncio.Future[tuple[int, list[tuple[int, bytes]]]]] = {0: asyncio.Future()}
+        self._numbers = itertools.count(1)
+        self._reading: asyncio.Task[None] | None = None
+
+    async def start(self, command: list[str], code: int, limits: tuple[int, ...], user: int | None, mark: str) -> None:
+        """Starts bubblewrap, and waits for the server inside, whose program is the file `code`."""
+        ours, theirs = socket.socketpair()
+        block, go = os.pipe()
+        info, told = os.pipe()
+        passed = [theirs.fileno(), block, told, code]
+        server = [f"{sys.base_prefix}/bin/python3", "-I", "-S", f"/proc/self/fd/{code}", str(theirs.fileno())]
+        options = ["--block-fd", str(block), "--info-fd", str(told)] if self._cgroup is not None else []
+        try:
+            self._process = subprocess.Popen(  # noqa: ASYNC220 (by vfork, in the loop of the provider alone)
+                [*command, *options, "--", *server, *map(str, limits)],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, pass_fds=passed,
+                env={MARK_VARIABLE: mark}, user=user, group=user, extra_groups=None if user is None else [], cwd="/",
+            )  # fmt: skip
+            os.close(told)
+            if self._cgroup is not None and (
+                first := await asyncio.get_running_loop().run_in_executor(None, _first_process, info)
+            ):
+                self._cgroup.add(first)
+        finally:
+            theirs.close()
+            for descriptor in (go, info, block):
+                os.close(descriptor)
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=2**20)
+        self._reading = asyncio.ensure_future(self._read(reader))
+        await self._replies[0]
+        del self._replies[0]
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Hands replies to those that wait for them, until the sandbox ends."""
+        why = ""
+        try:
+            while True:
+                number, code, *sizes = REPLY.unpack(await reader.readexactly(REPLY.size))
+                if sizes[1] + sizes[3] > 2 * MAX_FILE_BYTES:  # whatever runs there may have taken over
+                    raise ValueError("it broke the protocol")
+                streams = [(sizes[0], await reader.readexactly(sizes[1]))]
+                streams.append((sizes[2], await reader.readexactly(sizes[3])))
+                if (waiting := self._replies.get(number)) is not None and not waiting.done():
+                    waiting.set_result((code, streams))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        except ValueError as error:
+            why = str(error)
+        self.end(why)
+
+    def end(self, why: str) -> None:
+        """Kills everything in the sandbox. Calls that wait fail with the reason."""
+        if self.ended is None:
+            self.ended = self._why_ended(why)
+        if self._process is not None:
+            self._process.kill()
+        for waiting in self._replies.values():
+            if not waiting.done():
+                waiting.set_exception(self.ended)
+                waiting.exception()  # retrieved here: a cancelled start does not wait for it any more
+
+    def _why_ended(self, why: str) -> SandboxError | SandboxSetupError:
+        ended = f"the sandbox {self.name!r} has ended"
+        if not why and self._cgroup is not None and self._cgroup.ran_out_of_memory():
+            return SandboxOOMError(f"{ended}: it ran out of memory (memory_mb)")
+        if not why and self._process is not None and self._process.stderr is not None:
+            os.set_blocking(self._process.stderr.fileno(), False)
+            why = (self._process.stderr.read(2000) or b"").decode(errors="replace").strip()
+        if 0 in self._replies and why.startswith("bwrap:"):  # it never ran
+            return SandboxSetupError(NO_NAMESPACES.format(error=why))
+        return SandboxNotRunningError(f"{ended}: {why}" if why else f"{ended}: all of its processes were killed")
+
+    async def destroy(self) -> None:
+        """Ends the sandbox, and waits until its processes are gone."""
+        self.end("it was destroyed")
+        if self._reading is not None:
+            await asyncio.wait({self._reading})
+        if self._writer is not None:
+            self._writer.close()
+        if self._process is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._process.wait)
+            assert self._process.stderr is not None
+            self._process.stderr.close()
+        if self._cgroup is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._cgroup.remove)
+
+    async def _call(self, *fields: bytes, seconds: float) -> tuple[int, list[tuple[int, bytes]]]:
+        """Sends a request. Returns exit code and streams."""
+        if self.ended is not None:
+            raise self.ended
+        assert self._writer is not None
+        number = next(self._numbers)
+        body = b"\0".join(fields)
+        reply = self._replies[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._writer.write(number.to_bytes(4, "big") + len(body).to_bytes(4, "big") + body)
+            async with asyncio.timeout(seconds):
+                await self._writer.drain()
+                return await reply
+        except TimeoutError:
+            self.end(f"it did not answer within {seconds:g} s")
+            raise SandboxNotRunningError(f"the sandbox {self.name!r} did not answer within {seconds:g} s") from None
+        except ConnectionError:
+            self.end("")
+            raise self.ended or SandboxNotRunningError(self.name) from None
+        except asyncio.CancelledError:
+            if fields[0] == b"exec" and self.ended is None:
+                stop = b"stop\0%d" % number
+                self._writer.write(bytes(4) + len(stop).to_bytes(4, "big") + stop)
+            raise
+        finally:
+            del self._replies[number]
+
+    async def execute(self, command: str, seconds: float, folder: str) -> ExecResult:
+        """Runs a command."""
+        fields = (b"exec", str(seconds).encode(), os.fsencode(folder), command.encode(errors="surrogateescape"))
+        if any(b"\0" in field for field in fields):
+            raise UserError("a command of a sandbox must not have NUL characters")
+        code, streams = await self._call(*fields, seconds=seconds + REPLY_SECONDS)
+        output = [capped(content, total) for total, content in streams]
+        if code == exec_server.TIMED_OUT:
+            raise SandboxCommandTimeoutError(command, seconds, self.name)
+        if code == exec_server.FAILED:
+            raise SandboxError(f"sandbox {self.name!r}: {output[1]}")
+        return ExecResult(code, *output)
+
+    async def file(self, kind: bytes, path: str, value: bytes) -> bytes:
+        """Writes a file, or reads one."""
+        if "\0" in path:
+            raise UserError("a path of a sandbox must not have NUL characters")
+        code, streams = await self._call(kind, os.fsencode(path), value, seconds=60 + REPLY_SECONDS)
+        if code != 0:
+            doing = "write" if kind == b"write" else "read"
+            raise SandboxError(f"cannot {doing} {path!r} in sandbox {self.name!r}: {streams[1][1].decode()}")
+        return streams[0][1]
+
+
+def _first_process(info: int) -> int | None:
+    """Returns the pid of a sandbox's first process, which bubblewrap writes to `info` and then lets wait.
+
+    None if bubblewrap has ended.
+    """
+    text = b""
+    while piece := os.read(info, 4096):
+        text += piece
+        with contextlib.suppress(ValueError):
+            return int(json.loads(text)["child-pid"])
+    return None

@@ -1,0 +1,95 @@
+"""Sandboxes of Modal, by the package `modal`."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+from telescope.sandbox.base import (
+    ExecResult,
+    SandboxBusyError,
+    SandboxCommandTimeoutError,
+    SandboxConfig,
+    SandboxHandle,
+    SandboxImagePullError,
+    SandboxNotRunningError,
+    SandboxSetupError,
+)
+from telescope.sandbox.registry import load_sdk
+from telescope.sandbox.remote import LABEL, RemoteSandboxProvider, has_credentials, run_label
+
+
+class ModalSandboxProvider(RemoteSandboxProvider):
+    """Runs sandboxes at Modal, in the app `extra["app"]`. Without an image: Debian with this Python."""
+
+    setup_hint = "Set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET (https://modal.com/settings/tokens), or run: modal setup"
+    default_image = ""
+    detach_after = 3600
+    makes_folders = True
+    errors = (
+        ("SandboxTimeoutError", "", SandboxNotRunningError),
+        ("SandboxTerminatedError", "", SandboxNotRunningError),
+        ("NotFoundError", "", SandboxNotRunningError),
+        ("ClientClosed", "", SandboxNotRunningError),
+        ("ExecTimeoutError", "", SandboxCommandTimeoutError),
+        ("TimeoutError", "", SandboxCommandTimeoutError),
+        ("ImageBuildError", "", SandboxImagePullError),
+        ("AuthError", "", SandboxSetupError),
+        ("PermissionDeniedError", "", SandboxSetupError),
+        ("ResourceExhaustedError", "", SandboxBusyError),
+        ("ServiceError", "", SandboxBusyError),
+        ("InternalFailure", "", SandboxBusyError),
+        ("ConnectionError", "", SandboxBusyError),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sdk = load_sdk("modal", "modal", self.name)
+        if not has_credentials("MODAL_TOKEN_ID", file="~/.modal.toml"):
+            raise SandboxSetupError(f"The sandbox provider 'modal' has no token. {self.setup_hint}")
+
+    async def _sandbox(self, handle: SandboxHandle) -> Any:
+        if handle.provider_data is None:
+            handle.provider_data = await self.sdk.Sandbox.from_id.aio(handle.id)
+        return handle.provider_data
+
+    async def _start(self, config: SandboxConfig) -> SandboxHandle:
+        extra, images = config.extra, self.sdk.Image
+        gpu = f"{extra.get('gpu_type', 'any')}:{config.gpu_count}" if config.gpu_count else None
+        sandbox = await self.sdk.Sandbox.create.aio(
+            "sleep",
+            "infinity",
+            app=await self.sdk.App.lookup.aio(extra.get("app", "telescope"), create_if_missing=True),
+            image=images.from_registry(config.image) if config.image else images.debian_slim(),
+            cpu=config.cpu,
+            memory=config.memory_mb,
+            gpu=gpu,
+            timeout=math.ceil(config.timeout_seconds),
+            env=dict(config.environment_vars),
+            block_network=not extra.get("network"),
+            region=extra.get("region"),
+            tags=run_label(config),
+        )
+        return SandboxHandle(sandbox.object_id, sandbox)
+
+    async def _run(self, handle: SandboxHandle, script: str, timeout: int) -> ExecResult:
+        sandbox = await self._sandbox(handle)
+        process = await sandbox.exec.aio("sh", "-c", script, timeout=timeout, text=False)
+        output, errors = await asyncio.gather(process.stdout.read.aio(), process.stderr.read.aio())
+        code = await process.wait.aio()  # -1: the service's deadline, which is later than the script's
+        if code not in (0, 137) and await sandbox.poll.aio() is not None:
+            raise SandboxNotRunningError(f"sandbox {handle.id!r} of modal has ended")
+        return ExecResult(code, output.decode(errors="replace"), errors.decode(errors="replace"))
+
+    async def _upload(self, handle: SandboxHandle, path: str, content: bytes) -> None:
+        await (await self._sandbox(handle)).filesystem.write_bytes.aio(content, path)
+
+    async def _destroy(self, handle: SandboxHandle) -> None:
+        sandbox = await self._sandbox(handle)
+        await sandbox.terminate.aio()
+        await sandbox.detach.aio()
+
+    async def find(self, run: str) -> list[SandboxHandle]:
+        with self._translated("", "list", 60):
+            return [SandboxHandle(box.object_id, box) async for box in self.sdk.Sandbox.list.aio(tags={LABEL: run})]

@@ -1,0 +1,129 @@
+"""Sandboxes of Prime Intellect, by the package `prime-sandboxes`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from telescope.sandbox.base import (
+    ExecResult,
+    SandboxBusyError,
+    SandboxCommandTimeoutError,
+    SandboxConfig,
+    SandboxError,
+    SandboxHandle,
+    SandboxImagePullError,
+    SandboxNotRunningError,
+    SandboxOOMError,
+    SandboxSetupError,
+)
+from telescope.sandbox.registry import load_sdk
+from telescope.sandbox.remote import LABEL, RemoteSandboxProvider, has_credentials, minutes, run_label, unique_name
+
+
+class PrimeSandboxProvider(RemoteSandboxProvider):
+    """Runs sandboxes at Prime Intellect. The first use of an image builds it, which may take 50 minutes."""
+
+    setup_hint = "Set PRIME_API_KEY (https://app.primeintellect.ai/dashboard/tokens), or run: prime login"
+    errors = (
+        ("CommandTimeoutError", "", SandboxCommandTimeoutError),
+        ("UploadTimeoutError", "", SandboxCommandTimeoutError),
+        ("DownloadTimeoutError", "", SandboxCommandTimeoutError),
+        ("SandboxOOMError", "", SandboxOOMError),
+        ("SandboxImagePullError", "", SandboxImagePullError),
+        ("SandboxNotRunningError", "", SandboxNotRunningError),
+        ("UnauthorizedError", "", SandboxSetupError),
+        ("PaymentRequiredError", "", SandboxSetupError),
+        ("APITimeoutError", "", SandboxBusyError),
+        ("APIError", "HTTP (409|429|5..)", SandboxBusyError),
+        ("APIError", "HTTP (404|410)", SandboxNotRunningError),
+    )
+
+    def __init__(self, api_key: str | None = None) -> None:
+        super().__init__()
+        self.sdk = load_sdk("prime_sandboxes", "prime-sandboxes", self.name)
+        if not api_key and not has_credentials("PRIME_API_KEY", file="~/.prime/config.json"):
+            raise SandboxSetupError(f"The sandbox provider 'prime' has no key. {self.setup_hint}")
+        self.api_key = api_key
+        self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = WeakKeyDictionary()
+
+    @property
+    def client(self) -> Any:
+        loop = asyncio.get_running_loop()  # connections belong to a loop
+        if loop not in self._clients:
+            self._clients[loop] = self.sdk.AsyncSandboxClient(api_key=self.api_key)
+        return self._clients[loop]
+
+    async def _start(self, config: SandboxConfig) -> SandboxHandle:
+        name, extra = unique_name(config), config.extra
+        command = extra.get("start_command")
+        if isinstance(command, str) and hasattr(self.sdk, "StartCommand"):
+            command = self.sdk.StartCommand(executable="sh", args=["-c", command])
+        request = self.sdk.CreateSandboxRequest(
+            name=name,
+            docker_image=config.image,
+            start_command=command,
+            cpu_cores=config.cpu,
+            memory_gb=config.memory_mb / 1024,
+            disk_size_gb=config.disk_size_gb,
+            gpu_count=config.gpu_count,
+            gpu_type=extra.get("gpu_type"),
+            timeout_minutes=minutes(config.timeout_seconds),
+            environment_vars=config.environment_vars,
+            labels=[f"{key}={value}" for key, value in run_label(config).items()],
+            team_id=extra.get("team_id"),
+            network_denylist=None if extra.get("network") else ["*"],
+            idempotency_key=name,
+        )
+        try:
+            sandbox = await self.client.create(request)
+        except self.sdk.APITimeoutError:  # it may exist: with the same key the answer is the same sandbox
+            sandbox = await self.client.create(request)
+        return SandboxHandle(sandbox.id)
+
+    async def _wait_until_running(self, handle: SandboxHandle) -> None:
+        await self.client.wait_for_creation(handle.id)
+
+    async def _run(self, handle: SandboxHandle, script: str, timeout: int) -> ExecResult:
+        result = await self.client.execute_command(handle.id, script, timeout=timeout)
+        return ExecResult(result.exit_code, result.stdout, result.stderr)
+
+    async def start_background_job(self, handle: SandboxHandle, command: str, working_dir: str | None = None) -> Any:
+        """Starts a command that may run for hours. Returns the SDK's `BackgroundJob`."""
+        with self._translated(handle.id, command, 60):
+            return await self.client.start_background_job(handle.id, command, working_dir=working_dir)
+
+    async def get_background_job(self, handle: SandboxHandle, job: Any) -> Any:
+        """Returns the SDK's status of a job: `completed`, `exit_code`, `stdout`, `stderr`."""
+        with self._translated(handle.id, "a background job", 60):
+            return await self.client.get_background_job(handle.id, job)
+
+    async def _upload(self, handle: SandboxHandle, path: str, content: bytes) -> None:
+        await self.client.upload_bytes(handle.id, path, content, path.rpartition("/")[2])
+
+    async def _destroy(self, handle: SandboxHandle) -> None:
+        await self.client.delete(handle.id)
+
+    async def bulk_destroy(self, handles: Iterable[SandboxHandle]) -> None:
+        ids = [handle.id for handle in handles]
+        with self._translated(", ".join(ids[:3]), "destroy", 60):
+            for start in range(0, len(ids), 100):
+                failed = (await self.client.bulk_delete(sandbox_ids=ids[start : start + 100])).failed
+                if lasting := [row for row in failed if "not found" not in str(row).lower()]:
+                    raise SandboxError(f"{len(lasting)} sandboxes were not destroyed, first: {lasting[0]}")
+
+    async def find(self, run: str) -> list[SandboxHandle]:
+        found: list[SandboxHandle] = []
+        with self._translated("", "list", 60):
+            for page in range(1, 1000):
+                answer = await self.client.list(labels=[f"{LABEL}={run}"], page=page, exclude_terminated=True)
+                found += [SandboxHandle(sandbox.id) for sandbox in answer.sandboxes]
+                if not answer.has_next:
+                    break
+        return found
+
+    async def close(self) -> None:
+        if client := self._clients.pop(asyncio.get_running_loop(), None):
+            await client.aclose()

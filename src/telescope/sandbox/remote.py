@@ -1,0 +1,244 @@
+"""What cloud services and containers share: commands by a script, creation that leaks nothing, errors by a table.
+
+A provider hands a script to its service and returns what it printed. The script itself keeps the command's deadline,
+caps both streams before they travel, and prints them with the exit code around a marker: so a service needs one stream
+and one call, and a command longer than `detach_after` seconds is only started, then asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import posixpath
+import re
+import shlex
+import uuid
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from telescope.sandbox.base import (
+    MAX_OUTPUT_BYTES,
+    ExecResult,
+    SandboxCommandTimeoutError,
+    SandboxConfig,
+    SandboxError,
+    SandboxHandle,
+    SandboxNotRunningError,
+    SandboxOOMError,
+    SandboxProvider,
+    SandboxSetupError,
+    run_sync,
+)
+
+logger = logging.getLogger(__name__)
+
+LABEL = "telescope_run"
+MAX_INLINE_BYTES = 24_000
+"""Longer commands are uploaded: a service takes 64 kB in a command line, and quotes grow when they are quoted."""
+GRACE_SECONDS = 10
+"""What a service has beyond the command's own deadline, so that the script reports first."""
+POLL_SECONDS = (0.5, 5.0)
+"""First and longest pause between two questions for a detached command."""
+
+# Both children lead a session, so that a signal reaches their groups. Background processes of the command live on.
+_RUN = """
+shell=$(command -v bash || command -v sh)
+( cd -- {folder} && exec setsid "$shell" {work}/command ) >{work}/out 2>{work}/err </dev/null &
+p=$!
+setsid sh -c "sleep {timeout}; : >{work}/late; kill -9 -$p" </dev/null >/dev/null 2>&1 &
+w=$!
+wait $p; c=$?
+kill -9 -$w || kill -9 $w
+[ -f {work}/late ] && c=late
+echo $c >{work}/code.new; mv {work}/code.new {work}/code
+"""
+_REPORT = """
+show() {{
+  n=$(wc -c <$1)
+  if [ $n -le {limit} ]; then cat $1; return; fi
+  head -c {half} $1; printf '\\n[... %d bytes left out ...]\\n' $((n - 2 * {half})); tail -c {half} $1
+}}
+[ -f {work}/code ] || exit 0
+show {work}/out; printf '\\n%s %s\\n' {mark} $(cat {work}/code); show {work}/err; rm -rf {work}
+"""
+
+
+class RemoteSandboxProvider(SandboxProvider):
+    """A provider that runs scripts. Subclasses implement `_start`, `_run`, `_upload` and `_destroy`."""
+
+    default_image: ClassVar[str | None] = "python:3.12-slim"
+    """Image where neither the configuration nor `DEFAULT_DOCKER_IMAGE` names one. None: images are not Docker's."""
+    detach_after: ClassVar[float] = 300
+    """Longest time limit of a command, in seconds, that waits in one call of the service."""
+    makes_folders: ClassVar[bool] = False
+    """Whether an upload takes any absolute path."""
+    errors: ClassVar[tuple[tuple[str, str, type[Exception]], ...]] = ()
+    """Class of an SDK's error, a pattern of its message, and ours. The first that fits counts."""
+    setup_hint: ClassVar[str] = ""
+    """How to get what the service wants: keys, quota."""
+
+    def __init__(self) -> None:
+        self._undoing: set[asyncio.Future[None]] = set()
+
+    @abstractmethod
+    async def _start(self, config: SandboxConfig) -> SandboxHandle:
+        """Creates a sandbox, and returns as soon as its id is known."""
+
+    async def _wait_until_running(self, handle: SandboxHandle) -> None:
+        return None
+
+    @abstractmethod
+    async def _run(self, handle: SandboxHandle, script: str, timeout: int) -> ExecResult:
+        """Runs a script in sh."""
+
+    @abstractmethod
+    async def _upload(self, handle: SandboxHandle, path: str, content: bytes) -> None:
+        """Writes a file."""
+
+    @abstractmethod
+    async def _destroy(self, handle: SandboxHandle) -> None:
+        """Ends a sandbox, of which the handle may have the id alone."""
+
+    async def create(self, config: SandboxConfig) -> SandboxHandle:
+        image = config.image
+        if not image and self.default_image is not None:
+            image = os.environ.get("DEFAULT_DOCKER_IMAGE") or self.default_image
+        starting = asyncio.ensure_future(self._start(replace(config, image=image)))
+        with self._translated("", "create", config.timeout_seconds):
+            try:
+                handle = await asyncio.shield(starting)  # a request that is under way makes a sandbox that costs
+                await self._wait_until_running(handle)
+                return handle
+            except BaseException:
+                undo = asyncio.ensure_future(self._undo(starting))
+                self._undoing.add(undo)  # a second cancellation must not end it
+                undo.add_done_callback(self._undoing.discard)
+                await asyncio.shield(undo)
+                raise
+
+    async def _undo(self, starting: asyncio.Future[SandboxHandle]) -> None:
+        try:
+            handle = await starting
+        except Exception as error:
+            if not (sandbox_id := getattr(error, "sandbox_id", None)):  # Daytona: it exists in spite of the error
+                return
+            handle = SandboxHandle(sandbox_id)
+        try:
+            await self.destroy(handle)
+        except Exception:
+            logger.warning("the sandbox %s of an interrupted creation was not destroyed", handle.id, exc_info=True)
+
+    async def execute(
+        self, handle: SandboxHandle, command: str, timeout: float = 60, working_dir: str | None = None
+    ) -> ExecResult:
+        mark = uuid.uuid4().hex
+        work = f"/tmp/.telescope-{mark}"
+        begin = f"mkdir -p {work}"
+        if len(encoded := command.encode()) > MAX_INLINE_BYTES:
+            await self.upload_bytes(handle, f"{work}/command", encoded)
+        else:
+            begin += f"; printf %s {shlex.quote(command)} >{work}/command"
+        run = _RUN.format(work=work, folder=shlex.quote(working_dir or "."), timeout=f"{timeout:g}")
+        report = _REPORT.format(work=work, mark=mark, limit=MAX_OUTPUT_BYTES, half=MAX_OUTPUT_BYTES // 2)
+        with self._translated(handle.id, command, timeout):
+            if timeout <= self.detach_after:
+                result = await self._bounded(handle, f"{begin}\nexec 2>/dev/null\n{run}{report}", timeout)
+            else:
+                detached = f"setsid sh -c {shlex.quote(run)} </dev/null >/dev/null 2>&1 &"
+                result = await self._bounded(handle, f"{begin}\n{detached}", 30)
+                deadline, pause = asyncio.get_running_loop().time() + timeout + GRACE_SECONDS, POLL_SECONDS[0]
+                while not result.exit_code and not result.stdout and asyncio.get_running_loop().time() < deadline:
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, POLL_SECONDS[1])
+                    result = await self._bounded(handle, report, 30)
+        output, found, rest = result.stdout.rpartition(f"\n{mark} ")
+        code, _, errors = rest.partition("\n")
+        if code == "late" or (not found and result.exit_code in (-1, 0)):
+            raise SandboxCommandTimeoutError(command, timeout, handle.id)
+        if not found:
+            kind = SandboxOOMError if result.exit_code == 137 else SandboxError
+            shown = result.stderr.strip() or result.stdout.strip()
+            raise kind(f"sandbox {handle.id!r} did not run a command: exit code {result.exit_code}. {shown[-500:]}")
+        return ExecResult(int(code), output, errors)
+
+    async def _bounded(self, handle: SandboxHandle, script: str, timeout: float) -> ExecResult:
+        seconds = math.ceil(timeout) + GRACE_SECONDS
+        async with asyncio.timeout(seconds + GRACE_SECONDS):
+            return await self._run(handle, script, seconds)
+
+    async def upload_bytes(self, handle: SandboxHandle, remote_path: str, content: bytes) -> None:
+        with self._translated(handle.id, f"upload of {remote_path}", 600):
+            if not self.makes_folders or not remote_path.startswith("/"):
+                folder, name = posixpath.split(remote_path)
+                quoted = shlex.quote(folder or ".")
+                made = await self._bounded(handle, f"mkdir -p -- {quoted} && cd -- {quoted} && pwd", 30)
+                if made.exit_code:
+                    raise SandboxError(f"cannot make {folder!r} in sandbox {handle.id!r}: {made.stderr.strip()}")
+                remote_path = posixpath.join(made.stdout.rstrip("\n"), name)
+            async with asyncio.timeout(600):
+                await self._upload(handle, remote_path, content)
+
+    async def destroy(self, handle: SandboxHandle) -> None:
+        with contextlib.suppress(SandboxNotRunningError), self._translated(handle.id, "destroy", 60):
+            async with asyncio.timeout(60):
+                await self._destroy(handle)
+
+    def bulk_destroy_sync(self, handles: Iterable[SandboxHandle]) -> None:
+        async def work() -> None:
+            try:
+                await self.bulk_destroy(handles)
+            finally:
+                await self.close()  # what was opened in this thread's event loop
+
+        run_sync(work())
+
+    def destroy_sync(self, handle: SandboxHandle) -> None:
+        self.bulk_destroy_sync([handle])
+
+    @contextlib.contextmanager
+    def _translated(self, sandbox_id: str, command: str, timeout: float) -> Iterator[None]:
+        """Raises errors of the SDK as ours."""
+        try:
+            yield
+        except (SandboxError, SandboxSetupError):
+            raise
+        except Exception as error:
+            kind = self._kind_of(error)
+            text = f"{type(error).__name__}: {error}"
+            if issubclass(kind, SandboxCommandTimeoutError):
+                raise kind(command, timeout, sandbox_id) from error
+            if issubclass(kind, SandboxSetupError):
+                raise kind(f"The sandbox provider {self.name!r} refuses: {text}. {self.setup_hint}") from error
+            raise kind(f"sandbox {sandbox_id!r} of {self.name}: {text}") from error
+
+    def _kind_of(self, error: Exception) -> type[Any]:
+        names = {kind.__name__ for kind in type(error).__mro__}  # by name: an SDK moves its classes between versions
+        for name, pattern, kind in self.errors:
+            if name in names and re.search(pattern, str(error)):
+                return kind
+        return SandboxCommandTimeoutError if isinstance(error, TimeoutError) else SandboxError
+
+
+def has_credentials(*variables: str, file: str = "") -> bool:
+    """Returns whether one of the environment variables is set, or the file exists in the home folder."""
+    return any(map(os.environ.get, variables)) or bool(file and os.path.exists(os.path.expanduser(file)))
+
+
+def minutes(seconds: float) -> int:
+    """Returns whole minutes, at least one."""
+    return max(1, math.ceil(seconds / 60))
+
+
+def run_label(config: SandboxConfig) -> dict[str, str]:
+    """Returns the label by which `find` finds the sandboxes of a run."""
+    return {LABEL: str(config.extra["run"])} if config.extra.get("run") else {}
+
+
+def unique_name(config: SandboxConfig) -> str:
+    """Returns a name that no other sandbox has."""
+    return f"{config.name or 'telescope'}-{uuid.uuid4().hex[:12]}"

@@ -1,0 +1,183 @@
+"""Terminal tasks and the tools of sandboxes, in real sandboxes of this machine."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+
+from telescope.environments.base import TrajectoryStep, assistant_message, conversation
+from telescope.environments.registry import get_environment
+from telescope.environments.terminal_tasks.tasks import own_tasks
+from telescope.errors import UserError
+from telescope.sandbox import SandboxError
+
+pytestmark = pytest.mark.slow
+
+LENGTHS = """
+from telescope.environments.base import RewardResult, Sample
+from telescope.environments.tool_env import ToolEnvironment
+
+class Lengths(ToolEnvironment):
+    def load_dataset(self, num_samples=-1):
+        return [Sample("Count.")]
+    def compute_reward(self, state, eos_token=""):
+        return RewardResult(1.0, sample_metrics=self.get_tool_metrics(state))
+"""
+
+
+@asynccontextmanager
+async def ready(name, **kwargs):
+    environment = get_environment(name, pool_size=2, **kwargs)
+    await environment.prepare_resources()
+    try:
+        yield environment
+    finally:
+        await environment.close_resources()
+
+
+async def say(environment, state, text):
+    """Plays one answer of the model. Returns the texts of the replies."""
+    state.trajectory.append(TrajectoryStep(conversation(state), [assistant_message(text)]))
+    return [message["content"] for message in await environment.env_response(conversation(state), state)]
+
+
+def call(tool, **arguments):
+    return f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
+
+
+async def attempt(environment, index, *commands):
+    """Returns the score of a rollout with these commands, and the replies."""
+    state = environment.create_initial_state(environment.get_sample(index))
+    try:
+        replies = [await say(environment, state, call("shell", command=command)) for command in commands]
+        return await environment.compute_reward(state), replies
+    finally:
+        await environment.end_rollout(state)
+
+
+def test_every_task_fails_untouched_and_is_solved_by_its_solution():
+    async def run():
+        async with ready("terminal_tasks") as environment:
+            scores = {}
+            for index, task in enumerate(own_tasks()):
+                (solution,) = task.solution.values()
+                untouched, solved = await asyncio.gather(
+                    attempt(environment, index), attempt(environment, index, solution.decode())
+                )
+                scores[task.name] = (untouched[0].total_reward, solved[0].total_reward)
+            return scores, len(environment.sandboxes.in_use_sandboxes)
+
+    scores, left = asyncio.run(run())
+    assert {name: score for name, score in scores.items() if score != (0.0, 1.0)} == {}
+    assert (len(scores), left) == (20, 0)
+
+
+def test_a_folder_in_harbors_format_is_a_task(tmp_path):
+    files = {
+        "instruction.md": "Say hello in out.txt.",
+        "task.toml": '[metadata]\ndifficulty = "easy"\n[verifier]\ntimeout_sec = 5.0\n',
+        "environment/Dockerfile": "FROM debian\nENV NAME=Ada\nWORKDIR /srv/work\n"
+        "COPY data/ in/\nRUN echo $NAME \\\n  > name\n",
+        "environment/data/greeting": "hello",
+        "tests/test.sh": '[ "$(cat out.txt)" = "hello Ada" ] && echo 0.75 > /logs/verifier/reward.txt',
+        "solution/solve.sh": 'echo "$(cat in/greeting) $(cat name)" > out.txt',
+    }
+    for name, text in files.items():
+        path = tmp_path / "say-hello" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "say-hello/environment/data/greeting").chmod(0o755)
+
+    async def run():
+        async with ready("terminal_tasks", tasks=str(tmp_path), provider="local") as environment:
+            solved, replies = await attempt(
+                environment,
+                0,
+                "pwd; cat in/greeting name; test -x in/greeting && echo $NAME",
+                files["solution/solve.sh"],
+            )
+            forged, _ = await attempt(
+                environment, 0, "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; false"
+            )
+            return solved, replies, forged, environment.get_sample(0)
+
+    solved, replies, forged, sample = asyncio.run(run())
+    assert sample.prompt == "Say hello in out.txt."
+    assert replies[0] == ["[shell] exit code: 0\nstdout:\n/srv/work\nhelloAda\nAda\n"]
+    assert (solved.total_reward, solved.sample_tags) == (0.75, {"task": "say-hello", "difficulty": "easy"})
+    assert forged.total_reward == 0.0
+
+
+def test_an_incomplete_folder_of_tasks_is_refused(tmp_path):
+    (tmp_path / "one").mkdir()
+    with pytest.raises(UserError, match=r"no folder with a task.toml"):
+        len(get_environment("terminal_tasks", tasks=str(tmp_path)))
+    (tmp_path / "one" / "task.toml").write_text("")
+    with pytest.raises(UserError, match=r"'one' has no instruction.md"):
+        len(get_environment("terminal_tasks", tasks=str(tmp_path)))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "lengths").mkdir()
+    (tmp_path / "lengths" / "environment.py").write_text(LENGTHS)
+    return tmp_path
+
+
+def test_a_config_gives_any_tool_environment_the_tools_of_sandboxes(folder):
+    async def run():
+        options = {"environments_path": [folder], "tools": ["shell", "sandbox_python"], "command_timeout_seconds": 1.0}
+        async with ready("lengths", **options) as environment:
+            sample = environment.get_sample(0)
+            first, second = environment.create_initial_state(sample), environment.create_initial_state(sample)
+            both = call("shell", command="echo a > x; echo b >&2; exit 3")
+            both += call("sandbox_python", code="print(open('x').read() * 2)")
+            replies = [
+                await say(environment, first, both),
+                await say(environment, first, call("shell", command="sleep 60")),
+                await say(environment, first, call("shell", command="head -c 100000 /dev/zero | tr '\\0' x")),
+                await say(environment, second, call("shell", command="ls")),
+                await say(environment, second, "Done."),
+            ]
+            lost = first.custom["_sandbox"]
+            await environment.sandboxes.provider.destroy(lost)
+            with pytest.raises(SandboxError):
+                await say(environment, first, call("shell", command="ls"))
+            for state in (first, second):
+                await environment.end_rollout(state)
+            return replies, environment.get_tool_metrics(first), environment.system_prompt
+
+    replies, metrics, prompt = asyncio.run(run())
+    assert "[shell] exit code: 3\nstderr:\nb" in replies[0][0]
+    assert "[sandbox_python] exit code: 0\nstdout:\na\na" in replies[0][0]
+    assert replies[1] == ["[shell] Error: it was killed after 1 seconds."]
+    assert "characters left out" in replies[2][0] and len(replies[2][0]) < 10_000
+    assert replies[3:] == [["[shell] exit code: 0"], []]
+    assert metrics["sandbox_python_calls"] == 1
+    assert "Run a command in a shell" in prompt and "state" not in prompt
+
+
+def test_an_unknown_name_of_a_tool_is_refused(folder):
+    with pytest.raises(UserError, match="there is no tool 'bash'; use shell or sandbox_python"):
+        get_environment("lengths", environments_path=[folder], tools=["bash"])
+
+
+def test_a_shell_computes_what_countdown_asks_for():
+    async def run():
+        options = {"dataset": "generated", "prompt_style": "short", "operations": "+-", "num_samples": 20}
+        async with ready("shell_countdown", **options) as environment:
+            sample = environment.get_sample(0)
+            numbers = sample.metadata["numbers"]
+            sample.answer, sample.metadata["target"] = str(sum(numbers)), sum(numbers)
+            answers = ("+".join(map(str, numbers)), "-".join(map(str, numbers)), sample.answer, "$(echo 1)")
+            results = [await environment.compute_reward(f"<answer>{answer}</answer>", sample) for answer in answers]
+            return sample, results, len(environment.sandboxes.all_sandboxes)
+
+    sample, (right, wrong, bare, command), alive = asyncio.run(run())
+    assert right.info_turns[0]["info_value"] == sample.answer
+    assert [result.sample_metrics["correct"] for result in (right, wrong, bare, command)] == [1.0, 0.0, 0.0, 0.0]
+    assert [result.total_reward for result in (right, wrong, bare, command)] == [2.0, 1.0, 1.0, 0.0]
+    assert wrong.info_turns and not bare.info_turns and alive <= 2
+    with pytest.raises(UserError, match="which a shell rounds"):
+        get_environment("shell_countdown", operations="+/")

@@ -1,0 +1,294 @@
+"""What cloud providers do beyond the contract: settings, errors, detached commands, keys."""
+
+import asyncio
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.fakes.sandbox_sdks.machine import Machine
+from tests.unit.sandbox.conftest import MODULES, docker_calls
+from tests.unit.sandbox.signatures import RECORDED, parameters
+
+from telescope.sandbox import (
+    ExecResult,
+    SandboxBusyError,
+    SandboxCommandTimeoutError,
+    SandboxConfig,
+    SandboxError,
+    SandboxHandle,
+    SandboxImagePullError,
+    SandboxNotRunningError,
+    SandboxOOMError,
+    SandboxSetupError,
+    get_provider,
+    remote,
+)
+from telescope.sandbox.contract import Trial
+
+CLOUDS = list(MODULES)
+LATE, GONE, SETUP = SandboxCommandTimeoutError, SandboxNotRunningError, SandboxSetupError
+PULL, BUSY, OTHER = SandboxImagePullError, SandboxBusyError, SandboxError
+ERRORS: list[tuple[str, str, str, type[Exception]]] = [
+    ("prime", "CommandTimeoutError", "", LATE),
+    ("prime", "UploadTimeoutError", "", LATE),
+    ("prime", "DownloadTimeoutError", "", LATE),
+    ("prime", "SandboxOOMError", "", SandboxOOMError),
+    ("prime", "SandboxNotRunningError", "", GONE),
+    ("prime", "SandboxTimeoutError", "", GONE),
+    ("prime", "SandboxImagePullError", "", PULL),
+    ("prime", "UnauthorizedError", "", SETUP),
+    ("prime", "PaymentRequiredError", "", SETUP),
+    ("prime", "APITimeoutError", "", BUSY),
+    ("prime", "APIError", "HTTP 429: slow down", BUSY),
+    ("prime", "APIError", "HTTP 503: later", BUSY),
+    ("prime", "APIError", "HTTP 404: none", GONE),
+    ("prime", "APIError", "HTTP 400: a bad request", OTHER),
+    ("modal", "ExecTimeoutError", "", LATE),
+    ("modal", "TimeoutError", "", LATE),
+    ("modal", "SandboxTimeoutError", "", GONE),
+    ("modal", "SandboxTerminatedError", "", GONE),
+    ("modal", "NotFoundError", "", GONE),
+    ("modal", "ClientClosed", "", GONE),
+    ("modal", "ImageBuildError", "", PULL),
+    ("modal", "ResourceExhaustedError", "", BUSY),
+    ("modal", "ServiceError", "", BUSY),
+    ("modal", "InternalFailure", "", BUSY),
+    ("modal", "ConnectionError", "", BUSY),
+    ("modal", "AuthError", "", SETUP),
+    ("modal", "PermissionDeniedError", "", SETUP),
+    ("modal", "RemoteError", "", OTHER),
+    ("daytona", "DaytonaProcessExecutionTimeoutError", "", LATE),
+    ("daytona", "DaytonaConnectionTimeoutError", "", LATE),
+    ("daytona", "DaytonaTimeoutError", "", LATE),
+    ("daytona", "DaytonaNotFoundError", "", GONE),
+    ("daytona", "DaytonaFileNotFoundError", "", OTHER),
+    ("daytona", "DaytonaGoneError", "", GONE),
+    ("daytona", "DaytonaSpotEvictedError", "", GONE),
+    ("daytona", "DaytonaQueueTimeoutError", "", GONE),
+    ("daytona", "DaytonaError", "build failed", PULL),
+    ("daytona", "DaytonaError", "resource limit reached", OTHER),
+    ("daytona", "DaytonaRateLimitError", "", BUSY),
+    ("daytona", "DaytonaBadGatewayError", "", BUSY),
+    ("daytona", "DaytonaServiceUnavailableError", "", BUSY),
+    ("daytona", "DaytonaConnectionError", "", BUSY),
+    ("daytona", "DaytonaAuthenticationError", "", SETUP),
+    ("daytona", "DaytonaForbiddenError", "", SETUP),
+    ("e2b", "TimeoutException", "", LATE),
+    ("e2b", "SandboxNotRunningException", "", GONE),
+    ("e2b", "SandboxNotFoundException", "", GONE),
+    ("e2b", "SandboxUnreachableException", "", OTHER),
+    ("e2b", "BuildException", "", PULL),
+    ("e2b", "TemplateException", "", PULL),
+    ("e2b", "RateLimitException", "", BUSY),
+    ("e2b", "ServiceBusyException", "", BUSY),
+    ("e2b", "AuthenticationException", "", SETUP),
+]
+
+
+@pytest.mark.parametrize(("name", "error", "message", "expected"), ERRORS)
+async def test_error_of_the_sdk_becomes_ours(
+    trial: Trial, machine: Machine, name: str, error: str, message: str, expected: type[Exception]
+) -> None:
+    kind = getattr(sys.modules[MODULES[name]], error)
+    handle = await trial.shared()
+    machine.failures["execute"] = kind(message)
+    with pytest.raises((SandboxError, SandboxSetupError)) as found:
+        await trial.provider.execute(handle, "true")
+    assert found.type is expected
+    machine.failures["create"] = kind(message)
+    if error != "APITimeoutError":  # creation asks again
+        with pytest.raises(expected):
+            await trial.provider.create(trial.config)
+    if expected is SETUP:
+        assert trial.provider.setup_hint in str(found.value)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("name", "module"), MODULES.items())
+def test_missing_sdk_or_key_says_what_to_do(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, module: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for key in ("PRIME_API_KEY", "MODAL_TOKEN_ID", "DAYTONA_API_KEY", "E2B_API_KEY"):
+        monkeypatch.delenv(key)
+    variable = "MODAL_TOKEN_ID" if name == "modal" else f"{name.upper()}_API_KEY"
+    with pytest.raises(SandboxSetupError, match=variable):
+        get_provider(name)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SandboxSetupError, match="pip install"):
+        get_provider(name)
+
+
+def test_older_package_of_daytona_works(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = importlib.import_module("tests.fakes.sandbox_sdks.daytona")
+    monkeypatch.setitem(sys.modules, "daytona", None)
+    monkeypatch.setitem(sys.modules, "daytona_sdk", old)
+    assert get_provider("daytona").sdk is old  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", CLOUDS)
+async def test_sandbox_gets_what_the_configuration_says(
+    trial: Trial, machine: Machine, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEFAULT_DOCKER_IMAGE", "debian:13")
+    config = SandboxConfig(cpu=2, memory_mb=1500, timeout_seconds=90, environment_vars={"A": "b"}, extra={"run": "r"})
+    handle = await trial.provider.create(config)
+    settings = machine.boxes[handle.id].settings
+    expected: dict[str, dict[str, object]] = {
+        "prime": {"docker_image": "debian:13", "timeout_minutes": 2, "cpu_cores": 2, "memory_gb": 1500 / 1024},
+        "modal": {"image": "debian:13", "timeout": 90, "cpu": 2, "memory": 1500, "app": "telescope"},
+        "daytona": {"image": "debian:13", "ttl_minutes": 2, "auto_stop_interval": 2, "ephemeral": True},
+        "e2b": {"template": None, "timeout": 90, "lifecycle": {"on_timeout": "kill"}},
+    }
+    assert expected[name].items() <= settings.items()
+    assert machine.boxes[handle.id].labels == {"telescope_run": "r"}
+    await trial.provider.bulk_destroy([handle])
+    networked = await trial.provider.create(SandboxConfig(image="own", extra={"network": True}))
+    assert machine.boxes[networked.id].network
+    assert "own" in machine.boxes[networked.id].settings.values()
+    trial.provider.destroy_sync(SandboxHandle(networked.id))
+
+
+@pytest.mark.sandbox
+@pytest.mark.parametrize("name", ["prime"])
+async def test_options_of_prime(trial: Trial, machine: Machine, name: str) -> None:
+    extra = {"team_id": "team", "start_command": "tail -f /dev/null"}
+    handle = await trial.provider.create(SandboxConfig(extra=extra))
+    settings: Any = machine.boxes[handle.id].settings
+    assert settings["team_id"] == "team"
+    assert settings["start_command"].args == ["-c", "tail -f /dev/null"]
+    provider: Any = trial.provider
+    job = await provider.start_background_job(handle, "echo done")
+    assert (await provider.get_background_job(handle, job)).stdout == "done\n"
+    await provider.destroy(handle)
+
+
+@pytest.mark.parametrize("name", ["prime"])
+async def test_create_is_asked_again_with_the_same_key(trial: Trial, machine: Machine, name: str) -> None:
+    machine.failures["create"] = sys.modules["prime_sandboxes"].APITimeoutError("late")  # type: ignore[attr-defined]
+    handle = await trial.provider.create(trial.config)
+    assert machine.calls.count("create") == 2
+    await trial.provider.destroy(handle)
+
+
+@pytest.mark.parametrize("name", ["prime"])
+async def test_sandbox_that_never_runs_is_destroyed(trial: Trial, machine: Machine, name: str) -> None:
+    machine.failures["wait"] = sys.modules["prime_sandboxes"].SandboxImagePullError("no image")  # type: ignore[attr-defined]
+    with pytest.raises(SandboxImagePullError):
+        await trial.provider.create(trial.config)
+    assert machine.num_created == 1 and not machine.boxes
+
+
+@pytest.mark.parametrize("name", ["daytona"])
+async def test_sandbox_of_a_late_create_is_destroyed(trial: Trial, machine: Machine, name: str) -> None:
+    forgotten = await trial.provider.create(trial.config)
+    error: Any = sys.modules["daytona"].DaytonaTimeoutError("late")  # type: ignore[attr-defined]
+    error.sandbox_id, machine.failures["create"] = forgotten.id, error
+    with pytest.raises(SandboxCommandTimeoutError):
+        await trial.provider.create(trial.config)
+    assert not machine.boxes
+
+
+@pytest.mark.parametrize("name", CLOUDS)
+async def test_create_that_is_cancelled_twice_still_leaves_nothing(trial: Trial, machine: Machine, name: str) -> None:
+    machine.create_seconds = 0.3
+    creating = asyncio.ensure_future(trial.provider.create(trial.config))
+    for _ in range(2):
+        await asyncio.sleep(0.1)
+        creating.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await creating
+    await asyncio.sleep(0.5)
+    assert machine.num_created == 1 and not machine.boxes
+
+
+@pytest.mark.sandbox
+@pytest.mark.parametrize("name", ["prime", "e2b"])
+async def test_long_command_is_started_then_asked_for(
+    trial: Trial, machine: Machine, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "POLL_SECONDS", (0.1, 0.1))
+    handle = await trial.shared()
+    seconds = type(trial.provider).detach_after + 1  # type: ignore[attr-defined]
+    command = "echo out; sleep 2; echo error >&2; exit 5"
+    result = await trial.provider.execute(handle, command, timeout=seconds)
+    assert result == ExecResult(5, "out\n", "error\n")
+    assert machine.calls.count("execute") > 2
+    monkeypatch.setattr(type(trial.provider), "detach_after", 0.5)
+    with pytest.raises(SandboxCommandTimeoutError):
+        await trial.provider.execute(handle, "sleep 60", timeout=1)
+
+
+@pytest.mark.parametrize("name", ["modal"])
+@pytest.mark.parametrize(
+    ("code", "expected"), [(-1, SandboxCommandTimeoutError), (137, SandboxOOMError), (1, SandboxError)]
+)
+async def test_script_that_is_ended_by_the_service_is_an_error(
+    trial: Trial, name: str, code: int, expected: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(*_: object) -> ExecResult:
+        return ExecResult(code, "", "")
+
+    handle = await trial.shared()
+    monkeypatch.setattr(trial.provider, "_run", run)
+    with pytest.raises(SandboxError) as found:
+        await trial.provider.execute(handle, "true")
+    assert found.type is expected
+
+
+@pytest.mark.parametrize("name", ["docker"])
+async def test_container_is_locked_down(trial: Trial, docker: Path, name: str) -> None:
+    await trial.shared()
+    line = " ".join(docker_calls(docker)[0])
+    for option in (
+        "--rm", "--network none", "--memory 2048m --memory-swap 2048m", "--cpus 1", "--pids-limit 1024", "--read-only",
+        "--cap-drop ALL", "--security-opt no-new-privileges", "size=3072m", f"--label telescope_run={trial.run}",
+    ):  # fmt: skip
+        assert option in line
+    assert line.endswith("python:3.12-slim sleep 900")
+
+
+@pytest.mark.parametrize("name", ["docker"])
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("Cannot connect to the Docker daemon at unix:///var/run/docker.sock.", SandboxSetupError),
+        ("permission denied while trying to connect to the docker API", SandboxSetupError),
+        ("Unable to find image 'x:1' locally\npull access denied for x", SandboxImagePullError),
+        ('Error: short-name "x" did not resolve to an alias', SandboxImagePullError),
+        ("toomanyrequests: You have reached your pull rate limit", SandboxBusyError),
+        ("something else", SandboxError),
+    ],
+)
+async def test_failure_of_docker_becomes_ours(
+    trial: Trial, docker: Path, name: str, message: str, expected: type[Exception]
+) -> None:
+    (docker / "failure").write_text(message)
+    with pytest.raises((SandboxError, SandboxSetupError)) as found:
+        await trial.provider.create(trial.config)
+    (docker / "failure").unlink()
+    assert found.type is expected
+
+
+def test_missing_docker_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SandboxSetupError, match=r"docs\.docker\.com"):
+        get_provider("docker")
+    with pytest.raises(SandboxSetupError, match="apt-get install podman"):
+        get_provider("podman")
+
+
+@pytest.mark.parametrize("path", json.loads(RECORDED.read_text()))
+def test_fakes_take_what_the_sdks_take(path: str) -> None:
+    recorded = json.loads(RECORDED.read_text())[path]
+    module, _, name = path.partition(":")
+    fake = parameters(f"tests.fakes.sandbox_sdks.{module.partition('.')[0]}:{name}")
+    assert set(fake) <= {*recorded, "opts"}
+    assert [known for known in recorded if known in fake and known != "opts"] == [x for x in fake if x != "opts"]
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return
+    assert parameters(path) == recorded, "the SDK has changed: compare, then record anew (signatures.py)"
