@@ -13,6 +13,7 @@ import shlex
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -205,7 +206,7 @@ def run_sync(coroutine: Coroutine[Any, Any, R]) -> R:
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run, name="sandbox")
+    thread = threading.Thread(target=copy_context().run, args=(run,), name="sandbox")
     thread.start()
     thread.join()
     if errors:

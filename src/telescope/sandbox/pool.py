@@ -12,11 +12,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
+from contextvars import copy_context
 from dataclasses import replace
 from typing import Any
 
 from telescope.errors import UserError
-from telescope.sandbox.activity import CURRENT, SandboxSpan
+from telescope.sandbox.activity import CURRENT, SAMPLE, SandboxSpan
 from telescope.sandbox.base import SandboxBusyError, SandboxConfig, SandboxError, SandboxHandle, SandboxProvider
 from telescope.sandbox.ledger import SandboxLedger
 
@@ -176,7 +177,9 @@ class GenericSandboxPool:
             self._spawn(self._create(), "create")
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str = "destroy") -> None:
-        task = asyncio.get_running_loop().create_task(work, name=name)
+        context = copy_context()
+        context.run(SAMPLE.set, "")  # the sample at hand is not the one that a new sandbox is for
+        task = asyncio.get_running_loop().create_task(work, name=name, context=context)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
