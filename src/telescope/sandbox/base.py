@@ -13,6 +13,7 @@ import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -162,7 +163,7 @@ class SandboxProvider(ABC):
 def run_sync(coroutine: Coroutine[Any, Any, R]) -> R:
     """Runs a coroutine in a thread with an event loop of its own, and waits for it."""
     with ThreadPoolExecutor(1, "sandbox") as threads:
-        return threads.submit(asyncio.run, coroutine).result()
+        return threads.submit(copy_context().run, asyncio.run, coroutine).result()
 
 
 def capped(output: bytes, total: int | None = None) -> str:

@@ -12,12 +12,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
+from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from telescope.errors import UserError
-from telescope.sandbox.activity import measured
+from telescope.sandbox.activity import SAMPLE, measured
 from telescope.sandbox.base import SandboxConfig, SandboxHandle, SandboxProvider
 from telescope.sandbox.errors import SandboxBusyError, SandboxError
 from telescope.sandbox.ledger import SandboxLedger
@@ -165,7 +166,9 @@ class GenericSandboxPool:
             self._spawn(self._create(), "create")
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str = "destroy") -> None:
-        task = asyncio.get_running_loop().create_task(work, name=name)
+        context = copy_context()
+        context.run(SAMPLE.set, "")  # a new sandbox is not for the current sample
+        task = asyncio.get_running_loop().create_task(work, name=name, context=context)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

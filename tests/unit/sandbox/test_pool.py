@@ -233,7 +233,7 @@ async def test_calls_are_spans_with_their_sandbox_and_error(service: Service):
     assert activity.alive["service"] == {handle.id}
     await pool.shutdown()
     assert not activity.alive["service"]
-    spans = [(span.kind, span.sandbox_id, span.error) for span in activity.take()]
+    spans = [(span.kind, span.sandbox_id, span.error) for span in activity.take()[0]]
     assert spans == [
         ("create", "", "SandboxBusyError"), ("create", handle.id, ""), ("queue", handle.id, ""),
         ("execute", handle.id, ""), ("destroy", handle.id, ""),
