@@ -95,13 +95,9 @@ class Cgroup:
     def remove(self) -> None:
         """Removes the folders, as soon as their killed processes have ended."""
         deadline = time.monotonic() + REMOVE_SECONDS
-        while self.folders:
-            try:
-                self.folders[-1].rmdir()
-            except FileNotFoundError:
-                pass
-            except OSError:
-                if time.monotonic() < deadline:
-                    time.sleep(0.002)
-                    continue
-            self.folders.pop()
+        for folder in reversed(self.folders):
+            while folder.exists() and time.monotonic() < deadline:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+                    break
+                time.sleep(0.002)

@@ -111,11 +111,11 @@ class LocalSandboxProvider(SandboxProvider):
         return await self._run(self._sandbox(handle).file(b"read", remote_path, str(max_bytes).encode()))
 
     async def is_alive(self, handle: SandboxHandle) -> bool:
-        sandbox = handle.provider_data or self._sandboxes.get(handle.id)
+        sandbox = self._sandboxes.get(handle.id)
         return sandbox is not None and sandbox.ended is None
 
     async def destroy(self, handle: SandboxHandle) -> None:
-        if (sandbox := handle.provider_data or self._sandboxes.get(handle.id)) is not None:
+        if (sandbox := self._sandboxes.get(handle.id)) is not None:
             await self._run(sandbox.destroy())
             self._sandboxes.pop(handle.id, None)
         else:  # of another process, which may have ended
@@ -130,7 +130,7 @@ class LocalSandboxProvider(SandboxProvider):
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _sandbox(self, handle: SandboxHandle) -> LocalSandbox:
-        sandbox: LocalSandbox | None = handle.provider_data or self._sandboxes.get(handle.id)
+        sandbox = self._sandboxes.get(handle.id)
         if sandbox is None:
             raise SandboxNotRunningError(f"the sandbox {handle.id!r} has ended, or belongs to another process")
         return sandbox
@@ -164,7 +164,7 @@ class LocalSandboxProvider(SandboxProvider):
                 raise SandboxError(f"the sandbox {name!r} did not start within {START_SECONDS:g} s") from None
             raise
         self._sandboxes[name] = sandbox
-        return SandboxHandle(name, sandbox)
+        return SandboxHandle(name)
 
     async def _relay(self, sandbox: LocalSandbox) -> None:
         """Starts the relay to the endpoint, and waits until it listens."""

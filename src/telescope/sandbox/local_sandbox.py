@@ -69,9 +69,7 @@ class LocalSandbox:
                 env={MARK_VARIABLE: mark}, user=user, group=user, extra_groups=None if user is None else [], cwd="/",
             )  # fmt: skip
             os.close(told)
-            if self._cgroup is not None and (
-                first := await asyncio.get_running_loop().run_in_executor(None, _first_process, info)
-            ):
+            if self._cgroup is not None and (first := await asyncio.to_thread(_first_process, info)):
                 self._cgroup.add(first)
             reader, self._writer = await asyncio.open_connection(sock=ours, limit=2**20)
         except BaseException:
@@ -140,11 +138,11 @@ class LocalSandbox:
         if self._reading is not None:
             await asyncio.wait({self._reading})
         if self._process is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._process.wait)
+            await asyncio.to_thread(self._process.wait)
             assert self._process.stderr is not None
             self._process.stderr.close()
         if self._cgroup is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._cgroup.remove)
+            await asyncio.to_thread(self._cgroup.remove)
 
     async def _call(self, *fields: bytes, seconds: float) -> tuple[int, list[tuple[int, bytes]]]:
         """Sends a request. Returns exit code and streams."""
