@@ -1,8 +1,8 @@
 """Sandboxes on this machine, by bubblewrap: private processes, files and network, without an account, a daemon or root.
 
 A sandbox is one long-lived bubblewrap with `exec_server` inside, so that a command costs a fork, and files and
-background processes survive between commands. Its files are in memory, at most `disk_size_gb`. It sees `/usr` and this
-Python read-only, has no capabilities, and no network but an endpoint that it is given. It ends with this process.
+background processes survive between commands. Its files are in memory, at most `disk_size_gb`. It has `/usr` and this
+Python read-only, no capabilities, and no network except a given endpoint. It ends with this process.
 
 `local` shares the kernel of the host: for code that is hostile on purpose, use a provider with a kernel of its own.
 """

@@ -90,7 +90,7 @@ class GenericSandboxPool:
             async with asyncio.timeout(timeout):
                 return await self._take()
         except TimeoutError:
-            in_use = f"{len(self.in_use_sandboxes)} of {self.pool_size} are in use (pool_size)"
+            in_use = f"{len(self.in_use_sandboxes)} of {self.pool_size} are in use. Raise pool_size"
             raise SandboxError(f"no sandbox of {self.name!r} was free within {timeout:g} s: {in_use}") from None
 
     async def release(self, handle: SandboxHandle, *, unused: bool = False) -> None:
