@@ -47,8 +47,8 @@ class I3CodeEnvironment(SandboxEnvironment, SingleTurnEnvironment):
     """Programming problems with hidden tests. The reward is 1 for a program that passes all of them, else 0.
 
     `dataset` is `hub` or `own`. Rows are kept if their column `difficulty_key` is from `min_difficulty` to
-    `max_difficulty`, with at most `max_num_tests` tests each, chosen with `random_seed`; `shuffle` orders the rows
-    by `seed`. A test is killed after `timeout_per_test` seconds. The arguments of `SandboxEnvironment` choose the sandbox.
+    `max_difficulty`, with at most `max_num_tests` tests each, chosen with `random_seed`; `shuffle` orders them
+    by `seed`. A test is killed after `timeout_per_test` seconds. The arguments of `SandboxEnvironment` set the sandbox.
     """
 
     reward_min, reward_max = 0.0, 1.0
