@@ -18,8 +18,8 @@ from telescope.errors import UserError
 from telescope.sandbox import SandboxCommandTimeoutError, SandboxConfig, SandboxHandle, get_provider
 from telescope.sandbox.pool import GenericSandboxPool
 
-_SANDBOX_KEY = "_sandbox"
-"""Key of `state.custom` with the rollout's sandbox."""
+_SANDBOX_KEY = "sandbox"
+"""Key of `state.custom` with the rollout's sandbox, which the record of a tool call names."""
 _LOCK_KEY = "_sandbox_lock"
 """Key of `state.custom` with the lock that runs the calls of one answer in order."""
 
