@@ -99,6 +99,16 @@ def expect(holds: object, found: str) -> None:
         raise ContractError(found)
 
 
+async def expect_none_left(trial: Trial, run: str) -> None:
+    """Raises `ContractError` if sandboxes with a label stay, and destroys them."""
+    for _ in range(60):  # services destroy after they have answered
+        if not (left := await trial.provider.find(run)):
+            return
+        await asyncio.sleep(0.5)
+    await trial.provider.bulk_destroy(left)
+    raise ContractError(f"{len(left)} are left")
+
+
 async def exit_codes(trial: Trial) -> None:
     """Exit codes come back, and a signal is 128 and its number."""
     handle = await trial.shared()
@@ -247,9 +257,7 @@ async def cancelled_create(trial: Trial) -> None:
         creating.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await trial.provider.destroy(await creating)
-    left = await trial.provider.find(f"{trial.run}-x")
-    await trial.provider.bulk_destroy(left)
-    expect(not left, f"{len(left)} are left")
+    await expect_none_left(trial, f"{trial.run}-x")
 
 
 async def label(trial: Trial) -> None:
@@ -260,11 +268,7 @@ async def label(trial: Trial) -> None:
     found = await trial.provider.find(f"{trial.run}-label")
     await trial.provider.bulk_destroy(SandboxHandle(name) for name in made)
     expect({handle.id for handle in found} == made, f"found {[handle.id for handle in found]} of {made}")
-    for _ in range(60):  # services destroy after they have answered
-        if not (left := await trial.provider.find(f"{trial.run}-label")):
-            return
-        await asyncio.sleep(0.5)
-    raise ContractError(f"{len(left)} are left after they were destroyed by id")
+    await expect_none_left(trial, f"{trial.run}-label")
 
 
 Check = Callable[[Trial], Awaitable[None]]

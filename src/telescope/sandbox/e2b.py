@@ -38,6 +38,7 @@ class E2BSandboxProvider(RemoteSandboxProvider):
         ("TemplateException", "", SandboxImagePullError),
         ("RateLimitException", "", SandboxBusyError),
         ("ServiceBusyException", "", SandboxBusyError),
+        ("ConnectError", "", SandboxBusyError),
         ("AuthenticationException", "", SandboxSetupError),
     )
 

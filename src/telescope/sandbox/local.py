@@ -157,9 +157,11 @@ class LocalSandboxProvider(SandboxProvider):
                 await sandbox.start(command, self._code, limits, user, f"{name} {config.extra.get('run', '')}")
             if config.extra.get("endpoint"):
                 await self._relay(sandbox)
-            self._loop.call_later(config.timeout_seconds, sandbox.end, "its time is over (timeout_seconds)")
+            sandbox.end_after(config.timeout_seconds)
         except BaseException as error:
             await asyncio.shield(sandbox.destroy())
+            # bubblewrap's child outlives it if it was killed before the child asked to die with it
+            await asyncio.to_thread(_kill_marked, name.encode())
             if isinstance(error, TimeoutError):
                 raise SandboxError(f"the sandbox {name!r} did not start within {START_SECONDS:g} s") from None
             raise

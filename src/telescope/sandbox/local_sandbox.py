@@ -54,6 +54,7 @@ class LocalSandbox:
         self._replies: dict[int, asyncio.Future[tuple[int, list[tuple[int, bytes]]]]] = {0: asyncio.Future()}
         self._numbers = itertools.count(1)
         self._reading: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     async def start(self, command: list[str], code: int, limits: tuple[int, ...], user: int | None, mark: str) -> None:
         """Starts bubblewrap, and waits for the server inside, whose program is the file `code`."""
@@ -74,11 +75,14 @@ class LocalSandbox:
                 first := await asyncio.get_running_loop().run_in_executor(None, _first_process, info)
             ):
                 self._cgroup.add(first)
+            reader, self._writer = await asyncio.open_connection(sock=ours, limit=2**20)
+        except BaseException:
+            ours.close()  # see `destroy`
+            raise
         finally:
             theirs.close()
             for descriptor in (go, info, block):
                 os.close(descriptor)
-        reader, self._writer = await asyncio.open_connection(sock=ours, limit=2**20)
         self._reading = asyncio.ensure_future(self._read(reader))
         await self._replies[0]
         del self._replies[0]
@@ -100,6 +104,11 @@ class LocalSandbox:
         except ValueError as error:
             why = str(error)
         self.end(why)
+
+    def end_after(self, seconds: float) -> None:
+        """Ends the sandbox after so many seconds."""
+        why = "its time is over (timeout_seconds)"
+        self._timer = asyncio.get_running_loop().call_later(seconds, self.end, why)
 
     def end(self, why: str) -> None:
         """Kills everything in the sandbox. Calls that wait fail with the reason."""
@@ -126,10 +135,12 @@ class LocalSandbox:
     async def destroy(self) -> None:
         """Ends the sandbox, and waits until its processes are gone."""
         self.end("it was destroyed")
+        if self._timer is not None:
+            self._timer.cancel()  # which keeps this object
+        if self._writer is not None:
+            self._writer.close()  # first: ends the server, even if bubblewrap's child does not die with it yet
         if self._reading is not None:
             await asyncio.wait({self._reading})
-        if self._writer is not None:
-            self._writer.close()
         if self._process is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._process.wait)
             assert self._process.stderr is not None

@@ -37,7 +37,7 @@ class PrimeSandboxProvider(RemoteSandboxProvider):
         ("UnauthorizedError", "", SandboxSetupError),
         ("PaymentRequiredError", "", SandboxSetupError),
         ("APITimeoutError", "", SandboxBusyError),
-        ("APIError", "HTTP (409|429|5..)", SandboxBusyError),
+        ("APIError", "HTTP (409|429|5..)|ConnectError", SandboxBusyError),
         ("APIError", "HTTP (404|410)", SandboxNotRunningError),
     )
 
@@ -74,7 +74,7 @@ class PrimeSandboxProvider(RemoteSandboxProvider):
             environment_vars=config.environment_vars,
             labels=[f"{key}={value}" for key, value in run_label(config).items()],
             team_id=extra.get("team_id"),
-            network_denylist=None if extra.get("network") else ["*"],
+            network_allowlist=None if extra.get("network") else [],  # [] is how the SDK says deny all
             idempotency_key=name,
         )
         try:

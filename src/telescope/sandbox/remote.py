@@ -214,7 +214,7 @@ class RemoteSandboxProvider(SandboxProvider):
                 raise kind(command, timeout, sandbox_id) from error
             if issubclass(kind, SandboxSetupError):
                 raise kind(f"The sandbox provider {self.name!r} refuses: {text}. {self.setup_hint}") from error
-            raise kind(f"sandbox {sandbox_id!r} of {self.name}: {text}") from error
+            raise kind(f"{f'sandbox {sandbox_id!r} of ' if sandbox_id else ''}{self.name}: {text}") from error
 
     def _kind_of(self, error: Exception) -> type[Any]:
         names = {kind.__name__ for kind in type(error).__mro__}  # by name: an SDK moves its classes between versions
