@@ -13,13 +13,11 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 from telescope.environments.base import Environment, RolloutState
-from telescope.environments.tool_env import ToolEnvironment, ToolResult
+from telescope.environments.tool_env import SANDBOX_KEY, ToolEnvironment, ToolResult
 from telescope.errors import UserError
 from telescope.sandbox import SandboxCommandTimeoutError, SandboxConfig, SandboxHandle, get_provider
 from telescope.sandbox.pool import GenericSandboxPool
 
-_SANDBOX_KEY = "sandbox"
-"""Key of `state.custom` with the rollout's sandbox, which the record of a tool call names."""
 _LOCK_KEY = "_sandbox_lock"
 """Key of `state.custom` with the lock that runs the calls of one answer in order."""
 
@@ -122,15 +120,15 @@ class SandboxTools(SandboxEnvironment):
 
     async def sandbox_of(self, state: RolloutState) -> SandboxHandle:
         """Returns the sandbox of a rollout, which is acquired at the first call."""
-        if _SANDBOX_KEY not in state.custom:
+        if SANDBOX_KEY not in state.custom:
             handle = await self.sandboxes.acquire()
             try:
                 await self.set_up_sandbox(handle, state)
             except BaseException:
                 await asyncio.shield(self.sandboxes.remove(handle))
                 raise
-            state.custom[_SANDBOX_KEY] = handle
-        found: SandboxHandle = state.custom[_SANDBOX_KEY]
+            state.custom[SANDBOX_KEY] = handle
+        found: SandboxHandle = state.custom[SANDBOX_KEY]
         return found
 
     async def shell(self, command: str, state: RolloutState) -> ToolResult:
@@ -165,7 +163,7 @@ class SandboxTools(SandboxEnvironment):
 
     async def end_rollout(self, state: RolloutState) -> None:
         """Destroys the rollout's sandbox."""
-        handle = state.custom.pop(_SANDBOX_KEY, None)
+        handle = state.custom.pop(SANDBOX_KEY, None)
         if handle is not None:
             await self.sandboxes.remove(handle)
 

@@ -46,6 +46,9 @@ __all__ = [
     "parse_xml_tool_calls",
 ]
 
+SANDBOX_KEY = "sandbox"
+"""Key of `state.custom` with the handle of the rollout's sandbox, which the record of a tool call names."""
+
 TOOL_RESULT = "tool_result"
 """The `turn_type` of messages with results."""
 
@@ -310,7 +313,7 @@ class ToolEnvironment(MultiTurnEnvironment):
             )
             custom["tool_success_count" if result.success else "tool_error_count"] += 1
             record = call.record(result, self.format_tool_result(result))
-            state.tool_records.append(record | {"sandbox": getattr(custom.get("sandbox"), "id", None)})
+            state.tool_records.append(record | {"sandbox": getattr(custom.get(SANDBOX_KEY), "id", None)})
             if name:
                 custom["tools_by_name"][name] = custom["tools_by_name"].get(name, 0) + 1
         if self.reply_role == "tool":
