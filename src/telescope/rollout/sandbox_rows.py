@@ -94,6 +94,8 @@ class SandboxRecord:
         for of_worker in self._alive.values():
             alive.update(of_worker)
         values = {("sandboxes_alive", provider, "", ""): number for provider, number in alive.items()}
+        for name in TOTALS.values():  # a counter begins at 0, else its first growth is not seen
+            values |= {(name, provider, "", ""): 0 for provider in alive}
         for (name, provider, operation, error), number in (values | self._totals).items():
             labels = {"provider": provider} | ({"operation": operation, "error": error} if error else {})
             row = {"time": now, "name": name, "component": "sandbox", "value": float(number), "labels": labels}

@@ -369,6 +369,8 @@ async def test_what_a_worker_does_with_sandboxes_is_recorded(
         ("sandboxes_alive", "unobtainable", None, None): 0.0,
         ("sandbox_creates_total", "local", None, None): len(created),
         ("sandbox_execs_total", "local", None, None): 4.0,
+        ("sandbox_creates_total", "unobtainable", None, None): 0.0,
+        ("sandbox_execs_total", "unobtainable", None, None): 0.0,
         ("sandbox_failures_total", "unobtainable", "create", "SandboxImagePullError"): 2.0,
     }
     assert undocumented(name for name, *_ in last) == []

@@ -141,6 +141,7 @@ def test_a_config_gives_any_tool_environment_the_tools_of_sandboxes(folder):
                 await say(environment, second, "Done."),
             ]
             lost = await environment.sandbox_of(first)
+            assert {record["sandbox"] for record in first.tool_records} == {lost.id}
             await environment.sandboxes.provider.destroy(lost)
             with pytest.raises(SandboxError):
                 await say(environment, first, call("shell", command="ls"))

@@ -96,6 +96,7 @@ async def test_calls_are_spans_and_failures_are_counted_by_their_kind(activity: 
     assert rows.gauges == {
         ("sandboxes_alive", "service"): 0.0,
         ("sandbox_creates_total", "service"): 1.0,
+        ("sandbox_execs_total", "service"): 0.0,
         ("sandbox_failures_total", "service", "create", "SandboxBusyError"): 1.0,
     }
 
@@ -128,7 +129,7 @@ async def test_without_sandboxes_nothing_is_written_and_with_them_gauges_in_inte
     await Service(room=1).create(SandboxConfig())
     for _ in range(9):
         record.add(0, sandbox_news(activity, 0))
-    assert written == ["spans", "gauges", "gauges"], "how many are alive, and were created"
+    assert written == ["spans", "gauges", "gauges", "gauges"], "how many are alive, creations, commands"
 
 
 async def test_calls_beyond_the_limit_of_spans_are_still_counted(activity: Activity, monkeypatch: pytest.MonkeyPatch):
@@ -140,4 +141,4 @@ async def test_calls_beyond_the_limit_of_spans_are_still_counted(activity: Activ
     record.add(0, sandbox_news(activity, 0))
     record.write_gauges()
     assert len(rows.spans) == 2
-    assert rows.gauges == {("sandboxes_alive", "service"): 5.0, ("sandbox_creates_total", "service"): 5.0}
+    assert (rows.gauges["sandboxes_alive", "service"], rows.gauges["sandbox_creates_total", "service"]) == (5.0, 5.0)

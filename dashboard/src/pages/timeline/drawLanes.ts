@@ -80,7 +80,9 @@ export function drawEngines(brush: Brush, scene: Scene, height: number, scroll: 
     for (const row of rows) {
       drawRunning(brush, scene, row);
       hatched(boxes(row.lane.main, row.y, row.height), row.y, row.height);
-      if (row.height >= THIN) boxes(row.lane.stripe, stripeTop(row), row.y + row.height - stripeTop(row));
+      const { stripe } = row.lane;
+      if (row.height >= THIN) boxes(stripe, stripeTop(row), row.y + row.height - stripeTop(row));
+      else if (scene.sample) stripe.row.forEach((span, i) => scene.lanes.columns.sample_id[span] === scene.sample && rect(stripe.start[i]!, stripe.end[i]!, row.y, row.height, color(`--${COLOR.sandbox}`), 0));
     }
     for (const outage of scene.outages) {
       if (outage.server !== engine.server || outage.to < scene.view.from || outage.from > scene.view.to) continue;

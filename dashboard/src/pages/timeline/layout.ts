@@ -16,7 +16,7 @@ const MAX_SLOT = 12;
 const MIN_GAUGE = 40;
 const MAX_GAUGE = 56;
 const PAD = 6;
-/** A lower slot has no room for the stripe of its sandboxes. */
+/** A lower slot has no room for the stripe of its sandboxes: only those of the selected request are drawn, over all of it. */
 export const THIN = 3;
 /** Where the stripe of a slot begins. */
 export const stripeTop = ({ y, height }: Row): number => y + Math.round((2 * height) / 3);
