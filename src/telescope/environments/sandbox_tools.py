@@ -80,6 +80,7 @@ class SandboxEnvironment(Environment):
         """Destroys all sandboxes."""
         if self.pool is not None:
             await self.pool.shutdown()
+            await self.pool.provider.close()
 
     @property
     def sandboxes(self) -> GenericSandboxPool:

@@ -16,7 +16,6 @@ import math
 import os
 import py_compile
 import shutil
-import signal
 import sys
 import tempfile
 import threading
@@ -39,7 +38,7 @@ from telescope.sandbox.base import (
     SandboxSetupError,
 )
 from telescope.sandbox.cgroups import Cgroup, are_usable, remove_old
-from telescope.sandbox.local_sandbox import MARK_VARIABLE, LocalSandbox
+from telescope.sandbox.local_sandbox import LocalSandbox, kill_marked, marked
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +85,8 @@ class LocalSandboxProvider(SandboxProvider):
             os.write(self._code, Path(str(compiled)).read_bytes())
         # A thread of its own: bubblewrap dies with the thread that started it, and calls may come from any event loop.
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="sandboxes", daemon=True).start()
+        self._is_closed = False
+        threading.Thread(target=self._serve, name="sandboxes", daemon=True).start()
 
     async def create(self, config: SandboxConfig) -> SandboxHandle:
         creating = asyncio.ensure_future(self._run(self._create(config)))
@@ -115,16 +115,24 @@ class LocalSandboxProvider(SandboxProvider):
 
     async def destroy(self, handle: SandboxHandle) -> None:
         if isinstance(handle.provider_data, LocalSandbox):
-            await self._run(handle.provider_data.destroy())
+            with contextlib.suppress(SandboxNotRunningError):
+                await self._run(handle.provider_data.destroy())
         else:  # of another process, which may have ended
-            await asyncio.to_thread(_kill_marked, handle.id.encode())
+            await asyncio.to_thread(kill_marked, handle.id.encode())
 
     async def find(self, run: str) -> list[SandboxHandle]:
-        return [SandboxHandle(name) for name in {name for _, name in await asyncio.to_thread(_marked, run.encode())}]
+        return [SandboxHandle(name) for name in {name for _, name in await asyncio.to_thread(marked, run.encode())}]
 
     async def close(self) -> None:
         """Ends the thread of the provider, and with it sandboxes that are left."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        if not self._is_closed:
+            self._is_closed = True
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _serve(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+        os.close(self._code)
 
     def _sandbox(self, handle: SandboxHandle) -> LocalSandbox:
         if not isinstance(handle.provider_data, LocalSandbox):
@@ -132,12 +140,15 @@ class LocalSandboxProvider(SandboxProvider):
         return handle.provider_data
 
     async def _run(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        if self._is_closed:
+            coroutine.close()
+            raise SandboxNotRunningError("the provider of local sandboxes was closed")
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     async def _create(self, config: SandboxConfig) -> SandboxHandle:
         name = f"local-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         num_processes = int(config.extra.get("max_processes", MAX_PROCESSES))
-        memory, disk = config.memory_mb * 2**20, int(config.disk_size_gb * 2**30)
+        memory, disk = int(config.memory_mb * 2**20), int(config.disk_size_gb * 2**30)
         cgroup = None
         if self._has_cgroups:
             cgroup = Cgroup(name, memory_bytes=memory + disk, num_processes=num_processes, cpu=config.cpu)
@@ -153,7 +164,7 @@ class LocalSandboxProvider(SandboxProvider):
                 await self._relay(sandbox)
             self._loop.call_later(config.timeout_seconds, sandbox.end, "its time is over (timeout_seconds)")
         except BaseException as error:
-            await asyncio.shield(sandbox.destroy())
+            await sandbox.destroy()
             if isinstance(error, TimeoutError):
                 raise SandboxError(f"the sandbox {name!r} did not start within {START_SECONDS:g} s") from None
             raise
@@ -182,8 +193,14 @@ class LocalSandboxProvider(SandboxProvider):
                 f"image={config.image!r} of a local sandbox must be a folder with a root file system, or empty for "
                 "this machine's. Images of containers need provider: docker or podman"
             )
-        python = Path(sys.base_prefix).resolve()
-        shown = [Path(folder) for folder in config.extra.get("read_only", ())]
+        if config.gpu_count or config.extra.get("network"):
+            raise UserError("a local sandbox has no GPU and no network: name another provider for gpu_count or network")
+        python, endpoint = Path(sys.base_prefix).resolve(), config.extra.get("endpoint")
+        read_only = config.extra.get("read_only", ())
+        shown = [Path(folder) for folder in ([read_only] if isinstance(read_only, str) else read_only)]
+        for path in (*shown, *([Path(endpoint)] if endpoint else [])):
+            if not (path.is_absolute() and path.exists()):
+                raise UserError(f"{str(path)!r}, in extra of a local sandbox, must be an absolute path that exists")
         user = None
         if os.geteuid() == 0 and all(_is_open_to_all(path) for path in (root, python, *shown)):
             user = NOBODY  # root may read all that it is shown, and the limit of processes does not hold for it
@@ -213,7 +230,7 @@ class LocalSandboxProvider(SandboxProvider):
             "PATH": f"{python}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             "HOME": WORKSPACE, "USER": "sandbox", "LANG": "C.UTF-8", "TMPDIR": "/tmp", "OMP_NUM_THREADS": threads,
         }  # fmt: skip
-        if endpoint := config.extra.get("endpoint"):
+        if endpoint:
             command += ["--bind", str(endpoint), ENDPOINT]
         for key, value in {**variables, **config.environment_vars}.items():
             command += ["--setenv", key, str(value)]
@@ -242,21 +259,3 @@ class LocalSandboxProvider(SandboxProvider):
 def _is_open_to_all(path: Path) -> bool:
     """Returns whether any user of this machine may enter a folder."""
     return all(folder.stat().st_mode & 0o001 for folder in (path, *path.resolve().parents))
-
-
-def _marked(word: bytes) -> list[tuple[int, str]]:
-    """Returns process and id of each sandbox of this machine whose id or label is `word`."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-            for entry in (folder / "environ").read_bytes().split(b"\0"):
-                name, _, value = entry.partition(b"=")
-                if name == MARK_VARIABLE.encode() and word in value.split():
-                    found.append((int(folder.name), value.split()[0].decode()))
-    return found
-
-
-def _kill_marked(name: bytes) -> None:
-    for pid, _ in _marked(name):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)

@@ -132,6 +132,8 @@ class GenericSandboxPool:
         while not self.ready_queue.empty():
             self.ready_queue.get_nowait()
         await asyncio.gather(*self._tasks, *(self._destroy(handle) for handle in handles), return_exceptions=True)
+        for _ in range(self._num_waiting):
+            self.ready_queue.put_nowait(SandboxError("the pool of sandboxes has ended"))
 
     def shutdown_sync(self) -> None:
         """Destroys all sandboxes from code without an event loop."""

@@ -109,6 +109,39 @@ def test_a_folder_in_harbors_format_is_a_task(tmp_path):
     assert forged.total_reward == 0.0
 
 
+@pytest.mark.parametrize(
+    "trick",
+    [
+        "mkdir /tests; ln -s /dev/null /tests/test.sh; chmod 555 /tests",
+        "mkdir /tests; echo exit 0 > /tests/test.sh; chmod 444 /tests/test.sh; chmod 555 /tests",
+        "mkdir /tmp/t; ln -s /dev/null /tmp/t/test.sh; ln -s /tmp/t /tests; chmod 555 /tmp/t /",
+        "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; chmod 555 /logs/verifier /logs",
+        "(while :; do mkdir -p /logs/verifier; echo 1e9 > /logs/verifier/reward.txt; done) > /dev/null 2>&1 &",
+    ],
+)
+def test_a_verdict_that_the_model_left_does_not_count(trick):
+    async def run():
+        async with ready("terminal_tasks") as environment:
+            return await attempt(environment, 0, trick)
+
+    result, _ = asyncio.run(run())
+    assert result.total_reward == 0.0
+
+
+@pytest.mark.parametrize(("written", "reward"), [("1e9", 1.0), ("nan", 0.0), ("-inf", 0.0), ("good", 0.0)])
+def test_a_reward_of_a_task_is_from_0_to_1(tmp_path, written, reward):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "task.toml").write_text("")
+    (tmp_path / "instruction.md").write_text("Nothing.")
+    (tmp_path / "tests" / "test.sh").write_text(f"echo {written} > /logs/verifier/reward.txt")
+
+    async def run():
+        async with ready("terminal_tasks", tasks=str(tmp_path)) as environment:
+            return await attempt(environment, 0)
+
+    assert asyncio.run(run())[0].total_reward == reward
+
+
 def test_an_incomplete_folder_of_tasks_is_refused(tmp_path):
     (tmp_path / "one").mkdir()
     with pytest.raises(UserError, match=r"no folder with a task.toml"):
