@@ -203,7 +203,8 @@ def test_a_shell_computes_what_countdown_asks_for():
             sample = environment.get_sample(0)
             numbers = sample.metadata["numbers"]
             sample.answer, sample.metadata["target"] = str(sum(numbers)), sum(numbers)
-            answers = ("+".join(map(str, numbers)), "-".join(map(str, numbers)), sample.answer, "$(echo 1)")
+            zeros = "+".join(f"0{number}" for number in numbers)  # no octal numbers, with which other sums can be had
+            answers = (zeros, "-".join(map(str, numbers)), sample.answer, "$(echo 1)")
             results = [await environment.compute_reward(f"<answer>{answer}</answer>", sample) for answer in answers]
             return sample, results, len(environment.sandboxes.all_sandboxes)
 
