@@ -220,7 +220,7 @@ class GenericSandboxPool:
                 await self.provider.destroy(handle)
                 self.ledger.closed(handle)
                 return
-            except SandboxError as error:
+            except Exception as error:
                 if attempt == DESTROY_ATTEMPTS:
                     logger.warning("The sandbox %s cannot be destroyed: %s", handle.id, error)
                 else:
