@@ -199,7 +199,8 @@ class LocalSandbox:
         code, streams = await self._call(kind, os.fsencode(path), value, seconds=60 + REPLY_SECONDS)
         if code != 0:
             doing = "write" if kind == b"write" else "read"
-            raise SandboxError(f"cannot {doing} {path!r} in sandbox {self.name!r}: {streams[1][1].decode()}")
+            why = streams[1][1].decode(errors="replace")
+            raise SandboxError(f"cannot {doing} {path!r} in sandbox {self.name!r}: {why}")
         return streams[0][1]
 
 

@@ -194,6 +194,8 @@ class GenericSandboxPool:
             logger.warning("A sandbox of %s cannot be created: %s", self.provider.name, error)
             if self._num_waiting > self.ready_queue.qsize():
                 self.ready_queue.put_nowait(error)
+            if self._num_waiting > self.ready_queue.qsize():
+                asyncio.get_running_loop().call_soon(self._refill)  # for the others that wait
         finally:
             self._num_coming -= 1
 

@@ -245,6 +245,19 @@ async def test_one_that_cannot_be_reaped_keeps_no_other(
     assert await reap(tmp_path) == [f"service {handles[1].id}"]
 
 
+async def test_all_that_wait_hear_of_a_service_that_fails(service: Service):
+    pool = GenericSandboxPool(service, SandboxConfig(), 1)
+    await pool.start()
+    handle = await pool.acquire()
+    waiting = [asyncio.ensure_future(pool.acquire()) for _ in range(3)]
+    await asyncio.sleep(0.01)
+    service.failures = [SandboxImagePullError("no image")] * 3
+    await pool.remove(handle)
+    results = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 5)
+    assert [type(result) for result in results] == [SandboxImagePullError] * 3
+    await pool.shutdown()
+
+
 async def test_one_that_waits_hears_of_the_end(service: Service):
     pool = GenericSandboxPool(service, SandboxConfig(), 1)
     await pool.start()
