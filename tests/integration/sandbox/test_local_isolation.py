@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import http.server
+import io
 import os
 import signal
 import socket
@@ -20,6 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
+from telescope.cli.sandbox import run_shell
 from telescope.errors import UserError
 from telescope.sandbox import (
     ExecResult,
@@ -304,6 +307,17 @@ def test_a_closed_provider_answers_with_an_error():
 def test_what_a_local_sandbox_cannot_have_is_refused(provider, values: dict[str, Any], message: str):
     with pytest.raises(UserError, match=message):
         run_sync(provider.create(SandboxConfig(memory_mb=256, disk_size_gb=0.05, **values)))
+
+
+def test_the_shell_keeps_its_folder_whatever_is_typed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    lines = ["ls /nope; exit 2", "if", "echo a\0b", "pwd", "mkdir d; cd d; rmdir ../d", "pwd", "cd /tmp", "pwd"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    assert run_shell(argparse.Namespace(provider="local", image="", memory_mb=256)) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "/workspace\n/workspace\n/tmp\n"
+    assert "cannot access '/nope'" in shown.err and "NUL" in shown.err
 
 
 def test_a_killed_host_process_leaves_nothing(tmp_path: Path):
