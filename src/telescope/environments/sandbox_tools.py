@@ -103,6 +103,8 @@ class SandboxTools(SandboxEnvironment):
         command_timeout_seconds: float = 30.0,
         **kwargs: Any,
     ) -> None:
+        if not command_timeout_seconds > 0:
+            raise UserError(f"command_timeout_seconds={command_timeout_seconds} of the tools must be above 0")
         self.command_timeout_seconds = command_timeout_seconds
         # The tool's own limit is the one that counts; this also covers the wait for earlier calls of the answer.
         self.tool_timeout_seconds = 20 * command_timeout_seconds

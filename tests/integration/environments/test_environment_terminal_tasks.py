@@ -191,6 +191,13 @@ def test_a_config_gives_any_tool_environment_the_tools_of_sandboxes(folder):
     assert "Run a command in a shell" in prompt and "state" not in prompt
 
 
+def test_a_time_limit_of_nothing_is_refused(folder):
+    with pytest.raises(UserError, match="command_timeout_seconds=0"):
+        get_environment("lengths", environments_path=[folder], tools=["shell"], command_timeout_seconds=0)
+    with pytest.raises(UserError, match="timeout_per_test is 0"):
+        get_environment("i3_code", dataset="own", timeout_per_test=0)
+
+
 def test_an_unknown_name_of_a_tool_is_refused(folder):
     with pytest.raises(UserError, match="there is no tool 'bash'; use shell or sandbox_python"):
         get_environment("lengths", environments_path=[folder], tools=["bash"])

@@ -58,6 +58,8 @@ class I3CodeEnvironment(SandboxEnvironment, SingleTurnEnvironment):
     def __init__(self, instruction_prompt: str | None = _UNSET, timeout_per_test: float = 10.0, **kwargs: Any) -> None:
         prompt = INSTRUCTION_PROMPT if instruction_prompt is _UNSET else instruction_prompt
         super().__init__(instruction_prompt=prompt, **kwargs)
+        if not timeout_per_test > 0:
+            raise UserError(f"{self.name}: timeout_per_test is {timeout_per_test}; use more than 0.")
         self.timeout_per_test = timeout_per_test
 
     def load_dataset(
