@@ -641,6 +641,7 @@ export interface Sample {
   tool_calls: ToolCall[];
   info: Info[];
   spans: SampleSpan[];
+  sandbox_spans: SandboxSpan[];
 }
 
 /** A sample in a list, with the beginnings of its texts. */
@@ -696,6 +697,23 @@ export interface Samples {
   rows: SampleRow[];
   facets: Record<string, Facet[]>;
   metrics: string[];
+}
+
+/** A call of a sandbox's provider for a sample. `error`: the class of the error that it raised. */
+export interface SandboxSpan {
+  name: string;
+  start: number;
+  end: number;
+  sandbox: string | null;
+  error: string | null;
+}
+
+/** Calls of the providers of sandboxes by operation, and their seconds: median and 95th percentile. */
+export interface SandboxTimes {
+  name: string;
+  count: number;
+  p50: number;
+  p95: number;
 }
 
 /** A sentence of the verdict, and its metrics. `is_outcome`: it states the result of an eval, or the reward. */
@@ -768,6 +786,7 @@ export interface ToolCall {
   error: string | null;
   seconds: Value;
   reply: Value;
+  sandbox: string | null;
 }
 
 /** A turn of a conversation, with arrays of recorded tokens. */

@@ -45,10 +45,15 @@ export function at(series: GaugeSeries, time: number): Value {
   return series.mean[bisectRight(series.time, time) - 1] ?? null;
 }
 
+/** Names classes of errors without the words that all of them have: `CommandTimeout`. */
+export const shortError = (text: string): string => text.replaceAll(/\bSandbox(\w+)Error\b/g, "$1");
+
 /** The nodes, GPUs and processes that series belong to, in words: `GPU 3`, `server 0`, `rank 1`. */
 export function ownerOf(series: GaugeSeries, severalNodes: boolean): string {
   const own =
     series.gpu !== null ? `GPU ${series.gpu}` : series.rank !== null ? `rank ${series.rank}` : series.server !== null ? `server ${series.server}` : series.component;
+  // Of a sandbox's failure the kind is the first word.
+  if (own === "sandbox") return shortError(Object.values(series.labels).reverse().join(" "));
   const labels = Object.values(series.labels ?? {}).join(" ");
   return [severalNodes && series.node ? series.node : "", own, labels].filter(Boolean).join(" ");
 }

@@ -342,7 +342,7 @@ def add_parser(subparsers: Any) -> None:
         description="Check the packages, devices, memory, ports and services that a run needs. Starts and changes "
         "nothing. Exit code 0: a run can start here; 1: something marked `missing` prevents it. With --sandbox it "
         "creates real sandboxes of one provider instead, which may cost money, tries what the provider promises, "
-        "prints each check with its time, and destroys them. Exit code 0: all hold; 1: one does not; 2: the "
+        "prints each check with its time, and destroys them. Exit code 0: all pass; 1: one fails; 2: the "
         "provider cannot be used here.",
     )
     names = ", ".join(PROVIDERS)
@@ -402,5 +402,5 @@ async def check_sandbox(name: str, image: str, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps({"provider": name, "checks": rows}, indent=1))
     else:
-        console.print(f"\n{len(CHECKS) - problems} of {len(CHECKS)} hold for {name}.")
+        console.print(f"\n{len(CHECKS) - problems} of {len(CHECKS)} checks pass for {name}.")
     return 1 if problems else 0

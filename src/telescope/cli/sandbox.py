@@ -12,7 +12,7 @@ from typing import Any
 from telescope.cli.query import choose_runs
 from telescope.cli.runs import add_root
 from telescope.errors import UserError
-from telescope.sandbox import GenericSandboxPool, SandboxCommandTimeoutError, SandboxConfig, SandboxError, get_provider
+from telescope.sandbox import SandboxCommandTimeoutError, SandboxConfig, SandboxError, get_provider
 from telescope.sandbox.ledger import reap
 from telescope.sandbox.registry import PROVIDERS
 from telescope.utils.text import plain
@@ -80,12 +80,10 @@ def run_shell(arguments: argparse.Namespace) -> int:
 
 async def _shell(arguments: argparse.Namespace) -> int:
     provider = get_provider(arguments.provider)
-    pool = GenericSandboxPool(provider, SandboxConfig(image=arguments.image, memory_mb=arguments.memory_mb), 1)
-    await pool.start()
+    handle = await provider.create(SandboxConfig(image=arguments.image, memory_mb=arguments.memory_mb))
     folder: str | None = None
     code = 0
     try:
-        handle = await pool.acquire()
         print(f"sandbox {handle.id}; Ctrl-D ends it", file=sys.stderr)
         mark = uuid.uuid4().hex
         while line := await _read_line(f"{folder or '~'} $ "):
@@ -106,7 +104,7 @@ async def _shell(arguments: argparse.Namespace) -> int:
     except SandboxError as error:
         raise UserError(str(error)) from error
     finally:
-        await pool.shutdown()
+        await provider.destroy(handle)
         await provider.close()
     return code
 

@@ -16,7 +16,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -31,6 +31,8 @@ from telescope.environments.user_code import default_memory_limit
 from telescope.errors import DeadlineExceeded, InfrastructureError, UserError
 from telescope.record.files import RunFiles
 from telescope.rollout.exchange import Orders, Report, WorkerLost
+from telescope.rollout.sandbox_rows import SandboxNews, SandboxRecord, sandbox_news
+from telescope.sandbox.activity import CURRENT, Activity
 from telescope.sandbox.ledger import DIRECTORY_VARIABLE
 from telescope.utils.process import ignore_sigterm, log_tail, open_log, rotate_log
 
@@ -66,7 +68,7 @@ class RolloutActor:
         use_temporary_directory()
         os.environ[DIRECTORY_VARIABLE] = run_dir
         self._config = config = TelescopeConfig.from_json(config_json)
-        self._specs = specs
+        self._specs, self._index, self._sandboxes = specs, index, Activity()
         setup_logging(Path(run_dir), f"rollout-{index}", None, debug=config.debug, console=False)
         # User code may write to the standard outputs, which Ray would send to the driver.
         self._log_path = RunFiles(run_dir).log(f"rollout-{index}")
@@ -84,6 +86,7 @@ class RolloutActor:
         os.register_at_fork(after_in_child=lambda: self._loop.call_soon(os._exit, 1))
 
     def _run(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        CURRENT.set(self._sandboxes)  # for the coroutine, all tasks that it starts, and their calls of user code
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def load(self, checks_template: bool) -> tuple[str, list[EnvironmentInfo]]:
@@ -129,13 +132,15 @@ class RolloutActor:
         for engine, version in zip(self._engines, versions, strict=False):
             engine.loaded_version = version
         report: Report = self._run(self._worker.exchange(orders, seconds=seconds, linger=linger))
+        report.sandboxes = sandbox_news(self._sandboxes, self._index)
         return report
 
-    def stop(self) -> None:
-        """Ends rollouts and closes resources."""
+    def stop(self) -> SandboxNews | None:
+        """Ends rollouts and closes resources. Returns the last news of sandboxes."""
         if self._worker is not None:
             self._run(self._worker.close())
             self._run(self._environments.close())
+        return sandbox_news(self._sandboxes, self._index)
 
 
 def _log_stage(stage: str, doing: str) -> None:
@@ -220,11 +225,13 @@ class RolloutHandle:
             raise WorkerLost(f"{self._name} did not answer for {silence:g} s: {what}") from None
         except ActorExited as error:
             raise WorkerLost(f"{self._name} exited{self.log_end()}") from error
+        self._group.sandboxes.add(self.index, report.sandboxes)
         return report
 
     async def restart(self) -> None:
         """Starts the worker anew. Raises `InfrastructureError` after `rollout_max_restarts`."""
         limit = self._group.config.rollout_max_restarts
+        self._group.sandboxes.lost(self.index)
         for attempts_left in reversed(range(START_ATTEMPTS)):
             await self.kill()
             if next(self._group.restarts) >= limit:
@@ -251,7 +258,7 @@ class RolloutHandle:
         try:
             if self._is_loaded:  # else it answers only once it has loaded
                 async with asyncio.timeout(self._group.stop_seconds):
-                    await answer(self.actor.stop.remote(), self._name)
+                    self._group.sandboxes.add(self.index, await answer(self.actor.stop.remote(), self._name))
         except Exception as error:
             logger.warning("%s did not stop by itself: %r", self._name, error)
         await self.kill()
@@ -264,11 +271,20 @@ class RolloutHandle:
 
 
 class RolloutGroup:
-    """All rollout workers. `infos` describe the environments, once they are started."""
+    """All rollout workers. `infos` describe the environments, once they are started.
+
+    `write` gets rows of the record about sandboxes.
+    """
 
     def __init__(
-        self, config: TelescopeConfig, specs: Sequence[EnvironmentSpec], run_dir: Path, cluster: Cluster
+        self,
+        config: TelescopeConfig,
+        specs: Sequence[EnvironmentSpec],
+        run_dir: Path,
+        cluster: Cluster,
+        write: Callable[[str, Any], None] = lambda table, row: None,
     ) -> None:
+        self.sandboxes = SandboxRecord(write)
         self.config, self.specs, self.run_dir = config, list(specs), run_dir
         self.restarts = itertools.count()
         self.first_version = 0
@@ -312,9 +328,9 @@ class RolloutGroup:
             self.stop_seconds = 30.0
 
     def homes(self, key: str) -> Iterable[int]:
-        """Returns the workers that run an environment: one on each node if its resources exist once a node, else all.
+        """Returns the workers that run an environment: all, or one per node if its resources exist once per node.
 
-        That is the one that has been there longest.
+        That is the worker that has been on the node longest.
         """
         pairs = zip(self.specs, self.infos, strict=True)
         if not any(info.shares_resources for spec, info in pairs if spec.identity == key):
@@ -342,6 +358,7 @@ class RolloutGroup:
     async def stop(self) -> None:
         """Stops all workers."""
         await asyncio.gather(*(handle.stop() for handle in self.handles))
+        self.sandboxes.write_gauges()
 
 
 def num_workers(config: TelescopeConfig, cluster: Cluster) -> int:

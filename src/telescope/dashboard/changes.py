@@ -138,6 +138,8 @@ def _spans(store: RunStore, started: list[Any], ended: list[Any], earlier: Any, 
         f'avg("end" - start) FILTER ({test}) AS m{i}, coalesce(var_pop("end" - start) FILTER ({test}), 0) AS v{i}'
         for i, test in enumerate((f"start < {first!r}", f"start >= {first!r}"))
     )
-    columns = f"name || coalesce(' server ' || server, '') AS name, 'span' AS kind, {moments}"
+    of_sandbox = "component = 'sandbox'"
+    name = f"if({of_sandbox}, 'sandbox ', '') || name || coalesce(' server ' || server, '')"
+    columns = f"{name} AS name, 'span' AS kind, {moments}"
     where = f"start BETWEEN {low!r} AND {last!r} AND (component <> 'trainer' OR name = 'checkpoint')"
-    return [_effect(**row) for row in store.aggregate("spans", columns, "name, server", where)]
+    return [_effect(**row) for row in store.aggregate("spans", columns, f"{of_sandbox}, name, server", where)]

@@ -80,7 +80,8 @@ def detail(store: RunStore, attempt: int, sample_id: str) -> dict[str, Any]:
     near = [f"start >= {begin - AROUND_SECONDS}"] if begin is not None else []
     near += [f"start <= {end + AROUND_SECONDS}"] if end is not None else []
     first_token = "try_cast(attributes['first_token_seconds'] AS DOUBLE) AS first_token_seconds"
-    columns = f'{KEY}, name, start, "end", {first_token}'
+    of_sandbox = "attributes['sandbox'] AS sandbox, attributes['error'] AS error"
+    columns = f'{KEY}, component, name, start, "end", {first_token}, {of_sandbox}'
     spans = store.of_samples("spans", [key], " AND ".join(near) or "true", columns)[key]
     add_tokens(sample["turns"], sorted(sequences, key=itemgetter("part")))
     add_texts(store, sample["turns"])
@@ -89,12 +90,19 @@ def detail(store: RunStore, attempt: int, sample_id: str) -> dict[str, Any]:
 
 def assemble(sample: Row, spans: Sequence[Row]) -> dict[str, Any]:
     """Returns a whole sample as the pages read it."""
+    ordered = sorted(spans, key=itemgetter("start"))
     return {
         **{name: value for name, value in sample.items() if name not in ("info_turns", "completion_text")},
         **{name: sample[name] or {} for name in ("metrics", "tags", "golden", "divergences")},
         "spans": [
             {name: row[name] for name in ("name", "start", "end", "first_token_seconds")}
-            for row in sorted(spans, key=itemgetter("start"))
+            for row in ordered
+            if row["component"] != "sandbox"
+        ],
+        "sandbox_spans": [
+            {name: row[name] for name in ("name", "start", "end", "sandbox", "error")}
+            for row in ordered
+            if row["component"] == "sandbox"
         ],
     }
 

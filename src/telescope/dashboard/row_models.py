@@ -186,6 +186,16 @@ class SampleSpan(BaseModel):
     first_token_seconds: Number
 
 
+class SandboxSpan(BaseModel):
+    """A call of a sandbox's provider for a sample. `error`: the class of the error that it raised."""
+
+    name: str
+    start: float
+    end: float
+    sandbox: str | None
+    error: str | None
+
+
 class PromptMessage(BaseModel):
     """A message of a prompt. The role `prompt` is one of a prompt that no chat template rendered."""
 
@@ -206,6 +216,7 @@ class Sample(SampleNumbers):
     tool_calls: list[ToolCall]
     info: list[Info]
     spans: list[SampleSpan]
+    sandbox_spans: list[SandboxSpan]
 
 
 class Spans(BaseModel):
@@ -289,6 +300,15 @@ class GaugeSeries(BaseModel):
     min: list[Number]
     mean: list[Number]
     max: list[Number]
+
+
+class SandboxTimes(BaseModel):
+    """Calls of the providers of sandboxes by operation, and their seconds: median and 95th percentile."""
+
+    name: str
+    count: int
+    p50: float
+    p95: float
 
 
 class GaugeName(BaseModel):

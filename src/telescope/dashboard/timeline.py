@@ -82,8 +82,11 @@ def spans(store: RunStore, start: float | None, end: float | None, limit: int, b
 
 
 def _shown(store: RunStore) -> pa.Table:
-    """Returns the spans that lanes show, and for how many `seconds`, without the time when another span covers it."""
-    lanes = sorted(store.seen("spans", ", ".join(LANE)), key=str)
+    """Returns the spans that lanes show, and for how many `seconds`, without the time when another span covers it.
+
+    Those of sandboxes are too short to be shown where spans are merged.
+    """
+    lanes = sorted((lane for lane in store.seen("spans", ", ".join(LANE)) if lane[0] != "sandbox"), key=str)
     tracks: dict[tuple[Any, ...], int] = {}
     places = []
     for component, name, rank, server, lane in lanes:
@@ -164,7 +167,7 @@ def paths(store: RunStore, first: int, last: int, most: int) -> dict[str, Any]:
                     WHERE component = 'trainer' AND name = 'step' GROUP BY step
                 ), near AS (
                     SELECT * FROM spans WHERE component IN ('trainer', 'weights')
-                    OR (attempt, sample_id) IN (SELECT attempt, sample_id FROM newest)
+                    OR component <> 'sandbox' AND (attempt, sample_id) IN (SELECT attempt, sample_id FROM newest)
                 )
                 SELECT chosen.step AS of_step, component, name, near.rank, server, lane, near.step, near.sample_id,
                     near.start, near."end"
@@ -175,6 +178,17 @@ def paths(store: RunStore, first: int, last: int, most: int) -> dict[str, Any]:
                 parameters,
             ),
         }
+
+
+def sandboxes(store: RunStore, start: float | None, end: float | None) -> list[dict[str, Any]]:
+    """Returns how often sandboxes were created, used and waited for in a range, and how long it took."""
+    store.refresh("spans")
+    return store.rows(
+        'SELECT name, count(*) AS count, median("end" - start) AS p50, quantile_cont("end" - start, 0.95) AS p95 '
+        "FROM spans WHERE component = 'sandbox' AND start BETWEEN coalesce(?, start) AND coalesce(?, start) "
+        "GROUP BY name ORDER BY count(*) DESC, name",
+        [start, end],
+    )
 
 
 def gauge_names(store: RunStore) -> list[dict[str, Any]]:

@@ -8,18 +8,15 @@ Invariant: a sandbox with tools serves one rollout and is destroyed with it.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 from telescope.environments.base import Environment, RolloutState
-from telescope.environments.tool_env import ToolEnvironment, ToolResult
+from telescope.environments.tool_env import SANDBOX_KEY, ToolEnvironment, ToolResult
 from telescope.errors import UserError
 from telescope.sandbox import SandboxCommandTimeoutError, SandboxConfig, SandboxHandle, get_provider
 from telescope.sandbox.pool import GenericSandboxPool
 
-_SANDBOX_KEY = "_sandbox"
-"""Key of `state.custom` with the rollout's sandbox."""
 _LOCK_KEY = "_sandbox_lock"
 """Key of `state.custom` with the lock that runs the calls of one answer in order."""
 
@@ -38,7 +35,8 @@ class SandboxEnvironment(Environment):
     """
 
     resources_per: ClassVar[Literal["host", "process"]] = "process"
-    pool: GenericSandboxPool | None = None
+    sandboxes: GenericSandboxPool
+    """The pool, from `prepare_resources` on."""
 
     def __init__(
         self,
@@ -60,7 +58,7 @@ class SandboxEnvironment(Environment):
         self.provider, self.provider_kwargs = provider, provider_kwargs or {}
         self.pool_size, self.max_concurrent_creates = pool_size, max_concurrent_creates
         self.sandbox_config = SandboxConfig(
-            image=docker_image or os.environ.get("DEFAULT_DOCKER_IMAGE", ""),
+            image=docker_image or "",
             cpu=cpu,
             memory_mb=memory_mb,
             disk_size_gb=disk_size_gb,
@@ -73,28 +71,22 @@ class SandboxEnvironment(Environment):
     async def prepare_resources(self) -> None:
         """Starts the pool."""
         provider = get_provider(self.provider, **self.provider_kwargs)
-        self.pool = GenericSandboxPool(provider, self.sandbox_config, self.pool_size, self.max_concurrent_creates)
-        await self.pool.start()
+        self.sandboxes = GenericSandboxPool(provider, self.sandbox_config, self.pool_size, self.max_concurrent_creates)
+        await self.sandboxes.start()
 
     async def close_resources(self) -> None:
         """Destroys all sandboxes."""
-        if self.pool is not None:
-            await self.pool.shutdown()
-            await self.pool.provider.close()
-
-    @property
-    def sandboxes(self) -> GenericSandboxPool:
-        """The pool, which `prepare_resources` started."""
-        assert self.pool is not None, "prepare_resources has not run"
-        return self.pool
+        if hasattr(self, "sandboxes"):  # unset if the provider cannot be used
+            await self.sandboxes.shutdown()
+            await self.sandboxes.provider.close()
 
 
 class SandboxTools(SandboxEnvironment):
     """A mixin for a `ToolEnvironment`, whose `tools` may then contain `shell` and `sandbox_python`.
 
     A rollout gets its sandbox with its first call and loses it at its end. A command that takes more than
-    `command_timeout_seconds` is killed, which the model reads; a sandbox that fails masks the sample. A subclass that
-    overrides `set_up_sandbox` fills a new sandbox, and `working_dir_of` says where commands start.
+    `command_timeout_seconds` is killed, which the model reads; a sandbox that fails masks the sample. Override
+    `set_up_sandbox` to fill a new sandbox, and `working_dir_of` to choose where commands start.
     """
 
     def __init__(
@@ -106,7 +98,7 @@ class SandboxTools(SandboxEnvironment):
         if not command_timeout_seconds > 0:
             raise UserError(f"command_timeout_seconds={command_timeout_seconds} of the tools must be above 0")
         self.command_timeout_seconds = command_timeout_seconds
-        # The tool's own limit is the one that counts; this also covers the wait for earlier calls of the answer.
+        # `shell` applies the limit itself; this one also covers the wait for earlier calls of the same answer.
         self.tool_timeout_seconds = 20 * command_timeout_seconds
         shipped: dict[Any, Callable[..., Any]] = {"shell": self.shell, "sandbox_python": self.sandbox_python}
         if unknown := [tool for tool in tools or () if isinstance(tool, str) and tool not in shipped]:
@@ -125,15 +117,15 @@ class SandboxTools(SandboxEnvironment):
 
     async def sandbox_of(self, state: RolloutState) -> SandboxHandle:
         """Returns the sandbox of a rollout, which is acquired at the first call."""
-        if _SANDBOX_KEY not in state.custom:
+        if SANDBOX_KEY not in state.custom:
             handle = await self.sandboxes.acquire()
             try:
                 await self.set_up_sandbox(handle, state)
             except BaseException:
-                await asyncio.shield(self.sandboxes.remove(handle))
+                await self.sandboxes.remove(handle)
                 raise
-            state.custom[_SANDBOX_KEY] = handle
-        found: SandboxHandle = state.custom[_SANDBOX_KEY]
+            state.custom[SANDBOX_KEY] = handle
+        found: SandboxHandle = state.custom[SANDBOX_KEY]
         return found
 
     async def shell(self, command: str, state: RolloutState) -> ToolResult:
@@ -168,7 +160,7 @@ class SandboxTools(SandboxEnvironment):
 
     async def end_rollout(self, state: RolloutState) -> None:
         """Destroys the rollout's sandbox."""
-        handle = state.custom.pop(_SANDBOX_KEY, None)
+        handle = state.custom.pop(SANDBOX_KEY, None)
         if handle is not None:
             await self.sandboxes.remove(handle)
 

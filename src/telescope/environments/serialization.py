@@ -59,7 +59,7 @@ def serialize_tool_records(records: Any) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for record in records:
         values = _mapping(record, "an entry of tool_records")
-        texts = {key: values.get(key) for key in ("name", "arguments", "result", "error")}
+        texts = {key: values.get(key) for key in ("name", "arguments", "result", "error", "sandbox")}
         seconds = values.get("seconds")
         row: dict[str, Any] = {key: None if value is None else _text(value) for key, value in texts.items()}
         row["seconds"] = None if seconds is None else _number(seconds, "seconds of a tool call")

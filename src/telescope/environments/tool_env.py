@@ -46,6 +46,9 @@ __all__ = [
     "parse_xml_tool_calls",
 ]
 
+SANDBOX_KEY = "sandbox"
+"""Key of `state.custom` with the handle of the rollout's sandbox, which the record of a tool call names."""
+
 TOOL_RESULT = "tool_result"
 """The `turn_type` of messages with results."""
 
@@ -63,7 +66,8 @@ class ToolEnvironment(MultiTurnEnvironment):
 
     `tool_map` maps names to functions, `tool_schemas` has OpenAI schemas. `state.custom` has `tool_calls` (dictionaries
     with name, arguments and raw text), `tool_results` (with name, result, success and error), `tool_success_count`,
-    `tool_error_count` and `tools_by_name` (number of calls of each tool).
+    `tool_error_count` and `tools_by_name` (number of calls of each tool). The record names the sandbox whose handle an
+    environment keeps in `sandbox` there.
 
     Class attributes: `tool_timeout_seconds` bounds one call; `max_result_characters` cuts long results; `tool_role` is
     the role of the responses ("user": one message for all results of a turn; "tool": one message per result, in the
@@ -308,7 +312,8 @@ class ToolEnvironment(MultiTurnEnvironment):
                 {"name": name, "result": result.result, "success": bool(result.success), "error": result.error}
             )
             custom["tool_success_count" if result.success else "tool_error_count"] += 1
-            state.tool_records.append(call.record(result, self.format_tool_result(result)))
+            record = call.record(result, self.format_tool_result(result))
+            state.tool_records.append(record | {"sandbox": getattr(custom.get(SANDBOX_KEY), "id", None)})
             if name:
                 custom["tools_by_name"][name] = custom["tools_by_name"].get(name, 0) + 1
         if self.reply_role == "tool":

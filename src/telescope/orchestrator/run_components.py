@@ -143,7 +143,7 @@ async def start_components(
     await _reap_sandboxes(directory, ())  # of an attempt that was killed
     providers = {str(spec.kwargs["provider"]) for spec in keys.specs if spec.kwargs.get("provider")}
     stack.push_async_callback(_reap_sandboxes, directory, providers)
-    group = RolloutGroup(config, keys.specs, directory.path, cluster)
+    group = RolloutGroup(config, keys.specs, directory.path, cluster, directory.recorder.write)
     stack.push_async_callback(group.stop)
     await group.start()
     infos = {spec.identity: info for spec, info in zip(keys.specs, group.infos, strict=True)}

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -233,7 +234,7 @@ class LoadedEnvironments:
 
         while True:
             began: asyncio.Future[None] = loop.create_future()
-            running = loop.run_in_executor(self._thread, run, began)
+            running = loop.run_in_executor(self._thread, copy_context().run, run, began)
             either: set[asyncio.Future[Any]] = {began, running}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not running.cancelled():

@@ -12,6 +12,7 @@ from telescope.environments.types import PreparedPrompt
 from telescope.errors import InfrastructureError
 from telescope.rollout.sample import RolloutSettings, RolloutTask
 from telescope.rollout.sample_rows import Encoded
+from telescope.rollout.sandbox_rows import SandboxNews
 from telescope.rollout.trajectory import Trajectory
 
 
@@ -96,6 +97,7 @@ class Report:
     lanes: dict[str, LaneState] = field(default_factory=dict)
     is_stuck: bool = False
     """User code hangs in a thread, so the worker is to be replaced once its rollouts have ended."""
+    sandboxes: SandboxNews | None = None
 
     @property
     def trajectories(self) -> list[Trajectory]:

@@ -23,6 +23,7 @@ from telescope.rollout.request_slots import GroupSlotPool, RequestSlotPool
 from telescope.rollout.sample import Environments, Rollout, RolloutTask
 from telescope.rollout.sample_rows import encode_rows
 from telescope.rollout.trajectory import Trajectory
+from telescope.sandbox.activity import SAMPLE
 
 MANY_EVENTS = 32
 """Events for which a report does not wait any longer."""
@@ -149,6 +150,7 @@ class RolloutWorker:
         )
 
     async def _run(self, group: _Group, index: int, rollout: Rollout) -> None:
+        SAMPLE.set(rollout.task.sample_id)
         key = group.task.key
         ended: Any
         try:

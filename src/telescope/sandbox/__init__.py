@@ -1,16 +1,13 @@
 """Sandboxes: one interface over local isolation, containers and cloud services (docs/sandboxes.md)."""
 
-from telescope.sandbox.base import (
-    ExecResult,
+from telescope.sandbox.base import ExecResult, SandboxConfig, SandboxHandle, SandboxProvider
+from telescope.sandbox.errors import (
     SandboxBusyError,
     SandboxCommandTimeoutError,
-    SandboxConfig,
     SandboxError,
-    SandboxHandle,
     SandboxImagePullError,
     SandboxNotRunningError,
     SandboxOOMError,
-    SandboxProvider,
     SandboxSetupError,
 )
 from telescope.sandbox.pool import GenericSandboxPool

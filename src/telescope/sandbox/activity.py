@@ -1,21 +1,26 @@
-"""What a process does with sandboxes: a span for each call of a provider, and how many sandboxes are alive.
+"""Records the sandbox activity of a process: a span for each call of a provider, and which sandboxes are alive.
 
 The collector of a process is in a context variable, so that calls of user code find it, in any task. Without one,
-nothing is collected.
+nothing is collected. `SAMPLE` is the sample for which a call is made.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
+
+Method = TypeVar("Method", bound=Callable[..., Awaitable[Any]])
 
 MAX_SPANS = 20_000
-"""Spans that wait for the next `take`; later ones are only counted."""
+"""Spans that wait for the next `take`. Later ones are only counted."""
+
+SAMPLE: ContextVar[str] = ContextVar("sample of a sandbox's user", default="")
 
 
 @dataclass(slots=True)
@@ -29,39 +34,44 @@ class SandboxSpan:
     end: float
     error: str = ""
     """Class of the error that it raised."""
+    sample_id: str = field(default_factory=SAMPLE.get)
 
 
 @dataclass
 class Activity:
-    """Collects spans and counts of one process."""
+    """Collects spans and counts of one process, from all of its threads."""
 
     spans: list[SandboxSpan] = field(default_factory=list)
+    counts: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    """Spans by kind, provider and error, with those that were dropped."""
     alive: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Ids of sandboxes by provider."""
-    num_dropped: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, span: SandboxSpan) -> None:
-        """Adds a span, and counts sandboxes that begin or end."""
-        if span.kind == "create" and not span.error:
-            self.alive[span.provider].add(span.sandbox_id)
-        if span.kind == "destroy" and not span.error:
-            self.alive[span.provider].discard(span.sandbox_id)
-        if len(self.spans) < MAX_SPANS:
-            self.spans.append(span)
-        else:
-            self.num_dropped += 1
+        """Adds a span, and updates which sandboxes are alive."""
+        with self._lock:
+            if span.kind == "create" and not span.error:
+                self.alive[span.provider].add(span.sandbox_id)
+            if span.kind == "destroy" and not span.error:
+                self.alive[span.provider].discard(span.sandbox_id)
+            self.counts[span.kind, span.provider, span.error] += 1
+            if len(self.spans) < MAX_SPANS:
+                self.spans.append(span)
 
-    def take(self) -> list[SandboxSpan]:
-        """Returns the spans since the last call."""
-        spans, self.spans = self.spans, []
-        return spans
+    def take(self) -> tuple[list[SandboxSpan], Counter[tuple[str, str, str]], dict[str, int]]:
+        """Returns the spans and the counts since the last call, and how many sandboxes are alive, by provider."""
+        with self._lock:
+            taken = self.spans, self.counts
+            self.spans, self.counts = [], Counter()
+            return *taken, {provider: len(ids) for provider, ids in self.alive.items()}
 
 
 CURRENT: ContextVar[Activity | None] = ContextVar("sandbox activity", default=None)
 
 
-def measured(kind: str, method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Wraps a method of a provider, so that each call is a span."""
+def measured(kind: str, method: Method) -> Method:
+    """Wraps a method of a provider or a pool, so that each call is a span."""
 
     @functools.wraps(method)
     async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,8 +82,7 @@ def measured(kind: str, method: Callable[..., Awaitable[Any]]) -> Callable[..., 
         span = SandboxSpan(kind, self.name, handle.id if handle is not None else "", time.time(), 0.0)
         try:
             result = await method(self, *args, **kwargs)
-            if kind == "create":
-                span.sandbox_id = result.id
+            span.sandbox_id = span.sandbox_id or result.id
             return result
         except BaseException as error:
             span.error = type(error).__name__
@@ -82,4 +91,4 @@ def measured(kind: str, method: Callable[..., Awaitable[Any]]) -> Callable[..., 
             span.end = time.time()
             activity.add(span)
 
-    return call
+    return cast(Method, call)

@@ -1,4 +1,4 @@
-"""What every provider of sandboxes offers: create, execute, upload, read, destroy.
+"""The interface of sandbox providers: create, execute, upload, read, destroy.
 
 A provider implements `create`, `execute`, `upload_bytes` and `destroy`; everything else has a default. Calls of a
 provider are measured (`sandbox.activity`). A failure is a `SandboxError`, which counts as infrastructure: retried
@@ -11,15 +11,17 @@ import asyncio
 import base64
 import math
 import shlex
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from telescope.errors import InfrastructureError, UserError
+from telescope.errors import UserError
 from telescope.sandbox.activity import measured
+from telescope.sandbox.errors import SandboxError
 
 R = TypeVar("R")
 
@@ -30,48 +32,12 @@ MAX_FILE_BYTES = 64 * 2**20
 """Largest file that is read from a sandbox."""
 
 
-class SandboxError(InfrastructureError):
-    """A sandbox or its provider failed."""
-
-
-class SandboxCommandTimeoutError(SandboxError):
-    """A command did not end in time. All of its processes were killed."""
-
-    def __init__(self, command: str, timeout: float, sandbox_id: str = "") -> None:
-        self.command, self.timeout, self.sandbox_id = command, timeout, sandbox_id
-        shown = command if len(command) <= 200 else command[:200] + "..."
-        super().__init__(f"the command {shown!r} did not end within {timeout:g} s in sandbox {sandbox_id!r}")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.command, self.timeout, self.sandbox_id)
-
-
-class SandboxOOMError(SandboxError):
-    """A sandbox ran out of memory and has ended."""
-
-
-class SandboxNotRunningError(SandboxError):
-    """A sandbox has ended, or never existed."""
-
-
-class SandboxImagePullError(SandboxError):
-    """The image of a sandbox cannot be had."""
-
-
-class SandboxBusyError(SandboxError):
-    """A service refuses to create a sandbox for now. Nothing was left behind: create again after a pause."""
-
-
-class SandboxSetupError(UserError):
-    """A provider cannot be used. The message names what is missing and how to get it."""
-
-
 @dataclass
 class SandboxConfig:
-    """What a sandbox is made of. `image` "" is the provider's usual one.
+    """Settings of a sandbox. An empty `image` is the provider's default.
 
-    `cpu` counts cores, `timeout_seconds` is its life at most, `name` is shown by the provider. `extra` has options of
-    one provider: see docs/sandboxes.md. Raises `UserError` for a value out of range.
+    `cpu` counts cores, `timeout_seconds` limits its life, and the provider shows `name`. `extra` has options of one
+    provider (docs/sandboxes.md). Raises `UserError` for a value out of range.
     """
 
     image: str = ""
@@ -105,7 +71,7 @@ class SandboxHandle:
 
 @dataclass(frozen=True)
 class ExecResult:
-    """What a command returned. `exit_code` is 128 + signal if a signal ended it."""
+    """Result of a command. `exit_code` is 128 + signal if a signal ended it."""
 
     exit_code: int
     stdout: str
@@ -145,7 +111,7 @@ class SandboxProvider(ABC):
 
     @abstractmethod
     async def destroy(self, handle: SandboxHandle) -> None:
-        """Ends a sandbox with everything in it. One that has ended is not an error."""
+        """Ends a sandbox with all of its processes. It is no error if the sandbox has ended already."""
 
     async def upload_file(self, handle: SandboxHandle, remote_path: str, local_path: str | Path) -> None:
         """Uploads a file of this machine."""
@@ -187,40 +153,27 @@ class SandboxProvider(ABC):
 
     def destroy_sync(self, handle: SandboxHandle) -> None:
         """Destroys a sandbox from code without an event loop."""
-        run_sync(self.destroy(handle))
+        self.bulk_destroy_sync([handle])
 
     def bulk_destroy_sync(self, handles: Iterable[SandboxHandle]) -> None:
         """Destroys sandboxes from code without an event loop."""
         run_sync(self.bulk_destroy(handles))
 
     async def close(self) -> None:
-        """Closes connections of the provider. Sandboxes go on."""
+        """Closes the connections of the provider. Its sandboxes keep running."""
         return None
 
 
 def run_sync(coroutine: Coroutine[Any, Any, R]) -> R:
     """Runs a coroutine in a thread with an event loop of its own, and waits for it."""
-    result: list[R] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            result.append(asyncio.run(coroutine))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="sandbox")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return result[0]
+    with ThreadPoolExecutor(1, "sandbox") as threads:
+        return threads.submit(copy_context().run, asyncio.run, coroutine).result()
 
 
 def capped(output: bytes, total: int | None = None) -> str:
     """Returns output as text, without its middle if it has more than `MAX_OUTPUT_BYTES`.
 
-    `total` is its length if the middle is gone already.
+    `total` is its original length if the middle was removed before.
     """
     half = MAX_OUTPUT_BYTES // 2
     left_out = (len(output) if total is None else total) - 2 * half

@@ -1,7 +1,7 @@
 """Limits of memory, processes and CPU for the processes of a sandbox, where this process may set them.
 
 Works with cgroups v2 below a delegated folder (`TELESCOPE_CGROUP`, else the root) and with v1. A limit that cannot be
-set is left out; `Cgroup.held` names those that are.
+set is left out; `Cgroup.enforced` names the others.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def are_usable() -> bool:
         child.kill()
         child.wait()
         cgroup.remove()
-    return bool(cgroup.held)
+    return bool(cgroup.enforced)
 
 
 class Cgroup:
@@ -52,8 +52,8 @@ class Cgroup:
 
     def __init__(self, name: str, *, memory_bytes: int, num_processes: int, cpu: float) -> None:
         self.folders: list[Path] = []
-        self.held: set[str] = set()
-        """Limits that the kernel holds: `memory`, `processes`, `cpu`."""
+        self.enforced: set[str] = set()
+        """Limits that the kernel enforces: `memory`, `processes`, `cpu`."""
         quota = max(1000, int(cpu * PERIOD_US))
         base = Path(os.environ.get(FOLDER_VARIABLE) or ROOT)
         if (base / "cgroup.controllers").exists():
@@ -77,7 +77,7 @@ class Cgroup:
                 if path.parent not in self.folders:
                     self.folders.append(path.parent)
                 path.write_text(str(value))
-                self.held.add(kind)
+                self.enforced.add(kind)
 
     def add(self, pid: int) -> None:
         """Moves a process into the cgroup. Raises `OSError` if that is not allowed."""
@@ -85,7 +85,7 @@ class Cgroup:
             (folder / "cgroup.procs").write_text(str(pid))
 
     def ran_out_of_memory(self) -> bool:
-        """Returns whether the kernel killed a process of it for memory."""
+        """Returns whether the kernel killed one of its processes for lack of memory."""
         for folder in self.folders:
             for file in ("memory.events", "memory.oom_control"):
                 with contextlib.suppress(OSError, IndexError):
@@ -96,13 +96,9 @@ class Cgroup:
     def remove(self) -> None:
         """Removes the folders, as soon as their killed processes have ended."""
         deadline = time.monotonic() + REMOVE_SECONDS
-        while self.folders:
-            try:
-                self.folders[-1].rmdir()
-            except FileNotFoundError:
-                pass
-            except OSError:
-                if time.monotonic() < deadline:
-                    time.sleep(0.002)
-                    continue
-            self.folders.pop()
+        for folder in reversed(self.folders):
+            while folder.exists() and time.monotonic() < deadline:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+                    break
+                time.sleep(0.002)

@@ -8,16 +8,8 @@ import math
 import shutil
 from typing import ClassVar
 
-from telescope.sandbox.base import (
-    ExecResult,
-    SandboxBusyError,
-    SandboxConfig,
-    SandboxError,
-    SandboxHandle,
-    SandboxImagePullError,
-    SandboxNotRunningError,
-    SandboxSetupError,
-)
+from telescope.sandbox import errors
+from telescope.sandbox.base import ExecResult, SandboxConfig, SandboxHandle
 from telescope.sandbox.remote import LABEL, RemoteSandboxProvider, run_label, unique_name
 
 MAX_PROCESSES = 1024
@@ -36,19 +28,21 @@ class ContainerSandboxProvider(RemoteSandboxProvider):
 
     program: ClassVar[str]
     detach_after = math.inf
-    errors = (
-        ("ContainerError", "(?i)cannot connect|daemon running|permission denied.*(docker|podman)", SandboxSetupError),
+    error_table = (
+        ("ContainerError", "(?i)cannot connect|daemon running|permission denied.*(docker|podman)",
+         errors.SandboxSetupError),
         ("ContainerError", "(?i)no such container|no container with|is not running|running containers|has exited",
-         SandboxNotRunningError),
+         errors.SandboxNotRunningError),
         ("ContainerError", "(?i)pull access|manifest|no such image|reference format|short-name|initializing source",
-         SandboxImagePullError),
-        ("ContainerError", "(?i)toomanyrequests|i/o timeout|tls handshake|temporar", SandboxBusyError),
+         errors.SandboxImagePullError),
+        ("ContainerError", "(?i)toomanyrequests|i/o timeout|tls handshake|temporar", errors.SandboxBusyError),
     )  # fmt: skip
 
     def __init__(self) -> None:
         super().__init__()
         if not shutil.which(self.program):
-            raise SandboxSetupError(f"The sandbox provider {self.name!r} needs {self.program}. {self.setup_hint}")
+            message = f"The sandbox provider {self.name!r} needs {self.program}. {self.setup_hint}"
+            raise errors.SandboxSetupError(message)
 
     async def _call(self, *arguments: str, content: bytes | None = None) -> ExecResult:
         """Runs the program. A cancelled or late call ends it."""
@@ -57,12 +51,12 @@ class ContainerSandboxProvider(RemoteSandboxProvider):
             self.program, *arguments, stdin=null if content is None else pipe, stdout=pipe, stderr=pipe
         )
         try:
-            output, errors = await process.communicate(content)
+            streams = await process.communicate(content)
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-        return ExecResult(process.returncode or 0, output.decode(errors="replace"), errors.decode(errors="replace"))
+        return ExecResult(process.returncode or 0, *(stream.decode(errors="replace") for stream in streams))
 
     async def _checked(self, *arguments: str, content: bytes | None = None) -> str:
         result = await self._call(*arguments, content=content)
@@ -96,7 +90,8 @@ class ContainerSandboxProvider(RemoteSandboxProvider):
 
     async def _run(self, handle: SandboxHandle, script: str, timeout: int) -> ExecResult:
         result = await self._call("exec", handle.id, "sh", "-c", script)
-        if result.exit_code and self._kind_of(error := ContainerError(result.stderr.strip())) is not SandboxError:
+        error = ContainerError(result.stderr.strip())
+        if result.exit_code and self._kind_of(error) is not errors.SandboxError:
             raise error
         return result
 
@@ -108,10 +103,9 @@ class ContainerSandboxProvider(RemoteSandboxProvider):
     async def _destroy(self, handle: SandboxHandle) -> None:
         await self._checked("rm", "--force", handle.id)
 
-    async def find(self, run: str) -> list[SandboxHandle]:
-        with self._translated("", "list", 60):
-            arguments = ("--all", "--filter", f"label={LABEL}={run}", "--format", "{{.Names}}")
-            return [SandboxHandle(name) for name in (await self._checked("ps", *arguments)).split()]
+    async def _find(self, run: str) -> list[SandboxHandle]:
+        arguments = ("--all", "--filter", f"label={LABEL}={run}", "--format", "{{.Names}}")
+        return [SandboxHandle(name) for name in (await self._checked("ps", *arguments)).split()]
 
 
 class DockerSandboxProvider(ContainerSandboxProvider):

@@ -2,72 +2,42 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import shlex
-from importlib.util import find_spec
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from telescope.sandbox.base import (
-    ExecResult,
-    SandboxBusyError,
-    SandboxCommandTimeoutError,
-    SandboxConfig,
-    SandboxError,
-    SandboxHandle,
-    SandboxImagePullError,
-    SandboxNotRunningError,
-    SandboxSetupError,
-)
-from telescope.sandbox.registry import load_sdk
-from telescope.sandbox.remote import LABEL, RemoteSandboxProvider, has_credentials, minutes, run_label
+from telescope.sandbox import errors
+from telescope.sandbox.base import ExecResult, SandboxConfig, SandboxHandle
+from telescope.sandbox.cloud import CloudSandboxProvider
+from telescope.sandbox.remote import LABEL, run_label
 
 CREATE_SECONDS = 600
 """Time for a creation, with the first build of an image."""
 
 
-class DaytonaSandboxProvider(RemoteSandboxProvider):
+class DaytonaSandboxProvider(CloudSandboxProvider):
     """Runs sandboxes at Daytona. `extra["snapshot"]` starts one from a snapshot, whose sizes count."""
 
+    modules, package = ("daytona", "daytona_sdk"), "daytona"
+    key_variables = ("DAYTONA_API_KEY", "DAYTONA_JWT_TOKEN")
     setup_hint = (
         "Set DAYTONA_API_KEY (https://app.daytona.io/dashboard/keys), or DAYTONA_JWT_TOKEN and "
         "DAYTONA_ORGANIZATION_ID; quotas: https://app.daytona.io/dashboard/limits"
     )
-    errors = (
-        ("DaytonaFileNotFoundError", "", SandboxError),
-        ("DaytonaProcessExecutionTimeoutError", "", SandboxCommandTimeoutError),
-        ("DaytonaQueueTimeoutError", "", SandboxNotRunningError),
-        ("DaytonaNotFoundError", "", SandboxNotRunningError),
-        ("DaytonaGoneError", "", SandboxNotRunningError),
-        ("DaytonaSpotEvictedError", "", SandboxNotRunningError),
-        ("DaytonaAuthenticationError", "", SandboxSetupError),
-        ("DaytonaForbiddenError", "", SandboxSetupError),
-        ("DaytonaRateLimitError", "", SandboxBusyError),
-        ("DaytonaBadGatewayError", "", SandboxBusyError),
-        ("DaytonaServiceUnavailableError", "", SandboxBusyError),
-        ("DaytonaTimeoutError", "", SandboxCommandTimeoutError),
-        ("DaytonaConnectionError", "", SandboxBusyError),
-        ("DaytonaError", "(?i)image|build|pull|manifest", SandboxImagePullError),
-        ("DaytonaError", "(?i)is not running|is not started|state.*(stopped|destroyed)", SandboxNotRunningError),
+    error_table = (
+        ("DaytonaFileNotFoundError", "", errors.SandboxError),
+        ("DaytonaProcessExecutionTimeoutError", "", errors.SandboxCommandTimeoutError),
+        ("Daytona(QueueTimeout|NotFound|Gone|SpotEvicted)Error", "", errors.SandboxNotRunningError),
+        ("Daytona(Authentication|Forbidden)Error", "", errors.SandboxSetupError),
+        ("Daytona(RateLimit|BadGateway|ServiceUnavailable)Error", "", errors.SandboxBusyError),
+        ("DaytonaTimeoutError", "", errors.SandboxCommandTimeoutError),
+        ("DaytonaConnectionError", "", errors.SandboxBusyError),
+        ("DaytonaError", "(?i)image|build|pull|manifest", errors.SandboxImagePullError),
+        ("DaytonaError", "(?i)is not running|is not started|state.*(stopped|destroyed)", errors.SandboxNotRunningError),
     )
 
-    def __init__(self, api_key: str | None = None) -> None:
-        super().__init__()
-        module = "daytona_sdk" if find_spec("daytona_sdk") and not find_spec("daytona") else "daytona"
-        self.sdk = load_sdk(module, "daytona", self.name)
-        if not api_key and not has_credentials("DAYTONA_API_KEY", "DAYTONA_JWT_TOKEN"):
-            raise SandboxSetupError(f"The sandbox provider 'daytona' has no key. {self.setup_hint}")
-        self.api_key = api_key
-        self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = WeakKeyDictionary()
-
-    @property
-    def client(self) -> Any:
-        loop = asyncio.get_running_loop()  # connections belong to a loop
-        if loop not in self._clients:
-            settings = self.sdk.DaytonaConfig(api_key=self.api_key) if self.api_key else None
-            self._clients[loop] = self.sdk.AsyncDaytona(settings)
-        return self._clients[loop]
+    def _connect(self) -> Any:
+        return self.sdk.AsyncDaytona(self.sdk.DaytonaConfig(api_key=self.api_key) if self.api_key else None)
 
     async def _sandbox(self, handle: SandboxHandle) -> Any:
         if handle.provider_data is None:
@@ -75,7 +45,7 @@ class DaytonaSandboxProvider(RemoteSandboxProvider):
         return handle.provider_data
 
     async def _start(self, config: SandboxConfig) -> SandboxHandle:
-        life, snapshot = minutes(config.timeout_seconds), config.extra.get("snapshot")
+        life, snapshot = math.ceil(config.timeout_seconds / 60), config.extra.get("snapshot")
         kind = self.sdk.CreateSandboxFromSnapshotParams if snapshot else self.sdk.CreateSandboxFromImageParams
         settings: dict[str, Any] = {
             "env_vars": dict(config.environment_vars),
@@ -106,11 +76,6 @@ class DaytonaSandboxProvider(RemoteSandboxProvider):
     async def _destroy(self, handle: SandboxHandle) -> None:
         await (await self.client.get(handle.id)).delete()  # of this loop's client
 
-    async def find(self, run: str) -> list[SandboxHandle]:
-        with self._translated("", "list", 60):
-            query = self.sdk.ListSandboxesQuery(labels={LABEL: run})
-            return [SandboxHandle(sandbox.id, sandbox) async for sandbox in self.client.list(query)]
-
-    async def close(self) -> None:
-        if client := self._clients.pop(asyncio.get_running_loop(), None):
-            await client.close()
+    async def _find(self, run: str) -> list[SandboxHandle]:
+        query = self.sdk.ListSandboxesQuery(labels={LABEL: run})
+        return [SandboxHandle(sandbox.id, sandbox) async for sandbox in self.client.list(query)]

@@ -5,47 +5,33 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from telescope.sandbox.base import (
-    ExecResult,
-    SandboxBusyError,
-    SandboxCommandTimeoutError,
-    SandboxConfig,
-    SandboxError,
-    SandboxHandle,
-    SandboxImagePullError,
-    SandboxNotRunningError,
-    SandboxSetupError,
-)
-from telescope.sandbox.registry import load_sdk
-from telescope.sandbox.remote import LABEL, RemoteSandboxProvider, has_credentials, run_label, unique_name
+from telescope.sandbox import errors
+from telescope.sandbox.base import ExecResult, SandboxConfig, SandboxHandle
+from telescope.sandbox.cloud import CloudSandboxProvider
+from telescope.sandbox.remote import LABEL, run_label, unique_name
 
 
-class E2BSandboxProvider(RemoteSandboxProvider):
+class E2BSandboxProvider(CloudSandboxProvider):
     """Runs sandboxes at E2B. The image is a template, to which processors, memory and disk belong."""
 
+    modules, package, key_variables = ("e2b",), "e2b", ("E2B_API_KEY",)
     setup_hint = "Set E2B_API_KEY: https://e2b.dev/dashboard?tab=keys"
     creates_per_second = 1.0
     default_image = None
     detach_after = 60
     makes_folders = True
-    errors = (
+    error_table = (
         # The first two are timeouts by inheritance, but say that the sandbox is gone, or perhaps gone.
-        ("SandboxNotRunningException", "", SandboxNotRunningError),
-        ("SandboxUnreachableException", "", SandboxError),
-        ("SandboxNotFoundException", "", SandboxNotRunningError),
-        ("TimeoutException", "", SandboxCommandTimeoutError),
-        ("BuildException", "", SandboxImagePullError),
-        ("TemplateException", "", SandboxImagePullError),
-        ("RateLimitException", "", SandboxBusyError),
-        ("ServiceBusyException", "", SandboxBusyError),
-        ("AuthenticationException", "", SandboxSetupError),
+        ("Sandbox(NotRunning|NotFound)Exception", "", errors.SandboxNotRunningError),
+        ("SandboxUnreachableException", "", errors.SandboxError),
+        ("TimeoutException", "", errors.SandboxCommandTimeoutError),
+        ("(Build|Template)Exception", "", errors.SandboxImagePullError),
+        ("(RateLimit|ServiceBusy)Exception|ConnectError", "", errors.SandboxBusyError),
+        ("AuthenticationException", "", errors.SandboxSetupError),
     )
 
     def __init__(self, api_key: str | None = None) -> None:
-        super().__init__()
-        self.sdk = load_sdk("e2b", "e2b", self.name)
-        if not api_key and not has_credentials("E2B_API_KEY"):
-            raise SandboxSetupError(f"The sandbox provider 'e2b' has no key. {self.setup_hint}")
+        super().__init__(api_key)
         self.options = {"api_key": api_key} if api_key else {}
 
     async def _sandbox(self, handle: SandboxHandle) -> Any:
@@ -75,7 +61,7 @@ class E2BSandboxProvider(RemoteSandboxProvider):
         except self.sdk.SandboxUnreachableException as error:
             if await sandbox.is_running():
                 raise
-            raise SandboxNotRunningError(f"sandbox {handle.id!r} of e2b has ended") from error
+            raise errors.SandboxNotRunningError(f"sandbox {handle.id!r} of e2b has ended") from error
         return ExecResult(result.exit_code, result.stdout, result.stderr)
 
     async def _upload(self, handle: SandboxHandle, path: str, content: bytes) -> None:
@@ -84,10 +70,9 @@ class E2BSandboxProvider(RemoteSandboxProvider):
     async def _destroy(self, handle: SandboxHandle) -> None:
         await self.sdk.AsyncSandbox.kill(handle.id, **self.options)
 
-    async def find(self, run: str) -> list[SandboxHandle]:
-        with self._translated("", "list", 60):
-            pages = self.sdk.AsyncSandbox.list(query=self.sdk.SandboxQuery(metadata={LABEL: run}), **self.options)
-            found: list[SandboxHandle] = []
-            while pages.has_next:
-                found += [SandboxHandle(info.sandbox_id) for info in await pages.next_items()]
-            return found
+    async def _find(self, run: str) -> list[SandboxHandle]:
+        pages = self.sdk.AsyncSandbox.list(query=self.sdk.SandboxQuery(metadata={LABEL: run}), **self.options)
+        found: list[SandboxHandle] = []
+        while pages.has_next:
+            found += [SandboxHandle(info.sandbox_id) for info in await pages.next_items()]
+        return found

@@ -1,7 +1,7 @@
 """Runs commands inside a sandbox, for `sandbox.local`, which passes this file's text to a Python there.
 
-One thread, and few imports because their time is part of a sandbox's start. It talks over an inherited socket, whose
-end is its own end, and with it that of every process of the sandbox.
+It has one thread and few imports, because imports delay the start of a sandbox. When its inherited socket closes, it
+exits, and with it every process of the sandbox.
 
 A request is a frame (number of the request and length, 4 bytes each), whose fields are separated by NUL: `exec`, time
 limit, folder, command, variables; `stop`, number of the command; `write`, path, content; `read`, path, largest size.
@@ -86,11 +86,11 @@ class Command:
         if self.pid < 0:
             for stream in self.streams:
                 os.close(stream.read_end)
-            raise OSError("the sandbox has as many processes as it may have")
+            raise OSError("the sandbox has reached its limit of processes (max_processes)")
         self.process = os.pidfd_open(self.pid)
 
     def kill(self) -> None:
-        """Kills the command with every process that it started, those that left its session included.
+        """Kills the command and every process that it started, also outside its session.
 
         An orphan without a mark, which it hid, counts as the command's if it began later.
         """
@@ -128,17 +128,17 @@ class Command:
 
 
 class Server:
-    """Takes requests from the socket until its end."""
+    """Serves requests from the socket until it closes."""
 
     def __init__(self, descriptor: int, output_limit: int, environment: list[bytes]) -> None:
         self.descriptor, self.output_limit, self.environment = descriptor, output_limit, environment
         self.poll = select.poll()
         self.poll.register(descriptor, select.POLLIN)
         self.commands: dict[int, Command] = {}  # by the descriptor of their process
-        self.streams: dict[int, Stream] = {}  # by descriptor; those of daemons, too
+        self.streams: dict[int, Stream] = {}  # by descriptor, also of daemons
 
     def receive(self, length: int) -> bytes:
-        """Reads so many bytes of the socket. Exits at its end."""
+        """Reads `length` bytes from the socket. Exits at its end."""
         pieces = []
         while length:
             piece = os.read(self.descriptor, min(length, 1 << 20))
@@ -158,7 +158,7 @@ class Server:
             data = data[os.write(self.descriptor, data) :]
 
     def request(self) -> None:
-        """Takes one request."""
+        """Handles one request."""
         number, length = (int.from_bytes(self.receive(4), "big") for _ in range(2))
         kind, body = self.receive(length).split(b"\0", 1)
         try:
@@ -193,7 +193,7 @@ class Server:
             self.reply(number, FAILED, (0, b""), (len(message), message))
 
     def ended(self, command: Command) -> None:
-        """Replies after the end of a command's shell. What its daemons write later is read and dropped."""
+        """Replies after a command's shell has ended. Later output of its daemons is read and dropped."""
         _, status = os.waitpid(command.pid, 0)
         self.poll.unregister(command.process)
         os.close(command.process)
@@ -214,7 +214,7 @@ class Server:
             del self.streams[stream.read_end]
 
     def run(self) -> None:
-        """Serves for ever."""
+        """Serves until the socket closes."""
         while True:
             now = time.monotonic()
             waits = [command.deadline - now for command in self.commands.values() if not command.timed_out]
@@ -232,7 +232,7 @@ class Server:
 
 
 def main(socket: str, output_limit: str, num_processes: str, data_bytes: str) -> None:
-    """Prepares the sandbox from inside, says so, and serves. A limit of 0 is none."""
+    """Sets up the sandbox from inside, reports that it is ready, and serves. A limit of 0 is no limit."""
     descriptor = int(socket)
     os.set_inheritable(descriptor, False)
     os.umask(0o022)

@@ -1,4 +1,4 @@
-"""The list of a run's sandboxes in a file, so that none outlives the run.
+"""Lists a run's sandboxes in a file, so that none outlives the run.
 
 Invariant: a sandbox is in the file before it is used, and leaves it after it is destroyed. `reap` destroys what a
 killed process left: by id, and by the label that every sandbox of the run carries.
@@ -47,16 +47,16 @@ class SandboxLedger:
         return f"{folder.name}-{hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]}"
 
     def opened(self, provider: SandboxProvider, handle: SandboxHandle) -> None:
-        """Notes a new sandbox."""
+        """Records a new sandbox."""
         made_by = f"{type(provider).__module__}.{type(provider).__qualname__}"
         self._write({"id": handle.id, "provider": provider.name, "made_by": made_by, "created_at": time.time()})
 
     def closed(self, handle: SandboxHandle) -> None:
-        """Notes that a sandbox was destroyed."""
+        """Records that a sandbox was destroyed."""
         self._write({"id": handle.id, "destroyed": True})
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yields what was noted, in order."""
+        """Yields the entries in order."""
         if self.path is not None and self.path.exists():
             for line in self.path.read_bytes().splitlines():
                 with contextlib.suppress(ValueError):  # the last line of a killed process
@@ -73,8 +73,8 @@ class SandboxLedger:
 async def reap(directory: Path, providers: Iterable[str] = ()) -> list[str]:
     """Destroys the sandboxes that a run left, by their ids and by its label.
 
-    The label is looked for at the providers of its sandboxes, and at the `providers` that are named. Returns provider
-    and id of each sandbox. A provider that cannot be used is named in the log.
+    The label is searched at the providers of the run's sandboxes and at `providers`. Returns the provider and the id of
+    each sandbox. A provider that cannot be used is logged.
     """
     ledger = SandboxLedger(directory)
     left: dict[str, dict[str, SandboxHandle]] = {PROVIDERS.get(name, name): {} for name in providers}

@@ -1,8 +1,8 @@
 """Sandboxes on this machine, by bubblewrap: private processes, files and network, without an account, a daemon or root.
 
 A sandbox is one long-lived bubblewrap with `exec_server` inside, so that a command costs a fork, and files and
-background processes survive between commands. Its files are in memory, at most `disk_size_gb`. It sees `/usr` and this
-Python read-only, has no capabilities, and no network but an endpoint that it is given. It ends with this process.
+background processes survive between commands. Its files are in memory, at most `disk_size_gb`. It has `/usr` and this
+Python read-only, no capabilities, and no network except a given endpoint. It ends with this process.
 
 `local` shares the kernel of the host: for code that is hostile on purpose, use a provider with a kernel of its own.
 """
@@ -31,13 +31,11 @@ from telescope.sandbox.base import (
     MAX_OUTPUT_BYTES,
     ExecResult,
     SandboxConfig,
-    SandboxError,
     SandboxHandle,
-    SandboxNotRunningError,
     SandboxProvider,
-    SandboxSetupError,
 )
 from telescope.sandbox.cgroups import Cgroup, are_usable, remove_old
+from telescope.sandbox.errors import SandboxError, SandboxNotRunningError, SandboxSetupError
 from telescope.sandbox.local_sandbox import LocalSandbox, kill_marked, marked
 
 logger = logging.getLogger(__name__)
@@ -49,7 +47,7 @@ MAX_PROCESSES = 256
 START_SECONDS = 30.0
 NOBODY = 65534
 _PROTECTED = ("sys", "pressure", "fs", "driver", "tty", "acpi", "mtrr", "scsi", "sysrq-trigger", "irq", "bus")
-"""What is writable in `/proc` beside processes."""
+"""Entries of `/proc`, other than processes, that are writable."""
 SYSTEM_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64")
 SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ssl", "/etc/ca-certificates", "/etc/localtime")
 ENDPOINT = "/run/telescope.sock"
@@ -78,12 +76,14 @@ class LocalSandboxProvider(SandboxProvider):
         self._bwrap = found
         remove_old()
         self._has_cgroups = are_usable()
-        self._said_limits = False
+        self._sandboxes: dict[str, LocalSandbox] = {}
+        """By id, until they are destroyed."""
+        self._has_warned = False
         self._code = os.memfd_create("exec_server.py")
         with tempfile.TemporaryDirectory() as folder:  # compiled, because compiling takes a third of a start
             compiled = py_compile.compile(exec_server.__file__, f"{folder}/exec_server.pyc", doraise=True)
             os.write(self._code, Path(str(compiled)).read_bytes())
-        # A thread of its own: bubblewrap dies with the thread that started it, and calls may come from any event loop.
+        # A thread of its own: bubblewrap ends with the thread that started it, and calls may come from any event loop.
         self._loop = asyncio.new_event_loop()
         self._is_closed = False
         threading.Thread(target=self._serve, name="sandboxes", daemon=True).start()
@@ -111,12 +111,14 @@ class LocalSandboxProvider(SandboxProvider):
         return await self._run(self._sandbox(handle).file(b"read", remote_path, str(max_bytes).encode()))
 
     async def is_alive(self, handle: SandboxHandle) -> bool:
-        return isinstance(handle.provider_data, LocalSandbox) and handle.provider_data.ended is None
+        sandbox = self._sandboxes.get(handle.id)
+        return sandbox is not None and sandbox.ended is None
 
     async def destroy(self, handle: SandboxHandle) -> None:
-        if isinstance(handle.provider_data, LocalSandbox):
+        if (sandbox := self._sandboxes.get(handle.id)) is not None:
             with contextlib.suppress(SandboxNotRunningError):
-                await self._run(handle.provider_data.destroy())
+                await self._run(sandbox.destroy())
+            self._sandboxes.pop(handle.id, None)
         else:  # of another process, which may have ended
             await asyncio.to_thread(kill_marked, handle.id.encode())
 
@@ -124,8 +126,10 @@ class LocalSandboxProvider(SandboxProvider):
         return [SandboxHandle(name) for name in {name for _, name in await asyncio.to_thread(marked, run.encode())}]
 
     async def close(self) -> None:
-        """Ends the thread of the provider, and with it sandboxes that are left."""
+        """Destroys the remaining sandboxes, and ends the thread of the provider."""
         if not self._is_closed:
+            await asyncio.gather(*(self._run(sandbox.destroy()) for sandbox in list(self._sandboxes.values())))
+            self._sandboxes.clear()
             self._is_closed = True
             self._loop.call_soon_threadsafe(self._loop.stop)
 
@@ -135,9 +139,10 @@ class LocalSandboxProvider(SandboxProvider):
         os.close(self._code)
 
     def _sandbox(self, handle: SandboxHandle) -> LocalSandbox:
-        if not isinstance(handle.provider_data, LocalSandbox):
-            raise SandboxNotRunningError(f"the sandbox {handle.id!r} does not belong to this process")
-        return handle.provider_data
+        sandbox = self._sandboxes.get(handle.id)
+        if sandbox is None:
+            raise SandboxNotRunningError(f"the sandbox {handle.id!r} has ended, or belongs to another process")
+        return sandbox
 
     async def _run(self, coroutine: Coroutine[Any, Any, R]) -> R:
         if self._is_closed:
@@ -152,23 +157,24 @@ class LocalSandboxProvider(SandboxProvider):
         cgroup = None
         if self._has_cgroups:
             cgroup = Cgroup(name, memory_bytes=memory + disk, num_processes=num_processes, cpu=config.cpu)
-        held = set() if cgroup is None else cgroup.held
+        enforced = set() if cgroup is None else cgroup.enforced
         sandbox = LocalSandbox(name, cgroup)
         try:
             command, user = self._command(config, disk)
-            limits = (MAX_OUTPUT_BYTES, num_processes, 0 if "memory" in held else memory)
-            self._say_limits(held, user)
+            limits = (MAX_OUTPUT_BYTES, num_processes, 0 if "memory" in enforced else memory)
+            self._warn_of_soft_limits(enforced, user)
             async with asyncio.timeout(START_SECONDS):
                 await sandbox.start(command, self._code, limits, user, f"{name} {config.extra.get('run', '')}")
             if config.extra.get("endpoint"):
                 await self._relay(sandbox)
-            self._loop.call_later(config.timeout_seconds, sandbox.end, "its time is over (timeout_seconds)")
+            sandbox.end_after(config.timeout_seconds)
         except BaseException as error:
             await sandbox.destroy()
             if isinstance(error, TimeoutError):
                 raise SandboxError(f"the sandbox {name!r} did not start within {START_SECONDS:g} s") from None
             raise
-        return SandboxHandle(name, sandbox)
+        self._sandboxes[name] = sandbox
+        return SandboxHandle(name)
 
     async def _relay(self, sandbox: LocalSandbox) -> None:
         """Starts the relay to the endpoint, and waits until it listens."""
@@ -203,7 +209,7 @@ class LocalSandboxProvider(SandboxProvider):
                 raise UserError(f"{str(path)!r}, in extra of a local sandbox, must be an absolute path that exists")
         user = None
         if os.geteuid() == 0 and all(_is_open_to_all(path) for path in (root, python, *shown)):
-            user = NOBODY  # root may read all that it is shown, and the limit of processes does not hold for it
+            user = NOBODY  # root could read every mounted file, and the limit of processes does not apply to it
         command = [
             self._bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "1000",
             "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox",
@@ -222,9 +228,9 @@ class LocalSandboxProvider(SandboxProvider):
         command += ["--proc", "/proc"]
         for name in _PROTECTED:  # an owner may write there without capabilities, and root's processes own them
             command += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]
-        command += ["--dev", "/dev", "--size", str(disk), "--tmpfs", "/dev/shm", "--remount-ro"]
-        command += ["/dev", "--perms", "1777", "--dir", "/tmp", "--dir", "/run", "--dir", WORKSPACE, "--chdir"]
-        command += [WORKSPACE, "--clearenv"]
+        command += ["--dev", "/dev", "--size", str(disk), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+        command += ["--perms", "1777", "--dir", "/tmp", "--dir", "/run", "--dir", WORKSPACE]
+        command += ["--chdir", WORKSPACE, "--clearenv"]
         threads = str(max(1, math.ceil(config.cpu)))
         variables = {
             "PATH": f"{python}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -236,19 +242,13 @@ class LocalSandboxProvider(SandboxProvider):
             command += ["--setenv", key, str(value)]
         return command, user
 
-    def _say_limits(self, held: set[str], user: int | None) -> None:
-        """Says once which limits the kernel holds for a whole sandbox."""
-        if self._said_limits:
-            return
-        self._said_limits = True
-        soft = []
-        if "memory" not in held:
-            soft.append("memory (of each process, not of all)")
-        if "processes" not in held and os.geteuid() == 0 and user is None:
-            soft.append("processes (none)")
-        if "cpu" not in held:
-            soft.append("CPU (none)")
-        if soft:
+    def _warn_of_soft_limits(self, enforced: set[str], user: int | None) -> None:
+        """Logs once which limits the kernel does not enforce for a whole sandbox."""
+        by_rlimit = {"processes"} if user is not None or os.geteuid() else set()
+        consequences = {"memory": "of each process, not of all", "processes": "none", "cpu": "none"}
+        soft = [f"{name} ({what})" for name, what in consequences.items() if name not in enforced | by_rlimit]
+        if soft and not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "Local sandboxes: no cgroups may be made here, so these limits are soft: %s. "
                 "TELESCOPE_CGROUP names a delegated folder of cgroups (docs/sandboxes.md)",

@@ -21,17 +21,15 @@ from pathlib import Path
 
 from telescope.errors import UserError
 from telescope.sandbox import exec_server
-from telescope.sandbox.base import (
-    MAX_FILE_BYTES,
-    ExecResult,
+from telescope.sandbox.base import MAX_FILE_BYTES, ExecResult, capped
+from telescope.sandbox.cgroups import Cgroup
+from telescope.sandbox.errors import (
     SandboxCommandTimeoutError,
     SandboxError,
     SandboxNotRunningError,
     SandboxOOMError,
     SandboxSetupError,
-    capped,
 )
-from telescope.sandbox.cgroups import Cgroup
 
 MARK_VARIABLE = "TELESCOPE_SANDBOX"
 """Environment variable of bubblewrap itself, outside the sandbox: its id and the label of its run."""
@@ -58,6 +56,7 @@ class LocalSandbox:
         self._numbers = itertools.count(1)
         self._reading: asyncio.Task[None] | None = None
         self._ending: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     async def start(self, command: list[str], code: int, limits: tuple[int, ...], user: int | None, mark: str) -> None:
         """Starts bubblewrap, and waits for the server inside, whose program is the file `code`."""
@@ -74,9 +73,7 @@ class LocalSandbox:
                 env={MARK_VARIABLE: mark}, user=user, group=user, extra_groups=None if user is None else [], cwd="/",
             )  # fmt: skip
             os.close(passed.pop(2))
-            if self._cgroup is not None and (
-                first := await asyncio.get_running_loop().run_in_executor(None, _first_process, info)
-            ):
+            if self._cgroup is not None and (first := await asyncio.to_thread(_first_process, info)):
                 with contextlib.suppress(ProcessLookupError):  # bubblewrap failed, and says why
                     self._cgroup.add(first)
             reader, self._writer = await asyncio.open_connection(sock=ours, limit=2**20)
@@ -92,7 +89,7 @@ class LocalSandbox:
         del self._replies[0]
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Hands replies to those that wait for them, until the sandbox ends."""
+        """Passes replies to the calls that wait for them, until the sandbox ends."""
         why = ""
         try:
             while True:
@@ -109,6 +106,11 @@ class LocalSandbox:
             why = str(error)
         self.end(why)
 
+    def end_after(self, seconds: float) -> None:
+        """Ends the sandbox in `seconds`."""
+        why = "its time is over (timeout_seconds)"
+        self._timer = asyncio.get_running_loop().call_later(seconds, self.end, why)
+
     def end(self, why: str) -> None:
         """Kills everything in the sandbox. Calls that wait fail with the reason."""
         if self.ended is None:
@@ -118,7 +120,7 @@ class LocalSandbox:
         for waiting in self._replies.values():
             if not waiting.done():
                 waiting.set_exception(self.ended)
-                waiting.exception()  # nobody may wait any more, which is no error
+                waiting.exception()  # retrieved here: a cancelled start does not wait for it any more
 
     def _why_ended(self, why: str) -> SandboxError | SandboxSetupError:
         ended = f"the sandbox {self.name!r} has ended"
@@ -139,10 +141,12 @@ class LocalSandbox:
 
     async def _destroy(self) -> None:
         self.end("it was destroyed")
+        if self._timer is not None:
+            self._timer.cancel()  # it refers to this object
         if self._process is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._process.wait)
+            await asyncio.to_thread(self._process.wait)
             if 0 in self._replies:  # bubblewrap may have been killed before its child was to die with it
-                await asyncio.get_running_loop().run_in_executor(None, kill_marked, self.name.encode())
+                await asyncio.to_thread(kill_marked, self.name.encode())
             assert self._process.stderr is not None
             self._process.stderr.close()
         if self._reading is not None:
@@ -150,7 +154,7 @@ class LocalSandbox:
         if self._writer is not None:
             self._writer.close()
         if self._cgroup is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._cgroup.remove)
+            await asyncio.to_thread(self._cgroup.remove)
 
     async def _call(self, *fields: bytes, seconds: float) -> tuple[int, list[tuple[int, bytes]]]:
         """Sends a request. Returns exit code and streams."""

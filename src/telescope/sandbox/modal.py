@@ -6,48 +6,31 @@ import asyncio
 import math
 from typing import Any
 
-from telescope.sandbox.base import (
-    ExecResult,
-    SandboxBusyError,
-    SandboxCommandTimeoutError,
-    SandboxConfig,
-    SandboxHandle,
-    SandboxImagePullError,
-    SandboxNotRunningError,
-    SandboxSetupError,
-)
-from telescope.sandbox.registry import load_sdk
-from telescope.sandbox.remote import LABEL, RemoteSandboxProvider, has_credentials, run_label
+from telescope.sandbox import errors
+from telescope.sandbox.base import ExecResult, SandboxConfig, SandboxHandle
+from telescope.sandbox.cloud import CloudSandboxProvider
+from telescope.sandbox.remote import LABEL, run_label
 
 
-class ModalSandboxProvider(RemoteSandboxProvider):
+class ModalSandboxProvider(CloudSandboxProvider):
     """Runs sandboxes at Modal, in the app `extra["app"]`. Without an image: Debian with this Python."""
 
+    modules, package = ("modal",), "modal"
+    key_variables, key_file = ("MODAL_TOKEN_ID",), "~/.modal.toml"
     setup_hint = "Set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET (https://modal.com/settings/tokens), or run: modal setup"
     default_image = ""
     detach_after = 3600
     makes_folders = True
-    errors = (
-        ("SandboxTimeoutError", "", SandboxNotRunningError),
-        ("SandboxTerminatedError", "", SandboxNotRunningError),
-        ("NotFoundError", "", SandboxNotRunningError),
-        ("ClientClosed", "", SandboxNotRunningError),
-        ("ExecTimeoutError", "", SandboxCommandTimeoutError),
-        ("TimeoutError", "", SandboxCommandTimeoutError),
-        ("ImageBuildError", "", SandboxImagePullError),
-        ("AuthError", "", SandboxSetupError),
-        ("PermissionDeniedError", "", SandboxSetupError),
-        ("ResourceExhaustedError", "", SandboxBusyError),
-        ("ServiceError", "", SandboxBusyError),
-        ("InternalFailure", "", SandboxBusyError),
-        ("ConnectionError", "", SandboxBusyError),
+    error_table = (
+        ("(SandboxTimeout|SandboxTerminated|NotFound)Error|ClientClosed", "", errors.SandboxNotRunningError),
+        ("(ExecTimeout|Timeout)Error", "", errors.SandboxCommandTimeoutError),
+        ("ImageBuildError", "", errors.SandboxImagePullError),
+        ("(Auth|PermissionDenied)Error", "", errors.SandboxSetupError),
+        ("(ResourceExhausted|Service|Connection)Error|InternalFailure", "", errors.SandboxBusyError),
     )
 
     def __init__(self) -> None:
-        super().__init__()
-        self.sdk = load_sdk("modal", "modal", self.name)
-        if not has_credentials("MODAL_TOKEN_ID", file="~/.modal.toml"):
-            raise SandboxSetupError(f"The sandbox provider 'modal' has no token. {self.setup_hint}")
+        super().__init__()  # tokens come in pairs, from the environment or the file
 
     async def _sandbox(self, handle: SandboxHandle) -> Any:
         if handle.provider_data is None:
@@ -76,11 +59,11 @@ class ModalSandboxProvider(RemoteSandboxProvider):
     async def _run(self, handle: SandboxHandle, script: str, timeout: int) -> ExecResult:
         sandbox = await self._sandbox(handle)
         process = await sandbox.exec.aio("sh", "-c", script, timeout=timeout, text=False)
-        output, errors = await asyncio.gather(process.stdout.read.aio(), process.stderr.read.aio())
+        streams = await asyncio.gather(process.stdout.read.aio(), process.stderr.read.aio())
         code = await process.wait.aio()  # -1: the service's deadline, which is later than the script's
         if code not in (0, 137) and await sandbox.poll.aio() is not None:
-            raise SandboxNotRunningError(f"sandbox {handle.id!r} of modal has ended")
-        return ExecResult(code, output.decode(errors="replace"), errors.decode(errors="replace"))
+            raise errors.SandboxNotRunningError(f"sandbox {handle.id!r} of modal has ended")
+        return ExecResult(code, *(stream.decode(errors="replace") for stream in streams))
 
     async def _upload(self, handle: SandboxHandle, path: str, content: bytes) -> None:
         await (await self._sandbox(handle)).filesystem.write_bytes.aio(content, path)
@@ -90,6 +73,5 @@ class ModalSandboxProvider(RemoteSandboxProvider):
         await sandbox.terminate.aio()
         await sandbox.detach.aio()
 
-    async def find(self, run: str) -> list[SandboxHandle]:
-        with self._translated("", "list", 60):
-            return [SandboxHandle(box.object_id, box) async for box in self.sdk.Sandbox.list.aio(tags={LABEL: run})]
+    async def _find(self, run: str) -> list[SandboxHandle]:
+        return [SandboxHandle(box.object_id, box) async for box in self.sdk.Sandbox.list.aio(tags={LABEL: run})]

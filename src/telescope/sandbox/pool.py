@@ -1,7 +1,7 @@
 """A pool of sandboxes that are ready before they are needed.
 
-At most `pool_size` sandboxes exist at a time, in use or ready. A lost one is normal: it is replaced, and its user gets
-an error that counts as infrastructure. Every sandbox is in the ledger of the run before it is used.
+At most `pool_size` sandboxes exist at a time, in use or ready. A lost sandbox is normal: it is replaced, and its user
+gets an error that counts as infrastructure. Every sandbox is in the ledger of the run before it is used.
 
 A pool belongs to the event loop that starts it.
 """
@@ -12,12 +12,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
+from contextvars import copy_context
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from telescope.errors import UserError
-from telescope.sandbox.activity import CURRENT, SandboxSpan
-from telescope.sandbox.base import SandboxBusyError, SandboxConfig, SandboxError, SandboxHandle, SandboxProvider
+from telescope.sandbox.activity import SAMPLE, measured
+from telescope.sandbox.base import SandboxConfig, SandboxHandle, SandboxProvider
+from telescope.sandbox.errors import SandboxBusyError, SandboxError
 from telescope.sandbox.ledger import SandboxLedger
 
 logger = logging.getLogger(__name__)
@@ -53,10 +56,10 @@ class GenericSandboxPool:
             if value < 1:
                 raise UserError(f"{name}={value} of a pool of sandboxes must be at least 1")
         self.ledger = SandboxLedger.of_process()
-        self.provider, self.pool_size = provider, pool_size
+        self.provider, self.name, self.pool_size = provider, provider.name, pool_size
         self.config = replace(config, extra={"run": self.ledger.run, **config.extra})
         self.ready_queue: asyncio.Queue[SandboxHandle | Exception] = asyncio.Queue()
-        """Sandboxes that wait for a user, and errors of those that could not be created."""
+        """Sandboxes that are ready, and errors of failed creations."""
         self.in_use_sandboxes: set[SandboxHandle] = set()
         self.all_sandboxes: dict[SandboxHandle, float] = {}
         """When each was created, by `time.monotonic()`."""
@@ -65,12 +68,12 @@ class GenericSandboxPool:
         self._creating = asyncio.Semaphore(max_concurrent_creates)
         self._next_create = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._num_coming = 0
+        self._num_creating = 0
         self._num_waiting = 0
         self._is_open = False
 
     async def start(self) -> None:
-        """Begins to create sandboxes. Returns when the first is ready. Raises what its creation raises."""
+        """Starts to create sandboxes, and waits until the first is ready. Raises the error of its creation."""
         self._is_open = True
         try:
             await self.release(await self._take(), unused=True)
@@ -78,30 +81,17 @@ class GenericSandboxPool:
             await self.shutdown()
             raise
 
+    @partial(measured, "queue")
     async def acquire(self, timeout: float | None = None) -> SandboxHandle:
         """Returns a running sandbox. Raises `SandboxError` if none is free within `timeout` seconds."""
         if not self._is_open:
             raise SandboxError("the pool of sandboxes has not started, or has ended")
-        since = time.time()
-        error = ""
-        handle: SandboxHandle | None = None
         try:
             async with asyncio.timeout(timeout):
-                handle = await self._take()
-                return handle
+                return await self._take()
         except TimeoutError:
-            error = "TimeoutError"
-            in_use = f"{len(self.in_use_sandboxes)} of {self.pool_size} are in use (pool_size)"
-            raise SandboxError(
-                f"no sandbox of {self.provider.name!r} was free within {timeout:g} s: {in_use}"
-            ) from None
-        except BaseException as failure:
-            error = type(failure).__name__
-            raise
-        finally:
-            if (activity := CURRENT.get()) is not None:
-                name = "" if handle is None else handle.id
-                activity.add(SandboxSpan("queue", self.provider.name, name, since, time.time(), error))
+            in_use = f"{len(self.in_use_sandboxes)} of {self.pool_size} are in use. Raise pool_size"
+            raise SandboxError(f"no sandbox of {self.name!r} was free within {timeout:g} s: {in_use}") from None
 
     async def release(self, handle: SandboxHandle, *, unused: bool = False) -> None:
         """Gives a sandbox back. It is used again, or destroyed and replaced."""
@@ -122,7 +112,7 @@ class GenericSandboxPool:
         self._refill()
 
     async def shutdown(self) -> None:
-        """Destroys all sandboxes, those that are being created included."""
+        """Destroys all sandboxes, also the ones that are being created."""
         self._is_open = False
         for task in list(self._tasks):
             if task.get_name() == "create":
@@ -173,20 +163,22 @@ class GenericSandboxPool:
         self.ready_queue.put_nowait(handle)
 
     def _refill(self) -> None:
-        while self._is_open and len(self.all_sandboxes) + self._num_coming < self.pool_size:
-            self._num_coming += 1
+        while self._is_open and len(self.all_sandboxes) + self._num_creating < self.pool_size:
+            self._num_creating += 1
             self._spawn(self._create(), "create")
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str = "destroy") -> None:
-        task = asyncio.get_running_loop().create_task(work, name=name)
+        context = copy_context()
+        context.run(SAMPLE.set, "")  # a new sandbox is not for the current sample
+        task = asyncio.get_running_loop().create_task(work, name=name, context=context)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _create(self) -> None:
-        """Creates a sandbox; again after a pause if the service refuses. Its last error goes to one that waits."""
+        """Creates a sandbox. Its error goes to a waiting `acquire`, if there is one."""
         try:
             async with self._creating:
-                handle = await self._created()
+                handle = await self._create_with_retries()
             self.ledger.opened(self.provider, handle)
             self.all_sandboxes[handle] = time.monotonic()
             self._ready(handle)
@@ -197,26 +189,26 @@ class GenericSandboxPool:
             if self._num_waiting > self.ready_queue.qsize():
                 asyncio.get_running_loop().call_soon(self._refill)  # for the others that wait
         finally:
-            self._num_coming -= 1
+            self._num_creating -= 1
 
-    async def _created(self) -> SandboxHandle:
-        pause = FIRST_PAUSE_SECONDS
-        for attempt in range(1, CREATE_ATTEMPTS + 1):
+    async def _create_with_retries(self) -> SandboxHandle:
+        pauses = [FIRST_PAUSE_SECONDS * 2**attempt for attempt in range(CREATE_ATTEMPTS - 1)]
+        interval = 1 / self.provider.creates_per_second
+        while True:
             now = time.monotonic()
-            self._next_create = max(now, self._next_create) + 1 / self.provider.creates_per_second
-            await asyncio.sleep(self._next_create - now - 1 / self.provider.creates_per_second)
+            start = max(now, self._next_create)
+            self._next_create = start + interval
+            await asyncio.sleep(start - now)
             try:
                 return await self.provider.create(self.config)
             except SandboxBusyError as error:
-                if attempt == CREATE_ATTEMPTS:
+                if not pauses:
                     raise
-                logger.info("%s; trying again in %g s", error, pause)
-                await asyncio.sleep(pause)
-                pause *= 2
-        raise AssertionError
+                logger.info("%s; trying again in %g s", error, pauses[0])
+                await asyncio.sleep(pauses.pop(0))
 
     async def _destroy(self, handle: SandboxHandle) -> None:
-        """Destroys a sandbox. One that cannot be destroyed stays in the ledger, for `telescope sandbox reap`."""
+        """Destroys a sandbox. If that fails, it stays in the ledger for `telescope sandbox reap`."""
         for attempt in range(1, DESTROY_ATTEMPTS + 1):
             try:
                 await self.provider.destroy(handle)

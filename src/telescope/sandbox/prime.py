@@ -2,59 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterable
+import math
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from telescope.sandbox.base import (
-    ExecResult,
-    SandboxBusyError,
-    SandboxCommandTimeoutError,
-    SandboxConfig,
-    SandboxError,
-    SandboxHandle,
-    SandboxImagePullError,
-    SandboxNotRunningError,
-    SandboxOOMError,
-    SandboxSetupError,
-)
-from telescope.sandbox.registry import load_sdk
-from telescope.sandbox.remote import LABEL, RemoteSandboxProvider, has_credentials, minutes, run_label, unique_name
+from telescope.sandbox import errors
+from telescope.sandbox.base import ExecResult, SandboxConfig, SandboxHandle
+from telescope.sandbox.cloud import CloudSandboxProvider
+from telescope.sandbox.remote import LABEL, run_label, unique_name
 
 
-class PrimeSandboxProvider(RemoteSandboxProvider):
+class PrimeSandboxProvider(CloudSandboxProvider):
     """Runs sandboxes at Prime Intellect. The first use of an image builds it, which may take 50 minutes."""
 
+    modules, package = ("prime_sandboxes",), "prime-sandboxes"
+    key_variables, key_file = ("PRIME_API_KEY",), "~/.prime/config.json"
     setup_hint = "Set PRIME_API_KEY (https://app.primeintellect.ai/dashboard/tokens), or run: prime login"
-    errors = (
-        ("CommandTimeoutError", "", SandboxCommandTimeoutError),
-        ("UploadTimeoutError", "", SandboxCommandTimeoutError),
-        ("DownloadTimeoutError", "", SandboxCommandTimeoutError),
-        ("SandboxOOMError", "", SandboxOOMError),
-        ("SandboxImagePullError", "", SandboxImagePullError),
-        ("SandboxNotRunningError", "", SandboxNotRunningError),
-        ("UnauthorizedError", "", SandboxSetupError),
-        ("PaymentRequiredError", "", SandboxSetupError),
-        ("APITimeoutError", "", SandboxBusyError),
-        ("APIError", "HTTP (409|429|5..)", SandboxBusyError),
-        ("APIError", "HTTP (404|410)", SandboxNotRunningError),
+    error_table = (
+        ("(Command|Upload|Download)TimeoutError", "", errors.SandboxCommandTimeoutError),
+        ("SandboxOOMError", "", errors.SandboxOOMError),
+        ("SandboxImagePullError", "", errors.SandboxImagePullError),
+        ("SandboxNotRunningError", "", errors.SandboxNotRunningError),
+        ("(Unauthorized|PaymentRequired)Error", "", errors.SandboxSetupError),
+        ("APITimeoutError", "", errors.SandboxBusyError),
+        ("APIError", "HTTP (409|429|5..)|ConnectError", errors.SandboxBusyError),
+        ("APIError", "HTTP (404|410)", errors.SandboxNotRunningError),
     )
 
-    def __init__(self, api_key: str | None = None) -> None:
-        super().__init__()
-        self.sdk = load_sdk("prime_sandboxes", "prime-sandboxes", self.name)
-        if not api_key and not has_credentials("PRIME_API_KEY", file="~/.prime/config.json"):
-            raise SandboxSetupError(f"The sandbox provider 'prime' has no key. {self.setup_hint}")
-        self.api_key = api_key
-        self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = WeakKeyDictionary()
-
-    @property
-    def client(self) -> Any:
-        loop = asyncio.get_running_loop()  # connections belong to a loop
-        if loop not in self._clients:
-            self._clients[loop] = self.sdk.AsyncSandboxClient(api_key=self.api_key)
-        return self._clients[loop]
+    def _connect(self) -> Any:
+        return self.sdk.AsyncSandboxClient(api_key=self.api_key)
 
     async def _start(self, config: SandboxConfig) -> SandboxHandle:
         name, extra = unique_name(config), config.extra
@@ -70,11 +45,11 @@ class PrimeSandboxProvider(RemoteSandboxProvider):
             disk_size_gb=config.disk_size_gb,
             gpu_count=config.gpu_count,
             gpu_type=extra.get("gpu_type"),
-            timeout_minutes=minutes(config.timeout_seconds),
+            timeout_minutes=math.ceil(config.timeout_seconds / 60),
             environment_vars=config.environment_vars,
             labels=[f"{key}={value}" for key, value in run_label(config).items()],
             team_id=extra.get("team_id"),
-            network_denylist=None if extra.get("network") else ["*"],
+            network_allowlist=None if extra.get("network") else [],  # [] is how the SDK says deny all
             idempotency_key=name,
         )
         try:
@@ -106,24 +81,11 @@ class PrimeSandboxProvider(RemoteSandboxProvider):
     async def _destroy(self, handle: SandboxHandle) -> None:
         await self.client.delete(handle.id)
 
-    async def bulk_destroy(self, handles: Iterable[SandboxHandle]) -> None:
-        ids = [handle.id for handle in handles]
-        with self._translated(", ".join(ids[:3]), "destroy", 60):
-            for start in range(0, len(ids), 100):
-                failed = (await self.client.bulk_delete(sandbox_ids=ids[start : start + 100])).failed
-                if lasting := [row for row in failed if "not found" not in str(row).lower()]:
-                    raise SandboxError(f"{len(lasting)} sandboxes were not destroyed, first: {lasting[0]}")
-
-    async def find(self, run: str) -> list[SandboxHandle]:
+    async def _find(self, run: str) -> list[SandboxHandle]:
         found: list[SandboxHandle] = []
-        with self._translated("", "list", 60):
-            for page in range(1, 1000):
-                answer = await self.client.list(labels=[f"{LABEL}={run}"], page=page, exclude_terminated=True)
-                found += [SandboxHandle(sandbox.id) for sandbox in answer.sandboxes]
-                if not answer.has_next:
-                    break
+        for page in range(1, 1000):
+            answer = await self.client.list(labels=[f"{LABEL}={run}"], page=page, exclude_terminated=True)
+            found += [SandboxHandle(sandbox.id) for sandbox in answer.sandboxes]
+            if not answer.has_next:
+                break
         return found
-
-    async def close(self) -> None:
-        if client := self._clients.pop(asyncio.get_running_loop(), None):
-            await client.aclose()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from typing import Any
 
 from telescope.errors import UserError
-from telescope.sandbox.base import SandboxProvider, SandboxSetupError
+from telescope.sandbox.base import SandboxProvider
 
 PROVIDERS = {
     "local": "telescope.sandbox.local.LocalSandboxProvider",
@@ -26,12 +26,11 @@ def get_provider(name: str | None = None, **kwargs: Any) -> SandboxProvider:
     Raises `UserError` for an unknown name, and `SandboxSetupError` if the provider cannot be used here.
     """
     path = PROVIDERS.get(name or "local", name or "")
-    module, _, attribute = path.replace(":", ".").rpartition(".")
-    if not module:
+    if "." not in path:
         raise UserError(f"provider={name!r} is not known. Use one of {', '.join(PROVIDERS)}, or package.module.Class")
     try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        found = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
         raise UserError(f"provider={name!r} cannot be imported: {error}") from error
     try:
         provider = found(**kwargs)
@@ -40,12 +39,3 @@ def get_provider(name: str | None = None, **kwargs: Any) -> SandboxProvider:
     if not isinstance(provider, SandboxProvider):
         raise UserError(f"provider={name!r} is not a subclass of telescope.sandbox.SandboxProvider")
     return provider
-
-
-def load_sdk(module: str, package: str, provider: str) -> Any:
-    """Imports a provider's SDK. Raises `SandboxSetupError` with the command that installs it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        fix = f"Install it: uv pip install {package}   (or: pip install {package})"
-        raise SandboxSetupError(f"The sandbox provider {provider!r} needs the package {package}. {fix}") from error

@@ -1,4 +1,4 @@
-"""What cloud services and containers share: commands by a script, creation that leaks nothing, errors by a table.
+"""Base of cloud and container providers: commands by a script, creation that leaks nothing, errors by a table.
 
 A provider hands a script to its service and returns what it printed. The script itself keeps the command's deadline,
 caps both streams before they travel, and prints them with the exit code around a marker: so a service needs one stream
@@ -24,15 +24,17 @@ from typing import Any, ClassVar
 from telescope.sandbox.base import (
     MAX_OUTPUT_BYTES,
     ExecResult,
-    SandboxCommandTimeoutError,
     SandboxConfig,
-    SandboxError,
     SandboxHandle,
+    SandboxProvider,
+    run_sync,
+)
+from telescope.sandbox.errors import (
+    SandboxCommandTimeoutError,
+    SandboxError,
     SandboxNotRunningError,
     SandboxOOMError,
-    SandboxProvider,
     SandboxSetupError,
-    run_sync,
 )
 
 logger = logging.getLogger(__name__)
@@ -69,7 +71,7 @@ show {work}/out; printf '\\n%s %s\\n' {mark} $(cat {work}/code); show {work}/err
 
 
 class RemoteSandboxProvider(SandboxProvider):
-    """A provider that runs scripts. Subclasses implement `_start`, `_run`, `_upload` and `_destroy`."""
+    """A provider that runs scripts. Subclasses implement `_start`, `_run`, `_upload`, `_destroy` and `_find`."""
 
     default_image: ClassVar[str | None] = "python:3.12-slim"
     """Image where neither the configuration nor `DEFAULT_DOCKER_IMAGE` names one. None: images are not Docker's."""
@@ -77,10 +79,10 @@ class RemoteSandboxProvider(SandboxProvider):
     """Longest time limit of a command, in seconds, that waits in one call of the service."""
     makes_folders: ClassVar[bool] = False
     """Whether an upload takes any absolute path."""
-    errors: ClassVar[tuple[tuple[str, str, type[Exception]], ...]] = ()
-    """Class of an SDK's error, a pattern of its message, and ours. The first that fits counts."""
+    error_table: ClassVar[tuple[tuple[str, str, type[Exception]], ...]] = ()
+    """Patterns of an SDK error's class and of its message, and our class. The first match counts."""
     setup_hint: ClassVar[str] = ""
-    """How to get what the service wants: keys, quota."""
+    """How to get what the service needs: keys, quota."""
 
     def __init__(self) -> None:
         self._undoing: set[asyncio.Future[None]] = set()
@@ -103,6 +105,10 @@ class RemoteSandboxProvider(SandboxProvider):
     @abstractmethod
     async def _destroy(self, handle: SandboxHandle) -> None:
         """Ends a sandbox, of which the handle may have the id alone."""
+
+    @abstractmethod
+    async def _find(self, run: str) -> list[SandboxHandle]:
+        """Lists the sandboxes with the label of a run."""
 
     async def create(self, config: SandboxConfig) -> SandboxHandle:
         image = config.image
@@ -197,8 +203,9 @@ class RemoteSandboxProvider(SandboxProvider):
 
         run_sync(work())
 
-    def destroy_sync(self, handle: SandboxHandle) -> None:
-        self.bulk_destroy_sync([handle])
+    async def find(self, run: str) -> list[SandboxHandle]:
+        with self._translated("", "list", 60):
+            return await self._find(run)
 
     @contextlib.contextmanager
     def _translated(self, sandbox_id: str, command: str, timeout: float) -> Iterator[None]:
@@ -214,24 +221,14 @@ class RemoteSandboxProvider(SandboxProvider):
                 raise kind(command, timeout, sandbox_id) from error
             if issubclass(kind, SandboxSetupError):
                 raise kind(f"The sandbox provider {self.name!r} refuses: {text}. {self.setup_hint}") from error
-            raise kind(f"sandbox {sandbox_id!r} of {self.name}: {text}") from error
+            raise kind(f"{f'sandbox {sandbox_id!r} of ' if sandbox_id else ''}{self.name}: {text}") from error
 
     def _kind_of(self, error: Exception) -> type[Any]:
-        names = {kind.__name__ for kind in type(error).__mro__}  # by name: an SDK moves its classes between versions
-        for name, pattern, kind in self.errors:
-            if name in names and re.search(pattern, str(error)):
+        names = [kind.__name__ for kind in type(error).__mro__]  # by name: an SDK moves its classes between versions
+        for pattern, message, kind in self.error_table:
+            if any(re.fullmatch(pattern, name) for name in names) and re.search(message, str(error)):
                 return kind
         return SandboxCommandTimeoutError if isinstance(error, TimeoutError) else SandboxError
-
-
-def has_credentials(*variables: str, file: str = "") -> bool:
-    """Returns whether one of the environment variables is set, or the file exists in the home folder."""
-    return any(map(os.environ.get, variables)) or bool(file and os.path.exists(os.path.expanduser(file)))
-
-
-def minutes(seconds: float) -> int:
-    """Returns whole minutes, at least one."""
-    return max(1, math.ceil(seconds / 60))
 
 
 def run_label(config: SandboxConfig) -> dict[str, str]:

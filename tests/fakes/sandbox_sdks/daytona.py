@@ -75,7 +75,7 @@ class ListSandboxesQuery:
 
 
 @dataclass(kw_only=True)
-class CreateSandboxFromImageParams:
+class CreateSandboxParams:
     model_fields: ClassVar = {"ttl_minutes"}
     env_vars: dict[str, str] | None = None
     labels: dict[str, str] | None = None
@@ -83,19 +83,16 @@ class CreateSandboxFromImageParams:
     ttl_minutes: int | None = None
     network_block_all: bool | None = None
     ephemeral: bool | None = None
+
+
+@dataclass(kw_only=True)
+class CreateSandboxFromImageParams(CreateSandboxParams):
     image: str
     resources: Resources | None = None
 
 
 @dataclass(kw_only=True)
-class CreateSandboxFromSnapshotParams:
-    model_fields: ClassVar = {"ttl_minutes"}
-    env_vars: dict[str, str] | None = None
-    labels: dict[str, str] | None = None
-    auto_stop_interval: int | None = None
-    ttl_minutes: int | None = None
-    network_block_all: bool | None = None
-    ephemeral: bool | None = None
+class CreateSandboxFromSnapshotParams(CreateSandboxParams):
     snapshot: str | None = None
 
 

@@ -58,7 +58,7 @@ class CreateSandboxRequest:
     disk_size_gb: float | None = None
     gpu_count: int = 0
     gpu_type: str | None = None
-    network_denylist: list[str] | None = None
+    network_allowlist: list[str] | None = None
     timeout_minutes: int = 60
     environment_vars: dict[str, str] | None = None
     labels: list[str] = field(default_factory=list)
@@ -72,7 +72,7 @@ class AsyncSandboxClient:
 
     async def create(self, request: CreateSandboxRequest) -> Any:
         labels = dict(label.split("=", 1) for label in request.labels)
-        network = request.network_denylist is None
+        network = request.network_allowlist is None
         return await MACHINE.create(Box(vars(request), labels, network, request.environment_vars or {}))
 
     async def wait_for_creation(self, sandbox_id: str) -> None:
@@ -104,9 +104,5 @@ class AsyncSandboxClient:
         await MACHINE.step("destroy")
         if not MACHINE.remove(sandbox_id):
             raise APIError("HTTP 404: no such sandbox")
-
-    async def bulk_delete(self, sandbox_ids: Any = None) -> Any:
-        failed = [{"id": name, "error": "Sandbox not found"} for name in sandbox_ids if not MACHINE.remove(name)]
-        return SimpleNamespace(failed=failed)
 
     async def aclose(self) -> None: ...

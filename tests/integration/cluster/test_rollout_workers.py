@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.documented_metrics import undocumented
 from tests.fakes.engine import FakeEngineSettings, FakeRequest
 from tests.fakes.server import FakeEngineServer
 from tests.integration.environments.conftest import ENVIRONMENTS, save_byte_tokenizer
@@ -26,6 +28,9 @@ from telescope.config import TelescopeConfig
 from telescope.environments.types import EnvironmentSpec
 from telescope.environments.user_code import default_memory_limit
 from telescope.errors import InfrastructureError, UserError
+from telescope.record.reader import Run
+from telescope.record.recorder import Recorder
+from telescope.rollout import sandbox_rows
 from telescope.rollout.exchange import TRAINING
 from telescope.rollout.pool import RolloutPool
 from telescope.rollout.sample import RolloutSettings, RolloutTask
@@ -101,8 +106,9 @@ class Workers:
 
     async def _group(self, item: int, samples: int) -> list[Trajectory]:
         prompt = await self.pool.prepare(self.name, item)
+        several = self.pool.infos[self.name].is_multi_turn
         tasks = [
-            RolloutTask(f"{item}-{n}", item, n, self.name, self.name, item, prompt.token_ids, (0, item, n))
+            RolloutTask(f"{item}-{n}", item, n, self.name, self.name, item, prompt.token_ids, (0, item, n), several)
             for n in range(samples)
         ]
         return await self.pool.run(tasks, self.settings)
@@ -116,7 +122,9 @@ class Workers:
 
 
 @asynccontextmanager
-async def workers(ground: Ground, run_dir: Path, environment: str = "hostile", **fields: Any) -> AsyncIterator[Workers]:
+async def workers(
+    ground: Ground, run_dir: Path, environment: str = "hostile", write: Any = lambda table, row: None, **fields: Any
+) -> AsyncIterator[Workers]:
     config = config_of(ground.folder, environments=[{"name": environment}], **fields)
     deeds: dict[int, str] = {}
 
@@ -124,7 +132,7 @@ async def workers(ground: Ground, run_dir: Path, environment: str = "hostile", *
         text = ground.tokenizer.decode(request.prompt)
         return ground.encode(deeds[int(text.partition("question ")[2].split("<")[0])])
 
-    group = RolloutGroup(config, [EnvironmentSpec(environment)], run_dir, ground.cluster)
+    group = RolloutGroup(config, [EnvironmentSpec(environment)], run_dir, ground.cluster, write)
     async with FakeEngineServer(FakeEngineSettings(tokens_per_second=0.0), answer=answer) as server:
         try:
             await group.start()
@@ -306,3 +314,61 @@ async def test_a_sandbox_that_is_lost_masks_its_sample(ground: Ground, tmp_path:
         assert lost.reward is None and lost.failure_kind == "infrastructure"
         assert "has ended" in (lost.failure_message or "")
         assert fine.reward is not None and fine.reward.total_reward == 1.0
+
+
+@pytest.mark.sandbox
+async def test_what_a_worker_does_with_sandboxes_is_recorded(
+    ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox_rows, "GAUGE_SECONDS", 0.0)
+    calls = [
+        {"name": "shell", "arguments": {"command": "echo hi"}},
+        {"name": "once", "arguments": {"command": "echo ho"}},
+        {"name": "pull", "arguments": {"image": "nowhere"}},
+    ]
+    with Recorder(tmp_path) as recorder:
+        async with workers(ground, tmp_path, "sandboxed_tools", recorder.write, max_tokens=128) as run:
+            # Each is the answer of both turns.
+            deeds = [f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls]
+            for (sample,) in await run.run(*deeds):
+                assert sample.reward is not None, sample.failure_message
+                recorder.write("tool_calls", sample.rows["tool_calls"])
+    record = Run(tmp_path)
+    spans = record.table("spans").to_pylist(maps_as_pydicts="strict")
+    assert {span["component"] for span in spans} == {"sandbox"}
+    assert {span["attributes"]["worker"] for span in spans} == {"0"} and all(s["end"] >= s["start"] for s in spans)
+    by_call = [
+        {(span["name"], span["attributes"].get("error")) for span in spans if span["sample_id"] == sample}
+        for sample in ("0-0", "1-0", "2-0")
+    ]
+    assert by_call == [
+        {("queue", None), ("exec", None)},
+        {("create", None), ("exec", None), ("destroy", None)},
+        {("create", "SandboxImagePullError")},
+    ]
+    created, destroyed = (
+        {span["attributes"]["sandbox"] for span in spans if span["name"] == name and "error" not in span["attributes"]}
+        for name in ("create", "destroy")
+    )
+    # One of the pool's two was used and is replaced, unless the run ends before; two calls had one of their own.
+    assert len(created) >= 4 and created <= destroyed
+    (used,) = {span["attributes"]["sandbox"] for span in spans if span["sample_id"] == "0-0"}
+    tools = {row["name"]: row for row in record.table("tool_calls").to_pylist()}
+    assert {name: tools[name]["sandbox"] for name in tools} == {"shell": used, "once": None, "pull": None}
+    assert "hi" in tools["shell"]["result"] and "ho" in tools["once"]["result"]
+
+    last: dict[Any, float] = {}
+    most_alive = 0.0
+    for row in sorted(record.table("gauges").to_pylist(maps_as_pydicts="strict"), key=lambda row: row["time"]):
+        labels = row["labels"]
+        last[row["name"], labels["provider"], labels.get("operation"), labels.get("error")] = row["value"]
+        most_alive = max(most_alive, row["value"] if row["name"] == "sandboxes_alive" else 0.0)
+    assert most_alive >= 2.0
+    assert last == {
+        ("sandboxes_alive", "local", None, None): 0.0,
+        ("sandboxes_alive", "unobtainable", None, None): 0.0,
+        ("sandbox_creates_total", "local", None, None): len(created),
+        ("sandbox_execs_total", "local", None, None): 4.0,
+        ("sandbox_failures_total", "unobtainable", "create", "SandboxImagePullError"): 2.0,
+    }
+    assert undocumented(name for name, *_ in last) == []

@@ -173,7 +173,7 @@ def test_a_config_gives_any_tool_environment_the_tools_of_sandboxes(folder):
                 await say(environment, second, call("shell", command="ls")),
                 await say(environment, second, "Done."),
             ]
-            lost = first.custom["_sandbox"]
+            lost = await environment.sandbox_of(first)
             await environment.sandboxes.provider.destroy(lost)
             with pytest.raises(SandboxError):
                 await say(environment, first, call("shell", command="ls"))

@@ -67,7 +67,6 @@ def python(code: str) -> str:
 def test_a_fork_bomb_stays_within_the_limit_of_processes(provider, box, run: Run):
     with pytest.raises(SandboxCommandTimeoutError):
         run("bomb() { bomb | bomb & }; bomb; sleep 60", timeout=2)
-    assert run("ls -d /proc/[0-9]* | wc -l").stdout.strip().isdigit()
     assert int(run("ls -d /proc/[0-9]* | wc -l").stdout) < 50  # the time limit ended the whole tree
 
 
@@ -289,7 +288,7 @@ def test_a_closed_provider_answers_with_an_error():
     for _ in range(2):
         run_sync(provider.close())
     for call in (provider.create(SMALL), provider.execute(handle, "true")):
-        with pytest.raises(SandboxNotRunningError, match="closed"):
+        with pytest.raises(SandboxNotRunningError, match=r"closed|has ended"):
             run_sync(call)
     run_sync(provider.destroy(handle))
 

@@ -141,6 +141,27 @@ def write_step(recorder: Recorder, step: int, *, earlier: bool = False) -> None:
     recorder.write("logs", {**line, "message": f"step {step} of it"})
 
 
+def write_sandboxes(recorder: Recorder, step: int) -> None:
+    """Writes what the first sample of a step did in a sandbox of a pool, and gauges of sandboxes."""
+    sample, start = sample_rows(step)[0]["sample_id"], T0 + STEP_SECONDS * step
+    calls = [("create", 0.0, 0.5), ("queue", 4.1, 4.3), ("exec", 4.3, 4.5), ("exec", 4.5, 4.9), ("destroy", 9.0, 9.25)]
+    for name, begin, end in calls:
+        used = {"sample_id": sample if name in ("queue", "exec") else None, "start": start + begin, "end": start + end}
+        attributes = {"provider": "local", "sandbox": "local-7f", "worker": "0"}
+        attributes |= {"error": "SandboxCommandTimeoutError"} if begin == 4.5 else {}
+        recorder.write("spans", {"name": name, "component": "sandbox", **used, "attributes": attributes})
+    call = {"sample_id": sample, "turn": 0, "call": 0, "name": "shell", "arguments": '{"command": "ls"}', "result": "a"}
+    recorder.write("tool_calls", {**call, "sandbox": "local-7f"})
+    failures = {"operation": "exec", "error": "SandboxCommandTimeoutError"}
+    for time in range(3):
+        for name, value, labels in (
+            ("sandboxes_alive", 4.0, {}), ("sandbox_creates_total", 2.0 * time, {}),
+            ("sandbox_execs_total", 20.0 * time, {}), ("sandbox_failures_total", float(time), failures),
+        ):  # fmt: skip
+            row = {"time": start + 4 * time, "name": name, "component": "sandbox", "value": value}
+            recorder.write("gauges", {**row, "labels": {"provider": "local", **labels}})
+
+
 def write_code(path: Path, files: Mapping[str, str | bytes], git: Mapping[str, Any] | None = None) -> None:
     """Writes an archive of code with these files."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -154,7 +175,7 @@ def write_code(path: Path, files: Mapping[str, str | bytes], git: Mapping[str, A
 
 
 def write_run(run_dir: Path, algorithm: str, *, resumed: bool = False) -> None:
-    """Writes a finished run. A resumed one has a second attempt from step 10 on."""
+    """Writes a finished run. A resumed one has a second attempt from step 10 on, which uses sandboxes."""
     config = {"model": "tiny", "algorithm": algorithm, "environments": [{"name": "countdown"}, {"name": "wordle"}]}
     text = json.dumps({"values": config, "user_set": ["algorithm"]})
     parts = [range(NUM_STEPS), range(10, NUM_STEPS)] if resumed else [range(NUM_STEPS)]
@@ -166,6 +187,8 @@ def write_run(run_dir: Path, algorithm: str, *, resumed: bool = False) -> None:
             recorder.write("environments", {"key": "countdown", "name": "countdown", "purpose": "training", **ranges})
             for step in part:
                 write_step(recorder, step)
+            if attempt == 2:
+                write_sandboxes(recorder, NUM_STEPS - 1)
             if attempt == 1:
                 evaluation = {"eval_id": "e", "step": -1}
                 recorder.write("evals", {**evaluation, "name": "math", "status": "finished", "accuracy": 0.5})

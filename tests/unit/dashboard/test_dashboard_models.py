@@ -29,6 +29,7 @@ ANSWERS = {
     "/api/runs/{run}/samples/{attempt}/{sample_id:path}": "/api/runs/first/samples/1/5-2",
     "/api/runs/{run}/spans": "/api/runs/first/spans",
     "/api/runs/{run}/paths": "/api/runs/first/paths?first=0&last=3",
+    "/api/runs/{run}/sandboxes": "/api/runs/first/sandboxes",
     "/api/runs/{run}/gauges": "/api/runs/first/gauges?names=queue_depth",
     "/api/runs/{run}/gauges/names": "/api/runs/first/gauges/names",
     "/api/runs/{run}/logs": "/api/runs/first/logs",

@@ -47,6 +47,23 @@ def test_paths_have_the_last_answer_of_each_group_and_at_most_so_many_steps(clie
     assert {(span["of_step"], span["start"]) for span in body["spans"]} == {(step, T0 + 10 * step) for step in steps}
 
 
+def test_times_of_sandboxes_are_apart_from_those_of_requests(client):
+    last = T0 + 10 * (NUM_STEPS - 1)
+    rows = client.get(f"/api/runs/first/sandboxes?start={last + 1}").json()
+    assert [(row["name"], row["count"]) for row in rows] == [("exec", 2), ("destroy", 1), ("queue", 1)]
+    assert (rows[0]["p50"], rows[0]["p95"]) == (pytest.approx(0.3), pytest.approx(0.39))
+    sample = sample_rows(NUM_STEPS - 1)[0]["sample_id"]
+    body = client.get(f"/api/runs/first/samples/2/{sample}").json()
+    assert [span["name"] for span in body["spans"]] == ["generate"]
+    used = [(span["name"], span["sandbox"], span["error"]) for span in body["sandbox_spans"]]
+    errors = [None, None, "SandboxCommandTimeoutError"]
+    assert used == [(name, "local-7f", error) for name, error in zip(("queue", "exec", "exec"), errors, strict=True)]
+    assert body["tool_calls"][0]["sandbox"] == "local-7f"
+    assert "sandbox" not in client.get("/api/runs/first/spans?limit=1&buckets=7").json()["component"]
+    paths = client.get(f"/api/runs/first/paths?first=0&last={NUM_STEPS}&most=20").json()
+    assert {span["component"] for span in paths["spans"]} == {"rollout"}
+
+
 def test_gauges_have_smallest_mean_and_largest_reading_of_each_part(client):
     assert client.get("/api/runs/below~second/gauges/names").json() == [
         {"name": "queue_depth", "component": "orchestrator", "series": 1}

@@ -395,3 +395,11 @@ def test_an_outside_tool_is_called_in_the_syntax_of_python():
     assert [m["content"] for m in played.messages if m["role"] == "user"][1] == "[to_feet] 6.6 (imperial)"
     assert (played.score["total_reward"], played.end_reason) == (1.0, "final_answer")
     assert played.score["info_turns"] == [{"name": "to_feet", "result": "6.6", "success": True, "error": None}]
+
+
+def test_the_older_path_of_sandboxes_gives_the_same_classes():
+    from telescope import sandbox
+    from telescope.environments import _sandbox
+
+    assert all(getattr(_sandbox, name) is getattr(sandbox, name) for name in sandbox.__all__)
+    assert {"GenericSandboxPool", "SandboxConfig", "SandboxHandle", "get_provider"} <= set(_sandbox.__all__)

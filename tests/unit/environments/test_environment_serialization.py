@@ -111,10 +111,12 @@ def test_notes_of_turns_are_a_list_and_valid_json():
 
 
 def test_records_of_tool_calls_become_texts_whatever_an_environment_added():
-    rows = serialize_tool_records([{"name": "a\ud800", "arguments": {"x": 1}, "seconds": 2, "mine": object()}, {}])
+    rows = serialize_tool_records(
+        [{"name": "a\ud800", "arguments": {"x": 1}, "seconds": 2, "sandbox": "s1", "mine": 1}, {}]
+    )
     assert rows == [
-        {"name": "a?", "arguments": "{'x': 1}", "result": None, "error": None, "seconds": 2.0},
-        {"name": None, "arguments": None, "result": None, "error": None, "seconds": None},
+        {"name": "a?", "arguments": "{'x': 1}", "result": None, "error": None, "sandbox": "s1", "seconds": 2.0},
+        {"name": None, "arguments": None, "result": None, "error": None, "sandbox": None, "seconds": None},
     ]
     for wrong in ("text", ["text"], [{"seconds": "soon"}]):
         with pytest.raises(MalformedResultError, match="tool"):

@@ -5,7 +5,6 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from telescope.sandbox import get_provider
 from telescope.sandbox.contract import Trial
 
 MODULES = {"prime": "prime_sandboxes", "modal": "modal", "daytona": "daytona", "e2b": "e2b"}
-KEYS = ("PRIME_API_KEY", "MODAL_TOKEN_ID", "DAYTONA_API_KEY", "E2B_API_KEY")
+KEYS = {"prime": "PRIME_API_KEY", "modal": "MODAL_TOKEN_ID", "daytona": "DAYTONA_API_KEY", "e2b": "E2B_API_KEY"}
 ROOT = Path(__file__).parents[3]
 
 
@@ -24,7 +23,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """Puts the fakes in the place of all SDKs, and keys in the environment."""
     for module in MODULES.values():
         monkeypatch.setitem(sys.modules, module, importlib.import_module(f"tests.fakes.sandbox_sdks.{module}"))
-    for key in KEYS:
+    for key in KEYS.values():
         monkeypatch.setenv(key, "key")
     monkeypatch.delenv("DEFAULT_DOCKER_IMAGE", raising=False)
     MACHINE.__init__()  # type: ignore[misc]
@@ -56,7 +55,7 @@ async def trial(name: str, machine: Machine, docker: Path) -> AsyncIterator[Tria
     """Returns a trial of the provider `name`."""
     trial = Trial(get_provider(name))
     if name == "docker":
-        trial.tolerance = replace(trial.tolerance, num_creates=4)  # each call of the fake starts Python
+        trial.num_creates = 4  # each call of the fake starts Python
     yield trial
     await trial.close()
     assert not machine.boxes

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.fakes.sandbox_sdks.machine import Machine
-from tests.unit.sandbox.conftest import MODULES, docker_calls
+from tests.unit.sandbox.conftest import KEYS, MODULES, docker_calls
 from tests.unit.sandbox.signatures import RECORDED, parameters
 
 from telescope.sandbox import (
@@ -111,10 +111,9 @@ def test_missing_sdk_or_key_says_what_to_do(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, module: str
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    for key in ("PRIME_API_KEY", "MODAL_TOKEN_ID", "DAYTONA_API_KEY", "E2B_API_KEY"):
+    for key in KEYS.values():
         monkeypatch.delenv(key)
-    variable = "MODAL_TOKEN_ID" if name == "modal" else f"{name.upper()}_API_KEY"
-    with pytest.raises(SandboxSetupError, match=variable):
+    with pytest.raises(SandboxSetupError, match=KEYS[name]):
         get_provider(name)
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(SandboxSetupError, match="pip install"):

@@ -52,7 +52,7 @@ export function GaugeChart({ spec, series, each, role, origin, extent, zoom, pic
       width: series.length > COLORS ? 1 : 1.5,
       silent: series.length > COLORS,
       bands: series.length === 1 ? [{ low: one.series.min, high: one.series.max, opacity: 0.14 }] : undefined,
-      direct: series.length > 1 ? one.label : undefined,
+      direct: series.length > 1 || spec.each ? one.label : undefined,
     }));
   }, [series, each, several, role, extent.from, extent.to]);
   const x = useMemo(() => [...new Set(lines.flatMap((line) => line.x ?? []))].sort((a, b) => a - b), [lines]);

@@ -18,7 +18,8 @@ import { type GaugeSeries } from "../gauges";
 import { Cluster } from "./Cluster";
 import { GaugeChart } from "./GaugeChart";
 import { Hardware } from "./Hardware";
-import { type ChartSpec, machines, otherChart, roleOf, SECTIONS, seriesOf } from "./infra";
+import { Sandboxes } from "./Sandboxes";
+import { type ChartSpec, machines, otherChart, roleOf, SANDBOXES, SECTIONS, seriesOf } from "./infra";
 import "../panes.css";
 import "./infra.css";
 
@@ -128,9 +129,10 @@ export function Infra() {
             </h2>
             <div className="ig">
               {section.charts.map(({ spec, series }) => (
-                <GaugeChart key={spec.title} spec={spec} series={series} each={lines === "each"} role={role} origin={origin} extent={extent} zoom={zoom} pick={pick} />
+                <GaugeChart key={spec.title} spec={spec} series={series} each={lines === "each" || spec.each === true} role={role} origin={origin} extent={extent} zoom={zoom} pick={pick} />
               ))}
             </div>
+            {section.title === SANDBOXES && <Sandboxes run={run} span={span} version={version} />}
           </section>
         ))}
         {gauges.data && others.size > 0 && <Others specs={others} />}

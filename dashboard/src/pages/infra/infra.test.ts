@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 import type { GaugeSeries } from "../gauges";
-import { aggregates, byRole, machines, membersOf, otherChart, roleColor, roleOf, roleOfDevice, SECTIONS, seriesOf } from "./infra";
+import { aggregates, byRole, machines, membersOf, otherChart, roleColor, roleOf, roleOfDevice, SANDBOXES, SECTIONS, seriesOf } from "./infra";
 
 const one = (name: string, values: (number | null)[], more: Partial<GaugeSeries> = {}): GaugeSeries => ({
   name, component: "gpu", node: "a", gpu: null, rank: null, server: null, labels: {}, time: values.map((_, i) => i), min: values, mean: values, max: values, ...more,
@@ -79,4 +79,18 @@ test("a device has the role of what runs on it, and a role one color", () => {
   const device = (role: string) => ({ name: "GPU 0", role, load: 0.5, mean: 0.5, used: null, total: null });
   expect(["server 1", "inference", "trainer rank 3", "not used"].map((role) => roleOfDevice(device(role)))).toEqual(["engines", "engines", "trainer", "not used"]);
   expect(roleColor("trainer")).not.toBe(roleColor("engines"));
+});
+
+test("numbers of sandboxes have a line for each provider and kind of failure, and rates a minute", () => {
+  const of = (name: string, labels: Record<string, string>, values: number[]) => one(name, values, { component: "sandbox", node: null, labels });
+  const all = [
+    of("sandboxes_alive", { provider: "local" }, [1, 2]), of("sandboxes_alive", { provider: "modal" }, [3, 4]),
+    of("sandbox_creates_total", { provider: "local" }, [1, 3]),
+    of("sandbox_failures_total", { provider: "modal", operation: "create", error: "SandboxBusyError" }, [0, 1]),
+  ];
+  const drawn = SECTIONS.find((section) => section.title === SANDBOXES)!.charts.map((spec) => [spec.title, spec.each, seriesOf(spec, all).map((line) => [line.label, line.series.mean.at(-1)])]);
+  expect(drawn).toEqual([
+    ["Alive", true, [["local", 2], ["modal", 4]]], ["Created", true, [["local", 120]]], ["Commands", true, []],
+    ["Failures", true, [["Busy create modal", 1]]],
+  ]);
 });

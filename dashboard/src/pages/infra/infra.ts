@@ -13,6 +13,8 @@ export interface ChartSpec {
   scale?: number;
   low?: number;
   high?: number;
+  /** A line for each series in any case: kinds of failures have no mean. */
+  each?: boolean;
 }
 
 export interface Section {
@@ -26,6 +28,7 @@ const named = (series: GaugeSeries[], name: string) => series.filter((one) => on
 const sameOwner = (a: GaugeSeries, b: GaugeSeries) => a.node === b.node && a.gpu === b.gpu && a.rank === b.rank && a.server === b.server;
 
 const rates = (series: GaugeSeries[]) => series.map(rate);
+export const SANDBOXES = "Sandboxes";
 
 /** The mean of a histogram between two readings: growth of its sum over growth of its count. */
 const meanSeconds = (metric: string): Pick<ChartSpec, "names" | "of"> => ({
@@ -75,6 +78,15 @@ export const SECTIONS: Section[] = [
       { title: "Groups", unit: "open, ready", names: ["groups_open", "groups_ready"], low: 0 },
       { title: "Finished answers", unit: "tokens/s", names: ["tokens_per_second"], low: 0 },
       { title: "Event loop lag", unit: "s", names: ["event_loop_lag_seconds"], low: 0 },
+    ],
+  },
+  {
+    title: SANDBOXES,
+    charts: [
+      { title: "Alive", unit: "", names: ["sandboxes_alive"], low: 0, each: true },
+      { title: "Created", unit: "a minute", names: ["sandbox_creates_total"], of: rates, scale: 60, low: 0, each: true },
+      { title: "Commands", unit: "a minute", names: ["sandbox_execs_total"], of: rates, scale: 60, low: 0, each: true },
+      { title: "Failures", unit: "in total", names: ["sandbox_failures_total"], low: 0, each: true },
     ],
   },
   {

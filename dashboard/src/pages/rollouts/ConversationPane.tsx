@@ -171,6 +171,7 @@ function Line({ message, turn, tokens = turn?.num_tokens ?? undefined, reply, fo
         {turn && versions(turn) && <small>{versions(turn)}</small>}
         {seconds !== null && <small>{duration(seconds)}</small>}
         {call?.seconds != null && <small>ran {duration(call.seconds)}</small>}
+        {call?.sandbox && <small className="m" title="The sandbox that it used">sandbox <Plain text={call.sandbox} /></small>}
         {call?.error != null && <small className="w">failed</small>}
         {reply?.num_tokens != null && <small>result {count(reply.num_tokens)} tokens</small>}
         {[turn?.divergence, reply?.divergence].map((divergence) => divergence && <small key={divergence} className="w" title="This join of two turns differs from the chat template">{divergence.replaceAll("_", " ")}</small>)}

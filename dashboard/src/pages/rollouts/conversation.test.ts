@@ -6,7 +6,7 @@ const PROMPT = [
   { role: "user", content: "5 7 9 -> 7" },
 ];
 const sample = (more: Partial<Parameters<typeof conversation>[0]>) => ({ messages: [], turns: [], tool_calls: [], info: [], ...more });
-const call = (turn: number, number: number, result: string | null, reply: number | null, error: string | null = null) => ({ attempt: 1, sample_id: "1-0", turn, call: number, name: "add", arguments: '{"a": 1}', result, error, seconds: 0.5, reply });
+const call = (turn: number, number: number, result: string | null, reply: number | null, error: string | null = null) => ({ attempt: 1, sample_id: "1-0", turn, call: number, name: "add", arguments: '{"a": 1}', result, error, seconds: 0.5, reply, sandbox: null });
 const note = (turn: number, key: string) => ({ attempt: 1, sample_id: "1-0", number: turn, turn, key, value: "x", type: null });
 const CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>';
 

@@ -3,7 +3,7 @@ import { duration } from "../../format";
 import { useTheme } from "../../state/theme";
 import { visible } from "../../text/hostile";
 import { draw } from "./draw";
-import { ALERT_Y, AXIS, LABEL_WIDTH, RIGHT, rowAt } from "./layout";
+import { ALERT_Y, AXIS, LABEL_WIDTH, RIGHT, rowAt, stripeTop, THIN } from "./layout";
 import type { Scene } from "./scene";
 import { spanAt } from "./search";
 import { KINDS, kindOf, OUTCOMES } from "./spans";
@@ -100,7 +100,8 @@ export function Canvas({ scene, setView, onSelect, onFit, onSize }: CanvasProps)
     const row = rowAt(layout, inside);
     if (!row) return null;
     const tolerance = (HIT_PX * (view.to - view.from)) / plot;
-    for (const track of [row.lane.main, row.lane.back]) {
+    const stripe = row.lane.area === "engine" && row.height >= THIN && inside >= stripeTop(row) ? [row.lane.stripe] : [];
+    for (const track of [...stripe, row.lane.main, row.lane.back]) {
       const index = spanAt(track, timeAt(x), track === row.lane.main ? tolerance : 0);
       if (index >= 0 && !scene.hidden.has(OUTCOMES[track.outcome[index]!]!)) return hitOf(track.row[index]!);
     }
@@ -116,7 +117,7 @@ export function Canvas({ scene, setView, onSelect, onFit, onSize }: CanvasProps)
     const seconds = `${(end[row]! - start[row]!).toPrecision(3)} s`;
     const outcome = status?.[row];
     if (many > 1) return [`${many} spans of ${kind}`, seconds, outcome].filter(Boolean).join(", ");
-    if (sample_id[row]) return [sample_id[row], outcome, kind === "request" ? "outside the engine" : kind === "environment" ? name[row]! : kind, seconds].filter(Boolean).join(", ");
+    if (sample_id[row]) return [sample_id[row], outcome, kind === "request" ? "outside the engine" : kind === "environment" ? name[row]! : kind === "sandbox" ? `sandbox ${name[row]!}` : kind, seconds].filter(Boolean).join(", ");
     return [
       KINDS.includes(kind) && kind !== "other" && kind !== "forward" ? kind : name[row]!.replaceAll("_", " "),
       micro_batch[row] !== null ? `micro-batch ${micro_batch[row]! + 1}` : "",

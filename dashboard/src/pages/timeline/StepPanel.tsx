@@ -1,8 +1,11 @@
+import { group } from "d3-array";
 import { useMemo } from "react";
 import { runPath } from "../../api";
 import { duration, NONE, number, signed } from "../../format";
 import { useResource } from "../../state/resource";
 import { place } from "../../state/url";
+import { visible } from "../../text/hostile";
+import { shortError } from "../gauges";
 import { firstTokenRows, Rows, versionRange } from "../rollouts/Numbers";
 import { answerAddress } from "../rollouts/select";
 import { median } from "../rollouts/squares";
@@ -79,6 +82,18 @@ function secondsOf(sample: string, detail: Detail | undefined, columns: SpanColu
   return found;
 }
 
+/** Returns the calls of each sandbox by their operation: how many, their seconds, and how they failed. */
+export function sandboxRows(spans: Detail["sandbox_spans"]): [string, [string, string][]][] {
+  return [...group(spans, (span) => span.sandbox ?? "not created")].map(([sandbox, own]) => [
+    sandbox,
+    [...group(own, (span) => span.name)].map(([name, calls]): [string, string] => {
+      const errors = [...new Set(calls.flatMap((call) => (call.error ? [shortError(call.error)] : [])))];
+      const seconds = `${number(calls.reduce((sum, call) => sum + call.end - call.start, 0), 3)} s`;
+      return [calls.length > 1 ? `${name}, ${calls.length} calls` : name, [seconds, ...errors].join(", ")];
+    }),
+  ]);
+}
+
 /** Returns the seconds of decode of each request of a group in view. */
 function decodeSeconds(group: string, columns: SpanColumns | null): Map<string, number> {
   const found = new Map<string, number>();
@@ -102,8 +117,8 @@ export function RequestPanel({ run, sample, attempt, columns, running }: Request
   const { data: detail, error } = useResource<Detail>(running === null ? runPath(run, "samples", attempt, sample) : null);
   const traced = useMemo(() => secondsOf(sample, detail, columns), [sample, detail, columns]);
   const time = (name: string) => (traced.has(name) ? `${number(traced.get(name), 3)} s` : NONE);
-  const group = groupOf(sample);
-  const mates = useMemo(() => decodeSeconds(group, columns), [group, columns]);
+  const prompt = groupOf(sample);
+  const mates = useMemo(() => decodeSeconds(prompt, columns), [prompt, columns]);
   const decode = traced.get("decode") ?? 0;
   const whole = Math.max(...mates.values(), 1e-9);
   const middle = median([...mates.values()]);
@@ -128,9 +143,15 @@ export function RequestPanel({ run, sample, attempt, columns, running }: Request
         {running !== null ? <p className="d">It has been running for {duration(running)}.</p> : error && !detail ? <p className="d">{error.message}</p> : <Rows rows={rows} />}
         {detail && <p className="go"><a className="link" href={answerAddress(place(), detail)}>Read the answer</a></p>}
       </section>
+      {detail && sandboxRows(detail.sandbox_spans).map(([sandbox, of]) => (
+        <section className="sec" key={sandbox}>
+          <h2>Sandbox <span className="m">{visible(sandbox)}</span></h2>
+          <Rows rows={of} />
+        </section>
+      ))}
       {mates.size > 1 && (
         <section className="sec">
-          <h2>Group {group} <span>decode seconds</span></h2>
+          <h2>Group {prompt} <span>decode seconds</span></h2>
           <svg width="100%" height="44" viewBox="0 0 284 44" aria-hidden="true">
             <line className="ax" x1="4" x2="274" y1="22.5" y2="22.5" />
             {[0, 0.5, 1].map((share) => (

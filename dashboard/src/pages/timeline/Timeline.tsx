@@ -41,7 +41,7 @@ const NAMES_MS = 10_000;
 const SEVERAL = 4;
 /** Interval between reads of merged spans in a live run. Each read scans all spans on the server. */
 const MERGED_MS = 10_000;
-const KEY: Kind[] = ["queue", "prefill", "decode", "environment", "reward", "request", "forward", "backward", "reduction", "optimizer", "weight sync", "checkpoint", "eval"];
+const KEY: Kind[] = ["queue", "prefill", "decode", "environment", "sandbox", "reward", "request", "forward", "backward", "reduction", "optimizer", "weight sync", "checkpoint", "eval"];
 const NAMES: Partial<Record<Kind, string>> = { environment: "tool", reduction: "reduce", request: "outside the engine" };
 
 const EMPTY: SpanColumns = { component: [], name: [], rank: [], server: [], lane: [], step: [], micro_batch: [], sample_id: [], start: [], end: [] };
@@ -232,7 +232,7 @@ export function Timeline() {
         <Minimap from={bounds.from} to={bounds.to} view={view} used={used.data?.[0] ?? null} waits={waits} setView={setView} label={duration(bounds.to - bounds.from)} />
         <Canvas scene={scene} setView={(next) => (following && setParams({ follow: null }, true), setView(next))} onSelect={select} onFit={fitRow} onSize={(width, height) => setSize({ width, height })} />
         {loaded && !traced && <p className="none d">No span lies in this time.</p>}
-        <p className="keyl" aria-label="Colors">{KEY.map((kind) => <span key={kind}><i style={{ background: `var(--${COLOR[kind]})` }} />{NAMES[kind] ?? kind}</span>)}</p>
+        <p className="keyl" aria-label="Colors">{KEY.filter((kind) => kind !== "sandbox" || lanes.columns.component.includes(kind)).map((kind) => <span key={kind}><i style={{ background: `var(--${COLOR[kind]})` }} />{NAMES[kind] ?? kind}</span>)}</p>
       </section>
       <aside className="p3" aria-label="Step and request">
         {critical.read && critical.read.paths.length > 0 && <StepPanel read={critical.read} around={around} chosen={Number.isInteger(named) ? named : null} onFit={fit} />}

@@ -4,7 +4,7 @@ import { bisectLeft } from "d3-array";
 import { duration } from "../../format";
 import { color, FONT } from "../../state/theme";
 import type { Brush } from "./brush";
-import { ALERT_Y, AXIS, LABEL_WIDTH, type Layout, type Row, slotsOf } from "./layout";
+import { ALERT_Y, AXIS, LABEL_WIDTH, type Layout, type Row, slotsOf, stripeTop, THIN } from "./layout";
 import type { Scene } from "./scene";
 import { COLOR, KINDS } from "./spans";
 
@@ -80,6 +80,7 @@ export function drawEngines(brush: Brush, scene: Scene, height: number, scroll: 
     for (const row of rows) {
       drawRunning(brush, scene, row);
       hatched(boxes(row.lane.main, row.y, row.height), row.y, row.height);
+      if (row.height >= THIN) boxes(row.lane.stripe, stripeTop(row), row.y + row.height - stripeTop(row));
     }
     for (const outage of scene.outages) {
       if (outage.server !== engine.server || outage.to < scene.view.from || outage.from > scene.view.to) continue;

@@ -16,6 +16,10 @@ const MAX_SLOT = 12;
 const MIN_GAUGE = 40;
 const MAX_GAUGE = 56;
 const PAD = 6;
+/** A lower slot has no room for the stripe of its sandboxes. */
+export const THIN = 3;
+/** Where the stripe of a slot begins. */
+export const stripeTop = ({ y, height }: Row): number => y + Math.round((2 * height) / 3);
 /** The label of an engine has three lines: its slots may have this height. */
 const LABEL = 48;
 

@@ -6,14 +6,14 @@ import type { InFlight, Spans } from "../../types";
 export type SpanColumns = Omit<Spans, "attempt" | "count" | "merged" | "part_seconds" | "slots" | "status"> & Partial<Spans>;
 
 export const KINDS = [
-  "queue", "prefill", "decode", "environment", "reward", "request",
+  "queue", "prefill", "decode", "environment", "sandbox", "reward", "request",
   "forward", "backward", "reduction", "optimizer", "weight sync", "checkpoint", "wait", "other", "eval",
 ] as const;
 export type Kind = (typeof KINDS)[number];
 
 /** The color token of each kind. */
 export const COLOR: Record<Kind, string> = {
-  queue: "q", prefill: "pf", decode: "dc", environment: "env", reward: "rw", request: "line2",
+  queue: "q", prefill: "pf", decode: "dc", environment: "env", sandbox: "c6", reward: "rw", request: "line2",
   forward: "fw", backward: "bw", reduction: "red", optimizer: "opt", "weight sync": "sync",
   checkpoint: "ink3", wait: "wait", other: "line2", eval: "c3",
 };
@@ -26,6 +26,7 @@ const BY_NAME: Record<string, Kind> = {
 };
 
 export function kindOf(component: string, name: string): Kind {
+  if (component === "sandbox") return "sandbox";
   if (name.startsWith("weight_broadcast")) return "weight sync";
   return BY_NAME[name] ?? (component === "environment" ? "environment" : component === "rollout" ? "environment" : "other");
 }
@@ -160,6 +161,9 @@ function placeOf(component: string, name: string): Place | null {
 export function buildLanes(columns: SpanColumns): Lanes {
   const lanes = new Map<string, { area: Area; owner: number; slot: number; tracks: Record<Place, Builder> }>();
   const weights = new Map<number, { syncs: Builder; transfers: Builder }>();
+  const sandboxes = columns.component.flatMap((component, row) => (component === "sandbox" ? [row] : []));
+  const sandboxed = new Set(sandboxes.map((row) => columns.sample_id[row]));
+  const slotsOfSample = new Map<string, { start: number; lane: string }[]>();
   let first = Infinity;
   let last = -Infinity;
   for (let row = 0; row < columns.start.length; row++) {
@@ -173,6 +177,7 @@ export function buildLanes(columns: SpanColumns): Lanes {
       weights.get(server)![name === "weight_sync" ? "syncs" : "transfers"].rows.push(row);
       continue;
     }
+    if (component === "sandbox") continue;
     const place = placeOf(component, name);
     if (!place) continue;
     const area: Area = component === "trainer" ? "trainer" : columns.server[row] === null && component === "orchestrator" ? "orchestrator" : "engine";
@@ -185,6 +190,14 @@ export function buildLanes(columns: SpanColumns): Lanes {
       lanes.set(key, lane);
     }
     lane.tracks[place].rows.push(row);
+    const sample = columns.sample_id[row];
+    if (sample && sandboxed.has(sample)) slotsOfSample.set(sample, [...(slotsOfSample.get(sample) ?? []), { start: columns.start[row]!, lane: key }]);
+  }
+  for (const row of sandboxes) {
+    // A call of a sandbox lies in the slot that its sample had last.
+    const own = slotsOfSample.get(columns.sample_id[row] ?? "") ?? [];
+    const slot = own.findLast((one) => one.start <= columns.start[row]!) ?? own[0];
+    if (slot) lanes.get(slot.lane)!.tracks.stripe.rows.push(row);
   }
   const built = [...lanes].map(([key, lane]): Lane => ({
     key, area: lane.area, owner: lane.owner, slot: lane.slot,

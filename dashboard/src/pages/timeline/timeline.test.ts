@@ -5,6 +5,7 @@ import { advice, criticalPath, type CriticalPath, meanPath, partition, tableRows
 import { boxesWithin, pixelBoxes } from "./pixels";
 import { nextRequest, spanAt } from "./search";
 import { KINDS, buildLanes, kindOf, OUTCOMES, type SpanColumns, type Track, withRunning } from "./spans";
+import { sandboxRows } from "./StepPanel";
 import { traceEvents } from "./trace";
 import { NARROWEST, bound, follow, timeLabel, timeTicks, zoom } from "./viewport";
 
@@ -241,4 +242,28 @@ test("the trace has processes, threads and microseconds", () => {
   expect(events.filter((event) => event.ph === "X")).toHaveLength(REQUEST.length);
   expect(events.find((event) => event.name === "backward")).toMatchObject({ ts: 7e6, dur: 1.5e6, cat: "trainer" });
   expect(events.filter((event) => event.name === "process_name").map((event) => event.args.name)).toEqual(["engine 0", "trainer"]);
+});
+
+test("calls of a sandbox are a stripe in the slot of its sample, whatever they are named, and others are in none", () => {
+  const rows: Row[] = [
+    ...REQUEST,
+    ["rollout", "generate", { server: 0, lane: 1, sample_id: "7-1", start: 7, end: 8 }],
+    ["sandbox", "queue", { sample_id: "7-1", start: 5.1, end: 5.2 }],
+    ["sandbox", "exec", { sample_id: "7-1", start: 5.2, end: 5.8 }],
+    ["sandbox", "exec", { sample_id: "7-1", start: 8.1, end: 8.2 }],
+    ["sandbox", "create", { start: 0, end: 1 }],
+  ];
+  const { engines, orchestrator } = buildLanes(columns(rows));
+  const stripes = engines.map((engine) => engine.lanes.map((lane) => [lane.slot, [...lane.stripe.start], [...lane.stripe.kind].map((kind) => KINDS[kind])]));
+  expect(stripes).toEqual([[[1, [8.1], ["sandbox"]], [3, [5.1, 5.2], ["sandbox", "sandbox"]]]]);
+  expect(orchestrator).toEqual([]);
+  expect(traceEvents(columns(rows.slice(-2)), 0, 10).filter((event) => event.ph === "M").map((event) => event.args.name)).toEqual(["sandboxes", "7-1", "pool"]);
+});
+
+test("the panel has the calls of each sandbox, and how they failed", () => {
+  const span = (name: string, sandbox: string | null, seconds: number, error: string | null = null) => ({ name, sandbox, start: 0, end: seconds, error });
+  expect(sandboxRows([span("create", null, 1, "SandboxBusyError"), span("queue", "a", 0.5), span("exec", "a", 0.25), span("exec", "a", 2, "SandboxCommandTimeoutError")])).toEqual([
+    ["not created", [["create", "1.000 s, Busy"]]],
+    ["a", [["queue", "0.500 s"], ["exec, 2 calls", "2.250 s, CommandTimeout"]]],
+  ]);
 });

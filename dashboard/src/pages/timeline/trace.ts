@@ -43,7 +43,9 @@ export function traceEvents(columns: SpanColumns, from: number, to: number): Tra
         ? ["trainer", `rank ${columns.rank[row] ?? 0}${columns.name[row] === "gradient_reduction" ? ", collectives" : ""}`]
         : server !== null && server !== undefined
           ? [`engine ${server}`, component === "weights" ? "weights" : `slot ${columns.lane[row] ?? 0}`]
-          : ["orchestrator", columns.name[row]!];
+          : component === "sandbox"
+            ? ["sandboxes", columns.sample_id[row] ?? "pool"]
+            : ["orchestrator", columns.name[row]!];
     const [pid, tid] = idOf(process!, thread!);
     const args = Object.fromEntries(
       Object.entries({ sample: columns.sample_id[row], step: columns.step[row], micro_batch: columns.micro_batch[row], merged: columns.count?.[row] })

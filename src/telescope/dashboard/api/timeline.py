@@ -47,6 +47,11 @@ def gauges(
     return Reply(request, timeline.gauges(store, names.split(","), start, end, points))
 
 
+@router.get("/sandboxes", response_model=list[row_models.SandboxTimes], summary="Times of sandbox operations")
+def sandboxes(request: Request, store: Store, start: float | None = None, end: float | None = None) -> Reply:
+    return Reply(request, timeline.sandboxes(store, start, end))
+
+
 @router.get("/gauges/names", response_model=list[row_models.GaugeName], summary="Gauges of a run")
 def gauge_names(request: Request, store: Store) -> Reply:
     return Reply(request, timeline.gauge_names(store))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import random
 import secrets
 import time
@@ -40,24 +41,24 @@ START_SECONDS = 30.0
 """Added to the time of the tests for the start of the runner."""
 COMMAND_NOT_FOUND, STOPPED = 127, 124
 RUNNER = Path(runner.__file__).read_bytes()
-_UNSET: Any = object()
 
 
 class I3CodeEnvironment(SandboxEnvironment, SingleTurnEnvironment):
     """Programming problems with hidden tests. The reward is 1 for a program that passes all of them, else 0.
 
-    `dataset` is `hub` or `own`. Kept are rows whose column `difficulty_key` is from `min_difficulty` to
-    `max_difficulty`, and at most `max_num_tests` tests of each, chosen with `random_seed`; `shuffle` orders the rows by
-    `seed`. A test is killed after `timeout_per_test` seconds. The arguments of `SandboxEnvironment` choose the sandbox.
+    `dataset` is `hub` or `own`. Rows are kept if their column `difficulty_key` is from `min_difficulty` to
+    `max_difficulty`, with at most `max_num_tests` tests each, chosen with `random_seed`; `shuffle` orders them
+    by `seed`. A test is killed after `timeout_per_test` seconds. The arguments of `SandboxEnvironment` set the sandbox.
     """
 
     reward_min, reward_max = 0.0, 1.0
     metrics_ranges = shares("passed", "pass_rate", "sandbox_error")
     hub_dataset: ClassVar[str] = "PrimeIntellect/INTELLECT-3-RL"
 
-    def __init__(self, instruction_prompt: str | None = _UNSET, timeout_per_test: float = 10.0, **kwargs: Any) -> None:
-        prompt = INSTRUCTION_PROMPT if instruction_prompt is _UNSET else instruction_prompt
-        super().__init__(instruction_prompt=prompt, **kwargs)
+    def __init__(
+        self, instruction_prompt: str | None = INSTRUCTION_PROMPT, timeout_per_test: float = 10.0, **kwargs: Any
+    ) -> None:
+        super().__init__(instruction_prompt=instruction_prompt, **kwargs)
         if not timeout_per_test > 0:
             raise UserError(f"{self.name}: timeout_per_test is {timeout_per_test}; use more than 0.")
         self.timeout_per_test = timeout_per_test
@@ -79,7 +80,8 @@ class I3CodeEnvironment(SandboxEnvironment, SingleTurnEnvironment):
         **_: Any,
     ) -> list[Sample]:
         """Returns the problems as samples. Raises `UserError` if there is none."""
-        if difficulty_key is None and (min_difficulty, max_difficulty) != (None, None):
+        is_bounded = (min_difficulty, max_difficulty) != (None, None)
+        if is_bounded and difficulty_key is None:
             raise UserError(f"{self.name}: min_difficulty and max_difficulty need difficulty_key, a column.")
         if max_num_tests < 1:
             raise UserError(f"{self.name}: max_num_tests is {max_num_tests}; use 1 or more.")
@@ -88,20 +90,20 @@ class I3CodeEnvironment(SandboxEnvironment, SingleTurnEnvironment):
             columns = [("question",), ("info",), *([(difficulty_key,)] if difficulty_key else [])]
             name = dataset_name or self.hub_dataset
             rows = hub_rows(self.name, name, [dataset_subset], dataset_split, columns, only=True)
-        low, high = min_difficulty, max_difficulty
+        low = -math.inf if min_difficulty is None else min_difficulty
+        high = math.inf if max_difficulty is None else max_difficulty
         samples = []
         for number, row in enumerate(rows):
             difficulty = row.get(difficulty_key) if difficulty_key else None
-            if (low is not None or high is not None) and (
-                difficulty is None or (low is not None and difficulty < low) or (high is not None and difficulty > high)
-            ):
+            if is_bounded and (difficulty is None or not low <= difficulty <= high):
                 continue
             tests = read_tests(row["info"], max_num_tests, random.Random(f"{random_seed} {number}"))
             if tests["inputs"]:
                 known = {} if difficulty is None else {"difficulty": difficulty}
                 samples.append(Sample(row["question"], metadata={"tests": tests, **known}))
         if not samples:
-            raise UserError(f"{self.name}: no problem with tests has {difficulty_key} from {low} to {high}.")
+            where = f" has {difficulty_key} from {low:g} to {high:g}" if is_bounded else ""
+            raise UserError(f"{self.name}: no problem with tests{where or ' is in the dataset'}.")
         if shuffle:
             random.Random(f"i3_code {seed}").shuffle(samples)
         return samples if num_samples < 0 else samples[:num_samples]
@@ -147,7 +149,6 @@ class I3CodeEnvironment(SandboxEnvironment, SingleTurnEnvironment):
     ) -> list[dict[str, Any]]:
         """Returns the runner's results, empty if the program ended the runner itself. Raises `SandboxError`."""
         for attempt in range(NUM_ATTEMPTS):
-            is_last = attempt == NUM_ATTEMPTS - 1
             metrics["retry_count"] = float(attempt)
             started_at = time.monotonic()
             handle = await self.sandboxes.acquire()
@@ -169,7 +170,7 @@ class I3CodeEnvironment(SandboxEnvironment, SingleTurnEnvironment):
                     break
             except SandboxError:
                 metrics["sandbox_error"] = 1.0
-                if is_last:
+                if attempt == NUM_ATTEMPTS - 1:
                     raise
             finally:
                 await (self.sandboxes.release if is_clean else self.sandboxes.remove)(handle)
@@ -177,7 +178,7 @@ class I3CodeEnvironment(SandboxEnvironment, SingleTurnEnvironment):
         return []
 
     async def _execute(self, handle: SandboxHandle, nonce: str, program: str, tests: dict[str, Any]) -> ExecResult:
-        folder, provider = f"/tmp/{nonce}", self.sandboxes.provider
+        folder, provider = f"/tmp/{secrets.token_hex(8)}", self.sandboxes.provider
         job = {
             "nonce": nonce,
             "program": program,

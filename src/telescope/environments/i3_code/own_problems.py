@@ -20,7 +20,7 @@ NUM_TESTS = 8
 
 
 class _Inputs:
-    """The functions that templates make inputs with. Those of a later test n are larger."""
+    """Functions by which templates make inputs, which grow with the number n of the test."""
 
     def __init__(self, seed: str, parameter: Any) -> None:
         self.rng, self.parameter = random.Random(seed), parameter

@@ -30,7 +30,7 @@ REWARD_FILE = "/logs/verifier/reward.txt"
 
 
 class TerminalTasksEnvironment(SandboxTools, ToolEnvironment):
-    """Tasks that are solved by commands. The reward is what the task's tests say, usually 0 or 1.
+    """Tasks that are solved by commands. The task's tests give the reward, usually 0 or 1.
 
     `tasks` is a folder of tasks (null: our own), `difficulty` selects among them. The model has the tool `shell` for
     `max_turns` answers. The arguments of `SandboxEnvironment` choose the sandbox.
