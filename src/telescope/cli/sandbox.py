@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shlex
 import sys
+import uuid
 from typing import Any
 
 from telescope.cli.query import choose_runs
 from telescope.cli.runs import add_root
 from telescope.errors import UserError
-from telescope.sandbox import SandboxCommandTimeoutError, SandboxConfig, get_provider
+from telescope.sandbox import SandboxCommandTimeoutError, SandboxConfig, SandboxError, get_provider
 from telescope.sandbox.ledger import reap
 from telescope.sandbox.registry import PROVIDERS
 from telescope.utils.text import plain
@@ -83,26 +85,39 @@ async def _shell(arguments: argparse.Namespace) -> int:
     code = 0
     try:
         print(f"sandbox {handle.id}; Ctrl-D ends it", file=sys.stderr)
-        while line := await asyncio.to_thread(_read_line, f"{folder or '~'} $ "):
+        mark = uuid.uuid4().hex
+        while line := await _read_line(f"{folder or '~'} $ "):
             # The shell of each command is a new one, so that its folder is carried over.
-            command = f"{line}\nstatus=$?; pwd >&2; exit $status"
+            enter = f"cd -- {shlex.quote(folder)} || cd\n" if folder else ""
+            command = f"{enter}{line}\nstatus=$?; printf '{mark}%s' \"$PWD\" >&2; exit $status"
             try:
-                result = await provider.execute(handle, command, COMMAND_SECONDS, folder)
-            except SandboxCommandTimeoutError as error:
+                result = await provider.execute(handle, command, COMMAND_SECONDS)
+            except (SandboxCommandTimeoutError, UserError) as error:
                 print(error, file=sys.stderr)
                 continue
-            *errors, folder = result.stderr.splitlines() or ["/"]
+            errors, found, place = result.stderr.rpartition(mark)
+            if found:  # not after `exit` or a syntax error
+                folder = place
             sys.stdout.write(result.stdout)
-            sys.stderr.write("".join(f"{line}\n" for line in errors))
+            sys.stderr.write(errors if found else place)
             code = result.exit_code
+    except SandboxError as error:
+        raise UserError(str(error)) from error
     finally:
         await provider.destroy(handle)
         await provider.close()
     return code
 
 
-def _read_line(prompt: str) -> str:
+async def _read_line(prompt: str) -> str:
     """Returns a typed line with its end; `""` at the end of the input."""
-    if sys.stdin.isatty():
-        print(prompt, end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline()
+    if not sys.stdin.isatty():
+        return await asyncio.to_thread(sys.stdin.readline)
+    print(prompt, end="", file=sys.stderr, flush=True)
+    typed = asyncio.Event()  # because a thread that reads would hold up Ctrl-C
+    asyncio.get_running_loop().add_reader(sys.stdin, typed.set)
+    try:
+        await typed.wait()
+        return sys.stdin.readline()
+    finally:
+        asyncio.get_running_loop().remove_reader(sys.stdin)

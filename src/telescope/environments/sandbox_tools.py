@@ -78,6 +78,7 @@ class SandboxEnvironment(Environment):
         """Destroys all sandboxes."""
         if hasattr(self, "sandboxes"):  # unset if the provider cannot be used
             await self.sandboxes.shutdown()
+            await self.sandboxes.provider.close()
 
 
 class SandboxTools(SandboxEnvironment):
@@ -94,6 +95,8 @@ class SandboxTools(SandboxEnvironment):
         command_timeout_seconds: float = 30.0,
         **kwargs: Any,
     ) -> None:
+        if not command_timeout_seconds > 0:
+            raise UserError(f"command_timeout_seconds={command_timeout_seconds} of the tools must be above 0")
         self.command_timeout_seconds = command_timeout_seconds
         # `shell` applies the limit itself; this one also covers the wait for earlier calls of the same answer.
         self.tool_timeout_seconds = 20 * command_timeout_seconds

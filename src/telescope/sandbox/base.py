@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import math
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable
@@ -51,10 +52,13 @@ class SandboxConfig:
 
     def __post_init__(self) -> None:
         for name in ("cpu", "memory_mb", "disk_size_gb", "timeout_seconds"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"{name}={getattr(self, name)!r} of a sandbox must be above 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"{name}={getattr(self, name)!r} of a sandbox must be above 0, and finite")
         if self.gpu_count < 0:
             raise UserError(f"gpu_count={self.gpu_count!r} of a sandbox must not be negative")
+        for name, value in self.environment_vars.items():
+            if not name or "=" in name or "\0" in f"{name}{value}":
+                raise UserError(f"environment_vars of a sandbox has {name!r}={value!r}, which no variable can be")
 
 
 @dataclass(eq=False)

@@ -10,6 +10,7 @@ import contextlib
 import os
 import subprocess
 import time
+import uuid
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
@@ -33,7 +34,7 @@ def remove_old() -> None:
 
 def are_usable() -> bool:
     """Returns whether cgroups with limits may be made, and processes moved into them."""
-    cgroup = Cgroup(f"local-{os.getpid()}-trial", memory_bytes=2**30, num_processes=10, cpu=1.0)
+    cgroup = Cgroup(f"local-{os.getpid()}-{uuid.uuid4().hex[:8]}", memory_bytes=2**30, num_processes=10, cpu=1.0)
     child = subprocess.Popen(["sleep", "60"])
     try:
         cgroup.add(child.pid)

@@ -58,7 +58,8 @@ class Trial:
 
     async def close(self) -> None:
         """Destroys the sandboxes that still run."""
-        left = [*([self._shared] if self._shared else []), *await self.provider.find(self.run)]
+        left = [handle for run in (self.run, f"{self.run}-label") for handle in await self.provider.find(run)]
+        left += [self._shared] if self._shared else []  # last, because it knows more than its id
         await self.provider.bulk_destroy({handle.id: handle for handle in left}.values())
         await self.provider.close()
 

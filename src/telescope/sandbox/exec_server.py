@@ -19,6 +19,8 @@ FAILED, TIMED_OUT = -1, -2
 SIGKILL = 9  # the module signal costs a start some milliseconds
 LONGEST_ARGUMENT = 100_000  # of a command line; the kernel's limit is 128 KiB
 PIECE = 65536
+MARK = b"TELESCOPE_COMMAND="
+LONGEST_WAIT_MS = 1e6  # poll takes at most 2^31
 
 
 class Stream:
@@ -51,7 +53,7 @@ class Command:
         self, server: "Server", number: int, seconds: float, folder: bytes, command: bytes, variables: list[bytes]
     ) -> None:
         self.number, self.deadline, self.timed_out = number, time.monotonic() + seconds, False
-        self.mark = b"TELESCOPE_COMMAND=%d" % number
+        self.mark = MARK + b"%d" % number
         self.streams = [Stream(server.output_limit), Stream(server.output_limit)]
         script = [b"-c", command]
         if len(command) > LONGEST_ARGUMENT:
@@ -88,21 +90,31 @@ class Command:
         self.process = os.pidfd_open(self.pid)
 
     def kill(self) -> None:
-        """Kills the command and every process that it started, also outside its session."""
+        """Kills the command and every process that it started, also outside its session.
+
+        An orphan without a mark, which it hid, counts as the command's if it began later.
+        """
         for _ in range(50):  # again, because one may fork while the others are killed
             tree = {self.pid}
             members = []
+            with open(f"/proc/{self.pid}/stat", "rb") as file:
+                began = int(file.read().rpartition(b")")[2].split()[19])
             for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
                 try:
                     with open(f"/proc/{pid}/stat", "rb") as file:
-                        state, parent = file.read().rpartition(b")")[2].split()[:2]
-                    if state == b"Z" or pid == os.getpid():
-                        continue
-                    with open(f"/proc/{pid}/environ", "rb") as file:
-                        is_marked = self.mark in file.read().split(b"\0")
+                        fields = file.read().rpartition(b")")[2].split()
                 except OSError:  # it has ended
                     continue
-                if is_marked or pid in tree or int(parent) in tree:
+                if fields[0] == b"Z" or pid in (1, os.getpid()):
+                    continue
+                try:
+                    with open(f"/proc/{pid}/environ", "rb") as file:
+                        variables = file.read().split(b"\0")
+                except OSError:  # it has ended, or may not be looked at
+                    variables = []
+                is_hidden = not any(variable.startswith(MARK) for variable in variables)
+                is_mine = is_hidden and fields[1] == b"1" and int(fields[19]) >= began
+                if is_mine or self.mark in variables or pid in tree or int(fields[1]) in tree:
                     tree.add(pid)
                     members.append(pid)
             for pid in members:
@@ -206,7 +218,7 @@ class Server:
         while True:
             now = time.monotonic()
             waits = [command.deadline - now for command in self.commands.values() if not command.timed_out]
-            for descriptor, _ in self.poll.poll(max(0, min(waits)) * 1000 + 1 if waits else None):
+            for descriptor, _ in self.poll.poll(min(max(0, min(waits)) * 1000 + 1, LONGEST_WAIT_MS) if waits else None):
                 if descriptor == self.descriptor:
                     self.request()
                 elif descriptor in self.commands:

@@ -16,9 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from telescope.errors import UserError
 from telescope.sandbox.base import SandboxHandle, SandboxProvider
-from telescope.sandbox.errors import SandboxError
 from telescope.sandbox.registry import PROVIDERS, get_provider
 
 logger = logging.getLogger(__name__)
@@ -89,13 +87,22 @@ async def reap(directory: Path, providers: Iterable[str] = ()) -> list[str]:
             left.setdefault(row["made_by"], {})[row["id"]] = SandboxHandle(row["id"])
     destroyed = []
     for made_by, handles in left.items():
-        try:
+        with _logged(made_by):
             provider = get_provider(made_by)
-            for handle in (handles | {handle.id: handle for handle in await provider.find(ledger.run)}).values():
-                await provider.destroy(handle)
-                ledger.closed(handle)
-                destroyed.append(f"{provider.name} {handle.id}")
+            with _logged(made_by):
+                handles |= {handle.id: handle for handle in await provider.find(ledger.run)}
+            for handle in handles.values():
+                with _logged(made_by):  # one that fails keeps no other
+                    await provider.destroy(handle)
+                    ledger.closed(handle)
+                    destroyed.append(f"{provider.name} {handle.id}")
             await provider.close()
-        except (SandboxError, UserError) as error:
-            logger.warning("The sandboxes of %s cannot be reaped: %s", made_by, error)
     return destroyed
+
+
+@contextlib.contextmanager
+def _logged(made_by: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        logger.warning("The sandboxes of %s cannot be reaped: %s", made_by, error)

@@ -16,7 +16,6 @@ import math
 import os
 import py_compile
 import shutil
-import signal
 import sys
 import tempfile
 import threading
@@ -37,7 +36,7 @@ from telescope.sandbox.base import (
 )
 from telescope.sandbox.cgroups import Cgroup, are_usable, remove_old
 from telescope.sandbox.errors import SandboxError, SandboxNotRunningError, SandboxSetupError
-from telescope.sandbox.local_sandbox import MARK_VARIABLE, LocalSandbox
+from telescope.sandbox.local_sandbox import LocalSandbox, kill_marked, marked
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +85,8 @@ class LocalSandboxProvider(SandboxProvider):
             os.write(self._code, Path(str(compiled)).read_bytes())
         # A thread of its own: bubblewrap ends with the thread that started it, and calls may come from any event loop.
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="sandboxes", daemon=True).start()
+        self._is_closed = False
+        threading.Thread(target=self._serve, name="sandboxes", daemon=True).start()
 
     async def create(self, config: SandboxConfig) -> SandboxHandle:
         creating = asyncio.ensure_future(self._run(self._create(config)))
@@ -116,18 +116,27 @@ class LocalSandboxProvider(SandboxProvider):
 
     async def destroy(self, handle: SandboxHandle) -> None:
         if (sandbox := self._sandboxes.get(handle.id)) is not None:
-            await self._run(sandbox.destroy())
+            with contextlib.suppress(SandboxNotRunningError):
+                await self._run(sandbox.destroy())
             self._sandboxes.pop(handle.id, None)
         else:  # of another process, which may have ended
-            await asyncio.to_thread(_kill_marked, handle.id.encode())
+            await asyncio.to_thread(kill_marked, handle.id.encode())
 
     async def find(self, run: str) -> list[SandboxHandle]:
-        return [SandboxHandle(name) for name in {name for _, name in await asyncio.to_thread(_marked, run.encode())}]
+        return [SandboxHandle(name) for name in {name for _, name in await asyncio.to_thread(marked, run.encode())}]
 
     async def close(self) -> None:
         """Destroys the remaining sandboxes, and ends the thread of the provider."""
-        await asyncio.gather(*(self._run(sandbox.destroy()) for sandbox in list(self._sandboxes.values())))
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        if not self._is_closed:
+            await asyncio.gather(*(self._run(sandbox.destroy()) for sandbox in list(self._sandboxes.values())))
+            self._sandboxes.clear()
+            self._is_closed = True
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _serve(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+        os.close(self._code)
 
     def _sandbox(self, handle: SandboxHandle) -> LocalSandbox:
         sandbox = self._sandboxes.get(handle.id)
@@ -136,12 +145,15 @@ class LocalSandboxProvider(SandboxProvider):
         return sandbox
 
     async def _run(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        if self._is_closed:
+            coroutine.close()
+            raise SandboxNotRunningError("the provider of local sandboxes was closed")
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     async def _create(self, config: SandboxConfig) -> SandboxHandle:
         name = f"local-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         num_processes = int(config.extra.get("max_processes", MAX_PROCESSES))
-        memory, disk = config.memory_mb * 2**20, int(config.disk_size_gb * 2**30)
+        memory, disk = int(config.memory_mb * 2**20), int(config.disk_size_gb * 2**30)
         cgroup = None
         if self._has_cgroups:
             cgroup = Cgroup(name, memory_bytes=memory + disk, num_processes=num_processes, cpu=config.cpu)
@@ -157,9 +169,7 @@ class LocalSandboxProvider(SandboxProvider):
                 await self._relay(sandbox)
             sandbox.end_after(config.timeout_seconds)
         except BaseException as error:
-            await asyncio.shield(sandbox.destroy())
-            # bubblewrap's child outlives it if bubblewrap was killed before the child had set its parent-death signal
-            await asyncio.to_thread(_kill_marked, name.encode())
+            await sandbox.destroy()
             if isinstance(error, TimeoutError):
                 raise SandboxError(f"the sandbox {name!r} did not start within {START_SECONDS:g} s") from None
             raise
@@ -189,8 +199,14 @@ class LocalSandboxProvider(SandboxProvider):
                 f"image={config.image!r} of a local sandbox must be a folder with a root file system, or empty for "
                 "this machine's. Images of containers need provider: docker or podman"
             )
-        python = Path(sys.base_prefix).resolve()
-        shown = [Path(folder) for folder in config.extra.get("read_only", ())]
+        if config.gpu_count or config.extra.get("network"):
+            raise UserError("a local sandbox has no GPU and no network: name another provider for gpu_count or network")
+        python, endpoint = Path(sys.base_prefix).resolve(), config.extra.get("endpoint")
+        read_only = config.extra.get("read_only", ())
+        shown = [Path(folder) for folder in ([read_only] if isinstance(read_only, str) else read_only)]
+        for path in (*shown, *([Path(endpoint)] if endpoint else [])):
+            if not (path.is_absolute() and path.exists()):
+                raise UserError(f"{str(path)!r}, in extra of a local sandbox, must be an absolute path that exists")
         user = None
         if os.geteuid() == 0 and all(_is_open_to_all(path) for path in (root, python, *shown)):
             user = NOBODY  # root could read every mounted file, and the limit of processes does not apply to it
@@ -220,7 +236,7 @@ class LocalSandboxProvider(SandboxProvider):
             "PATH": f"{python}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             "HOME": WORKSPACE, "USER": "sandbox", "LANG": "C.UTF-8", "TMPDIR": "/tmp", "OMP_NUM_THREADS": threads,
         }  # fmt: skip
-        if endpoint := config.extra.get("endpoint"):
+        if endpoint:
             command += ["--bind", str(endpoint), ENDPOINT]
         for key, value in {**variables, **config.environment_vars}.items():
             command += ["--setenv", key, str(value)]
@@ -243,21 +259,3 @@ class LocalSandboxProvider(SandboxProvider):
 def _is_open_to_all(path: Path) -> bool:
     """Returns whether any user of this machine may enter a folder."""
     return all(folder.stat().st_mode & 0o001 for folder in (path, *path.resolve().parents))
-
-
-def _marked(word: bytes) -> list[tuple[int, str]]:
-    """Returns the process and the id of each sandbox on this machine whose id or label is `word`."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-            for entry in (folder / "environ").read_bytes().split(b"\0"):
-                name, _, value = entry.partition(b"=")
-                if name == MARK_VARIABLE.encode() and word in value.split():
-                    found.append((int(folder.name), value.split()[0].decode()))
-    return found
-
-
-def _kill_marked(name: bytes) -> None:
-    for pid, _ in _marked(name):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)

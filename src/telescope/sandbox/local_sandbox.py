@@ -11,10 +11,13 @@ import contextlib
 import itertools
 import json
 import os
+import re
+import signal
 import socket
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 from telescope.errors import UserError
 from telescope.sandbox import exec_server
@@ -34,7 +37,7 @@ REPLY_SECONDS = 10.0
 """Time beyond the limit of a command in which the sandbox must answer."""
 REPLY = struct.Struct(">IiQIQI")
 """Head of a reply, see `exec_server`."""
-NO_NAMESPACES = """bubblewrap cannot make a sandbox here: {error}
+NO_NAMESPACES = """
 It needs user namespaces. Debian: sysctl kernel.unprivileged_userns_clone=1; Ubuntu 24.04: an AppArmor profile for
 /usr/bin/bwrap, or sysctl kernel.apparmor_restrict_unprivileged_userns=0; in a container: --security-opt
 seccomp=unconfined --security-opt apparmor=unconfined. Or name another provider."""
@@ -52,6 +55,7 @@ class LocalSandbox:
         self._replies: dict[int, asyncio.Future[tuple[int, list[tuple[int, bytes]]]]] = {0: asyncio.Future()}
         self._numbers = itertools.count(1)
         self._reading: asyncio.Task[None] | None = None
+        self._ending: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     async def start(self, command: list[str], code: int, limits: tuple[int, ...], user: int | None, mark: str) -> None:
@@ -68,16 +72,17 @@ class LocalSandbox:
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, pass_fds=passed,
                 env={MARK_VARIABLE: mark}, user=user, group=user, extra_groups=None if user is None else [], cwd="/",
             )  # fmt: skip
-            os.close(told)
+            os.close(passed.pop(2))
             if self._cgroup is not None and (first := await asyncio.to_thread(_first_process, info)):
-                self._cgroup.add(first)
+                with contextlib.suppress(ProcessLookupError):  # bubblewrap failed, and says why
+                    self._cgroup.add(first)
             reader, self._writer = await asyncio.open_connection(sock=ours, limit=2**20)
         except BaseException:
-            ours.close()  # see `destroy`
+            ours.close()
             raise
         finally:
             theirs.close()
-            for descriptor in (go, info, block):
+            for descriptor in (go, info, *passed[1:-1]):
                 os.close(descriptor)
         self._reading = asyncio.ensure_future(self._read(reader))
         await self._replies[0]
@@ -125,22 +130,29 @@ class LocalSandbox:
             os.set_blocking(self._process.stderr.fileno(), False)
             why = (self._process.stderr.read(2000) or b"").decode(errors="replace").strip()
         if 0 in self._replies and why.startswith("bwrap:"):  # it never ran
-            return SandboxSetupError(NO_NAMESPACES.format(error=why))
+            hint = NO_NAMESPACES if re.search("(?i)permi|namespace", why) else ""
+            return SandboxSetupError(f"bubblewrap cannot make a sandbox here: {why}{hint}")
         return SandboxNotRunningError(f"{ended}: {why}" if why else f"{ended}: all of its processes were killed")
 
     async def destroy(self) -> None:
-        """Ends the sandbox, and waits until its processes are gone."""
+        """Ends the sandbox, and waits until its processes are gone. Goes on if it is cancelled."""
+        self._ending = self._ending or asyncio.ensure_future(self._destroy())
+        await asyncio.shield(self._ending)
+
+    async def _destroy(self) -> None:
         self.end("it was destroyed")
         if self._timer is not None:
             self._timer.cancel()  # it refers to this object
-        if self._writer is not None:
-            self._writer.close()  # first: this ends the server even if bubblewrap's child survives bubblewrap
-        if self._reading is not None:
-            await asyncio.wait({self._reading})
         if self._process is not None:
             await asyncio.to_thread(self._process.wait)
+            if 0 in self._replies:  # bubblewrap may have been killed before its child was to die with it
+                await asyncio.to_thread(kill_marked, self.name.encode())
             assert self._process.stderr is not None
             self._process.stderr.close()
+        if self._reading is not None:
+            await asyncio.wait({self._reading})
+        if self._writer is not None:
+            self._writer.close()
         if self._cgroup is not None:
             await asyncio.to_thread(self._cgroup.remove)
 
@@ -191,7 +203,8 @@ class LocalSandbox:
         code, streams = await self._call(kind, os.fsencode(path), value, seconds=60 + REPLY_SECONDS)
         if code != 0:
             doing = "write" if kind == b"write" else "read"
-            raise SandboxError(f"cannot {doing} {path!r} in sandbox {self.name!r}: {streams[1][1].decode()}")
+            why = streams[1][1].decode(errors="replace")
+            raise SandboxError(f"cannot {doing} {path!r} in sandbox {self.name!r}: {why}")
         return streams[0][1]
 
 
@@ -206,3 +219,23 @@ def _first_process(info: int) -> int | None:
         with contextlib.suppress(ValueError):
             return int(json.loads(text)["child-pid"])
     return None
+
+
+def marked(word: bytes) -> list[tuple[int, str]]:
+    """Returns process and id of each sandbox of this machine whose id or label is `word`."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            for entry in (folder / "environ").read_bytes().split(b"\0"):
+                name, _, value = entry.partition(b"=")
+                words = value.split(b" ", 1)  # a label may have blanks
+                if name == MARK_VARIABLE.encode() and word in words:
+                    found.append((int(folder.name), words[0].decode()))
+    return found
+
+
+def kill_marked(name: bytes) -> None:
+    """Kills the sandbox of that id, whichever process made it."""
+    for pid, _ in marked(name):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -122,6 +122,8 @@ class GenericSandboxPool:
         while not self.ready_queue.empty():
             self.ready_queue.get_nowait()
         await asyncio.gather(*self._tasks, *(self._destroy(handle) for handle in handles), return_exceptions=True)
+        for _ in range(self._num_waiting):
+            self.ready_queue.put_nowait(SandboxError("the pool of sandboxes has ended"))
 
     def shutdown_sync(self) -> None:
         """Destroys all sandboxes from code without an event loop."""
@@ -184,6 +186,8 @@ class GenericSandboxPool:
             logger.warning("A sandbox of %s cannot be created: %s", self.provider.name, error)
             if self._num_waiting > self.ready_queue.qsize():
                 self.ready_queue.put_nowait(error)
+            if self._num_waiting > self.ready_queue.qsize():
+                asyncio.get_running_loop().call_soon(self._refill)  # for the others that wait
         finally:
             self._num_creating -= 1
 
@@ -210,7 +214,7 @@ class GenericSandboxPool:
                 await self.provider.destroy(handle)
                 self.ledger.closed(handle)
                 return
-            except SandboxError as error:
+            except Exception as error:
                 if attempt == DESTROY_ATTEMPTS:
                     logger.warning("The sandbox %s cannot be destroyed: %s", handle.id, error)
                 else:

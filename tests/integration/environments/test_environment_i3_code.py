@@ -77,6 +77,13 @@ def test_a_program_that_does_not_compute_the_outputs_does_not_pass(trick):
     assert "outputs" not in note(result, "failed_tests")
 
 
+def test_a_program_that_stops_the_runner_fails_and_masks_nothing(monkeypatch):
+    monkeypatch.setattr("telescope.environments.i3_code.environment.START_SECONDS", 1.0)
+    trick = "import os, signal\ndef multiples_sum(n): os.kill(os.getppid(), signal.SIGSTOP)"
+    (result,) = score((0, trick), timeout_per_test=1.0, max_num_tests=1)
+    assert (result.total_reward, result.sample_metrics["sandbox_error"]) == (0.0, 0.0)
+
+
 def test_a_failed_sandbox_is_replaced_once_and_then_masks_the_sample(monkeypatch):
     from telescope.sandbox.local import LocalSandboxProvider
 

@@ -109,6 +109,39 @@ def test_a_folder_in_harbors_format_is_a_task(tmp_path):
     assert forged.total_reward == 0.0
 
 
+@pytest.mark.parametrize(
+    "trick",
+    [
+        "mkdir /tests; ln -s /dev/null /tests/test.sh; chmod 555 /tests",
+        "mkdir /tests; echo exit 0 > /tests/test.sh; chmod 444 /tests/test.sh; chmod 555 /tests",
+        "mkdir /tmp/t; ln -s /dev/null /tmp/t/test.sh; ln -s /tmp/t /tests; chmod 555 /tmp/t /",
+        "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; chmod 555 /logs/verifier /logs",
+        "(while :; do mkdir -p /logs/verifier; echo 1e9 > /logs/verifier/reward.txt; done) > /dev/null 2>&1 &",
+    ],
+)
+def test_a_verdict_that_the_model_left_does_not_count(trick):
+    async def run():
+        async with ready("terminal_tasks") as environment:
+            return await attempt(environment, 0, trick)
+
+    result, _ = asyncio.run(run())
+    assert result.total_reward == 0.0
+
+
+@pytest.mark.parametrize(("written", "reward"), [("1e9", 1.0), ("nan", 0.0), ("-inf", 0.0), ("good", 0.0)])
+def test_a_reward_of_a_task_is_from_0_to_1(tmp_path, written, reward):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "task.toml").write_text("")
+    (tmp_path / "instruction.md").write_text("Nothing.")
+    (tmp_path / "tests" / "test.sh").write_text(f"echo {written} > /logs/verifier/reward.txt")
+
+    async def run():
+        async with ready("terminal_tasks", tasks=str(tmp_path)) as environment:
+            return await attempt(environment, 0)
+
+    assert asyncio.run(run())[0].total_reward == reward
+
+
 def test_an_incomplete_folder_of_tasks_is_refused(tmp_path):
     (tmp_path / "one").mkdir()
     with pytest.raises(UserError, match=r"no folder with a task.toml"):
@@ -159,6 +192,13 @@ def test_a_config_gives_any_tool_environment_the_tools_of_sandboxes(folder):
     assert "Run a command in a shell" in prompt and "state" not in prompt
 
 
+def test_a_time_limit_of_nothing_is_refused(folder):
+    with pytest.raises(UserError, match="command_timeout_seconds=0"):
+        get_environment("lengths", environments_path=[folder], tools=["shell"], command_timeout_seconds=0)
+    with pytest.raises(UserError, match="timeout_per_test is 0"):
+        get_environment("i3_code", dataset="own", timeout_per_test=0)
+
+
 def test_an_unknown_name_of_a_tool_is_refused(folder):
     with pytest.raises(UserError, match="there is no tool 'bash'; use shell or sandbox_python"):
         get_environment("lengths", environments_path=[folder], tools=["bash"])
@@ -171,7 +211,8 @@ def test_a_shell_computes_what_countdown_asks_for():
             sample = environment.get_sample(0)
             numbers = sample.metadata["numbers"]
             sample.answer, sample.metadata["target"] = str(sum(numbers)), sum(numbers)
-            answers = ("+".join(map(str, numbers)), "-".join(map(str, numbers)), sample.answer, "$(echo 1)")
+            zeros = "+".join(f"0{number}" for number in numbers)  # no octal numbers, with which other sums can be had
+            answers = (zeros, "-".join(map(str, numbers)), sample.answer, "$(echo 1)")
             results = [await environment.compute_reward(f"<answer>{answer}</answer>", sample) for answer in answers]
             return sample, results, len(environment.sandboxes.all_sandboxes)
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import contextlib
 import http.server
+import io
 import os
 import signal
 import socket
@@ -11,11 +15,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from telescope.cli.sandbox import run_shell
+from telescope.errors import UserError
 from telescope.sandbox import (
     ExecResult,
     SandboxCommandTimeoutError,
@@ -222,6 +230,95 @@ def test_a_time_limit_kills_those_that_left_the_session(run: Run):
     wait_until_gone("sleep 98762")
 
 
+def test_a_time_limit_kills_those_that_hide(run: Run):
+    hide = "import ctypes, time; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0); print(98764); time.sleep(60)"
+    for command in (f"exec python3 -c '{hide}'", f"python3 -c '{hide}'", "(env -i setsid sleep 98764 &); sleep 60"):
+        with pytest.raises(SandboxCommandTimeoutError):
+            run(command, timeout=0.5)
+    wait_until_gone("98764")
+
+
+@pytest.mark.parametrize("timeout", [1e7, 1e300, float("inf")])
+def test_a_time_limit_may_be_as_good_as_none(run: Run, timeout: float):
+    assert run("echo done", timeout=timeout).stdout == "done\n"
+
+
+def test_a_cancelled_creation_or_end_leaves_nothing(provider):
+    async def create_and_cancel(seconds: float) -> None:
+        creating = asyncio.ensure_future(provider.create(SMALL))
+        await asyncio.sleep(seconds)
+        creating.cancel()
+        await asyncio.sleep(seconds / 8)
+        creating.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await provider.destroy(await creating)
+
+    async def many() -> None:
+        for _ in range(4):
+            await asyncio.gather(*(create_and_cancel(0.01 * number) for number in range(12)))
+
+    def left() -> list[Path | str]:
+        mine = f"local-{os.getpid()}-"
+        marks = [b for p in Path("/proc").glob("[0-9]*/environ") if (b := marks_of(p)).startswith(mine)]
+        return [*Path("/sys/fs/cgroup").glob(f"*/telescope/{mine}*"), *marks]
+
+    before = left()
+    run_sync(many())
+    deadline = time.monotonic() + 10
+    while set(left()) - set(before):
+        assert time.monotonic() < deadline, left()
+        time.sleep(0.1)
+
+
+def marks_of(environ: Path) -> str:
+    with contextlib.suppress(OSError):
+        return environ.read_text(errors="replace").partition("TELESCOPE_SANDBOX=")[2].partition("\0")[0]
+    return ""
+
+
+def test_providers_that_are_made_at_once_do_not_disturb_each_other():
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda _: cgroups.are_usable(), range(24)))
+    assert len(set(made)) == 1
+
+
+def test_a_closed_provider_answers_with_an_error():
+    provider = get_provider()
+    handle = run_sync(provider.create(SMALL))
+    for _ in range(2):
+        run_sync(provider.close())
+    for call in (provider.create(SMALL), provider.execute(handle, "true")):
+        with pytest.raises(SandboxNotRunningError, match=r"closed|has ended"):
+            run_sync(call)
+    run_sync(provider.destroy(handle))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"gpu_count": 1}, "no GPU"),
+        ({"extra": {"network": True}}, "no network"),
+        ({"extra": {"read_only": "/nowhere/folder"}}, "'/nowhere/folder'"),
+        ({"extra": {"read_only": ["src"]}}, "'src'"),
+        ({"extra": {"endpoint": "/nowhere/socket"}}, "'/nowhere/socket'"),
+    ],
+)
+def test_what_a_local_sandbox_cannot_have_is_refused(provider, values: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=message):
+        run_sync(provider.create(SandboxConfig(memory_mb=256, disk_size_gb=0.05, **values)))
+
+
+def test_the_shell_keeps_its_folder_whatever_is_typed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    lines = ["ls /nope; exit 2", "if", "echo a\0b", "pwd", "mkdir d; cd d; rmdir ../d", "pwd", "cd /tmp", "pwd"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    assert run_shell(argparse.Namespace(provider="local", image="", memory_mb=256)) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "/workspace\n/workspace\n/tmp\n"
+    assert "cannot access '/nope'" in shown.err and "NUL" in shown.err
+
+
 def test_a_killed_host_process_leaves_nothing(tmp_path: Path):
     code = (
         "import asyncio, time\n"
@@ -302,6 +399,14 @@ def test_without_bubblewrap_nothing_runs_and_the_error_names_the_command(monkeyp
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SandboxSetupError, match="apt-get install bubblewrap"):
         get_provider()
+
+
+def test_the_error_of_a_bubblewrap_that_fails_is_shown_without_advice_that_does_not_fit(tmp_path: Path):
+    broken = tmp_path / "bwrap"
+    broken.write_text("#!/bin/sh\necho 'bwrap: Unknown option --disable-userns' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    with pytest.raises(SandboxSetupError, match=r"Unknown option --disable-userns$"):
+        run_sync(get_provider("local", bwrap=str(broken)).create(SMALL))
 
 
 def test_where_namespaces_are_forbidden_the_error_says_how_to_allow_them(tmp_path: Path):

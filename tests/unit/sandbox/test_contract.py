@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,6 +49,14 @@ async def test_check_fails_for_a_bad_provider(bad: Trial, check: Check) -> None:
 async def broken(trial: Trial) -> None:
     """Nothing holds."""
     raise ContractError("as promised")
+
+
+async def test_a_trial_that_is_interrupted_leaves_nothing(machine: Machine) -> None:
+    trial = Trial(ModalSandboxProvider())
+    await trial.shared()
+    await trial.provider.create(replace(trial.config, extra={"run": f"{trial.run}-label"}))
+    await trial.close()
+    assert not machine.boxes
 
 
 @pytest.mark.parametrize(("checks", "status"), [((contract.environment,), 0), ((contract.environment, broken), 1)])

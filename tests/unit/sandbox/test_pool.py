@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -221,6 +222,67 @@ async def test_a_sandbox_that_cannot_be_destroyed_stays_in_the_ledger(service: S
     service.undestroyable.add(handle.id)
     await pool.shutdown()
     assert not any(row.get("destroyed") for row in rows(tmp_path))
+
+
+async def test_one_that_cannot_be_reaped_keeps_no_other(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    pool = GenericSandboxPool(service, SandboxConfig(), 2)
+    await pool.start()
+    handles = [await pool.acquire(), await pool.acquire()]
+
+    async def destroy(self: Service, handle: SandboxHandle) -> None:
+        if handle.id == handles[0].id:
+            raise RuntimeError("an error of a provider's own")
+        self.alive.discard(handle.id)
+
+    async def find(self: Service, run: str) -> list[SandboxHandle]:
+        raise SandboxError("labels do not answer")
+
+    monkeypatch.setattr(Service, "destroy", destroy)
+    monkeypatch.setattr(Service, "find", find)
+    assert await reap(tmp_path) == [f"service {handles[1].id}"]
+
+
+async def test_all_that_wait_hear_of_a_service_that_fails(service: Service):
+    pool = GenericSandboxPool(service, SandboxConfig(), 1)
+    await pool.start()
+    handle = await pool.acquire()
+    waiting = [asyncio.ensure_future(pool.acquire()) for _ in range(3)]
+    await asyncio.sleep(0.01)
+    service.failures = [SandboxImagePullError("no image")] * 3
+    await pool.remove(handle)
+    results = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 5)
+    assert [type(result) for result in results] == [SandboxImagePullError] * 3
+    await pool.shutdown()
+
+
+async def test_one_that_waits_hears_of_the_end(service: Service):
+    pool = GenericSandboxPool(service, SandboxConfig(), 1)
+    await pool.start()
+    await pool.acquire()
+    waiting = asyncio.ensure_future(pool.acquire())
+    await asyncio.sleep(0.01)
+    await pool.shutdown()
+    with pytest.raises(SandboxError, match="has ended"):
+        await asyncio.wait_for(waiting, 5)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"cpu": float("inf")},
+        {"memory_mb": 0},
+        {"timeout_seconds": float("nan")},
+        {"environment_vars": {"A=B": "x"}},
+        {"environment_vars": {"A": "x\0y"}},
+        {"environment_vars": {"": "x"}},
+    ],
+)
+def test_what_no_sandbox_can_have_is_refused(values: dict[str, Any]):
+    with pytest.raises(UserError, match=next(iter(values))):
+        SandboxConfig(**values)
 
 
 async def test_calls_are_spans_with_their_sandbox_and_error(service: Service):

@@ -25,7 +25,7 @@ from telescope.environments.i3_code.own_problems import own_rows
 from telescope.environments.parsers import extract_code_block, strip_think_tags
 from telescope.environments.sandbox_tools import SandboxEnvironment
 from telescope.errors import UserError
-from telescope.sandbox import ExecResult, SandboxError, SandboxHandle
+from telescope.sandbox import ExecResult, SandboxCommandTimeoutError, SandboxError, SandboxHandle
 
 REQUIRED_PACKAGES: list[str] = []
 OPTIONAL_PACKAGES = ["datasets"]
@@ -39,7 +39,7 @@ NUM_ATTEMPTS = 2
 """Sandboxes that are tried for one answer."""
 START_SECONDS = 30.0
 """Added to the time of the tests for the start of the runner."""
-COMMAND_NOT_FOUND = 127
+COMMAND_NOT_FOUND, STOPPED = 127, 124
 RUNNER = Path(runner.__file__).read_bytes()
 
 
@@ -59,6 +59,8 @@ class I3CodeEnvironment(SandboxEnvironment, SingleTurnEnvironment):
         self, instruction_prompt: str | None = INSTRUCTION_PROMPT, timeout_per_test: float = 10.0, **kwargs: Any
     ) -> None:
         super().__init__(instruction_prompt=instruction_prompt, **kwargs)
+        if not timeout_per_test > 0:
+            raise UserError(f"{self.name}: timeout_per_test is {timeout_per_test}; use more than 0.")
         self.timeout_per_test = timeout_per_test
 
     def load_dataset(
@@ -164,6 +166,8 @@ class I3CodeEnvironment(SandboxEnvironment, SingleTurnEnvironment):
                     return results
                 if done.exit_code == COMMAND_NOT_FOUND:
                     raise SandboxError(f"the sandbox has no python3: {done.stderr.strip()}")
+                if done.exit_code == STOPPED:
+                    break
             except SandboxError:
                 metrics["sandbox_error"] = 1.0
                 if attempt == NUM_ATTEMPTS - 1:
@@ -186,7 +190,10 @@ class I3CodeEnvironment(SandboxEnvironment, SingleTurnEnvironment):
         await provider.upload_bytes(handle, f"{folder}/runner.py", RUNNER)
         await provider.upload_bytes(handle, f"{folder}/job.json", json.dumps(job).encode("utf-8", "replace"))
         seconds = START_SECONDS + len(tests["inputs"]) * (self.timeout_per_test + 1)
-        return await provider.execute(handle, f"python3 {folder}/runner.py {folder}/job.json", timeout=seconds)
+        try:
+            return await provider.execute(handle, f"python3 {folder}/runner.py {folder}/job.json", timeout=seconds)
+        except SandboxCommandTimeoutError:  # every test has a limit of its own, so that the program stopped the runner
+            return ExecResult(STOPPED, "", "")
 
 
 def read_tests(info: Any, max_num_tests: int, rng: random.Random) -> dict[str, Any]:

@@ -5,6 +5,7 @@ The smallest environment with a sandbox, for demos on two CPU cores and as an ex
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from telescope.environments.base import RewardResult, Sample
@@ -37,11 +38,10 @@ class ShellCountdownEnvironment(SandboxEnvironment, CountdownEnvironment):
         answer = extract_answer_tags(strip_think_tags(answer_text(text)))
         output = ""
         if result.sample_metrics["format"] and sorted(parse(answer).numbers) == sorted(sample.metadata["numbers"]):
+            command = f"echo $(({re.sub('[0-9]+', lambda digits: str(int(digits[0])), answer)}))"  # 010 would be octal
             handle = await self.sandboxes.acquire()
             try:
-                output = (
-                    await self.sandboxes.provider.execute(handle, f"echo $(({answer}))", timeout=10)
-                ).stdout.strip()
+                output = (await self.sandboxes.provider.execute(handle, command, timeout=10)).stdout.strip()
             except BaseException:
                 await self.sandboxes.remove(handle)
                 raise

@@ -111,17 +111,21 @@ class TerminalTasksEnvironment(SandboxTools, ToolEnvironment):
     async def compute_reward(self, state: RolloutState, eos_token: str = "") -> RewardResult:
         task, handle = self.task_of(state), await self.sandbox_of(state)
         folder = PurePosixPath(REWARD_FILE).parent
-        await self.run_in(handle, task, f"rm -rf /tests {folder}; mkdir -p {folder}", SETUP_SECONDS)
-        await self.upload(handle, task.tests)
+        # What the model made there, and protected from removal, must not stand in for the tests.
+        clean = f"chmod -R u+rwX /tests {folder}; chmod u+rwx / /logs; rm -rf /tests {folder} && mkdir -p {folder}"
+        writes_reward = any(b"reward" in content for content in task.tests.values())
         timed_out, reward = False, 0.0
         try:
-            done = await self.run_in(handle, task, "bash /tests/test.sh", task.verifier_seconds)
-            written = await self.run_in(handle, task, f"cat {REWARD_FILE}", SETUP_SECONDS)
-            reward = float(done.exit_code == 0)
-            if written.exit_code == 0:
-                reward = 0.0
-                with contextlib.suppress(ValueError):
-                    reward = float(written.stdout)
+            done = await self.run_in(handle, task, clean, SETUP_SECONDS)
+            if done.exit_code == 0:
+                await self.upload(handle, task.tests)
+                done = await self.run_in(handle, task, "bash /tests/test.sh", task.verifier_seconds)
+                reward = float(done.exit_code == 0)
+                written = await self.run_in(handle, task, f"cat {REWARD_FILE}", SETUP_SECONDS)
+                if written.exit_code == 0 and writes_reward:
+                    reward = 0.0
+                    with contextlib.suppress(ValueError):
+                        reward = min(1.0, max(0.0, float(written.stdout)))  # NaN becomes 0
             output = f"exit code {done.exit_code}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
         except SandboxCommandTimeoutError as error:  # what the model left there is slow or hangs
             timed_out, output = True, str(error)
