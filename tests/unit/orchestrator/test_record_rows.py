@@ -44,7 +44,7 @@ def rows_of_everything() -> dict[str, list[dict[str, Any]]]:
     kept, masked = sample(0, 0.5, lengths=(3, 2), version=4, correct=1.0), sample(1, None, lengths=())
     assert kept.reward is not None
     kept.reward.info_turns[:] = [{"guess": "crane", "colors": ["grey", "green"]}, {"turn": 4, "correct": 1.0}]
-    call = {"name": "add", "arguments": '{"a": 1}', "result": "3", "error": None, "seconds": 0.25}
+    call = {"name": "add", "arguments": '{"a": 1}', "result": "3", "error": None, "sandbox": "s1", "seconds": 0.25}
     kept.turns[1].tool_calls = [call, {**call, "result": "Error: no", "error": "no"}]
     made = group([0.5, None])
     made.samples = [kept, masked]
