@@ -21,6 +21,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTy
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("PLAYWRIGHT_BROWSERS_PATH", str(tmp_path))
     monkeypatch.setenv("CHROMIUM", "1")
+    monkeypatch.delenv("BUBBLEWRAP", raising=False)  # set where `make test` runs these tests
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with load_script("install_packages") as module:
         yield module
