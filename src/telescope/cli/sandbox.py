@@ -84,22 +84,22 @@ async def _shell(arguments: argparse.Namespace) -> int:
     folder: str | None = None
     code = 0
     try:
-        print(f"sandbox {handle.id}; Ctrl-D ends it", file=sys.stderr)
+        print(f"sandbox {handle.id}; Ctrl-D ends it, and Ctrl-C", file=sys.stderr)
         mark = uuid.uuid4().hex
         while line := await _read_line(f"{folder or '~'} $ "):
             # The shell of each command is a new one, so that its folder is carried over.
             enter = f"cd -- {shlex.quote(folder)} || cd\n" if folder else ""
-            command = f"{enter}{line}\nstatus=$?; printf '{mark}%s' \"$PWD\" >&2; exit $status"
+            command = f"{enter}{line}\nstatus=$?; printf '{mark}%s{mark}' \"$PWD\" >&2; exit $status"
             try:
                 result = await provider.execute(handle, command, COMMAND_SECONDS)
             except (SandboxCommandTimeoutError, UserError) as error:
                 print(error, file=sys.stderr)
                 continue
-            errors, found, place = result.stderr.rpartition(mark)
-            if found:  # not after `exit` or a syntax error
-                folder = place
+            errors, *told = result.stderr.split(mark)
+            if told:  # not after `exit` or a syntax error
+                folder = told[0]
             sys.stdout.write(result.stdout)
-            sys.stderr.write(errors if found else place)
+            sys.stderr.write(errors + "".join(told[1:]))
             code = result.exit_code
     except SandboxError as error:
         raise UserError(str(error)) from error

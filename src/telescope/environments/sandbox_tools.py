@@ -16,6 +16,7 @@ from telescope.environments.tool_env import SANDBOX_KEY, ToolEnvironment, ToolRe
 from telescope.errors import UserError
 from telescope.sandbox import SandboxCommandTimeoutError, SandboxConfig, SandboxHandle, get_provider
 from telescope.sandbox.pool import GenericSandboxPool
+from telescope.sandbox.registry import provider_class
 
 _LOCK_KEY = "_sandbox_lock"
 """Key of `state.custom` with the lock that runs the calls of one answer in order."""
@@ -55,6 +56,7 @@ class SandboxEnvironment(Environment):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        provider_class(provider)  # a misspelled name is an error before anything starts
         self.provider, self.provider_kwargs = provider, provider_kwargs or {}
         self.pool_size, self.max_concurrent_creates = pool_size, max_concurrent_creates
         self.sandbox_config = SandboxConfig(

@@ -20,11 +20,8 @@ PROVIDERS = {
 """Class of each provider that is part of Telescope."""
 
 
-def get_provider(name: str | None = None, **kwargs: Any) -> SandboxProvider:
-    """Returns a provider; `local` without a name. `name` may also be the dotted path of a class.
-
-    Raises `UserError` for an unknown name, and `SandboxSetupError` if the provider cannot be used here.
-    """
+def provider_class(name: str | None = None) -> type[SandboxProvider]:
+    """Returns the class of a provider; `local` without a name. Raises `UserError` for an unknown one."""
     path = PROVIDERS.get(name or "local", name or "")
     if "." not in path:
         raise UserError(f"provider={name!r} is not known. Use one of {', '.join(PROVIDERS)}, or package.module.Class")
@@ -32,10 +29,18 @@ def get_provider(name: str | None = None, **kwargs: Any) -> SandboxProvider:
         found = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(f"provider={name!r} cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, SandboxProvider)):
+        raise UserError(f"provider={name!r} is not a subclass of telescope.sandbox.SandboxProvider")
+    return found
+
+
+def get_provider(name: str | None = None, **kwargs: Any) -> SandboxProvider:
+    """Returns a provider; `local` without a name. `name` may also be the dotted path of a class.
+
+    Raises `UserError` for an unknown name, and `SandboxSetupError` if the provider cannot be used here.
+    """
+    found = provider_class(name)
     try:
-        provider = found(**kwargs)
+        return found(**kwargs)
     except TypeError as error:
         raise UserError(f"provider={name!r} cannot be made with {kwargs}: {error}") from error
-    if not isinstance(provider, SandboxProvider):
-        raise UserError(f"provider={name!r} is not a subclass of telescope.sandbox.SandboxProvider")
-    return provider
