@@ -76,6 +76,7 @@ class LocalSandboxProvider(SandboxProvider):
         self._bwrap = found
         remove_old()
         self._has_cgroups = are_usable()
+        self._creating: dict[str, asyncio.Task[Any]] = {}
         self._sandboxes: dict[str, LocalSandbox] = {}
         """By id, until they are destroyed."""
         self._has_warned = False
@@ -89,13 +90,22 @@ class LocalSandboxProvider(SandboxProvider):
         threading.Thread(target=self._serve, name="sandboxes", daemon=True).start()
 
     async def create(self, config: SandboxConfig) -> SandboxHandle:
-        creating = asyncio.ensure_future(self._run(self._create(config)))
+        name = f"local-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         try:
-            return await asyncio.shield(creating)
+            return await self._run(self._create(name, config))
         except asyncio.CancelledError:
-            with contextlib.suppress(SandboxError, UserError):
-                await self.destroy(await creating)
+            if not self._is_closed:  # in the loop of the provider, so that it ends whatever becomes of this one
+                abandoning = asyncio.run_coroutine_threadsafe(self._abandon(name), self._loop)
+                await asyncio.shield(asyncio.wrap_future(abandoning))
             raise
+
+    async def _abandon(self, name: str) -> None:
+        """Destroys a sandbox whose creation was cancelled, even if the creation has just ended."""
+        if (creating := self._creating.get(name)) is not None:
+            creating.cancel()
+            await asyncio.wait({creating})
+        if (sandbox := self._sandboxes.pop(name, None)) is not None:
+            await sandbox.destroy()
 
     async def execute(
         self, handle: SandboxHandle, command: str, timeout: float = 60, working_dir: str | None = None
@@ -150,8 +160,11 @@ class LocalSandboxProvider(SandboxProvider):
             raise SandboxNotRunningError("the provider of local sandboxes was closed")
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
-    async def _create(self, config: SandboxConfig) -> SandboxHandle:
-        name = f"local-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    async def _create(self, name: str, config: SandboxConfig) -> SandboxHandle:
+        task = asyncio.current_task()
+        assert task is not None
+        self._creating[name] = task
+        task.add_done_callback(lambda _: self._creating.pop(name, None))
         num_processes = int(config.extra.get("max_processes", MAX_PROCESSES))
         memory, disk = int(config.memory_mb * 2**20), int(config.disk_size_gb * 2**30)
         cgroup = None
