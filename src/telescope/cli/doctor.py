@@ -42,7 +42,6 @@ from telescope.errors import UserError
 from telescope.inference.vllm import support
 from telescope.orchestrator.preflight import VLLM_QUEUE_BYTES, plugin_problem
 from telescope.sandbox import SandboxConfig, get_provider
-from telescope.sandbox.contract import CHECKS, Trial, run_contract, sentence
 from telescope.sandbox.registry import PROVIDERS
 from telescope.trackers.wandb import has_credentials
 from telescope.utils.packages import installed_version, is_installed
@@ -390,6 +389,8 @@ def print_checks(checks: list[Check], console: Console) -> None:
 
 async def check_sandbox(name: str, image: str, *, as_json: bool) -> int:
     """Runs the contract of providers on a real one, and prints each check as it ends. Returns the exit status."""
+    from telescope.sandbox.contract import CHECKS, Trial, run_contract, sentence
+
     trial = Trial(get_provider(name), SandboxConfig(image=image, timeout_seconds=3600))
     problems, rows, console = 0, [], Console()
     async for check, seconds, problem in run_contract(trial):

@@ -248,7 +248,7 @@ class RolloutPool:
                 except* WorkerLost as lost:
                     self._lose(worker, lost.exceptions[0])
                 await worker.calls.restart()
-                self._lose(worker, WorkerLost("cancelled"))  # groups of the meantime: its node may be another one
+                self._lose(worker, WorkerLost("cancelled"))  # what it got meanwhile: it may be no home of it any more
                 self._reopen(worker)
         except Exception as error:
             failure = error.exceptions[0] if isinstance(error, ExceptionGroup) else error

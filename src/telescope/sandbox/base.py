@@ -168,15 +168,3 @@ def run_sync(coroutine: Coroutine[Any, Any, R]) -> R:
     """Runs a coroutine in a thread with an event loop of its own, and waits for it."""
     with ThreadPoolExecutor(1, "sandbox") as threads:
         return threads.submit(copy_context().run, asyncio.run, coroutine).result()
-
-
-def capped(output: bytes, total: int | None = None) -> str:
-    """Returns output as text, without its middle if it has more than `MAX_OUTPUT_BYTES`.
-
-    `total` is its original length if the middle was removed before.
-    """
-    half = MAX_OUTPUT_BYTES // 2
-    left_out = (len(output) if total is None else total) - 2 * half
-    if left_out > 0:
-        output = output[:half] + f"\n[... {left_out} bytes left out ...]\n".encode() + output[-half:]
-    return output.decode(errors="replace")

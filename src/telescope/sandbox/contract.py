@@ -12,6 +12,7 @@ import tracemalloc
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from telescope.sandbox.base import MAX_OUTPUT_BYTES, SandboxConfig, SandboxHandle, SandboxProvider
 from telescope.sandbox.errors import SandboxCommandTimeoutError, SandboxError, SandboxNotRunningError
@@ -50,9 +51,9 @@ class Trial:
             self._shared = await self.provider.create(self.config)
         return self._shared
 
-    async def output(self, command: str, **options: object) -> str:
+    async def output(self, command: str, **options: Any) -> str:
         """Returns what a command prints in the shared sandbox."""
-        result = await self.provider.execute(await self.shared(), command, **options)  # type: ignore[arg-type]
+        result = await self.provider.execute(await self.shared(), command, **options)
         expect(result.exit_code == 0, f"{command!r} returned {result}")
         return result.stdout
 

@@ -1,4 +1,4 @@
-"""Runs commands inside a sandbox, for `sandbox.local`, which passes this file's text to a Python there.
+"""Runs commands inside a sandbox, for `sandbox.local`, which passes this file, compiled, to a Python there.
 
 It has one thread and few imports, because imports delay the start of a sandbox. When its inherited socket closes, it
 exits, and with it every process of the sandbox.

@@ -45,7 +45,8 @@ R = TypeVar("R")
 WORKSPACE = "/workspace"
 MAX_PROCESSES = 256
 START_SECONDS = 30.0
-NOBODY = 65534
+UNPRIVILEGED_USER = 65534
+"""User id that owns no file."""
 _PROTECTED = ("sys", "pressure", "fs", "driver", "tty", "acpi", "mtrr", "scsi", "sysrq-trigger", "irq", "bus")
 """Entries of `/proc`, other than processes, that are writable."""
 SYSTEM_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64")
@@ -214,15 +215,13 @@ class LocalSandboxProvider(SandboxProvider):
             )
         if config.gpu_count or config.extra.get("network"):
             raise UserError("a local sandbox has no GPU and no network: name another provider for gpu_count or network")
-        python, endpoint = Path(sys.base_prefix).resolve(), config.extra.get("endpoint")
-        read_only = config.extra.get("read_only", ())
-        shown = [Path(folder) for folder in ([read_only] if isinstance(read_only, str) else read_only)]
-        for path in (*shown, *([Path(endpoint)] if endpoint else [])):
-            if not (path.is_absolute() and path.exists()):
-                raise UserError(f"{str(path)!r}, in extra of a local sandbox, must be an absolute path that exists")
+        python = Path(sys.base_prefix).resolve()
+        shown, endpoint = _paths_of(config, "read_only"), _paths_of(config, "endpoint")
         user = None
         if os.geteuid() == 0 and all(_is_open_to_all(path) for path in (root, python, *shown)):
-            user = NOBODY  # root could read every mounted file, and the limit of processes does not apply to it
+            user = (
+                UNPRIVILEGED_USER  # root could read every mounted file, and the limit of processes does not apply to it
+            )
         command = [
             self._bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "1000",
             "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox",
@@ -249,8 +248,8 @@ class LocalSandboxProvider(SandboxProvider):
             "PATH": f"{python}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             "HOME": WORKSPACE, "USER": "sandbox", "LANG": "C.UTF-8", "TMPDIR": "/tmp", "OMP_NUM_THREADS": threads,
         }  # fmt: skip
-        if endpoint:
-            command += ["--bind", str(endpoint), ENDPOINT]
+        for path in endpoint:
+            command += ["--bind", str(path), ENDPOINT]
         for key, value in {**variables, **config.environment_vars}.items():
             command += ["--setenv", key, str(value)]
         return command, user
@@ -267,6 +266,16 @@ class LocalSandboxProvider(SandboxProvider):
                 "TELESCOPE_CGROUP names a delegated folder of cgroups (docs/sandboxes.md)",
                 ", ".join(soft),
             )
+
+
+def _paths_of(config: SandboxConfig, option: str) -> list[Path]:
+    """Returns the paths, or the path, that an option of `extra` names. Raises `UserError` for one that is missing."""
+    named = config.extra.get(option) or []
+    paths = [Path(path) for path in ([named] if isinstance(named, str | Path) else named)]
+    for path in paths:
+        if not (path.is_absolute() and path.exists()):
+            raise UserError(f"{str(path)!r}, in extra of a local sandbox, must be an absolute path that exists")
+    return paths
 
 
 def _is_open_to_all(path: Path) -> bool:

@@ -76,7 +76,7 @@ class GenericSandboxPool:
         """Starts to create sandboxes, and waits until the first is ready. Raises the error of its creation."""
         self._is_open = True
         try:
-            await self.release(await self._take(), unused=True)
+            await self.release(await self._take(), reuse=True)
         except BaseException:
             await self.shutdown()
             raise
@@ -93,11 +93,11 @@ class GenericSandboxPool:
             in_use = f"{len(self.in_use_sandboxes)} of {self.pool_size} are in use. Raise pool_size"
             raise SandboxError(f"no sandbox of {self.name!r} was free within {timeout:g} s: {in_use}") from None
 
-    async def release(self, handle: SandboxHandle, *, unused: bool = False) -> None:
-        """Gives a sandbox back. It is used again, or destroyed and replaced."""
+    async def release(self, handle: SandboxHandle, *, reuse: bool = False) -> None:
+        """Gives a sandbox back. With `reuse`, the pool's or this one, it is used again, else destroyed and replaced."""
         if handle not in self.in_use_sandboxes:
             return
-        if not (self._reuse or unused):
+        if not (self._reuse or reuse):
             await self.remove(handle)
             return
         self.in_use_sandboxes.discard(handle)

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -416,3 +417,35 @@ def test_where_namespaces_are_forbidden_the_error_says_how_to_allow_them(tmp_pat
     provider = get_provider("local", bwrap=str(forbidden))
     with pytest.raises(SandboxSetupError, match=r"No permissions to create new namespace(.|\n)*AppArmor"):
         run_sync(provider.create(SMALL))
+
+
+def test_a_cancelled_command_is_killed(provider, box: SandboxHandle, run: Run):
+    async def cancel() -> None:
+        executing = asyncio.ensure_future(provider.execute(box, "touch /tmp/began; sleep 98764"))
+        await provider.execute(box, "until [ -e /tmp/began ]; do sleep 0.01; done")
+        executing.cancel()
+
+    run_sync(cancel())
+    wait_until_gone("sleep 98764")
+    assert run("echo alive").stdout == "alive\n"
+
+
+def test_the_limit_of_processes_is_an_option(provider):
+    handle = run_sync(provider.create(replace(SMALL, extra={"max_processes": 9})))
+    try:
+        result = run_sync(provider.execute(handle, "for i in $(seq 30); do sleep 5 & done; jobs | wc -l"))
+        assert "Resource temporarily unavailable" in result.stderr
+    finally:
+        run_sync(provider.destroy(handle))
+
+
+def test_limits_go_to_the_delegated_cgroup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    for file in ("cgroup.controllers", "cgroup.procs"):
+        (tmp_path / file).touch()
+    monkeypatch.setenv(cgroups.FOLDER_VARIABLE, str(tmp_path))
+    cgroup = cgroups.Cgroup("local-1-x", memory_bytes=2**20, num_processes=9, cpu=0.5)
+    made = tmp_path / "telescope" / "local-1-x"
+    assert cgroup.folders == [made]
+    values = {file: (made / file).read_text() for file in ("memory.max", "pids.max", "cpu.max")}
+    assert values == {"memory.max": "1048576", "pids.max": "9", "cpu.max": "50000 100000"}
+    assert (tmp_path / "telescope" / "cgroup.subtree_control").read_text() == "+memory +pids +cpu"

@@ -120,6 +120,12 @@ def test_missing_sdk_or_key_says_what_to_do(
         get_provider(name)
 
 
+def test_daytona_takes_a_token_for_a_key(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DAYTONA_API_KEY", raising=False)
+    monkeypatch.setenv("DAYTONA_JWT_TOKEN", "token")
+    assert get_provider("daytona").name == "daytona"
+
+
 def test_older_package_of_daytona_works(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     old = importlib.import_module("tests.fakes.sandbox_sdks.daytona")
     monkeypatch.setitem(sys.modules, "daytona", None)

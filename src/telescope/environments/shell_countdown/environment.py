@@ -46,7 +46,7 @@ class ShellCountdownEnvironment(SandboxEnvironment, CountdownEnvironment):
                 await self.sandboxes.remove(handle)
                 raise
             # Numbers, operators and parentheses leave nothing behind, so that the next answer may have this sandbox.
-            await self.sandboxes.release(handle, unused=True)
+            await self.sandboxes.release(handle, reuse=True)
         correct = output == sample.answer
         result.total_reward += self.correct_reward * (correct - result.sample_metrics["correct"])
         result.sample_metrics["correct"] = float(correct)

@@ -1,0 +1,86 @@
+"""Runs, and `telescope sandbox reap` after killed ones, destroy the sandboxes that are left."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tests.unit.sandbox.test_pool import Service
+
+from telescope.cli.main import main
+from telescope.config import TelescopeConfig
+from telescope.errors import UserError
+from telescope.orchestrator import run_components
+from telescope.sandbox import SandboxHandle
+from telescope.sandbox.ledger import SandboxLedger
+
+SERVICE = f"{Service.__module__}.{Service.__qualname__}"
+
+
+@pytest.fixture(autouse=True)
+def run(tmp_path: Path) -> SandboxLedger:
+    """The ledger of a killed run, with a sandbox that it did not destroy."""
+    Service.alive.clear()
+    folder = tmp_path / "killed"
+    (folder / "tables").mkdir(parents=True)
+    ledger = SandboxLedger(folder)
+    ledger.opened(Service(), SandboxHandle("noted"))
+    Service.alive.add("noted")
+    Service.labels["noted"] = ledger.run
+    return ledger
+
+
+def add_of_another_node(ledger: SandboxLedger) -> None:
+    """A sandbox with the label of the run, which is in no file here."""
+    Service.alive.add("of another node")
+    Service.labels["of another node"] = ledger.run
+
+
+def test_the_command_destroys_and_names_what_a_killed_run_left(run: SandboxLedger, capsys: pytest.CaptureFixture[str]):
+    assert run.path is not None
+    assert main(["sandbox", "reap", str(run.path.parent)]) == 0
+    assert not Service.alive and "1 sandboxes destroyed: service noted" in capsys.readouterr().out
+
+
+def test_a_named_provider_is_searched_though_no_file_mentions_it(run: SandboxLedger):
+    assert run.path is not None
+    run.path.unlink()
+    add_of_another_node(run)
+    assert main(["sandbox", "reap", str(run.path.parent), "--provider", SERVICE]) == 0
+    assert Service.alive == set()
+
+
+def test_a_run_reaps_when_it_starts_and_when_it_ends(run: SandboxLedger, monkeypatch: pytest.MonkeyPatch):
+    assert run.path is not None
+    directory = SimpleNamespace(path=run.path.parent, recorder=SimpleNamespace(write=None))
+    alive_at_start: list[set[str]] = []
+
+    async def connect(*_: object) -> None:
+        return None
+
+    def no_workers(*_: object) -> None:
+        alive_at_start.append(set(Service.alive))
+        add_of_another_node(run)
+        raise UserError("no workers today")
+
+    monkeypatch.setattr(run_components, "_connect", connect)
+    monkeypatch.setattr(run_components, "RolloutGroup", no_workers)
+    environments = [{"name": "shell_countdown", "kwargs": {"provider": SERVICE}}]
+    config = TelescopeConfig.model_validate({"model": "m", "environments": environments})
+
+    async def start() -> None:
+        async with AsyncExitStack() as stack:
+            await run_components.start_components(
+                config,
+                directory,
+                SimpleNamespace(phase=""),
+                stack,
+                run.path.parent,  # type: ignore[arg-type, union-attr]
+            )
+
+    with pytest.raises(UserError, match="no workers today"):
+        asyncio.run(start())
+    assert alive_at_start == [set()] and not Service.alive
