@@ -1,0 +1,233 @@
+"""What a rollout that a user writes works with: `RolloutContext`, its conversations, and answers of the policy.
+
+    class Solver(Environment):
+        async def rollout(self, sample, context):
+            messages = [{"role": "user", "content": sample.prompt}]
+            answer = await context.generate(messages)
+            return RewardResult(total_reward=float(answer.text == sample.answer))
+
+Everything here is a thin layer over `Services`, which a rollout worker implements (`rollout.context`), so an agent can
+be tried without one. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from telescope.environments.base import ChatMessage
+from telescope.environments.tool_calls import ToolCall
+from telescope.errors import UserError
+
+
+@dataclass(slots=True, frozen=True)
+class Call:
+    """One request for an answer of the policy: `messages` in the form of OpenAI's chat API, or `token_ids`."""
+
+    messages: Sequence[ChatMessage] = ()
+    token_ids: Sequence[int] | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+    """OpenAI schemas of the tools that the chat template shows to the model."""
+    chat: str = ""
+    """Name of its conversation."""
+    train: bool = True
+    """Whether the sampled tokens are trained."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """`max_tokens`, `stop` (list of texts); other sampling parameters are those of the run."""
+    key: str | None = None
+    """Calls with the same key are one call (an SDK's retry): they get the same answer."""
+    cause: str | None = None
+    """Why it does not extend the conversation, where the caller knows (`compaction`)."""
+
+
+@dataclass(slots=True, frozen=True)
+class Answer:
+    """An answer of the policy. `raw_text` is all that was sampled, without the end token."""
+
+    text: str
+    """Without reasoning and tool calls."""
+    reasoning: str = ""
+    tool_calls: Sequence[ToolCall] = ()
+    finish_reason: str = "stop"
+    """`stop`, `tool_calls`, or `length` where `max_tokens` or the context ended it."""
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    num_prompt_tokens: int = 0
+    raw_text: str = ""
+    id: str = ""
+    """Unique in the rollout; ids of its tool calls are made of it."""
+
+    @property
+    def message(self) -> ChatMessage:
+        """The answer as a message of OpenAI's chat API, to be appended to the conversation."""
+        message: ChatMessage = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if calls := self.openai_tool_calls:
+            message["tool_calls"] = calls
+        return message
+
+    @property
+    def openai_tool_calls(self) -> list[dict[str, Any]]:
+        """The tool calls in the form of OpenAI's chat API. One that cannot be read has its text as arguments."""
+        return [
+            {
+                "id": f"call_{self.id}_{index}",
+                "type": "function",
+                "function": {
+                    "name": call.name,
+                    "arguments": call.raw_text if call.error else json.dumps(call.arguments, ensure_ascii=False),
+                },
+            }
+            for index, call in enumerate(self.tool_calls)
+        ]
+
+
+class RefusedCall(UserError):
+    """A call that the policy cannot answer, such as one beyond the context. Endpoints answer it with 400."""
+
+
+class Services(Protocol):
+    """What a rollout worker provides to a rollout."""
+
+    api_key: str
+    """Secret of the rollout."""
+
+    async def complete(self, call: Call) -> Answer:
+        """Samples an answer. Raises `RefusedCall`, and `InfrastructureError` when no engine answers."""
+        ...
+
+    async def judge(self, prompt: str, schema: Mapping[str, Any] | None, model: str | None) -> Any:
+        """Asks the judge. Raises `InfrastructureError`."""
+        ...
+
+    async def sandbox(self, image: str | None) -> Any:
+        """Returns a sandbox that ends with the rollout."""
+        ...
+
+    def base_url(self, chat: str) -> str:
+        """Returns the URL of the endpoint for one conversation of the rollout."""
+        ...
+
+
+class Chat:
+    """A conversation with the policy. With a `reward` of its own, its tokens get their advantage from that."""
+
+    def __init__(self, services: Services, name: str = "", reward: float | None = None) -> None:
+        self._services = services
+        self.name = name
+        self.reward = reward
+
+    def __enter__(self) -> Chat:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    async def generate(
+        self,
+        prompt: Sequence[ChatMessage] | Sequence[int],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        train: bool = True,
+    ) -> Answer:
+        """Returns the policy's answer to messages, or to token ids.
+
+        Messages that extend an earlier call of this rollout reuse its token ids, and only the rest is rendered.
+        `sampling` may have `max_tokens` and `stop`.
+        """
+        is_ids = bool(prompt) and isinstance(prompt[0], int)
+        options: dict[str, Any] = {"token_ids": prompt} if is_ids else {"messages": prompt}
+        call = Call(tools=tools or (), chat=self.name, train=train, sampling=sampling or {}, **options)
+        return await self._services.complete(call)
+
+    async def compact(
+        self, messages: Sequence[ChatMessage], *, keep: int = 2, by: str = "summary"
+    ) -> list[ChatMessage]:
+        """Returns a shorter conversation: system messages, the first user message, and the last `keep` messages.
+
+        Those between are dropped, or replaced by a summary that the policy writes, which is trained.
+        """
+        raise NotImplementedError
+
+    @property
+    def base_url(self) -> str:
+        """URL of an OpenAI-compatible endpoint whose model is the policy, for this rollout only.
+
+        Anthropic's clients take the same URL without `/v1` (`env`).
+        """
+        return self._services.base_url(self.name)
+
+    @property
+    def api_key(self) -> str:
+        """Key of the endpoint."""
+        return self._services.api_key
+
+    def env(self) -> dict[str, str]:
+        """Returns the environment variables that point an agent's SDK to the endpoint."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": self.api_key,
+        }
+
+    def openai(self) -> Any:
+        """Returns an `openai.AsyncOpenAI` client of the endpoint."""
+        import openai
+
+        return openai.AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, max_retries=0)
+
+    def anthropic(self) -> Any:
+        """Returns an `anthropic.AsyncAnthropic` client of the endpoint."""
+        import anthropic
+
+        base_url = self.base_url.removesuffix("/v1")
+        return anthropic.AsyncAnthropic(base_url=base_url, api_key=self.api_key, max_retries=0)
+
+
+class RolloutContext(Chat):
+    """What `Environment.rollout` receives. It is itself the rollout's main conversation."""
+
+    def __init__(self, services: Services, deadline: float) -> None:
+        super().__init__(services)
+        self.deadline = deadline
+        """When the rollout is ended, as `time.monotonic()`."""
+        self.cancelled = False
+        """The rollout was cancelled: its answers are no longer wanted."""
+        self.chats: dict[str, Chat] = {}
+        self.metrics: dict[str, float] = {}
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the deadline."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    def chat(self, name: str, reward: float | None = None) -> Chat:
+        """Opens a named conversation: a sub-agent, an opponent, a simulated user.
+
+        With a `reward`, now or set later on the object, its tokens are compared with the same conversation of the
+        other samples of the group; without one they get the rollout's advantage.
+        """
+        if not name or name in self.chats:
+            raise ValueError(f"the rollout has a chat named {name!r} already" if name else "a chat needs a name")
+        self.chats[name] = chat = Chat(self._services, name, reward)
+        return chat
+
+    async def judge(self, prompt: str, schema: Mapping[str, Any] | None = None, model: str | None = None) -> Any:
+        """Returns the judge's answer: text, or with a JSON `schema` the parsed object. It is never trained.
+
+        A failure raises, which masks the sample.
+        """
+        return await self._services.judge(prompt, schema, model)
+
+    async def sandbox(self, image: str | None = None) -> Any:
+        """Returns a sandbox from the environment's pool, which is destroyed with the rollout."""
+        return await self._services.sandbox(image)
+
+    def metric(self, name: str, value: float) -> None:
+        """Records a number of this sample, as `sample_metrics` of the reward do."""
+        self.metrics[name] = float(value)
