@@ -70,8 +70,14 @@ class SandboxEnvironment(Environment):
             extra={"team_id": team_id} if team_id else {},
         )
 
+    async def check_resources(self) -> None:
+        """Makes the provider. Raises `UserError` for a program, a package or a key that it lacks."""
+        await get_provider(self.provider, **self.provider_kwargs).close()
+        await super().check_resources()
+
     async def prepare_resources(self) -> None:
         """Starts the pool."""
+        await super().prepare_resources()
         provider = get_provider(self.provider, **self.provider_kwargs)
         self.sandboxes = GenericSandboxPool(provider, self.sandbox_config, self.pool_size, self.max_concurrent_creates)
         await self.sandboxes.start()
@@ -81,6 +87,7 @@ class SandboxEnvironment(Environment):
         if hasattr(self, "sandboxes"):  # unset if the provider cannot be used
             await self.sandboxes.shutdown()
             await self.sandboxes.provider.close()
+        await super().close_resources()
 
 
 class SandboxTools(SandboxEnvironment):
