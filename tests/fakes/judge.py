@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import pytest
+
 Reply = tuple[int, Any, dict[str, str]]
 """Status, the answer (text, or the raw body of an error), and further headers."""
 
@@ -18,6 +20,13 @@ def grades(body: dict[str, Any], grade: int) -> str:
     properties = body["response_format"]["json_schema"]["schema"]["properties"]
     kinds = {"string": "because", "integer": grade, "boolean": True}
     return json.dumps({name: kinds[schema["type"]] for name, schema in properties.items()})
+
+
+def make_retries_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the SDK try again without pauses, where the server asks for none."""
+    import openai._base_client
+
+    monkeypatch.setattr(openai._base_client, "INITIAL_RETRY_DELAY", 0.001)
 
 
 @contextmanager

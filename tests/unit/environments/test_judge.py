@@ -8,7 +8,7 @@ import json
 import time
 
 import pytest
-from tests.fakes.judge import grades, judge_server
+from tests.fakes.judge import grades, judge_server, make_retries_quick
 
 from telescope.environments.judge import COMPLETE, USAGE, Judge, agreement
 from telescope.errors import InfrastructureError, UserError
@@ -17,11 +17,9 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required"
 
 
 @pytest.fixture(autouse=True)
-def quick_retries(monkeypatch):
+def quick_retries_without_a_key(monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    import openai._base_client as client
-
-    monkeypatch.setattr(client, "INITIAL_RETRY_DELAY", 0.001)
+    make_retries_quick(monkeypatch)
 
 
 @pytest.fixture
@@ -159,7 +157,7 @@ FAILURES = {
 async def test_a_failure_names_url_model_and_reason_and_is_not_remembered(answer, reason):
     is_broken = True
     with judge_server(lambda body: answer(body) if is_broken else '{"n": 1}') as (url, _):
-        judge = Judge(url=url, model="grader", timeout_seconds=0.5)
+        judge = Judge(url=url, model="grader", timeout_seconds=0.5 if "within" in reason else 30)
         with pytest.raises(InfrastructureError, match=rf"the judge 'grader' at {url} failed: .*{reason}"):
             await judge.ask("a", SCHEMA)
         is_broken = False
@@ -219,7 +217,8 @@ def test_a_judge_works_in_one_event_loop_after_another():
 
 
 async def test_agreement_compares_a_judge_with_labels():
-    rows = [{"question": "?", "answer": text, "label": label} for text, label in zip("ggggbbbb", [1] * 5 + [0] * 3, strict=True)]
+    given = zip("ggggbbbb", [1] * 5 + [0] * 3, strict=True)
+    rows = [{"question": "?", "answer": answer, "label": label} for answer, label in given]
     with judge_server(lambda body: grades(body, 9 if "\ng\n" in body["messages"][0]["content"] else 1)) as (url, _):
         judge = Judge(url=url, model="j")
         assert await agreement(judge, rows) == (0.875, pytest.approx(0.75))
