@@ -10,7 +10,8 @@ import time
 import pytest
 from tests.fakes.judge import grades, judge_server, make_retries_quick
 
-from telescope.environments.judge import COMPLETE, USAGE, Judge, agreement
+from telescope.environments.grading import agreement
+from telescope.environments.judge import COMPLETE, USAGE, Judge
 from telescope.errors import InfrastructureError, UserError
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -145,7 +146,7 @@ async def test_an_answer_that_does_not_fit_is_asked_for_again(usage):
 
 
 FAILURES = {
-    "never fits": (lambda body: "no JSON", r"3 answers do not fit the schema; the last: 'no JSON'"),
+    "never fits": (lambda body: "no JSON", r"its answers do not fit the schema; the last: 'no JSON'"),
     "always down": (lambda body: (500, "broken", {}), "500.*broken"),
     "refuses": (lambda body: (400, "no such model", {}), "400.*no such model"),
     "says nothing": (lambda body: (200, None, {}), "do not fit"),
