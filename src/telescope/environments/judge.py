@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib
 import json
 import os
 import time
@@ -179,7 +180,7 @@ class Judge(BaseModel):
             if (complete := COMPLETE.get()) is None:
                 raise UserError("judge: url is policy, which judges only within a rollout. Set url to a server.")
             return await complete(prompt)
-        import openai  # which takes a second
+        openai = await asyncio.to_thread(importlib.import_module, "openai")  # which takes a second
 
         if self._client is None:
             self._client = openai.AsyncOpenAI(

@@ -122,7 +122,7 @@ class DatasetEnvironment(math_problems.MathEnvironment):
             self._rollout = load_function(rollout, "dataset: the rollout")
             if not inspect.iscoroutinefunction(self._rollout):
                 raise UserError(f"dataset: the rollout {rollout!r} is no async function of a sample and a context.")
-            self.rollout = self._roll_out
+            vars(self)["rollout"] = self._roll_out  # a class variable of other environments
 
     async def check_resources(self) -> None:
         await super().check_resources()
