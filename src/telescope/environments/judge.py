@@ -33,8 +33,9 @@ MAX_ANSWERS, MAX_RETRIES = 3, 4
 
 USAGE: ContextVar[dict[str, float] | None] = ContextVar("judge usage", default=None)
 """Metrics of the current rollout (`judge/...`), which `USAGE.set({})` begins."""
-COMPLETE: ContextVar[Callable[[str], Awaitable[str]] | None] = ContextVar("policy as judge", default=None)
-"""Returns an untrained answer of the policy to a prompt. Set by the worker of a rollout."""
+Complete = Callable[[str], Awaitable[str]]
+COMPLETE: ContextVar[Complete | None] = ContextVar("policy as judge", default=None)
+"""Returns an untrained answer of the policy to a prompt. Set by what runs a rollout."""
 
 
 class Judge(BaseModel):
@@ -88,8 +89,17 @@ class Judge(BaseModel):
     def is_policy(self) -> bool:
         return self.url == POLICY
 
-    async def ask(self, prompt: str, schema: Mapping[str, Any] | None = None, model: str | None = None) -> Any:
-        """Returns the answer as text, or with a JSON `schema` as its object. Raises `InfrastructureError`."""
+    async def ask(
+        self,
+        prompt: str,
+        schema: Mapping[str, Any] | None = None,
+        model: str | None = None,
+        policy: Complete | None = None,
+    ) -> Any:
+        """Returns the answer as text, or with a JSON `schema` as its object. Raises `InfrastructureError`.
+
+        `policy` returns an untrained answer of the policy, if it is the judge; by default the current rollout's.
+        """
         started_at, request = time.monotonic(), (prompt, schema, model or self.model)
         if self._loop is not asyncio.get_running_loop():  # requests and connections of another loop are of no use here
             self._loop, self._client = asyncio.get_running_loop(), None
@@ -98,7 +108,8 @@ class Judge(BaseModel):
         _count(calls=1)
         try:
             # Shielded: others may wait for the same answer.
-            text = await (self._answer(*request) if self.is_policy else asyncio.shield(self._shared(*request)))
+            own = self._answer(*request, policy or COMPLETE.get()) if self.is_policy else None
+            text = await (own or asyncio.shield(self._shared(*request)))
         finally:
             _count(seconds=time.monotonic() - started_at)
         return text if schema is None else json.loads(text)
@@ -156,15 +167,17 @@ class Judge(BaseModel):
         while len(self._answers) > self.cache_size:
             self._answers.popitem(last=False)
 
-    async def _answer(self, prompt: str, schema: Mapping[str, Any] | None, model: str) -> str:
+    async def _answer(
+        self, prompt: str, schema: Mapping[str, Any] | None, model: str, policy: Complete | None = None
+    ) -> str:
         """Asks until an answer fits the schema. Returns it as text, or as JSON."""
         if schema is not None:
             prompt += f"\n\nAnswer with one JSON object that fits this JSON schema:\n{json.dumps(schema)}"
         asked, problem = prompt, f"no answer within {self.timeout_seconds:g} seconds (timeout_seconds)"
         try:
-            async with self._slots, asyncio.timeout(self.timeout_seconds):
+            async with self._slots, asyncio.timeout(None if self.is_policy else self.timeout_seconds):
                 for _ in range(MAX_ANSWERS):
-                    text = await self._complete(asked, schema, model)
+                    text = await (policy(asked) if policy else self._complete(asked, schema, model))
                     try:
                         return text if schema is None else _fitting(text, schema)
                     except ValueError as error:
@@ -177,9 +190,7 @@ class Judge(BaseModel):
 
     async def _complete(self, prompt: str, schema: Mapping[str, Any] | None, model: str) -> str:
         if self.is_policy:
-            if (complete := COMPLETE.get()) is None:
-                raise UserError("judge: url is policy, which judges only within a rollout. Set url to a server.")
-            return await complete(prompt)
+            raise UserError("judge: url is policy, which judges only within a rollout. Set url to a server.")
         openai = await asyncio.to_thread(importlib.import_module, "openai")  # which takes a second
 
         if self._client is None:
