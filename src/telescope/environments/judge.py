@@ -223,10 +223,9 @@ def _fitting(text: str, schema: Mapping[str, Any]) -> str:
 
     text = strip_think_tags(answer_text(text))
     found = text[text.find("{") : text.rfind("}") + 1]
-    try:
-        jsonschema.validate(json.loads(found), schema)
-    except jsonschema.ValidationError as error:
-        raise ValueError(error.message[:200]) from None
+    value = json.loads(found)
+    for error in jsonschema.Draft202012Validator(schema).iter_errors(value):
+        raise ValueError(error.message[:200])
     return found
 
 
