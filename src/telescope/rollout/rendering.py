@@ -312,6 +312,17 @@ class Dialogue:
         """The tag that opens reasoning at the end of the model's last prompt, if there is one."""
         return opening_tag(self._shown)
 
+    @property
+    def token_ids(self) -> list[int]:
+        """Token ids of the model's last prompt."""
+        return self._ids.tolist()
+
+    def branch(self) -> Dialogue:
+        """Returns an independent copy, which another answer may extend."""
+        other = copy.copy(self)
+        other._ids = self._ids[:]
+        return other
+
     def begin(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Starts the conversation. Returns the token ids of the first prompt."""
         self._messages = list(messages)
