@@ -33,6 +33,8 @@ class Call:
     """OpenAI schemas of the tools that the chat template shows to the model."""
     chat: str = ""
     """Name of its conversation."""
+    parent: str = ""
+    """Name of the conversation that opened it, where an agent says so."""
     train: bool = True
     """Whether the sampled tokens are trained."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -87,7 +89,9 @@ class Answer:
 
 
 class RefusedCall(UserError):
-    """A call that the policy cannot answer, such as one beyond the context. Endpoints answer it with 400."""
+    """A call that the policy cannot answer, such as one beyond the context. Endpoints answer it with 400 and `code`."""
+
+    code = "context_length_exceeded"
 
 
 class Services(Protocol):
