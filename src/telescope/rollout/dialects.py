@@ -19,8 +19,9 @@ from telescope.environments.context import Answer, Call
 
 Body = dict[str, Any]
 
-PASSED_ON = ("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
-"""Sampling parameters that are not refused: those of the run are used, and a difference is counted."""
+PASSED_ON = ("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty", "tool_choice")
+"""Parameters that are not refused: those of the run are used, a call of a tool cannot be forced, and all is counted."""
+_CHOICES = ("auto", "none", {"type": "auto"}, {"type": "none"})
 UNREADABLE = "unreadable_arguments"
 """The key in Anthropic's `input`, which must be an object, of arguments that are none."""
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -93,10 +94,7 @@ def _accept_only(body: Mapping[str, Any], **accepted: tuple[Any, ...]) -> None:
 
 
 def _tools_of(body: Body, kind: str = "function", parameters: str = "parameters", inside: str = "") -> list[Body]:
-    """Returns the tools of a request as OpenAI's chat API has them, where the model may use them."""
-    choice = body.get("tool_choice")
-    choice = choice.get("type") if kind == "custom" and choice else choice
-    _accept_only({"tool_choice": choice}, tool_choice=("auto", "none"))
+    """Returns the tools of a request as OpenAI's chat API has them."""
     tools = []
     for tool in body.get("tools") or ():
         _accept_only(tool, type=(kind,))
@@ -104,12 +102,12 @@ def _tools_of(body: Body, kind: str = "function", parameters: str = "parameters"
         function = {"name": tool["name"], "description": tool.get("description"), "parameters": tool.get(parameters)}
         given = {name: value for name, value in function.items() if value is not None}
         tools.append({"type": "function", "function": given})
-    return [] if choice == "none" else tools
+    return [] if body.get("tool_choice") in ("none", {"type": "none"}) else tools
 
 
 def _sampling_of(body: Body, *limits: str, stop: str = "stop") -> Body:
     """Returns `Call.sampling` from the fields that limit the number of tokens, and that of texts to stop at."""
-    sampling = {name: body[name] for name in PASSED_ON if body.get(name) is not None}
+    sampling = {name: body[name] for name in PASSED_ON if body.get(name) is not None and body[name] not in _CHOICES}
     for name in limits:
         if (limit := body.get(name)) is not None:
             if type(limit) is not int or limit < 1:
@@ -307,7 +305,9 @@ class Messages:
 
     def read(self, body: Body) -> Call:
         """Returns the call that a request asks for. Raises `Refusal`."""
-        _accept_only(body, container=(), mcp_servers=([],))
+        if body.get("thread"):  # its SDK then sends the whole history
+            raise Refusal("Threads are not supported.", code="thread_unsupported_request", param="thread")
+        _accept_only(body, container=(), mcp_servers=([],), compaction=())
         _accept_only(body.get("output_config") or {}, format=())
         messages: list[ChatMessage] = []
         if system := _text_of(body.get("system")):

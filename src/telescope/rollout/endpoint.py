@@ -328,7 +328,5 @@ def _event(data: Body) -> bytes:
 def _error(refusal: Refusal) -> Body:
     """Returns an error in the form that the SDKs of both providers read."""
     kind = f"{_KINDS.get(refusal.status, 'invalid_request')}_error"
-    return {
-        "type": "error",
-        "error": {"type": kind, "message": str(refusal), "code": refusal.code, "param": refusal.param},
-    }
+    error: Body = {"type": kind, "message": str(refusal), "code": refusal.code, "param": refusal.param}
+    return {"type": "error", "error": {**error, "details": {"error_code": refusal.code}}}

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -300,7 +301,6 @@ REFUSED = {
     "n": ("chat/completions", {"n": 4}, "'n' does not support 4"),
     "logit_bias": ("chat/completions", {"logit_bias": {"5": 1}}, "'logit_bias'"),
     "schema": ("chat/completions", {"response_format": SCHEMA}, "'response_format'"),
-    "forced tool": ("chat/completions", {"tool_choice": "required"}, 'Only "auto" is supported'),
     "image": ("chat/completions", {"messages": [{"role": "user", "content": IMAGE}]}, "reads text only"),
     "role": ("chat/completions", {"messages": [{"role": "robot", "content": ""}]}, "'robot'"),
     "no messages": ("chat/completions", {"messages": None}, "Invalid type"),
@@ -316,7 +316,7 @@ REFUSED = {
     "server tool": ("messages", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "'type' does not support"),
     "document": ("messages", {"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "text only"),
     "prefill": ("messages", {"messages": [USER, {"role": "assistant", "content": "It is"}]}, "prefill"),
-    "any tool": ("messages", {"tool_choice": {"type": "any"}}, "'tool_choice'"),
+    "thread": ("messages", {"thread": {"type": "create"}}, "Threads are not supported"),
 }
 
 
@@ -334,11 +334,30 @@ async def test_what_would_change_the_answer_is_refused(policy: Policy, name: str
 
 async def test_harmless_fields_are_accepted(policy: Policy) -> None:
     extra = {"n": 1, "seed": 3, "temperature": 0.2, "user": "me", "logit_bias": {}, "metadata": {}, "store": True}
-    extra |= {"parallel_tool_calls": True, "response_format": {"type": "text"}, "tool_choice": "none"}
+    extra |= {"parallel_tool_calls": True, "response_format": {"type": "text"}}
     tool = {"type": "function", "function": {"name": "weather"}}
-    assert (await policy.post(body={"messages": [USER], "tools": [tool], **extra}))[0] == 200
-    assert policy.calls[0].sampling == {"seed": 3, "temperature": 0.2}
-    assert policy.calls[0].tools == []
+    for choice in ("auto", "none", "required"):
+        body = {"messages": [USER], "tools": [tool], "tool_choice": choice, **extra}
+        assert (await policy.post(body=body))[0] == 200
+    assert [call.tools for call in policy.calls] == [[tool], [], [tool]]
+    ignored = {"seed": 3, "temperature": 0.2}
+    assert [call.sampling for call in policy.calls] == [ignored, ignored, {**ignored, "tool_choice": "required"}]
+
+
+async def test_the_tool_runner_of_anthropic_sends_its_whole_history(policy: Policy) -> None:
+    @anthropic.beta_async_tool
+    async def weather(city: str) -> str:
+        """Returns degrees."""
+        policy.answer = Answer("It is 21.", id="a2")
+        return "21"
+
+    policy.answer = replace(ANSWER, tool_calls=ANSWER.tool_calls[:1])
+    runner = policy.anthropic().beta.messages.tool_runner(
+        model="policy", max_tokens=9, messages=[USER], tools=[weather]
+    )
+    message = await runner.until_done()
+    assert message.content[0].text == "It is 21."
+    assert [each["role"] for each in policy.calls[1].messages] == ["user", "assistant", "tool"]
 
 
 async def test_bodies_that_cannot_be_read_are_refused(policy: Policy) -> None:
