@@ -118,6 +118,11 @@ class Joins:
             shown, turn = messages, None
         return Prompt(dialogue.token_ids, added.token_ids, turn, cause, messages, shown, dialogue, node)
 
+    def count(self, call: Call) -> int:
+        """Returns the number of tokens of a call's messages, rendered anew. Records nothing."""
+        dialogue = Dialogue(self._renderer, tools=[dict(tool) for tool in call.tools] or None)
+        return len(dialogue.begin([template_message(message) for message in call.messages]))
+
     def record(
         self, prompt: Prompt, message: ChatMessage, turn: int, token_ids: Sequence[int], text: str, *, ended: bool
     ) -> None:
