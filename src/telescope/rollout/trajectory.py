@@ -4,7 +4,7 @@ A trajectory is token ids, never text: each turn keeps the ids that the engine s
 version, and the ids that the environment added. Their concatenation is the next prompt and, at the end, the training
 sequence. Text is for people and parsers only.
 
-A turn that `restarts` has a newly rendered prompt (`interleaved_rollouts: false`, or a template that rewrites history).
+A turn that `restarts` has a newly rendered prompt (`interleaved_rollouts: false`, or a history that was changed).
 The turns before it become a separate training sample, with the same reward.
 """
 
