@@ -56,8 +56,7 @@ def test_text_and_calls_are_those_of_vllm(tokenizer: Any, form: str, arguments: 
         ours = parse_answer(answer, opened="", tools=TOOLS, is_cut=False)
         calls = [(each.function.name, json.loads(each.function.arguments)) for each in found.tool_calls]
         assert [(each.name, each.arguments) for each in ours.tool_calls] == calls
-        # vLLM keeps the space between what is left around a call of LFM.
-        assert ours.text.split() == (found.content or "").split() or form == "lfm"
+        assert ours.text.split() == (found.content or "").split()
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_r1"])
