@@ -27,7 +27,6 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
@@ -37,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from telescope.config.chat_template import NO_TEMPLATE
 from telescope.environments.base import ChatMessage, assistant_message, with_thinking_prefix
-from telescope.environments.parsers import closing_tag, opening_tag
+from telescope.environments.parsers import closing_tag, opening_tag, strip_think_tags
 from telescope.environments.serialization import serialize_messages
 from telescope.environments.tool_template import with_channels_as_fields
 from telescope.environments.user_code import call_with_declared
@@ -300,10 +299,10 @@ class Dialogue:
 
     def __post_init__(self) -> None:
         self._messages: list[ChatMessage] = []
-        self._ids = array("i")
-        """Token ids of the model's last prompt."""
         self._shown = ""
         """Text of the model's last prompt."""
+        self._turn: tuple[int, list[int]] = (0, [])
+        """The last turn in the last prompt: where it begins in the rendered text, and its token ids."""
 
     @property
     def opened(self) -> str:
@@ -312,9 +311,7 @@ class Dialogue:
 
     def branch(self) -> Dialogue:
         """Returns an independent copy, for another answer to the same prompt."""
-        branch = copy.copy(self)  # all else is replaced, never changed
-        branch._ids = self._ids[:]
-        return branch
+        return copy.copy(self)  # what it holds is replaced, never changed
 
     def begin(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Starts the conversation. Returns the token ids of the first prompt."""
@@ -323,9 +320,8 @@ class Dialogue:
         prompt = with_thinking_prefix(text) if self.thinking_prefix else text
         self.opening = prompt[len(text) :]
         self._shown = without_breaks(prompt)
-        ids = self.renderer.encode(prompt, from_template=True)
-        self._ids = array("i", ids)
-        return ids
+        self._turn = (len(prompt), [])
+        return self.renderer.encode(prompt, from_template=True)
 
     def extend(
         self, answer: str, answer_token_ids: Sequence[int], messages: Sequence[ChatMessage], *, ended: bool
@@ -357,23 +353,26 @@ class Dialogue:
                 token_ids = self.renderer.encode_continuation(behind[len(end) :])
             else:
                 divergence = Divergence.END_TOKEN
-        self._ids.extend(answer_token_ids)
-        self._ids.extend(token_ids)
+        turn_ids = [*answer_token_ids, *token_ids]
+        turn = len(before)
         written = before + answer + behind
         if (before := without_breaks(before)) != self._shown:
+            turn -= max(0, len(before) - len(self._shown))  # what the template writes only in the history
             sent = self._shown + answer + without_breaks(behind)
-            # The real answer may begin with the reasoning that the template writes before one that has none.
-            rendered = written if _same(before, self._shown) else self._text(self._messages) + self.opening
+            # Reasoning in the answer may be what the template writes before one that has none.
+            is_plain = _same(before, self._shown) or strip_think_tags(answer) == answer
+            rendered = written if is_plain else self._text(self._messages) + self.opening
             if not _same(without_breaks(rendered), sent):
                 is_start = self._shown.startswith(before.rstrip()) or before.startswith(self._shown.rstrip())
                 divergence = Divergence.PROMPT_START if is_start else Divergence.HISTORY
             else:
                 written = rendered
                 # Such texts may have equal tokens: some tokenizers merge a space into the first token.
-                differs = without_breaks(rendered) != sent
-                if differs and self.renderer.encode(rendered, from_template=True) != self._ids.tolist():
+                start, ids = self._turn
+                is_other = without_breaks(rendered) != sent
+                if is_other and self.renderer.encode_continuation(rendered[start:]) != [*ids, *turn_ids]:
                     divergence = divergence or Divergence.WHITESPACE
-        self._shown = without_breaks(written)
+        self._shown, self._turn = without_breaks(written), (turn, turn_ids)
         return Extension(token_ids, divergence=divergence)
 
     def _text(self, messages: Sequence[ChatMessage]) -> str:
