@@ -61,8 +61,6 @@ class EnvironmentInfo:
     reward_max: float | None = None
     metrics_ranges: dict[str, dict[str, float]] = field(default_factory=dict)
     tags_options: dict[str, list[str]] = field(default_factory=dict)
-    not_extendable: str | None = None
-    """Why this chat template prevents extending conversations by tokens (`rollout.rendering`); None if it does not."""
     dataset_digest: str = ""
     """Hash of the identities of the items at `digest_positions`; equal in all processes."""
     fingerprints: str = ""
