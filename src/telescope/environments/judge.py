@@ -33,8 +33,7 @@ MAX_ANSWERS, MAX_RETRIES = 3, 4
 
 USAGE: ContextVar[dict[str, float] | None] = ContextVar("judge usage", default=None)
 """Metrics of the current rollout (`judge/...`), which `USAGE.set({})` begins."""
-Complete = Callable[[str], Awaitable[str]]
-COMPLETE: ContextVar[Complete | None] = ContextVar("policy as judge", default=None)
+COMPLETE: ContextVar[Callable[[str], Awaitable[str]] | None] = ContextVar("policy as judge", default=None)
 """Returns an untrained answer of the policy to a prompt. Set by what runs a rollout."""
 
 
@@ -89,17 +88,8 @@ class Judge(BaseModel):
     def is_policy(self) -> bool:
         return self.url == POLICY
 
-    async def ask(
-        self,
-        prompt: str,
-        schema: Mapping[str, Any] | None = None,
-        model: str | None = None,
-        policy: Complete | None = None,
-    ) -> Any:
-        """Returns the answer as text, or with a JSON `schema` as its object. Raises `InfrastructureError`.
-
-        `policy` returns an untrained answer of the policy, if it is the judge; by default the current rollout's.
-        """
+    async def ask(self, prompt: str, schema: Mapping[str, Any] | None = None, model: str | None = None) -> Any:
+        """Returns the answer as text, or with a JSON `schema` as its object. Raises `InfrastructureError`."""
         started_at, request = time.monotonic(), (prompt, schema, model or self.model)
         if self._loop is not asyncio.get_running_loop():  # requests and connections of another loop are of no use here
             self._loop, self._client = asyncio.get_running_loop(), None
@@ -108,8 +98,7 @@ class Judge(BaseModel):
         _count(calls=1)
         try:
             # Shielded: others may wait for the same answer.
-            own = self._answer(*request, policy or COMPLETE.get()) if self.is_policy else None
-            text = await (own or asyncio.shield(self._shared(*request)))
+            text = await (self._answer(*request) if self.is_policy else asyncio.shield(self._shared(*request)))
         finally:
             _count(seconds=time.monotonic() - started_at)
         return text if schema is None else json.loads(text)
@@ -167,9 +156,7 @@ class Judge(BaseModel):
         while len(self._answers) > self.cache_size:
             self._answers.popitem(last=False)
 
-    async def _answer(
-        self, prompt: str, schema: Mapping[str, Any] | None, model: str, policy: Complete | None = None
-    ) -> str:
+    async def _answer(self, prompt: str, schema: Mapping[str, Any] | None, model: str) -> str:
         """Asks until an answer fits the schema. Returns it as text, or as JSON."""
         if schema is not None:
             prompt += f"\n\nAnswer with one JSON object that fits this JSON schema:\n{json.dumps(schema)}"
@@ -177,7 +164,7 @@ class Judge(BaseModel):
         try:
             async with self._slots, asyncio.timeout(None if self.is_policy else self.timeout_seconds):
                 for _ in range(MAX_ANSWERS):
-                    text = await (policy(asked) if policy else self._complete(asked, schema, model))
+                    text = await self._complete(asked, schema, model)
                     try:
                         return text if schema is None else _fitting(text, schema)
                     except ValueError as error:
@@ -190,7 +177,9 @@ class Judge(BaseModel):
 
     async def _complete(self, prompt: str, schema: Mapping[str, Any] | None, model: str) -> str:
         if self.is_policy:
-            raise UserError("judge: url is policy, which judges only within a rollout. Set url to a server.")
+            if (complete := COMPLETE.get()) is None:
+                raise UserError("judge: url is policy, which judges only within a rollout. Set url to a server.")
+            return await complete(prompt)
         openai = await asyncio.to_thread(importlib.import_module, "openai")  # which takes a second
 
         if self._client is None:
