@@ -1,7 +1,5 @@
 """What the API returns of runs, their code and configs (`row_models` has the rest). Times are Unix seconds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 

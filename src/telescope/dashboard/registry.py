@@ -8,8 +8,6 @@ Invariant: listing reads small files and two columns, again only when files chan
 folder may hold hundreds of runs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

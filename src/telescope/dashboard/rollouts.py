@@ -1,7 +1,5 @@
 """Groups, one sample with everything about it, and samples in flight: plain data for the API."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from operator import itemgetter

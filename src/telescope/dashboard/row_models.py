@@ -1,7 +1,5 @@
 """What the API returns of samples, evals, spans, gauges and log lines. Times are Unix seconds; unmeasured is null."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import BaseModel

@@ -3,8 +3,6 @@
 `of_samples` reads them for some samples, from the files that have its rows, and `search` scans them.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict

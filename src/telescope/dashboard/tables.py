@@ -7,8 +7,6 @@ Invariants: a row is read once, so a request costs what is new since the last on
 another is read from the start. Nothing is written into a run.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import defaultdict

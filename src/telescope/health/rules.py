@@ -6,8 +6,6 @@ Does not own the metrics (docs/metrics.md), when an alert is repeated (`watch`) 
 The limits are wide: an alert that is often wrong is not read.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The state of a run in words: verdict, health strip, progress and recorded alerts, for pages and terminals."""
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections.abc import Mapping, Sequence

@@ -9,8 +9,6 @@ Prompts and samples are counted separately, against the same share, because prom
 fail before the first sample could succeed.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter, deque
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ Invariant: a batch of rows always converts. A value that does not fit its column
 `problems`.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence

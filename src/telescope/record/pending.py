@@ -7,8 +7,6 @@ Invariants: only rows of `Keep.ALWAYS` tables may exceed the bounds. Tables with
 oldest rows of a table before newer ones. Every dropped row is counted.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from itertools import islice
 from typing import Any

@@ -10,8 +10,6 @@ each row once and hides superseded steps, like `reader.Run.table`. A query start
 meanwhile, and when files are damaged; damaged files are left out and counted by `reader.Run.unreadable`.
 """
 
-from __future__ import annotations
-
 import re
 import tempfile
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What a table of the record is: columns, types, and which rows matter most."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import IntEnum
 

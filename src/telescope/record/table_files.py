@@ -11,8 +11,6 @@ appeared, and a reader lists tails before blocks: rows that are missing from its
 manifest: names, and the number of rows of the newest tail, show which files to open and which rows are missing.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable

@@ -8,8 +8,6 @@ complete, by a rename. A block is on disk (fsync of file and folder) before its 
 before the next one begins. The folder's modification time changes with every append.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -3,8 +3,6 @@
 Owns which tables there are. Does not own how rows are written (`recorder`, `table_writer`) or read (`reader`).
 """
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 

@@ -16,8 +16,6 @@ advantages are random and never 0, so that every sample contributes to a gradien
 equal.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import math

@@ -5,8 +5,6 @@ Owns the order of the checks and the temporary run directory. The components are
 the directory with the logs is removed unless a check fails.
 """
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 import time
