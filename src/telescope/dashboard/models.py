@@ -8,8 +8,7 @@ import pydantic_core
 from pydantic import BaseModel, create_model
 
 from telescope.dashboard.remote import RemoteCopy
-from telescope.record.schema import INT32_LIST, NUMBERS, TEXT_LIST, TEXTS
-from telescope.record.tables import TABLES
+from telescope.record.tables import INT32_LIST, NUMBERS, TABLES, TEXT_LIST, TEXTS
 
 Number = float | None
 Model = TypeVar("Model", bound=BaseModel)

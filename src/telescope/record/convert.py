@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from telescope.record.schema import Table
+from telescope.record.tables import Table
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from itertools import islice
 from typing import Any
 
 from telescope.record.convert import Batch
-from telescope.record.schema import Keep
-from telescope.record.tables import TABLES
+from telescope.record.tables import TABLES, Keep
 
 Row = dict[str, Any] | Batch
 """One row, or a batch of rows, which counts as one."""

@@ -22,9 +22,8 @@ import pyarrow as pa
 
 from telescope.errors import UserError
 from telescope.record.reader import READ_ATTEMPTS, Run, is_readable, superseded_sql
-from telescope.record.schema import type_name
 from telescope.record.table_files import TableFile
-from telescope.record.tables import IN_FLIGHT, TABLES
+from telescope.record.tables import IN_FLIGHT, TABLES, type_name
 from telescope.utils.text import did_you_mean, plain
 
 Connection = duckdb.DuckDBPyConnection

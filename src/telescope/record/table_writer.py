@@ -23,7 +23,6 @@ import pyarrow.parquet as pq
 from telescope.record.convert import Batch, conform, rows_to_table, warn_of
 from telescope.record.files import TEMPORARY_PREFIX, replace_file, sync, temporary_name
 from telescope.record.pending import Row
-from telescope.record.schema import Table
 from telescope.record.table_files import (
     BLOCK_NAME,
     TAIL_NAME,
@@ -34,6 +33,7 @@ from telescope.record.table_files import (
     read_tail,
     tail_name,
 )
+from telescope.record.tables import Table
 from telescope.utils.text import single_line
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.session import Session, View
 from telescope.orchestrator.status import Interrupted, RunStatus
 from telescope.verify import checks
-from telescope.verify.report import Check, Report
+from telescope.verify.checks import Check, Report
 
 
 def run_verification(
