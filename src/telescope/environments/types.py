@@ -55,6 +55,8 @@ class EnvironmentInfo:
     name: str
     num_samples: int
     is_multi_turn: bool = False
+    is_agent: bool = False
+    """It has a `rollout` of its own."""
     reward_min: float | None = None
     reward_max: float | None = None
     metrics_ranges: dict[str, dict[str, float]] = field(default_factory=dict)

@@ -152,6 +152,7 @@ class EnvironmentRunner:
             name=str(environment.name),
             num_samples=count,
             is_multi_turn=bool(environment.is_multi_turn),
+            is_agent=found is not None and found.rollout is not None,
             reward_min=spec.reward_min if spec.reward_min is not None else environment.reward_min,
             reward_max=spec.reward_max if spec.reward_max is not None else environment.reward_max,
             metrics_ranges={key: dict(value) for key, value in environment.metrics_ranges.items()},
