@@ -51,8 +51,6 @@ class Call:
     """Whether the sampled tokens are trained."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """`max_tokens`, `stop` (list of texts); other sampling parameters are those of the run."""
-    key: str | None = None
-    """Calls with the same key are one call (an SDK's retry): they get the same answer."""
     cause: str | None = None
     """Why it does not extend the conversation, where the caller knows (`compaction`)."""
 
@@ -101,7 +99,9 @@ class Answer:
 
 
 class RefusedCall(UserError):
-    """A call that the policy cannot answer, such as one beyond the context. Endpoints answer it with 400."""
+    """A call that the policy cannot answer, such as one beyond the context. Endpoints answer it with 400 and `code`."""
+
+    code = "context_length_exceeded"
 
 
 class Services(Protocol):

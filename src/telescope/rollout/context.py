@@ -7,7 +7,6 @@ the rollout begins again, and is never scored as if the policy had failed.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -41,8 +40,6 @@ class AgentRollout:
         self._renderer = renderer
         self._endpoint = endpoint
         self._joins = Joins(renderer, interleaved=rollout.settings.interleaved)
-        self._answers: dict[str, asyncio.Future[Answer]] = {}
-        """By the key of a call."""
         self._failure: InfrastructureError | None = None
         self._sandboxes: list[Sandbox] = []
         self.api_key = ""
@@ -57,7 +54,7 @@ class AgentRollout:
         assert environment.rollout is not None
         seconds = environment.rollout_timeout_seconds
         context = RolloutContext(self, time.monotonic() + seconds)
-        self.api_key = self._endpoint.open(self.complete)
+        self.api_key = self._endpoint.open(self.complete, self._count, self._drop)
         try:
             result = await within(seconds, without_exit(environment.rollout(sample, context)))
         except DeadlinePassed:
@@ -82,14 +79,7 @@ class AgentRollout:
         return RewardRecord(**serialize_score(eval_metrics_of(result) if for_eval else result, for_eval))
 
     async def complete(self, call: Call) -> Answer:
-        """Samples an answer of the policy, or returns that of the call with the same key."""
-        if call.key is None:
-            return await self._complete(call)
-        if call.key not in self._answers:
-            self._answers[call.key] = asyncio.ensure_future(self._complete(call))
-        return await asyncio.shield(self._answers[call.key])
-
-    async def _complete(self, call: Call) -> Answer:
+        """Samples an answer of the policy. Raises `RefusedCall` and `InfrastructureError`."""
         counts, settings = self._rollout.trajectory.counts, self._rollout.settings.sampling
         for name in call.sampling:
             if name not in KNOWN_SAMPLING:
@@ -132,6 +122,16 @@ class AgentRollout:
         )  # fmt: skip
         self._joins.record(prompt, answer.message, index, ids, raw, ended=ended)
         return answer
+
+    async def _count(self, call: Call) -> int:
+        """Returns the number of tokens of a call's prompt, rendered anew."""
+        return self._joins.count(call)
+
+    def _drop(self, answer: Answer) -> None:
+        """Leaves an answer that nobody has read out of training."""
+        trajectory = self._rollout.trajectory
+        trajectory.turns[int(answer.id)].trained = False
+        trajectory.counts["dropped"] = trajectory.counts.get("dropped", 0) + 1
 
     async def judge(self, prompt: str, schema: Mapping[str, Any] | None, model: str | None) -> Any:
         """Asks the environment's judge."""

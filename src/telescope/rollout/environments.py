@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -75,14 +76,14 @@ class LoadedEnvironments:
         self._thread = ThreadPoolExecutor(1, "user code")
         self._rollouts: dict[str, tuple[str, asyncio.Task[Any] | None]] = {}
         """Label and running call of each open rollout."""
-        self._endpoint = Endpoint()
+        self._endpoint = Endpoint(["policy", *([runner.renderer.spec.tokenizer_path] if runner.renderer else [])])
 
     async def start(self) -> None:
         """Opens the endpoint for agents, if an environment has any, and prepares the resources of this process."""
         agents = [each for each in map(wrapped_environment, self._runner.environments) if each and each.rollout]
         if agents:
             folder = tempfile.mkdtemp(prefix="telescope-")  # a path of a Unix socket has at most 107 characters
-            await self._endpoint.start(f"{folder}/endpoint")
+            await self._endpoint.start(Path(folder, "endpoint"))
             for environment in agents:
                 environment.endpoint_socket = f"{folder}/endpoint"
         await self._runner.prepare_own_resources()

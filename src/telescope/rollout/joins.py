@@ -41,12 +41,10 @@ class _Node:
 
 @dataclass(slots=True, frozen=True)
 class _Answer:
-    """A recorded answer: its turn, the dialogue before it, and what was sampled."""
+    """A recorded answer: its turn, its prompt, and what was sampled."""
 
     turn: int
-    dialogue: Dialogue
-    messages: list[ChatMessage]
-    """The prompt's, as rendered."""
+    prompt: Prompt
     token_ids: Sequence[int]
     text: str
     ended: bool
@@ -109,14 +107,20 @@ class Joins:
             dialogue = Dialogue(self._renderer, interleaved=self._interleaved, tools=tools or None)
             ids = dialogue.begin(new)
             return Prompt(ids, ids, None, cause, new, new, dialogue, node)
-        messages = [*parent.messages, assistant_message(parent.dialogue.opening + parent.text), *new]
-        dialogue = parent.dialogue.branch()
+        before = parent.prompt
+        messages = [*before.messages, assistant_message(before.dialogue.opening + parent.text), *new]
+        dialogue = before.dialogue.branch()
         added = dialogue.extend(parent.text, parent.token_ids, messages, ended=parent.ended)
-        cause, shown = cause or added.divergence, new
-        turn: int | None = parent.turn
+        cause, ids = cause or added.divergence, added.token_ids
         if added.restarts:
-            shown, turn = messages, None
-        return Prompt(dialogue.token_ids, added.token_ids, turn, cause, messages, shown, dialogue, node)
+            return Prompt(ids, ids, None, cause, messages, messages, dialogue, node)
+        whole = [*before.token_ids, *parent.token_ids, *ids]
+        return Prompt(whole, ids, parent.turn, cause, messages, new, dialogue, node)
+
+    def count(self, call: Call) -> int:
+        """Returns the number of tokens of a call's messages, rendered anew. Records nothing."""
+        dialogue = Dialogue(self._renderer, tools=[dict(tool) for tool in call.tools] or None)
+        return len(dialogue.begin([template_message(message) for message in call.messages]))
 
     def record(
         self, prompt: Prompt, message: ChatMessage, turn: int, token_ids: Sequence[int], text: str, *, ended: bool
@@ -129,7 +133,7 @@ class Joins:
             self._by_ids.append(([*prompt.token_ids, *token_ids], turn))
             return
         node = prompt.node.children.setdefault(canonical_message(message), _Node())
-        node.answer = _Answer(turn, prompt.dialogue, prompt.messages, token_ids, text, ended)
+        node.answer = _Answer(turn, prompt, token_ids, text, ended)
 
     def _prompt_of_ids(self, ids: list[int]) -> Prompt:
         known = [(len(before), turn) for before, turn in self._by_ids if ids[: len(before)] == before]

@@ -27,7 +27,6 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
@@ -300,25 +299,18 @@ class Dialogue:
 
     def __post_init__(self) -> None:
         self._messages: list[ChatMessage] = []
-        self._ids = array("i")
-        """Token ids of the model's last prompt."""
         self._shown = ""
         """Text of the model's last prompt."""
-        self._turn = 0, 0
-        """Where its last turn begins, in the rendered text and in the ids."""
+        self._turn: tuple[int, list[int]] = (0, [])
+        """The last turn in the last prompt: where it begins in the rendered text, and its token ids."""
 
     @property
     def opened(self) -> str:
         """The tag that opens reasoning at the end of the model's last prompt, if there is one."""
         return opening_tag(self._shown)
 
-    @property
-    def token_ids(self) -> list[int]:
-        """Token ids of the model's last prompt."""
-        return self._ids.tolist()
-
     def branch(self) -> Dialogue:
-        """Returns an independent copy, which another answer may extend."""
+        """Returns an independent copy, for another answer to the same prompt."""
         return copy.copy(self)  # what it holds is replaced, never changed
 
     def begin(self, messages: Sequence[ChatMessage]) -> list[int]:
@@ -328,10 +320,8 @@ class Dialogue:
         prompt = with_thinking_prefix(text) if self.thinking_prefix else text
         self.opening = prompt[len(text) :]
         self._shown = without_breaks(prompt)
-        ids = self.renderer.encode(prompt, from_template=True)
-        self._ids = array("i", ids)
-        self._turn = len(prompt), len(ids)
-        return ids
+        self._turn = (len(prompt), [])
+        return self.renderer.encode(prompt, from_template=True)
 
     def extend(
         self, answer: str, answer_token_ids: Sequence[int], messages: Sequence[ChatMessage], *, ended: bool
@@ -363,12 +353,11 @@ class Dialogue:
                 token_ids = self.renderer.encode_continuation(behind[len(end) :])
             else:
                 divergence = Divergence.END_TOKEN
-        turn = len(before), len(self._ids)
-        self._ids = self._ids + array("i", [*answer_token_ids, *token_ids])
+        turn_ids = [*answer_token_ids, *token_ids]
+        turn = len(before)
         written = before + answer + behind
         if (before := without_breaks(before)) != self._shown:
-            # Without what the template writes only in the history.
-            turn = turn[0] - max(0, len(before) - len(self._shown)), turn[1]
+            turn -= max(0, len(before) - len(self._shown))  # what the template writes only in the history
             sent = self._shown + answer + without_breaks(behind)
             # Reasoning in the answer may be what the template writes before one that has none.
             is_plain = _same(before, self._shown) or strip_think_tags(answer) == answer
@@ -379,11 +368,11 @@ class Dialogue:
             else:
                 written = rendered
                 # Such texts may have equal tokens: some tokenizers merge a space into the first token.
-                start, num_ids = self._turn
+                start, ids = self._turn
                 is_other = without_breaks(rendered) != sent
-                if is_other and self.renderer.encode_continuation(rendered[start:]) != self._ids[num_ids:].tolist():
+                if is_other and self.renderer.encode_continuation(rendered[start:]) != [*ids, *turn_ids]:
                     divergence = divergence or Divergence.WHITESPACE
-        self._shown, self._turn = without_breaks(written), turn
+        self._shown, self._turn = without_breaks(written), (turn, turn_ids)
         return Extension(token_ids, divergence=divergence)
 
     def _text(self, messages: Sequence[ChatMessage]) -> str:
