@@ -52,7 +52,6 @@ logger = logging.getLogger(__name__)
 class _Pending:
     """A call that is being answered, or was."""
 
-    key: str
     task: asyncio.Future[Answer] | None = None
     num_waiting: int = 0
     is_read: bool = False
@@ -91,10 +90,10 @@ class _Rollout:
             else:
                 self.num_refused -= 1  # it repeats a request that was refused, not one of these
         if pending is None:
-            pending = _Pending(f"{known}-{len(earlier)}")
+            pending = _Pending()
             earlier.append(pending)
         if pending.lost:
-            pending.task = asyncio.ensure_future(self.complete(replace(call, key=pending.key)))
+            pending.task = asyncio.ensure_future(self.complete(call))
             pending.is_read = False
         if not pending.is_read:
             self.unread.add(pending)
@@ -213,7 +212,7 @@ class Endpoint:
                 raise _ended()
             call, body = self._parse(raw, dialect)
             name = unquote(path[1] or "") or headers.get("X-Session-Id", "")
-            call = replace(call, chat=name, parent=headers.get("x-parent-session-id", ""))
+            call = replace(call, chat="/".join(filter(None, (headers.get("x-parent-session-id"), name))))
             if counts:
                 return web.Response(body=_encode({"input_tokens": await rollout.count(call)}), content_type=_JSON)
             pending = rollout.start(call, request, raw)
