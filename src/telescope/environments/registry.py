@@ -350,12 +350,17 @@ def get_environment(name: str, /, *, environments_path: Sequence[str | Path] = (
 def make_environment(cls: type[Environment], name: str, kwargs: dict[str, Any]) -> Environment:
     """An instance of `cls` named `name`. Raises `UserError` for misspelled keyword arguments.
 
-    A `ToolEnvironment` whose `tools` are names gets them from `sandbox_tools`.
+    A `ToolEnvironment` gets `tools` that are names from `sandbox_tools`, and those of MCP servers from `mcp_tools`.
     """
-    if isinstance(tools := kwargs.get("tools"), list) and any(isinstance(tool, str) for tool in tools):
+    tools = kwargs["tools"] if isinstance(kwargs.get("tools"), list) else []
+    if any(isinstance(tool, str) for tool in tools):
         from telescope.environments.sandbox_tools import with_sandbox_tools  # which other environments do not need
 
         cls = with_sandbox_tools(cls)
+    if any(isinstance(tool, dict) for tool in tools):
+        from telescope.environments.mcp_tools import with_mcp_tools
+
+        cls = with_mcp_tools(cls)
     refuse_misspelled(cls, kwargs, Environment, called=f"The environment {name!r}")
     environment: Environment = instantiate(cls, Environment, name, kwargs)
     others = [key for key in kwargs if key not in known_arguments(cls, Environment)]
