@@ -327,7 +327,7 @@ def environment_class(name: str, environments_path: Sequence[str | Path] = ()) -
     is returned as a subclass of `SingleTurnEnvironment`.
     """
     cls: type[Environment] = ENVIRONMENTS.load_class(name, environments_path)
-    if issubclass(cls, SingleTurnEnvironment | MultiTurnEnvironment):
+    if issubclass(cls, SingleTurnEnvironment | MultiTurnEnvironment) or hasattr(cls, "rollout"):
         return cls
     if not callable(getattr(cls, "compute_reward", None)):
         raise UserError(

@@ -47,7 +47,7 @@ class ReasoningGym(SingleTurnEnvironment):
         super().__init__(instruction_prompt=instruction_prompt, **kwargs)
 
     def load_dataset(
-        self, num_samples: int = -1, size: int = 1000, seed: int = 0, options: Mapping[str, Any] | None = None
+        self, num_samples: int = -1, size: int = 1000, seed: int = 0, options: Mapping[str, Any] | None = None, **_: Any
     ) -> list[Sample]:
         """Generates `size` questions, or the first `num_samples` of them."""
         from reasoning_gym.factory import DATASETS, create_dataset
