@@ -103,7 +103,9 @@ class ProcessAgent(Environment):
             if self._child is None or self._child.has_ended:
                 if not self._starts_left:
                     ended = self._child.description() if self._child else ""
-                    raise EnvironmentFailure(f"{self.name} ended {MAX_STARTS} times in a row: {ended}")
+                    raise EnvironmentFailure(
+                        f"{self.name} was started {MAX_STARTS} times and finished no task: {ended}"
+                    )
                 self._starts_left -= 1
                 self._child = Child(self)
                 await self._child.start()
