@@ -3,33 +3,25 @@
 The constructor asks each server for its tools, because prompts show them, and closes it. From `prepare_resources` on,
 each process has one connection to each server. A server that fails is an `InfrastructureError`, which masks the sample;
 the next call connects again. A tool that fails is an error for the model.
-
-Invariant: a connection is opened and closed by the same task (`Server._hold`), as the scopes of `mcp` require.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import os
 import re
 import shlex
-import shutil
 import sys
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, ClassVar, Literal
 
-import jsonschema
-
 from telescope.environments.arguments import refuse_unknown
-from telescope.environments.base import Environment, RolloutState
+from telescope.environments.base import Environment
 from telescope.environments.tool_calls import ToolResult
 from telescope.environments.tool_env import ToolEnvironment
-from telescope.environments.tool_schema import ArgumentError, Tool
+from telescope.environments.tool_schema import Tool
 from telescope.environments.user_code import error_text
 from telescope.errors import InfrastructureError, UserError
 
@@ -40,19 +32,20 @@ START_SECONDS = 60.0
 class McpTools(ToolEnvironment):
     """A mixin for a `ToolEnvironment`, whose `tools` may then contain `{mcp: "command or URL"}`.
 
-    `include` names the tools to take, by default all; `env` adds environment variables to those of the worker. A name
-    that is taken already gets the name of the server in front.
+    `include` beside it names the tools to take, by default all. A name that is taken already gets the name of the
+    server in front.
     """
 
     resources_per: ClassVar[Literal["host", "process"]] = "process"
 
-    def __init__(self, tools: list[str | Mapping[str, Any] | Callable[..., Any]] | None = None, **kwargs: Any) -> None:
-        self._servers: list[Server] = []
-        made: list[Any] = [tool for tool in tools or () if not isinstance(tool, Mapping)]
+    def __init__(self, tools: list[Any] | None = None, **kwargs: Any) -> None:
+        made = [tool for tool in tools or () if not isinstance(tool, Mapping)]
         taken = {tool if isinstance(tool, str) else getattr(tool, "__name__", "") for tool in made}
+        self._servers: list[Server] = []
         for spec in (tool for tool in tools or () if isinstance(tool, Mapping)):
-            self._servers.append(server := Server(**_checked(spec)))
-            for tool in server.load_tools(taken):
+            refuse_unknown(spec, {"mcp", "include"}, "A tool of an MCP server")
+            self._servers.append(server := Server(str(spec.get("mcp", ""))))
+            for tool in server.load_tools(spec.get("include"), taken):
                 taken.add(tool.name)
                 made.append(tool)
         super().__init__(tools=made, **kwargs)
@@ -74,62 +67,53 @@ class McpTools(ToolEnvironment):
 
 
 class McpTool(Tool):
-    """A tool of a server. Arguments are checked against the server's JSON schema."""
+    """A tool of a server, which checks the arguments."""
 
     def __init__(self, server: Server, declared: Any, name: str) -> None:
-        self.server, self.name = server, name
-        self.function = partial(server.call, declared.name)
-        parameters = {"properties": {}, **declared.input_schema}
-        self._validator = jsonschema.validators.validator_for(parameters)(parameters)
-        function = {"name": name, "description": declared.description or "", "parameters": parameters}
-        self.schema = {"type": "function", "function": function}
+        async def call(**arguments: Any) -> ToolResult:
+            return await server.call(declared.name, arguments)
 
-    def bind(self, arguments: Any, state: RolloutState | None = None) -> inspect.BoundArguments:
-        """The arguments of one call: a dict of names, a list of positions, a JSON text of either, or None."""
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments or "{}")
-            except (ValueError, RecursionError) as error:
-                raise ArgumentError(f"the arguments are not valid JSON: {error}") from None
-        if isinstance(arguments, list):
-            arguments = dict(zip(self._validator.schema["properties"], arguments, strict=False))
-        arguments = arguments or {}
-        if problem := jsonschema.exceptions.best_match(self._validator.iter_errors(arguments)):
-            where = ".".join(map(str, problem.absolute_path))
-            raise ArgumentError(f"{self.name}: {f'{where}: ' if where else ''}{problem.message}")
-        return inspect.BoundArguments(inspect.signature(self.function), OrderedDict(arguments=arguments))
+        call.__name__ = name
+        super().__init__(call)
+        self.server = server
+        parameters = {"properties": {}, **declared.input_schema}
+        self.schema["function"] |= {"description": declared.description or "", "parameters": parameters}
 
 
 class Server:
     """An MCP server: a command that is started here, or a URL."""
 
-    def __init__(self, mcp: str, include: list[str] | None = None, env: Mapping[str, str] | None = None) -> None:
-        self.address, self.include, self.env = mcp, include, env or {}
+    def __init__(self, address: str) -> None:
+        self.address = address
         self._opened: asyncio.Future[Any] | None = None
         self._over = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    def load_tools(self, taken: set[str]) -> list[McpTool]:
+    def load_tools(self, include: list[str] | None, taken: set[str]) -> list[McpTool]:
         """Lists the tools over a connection of its own. Raises `UserError`."""
 
-        async def load() -> list[McpTool]:
+        async def load() -> tuple[str, dict[str, Any]]:
+            listed: list[Any] = []
+            cursor = None
             try:
-                return await self._list_tools(taken)
-            except (UserError, InfrastructureError):
-                raise
-            except Exception as error:
-                raise self._failure(error) from error
+                client = await self.client()
+                while not listed or cursor:
+                    page = await client.list_tools(cursor=cursor)
+                    listed, cursor = [*listed, *page.tools], page.next_cursor
+                return client.server_info.name if client.server_info else "mcp", {tool.name: tool for tool in listed}
             finally:
                 await self.close()
 
-        command = shlex.split(self.address)
-        if not self._is_url and not (command and shutil.which(command[0])):
-            raise UserError(f"The MCP server {self.address!r} cannot be started: there is no such command.")
         try:
             with ThreadPoolExecutor(1) as thread:  # this one may run an event loop
-                return thread.submit(asyncio.run, load()).result()
-        except InfrastructureError as error:
-            raise UserError(f"{error}. Start it by hand to see why.") from error
+                prefix, known = thread.submit(asyncio.run, load()).result()
+        except Exception as error:
+            raise UserError(f"{self._failure(error)}. Start it by hand to see why.") from error
+        if missing := [name for name in include or () if name not in known]:
+            raise UserError(f"The MCP server {self.address!r} has no tool {missing[0]!r}. It has: {', '.join(known)}.")
+        names = {name: re.sub(r"\W|^(?=\d)", "_", name) for name in include or known}
+        prefix = re.sub(r"\W|^(?=\d)", "_", prefix)
+        return [McpTool(self, known[name], f"{prefix}_{n}" if n in taken else n) for name, n in names.items()]
 
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         """Calls a tool. Raises `InfrastructureError` when the server fails."""
@@ -152,9 +136,8 @@ class Server:
         if self._opened is None or self._over.is_set():
             self._opened, self._over = asyncio.get_running_loop().create_future(), asyncio.Event()
             self._task = asyncio.create_task(self._hold(self._opened, self._over))
-        opened = self._opened
         try:
-            return await asyncio.wait_for(asyncio.shield(opened), START_SECONDS)
+            return await asyncio.wait_for(asyncio.shield(self._opened), START_SECONDS)
         except TimeoutError:
             await self.close()
             raise self._failure(f"it did not answer within {START_SECONDS:g} seconds") from None
@@ -168,8 +151,18 @@ class Server:
             await asyncio.wait({self._task})
 
     async def _hold(self, opened: asyncio.Future[Any], over: asyncio.Event) -> None:
+        """Keeps a connection until it is over. The scopes of `mcp` are entered and left in one task."""
+        from mcp import Client, StdioServerParameters
+        from mcp.client.stdio import stdio_client
+
+        server: Any = self.address
+        if not self.address.startswith(("http://", "https://")):
+            # The guard kills the server with its children when this process ends in any way.
+            guard = ["-m", "telescope.utils.child_guard", str(os.getpid()), *shlex.split(self.address)]
+            parameters = StdioServerParameters(command=sys.executable, args=guard, env=dict(os.environ))
+            server = stdio_client(parameters, errlog=sys.__stderr__ or sys.stderr)
         try:
-            async with self._make_client() as client:
+            async with Client(server) as client:
                 opened.set_result(client)
                 await over.wait()
         except Exception as error:
@@ -177,41 +170,9 @@ class Server:
             if not opened.done():
                 opened.set_exception(self._failure(error))
 
-    def _make_client(self) -> Any:
-        from mcp import Client, StdioServerParameters
-        from mcp.client.stdio import stdio_client
-
-        if self._is_url:
-            return Client(self.address)
-        # The guard kills the server with its children when this process ends in any way.
-        guard = ["-m", "telescope.utils.child_guard", str(os.getpid())]
-        parameters = StdioServerParameters(
-            command=sys.executable, args=[*guard, *shlex.split(self.address)], env={**os.environ, **self.env}
-        )
-        return Client(stdio_client(parameters, errlog=sys.__stderr__ or sys.stderr))
-
-    async def _list_tools(self, taken: set[str]) -> list[McpTool]:
-        client, cursor, listed = await self.client(), None, []
-        while True:
-            page = await client.list_tools(cursor=cursor)
-            listed += page.tools
-            if not (cursor := page.next_cursor):
-                break
-        known = {tool.name: tool for tool in listed}
-        if missing := [name for name in self.include or () if name not in known]:
-            raise UserError(f"The MCP server {self.address!r} has no tool {missing[0]!r}. It has: {', '.join(known)}.")
-        prefix = _identifier(client.server_info.name if client.server_info else "mcp")
-        made = []
-        for name in self.include or known:
-            short = _identifier(name)
-            made.append(McpTool(self, known[name], f"{prefix}_{short}" if short in taken else short))
-        return made
-
-    @property
-    def _is_url(self) -> bool:
-        return self.address.startswith(("http://", "https://"))
-
     def _failure(self, problem: BaseException | str) -> InfrastructureError:
+        if isinstance(problem, InfrastructureError):
+            return problem
         text = problem if isinstance(problem, str) else error_text(problem)
         return InfrastructureError(f"The MCP server {self.address!r} failed: {text}")
 
@@ -221,17 +182,6 @@ def with_mcp_tools(cls: type[Environment]) -> type[Environment]:
     if not issubclass(cls, ToolEnvironment) or issubclass(cls, McpTools):
         return cls
     return type(cls.__name__, (McpTools, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
-
-
-def _checked(spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    refuse_unknown(spec, {"mcp", "include", "env"}, "A tool of an MCP server")
-    if not isinstance(spec.get("mcp"), str):
-        raise UserError(f"The tool {dict(spec)} has no command or URL; write {{mcp: ...}}.")
-    return spec
-
-
-def _identifier(name: str) -> str:
-    return re.sub(r"\W|^(?=\d)", "_", name)
 
 
 def _block_text(block: Any) -> str:

@@ -12,23 +12,21 @@ import contextlib
 import itertools
 import json
 import os
-import shlex
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar, Literal
-
-import aiohttp
+from typing import Any, ClassVar
 
 from telescope.environments.base import Environment, RewardResult, Sample
 from telescope.environments.context import RolloutContext
-from telescope.errors import EnvironmentFailure, InfrastructureError, UserError
+from telescope.errors import EnvironmentFailure, UserError
 from telescope.utils.child_guard import kill_group
 
-BRIDGE_MAIN = Path(__file__).with_name("process_bridge.py")
 MAX_STARTS = 3
+START_SECONDS = 600.0
+"""Time for a process to list its tasks. `uv run` may download its packages first."""
 CANCEL_SECONDS = 10.0
 """Time for a process to answer that it has cancelled a task."""
 MAX_LINE_BYTES = 2**26
@@ -39,26 +37,18 @@ class ProcessAgent(Environment):
     """An environment whose tasks and agents live in another process.
 
     `command` starts a Python that has the packages, such as `[uv, run, --with, verifiers==0.4.0, python]` or the path
-    of a virtual environment's. `options` are the bridge's, `env` adds environment variables. The process has
-    `start_timeout_seconds` to list its tasks. Subclasses name the file of their `bridge` (`process_bridge`).
+    of a virtual environment's. `options` are the bridge's. Subclasses name the file of their `bridge`.
     """
 
     task = ""
     bridge: ClassVar[Path]
     default_command: ClassVar[Sequence[str]] = ("python3",)
-    resources_per: ClassVar[Literal["host", "process"]] = "process"
 
     def __init__(
-        self,
-        command: list[str] | str | None = None,
-        options: Mapping[str, Any] | None = None,
-        env: Mapping[str, str] | None = None,
-        start_timeout_seconds: float = 600.0,
-        **kwargs: Any,
+        self, command: list[str] | None = None, options: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
-        self.command = shlex.split(command) if isinstance(command, str) else list(command or self.default_command)
-        self.options, self.env, self.start_timeout_seconds = options or {}, env or {}, start_timeout_seconds
+        self.command, self.options = list(command or self.default_command), dict(options or {})
         self._child: Child | None = None
         self._starting = asyncio.Lock()
         self._starts_left = MAX_STARTS
@@ -69,25 +59,37 @@ class ProcessAgent(Environment):
         """Lists the tasks with a process of its own. Raises `UserError`."""
 
         async def load() -> list[dict[str, Any]]:
-            child = Child(self)
+            child = Child()
             try:
-                return await child.start()
+                return await child.start(self)
             finally:
                 await child.close()
 
         try:
             with ThreadPoolExecutor(1) as thread:  # this one may run an event loop
                 tasks = thread.submit(asyncio.run, load()).result()
-        except (EnvironmentFailure, OSError) as error:
+        except EnvironmentFailure as error:
             raise UserError(f"The tasks of {self.name!r} cannot be listed with {self.command}: {error}") from error
         samples = [Sample(t["prompt"], t.get("answer") or "", {"id": t["id"], "info": t.get("info")}) for t in tasks]
         return samples if num_samples < 0 else samples[:num_samples]
 
     async def rollout(self, sample: Sample, context: RolloutContext) -> RewardResult:
         """Lets the process play the task with the policy."""
-        access = {"base_url": context.base_url, "api_key": context.api_key, "model": await self._model_of(context)}
-        child = await self._running()
-        result = await child.ask({"id": next(self._ids), "task": sample.metadata["id"], **access}, context.seconds_left)
+        async with self._starting:
+            if not self._model:
+                async with context.openai() as client:
+                    self._model = (await client.models.list()).data[0].id
+            if self._child is None or self._child.has_ended:
+                if not self._starts_left:
+                    end = self._child.last_words() if self._child else ""
+                    raise EnvironmentFailure(f"{self.name} started {MAX_STARTS} times and finished no task: {end}")
+                self._starts_left -= 1
+                self._child = Child()
+                await self._child.start(self)
+            child = self._child
+        request = {"id": next(self._ids), "task": sample.metadata["id"], "model": self._model}
+        request |= {"base_url": context.base_url, "api_key": context.api_key}
+        result = await child.ask(request, context.seconds_left)
         self._starts_left = MAX_STARTS
         if result.get("error"):
             raise EnvironmentFailure(f"{self.name}: {result['error']}")
@@ -98,73 +100,37 @@ class ProcessAgent(Environment):
         if self._child is not None:
             await self._child.close()
 
-    async def _running(self) -> Child:
-        async with self._starting:
-            if self._child is None or self._child.has_ended:
-                if not self._starts_left:
-                    ended = self._child.description() if self._child else ""
-                    raise EnvironmentFailure(
-                        f"{self.name} was started {MAX_STARTS} times and finished no task: {ended}"
-                    )
-                self._starts_left -= 1
-                self._child = Child(self)
-                await self._child.start()
-            return self._child
-
-    async def _model_of(self, context: RolloutContext) -> str:
-        """The name by which the endpoint calls the policy."""
-        if not self._model:
-            headers = {"Authorization": f"Bearer {context.api_key}"}
-            try:
-                async with (
-                    aiohttp.ClientSession(headers=headers) as session,
-                    session.get(f"{context.base_url}/models") as response,
-                ):
-                    self._model = (await response.json())["data"][0]["id"]
-            except (aiohttp.ClientError, LookupError, ValueError) as error:
-                raise InfrastructureError(f"{context.base_url}/models does not answer: {error}") from error
-        return self._model
-
 
 class Child:
     """One process of a `ProcessAgent`."""
 
-    def __init__(self, agent: ProcessAgent) -> None:
-        self._agent = agent
-        self._process: asyncio.subprocess.Process | None = None
+    _process: asyncio.subprocess.Process
+
+    def __init__(self) -> None:
+        self.has_ended = False
         self._answers: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._stderr: deque[str] = deque(maxlen=STDERR_LINES)
         self._tasks: list[asyncio.Task[None]] = []
-        self.has_ended = False
 
-    async def start(self) -> list[dict[str, Any]]:
+    async def start(self, agent: ProcessAgent) -> list[dict[str, Any]]:
         """Starts the process. Returns its tasks. Raises `EnvironmentFailure`."""
-        agent = self._agent
         guard = [sys.executable, "-m", "telescope.utils.child_guard", str(os.getpid()), "env", "-u", "PYTHONPATH"]
-        self._process = process = await asyncio.create_subprocess_exec(
-            *guard,
-            *agent.command,
-            str(BRIDGE_MAIN),
-            str(agent.bridge),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, **agent.env},
-            start_new_session=True,
-            limit=MAX_LINE_BYTES,
+        main = str(Path(__file__).with_name("process_bridge.py"))
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
+        self._process = await asyncio.create_subprocess_exec(
+            *guard, *agent.command, main, str(agent.bridge), start_new_session=True, limit=MAX_LINE_BYTES, **pipes
         )
         self._tasks = [asyncio.create_task(self._read_errors())]
-        self._send({"name": agent.task, "options": dict(agent.options)})
+        self._send({"name": agent.task, "options": agent.options})
         tasks: list[dict[str, Any]] = []
         try:
-            async with asyncio.timeout(agent.start_timeout_seconds):
+            async with asyncio.timeout(START_SECONDS):
                 while not (message := await self._message()).get("ready"):
                     tasks.append(message)
         except (EOFError, ValueError, TimeoutError) as error:
             await self.close()
-            raise EnvironmentFailure(f"{type(error).__name__} before its tasks: {self.description()}") from error
+            raise EnvironmentFailure(f"{type(error).__name__} before its tasks: {self.last_words()}") from error
         self._tasks.append(asyncio.create_task(self._read_answers()))
-        assert process.stdin is not None
         return tasks
 
     async def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -176,63 +142,57 @@ class Child:
             async with asyncio.timeout(seconds):
                 return await asyncio.shield(answer)
         except TimeoutError:
-            raise EnvironmentFailure(f"the task took over {seconds:.0f} seconds: {self.description()}") from None
+            raise EnvironmentFailure(f"the task took over {seconds:.0f} seconds: {self.last_words()}") from None
         finally:
-            if answer.done():
-                self._answers.pop(key, None)
-            else:
+            if not answer.done():
                 self._send({"cancel": key})
-                self._tasks.append(asyncio.create_task(self._kill_if_silent(key, answer)))
+                self._tasks.append(asyncio.create_task(self._kill_if_silent(answer)))
 
     async def close(self) -> None:
         """Kills the process group."""
         self.has_ended = True
-        if self._process is not None:
-            kill_group(self._process.pid)
-            await self._process.wait()
-            if self._tasks:
-                await asyncio.wait(self._tasks[:1], timeout=1.0)  # the last lines of its errors
+        kill_group(self._process.pid)
+        await self._process.wait()
+        await asyncio.wait(self._tasks[:1], timeout=1.0)  # the last lines of its errors
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()
         for answer in self._answers.values():
             if not answer.done():
-                answer.set_exception(EnvironmentFailure(f"its process ended: {self.description()}"))
+                answer.set_exception(EnvironmentFailure(f"its process ended: {self.last_words()}"))
                 answer.exception()  # perhaps nobody waits any more
 
-    def description(self) -> str:
+    def last_words(self) -> str:
         """The end of the process's standard error."""
         return "\n".join(self._stderr) or "it wrote nothing to standard error"
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        assert self._process is not None and self._process.stdin is not None
+        assert self._process.stdin is not None
         with contextlib.suppress(ConnectionError, RuntimeError):  # that it has ended is seen where it is read
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
-    async def _message(self) -> dict[str, Any]:
-        assert self._process is not None and self._process.stdout is not None
-        line = await self._process.stdout.readline()
-        if not line:
-            raise EOFError
-        message: dict[str, Any] = json.loads(line)
-        return message
+    async def _message(self) -> Any:
+        assert self._process.stdout is not None
+        if line := await self._process.stdout.readline():
+            return json.loads(line)
+        raise EOFError
 
     async def _read_answers(self) -> None:
         try:
             while True:
                 message = await self._message()
-                if (answer := self._answers.pop(str(message.get("id")), None)) and not answer.done():
+                if (answer := self._answers.pop(message["id"], None)) and not answer.done():
                     answer.set_result(message)
         except (EOFError, ValueError):
             await self.close()
 
     async def _read_errors(self) -> None:
-        assert self._process is not None and self._process.stderr is not None
+        assert self._process.stderr is not None
         async for line in self._process.stderr:
-            self._stderr.append(text := line.decode("utf-8", "replace").rstrip())
-            print(text, file=sys.stderr)
+            self._stderr.append(line.decode("utf-8", "replace").rstrip())
+            print(self._stderr[-1], file=sys.stderr)
 
-    async def _kill_if_silent(self, key: str, answer: asyncio.Future[dict[str, Any]]) -> None:
+    async def _kill_if_silent(self, answer: asyncio.Future[dict[str, Any]]) -> None:
         await asyncio.wait({answer}, timeout=CANCEL_SECONDS)
         if not answer.done():
             await self.close()

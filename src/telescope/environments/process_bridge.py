@@ -22,8 +22,6 @@ async def main(bridge: str) -> None:
     """Lists the tasks, then plays those that are asked for, several at a time, until standard input ends."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    requests = asyncio.StreamReader(limit=2**26)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(requests), sys.stdin)
     running: dict[str, asyncio.Task[None]] = {}
 
     def send(message: dict[str, Any]) -> None:
@@ -36,22 +34,18 @@ async def main(bridge: str) -> None:
             traceback.print_exc()
             result = {"error": f"{type(error).__name__}: {error}"}
         send({"id": request["id"], **result})
+        del running[request["id"]]
 
-    first = json.loads(await requests.readline())
+    first = json.loads(await asyncio.to_thread(sys.stdin.readline))
     async with runpy.run_path(bridge)["opened"](first["name"], first["options"]) as (tasks, play):
-        for task in tasks:
+        for task in [*tasks, {"ready": True}]:
             send(task)
-        send({"ready": True})
-        while line := await requests.readline():
+        while line := await asyncio.to_thread(sys.stdin.readline):
             request = json.loads(line)
-            if "cancel" in request:
-                if request["cancel"] in running:
-                    running[request["cancel"]].cancel()
-                continue
-            running[request["id"]] = started = asyncio.create_task(answer(request))
-            started.add_done_callback(lambda _, key=request["id"]: running.pop(key, None))
-        for started in list(running.values()):
-            started.cancel()
+            if "cancel" not in request:
+                running[request["id"]] = asyncio.create_task(answer(request))
+            elif request["cancel"] in running:
+                running[request["cancel"]].cancel()
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ async def answer(environment: ToolEnvironment, name: str, arguments: str) -> str
 
 
 async def test_a_started_server_serves_its_tools_for_as_long_as_the_resources_are_open(command):
-    environment = make({"mcp": command, "env": {"ABACUS": "9"}}, subtract)
+    environment = make({"mcp": f"env ABACUS=9 {command}"}, subtract)
     schema = next(s["function"] for s in environment.tool_schemas if s["function"]["name"] == "add")
     assert schema["description"] == "Add two numbers."
     assert schema["parameters"]["required"] == ["a"]
@@ -97,8 +97,8 @@ async def test_a_started_server_serves_its_tools_for_as_long_as_the_resources_ar
     try:
         assert await answer(environment, "add", '{"a": 2, "b": 3}') == "[add] 5"
         assert await answer(environment, "subtract", '{"a": 2, "b": 3}') == "[subtract] -1"
-        assert await answer(environment, "add", '{"a": "two"}') == "[add] Error: add: a: 'two' is not of type 'integer'"
-        assert "no file x" in await answer(environment, "read_file", '["x"]')
+        assert "valid integer" in await answer(environment, "add", '{"a": "two"}')
+        assert "no file x" in await answer(environment, "read_file", '{"name": "x"}')
         pid, value = (await answer(environment, "variable", '{"name": "ABACUS"}')).split()[1:]
         assert value == "9"
         assert "did not end within 2 seconds" in await answer(environment, "hang", "{}")
@@ -178,10 +178,9 @@ def test_a_started_server_ends_with_a_worker_that_is_killed(command, tmp_path):
 @pytest.mark.parametrize(
     ("tool", "message"),
     [
-        ({"mcp": "no-such-command --fast"}, "no such command"),
+        ({"mcp": "no-such-command --fast"}, "no-such-command.*Start it by hand"),
         ({"mcp": "false"}, "Start it by hand"),
         ({"mcp": "x", "includes": ["add"]}, "Did you mean 'include'"),
-        ({"include": ["add"]}, "no command or URL"),
         ({"mcp": "http://127.0.0.1:9/mcp"}, "127.0.0.1:9"),
     ],
 )

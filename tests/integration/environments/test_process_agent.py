@@ -18,7 +18,7 @@ from telescope.environments import process_agent
 from telescope.environments.context import RolloutContext
 from telescope.environments.process_agent import ProcessAgent
 from telescope.environments.registry import environment_class
-from telescope.errors import EnvironmentFailure, InfrastructureError, UserError
+from telescope.errors import EnvironmentFailure, UserError
 
 BRIDGE = """
 import asyncio, contextlib, json, os, subprocess, sys, time, types, urllib.request
@@ -84,7 +84,7 @@ async def services(unused_tcp_port) -> AsyncIterator[Services]:
         return web.json_response({"choices": [{"message": {"content": body["messages"][-1]["content"][::-1]}}]})
 
     async def models(request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "policy"}]})
+        return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model"}]})
 
     app = web.Application()
     app.add_routes([web.post("/v1/chat/completions", chat), web.get("/v1/models", models)])
@@ -157,24 +157,21 @@ async def test_a_task_that_takes_too_long_fails_alone_unless_its_process_hangs(e
     assert (await roll_out(environment, services, ANSWER)).total_reward == 1.0
 
 
-async def test_an_endpoint_that_does_not_answer_is_no_fault_of_the_environment(environment):
-    with pytest.raises(InfrastructureError, match="does not answer"):
-        await roll_out(environment, Services("http://127.0.0.1:9/v1"), ANSWER)
-
-
 def test_a_process_that_lists_no_tasks_is_an_error_with_its_last_words(tmp_path):
     with pytest.raises(UserError, match=r"(?s)cannot be listed.*no such taskset"):
         len(make(tmp_path, options={"breaks": True}))
     with pytest.raises(UserError, match=r"(?s)cannot be listed.*No such file"):
-        len(make(tmp_path, command="no-such-python -X"))
+        len(make(tmp_path, command=["no-such-python", "-X"]))
 
 
 def test_a_process_ends_with_a_worker_that_is_killed(tmp_path):
     code = f"""
         import asyncio, pathlib
+        from telescope.environments.process_agent import Child
         from tests.integration.environments.test_process_agent import make
         async def main():
-            child = await make(pathlib.Path({str(tmp_path)!r}))._running()
+            child = Child()
+            await child.start(make(pathlib.Path({str(tmp_path)!r})))
             print(child._process.pid, flush=True)
             await asyncio.sleep(60)
         asyncio.run(main())

@@ -34,7 +34,7 @@ async def opened(name: str, options: dict[str, Any]) -> AsyncIterator[tuple[list
 
     async def play(request: dict[str, Any]) -> dict[str, Any]:
         model = AsyncOpenAI(base_url=request["base_url"], api_key=request["api_key"], max_retries=0)
-        messages: list[dict[str, Any]] = []
+        messages: list[Any] = []
         reward, turns = 0.0, 0
         async with model, GenericEnvClient(base_url=name) as server:
             result = await server.reset(**resets[request["task"]])

@@ -1,7 +1,5 @@
 """Environments that an OpenEnv server runs: `openenv:http://127.0.0.1:8000`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from telescope.environments.process_agent import ProcessAgent

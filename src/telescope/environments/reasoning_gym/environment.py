@@ -52,18 +52,12 @@ class ReasoningGym(SingleTurnEnvironment):
         """Generates `size` questions, or the first `num_samples` of them."""
         from reasoning_gym.factory import DATASETS, create_dataset
 
-        options = options or {}
         if self.task not in DATASETS:
             hint = did_you_mean(self.task, DATASETS)
-            raise UserError(
-                f"reasoning_gym has no task {self.task!r}.{hint} Name one of: {', '.join(sorted(DATASETS))}."
-            )
+            raise UserError(f"reasoning_gym has no task {self.task!r}.{hint} It has: {', '.join(sorted(DATASETS))}.")
         known = {field.name for field in fields(DATASETS[self.task][1])} - {"size", "seed"}
-        refuse_unknown(options, known, f"The task {self.name!r}")
-        try:
-            self._dataset = create_dataset(self.task, size=size, seed=seed, **options)
-        except (AssertionError, TypeError, ValueError) as error:
-            raise UserError(f"The options of {self.name!r} are refused: {error}") from error
+        refuse_unknown(options or {}, known, f"The task {self.name!r}")
+        self._dataset = create_dataset(self.task, size=size, seed=seed, **(options or {}))
         module = sys.modules[type(self._dataset).__module__]
         source = inspect.getsource(module)
         self._scores_formula = "parse_expr(answer" in source

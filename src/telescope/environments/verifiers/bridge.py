@@ -32,16 +32,11 @@ async def opened(name: str, options: dict[str, Any]) -> AsyncIterator[tuple[list
         traces = episode.traces
         metrics: dict[str, list[float]] = {}
         for trace in traces:
-            for key, value in {**{k: r and r.score for k, r in trace.rewards.items()}, **trace.metrics}.items():
-                if value is not None:
-                    metrics.setdefault(key, []).append(value)
-        return {
-            "reward": sum(trace.reward for trace in traces) / len(traces),
-            "metrics": {key: sum(values) / len(values) for key, values in metrics.items()},
-        }
-
-    def listed(position: int, data: Any) -> dict[str, Any]:
-        return {"id": position, "prompt": data.prompt_text, "info": data.name, "answer": getattr(data, "answer", None)}
+            for key, value in ({k: r and r.score for k, r in trace.rewards.items()} | trace.metrics).items():
+                metrics.setdefault(key, []).extend([] if value is None else [value])
+        means = {key: sum(values) / len(values) for key, values in metrics.items() if values}
+        return {"reward": sum(trace.reward for trace in traces) / len(traces), "metrics": means}
 
     async with environment.serving():
-        yield [listed(position, task.data) for position, task in enumerate(tasks)], play
+        listed = [{"id": i, "prompt": task.data.prompt_text, "info": task.data.name} for i, task in enumerate(tasks)]
+        yield listed, play

@@ -1,7 +1,5 @@
 """Tasksets of the package verifiers, in a process with a Python of its own: `verifiers:NAME`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from telescope.environments.process_agent import ProcessAgent
