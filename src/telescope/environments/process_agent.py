@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from telescope.environments.base import Environment, RewardResult, Sample
 from telescope.environments.context import RolloutContext
@@ -43,6 +43,7 @@ class ProcessAgent(Environment):
     task = ""
     bridge: ClassVar[Path]
     default_command: ClassVar[Sequence[str]] = ("python3",)
+    resources_per: ClassVar[Literal["host", "process"]] = "process"
 
     def __init__(
         self, command: list[str] | None = None, options: Mapping[str, Any] | None = None, **kwargs: Any
@@ -73,20 +74,16 @@ class ProcessAgent(Environment):
         samples = [Sample(t["prompt"], t.get("answer") or "", {"id": t["id"], "info": t.get("info")}) for t in tasks]
         return samples if num_samples < 0 else samples[:num_samples]
 
+    async def prepare_resources(self) -> None:
+        """Starts the process."""
+        await self._running()
+
     async def rollout(self, sample: Sample, context: RolloutContext) -> RewardResult:
         """Lets the process play the task with the policy."""
-        async with self._starting:
-            if not self._model:
-                async with context.openai() as client:
-                    self._model = (await client.models.list()).data[0].id
-            if self._child is None or self._child.has_ended:
-                if not self._starts_left:
-                    end = self._child.last_words() if self._child else ""
-                    raise EnvironmentFailure(f"{self.name} started {MAX_STARTS} times and finished no task: {end}")
-                self._starts_left -= 1
-                self._child = Child()
-                await self._child.start(self)
-            child = self._child
+        child = await self._running()
+        if not self._model:
+            async with context.openai() as client:
+                self._model = (await client.models.list()).data[0].id
         request = {"id": next(self._ids), "task": sample.metadata["id"], "model": self._model}
         request |= {"base_url": context.base_url, "api_key": context.api_key}
         result = await child.ask(request, context.seconds_left)
@@ -94,6 +91,17 @@ class ProcessAgent(Environment):
         if result.get("error"):
             raise EnvironmentFailure(f"{self.name}: {result['error']}")
         return RewardResult(float(result["reward"]), sample_metrics=result.get("metrics") or {})
+
+    async def _running(self) -> Child:
+        async with self._starting:
+            if self._child is None or self._child.has_ended:
+                if not self._starts_left:
+                    end = self._child.last_words() if self._child else ""
+                    raise EnvironmentFailure(f"{self.name} started {MAX_STARTS} times and finished no task: {end}")
+                self._starts_left -= 1
+                self._child = Child()
+                await self._child.start(self)
+            return self._child
 
     async def close_resources(self) -> None:
         """Ends the process."""
@@ -116,7 +124,7 @@ class Child:
         """Starts the process. Returns its tasks. Raises `EnvironmentFailure`."""
         guard = [sys.executable, "-m", "telescope.utils.child_guard", str(os.getpid()), "env", "-u", "PYTHONPATH"]
         main = str(Path(__file__).with_name("process_bridge.py"))
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
         self._process = await asyncio.create_subprocess_exec(
             *guard, *agent.command, main, str(agent.bridge), start_new_session=True, limit=MAX_LINE_BYTES, **pipes
         )

@@ -20,7 +20,8 @@ from typing import Any
 
 async def main(bridge: str) -> None:
     """Lists the tasks, then plays those that are asked for, several at a time, until standard input ends."""
-    out = os.fdopen(os.dup(1), "w")
+    requests, out = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what a bridge starts reads no request and writes no answer
     os.dup2(2, 1)
     running: dict[str, asyncio.Task[None]] = {}
 
@@ -36,11 +37,11 @@ async def main(bridge: str) -> None:
         send({"id": request["id"], **result})
         del running[request["id"]]
 
-    first = json.loads(await asyncio.to_thread(sys.stdin.readline))
+    first = json.loads(await asyncio.to_thread(requests.readline))
     async with runpy.run_path(bridge)["opened"](first["name"], first["options"]) as (tasks, play):
         for task in [*tasks, {"ready": True}]:
             send(task)
-        while line := await asyncio.to_thread(sys.stdin.readline):
+        while line := await asyncio.to_thread(requests.readline):
             request = json.loads(line)
             if "cancel" not in request:
                 running[request["id"]] = asyncio.create_task(answer(request))
