@@ -98,6 +98,7 @@ async def services(unused_tcp_port) -> AsyncIterator[Services]:
 @pytest.fixture
 async def environment(tmp_path) -> AsyncIterator[ProcessAgent]:
     made = make(tmp_path)
+    await made.prepare_resources()
     yield made
     await made.close_resources()
 
