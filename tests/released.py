@@ -6,6 +6,7 @@ Nothing of them is committed. A test that needs one is skipped only where the re
 from __future__ import annotations
 
 import fcntl
+import importlib
 import json
 import os
 import shutil
@@ -45,6 +46,12 @@ SMOLLM2 = "smollm2"
 FAMILIES = (*TOKENIZERS, SMOLLM2)
 TEMPLATES = "trl==1.16.0"
 """The PyPI package with chat templates of fifty models; it is unpacked, not installed."""
+
+RENDERERS = ("renderers==0.1.12", "prime-pydantic-config==0.4.3")
+"""The PyPI package that joins turns by rules written for each family, and what it imports that nothing else does.
+
+They are unpacked, not installed: installing them would put another openai-harmony over that of vLLM.
+"""
 
 TASKS = "reasoning-gym==0.1.25"
 """The PyPI package with a hundred procedural tasks; it is unpacked, not installed."""
@@ -110,12 +117,19 @@ def _template_folder() -> Path:
     return _downloaded(TEMPLATES, lambda download, folder: _unpack_wheel(download, folder, "trl/chat_templates/"))
 
 
+def renderers() -> Any:
+    """Imports the package `renderers`."""
+    folders = [str(_downloaded(package, _unpack_all)) for package in RENDERERS]
+    sys.path += [folder for folder in folders if folder not in sys.path]
+    return importlib.import_module("renderers")
+
+
 def reasoning_gym_rows(folder: Path, tasks: Sequence[str], size: int) -> dict[str, Path]:
     """Writes rows of procedural tasks as JSON lines, a file for each. Returns the files.
 
     The package is not installed: packages that only other tasks need are stubs, in a process of their own.
     """
-    package = _downloaded(TASKS, lambda download, unpacked: zipfile.ZipFile(download).extractall(unpacked))
+    package = _downloaded(TASKS, _unpack_all)
     subprocess.run(
         [sys.executable, "-c", _GENERATE, json.dumps([str(folder), list(tasks), size])],
         check=True, timeout=DOWNLOAD_SECONDS, env=os.environ | {"PYTHONPATH": str(package)},
@@ -183,6 +197,11 @@ def _unpack_npm(download: Path, folder: Path) -> None:
             member = archive.extractfile(f"package/models/{name}")
             assert member is not None
             (folder / name).write_bytes(member.read())
+
+
+def _unpack_all(download: Path, folder: Path) -> None:
+    with zipfile.ZipFile(download) as archive:
+        archive.extractall(folder)
 
 
 def _unpack_wheel(download: Path, folder: Path, inside: str) -> None:

@@ -193,7 +193,6 @@ export interface Environment {
   is_multi_turn: boolean | null;
   reward_min: Value;
   reward_max: Value;
-  not_extendable: string | null;
 }
 
 /** The result of one eval: a row of the table `evals`. */

@@ -60,7 +60,7 @@ def _print_conversation(runner: EnvironmentRunner, position: int, config: Telesc
     found: Any = runner.conversations.multi_turn_environment(environment)
     dialogue = Dialogue(
         renderer,
-        interleaved=config.interleaved_rollouts and not runner.not_extendable.get(position),
+        interleaved=config.interleaved_rollouts,
         thinking_prefix=found.add_thinking_prefix,
         tools=found.template_tools,
     )
@@ -73,7 +73,9 @@ def _print_conversation(runner: EnvironmentRunner, position: int, config: Telesc
         messages = [*messages, {"role": "assistant", "content": dialogue.opening + answer}, reply]
         extension = dialogue.extend(answer, sampled, messages, ended=bool(ends))
         if extension.restarts:
-            why = extension.divergence or runner.not_extendable.get(position) or "interleaved_rollouts: false"
+            why = extension.divergence or "interleaved_rollouts: false"
             console.print(Text(f"\n--- fork ({why}): the next prompt is rendered again and begins another sample"))
+        elif extension.divergence:
+            console.print(Text(f"\n--- the template writes this history differently ({extension.divergence})"))
         show(extension.token_ids, UNTRAINED)
     console.print("\n")

@@ -101,9 +101,9 @@ class RolloutActor:
         paths = [str(Path(place).expanduser().resolve()) for place in config.environments_path]
         runner = EnvironmentRunner(self._specs, renderer, paths, on_stage=_log_stage)
         infos = [runner.describe(i, checks_template=checks_template) for i in range(len(self._specs))]
-        self._run(runner.prepare_own_resources())
-        _limit_memory(default_memory_limit())
         environments = LoadedEnvironments(runner, timeout_seconds=config.environment_timeout_seconds)
+        self._run(environments.start())
+        _limit_memory(default_memory_limit())
         self._environments = environments
         self._worker = RolloutWorker(environments, self._engines, grouped=not config.enable_individual_sample_lanes)
         watching = _watch(self._log_path, self._log, config.environment_timeout_seconds)

@@ -16,7 +16,7 @@ import hashlib
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -213,6 +213,13 @@ class Environment(Dataset):
     add_thinking_prefix: bool = False
     uses_chat_template: bool = True
     keeps_eos_token: bool = False
+    rollout: ClassVar[Callable[..., Awaitable[RewardResult]] | None] = None
+    """`async def rollout(self, sample, context) -> RewardResult` replaces the turn loop and `compute_reward`. It gets
+    answers of the policy from its `environments.context.RolloutContext`."""
+    rollout_timeout_seconds: float = 3600.0
+    """Time for a `rollout` of its own, generation included."""
+    endpoint_socket: str = ""
+    """Unix socket of the endpoint for agents in local sandboxes, in a rollout worker whose environments have agents."""
     resources_per: ClassVar[Literal["host", "process"]] = "host"
 
     _notices: tuple[str, ...] = ()

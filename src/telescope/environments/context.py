@@ -12,8 +12,13 @@ be tried without one. Imports nothing heavy.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import os
+import signal
 import time
+from asyncio.subprocess import PIPE
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -21,6 +26,15 @@ from typing import Any, Protocol
 from telescope.environments.base import ChatMessage
 from telescope.environments.tool_calls import ToolCall
 from telescope.errors import UserError
+from telescope.sandbox.base import ExecResult
+
+COMPACTION = "compaction"
+"""Cause of a conversation that begins anew with a shorter history."""
+SUMMARY_REQUEST = (
+    "Summarize what has happened so far: what you were asked, what you did, what you found, and what is left to do. "
+    "The messages above will not be shown again."
+)
+SUMMARY_HEADING = "Summary of what has happened so far:"
 
 
 @dataclass(slots=True, frozen=True)
@@ -37,8 +51,6 @@ class Call:
     """Whether the sampled tokens are trained."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """`max_tokens`, `stop` (list of texts); other sampling parameters are those of the run."""
-    key: str | None = None
-    """Calls with the same key are one call (an SDK's retry): they get the same answer."""
     cause: str | None = None
     """Why it does not extend the conversation, where the caller knows (`compaction`)."""
 
@@ -87,7 +99,9 @@ class Answer:
 
 
 class RefusedCall(UserError):
-    """A call that the policy cannot answer, such as one beyond the context. Endpoints answer it with 400."""
+    """A call that the policy cannot answer, such as one beyond the context. Endpoints answer it with 400 and `code`."""
+
+    code = "context_length_exceeded"
 
 
 class Services(Protocol):
@@ -120,6 +134,7 @@ class Chat:
         self._services = services
         self.name = name
         self.reward = reward
+        self._is_compacted = False
 
     def __enter__(self) -> Chat:
         return self
@@ -141,7 +156,8 @@ class Chat:
         """
         is_ids = bool(prompt) and isinstance(prompt[0], int)
         options: dict[str, Any] = {"token_ids": prompt} if is_ids else {"messages": prompt}
-        call = Call(tools=tools or (), chat=self.name, train=train, sampling=sampling or {}, **options)
+        cause, self._is_compacted = COMPACTION if self._is_compacted else None, False
+        call = Call(tools=tools or (), chat=self.name, train=train, sampling=sampling or {}, cause=cause, **options)
         return await self._services.complete(call)
 
     async def compact(
@@ -149,9 +165,24 @@ class Chat:
     ) -> list[ChatMessage]:
         """Returns a shorter conversation: system messages, the first user message, and the last `keep` messages.
 
-        Those between are dropped, or replaced by a summary that the policy writes, which is trained.
+        Those between are dropped, or (`by="summary"`) replaced by a summary that the policy writes and that is trained;
+        it follows the first user message. A result of a tool whose call is dropped goes with it. Training goes on in a
+        new sequence, which begins with the shorter conversation.
         """
-        raise NotImplementedError
+        if by not in ("summary", "drop"):
+            raise ValueError(f"by={by!r}: use summary or drop")
+        position = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages) - 1)
+        head, rest = [dict(message) for message in messages[: position + 1]], list(messages[position + 1 :])
+        tail = rest[max(len(rest) - keep, 0) :]
+        while tail and tail[0]["role"] != "assistant":
+            tail.pop(0)
+        if len(tail) == len(rest):
+            return [*head, *tail]
+        if by == "summary":
+            said = await self.generate([*messages, {"role": "user", "content": SUMMARY_REQUEST}])
+            head[-1]["content"] = f"{head[-1]['content']}\n\n{SUMMARY_HEADING}\n{said.text}"
+        self._is_compacted = True
+        return [*head, *tail]
 
     @property
     def base_url(self) -> str:
@@ -223,6 +254,25 @@ class RolloutContext(Chat):
         A failure raises, which masks the sample.
         """
         return await self._services.judge(prompt, schema, model)
+
+    async def run(
+        self, command: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: str | None = None, stdin: str = ""
+    ) -> ExecResult:
+        """Runs an agent as a process of this machine. Returns its exit code and output.
+
+        Its environment has `env()` and `env`. It is killed with all of its processes when the rollout ends; a program
+        that the model writes belongs into a `sandbox`.
+        """
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, stderr=PIPE, cwd=cwd, start_new_session=True,
+            env={**os.environ, **self.env(), **(env or {})},
+        )  # fmt: skip
+        try:
+            stdout, stderr = await process.communicate(stdin.encode())
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        return ExecResult(process.returncode or 0, stdout.decode("utf-8", "replace"), stderr.decode("utf-8", "replace"))
 
     async def sandbox(self, image: str | None = None) -> Any:
         """Returns a sandbox from the environment's pool, which is destroyed with the rollout."""

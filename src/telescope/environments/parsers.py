@@ -109,6 +109,14 @@ def answer_text(text: str, opened: str = "") -> str:
     return ContinuedReasoning(text) if closes else UnfinishedReasoning(text)
 
 
+def closing_tag(text: str, opened: str = "") -> str:
+    """Returns the tag that the reasoning lacks in which an answer was cut off. `""` if it was not."""
+    if not isinstance(answer_text(text, opened), UnfinishedReasoning):
+        return ""
+    tag = next((tag for tag in REASONING_TAGS if text.lstrip().startswith(tag)), opened)
+    return REASONING_TAGS[tag]
+
+
 def strip_think_tags(text: str) -> str:
     """The text without its reasoning, `<think>...</think>`. A text without a closing tag is returned unchanged.
 

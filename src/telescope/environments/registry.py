@@ -22,6 +22,7 @@ import inspect
 import re
 import shlex
 import sys
+from abc import ABCMeta
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -324,18 +325,29 @@ def environment_class(name: str, environments_path: Sequence[str | Path] = ()) -
     """The class, imported. Raises `UserError` as `check_environment` does, and when the import fails.
 
     A direct subclass of `Environment` (or `BaseEnvironment`) with a `compute_reward` is a single-turn environment, and
-    is returned as a subclass of `SingleTurnEnvironment`.
+    is returned as a subclass of `SingleTurnEnvironment`. With a `rollout` of its own an environment needs no other
+    method than `load_dataset`.
     """
-    cls: type[Environment] = ENVIRONMENTS.load_class(name, environments_path)
-    if issubclass(cls, SingleTurnEnvironment | MultiTurnEnvironment) or hasattr(cls, "rollout"):
-        return cls
-    if not callable(getattr(cls, "compute_reward", None)):
-        raise UserError(
-            f"The environment {name!r} has no compute_reward: {cls.__name__} is a direct subclass of Environment. "
-            "Subclass SingleTurnEnvironment or MultiTurnEnvironment (telescope.environments.base)."
-        )
-    same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls, SingleTurnEnvironment), same)
+    return complete_class(ENVIRONMENTS.load_class(name, environments_path), name)
+
+
+def complete_class(cls: type[Environment], name: str) -> type[Environment]:
+    """Returns a class with the base and the methods that it needs, see `environment_class`."""
+    has_rollout = cls.rollout is not None
+    bases: tuple[ABCMeta, ...] = (cls,)
+    if not issubclass(cls, SingleTurnEnvironment | MultiTurnEnvironment):
+        if not (has_rollout or callable(getattr(cls, "compute_reward", None))):
+            raise UserError(
+                f"The environment {name!r} has no compute_reward: {cls.__name__} is a direct subclass of Environment. "
+                "Subclass SingleTurnEnvironment or MultiTurnEnvironment (telescope.environments.base), or write "
+                "`async def rollout(self, sample, context)`."
+            )
+        bases = (cls, SingleTurnEnvironment)
+    same: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    if has_rollout:
+        abstract = {name for base in bases for name in base.__abstractmethods__} - {"load_dataset"}
+        same |= {name: None for name in abstract if name in cls.__abstractmethods__ or not hasattr(cls, name)}
+    return cls if bases == (cls,) and len(same) == 3 else type(cls.__name__, bases, same)
 
 
 def get_environment(name: str, /, *, environments_path: Sequence[str | Path] = (), **kwargs: Any) -> Environment:

@@ -8,7 +8,8 @@ Invariant: a sandbox with tools serves one rollout and is destroyed with it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from telescope.environments.base import Environment, RolloutState
@@ -72,15 +73,49 @@ class SandboxEnvironment(Environment):
 
     async def prepare_resources(self) -> None:
         """Starts the pool."""
-        provider = get_provider(self.provider, **self.provider_kwargs)
-        self.sandboxes = GenericSandboxPool(provider, self.sandbox_config, self.pool_size, self.max_concurrent_creates)
-        await self.sandboxes.start()
+        self.sandboxes = await _started(self, self.sandbox_config, *self.pool_options)
+
+    @property
+    def pool_options(self) -> tuple[str | None, dict[str, Any], int, int]:
+        """Provider and its keywords, and the sizes of a pool."""
+        return self.provider, self.provider_kwargs, self.pool_size, self.max_concurrent_creates
 
     async def close_resources(self) -> None:
         """Destroys all sandboxes."""
-        if hasattr(self, "sandboxes"):  # unset if the provider cannot be used
-            await self.sandboxes.shutdown()
-            await self.sandboxes.provider.close()
+        pools = [self.sandboxes] if hasattr(self, "sandboxes") else []  # unset if the provider cannot be used
+        for pool in [*pools, *(each.result() for each in self.__dict__.get("_pools", {}).values() if each.done())]:
+            await pool.shutdown()
+            await pool.provider.close()
+
+
+async def pool_of(environment: Environment, image: str | None = None) -> GenericSandboxPool:
+    """Returns the environment's pool of sandboxes with an image, made at its first use.
+
+    An environment that is no `SandboxEnvironment` has local sandboxes.
+    """
+    owner = environment if isinstance(environment, SandboxEnvironment) else None
+    if owner is not None and image in (None, owner.sandbox_config.image):
+        return owner.sandboxes
+    pools: dict[str | None, asyncio.Future[GenericSandboxPool]] = environment.__dict__.setdefault("_pools", {})
+    if image not in pools or (pools[image].done() and pools[image].exception() is not None):
+        config = replace(owner.sandbox_config if owner else SandboxConfig(), image=image or "")
+        pools[image] = asyncio.ensure_future(_started(environment, config, *(owner.pool_options if owner else ())))
+    return await asyncio.shield(pools[image])
+
+
+async def _started(
+    environment: Environment,
+    config: SandboxConfig,
+    provider: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    *sizes: int,
+) -> GenericSandboxPool:
+    made = get_provider(provider, **(options or {}))
+    if environment.endpoint_socket and made.name == "local":
+        config = replace(config, extra={"endpoint": environment.endpoint_socket, **config.extra})
+    pool = GenericSandboxPool(made, config, *sizes)
+    await pool.start()
+    return pool
 
 
 class SandboxTools(SandboxEnvironment):

@@ -170,7 +170,16 @@ def parse_calls(
     """
     if isinstance(completion, UnfinishedReasoning):
         return []
+    return _calls_of(_Scan(completion, tools), form, form_shown)
+
+
+def split_answer(completion: str, tools: Mapping[str, Parameters]) -> tuple[str, str, list[ToolCall]]:
+    """Returns an answer without its reasoning, the reasoning, and the calls in the answer."""
     scan = _Scan(completion, tools)
+    return scan.answer, "\n\n".join(scan.reasoning), _calls_of(scan, "xml", None)
+
+
+def _calls_of(scan: _Scan, form: ToolCallFormat, form_shown: str | None) -> list[ToolCall]:
     calls = scan.marked
     if not calls:
         reads_python = form == "function" or scan.announced or not scan.rest.strip(" \n[],;")
@@ -179,7 +188,7 @@ def parse_calls(
         calls = [*calls, ToolCall("", None, "", f"{scan.num_left} more calls were not read: at most {MAX_CALLS}.")]
     if not calls and (scan.announced or _TRACES[form].search(scan.rest)):
         shown = form_shown or FORM_SHOWN[form]
-        calls = [ToolCall("", None, completion, f"A tool call must have the form {shown}.")]
+        calls = [ToolCall("", None, scan.text, f"A tool call must have the form {shown}.")]
     return calls
 
 
@@ -202,25 +211,29 @@ class _Scan:
         self.tools = tools
         self.num_left = self._num_failed = self._num_unclosed = 0  # left: calls beyond the limits
         self._start_answer()
+        self.reasoning: list[str] = []
         in_reasoning = isinstance(text, ContinuedReasoning)
         position = kept = 0
         while token := _TOKEN.search(text, position):
             kind = next(name for name in _KINDS if token[name] is not None)
             position = token.end()
             if kind in ("opens", "closes"):
-                self.rest += text[kept : token.start()]
+                self._keep(text[kept : token.start()])
                 kept = position
                 if in_reasoning and REASONING_TAGS.get(token[0]) != END_OF_MESSAGE:  # a model may open it again
                     self._start_answer()
+                    self.reasoning.append(text[: token.start()].strip())
                     in_reasoning = False
             if kind == "opens":
                 end_tag = REASONING_TAGS[token[0]]
                 closed = text.find(end_tag, position)
+                self.reasoning.append(text[position : closed if closed != -1 else None].strip())
                 kept = position = len(text) if closed == -1 else closed + len(end_tag)
             elif kind != "closes" and (end := self._read(kind, token)) is not None:
-                self.rest += text[kept : token.start()]
+                self._keep(text[kept : token.start()])
+                self.answer += text[token.start() : end]
                 kept = position = end
-        self.rest += text[kept:]
+        self._keep(text[kept:])
 
     def _start_answer(self) -> None:
         self.marked: list[ToolCall] = []
@@ -228,7 +241,11 @@ class _Scan:
         self.bare: list[tuple[bool, ToolCall]] = []
         """Calls without markup, each with whether it is written in Python."""
         self.announced = False
-        self.rest = ""
+        self.rest = self.answer = ""  # without reasoning; `rest` without calls too
+
+    def _keep(self, text: str) -> None:
+        self.rest += text
+        self.answer += text
 
     def _read(self, kind: str, token: re.Match[str]) -> int | None:
         """Reads the call that the token begins. Returns where it ends; None if the token is ordinary text."""

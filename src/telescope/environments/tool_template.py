@@ -87,7 +87,7 @@ def with_channels_as_fields(messages: Sequence[ChatMessage], template: str) -> l
             if following.get("role") == "tool":  # an unreadable call has a reply too
                 call = next(iter(parse_calls(text, "xml")), None)
                 name = (call and call.name) or following.get("name", "unknown")
-                arguments = call.arguments if call and call.error is None else {}
+                arguments = call.arguments if call and call.error is None else text
                 message["tool_calls"] = [{"type": "function", "function": {"name": name, "arguments": arguments}}]
             else:
                 message["content"] = _ANALYSIS.sub("", text).rpartition(_FINAL)[2]

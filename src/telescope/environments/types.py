@@ -55,12 +55,12 @@ class EnvironmentInfo:
     name: str
     num_samples: int
     is_multi_turn: bool = False
+    is_agent: bool = False
+    """It has a `rollout` of its own."""
     reward_min: float | None = None
     reward_max: float | None = None
     metrics_ranges: dict[str, dict[str, float]] = field(default_factory=dict)
     tags_options: dict[str, list[str]] = field(default_factory=dict)
-    not_extendable: str | None = None
-    """Why this chat template prevents extending conversations by tokens (`rollout.rendering`); None if it does not."""
     dataset_digest: str = ""
     """Hash of the identities of the items at `digest_positions`; equal in all processes."""
     fingerprints: str = ""

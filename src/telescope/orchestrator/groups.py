@@ -104,9 +104,17 @@ class Group:
         rewards_n = self.training_rewards_n
         if len(rewards_n) == 0:
             return Signal.ALL_MASKED
-        if len(rewards_n) > 1 and np.all(rewards_n == rewards_n[0]):
+        if len(rewards_n) > 1 and np.all(rewards_n == rewards_n[0]) and not self._chats_differ():
             return Signal.ZERO_ADVANTAGE
         return Signal.USABLE
+
+    def _chats_differ(self) -> bool:
+        """Returns whether a conversation with its own reward has different ones in this group."""
+        rewards: dict[str, set[float]] = {}
+        for sample in self.usable_samples:
+            for chat, reward in sample.chat_rewards.items():
+                rewards.setdefault(chat, set()).add(reward)
+        return any(len(of_chat) > 1 for of_chat in rewards.values())
 
 
 def zero_advantage_kind(rewards_n: np.ndarray) -> str:
@@ -180,7 +188,7 @@ class Batch:
 
 
 @dataclass(slots=True)
-class _ScoredTrajectory:
+class _Scored:
     """Input of the advantage computation."""
 
     group_id: int
@@ -200,16 +208,26 @@ def recorded_samples(samples: Sequence[TrainSample], wanted: int | str) -> froze
 
 def form_batch(config: TelescopeConfig, groups: list[Group], step: int, *, num_ranks: int, packs: bool = True) -> Batch:
     """Packs the groups of training step `step` for `num_ranks` data-parallel ranks, as `pack_step` does."""
-    trajectories, scored, samples = [], [], []
+    trajectories, scored = [], []
     for group in groups:
         for trajectory, reward in zip(group.usable_samples, group.training_rewards_n.tolist(), strict=True):
             trajectories.append(trajectory)
-            scored.append(_ScoredTrajectory(group.group_id, reward, trajectory.num_completion_tokens))
-    advantages = compute_advantages(scored, config.algorithm, config.advantage_norm)
-    for trajectory, score in zip(trajectories, scored, strict=True):
-        for sample in trajectory.to_train_samples():
+            scored.append(_Scored(group.group_id, reward, trajectory.num_completion_tokens))
+    # A conversation with a reward of its own is compared with those of its name, as a group of their own.
+    own_groups: dict[tuple[int, str], int] = {}
+    own: dict[tuple[str, str], _Scored] = {}
+    for trajectory in trajectories:
+        for chat, reward in trajectory.chat_rewards.items():
+            number = own_groups.setdefault((trajectory.group_id, chat), -1 - len(own_groups))
+            own[trajectory.sample_id, chat] = _Scored(number, reward, trajectory.num_completion_tokens)
+    advantages = compute_advantages([*scored, *own.values()], config.algorithm, config.advantage_norm)[: len(scored)]
+    samples: list[TrainSample] = []
+    for trajectory, of_rollout in zip(trajectories, scored, strict=True):
+        sequences = trajectory.sequences()
+        for sample in sequences:
+            score = own.get((trajectory.sample_id, sample.chat), of_rollout)
             sample.reward, sample.advantage = score.reward, score.advantage
-            samples.append(sample)
+        samples += [sample for sample in sequences if sample.num_trained or len(sequences) == 1]
     packing: dict[str, float] = {}
     if config.overlong_samples == "truncate":
         packing["packing/truncated_samples"] = sum(sample.length > config.seq_len for sample in samples)

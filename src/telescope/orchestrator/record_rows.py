@@ -38,7 +38,6 @@ def environment_row(key: str, name: str, weight: float | None, info: Environment
         "reward_max": info.reward_max,
         "metrics_ranges": json.dumps(info.metrics_ranges),
         "tags_options": json.dumps(info.tags_options),
-        "not_extendable": info.not_extendable,
     }
 
 

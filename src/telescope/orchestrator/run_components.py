@@ -228,13 +228,6 @@ def report_environments(
             logger.warning("%s", notice, extra=REPORTED)
         else:
             status.report(notice, "environment", "warning", log=logger)
-    for key in keys.training if config.interleaved_rollouts else ():
-        if (why := by_key[key].not_extendable) is not None:
-            news = (
-                f"{key}: each turn is a training sample of its own, as with interleaved_rollouts: false. The chat "
-                f"template cannot be extended from turn to turn: {why}"
-            )
-            status.report(news, "environment", "warning", log=logger)
 
 
 async def _reap_sandboxes(directory: RunDirectory, providers: Iterable[str]) -> None:

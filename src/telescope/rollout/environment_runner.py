@@ -44,7 +44,7 @@ from telescope.environments.types import (
 from telescope.environments.user_code import Steps, describe_error, settled, without_exit
 from telescope.errors import UserError
 from telescope.rollout.conversations import Conversations
-from telescope.rollout.rendering import Renderer, lost_message, why_not_extendable, without_breaks
+from telescope.rollout.rendering import Renderer, lost_message, without_breaks
 
 MAX_TRIED_ITEMS = 64
 """Items whose messages are tried with the chat template before a run."""
@@ -72,7 +72,6 @@ class EnvironmentRunner:
         self.environments = [self._make(spec, path) for spec in specs]
         self.resources = [Resources(environment) for environment in self.environments]
         self.conversations = Conversations(renderer)
-        self.not_extendable: dict[int, str | None] = {}
         self._opened: dict[tuple[int, int], str] = {}
         """The tag that opens reasoning at the end of an item's prompt, or `""`, for single-turn environments."""
 
@@ -146,17 +145,18 @@ class EnvironmentRunner:
                 ) from error
             if checks_template:
                 self._check_template(self.renderer, spec, environment)
-        self.not_extendable[position] = self._why_not_extendable(spec, environment)
+            if environment.is_multi_turn:
+                self._check_replies(self.renderer, spec, environment)
         found = wrapped_environment(environment)
         return EnvironmentInfo(
             name=str(environment.name),
             num_samples=count,
             is_multi_turn=bool(environment.is_multi_turn),
+            is_agent=found is not None and found.rollout is not None,
             reward_min=spec.reward_min if spec.reward_min is not None else environment.reward_min,
             reward_max=spec.reward_max if spec.reward_max is not None else environment.reward_max,
             metrics_ranges={key: dict(value) for key, value in environment.metrics_ranges.items()},
             tags_options={key: list(value) for key, value in environment.tags_options.items()},
-            not_extendable=self.not_extendable[position],
             dataset_digest=hashlib.sha256(",".join(uids).encode()).hexdigest()[:16],
             fingerprints="".join(uid[:FINGERPRINT_DIGITS] for uid in uids),
             shares_resources=self.resources[position].overridden and self.resources[position].per_host,
@@ -166,18 +166,18 @@ class EnvironmentRunner:
             stops={} if self.renderer is None else asdict(self.renderer.stops),
         )
 
-    def _why_not_extendable(self, spec: EnvironmentSpec, environment: Any) -> str | None:
-        """See `rendering.why_not_extendable`. Raises `UserError` when the template rejects a reply."""
-        if self.renderer is None or not environment.is_multi_turn:
-            return None
+    def _check_replies(self, renderer: Renderer, spec: EnvironmentSpec, environment: Any) -> None:
+        """Raises `UserError` when the template rejects the role of the environment's replies."""
         found = self.conversations.multi_turn_environment(environment)
         role, tools = found.role_of_replies, found.template_tools
+        answer = assistant_message(found.form_of_a_call if tools else "One.")
+        turn = [answer, {"role": role, "content": "Another."}]
         try:
-            return why_not_extendable(self.renderer, role, tools, found.form_of_a_call if tools else "One.")
+            renderer.chat_text([{"role": "user", "content": "Choose a number."}, *turn, *turn], tools)
         except Exception as error:
             raise UserError(
                 f"The environment {spec.name!r} replies with the role {role!r}, which the chat template of "
-                f"{self.renderer.spec.tokenizer_path!r} rejects: {error}. Set chat_template, or the environment's "
+                f"{renderer.spec.tokenizer_path!r} rejects: {error}. Set chat_template, or the environment's "
                 "tool_role."
             ) from error
 
@@ -242,7 +242,6 @@ class EnvironmentRunner:
         environment = self.environments[position]
         sample = environment.get_sample(index)
         messages = self._first_messages(environment, sample)
-        interleaved = interleaved and not self.not_extendable.get(position)
         ids = yield from self.conversations.begin(rollout, environment, sample, messages, interleaved=interleaved)
         return FirstPrompt(ids, messages)
 

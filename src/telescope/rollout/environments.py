@@ -14,6 +14,7 @@ import asyncio
 import faulthandler
 import logging
 import os
+import tempfile
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine
@@ -21,13 +22,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
+from telescope.environments.base import wrapped_environment
 from telescope.environments.serialization import MalformedResultError
-from telescope.environments.types import Advance, FirstPrompt, PreparedPrompt
+from telescope.environments.types import Advance, FirstPrompt, PreparedPrompt, RewardRecord
 from telescope.environments.user_code import (
     DeadlinePassed,
     Steps,
@@ -38,8 +41,11 @@ from telescope.environments.user_code import (
     without_exit,
 )
 from telescope.errors import EnvironmentFailure, InfrastructureError
+from telescope.rollout.context import AgentRollout
 from telescope.rollout.conversations import Completion
+from telescope.rollout.endpoint import Endpoint
 from telescope.rollout.environment_runner import EnvironmentRunner
+from telescope.rollout.sample import Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +76,17 @@ class LoadedEnvironments:
         self._thread = ThreadPoolExecutor(1, "user code")
         self._rollouts: dict[str, tuple[str, asyncio.Task[Any] | None]] = {}
         """Label and running call of each open rollout."""
+        self._endpoint = Endpoint(["policy", *([runner.renderer.spec.tokenizer_path] if runner.renderer else [])])
+
+    async def start(self) -> None:
+        """Opens the endpoint for agents, if an environment has any, and prepares the resources of this process."""
+        agents = [each for each in map(wrapped_environment, self._runner.environments) if each and each.rollout]
+        if agents:
+            folder = tempfile.mkdtemp(prefix="telescope-")  # a path of a Unix socket has at most 107 characters
+            await self._endpoint.start(Path(folder, "endpoint"))
+            for environment in agents:
+                environment.endpoint_socket = f"{folder}/endpoint"
+        await self._runner.prepare_own_resources()
 
     async def prepare(self, env_key: str, index: int) -> PreparedPrompt:
         """Renders and tokenizes the prompt of a dataset item."""
@@ -128,8 +145,22 @@ class LoadedEnvironments:
         if label:
             self._end(rollout, label)
 
+    async def roll_out(self, rollout: Rollout) -> RewardRecord:
+        """Runs the `rollout` of an environment, which samples turns of this one. Returns its score."""
+        task = rollout.task
+        position = self._positions[task.environment_key]
+        environment = wrapped_environment(self._runner.environments[position])
+        assert environment is not None and self._runner.renderer is not None
+        await self.prepare_resources(position)
+        agent = AgentRollout(rollout, environment, self._runner.renderer, self._endpoint)
+        try:
+            return await agent.run(self._runner.environments[position].get_sample(task.item_index))
+        except Exception as error:
+            raise _failure(error, f"environment {task.environment_key!r}, item {task.item_index}: rollout") from None
+
     async def close(self) -> None:
         """Ends open rollouts, and closes resources."""
+        await self._endpoint.stop()
         try:
             await asyncio.wait_for(self._runner.close(), CLOSE_SECONDS)
         except TimeoutError:

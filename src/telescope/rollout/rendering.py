@@ -11,15 +11,15 @@ conversation up to the next prompt, and the text behind the answer is tokenized 
 answer (if the model has not sampled it), the environment's messages, and the start of the next answer. So the ids of
 earlier turns are never made from text again, and a join adds no newline and no second beginning-of-sequence token.
 
-Each turn checks that the conversation so far is a prefix of what the template renders. If not, the join has a
-`Divergence`, which is counted for the trajectory:
+Each turn compares the conversation with what the template renders. A join that differs has a `Divergence`, which is
+counted for the trajectory. The sampled ids are kept in all cases but the last:
 
-- `whitespace`: the template trims or pads an answer. The sampled ids are kept; the conversation differs in spaces.
+- `whitespace`: the template trims or pads an answer.
 - `end_token`: the model ended with another token than the template puts behind an answer. Both stay.
-- `prompt_start` and `history`: the template starts an answer differently in the history than in a prompt, or changes
-  earlier messages (mostly by removing reasoning); or the environment changes them. Nothing can be appended, so the
-  whole next prompt is rendered (`restarts`), and the turns so far are a separate training sample.
-  `why_not_extendable` detects at the start whether a template always does so.
+- `prompt_start`: the template starts an answer differently in the history than in a prompt.
+- `history`: the template changes earlier messages, mostly by removing reasoning.
+- `history` with `restarts`: the environment changed earlier messages, or the template leaves the answer out. Nothing
+  can be appended, so the whole next prompt is rendered, and the turns so far are a separate training sample.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
@@ -37,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from telescope.config.chat_template import NO_TEMPLATE
 from telescope.environments.base import ChatMessage, assistant_message, with_thinking_prefix
-from telescope.environments.parsers import opening_tag
+from telescope.environments.parsers import closing_tag, opening_tag, strip_think_tags
 from telescope.environments.serialization import serialize_messages
 from telescope.environments.tool_template import with_channels_as_fields
 from telescope.environments.user_code import call_with_declared
@@ -300,17 +299,19 @@ class Dialogue:
 
     def __post_init__(self) -> None:
         self._messages: list[ChatMessage] = []
-        self._ids = array("i")
-        """Token ids of the model's last prompt."""
         self._shown = ""
         """Text of the model's last prompt."""
-        self._last_answer: tuple[str, str] | None = None
-        """The answer before the prompt's end, and the text that followed it."""
+        self._turn: tuple[int, list[int]] = (0, [])
+        """The last turn in the last prompt: where it begins in the rendered text, and its token ids."""
 
     @property
     def opened(self) -> str:
         """The tag that opens reasoning at the end of the model's last prompt, if there is one."""
         return opening_tag(self._shown)
+
+    def branch(self) -> Dialogue:
+        """Returns an independent copy, for another answer to the same prompt."""
+        return copy.copy(self)  # what it holds is replaced, never changed
 
     def begin(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Starts the conversation. Returns the token ids of the first prompt."""
@@ -319,10 +320,8 @@ class Dialogue:
         prompt = with_thinking_prefix(text) if self.thinking_prefix else text
         self.opening = prompt[len(text) :]
         self._shown = without_breaks(prompt)
-        self._last_answer = None
-        ids = self.renderer.encode(prompt, from_template=True)
-        self._ids = array("i", ids)
-        return ids
+        self._turn = (len(prompt), [])
+        return self.renderer.encode(prompt, from_template=True)
 
     def extend(
         self, answer: str, answer_token_ids: Sequence[int], messages: Sequence[ChatMessage], *, ended: bool
@@ -340,13 +339,12 @@ class Dialogue:
             return self._restart(None)
         if self._messages[: position + 1] != spoken:
             return self._restart(Divergence.HISTORY)
-        rendered, behind = self._around_answer(position)
-        before = without_breaks(rendered)
-        if before != self._shown and not _same_but_for_edges(before, self._shown, self._last_answer):
-            is_start = self._shown.startswith(before.rstrip())
-            return self._restart(Divergence.PROMPT_START if is_start else Divergence.HISTORY)
+        before, found, behind = self._around_answer(position)
+        if not found:
+            return self._restart(Divergence.HISTORY)
         divergence: Divergence | None = None
-        token_ids = self.renderer.encode_continuation(behind)
+        unclosed = "" if ended else closing_tag(self.opening + answer, self.opened)
+        token_ids = self.renderer.encode_continuation(unclosed + behind.removeprefix(unclosed))
         if ended and answer_token_ids:
             end = self.renderer.decode(answer_token_ids, cut_end_token=False)[len(answer) :]
             if token_ids[:1] == [answer_token_ids[-1]]:
@@ -355,13 +353,26 @@ class Dialogue:
                 token_ids = self.renderer.encode_continuation(behind[len(end) :])
             else:
                 divergence = Divergence.END_TOKEN
-        self._ids.extend(answer_token_ids)
-        self._ids.extend(token_ids)
-        written = rendered + answer + behind
-        # Texts that differ in spaces may have equal tokens: some tokenizers merge a space into the first token.
-        if before != self._shown and self.renderer.encode(written, from_template=True) != self._ids.tolist():
-            divergence = divergence or Divergence.WHITESPACE
-        self._shown, self._last_answer = without_breaks(written), (answer, without_breaks(behind))
+        turn_ids = [*answer_token_ids, *token_ids]
+        turn = len(before)
+        written = before + answer + behind
+        if (before := without_breaks(before)) != self._shown:
+            turn -= max(0, len(before) - len(self._shown))  # what the template writes only in the history
+            sent = self._shown + answer + without_breaks(behind)
+            # Reasoning in the answer may be what the template writes before one that has none.
+            is_plain = _same(before, self._shown) or strip_think_tags(answer) == answer
+            rendered = written if is_plain else self._text(self._messages) + self.opening
+            if not _same(without_breaks(rendered), sent):
+                is_start = self._shown.startswith(before.rstrip()) or before.startswith(self._shown.rstrip())
+                divergence = Divergence.PROMPT_START if is_start else Divergence.HISTORY
+            else:
+                written = rendered
+                # Such texts may have equal tokens: some tokenizers merge a space into the first token.
+                start, ids = self._turn
+                is_other = without_breaks(rendered) != sent
+                if is_other and self.renderer.encode_continuation(rendered[start:]) != [*ids, *turn_ids]:
+                    divergence = divergence or Divergence.WHITESPACE
+        self._shown, self._turn = without_breaks(written), (turn, turn_ids)
         return Extension(token_ids, divergence=divergence)
 
     def _text(self, messages: Sequence[ChatMessage]) -> str:
@@ -370,28 +381,17 @@ class Dialogue:
     def _restart(self, divergence: Divergence | None) -> Extension:
         return Extension(self.begin(self._messages), restarts=True, divergence=divergence)
 
-    def _around_answer(self, position: int) -> tuple[str, str]:
-        """Returns the template's text before and after the answer at `position`."""
+    def _around_answer(self, position: int) -> tuple[str, str, str]:
+        """Returns the template's text before and after the answer at `position`, and what stands for it between."""
         messages = list(self._messages)
         messages[position] = {**messages[position], "content": self.opening + ANSWER}
-        before, _, behind = (self._text(messages) + self.opening).rpartition(ANSWER)
-        return before, behind
+        before, found, behind = (self._text(messages) + self.opening).rpartition(ANSWER)
+        return before, found, behind.removeprefix('"')  # with_channels_as_fields: the answer is a JSON string
 
 
-def _same_but_for_edges(now: str, shown: str, last_answer: tuple[str, str] | None) -> bool:
-    """Compares two texts, ignoring white space around the last answer."""
-    now, shown = now.rstrip(), shown.rstrip()
-    if now == shown:
-        return True
-    if last_answer is None:
-        return False
-    answer, behind = last_answer
-    behind = behind.rstrip()
-    if not now.endswith(behind):
-        return False
-    head = shown.removesuffix(behind).removesuffix(answer).rstrip()
-    middle = now.removesuffix(behind)
-    return middle.startswith(head) and middle.removeprefix(head).strip() == answer.strip()
+def _same(text: str, other: str) -> bool:
+    """Compares two texts without their white space."""
+    return "".join(text.split()) == "".join(other.split())
 
 
 def lost_message(
@@ -411,25 +411,4 @@ def lost_message(
     for i, mark in marks.items():
         if mark not in text:
             return f"the message of {messages[i]['role']!r} (message {i + 1} of {len(messages)})"
-    return None
-
-
-def why_not_extendable(
-    renderer: Renderer, reply_role: str = "user", tools: list[dict[str, Any]] | None = None, call: str = "One."
-) -> str | None:
-    """Returns why the chat template's conversations cannot be extended token by token. None if they can.
-
-    Tries a conversation in which the model reasons in `<think>` tags before it answers or writes a `call` of one of the
-    `tools`, and `reply_role` replies. Raises the template's error when it rejects such messages.
-    """
-    dialogue = Dialogue(renderer, tools=tools)
-    messages: list[ChatMessage] = [{"role": "user", "content": "Choose a number."}]
-    dialogue.begin(messages)
-    for answer, reply in ((f"<think>\nOne.\n</think>\n\n{call}", "Another."), (call, "And another.")):
-        messages = [*messages, {"role": "assistant", "content": answer}, {"role": reply_role, "content": reply}]
-        extension = dialogue.extend(answer, [], messages, ended=False)
-        if extension.divergence is Divergence.PROMPT_START:
-            return "it starts an answer differently in the history than in a prompt"
-        if extension.restarts:
-            return "it rewrites earlier answers of a conversation (it removes reasoning from the history)"
     return None

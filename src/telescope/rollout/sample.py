@@ -1,7 +1,8 @@
-"""One sample from prompt to scored trajectory: a loop of generations and replies of the environment.
+"""One sample from prompt to scored trajectory: a loop of generations and replies of the environment, or an agent.
 
 Owns the turn loop and the retries after infrastructure failures. Request slots and servers come in through protocols
-(`request_slots`, `inference.base`). A single-turn sample is a loop that ends after one turn.
+(`request_slots`, `inference.base`). A single-turn sample is a loop that ends after one turn. An environment with a
+`rollout` of its own is an agent: it asks for turns in any order, several at a time (`Rollout.sample`).
 
 Three kinds of failure, never mixed: a bad answer gets a reward; an environment failure masks the sample; an engine
 failure is retried, on another server if necessary, and masks the sample only after the last retry. A conversation whose
@@ -16,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,6 +31,7 @@ from telescope.environments.types import (
     EnvironmentInfo,
     FirstPrompt,
     PreparedPrompt,
+    RewardRecord,
 )
 from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.inference.base import Engine, GenerateRequest, Generation, RequestId
@@ -106,6 +108,8 @@ class RolloutTask:
     """Identity of its requests, from the run's seed on, without the turn (`request_seed`)."""
     is_multi_turn: bool = False
     """The environment keeps the state of a conversation (`Environments.begin`)."""
+    is_agent: bool = False
+    """The environment has a `rollout` of its own (`Environments.roll_out`)."""
     lost: tuple[int, ...] = ()
     """Sampled tokens, as far as known, in each rollout worker that was lost while it ran this sample."""
     payload: Any = None
@@ -155,6 +159,10 @@ class Environments(Protocol):
 
     def cancel(self, rollout: str) -> None:
         """Ends a rollout at once. Ignores unknown ids."""
+        ...
+
+    async def roll_out(self, rollout: Rollout) -> RewardRecord:
+        """Runs the `rollout` of an environment, which samples turns of this one. Returns its score."""
         ...
 
 
@@ -207,10 +215,13 @@ class Rollout:
         self._slots = slots
         self._engine_of = engine_of
         self._environments = environments
-        self._settings = settings
+        self.settings = settings
         self._on_engine_failure = on_engine_failure
         self._on_progress = on_progress
-        self._in_engine: tuple[int, str, int] | None = None
+        self._in_engine: dict[str, tuple[int, int]] = {}
+        """Server of each running request, and the policy version that it had when the request was sent."""
+        self._num_sampled = 0
+        """Turns that an agent has asked for."""
         self._conversation_id: str | None = None
         """Id of the open conversation in the environments."""
         self._num_begun = 0
@@ -239,17 +250,15 @@ class Rollout:
         trajectory.finished_at = time.time()
         return trajectory
 
-    def cancel(self) -> tuple[int, str] | None:
-        """Cancels the sample. Returns (server, request id) of the request that the caller must abort in the engine.
+    def cancel(self) -> list[tuple[int, str]]:
+        """Cancels the sample. Returns (server, request id) of the requests that the caller must abort in the engines.
 
-        Returns None when the sample has no request in an engine; its current wait is then cancelled here.
+        Without any, its current wait is cancelled here, and always that of an agent.
         """
         self.trajectory.cancelled = True
-        if self._in_engine is not None:
-            return self._in_engine[:2]
-        if self._running is not None:
+        if self._running is not None and (self.task.is_agent or not self._in_engine):
             self._running.cancel()
-        return None
+        return [(server, request_id) for request_id, (server, _) in self._in_engine.items()]
 
     def oldest_version(self) -> int | None:
         """Returns the policy version of the sample's oldest trained token. None while it has none.
@@ -258,36 +267,76 @@ class Rollout:
         """
         oldest = self.trajectory.version_range[0]
         versions = [oldest] if oldest >= 0 else []
-        if self._in_engine is not None:
-            versions.append(self._in_engine[2])
-        return min(versions, default=None)
+        return min([*versions, *(version for _, version in self._in_engine.values())], default=None)
+
+    async def sample(
+        self,
+        prompt_token_ids: list[int],
+        *,
+        added_token_ids: list[int],
+        parent: int | None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        **of_turn: Any,
+    ) -> int:
+        """Samples a turn of an agent. Returns its index in the trajectory. `of_turn` are other fields of the turn.
+
+        May be cancelled, which ends the request. Raises `InfrastructureError`.
+        """
+        number, self._num_sampled = self._num_sampled, self._num_sampled + 1
+        num_free_tokens = self.settings.sampling.max_context - len(prompt_token_ids)
+        started_at = time.time()
+        lease, generation = await self._generate(
+            number, prompt_token_ids, min(num_free_tokens, max_tokens or num_free_tokens), 0, stop
+        )
+        self._slots.release(lease)
+        self.trajectory.generated_at = time.time()
+        turn = Turn(
+            added_token_ids, generation, started_at=started_at, ended_at=self.trajectory.generated_at, parent=parent,
+            server=lease.server, slot=lease.slot, **of_turn,
+        )  # fmt: skip
+        self.trajectory.turns.append(turn)
+        self._on_progress()
+        return len(self.trajectory.turns) - 1
 
     async def _run_with_retries(self) -> None:
         """Runs the sample, again if the conversation's state is lost."""
         trajectory = self.trajectory
         while not trajectory.cancelled:
             try:
-                await self._run_turns()
+                await (self._run_agent() if self.task.is_agent else self._run_turns())
                 return
             except _StateLost as lost:
                 trajectory.num_infrastructure_retries += 1
-                if trajectory.num_infrastructure_retries > self._settings.max_infrastructure_retries:
+                if trajectory.num_infrastructure_retries > self.settings.max_infrastructure_retries:
                     raise lost.error from lost
                 if trajectory.turns:
                     trajectory.lost_conversations.append(trajectory.num_completion_tokens)
                     trajectory.turns.clear()
+                    trajectory.chat_rewards.clear()
             finally:
                 if self._conversation_id is not None:
                     self._environments.cancel(self._conversation_id)
                     self._conversation_id = None
                 self._num_begun += 1
 
+    async def _run_agent(self) -> None:
+        trajectory = self.trajectory
+        try:
+            reward = await self._environments.roll_out(self)
+        except InfrastructureError as error:
+            raise _StateLost(error) from error
+        if not any(turn.trained for turn in trajectory.turns):
+            raise EnvironmentFailure("its rollout ended without an answer of the policy that could be trained")
+        trajectory.reward = reward
+        trajectory.compression_ratio = compression_ratio(trajectory.completion_text)
+
     async def _run_turns(self) -> None:
-        task, trajectory, settings = self.task, self.trajectory, self._settings
+        task, trajectory, settings = self.task, self.trajectory, self.settings
         if task.is_multi_turn:
             await self._begin()
         prompt_token_ids = added_token_ids = task.prompt_token_ids
-        routes_start, restarts = 0, False
+        routes_start, parent = 0, None
         reply: Advance | None = None
         while not trajectory.cancelled:
             num_free_tokens = settings.sampling.max_context - len(prompt_token_ids)
@@ -308,7 +357,7 @@ class Rollout:
                     generation,
                     started_at=started_at,
                     ended_at=trajectory.generated_at,
-                    restarts=restarts,
+                    parent=parent,
                     server=lease.server,
                     slot=lease.slot,
                 )
@@ -330,8 +379,9 @@ class Rollout:
                 trajectory.reward, trajectory.end_reason = reply.reward, reply.end_reason
                 trajectory.compression_ratio = compression_ratio(trajectory.completion_text)
                 return
-            added_token_ids, restarts = reply.append_token_ids, reply.restarts
-            before = [] if restarts else [*prompt_token_ids, *generation.token_ids_N.tolist()]
+            added_token_ids = reply.append_token_ids
+            parent = None if reply.restarts else len(trajectory.turns) - 1
+            before = [] if reply.restarts else [*prompt_token_ids, *generation.token_ids_N.tolist()]
             prompt_token_ids = before + added_token_ids
             # Known up to the token before the last sampled one.
             routes_start = max(len(before) - 1, 0) if generation.routes_MXK is not None else 0
@@ -343,7 +393,7 @@ class Rollout:
         self._conversation_id = name
         try:
             first = await self._environments.begin(
-                name, self.task.environment_key, self.task.item_index, interleaved=self._settings.interleaved
+                name, self.task.environment_key, self.task.item_index, interleaved=self.settings.interleaved
             )
         except InfrastructureError as error:
             self._conversation_id = None
@@ -359,7 +409,7 @@ class Rollout:
 
     async def _environment_reply(self, generation: Generation) -> Advance:
         """Passes an answer to the environment. Returns the score or the environment's messages."""
-        task, trajectory, settings = self.task, self.trajectory, self._settings
+        task, trajectory, settings = self.task, self.trajectory, self.settings
         if self._conversation_id is not None:
             begun, self._conversation_id = self._conversation_id, None
             try:
@@ -394,11 +444,16 @@ class Rollout:
                     raise
 
     async def _generate(
-        self, turn_index: int, prompt_token_ids: list[int], num_free_tokens: int, routes_start: int
+        self,
+        turn_index: int,
+        prompt_token_ids: list[int],
+        num_free_tokens: int,
+        routes_start: int,
+        stop: Sequence[str] = (),
     ) -> tuple[Lease, Generation]:
         """Samples one turn, and retries in a new slot after infrastructure failures. The returned slot is not
         released."""
-        task, trajectory, settings = self.task, self.trajectory, self._settings
+        task, trajectory, settings = self.task, self.trajectory, self.settings
         sampling = settings.sampling
         while True:
             lease = await self._slots.acquire(self._slot_key, turn=turn_index, timeout=settings.slot_timeout)
@@ -420,7 +475,7 @@ class Rollout:
                     temperature=sampling.temperature,
                     top_p=sampling.top_p,
                     stop_token_ids=sampling.stops.token_ids,
-                    stop=sampling.stops.texts,
+                    stop=[*sampling.stops.texts, *stop] if stop else sampling.stops.texts,
                     seed=request_seed(*task.seed, turn_index),
                     priority=turn_index,
                     routes_start=routes_start,
@@ -428,12 +483,12 @@ class Rollout:
                 )
                 engine = self._engine_of(lease.server)
                 version = engine.loaded_version
-                self._in_engine = (lease.server, request.request_id, version)
+                self._in_engine[request.request_id] = lease.server, version
                 self._on_progress()
                 try:
                     generation = await engine.generate(request)
                 finally:
-                    self._in_engine = None
+                    del self._in_engine[request.request_id]
                 problem = None if trajectory.cancelled else _problem_with(request, generation, version)
                 if problem is not None:
                     num_seen = len(generation.token_ids_N)

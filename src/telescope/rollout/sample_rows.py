@@ -53,21 +53,26 @@ def assign_rows(samples: Sequence[Trajectory], encoded: Encoded) -> None:
 def turn_rows(sample: Trajectory) -> list[dict[str, Any]]:
     """Returns the rows of `turns`: messages of model and environment in order."""
     rows: list[dict[str, Any]] = []
+    answers: list[int] = []
+    """Row of each answer."""
 
     def add(role: str, text: str, num_tokens: int, started_at: float, ended_at: float, **of_reply: Any) -> None:
         message = {"role": role, "text": text, "num_tokens": num_tokens, "started_at": started_at, "ended_at": ended_at}
-        joined = {"turn_type": None, "restarts": None, "divergence": None} | of_reply
+        joined = {"turn_type": None, "restarts": None, "divergence": None, "chat": None, "parent": None} | of_reply
         rows.append({"sample_id": sample.sample_id, "turn": len(rows), **message, **joined})
 
     for index, turn in enumerate(sample.turns):
-        asked_at = sample.turns[index - 1].ended_at if index else turn.started_at
+        asked_at = turn.started_at if turn.parent is None else sample.turns[turn.parent].ended_at
+        of_turn = {"chat": turn.chat or None, "parent": None if turn.parent is None else answers[turn.parent]}
         for number, (role, text, *turn_type) in enumerate(turn.replies):
             # Messages of one reply are tokenized together.
             added = turn.added_token_ids if number == 0 else []
             kind = (turn_type[0] or None) if turn_type else None
-            of_reply = {"turn_type": kind, "restarts": turn.restarts, "divergence": turn.divergence}
-            add(role, text, len(added), asked_at, turn.started_at, **of_reply)
-        add("assistant", turn.text, len(turn.generation.token_ids_N), turn.started_at, turn.ended_at)
+            restarts = index > 0 and turn.parent is None
+            of_reply = {"turn_type": kind, "restarts": restarts, "divergence": turn.divergence}
+            add(role, text, len(added), asked_at, turn.started_at, **of_reply, **of_turn)
+        answers.append(len(rows))
+        add("assistant", turn.text, len(turn.generation.token_ids_N), turn.started_at, turn.ended_at, **of_turn)
     return rows
 
 

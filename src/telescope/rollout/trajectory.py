@@ -4,8 +4,9 @@ A trajectory is token ids, never text: each turn keeps the ids that the engine s
 version, and the ids that the environment added. Their concatenation is the next prompt and, at the end, the training
 sequence. Text is for people and parsers only.
 
-A turn that `restarts` has a newly rendered prompt (`interleaved_rollouts: false`, or a template that rewrites history).
-The turns before it become a separate training sample, with the same reward.
+Turns form a tree: a turn extends the conversation of its parent, or begins one with a whole prompt. A rollout that
+branches, opens several conversations or shortens its history has several training sequences, one for each turn that no
+other extends. Each sampled token is trained in one of them; in others it is context.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from telescope.trainer.batch import TrainSample
 class Turn:
     """One answer of the model.
 
-    It has the ids added since the last answer, and the ids that were sampled. With `restarts` the former are the whole
-    prompt. `replies` are the environment's messages before this answer, (role, text, turn_type) each, the last
-    optional; `divergence` names how the join before this turn differs from the chat template
-    (`rendering`). Times are wall-clock.
+    It has the ids added since the answer of its parent, and the ids that were sampled. Without a parent the former are
+    the whole prompt. `replies` are the messages before this answer, (role, text, turn_type) each, the last optional;
+    `divergence` names how the join before this turn differs from the chat template, or why a later turn begins a
+    conversation or a branch (`rendering`, `joins`). Times are wall-clock.
     """
 
     added_token_ids: list[int]
@@ -39,7 +40,11 @@ class Turn:
     text: str = ""
     started_at: float = 0.0
     ended_at: float = 0.0
-    restarts: bool = False
+    parent: int | None = None
+    """Index of the turn that it extends."""
+    chat: str = ""
+    """Name of its conversation."""
+    trained: bool = True
     replies: list[tuple[str, ...]] = field(default_factory=list)
     divergence: str | None = None
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
@@ -76,6 +81,10 @@ class Trajectory:
     """Overlong penalty, subtracted from the training reward."""
     compression_ratio: float = 0.0
     """Bytes of its text over those of their zlib compression: prose 2 to 3, a loop over 10. 0 until it is scored."""
+    chat_rewards: dict[str, float] = field(default_factory=dict)
+    """Rewards of conversations that have their own."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """What calls of an agent asked for and did not get, by name."""
     num_infrastructure_retries: int = 0
     failed_requests: list[int | None] = field(default_factory=list)
     """Tokens of each failed request; None where the engine ended before it reported them."""
@@ -126,14 +135,24 @@ class Trajectory:
 
     @property
     def num_environment_tokens(self) -> int:
-        """Tokens that the environment added between turns."""
-        total, length = 0, 0
+        """Tokens that the environment added between turns. Of a conversation that begins anew, what is new counts."""
+        total, before = 0, 0
+        lengths: list[int] = []
         for index, turn in enumerate(self.turns):
             added = len(turn.added_token_ids)
-            new = added - length if turn.restarts else added
-            total += max(new, 0) if index else 0
-            length = (0 if turn.restarts else length) + added + len(turn.generation.token_ids_N)
+            total += max(added - before if turn.parent is None else added, 0) if index else 0
+            before = (0 if turn.parent is None else lengths[turn.parent]) + added + len(turn.generation.token_ids_N)
+            lengths.append(before)
         return total
+
+    def path(self, index: int) -> list[int]:
+        """Returns the indices of the turns of a conversation, from its beginning to the turn at `index`."""
+        path: list[int] = []
+        at: int | None = index
+        while at is not None:
+            path.append(at)
+            at = self.turns[at].parent
+        return path[::-1]
 
     @property
     def num_tokens(self) -> int:
@@ -159,49 +178,39 @@ class Trajectory:
     @property
     def version_range(self) -> tuple[int, int]:
         """Oldest and newest policy version of the sampled tokens, or (-1, -1)."""
-        versions = [span[0] for turn in self.turns for span in turn.generation.version_spans]
+        versions = [span[0] for turn in self.turns if turn.trained for span in turn.generation.version_spans]
         return (min(versions), max(versions)) if versions else (-1, -1)
 
     @property
     def completion_text(self) -> str:
         return "\n".join(turn.text for turn in self.turns)
 
-    def to_train_samples(self) -> list[TrainSample]:
-        """Converts a scored sample to training samples, see `sequences`."""
-        samples = self.sequences()
-        for sample in samples:
-            sample.reward = self.total_reward
-        return samples
-
     def sequences(self) -> list[TrainSample]:
-        """Returns its token sequences in order.
+        """Returns its token sequences in order, one for each turn that no other extends.
 
-        There is one per segment between restarts. It needs a turn. Each has token ids with a trained flag, the engine's
-        logprob and the policy version per token; no reward.
+        It needs a turn. Each has token ids with a trained flag, the engine's logprob and the policy version per token;
+        no reward. A sampled token is trained in the first sequence that has it.
         """
-        segments = self._segments()
-        if len(segments) == 1:
-            return [self._sequence(self.sample_id, segments[0])]
-        return [self._sequence(f"{self.sample_id}/{part}", turns) for part, turns in enumerate(segments)]
+        inner = {turn.parent for turn in self.turns}
+        leaves = [index for index in range(len(self.turns)) if index not in inner]
+        done: set[int] = set()
+        return [
+            self._sequence(f"{self.sample_id}/{part}" if len(leaves) > 1 else self.sample_id, self.path(leaf), done)
+            for part, leaf in enumerate(leaves)
+        ]
 
-    def _segments(self) -> list[list[Turn]]:
-        """Splits the turns where one restarts. Returns at least one segment, which may be empty."""
-        segments: list[list[Turn]] = [[]]
-        for turn in self.turns:
-            if turn.restarts and segments[-1]:
-                segments.append([])
-            segments[-1].append(turn)
-        return segments
-
-    def _sequence(self, sample_id: str, turns: list[Turn]) -> TrainSample:
+    def _sequence(self, sample_id: str, path: list[int], done: set[int]) -> TrainSample:
+        """Returns the sequence of a path. Trains the turns that are not `done`, and adds them there."""
         ids, trained, logprobs, versions = [], [], [], []
-        for turn in turns:
+        turns = [self.turns[index] for index in path]
+        for index, turn in zip(path, turns, strict=True):
             num_added = len(turn.added_token_ids)
             num_sampled = len(turn.generation.token_ids_N)
             ids += [np.asarray(turn.added_token_ids, dtype=np.int32), turn.generation.token_ids_N.astype(np.int32)]
-            trained += [np.zeros(num_added, dtype=bool), np.ones(num_sampled, dtype=bool)]
+            trained += [np.zeros(num_added, dtype=bool), np.full(num_sampled, turn.trained and index not in done)]
             logprobs += [np.zeros(num_added, dtype=np.float32), turn.generation.logprobs_N.astype(np.float32)]
             versions += [np.full(num_added, -1, dtype=np.int32), turn.generation.version_N]
+        done.update(path)
         return TrainSample(
             sample_id=sample_id,
             group_id=self.group_id,
@@ -213,6 +222,7 @@ class Trajectory:
             reward=math.nan,
             routes_LXK=_joined_routes(turns),
             payload=self.payload,
+            chat=turns[-1].chat,
         )
 
 

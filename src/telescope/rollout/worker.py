@@ -164,7 +164,9 @@ class RolloutWorker:
             if group.task.lane in self.lanes:
                 self.lanes[group.task.lane].forget_group(key)
         if isinstance(ended, Trajectory) and ended.turns:
-            ended.turns[0].added_token_ids = []  # the prompt of its task, which the driver has
+            first = ended.turns[0]
+            if first.added_token_ids is rollout.task.prompt_token_ids:
+                first.added_token_ids = []  # the driver has it
         self._report.samples.append((key, index, ended))
         self._changed.set()
 
@@ -186,8 +188,8 @@ class RolloutWorker:
         group = self._groups.get(key)
         requests: dict[int, list[str]] = defaultdict(list)
         for rollout in [] if group is None else group.rollouts.values():
-            if (request := rollout.cancel()) is not None:
-                requests[request[0]].append(request[1])
+            for server, request_id in rollout.cancel():
+                requests[server].append(request_id)
         for server, ids in requests.items():
             assert group is not None
             self._spawn(self._abort(group.task.lane, server, ids))

@@ -40,6 +40,8 @@ class TrainSample:
     experts are not all different has no recorded routes."""
     payload: Any = None
     """What belongs to its tokens besides their ids, such as images. Only a model's input looks at it; none does yet."""
+    chat: str = ""
+    """Name of its conversation in the rollout."""
 
     @property
     def length(self) -> int:

@@ -280,7 +280,7 @@ async def sample_groups(
     groups = await asyncio.gather(*(sample_group(group) for group in range(num_groups)))
     trajectories = [trajectory for group in groups for trajectory in group]
     scored = [trajectory for trajectory in trajectories if trajectory.reward is not None]
-    samples = [sample for trajectory in scored for sample in trajectory.to_train_samples()]
+    samples = [sample for trajectory in scored for sample in trajectory.sequences()]
     samples, _ = truncate_to([sample for sample in samples if sample.num_trained], config.seq_len)
     if 2 * len(scored) < len(trajectories) or len(samples) < 3:
         reasons = {trajectory.failure_message for trajectory in trajectories if trajectory.reward is None}

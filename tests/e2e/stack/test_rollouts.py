@@ -57,7 +57,7 @@ async def test_the_tokens_of_several_turns_are_those_of_the_template(stack: Stac
         assert sample["divergences"] == []
         assert sum(version >= 0 for version in versions) == first["num_tokens"] + second_answer["num_tokens"]
     (described,) = run.record.table("environments").to_pylist()
-    assert (described["name"], described["is_multi_turn"], described["not_extendable"]) == ("puzzle_series", True, None)
+    assert (described["name"], described["is_multi_turn"]) == ("puzzle_series", True)
 
 
 async def test_every_turn_is_a_sample_of_its_own_without_interleaving(stack: Stack) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import http.server
 import io
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,9 @@ import psutil
 import pytest
 
 from telescope.cli.sandbox import run_shell
+from telescope.environments.context import Answer, Call
 from telescope.errors import UserError
+from telescope.rollout.endpoint import Endpoint
 from telescope.sandbox import (
     ExecResult,
     SandboxCommandTimeoutError,
@@ -37,6 +38,7 @@ from telescope.sandbox import (
     get_provider,
 )
 from telescope.sandbox.base import MAX_OUTPUT_BYTES, run_sync
+from telescope.sandbox.local import ENDPOINT_PORT
 
 pytestmark = pytest.mark.sandbox
 
@@ -343,35 +345,30 @@ def test_a_killed_host_process_leaves_nothing(tmp_path: Path):
     assert not list(Path("/sys/fs/cgroup").glob(f"**/telescope/local-{host.pid}-*"))
 
 
-def test_an_endpoint_of_the_host_is_all_of_the_network(provider, tmp_path: Path):
-    """A rollout's endpoint listens on a Unix socket; clients inside use the loopback as usual."""
+async def test_an_agent_inside_reaches_the_endpoint_of_its_rollout(provider, tmp_path: Path):
+    """The endpoint listens on a Unix socket; clients inside use the loopback as usual, and have no other network."""
 
-    class Server(http.server.ThreadingHTTPServer):
-        address_family = socket.AF_UNIX
+    async def complete(call: Call) -> Answer:
+        return Answer(f"{call.chat} read {call.messages[0]['content']}", id="1")
 
-        def server_bind(self) -> None:
-            self.socket.bind(self.server_address)
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b"hello from outside")
-
-        def address_string(self) -> str:
-            return "sandbox"
+    async def count(call: Call) -> int:
+        return len(call.messages)
 
     path = tmp_path / "endpoint.sock"
-    server = Server(str(path), Handler)  # type: ignore[arg-type]
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    handle = run_sync(provider.create(SandboxConfig(memory_mb=256, disk_size_gb=0.05, extra={"endpoint": str(path)})))
+    server = Endpoint(["policy"])
+    await server.start(path)
+    request = {
+        "url": server.base_url("worker", ENDPOINT_PORT) + "/chat/completions",
+        "headers": {"x-api-key": server.open(complete, count)},
+        "data": json.dumps({"messages": [{"role": "user", "content": "this"}]}).encode(),
+    }
+    handle = await provider.create(SandboxConfig(memory_mb=256, disk_size_gb=0.05, extra={"endpoint": str(path)}))
     try:
-        code = "import urllib.request\nprint(urllib.request.urlopen('http://127.0.0.1:8000/', timeout=10).read())"
-        assert run_sync(provider.execute(handle, python(code))).stdout == "b'hello from outside'\n"
+        code = f"from urllib.request import *\nprint(urlopen(Request(**{request!r}), timeout=10).read().decode())"
+        assert '"content":"worker read this"' in (await provider.execute(handle, python(code))).stdout
     finally:
-        run_sync(provider.destroy(handle))
-        server.shutdown()
-        server.server_close()
+        await provider.destroy(handle)
+        await server.stop()
 
 
 def test_a_sandbox_ends_when_its_time_is_over(provider):

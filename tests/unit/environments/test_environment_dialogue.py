@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from telescope.errors import UserError
 from telescope.evals import get_eval
-from telescope.rollout.rendering import Dialogue, Divergence, Renderer, RendererSpec, why_not_extendable
+from telescope.rollout.rendering import Dialogue, Divergence, Renderer, RendererSpec
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -115,7 +115,6 @@ def sampled(made: Renderer, messages: list[dict[str, Any]], answer: str) -> list
 @pytest.mark.parametrize("family", ["chatml", "llama3", "gemma", "mistral"])
 def test_turns_join_token_by_token_as_the_template_writes_them(family: str) -> None:
     made = renderer(family)
-    assert why_not_extendable(made) is None
     dialogue, messages = Dialogue(made), [user("Guess a word of five letters.")]
     ids = dialogue.begin(messages)
     for answer, reply in (("crane", "G Y X X G\n\ntry again"), ("I say slate, for its letters.", "G G"), ("done", "?")):
@@ -183,23 +182,61 @@ def test_a_model_that_ends_with_another_token_than_the_template_is_counted() -> 
     assert extension.token_ids[0] == made.tokenizer.eos_token_id, "no sampled token is removed"
 
 
-def test_a_template_that_removes_reasoning_is_detected_at_the_start() -> None:
-    assert "rewrites earlier answers" in str(why_not_extendable(renderer("thinking", enable_thinking=True)))
-    assert "starts an answer differently" in str(why_not_extendable(renderer("thinking")))
+@pytest.mark.parametrize("enable_thinking", [True, False])
+def test_the_sampled_ids_stay_where_the_template_removes_reasoning(enable_thinking: bool) -> None:
+    made = renderer("thinking", enable_thinking=enable_thinking)
+    dialogue, messages = Dialogue(made), [user("Guess.")]
+    ids = dialogue.begin(messages)
+    text, seen = made.decode(ids, cut_end_token=False), []
+    start = text[text.index("<|im_start|>assistant") :]
+    for answer in ("<think>\nhm\n</think>\n\ncrane", "<think>\nso\n</think>\n\nslate", "done"):
+        messages = [*messages, assistant(answer), user("no")]
+        tokens = [*made.encode_continuation(answer), made.tokenizer.eos_token_id]
+        extension = dialogue.extend(answer, tokens, messages, ended=True)
+        ids += [*tokens, *extension.token_ids]
+        text += f"{answer}<|im_end|>\n<|im_start|>user\nno<|im_end|>\n{start}"
+        assert made.decode(ids, cut_end_token=False) == text
+        assert not extension.restarts
+        seen.append(extension.divergence)
+    history, prompt_start = Divergence.HISTORY, Divergence.PROMPT_START
+    assert seen == ([None, history, history] if enable_thinking else [prompt_start, history, history])
 
 
-def test_after_a_rewritten_history_the_next_prompt_is_rendered_from_the_start() -> None:
-    made = renderer("thinking", enable_thinking=True)
+@pytest.mark.parametrize("opens", [False, True])
+def test_reasoning_that_was_cut_off_is_closed(opens: bool) -> None:
+    made = renderer("chatml")
+    dialogue, messages = Dialogue(made, thinking_prefix=opens), [user("Guess.")]
+    dialogue.begin(messages)
+    answer = "hm" if opens else "<think>\nhm"
+    messages = [*messages, assistant(dialogue.opening + answer), user("no")]
+    extension = dialogue.extend(answer, made.encode_continuation(answer), messages, ended=False)
+    assert made.decode(extension.token_ids, cut_end_token=False).startswith("</think><|im_end|>\n<|im_start|>user\nno")
+    assert not extension.restarts
+
+
+def test_a_branch_goes_on_from_the_same_prompt_with_another_answer() -> None:
+    made = renderer("mistral")
+    trunk, messages = Dialogue(made), [user("Guess.")]
+    ids = trunk.begin(messages)
+    for answer in ("crane", "slate"):
+        branch, said = trunk.branch(), messages
+        joined = ids
+        for _ in range(2):
+            tokens = sampled(made, said, answer)
+            said = [*said, assistant(answer), user("no")]
+            joined = [*joined, *tokens, *branch.extend(answer, tokens, said, ended=True).token_ids]
+        assert joined == whole(made, said, prompt=True)
+
+
+def test_an_answer_that_the_template_leaves_out_starts_a_new_prompt() -> None:
+    made = renderer("chatml")
+    made.tokenizer.chat_template = CHATML.replace("in messages %}", "in messages if m.role == 'user' %}")
     dialogue, messages = Dialogue(made), [user("Guess.")]
     dialogue.begin(messages)
-    answers = ["<think>\nhm\n</think>\n\ncrane", "slate"]
-    extensions = []
-    for answer in answers:
-        messages = [*messages, assistant(answer), user("no")]
-        extensions.append(dialogue.extend(answer, [*made.encode_continuation(answer), 1], messages, ended=True))
-    assert [e.restarts for e in extensions] == [False, True]
-    assert extensions[1].divergence is Divergence.HISTORY
-    assert extensions[1].token_ids == whole(made, messages, prompt=True)
+    messages = [*messages, assistant("crane"), user("no")]
+    extension = dialogue.extend("crane", [5, 6], messages, ended=True)
+    assert (extension.restarts, extension.divergence) == (True, Divergence.HISTORY)
+    assert extension.token_ids == whole(made, messages, prompt=True)
 
 
 def test_an_environment_that_rewrites_the_conversation_starts_a_new_prompt() -> None:
@@ -220,12 +257,6 @@ def test_without_interleaving_every_prompt_is_rendered_from_the_start() -> None:
     extension = dialogue.extend("crane", [5, 6], messages, ended=True)
     assert (extension.restarts, extension.divergence) == (True, None)
     assert extension.token_ids == whole(made, messages, prompt=True)
-
-
-@pytest.mark.parametrize(("family", "role"), [("gemma", "tool"), ("mistral", "system")])
-def test_a_role_that_a_template_rejects_is_detected_at_the_start(family: str, role: str) -> None:
-    with pytest.raises(Exception, match=r"not supported|must alternate"):
-        why_not_extendable(renderer(family), reply_role=role)
 
 
 def test_a_template_without_special_tokens_joins_at_its_text() -> None:

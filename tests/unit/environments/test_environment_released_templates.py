@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import re
 from functools import cache
@@ -17,7 +18,14 @@ from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironm
 from telescope.environments.types import EnvironmentSpec
 from telescope.errors import UserError
 from telescope.rollout.environment_runner import EnvironmentRunner
-from telescope.rollout.rendering import Dialogue, Renderer, RendererSpec, TokenOutsideVocabularyError, lost_message
+from telescope.rollout.rendering import (
+    Dialogue,
+    Renderer,
+    RendererSpec,
+    TokenOutsideVocabularyError,
+    lost_message,
+    without_breaks,
+)
 
 HISTORY = [
     {"role": "user", "content": "Why?"},
@@ -82,18 +90,24 @@ ENDS = {"gptoss": "<|return|>", "glm4moe": "<|user|>", "muse_glimmer": "<|eot|>"
 """The end of an answer in a released template; `<|im_end|>` in all others."""
 
 
-@pytest.mark.parametrize("has_tokens", [True, False])
-def test_the_end_of_a_turn_is_found_in_every_released_template_on_any_tokenizer(has_tokens: bool) -> None:
+def every_template(*, tokens: str = r"(?!)", **options: Any) -> list[Renderer]:
+    """Every released template with a tokenizer that has those of its tokens that match `tokens`."""
     names = sorted(set(released.chat_template_names()) - NO_TEXT_MESSAGES)
     templates = {name: released.chat_template(name) for name in names}
     tokenizer = copy.deepcopy(released.tokenizer("qwen3"))
     tokenizer.bos_token = tokenizer.eos_token = "<|endoftext|>"
-    if has_tokens:
-        written = re.findall(r"<[|\uff5c]?[\w\u2581]+[|\uff5c]?>", "".join(templates.values()))
-        tokenizer.backend_tokenizer.add_special_tokens(sorted(set(written)))
-    for name, template in templates.items():
+    tokenizer.backend_tokenizer.add_special_tokens(sorted(set(re.findall(tokens, "".join(templates.values())))))
+    return [
+        Renderer(RendererSpec(name, chat_template=template, **options), copy.copy(tokenizer))
+        for name, template in templates.items()
+    ]
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_the_end_of_a_turn_is_found_in_every_released_template_on_any_tokenizer(has_tokens: bool) -> None:
+    for made in every_template(tokens=r"<[|\uff5c]?[\w\u2581]+[|\uff5c]?>" if has_tokens else r"(?!)"):
+        name = made.spec.tokenizer_path
         end = ENDS.get(name, "<|im_end|>")
-        made = Renderer(RendererSpec(name, chat_template=template), copy.copy(tokenizer))
         if has_tokens or end == "<|im_end|>":
             assert names_of(made)[0] == end, name
             assert not made.stops.texts, name
@@ -102,6 +116,38 @@ def test_the_end_of_a_turn_is_found_in_every_released_template_on_any_tokenizer(
             answer = made.encode_continuation(f"Because.{made.stops.texts[0]}")
             assert made.decode(answer, cut_end_token=True) == "Because.", name
         assert "<|endoftext|>" in names_of(made), name
+
+
+WITHOUT_TOOL_MESSAGES = {"cohere", "cohere2", "gemma", "gemma3"}
+"""Templates that refuse the role `tool`, or an answer behind such a message."""
+REASONING = {"gptoss": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"}
+FINAL = {"gptoss": "<|channel|>final<|message|>"}
+CALL = {"gptoss": "<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>{}"}
+
+
+@pytest.mark.parametrize("enable_thinking", [True, False])
+def test_no_released_template_forks_a_conversation_with_reasoning(enable_thinking: bool) -> None:
+    renderers = every_template(tokens=r"<[|\uff5c]\S+[|\uff5c]>|<\w+_of_turn>", enable_thinking=enable_thinking)
+    for made, role in itertools.product(renderers, ("user", "tool")):
+        name = made.spec.tokenizer_path
+        if role == "tool" and name in WITHOUT_TOOL_MESSAGES:
+            continue
+        dialogue, messages = Dialogue(made), HISTORY[:1]
+        dialogue.begin(messages)
+        for turn in range(4):
+            answer = f"Because {turn}."
+            if turn != 2:  # one answer without reasoning
+                opened = "" if dialogue.opened else "<think>\n"
+                reasoning = REASONING.get(name, f"{opened}Hm.\n</think>\n\n")
+                answer = reasoning + (CALL.get(name, answer) if role == "tool" else FINAL.get(name, "") + answer)
+            reply = {"role": role, "name": "look_up", "content": f"Reply {turn}."}
+            messages = [*messages, {"role": "assistant", "content": answer}, reply]
+            sampled = [*made.encode_continuation(answer), made.stops.token_ids[0]]
+            extension = dialogue.extend(answer, sampled, messages, ended=True)
+            assert not extension.restarts, name
+            appended = made.decode(extension.token_ids, cut_end_token=False)
+            assert appended and without_breaks(made.chat_text(messages)).endswith(appended), name
+    assert len(renderers) >= 30
 
 
 def raises_if(condition: str) -> str:

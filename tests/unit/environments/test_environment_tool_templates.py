@@ -11,6 +11,7 @@ from tests.unit.environments.turns import finish
 from telescope.environments import RewardResult, Sample, ToolEnvironment, get_environment
 from telescope.environments.tool_template import tool_template
 from telescope.environments.types import EnvironmentSpec
+from telescope.errors import UserError
 from telescope.rollout.conversations import Completion
 from telescope.rollout.environment_runner import EnvironmentRunner
 from telescope.rollout.rendering import Renderer, RendererSpec
@@ -155,6 +156,11 @@ def test_other_templates_show_the_tools_in_the_system_message(renderer, template
 def test_folders_that_ask_for_the_system_message_keep_it(renderer, name, kwargs, shown):
     prompt = runner_of(renderer, "qwen3", name, **kwargs).prepare(0, 0).text
     assert "# Tools" not in prompt and (shown in prompt if shown else "double" not in prompt)
+
+
+def test_a_role_that_the_template_rejects_is_an_error_at_the_start(renderer):
+    with pytest.raises(UserError, match=r"'Doubling' replies with the role 'tool', which the chat template .* rejects"):
+        runner_of(renderer, "gemma3", tool_role="tool").describe(0)
 
 
 def test_a_folder_with_its_own_format_of_results_replies_as_the_user(renderer):

@@ -61,7 +61,9 @@ def sample(
     for turn, length in enumerate(lengths):
         sampled = generation(list(range(100, 100 + length)), version=version, finish_reason=finish_reason)
         added, times = [1, 2] if turn == 0 else [9], (10.0 + turn, 10.5 + turn)
-        made.turns.append(Turn(added, sampled, f"turn {turn}", *times, server=0, slot=3))
+        made.turns.append(
+            Turn(added, sampled, f"turn {turn}", *times, parent=turn - 1 if turn else None, server=0, slot=3)
+        )
     made.server_index, made.slot = 0, 3
     made.started_at, made.generated_at, made.finished_at = 10.0, 12.0, 12.25
     if reward is None:

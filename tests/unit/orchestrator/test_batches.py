@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from tests.unit.orchestrator.fakes import config_of, group
+from tests.unit.rollout.fakes import generation
 
-from telescope.orchestrator.groups import Batch, form_batch
+from telescope.orchestrator.groups import Batch, Group, Signal, form_batch
+from telescope.rollout.trajectory import Turn
 
 
 def advantages_by_sample(batch: Batch) -> dict[str, float]:
@@ -33,6 +35,29 @@ def test_each_sample_gets_the_advantage_of_its_own_reward_in_any_order_of_arriva
     made.samples = [made.samples[index] for index in (2, 0, 1)]
     batch = form_batch(config_of(algorithm="dr_grpo", group_size=3), [made], 0, num_ranks=1)
     assert advantages_by_sample(batch) == {"3-0": -2.0, "3-1": -1.0, "3-2": 3.0}
+
+
+def with_chat(made: Group, *rewards: float) -> Group:
+    """Gives each sample a second conversation, the checker's, with its own reward."""
+    for sample, reward in zip(made.samples, rewards, strict=True):
+        sample.turns.append(Turn([50], generation([60, 61]), chat="checker"))
+        sample.chat_rewards = {"checker": reward}
+    return made
+
+
+def test_a_conversation_with_its_own_reward_is_compared_with_those_of_its_name() -> None:
+    made = with_chat(group([0.0, 1.0], n=3), 4.0, 0.0)
+    batch = form_batch(config_of(algorithm="dr_grpo"), [made], 0, num_ranks=1)
+    assert advantages_by_sample(batch) == {"3-0/0": -0.5, "3-0/1": 2.0, "3-1/0": 0.5, "3-1/1": -2.0}
+    assert batch.advantages.tolist() == [-0.5, 0.5], "one number for each rollout"
+
+
+def test_equal_rewards_of_rollouts_train_if_those_of_a_conversation_differ() -> None:
+    assert group([1.0, 1.0]).signal() is Signal.ZERO_ADVANTAGE
+    made = with_chat(group([1.0, 1.0], n=3), 0.0, 1.0)
+    assert made.signal() is Signal.USABLE
+    batch = form_batch(config_of(algorithm="dr_grpo"), [made], 0, num_ranks=1)
+    assert advantages_by_sample(batch) == {"3-0/0": 0.0, "3-0/1": -0.5, "3-1/0": 0.0, "3-1/1": 0.5}
 
 
 @pytest.mark.parametrize("step", [0, 7])

@@ -55,7 +55,7 @@ async def test_a_sample_is_generated_and_scored() -> None:
 
 async def test_a_payload_passes_untouched_from_the_task_to_request_and_micro_batch() -> None:
     bench = Bench(payload=object())
-    [sample] = (await bench.run()).to_train_samples()
+    [sample] = (await bench.run()).sequences()
     assert bench.engine.requests[0].payload is bench.payload
     assert lay_out([sample, untrained_sample("other", np.arange(3))]).payloads == [bench.payload, None]
 
@@ -143,7 +143,7 @@ async def test_the_turns_of_a_rollout_are_one_growing_sequence() -> None:
     assert bench.slots.turns == [0, 1, 2], "each turn acquires its own slot, later turns first"
     assert sample.completion_text == "first\nsecond\nthird"
     assert (sample.total_reward, sample.stop_reason) == (0.5, "won")
-    (train,) = sample.to_train_samples()
+    (train,) = sample.sequences()
     assert train.token_ids_L.tolist() == [1, 2, 3, 7, 8, 20, 21, 9, 22, 10]
     assert train.trained_L.tolist() == [token in (7, 8, 9, 10) for token in train.token_ids_L]
     assert sample.num_environment_tokens == 3
@@ -173,7 +173,7 @@ async def test_a_turn_asks_for_the_routes_that_are_not_known_and_its_answer_has_
     sample = await bench.run(turns=True)
     assert [request.routes_start for request in bench.engine.requests] == [0, 4, 4, 7, 0]
     assert "routed experts of 2 tokens instead of 3" in str(bench.failures[0][1])
-    (train,) = sample.to_train_samples()
+    (train,) = sample.sequences()
     assert train.token_ids_L.tolist() == [1, 2, 3, 7, 8, 20, 21, 9, 22, 10, 23, 11]
     assert train.routes_LXK is not None
     assert train.routes_LXK[:, 0, 0].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 0]
@@ -193,11 +193,10 @@ async def test_a_turn_whose_prompt_is_rendered_anew_begins_another_training_samp
         [1, 2, 3, 70, 20],
         [1, 2, 3, 70, 20, 9, 22],
     ]
-    first, second = sample.to_train_samples()
+    first, second = sample.sequences()
     assert (first.token_ids_L.tolist(), second.token_ids_L.tolist()) == ([1, 2, 3, 7, 8], [1, 2, 3, 70, 20, 9, 22, 10])
     assert second.trained_L.tolist() == [False] * 5 + [True, False, True]
     assert len({first.sample_id, second.sample_id}) == 2
-    assert first.reward == second.reward == 1.0
     assert sample.divergences == {"history": 1}
     assert sample.num_environment_tokens == 1, "tokens rendered again are not new"
 
@@ -308,7 +307,7 @@ async def test_a_cancelled_sample_ends_during_any_wait_and_keeps_its_tokens(
     )  # fmt: skip
     running = asyncio.create_task(rollout.run())
     await tick(20)
-    assert rollout.cancel() == ((0, "5-0.1.0@1") if wait == "engine" else None), "the request to abort in the engine"
+    assert rollout.cancel() == ([(0, "5-0.1.0@1")] if wait == "engine" else []), "the request to abort in the engine"
     if wait == "engine":
         over.set()
     sample = await running

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.rollout.fakes import generation, reward
@@ -15,7 +14,10 @@ tokens = st.lists(st.integers(0, 2**17), max_size=6)
 
 def trajectory(turns: list[tuple[list[int], list[int]]]) -> Trajectory:
     sample = Trajectory("5-0", 5, 0, "arithmetic")
-    sample.turns = [Turn(added, generation(sampled)) for added, sampled in turns]
+    sample.turns = [
+        Turn(added, generation(sampled), parent=index - 1 if index else None)
+        for index, (added, sampled) in enumerate(turns)
+    ]
     return sample
 
 
@@ -25,7 +27,7 @@ def test_the_training_sequence_is_all_that_was_added_and_sampled_in_order(
 ) -> None:
     sample = trajectory(turns)
     sample.reward = reward()
-    (train,) = sample.to_train_samples()
+    (train,) = sample.sequences()
     assert train.token_ids_L.tolist() == [token for pair in turns for part in pair for token in part]
     assert train.num_trained == sample.num_completion_tokens == sum(len(sampled) for _, sampled in turns)
     assert train.token_ids_L[train.trained_L].tolist() == [token for _, sampled in turns for token in sampled]
@@ -35,15 +37,14 @@ def test_only_sampled_tokens_are_trained_and_each_keeps_its_logprob_and_version(
     sample = Trajectory("5-0", 5, 0, "arithmetic", reward=reward(0.25))
     sample.turns = [
         Turn([1, 2], generation([10, 11, 12], spans=[(4, 0, 1), (5, 1, 3)])),
-        Turn([3], generation([13], version=6)),
+        Turn([3], generation([13], version=6), parent=0),
     ]
-    (train,) = sample.to_train_samples()
+    (train,) = sample.sequences()
     assert train.token_ids_L.tolist() == [1, 2, 10, 11, 12, 3, 13]
     assert train.trained_L.tolist() == [False, False, True, True, True, False, True]
     assert train.version_L.tolist() == [-1, -1, 4, 5, 5, -1, 6]
     np.testing.assert_array_equal(train.engine_logprob_L, np.array([0, 0, -0.5, -0.5, -0.5, 0, -0.5], np.float32))
     assert (train.token_ids_L.dtype, train.version_L.dtype) == (np.int32, np.int32)
-    assert train.reward == 0.25
 
 
 def test_age_counts_from_the_oldest_sampled_token_of_any_turn() -> None:
@@ -51,7 +52,7 @@ def test_age_counts_from_the_oldest_sampled_token_of_any_turn() -> None:
     assert sample.version_range == (-1, -1)
     sample.turns = [
         Turn([1], generation([2, 3], spans=[(4, 0, 1), (5, 1, 2)])),
-        Turn([6], generation([7], version=9)),
+        Turn([6], generation([7], version=9), parent=0),
     ]
     assert sample.version_range == (4, 9)
 
@@ -68,15 +69,9 @@ def test_prompt_tokens_are_those_of_the_first_prompt() -> None:
 
 def test_the_stop_reason_is_that_of_the_last_turn() -> None:
     sample = trajectory([([1], [2])])
-    sample.turns.append(Turn([3], generation([4], finish_reason="length")))
+    sample.turns.append(Turn([3], generation([4], finish_reason="length"), parent=0))
     assert sample.stop_reason == "length"
     assert trajectory([]).stop_reason == ""
-
-
-def test_a_masked_sample_has_no_reward_to_train_on() -> None:
-    sample = trajectory([([1], [2])])
-    with pytest.raises(AssertionError, match="5-0 has no reward"):
-        sample.to_train_samples()
 
 
 def test_each_token_keeps_the_routes_under_which_its_successor_was_sampled() -> None:

@@ -126,7 +126,8 @@ class SamplingSection(Section, title="Rollout / Sampling"):
     that token. By default it stays text, so that content cannot begin or end a turn."""
     interleaved_rollouts: bool = True
     """Exact token reuse across turns — avoids re-tokenization mismatches in multi-turn environments. Off: the
-    conversation is rendered anew each turn and each turn is its own training sample."""
+    conversation is rendered anew each turn and each turn is its own training sample. Choose that for a chat template
+    that removes the reasoning of earlier answers, if the model should not read it."""
 
 
 class PackingSection(Section, title="Sequence Packing"):

@@ -1,0 +1,152 @@
+"""Measures the agents' endpoint of a rollout worker with a scripted policy.
+
+    python benchmarks/endpoint.py                          every API, short and long histories
+    python benchmarks/endpoint.py --quick                  one second a row
+    python benchmarks/endpoint.py --json results.json      with machine and commit
+
+The server has this process to itself and the client another one. `added ms` is the median time of a call while no
+other is open, the client's own work included. `calls/s` is with 32 connections, `CPU ms` is this process's time for
+such a call, and `calls/s a core` follows from it: what the endpoint could answer if it had to share nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from measure import provenance
+from rich.console import Console
+from rich.table import Table
+
+from telescope.environments.context import Answer, Call
+from telescope.environments.tool_calls import ToolCall
+from telescope.rollout.endpoint import Endpoint
+
+CONNECTIONS = 32
+ROUTES = ("chat/completions", "responses", "messages")
+HISTORIES = {"2 KB": 4, "100 KB": 200}
+"""Size of a request and its number of turns, of 500 characters each."""
+
+MAX_ADDED_MS = 1.0
+MIN_CALLS_PER_SECOND = 2000
+
+
+def body_of(route: str, turns: int, stream: bool) -> bytes:
+    """Returns a request with a history and a tool."""
+    parameters = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+    tool: dict[str, Any] = {"name": "shell", "description": "Runs a command.", "parameters": parameters}
+    history = [{"role": ("user", "assistant")[turn % 2], "content": "word " * 100} for turn in range(turns)]
+    history.append({"role": "user", "content": "And now?"})
+    body: dict[str, Any] = {"model": "policy", "stream": stream, "messages": history}
+    if route == "responses":
+        body["input"], body["tools"] = body.pop("messages"), [{"type": "function", **tool}]
+    elif route == "messages":
+        body["max_tokens"], body["tools"] = 500, [{"name": "shell", "input_schema": parameters}]
+    else:
+        body["tools"] = [{"type": "function", "function": tool}]
+    return json.dumps(body).encode()
+
+
+def client(url: str, key: str, body: bytes, connections: int, seconds: float, results: Any) -> None:
+    """Sends calls for some seconds, each connection one after the other. Puts the seconds that each took."""
+
+    async def run() -> list[float]:
+        took: list[float] = []
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        connector = aiohttp.TCPConnector(limit=0)
+
+        async def caller(session: aiohttp.ClientSession, end: float) -> None:
+            while (begin := time.perf_counter()) < end:
+                async with session.post(url, data=body, headers=headers) as response:
+                    await response.read()
+                    assert response.status == 200, await response.text()
+                took.append(time.perf_counter() - begin)
+
+        async with aiohttp.ClientSession(connector=connector) as session:
+            await caller(session, time.perf_counter() + 0.2)
+            took.clear()
+            end = time.perf_counter() + seconds
+            await asyncio.gather(*(caller(session, end) for _ in range(connections)))
+        return took
+
+    results.put(asyncio.run(run()))
+
+
+async def measure(route: str, turns: int, stream: bool, seconds: float) -> dict[str, float]:
+    """Returns the numbers of one row."""
+    ids = itertools.count()
+    calls = [ToolCall("shell", {"command": "ls -la"})]
+
+    async def complete(call: Call) -> Answer:
+        await asyncio.sleep(0)
+        token_ids: Sequence[int] = range(200)
+        return Answer(
+            "Let me look.", "Which file?", calls, "tool_calls", token_ids, [-0.5] * 200, 900, id=str(next(ids))
+        )
+
+    async def count(call: Call) -> int:
+        return 0
+
+    async def load(connections: int) -> list[float]:
+        key = server.open(complete, count)
+        results = spawn.Queue()
+        arguments = (f"{server.base_url()}/{route}", key, body_of(route, turns, stream), connections, seconds, results)
+        process = spawn.Process(target=client, args=arguments, daemon=True)
+        process.start()
+        took = await asyncio.to_thread(results.get)
+        process.join()
+        server.close_rollout(key)
+        return took
+
+    spawn = multiprocessing.get_context("spawn")
+    server = Endpoint(["policy"])
+    await server.start()
+    alone = await load(1)
+    first, begin = next(ids), time.process_time()
+    together = await load(CONNECTIONS)
+    cpu = time.process_time() - begin
+    answered = next(ids) - first - 1
+    await server.stop()
+    return {
+        "added_ms": 1000 * statistics.median(alone),
+        "calls_per_second": len(together) / seconds,
+        "cpu_ms": 1000 * cpu / answered,
+        "calls_per_second_and_core": answered / cpu,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one second a row")
+    parser.add_argument("--json", type=Path, help="write the results here, with machine and commit")
+    arguments = parser.parse_args()
+    where = provenance(["aiohttp"])
+    table = Table("API", "history", "stream", "added ms", "calls/s", "CPU ms", "calls/s a core")
+    rows: list[dict[str, Any]] = []
+    for route, (size, turns), stream in itertools.product(ROUTES, HISTORIES.items(), (False, True)):
+        row = asyncio.run(measure(route, turns, stream, 1 if arguments.quick else 5))
+        rows.append({"api": route, "history": size, "stream": stream, **row})
+        slow = size == "2 KB" and (
+            row["added_ms"] > MAX_ADDED_MS or row["calls_per_second_and_core"] < MIN_CALLS_PER_SECOND
+        )
+        numbers = f"{row['added_ms']:.2f} {row['calls_per_second']:.0f} {row['cpu_ms']:.3f}".split()
+        cells = (route, size, "yes" if stream else "no", *numbers, f"{row['calls_per_second_and_core']:.0f}")
+        table.add_row(*cells, style="red" if slow else None)
+    Console().print(table)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"where": where, "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

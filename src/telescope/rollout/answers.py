@@ -1,0 +1,68 @@
+"""Parses an answer of the policy for an agent: text, reasoning and tool calls, in the forms of released models."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from telescope.environments.parsers import REASONING_TAGS, UnfinishedReasoning, answer_text
+from telescope.environments.tool_calls import Parameters, ToolCall, split_answer
+
+_CLOSED = ("}", "]", ")", "</function>", "</tool_call>")
+"""What a whole call ends with."""
+_AROUND_CALLS = re.compile(r"</?tool_calls?>|\[TOOL_CALLS\]|```(?:json)?\s*```|```\s*(?=<\uff5ctool)|\[[\s,;]*\]")
+"""Markup around calls that is left when they are taken out."""
+_CONTROL = re.compile(
+    r"<\|start\|>\w*|<\|channel\|>\s*\w+|<\|turn>\w*|<[|\uff5c][^<>\s]{1,60}[|\uff5c]>|<\|\w{1,40}>|<\w{1,40}\|>"
+)
+"""Tokens that structure a conversation, with the names behind them."""
+
+
+class ParsedAnswer(NamedTuple):
+    """An answer without special tokens. Calls have a name; one with an `error` has unreadable arguments."""
+
+    text: str
+    reasoning: str
+    tool_calls: list[ToolCall]
+
+
+def parse_answer(text: str, *, opened: str, tools: Sequence[Mapping[str, Any]], is_cut: bool) -> ParsedAnswer:
+    """Parses what was sampled, decoded without its end token.
+
+    `opened` is the tag with which the prompt ends (`parsers.opening_tag`). `tools` are OpenAI schemas; without any,
+    nothing is a call. Of an answer that `is_cut`, a call at the end counts only if it is whole. Never raises.
+    """
+    answer = answer_text(text, opened)
+    if isinstance(answer, UnfinishedReasoning):
+        tag = next((tag for tag in REASONING_TAGS if text.lstrip().startswith(tag)), "")
+        return ParsedAnswer("", _cleaned(text.lstrip().removeprefix(tag)), [])
+    rest, reasoning, calls = split_answer(answer, dict(map(_parameters, tools)))
+    calls = [call for call in calls if call.name] if tools else []
+    last = calls[-1].raw_text.rstrip() if calls else ""
+    if is_cut and calls and (calls[-1].error or (rest.rstrip().endswith(last) and not last.endswith(_CLOSED))):
+        calls.pop()
+    for call in calls:
+        rest = rest.replace(call.raw_text, "", 1)
+    return ParsedAnswer(_cleaned(_AROUND_CALLS.sub("", rest) if calls else rest), _cleaned(reasoning), calls)
+
+
+def _cleaned(text: str) -> str:
+    return _CONTROL.sub("", text).strip()
+
+
+def _parameters(tool: Mapping[str, Any]) -> tuple[str, Parameters]:
+    function = tool.get("function", tool)
+    properties = (function.get("parameters") or {}).get("properties") or {}
+    return str(function.get("name")), {
+        name: {"anyOf": [{"type": kind} for kind in _types(schema)]} for name, schema in properties.items()
+    }
+
+
+def _types(schema: Any) -> Iterator[str]:
+    """Yields the JSON types that a schema allows at its top."""
+    if isinstance(schema, Mapping):
+        own = schema.get("type") or ()
+        yield from [own] if isinstance(own, str) else own
+        for each in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
+            yield from _types(each)

@@ -1,0 +1,157 @@
+"""A rollout that a user writes: the services of `environments.context` over request slots, engines and sandboxes.
+
+`AgentRollout` owns one such rollout from its first call to its score. Its calls may come from the environment's code or
+over HTTP (`endpoint`), several at a time. A failure of an engine is remembered: whatever the agent makes of the error,
+the rollout begins again, and is never scored as if the policy had failed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from telescope.environments.base import Environment, RewardResult, Sample, eval_metrics_of
+from telescope.environments.context import Answer, Call, RefusedCall, RolloutContext
+from telescope.environments.sandbox_tools import pool_of
+from telescope.environments.serialization import serialize_score
+from telescope.environments.types import RewardRecord
+from telescope.environments.user_code import DeadlinePassed, within, without_exit
+from telescope.errors import EnvironmentFailure, InfrastructureError, UserError
+from telescope.rollout.answers import parse_answer
+from telescope.rollout.endpoint import Endpoint
+from telescope.rollout.joins import Joins, Prompt
+from telescope.rollout.rendering import Renderer
+from telescope.rollout.sample import Rollout
+from telescope.sandbox.session import Sandbox
+
+KNOWN_SAMPLING = ("max_tokens", "stop")
+"""Sampling parameters that a call may set. Others are those of the run: the trainer computes logprobs with them."""
+JUDGE = "judge"
+"""Name of the conversations in which the policy judges."""
+
+
+class AgentRollout:
+    """The `Services` of one rollout."""
+
+    def __init__(self, rollout: Rollout, environment: Environment, renderer: Renderer, endpoint: Endpoint) -> None:
+        self._rollout = rollout
+        self._environment = environment
+        self._renderer = renderer
+        self._endpoint = endpoint
+        self._joins = Joins(renderer, interleaved=rollout.settings.interleaved)
+        self._failure: InfrastructureError | None = None
+        self._sandboxes: list[Sandbox] = []
+        self.api_key = ""
+
+    async def run(self, sample: Sample) -> RewardRecord:
+        """Runs the environment's `rollout`. Returns its score.
+
+        Raises what it raises, `EnvironmentFailure` when its time is over, and the first `InfrastructureError` of its
+        calls.
+        """
+        environment, rollout = self._environment, self._rollout
+        assert environment.rollout is not None
+        seconds = environment.rollout_timeout_seconds
+        context = RolloutContext(self, time.monotonic() + seconds)
+        self.api_key = self._endpoint.open(self.complete, self._count, self._drop)
+        try:
+            result = await within(seconds, without_exit(environment.rollout(sample, context)))
+        except DeadlinePassed:
+            raise EnvironmentFailure(f"it did not end within {seconds:g} seconds (rollout_timeout_seconds)") from None
+        except Exception:
+            if self._failure is not None:
+                raise self._failure from None
+            raise
+        finally:
+            context.cancelled = True
+            self._endpoint.close_rollout(self.api_key)
+            for sandbox in self._sandboxes:
+                await sandbox.close()
+        if self._failure is not None:
+            raise self._failure
+        rollout.trajectory.chat_rewards = {
+            name: float(chat.reward) for name, chat in context.chats.items() if chat.reward is not None
+        }
+        for_eval = rollout.settings.for_eval
+        if isinstance(result, RewardResult):
+            result.sample_metrics = {**context.metrics, **result.sample_metrics}
+        return RewardRecord(**serialize_score(eval_metrics_of(result) if for_eval else result, for_eval))
+
+    async def complete(self, call: Call) -> Answer:
+        """Samples an answer of the policy. Raises `RefusedCall` and `InfrastructureError`."""
+        counts, settings = self._rollout.trajectory.counts, self._rollout.settings.sampling
+        for name in call.sampling:
+            if name not in KNOWN_SAMPLING:
+                counts[f"replaced/{name}"] = counts.get(f"replaced/{name}", 0) + 1
+        prompt = self._joins.prompt(call)
+        num_free = settings.max_context - len(prompt.token_ids)
+        if num_free <= 0:
+            raise RefusedCall(
+                f"This model's maximum context length is {settings.max_context} tokens, and the messages have "
+                f"{len(prompt.token_ids)} tokens. Please reduce the length of the messages."
+            )
+        try:
+            index = await self._rollout.sample(
+                prompt.token_ids, added_token_ids=prompt.added_token_ids, parent=prompt.parent, chat=call.chat,
+                divergence=prompt.cause, trained=call.train, max_tokens=call.sampling.get("max_tokens"),
+                stop=call.sampling.get("stop") or (),
+                replies=[(str(m["role"]), str(m.get("content") or "")) for m in prompt.new_messages],
+            )  # fmt: skip
+        except InfrastructureError as error:
+            self._failure = self._failure or error
+            raise
+        return self._answer(call, prompt, index)
+
+    def _answer(self, call: Call, prompt: Prompt, index: int) -> Answer:
+        """Reads the answer of a turn, and records it for the calls that follow."""
+        turn = self._rollout.trajectory.turns[index]
+        generation = turn.generation
+        ended = generation.finish_reason == "stop"
+        ids = generation.token_ids_N.tolist()
+        raw = self._renderer.decode(ids, cut_end_token=ended)
+        text, reasoning, calls = parse_answer(raw, opened=prompt.dialogue.opened, tools=call.tools, is_cut=not ended)
+        turn.text = raw
+        turn.tool_calls = [
+            {"name": each.name, "arguments": str(each.arguments), "error": each.error, "seconds": None}
+            for each in calls
+        ]
+        answer = Answer(
+            text, reasoning, calls, "tool_calls" if calls and ended else generation.finish_reason, ids,
+            generation.logprobs_N.tolist(), len(prompt.token_ids), raw, str(index),
+        )  # fmt: skip
+        self._joins.record(prompt, answer.message, index, ids, raw, ended=ended)
+        return answer
+
+    async def _count(self, call: Call) -> int:
+        """Returns the number of tokens of a call's prompt, rendered anew."""
+        return self._joins.count(call)
+
+    def _drop(self, answer: Answer) -> None:
+        """Leaves an answer that nobody has read out of training."""
+        trajectory = self._rollout.trajectory
+        trajectory.turns[int(answer.id)].trained = False
+        trajectory.counts["dropped"] = trajectory.counts.get("dropped", 0) + 1
+
+    async def judge(self, prompt: str, schema: Mapping[str, Any] | None, model: str | None) -> Any:
+        """Asks the environment's judge."""
+        judge = getattr(self._environment, "judge", None)
+        if judge is None:
+            raise UserError(f"the environment {self._environment.name!r} has no judge: set `judge: {{url: ...}}`")
+        return await judge.ask(prompt, schema, model=model, policy=self._judge)
+
+    async def _judge(self, prompt: str) -> str:
+        """Lets the policy judge. Its tokens are not trained."""
+        call = Call([{"role": "user", "content": prompt}], chat=JUDGE, train=False)
+        return (await self.complete(call)).text
+
+    async def sandbox(self, image: str | None) -> Sandbox:
+        """Returns a sandbox that ends with the rollout."""
+        pool = await pool_of(self._environment, image)
+        sandbox = Sandbox(pool, await pool.acquire(), endpoint=self._endpoint.base_url(""))
+        self._sandboxes.append(sandbox)
+        return sandbox
+
+    def base_url(self, chat: str) -> str:
+        """Returns the URL of the endpoint for one conversation."""
+        return self._endpoint.base_url(chat)

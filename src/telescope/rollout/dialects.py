@@ -1,0 +1,387 @@
+"""The APIs that agents speak to the endpoint: chat/completions and responses of OpenAI, messages of Anthropic.
+
+A dialect reads the body of a request as a `Call`, and writes an `Answer` as the body of a response or as events. Bodies
+are plain dicts: importing the models of the SDKs takes seconds, and building one longer than the rest of a call.
+
+Messages of a call have one canonical form, so that a history is equal in all dialects, however an agent sends it back:
+`content` is text, arguments of tool calls are parsed JSON, and roles are `system`, `user`, `assistant` and `tool`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from telescope.environments.base import ChatMessage
+from telescope.environments.context import Answer, Call
+
+Body = dict[str, Any]
+
+PASSED_ON = ("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty", "tool_choice")
+"""Parameters that are not refused: those of the run are used, a call of a tool cannot be forced, and all is counted."""
+_CHOICES = ("auto", "none", {"type": "auto"}, {"type": "none"})
+UNREADABLE = "unreadable_arguments"
+"""The key in Anthropic's `input`, which must be an object, of arguments that are none."""
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+class Refusal(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, message: str, status: int = 400, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+
+def message_of(message: Body) -> ChatMessage:
+    """Returns a message of OpenAI's chat API in canonical form."""
+    role, text = message["role"], _text_of(message.get("content"))
+    if role == "assistant":
+        calls = [(call["id"], call["function"]) for call in message.get("tool_calls") or ()]
+        reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+        return _assistant(text, reasoning, [_tool_call(i, each["name"], each["arguments"]) for i, each in calls])
+    if role == "tool":
+        return _tool_result(message["tool_call_id"], text)
+    if role not in ("system", "developer", "user"):
+        raise Refusal(f"Invalid value: '{role}'. Supported roles are 'system', 'user', 'assistant' and 'tool'.")
+    return {"role": "user" if role == "user" else "system", "content": text}
+
+
+def _assistant(text: str, reasoning: str = "", calls: Iterable[Body] = ()) -> ChatMessage:
+    message: ChatMessage = {"role": "assistant", "content": text}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _tool_call(call_id: str, name: str, arguments: Any) -> Body:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": _parsed(arguments)}}
+
+
+def _tool_result(call_id: str, text: str) -> ChatMessage:
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+
+def _parsed(arguments: Any) -> Any:
+    """Returns the JSON value in the arguments of a tool call. Text that is none stays text."""
+    try:
+        return json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _text_of(content: Any) -> str:
+    """Returns the text of content: a text, a list of parts, or None."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part["type"] not in _TEXTS:
+            raise Refusal(f"This model reads text only: a part of type '{part['type']}' is not supported.")
+    return "\n".join(part[_TEXTS[part["type"]]] for part in content)
+
+
+def _accept_only(body: Mapping[str, Any], **accepted: tuple[Any, ...]) -> None:
+    """Refuses other values of fields that would change the answer."""
+    for name, values in accepted.items():
+        if (value := body.get(name)) is not None and value not in values:
+            message = f"Unsupported value: '{name}' does not support {json.dumps(value)[:200]} with this model."
+            message += f" Only {json.dumps(values[0])} is supported." if values else ""
+            raise Refusal(message, code="unsupported_value", param=name)
+
+
+def _tools_of(body: Body, kind: str = "function", parameters: str = "parameters", inside: str = "") -> list[Body]:
+    """Returns the tools of a request as OpenAI's chat API has them."""
+    tools = []
+    for tool in body.get("tools") or ():
+        _accept_only(tool, type=(kind,))
+        tool = tool[inside] if inside else tool
+        function = {"name": tool["name"], "description": tool.get("description"), "parameters": tool.get(parameters)}
+        given = {name: value for name, value in function.items() if value is not None}
+        tools.append({"type": "function", "function": given})
+    return [] if body.get("tool_choice") in ("none", {"type": "none"}) else tools
+
+
+def _sampling_of(body: Body, *limits: str, stop: str = "stop") -> Body:
+    """Returns `Call.sampling` from the fields that limit the number of tokens, and that of texts to stop at."""
+    sampling = {name: body[name] for name in PASSED_ON if body.get(name) is not None and body[name] not in _CHOICES}
+    for name in limits:
+        if (limit := body.get(name)) is not None:
+            if type(limit) is not int or limit < 1:
+                raise Refusal(f"Invalid '{name}': expected a positive integer, but got {limit!r:.50}.", param=name)
+            sampling.setdefault("max_tokens", limit)
+    if stops := body.get(stop):
+        sampling["stop"] = [stops] if isinstance(stops, str) else stops
+        if not isinstance(sampling["stop"], list) or not all(text and isinstance(text, str) for text in stops):
+            raise Refusal(f"Invalid '{stop}': expected texts that are not empty.", param=stop)
+    return sampling
+
+
+def _logprobs_of(answer: Answer) -> list[Body]:
+    """Returns the logprobs of the sampled tokens, which are named by their ids."""
+    pairs = zip(answer.token_ids, answer.logprobs, strict=False)
+    return [{"token": f"token_id:{token}", "logprob": value, "bytes": [], "top_logprobs": []} for token, value in pairs]
+
+
+def _usage_of(answer: Answer, prompt: str, sampled: str) -> Body:
+    given, made = answer.num_prompt_tokens, len(answer.token_ids)
+    return {prompt: given, sampled: made, "total_tokens": given + made}
+
+
+class ChatCompletions:
+    """`POST /v1/chat/completions`."""
+
+    end = b"data: [DONE]\n\n"
+    """What ends a stream."""
+
+    def read(self, body: Body) -> Call:
+        """Returns the call that a request asks for. Raises `Refusal`."""
+        _accept_only(
+            body, n=(1,), logit_bias=({},), response_format=({"type": "text"},), functions=([],), function_call=(),
+            audio=(), modalities=(["text"],), web_search_options=(), top_logprobs=(0,),
+        )  # fmt: skip
+        sampling = _sampling_of(body, "max_completion_tokens", "max_tokens")
+        tools = _tools_of(body, inside="function")
+        return Call(messages=[message_of(message) for message in body["messages"]], tools=tools, sampling=sampling)
+
+    def write(self, answer: Answer, call: Call, body: Body) -> Body:
+        """Returns the body of a response."""
+        choice: Body = {"index": 0, "finish_reason": answer.finish_reason, "logprobs": None}
+        choice["message"] = {"refusal": None, **answer.message}
+        if body.get("logprobs"):
+            choice["logprobs"] = {"content": _logprobs_of(answer), "refusal": None}
+        usage = _usage_of(answer, "prompt_tokens", "completion_tokens")
+        shared = {"object": "chat.completion", "created": int(time.time()), "model": body["model"]}
+        return {"id": f"chatcmpl-{answer.id}", **shared, "choices": [choice], "usage": usage}
+
+    def events(self, response: Body, body: Body) -> Iterator[Body]:
+        """Yields a response as the events of a stream."""
+        choice = response["choices"][0]
+        message = choice.pop("message")
+        shared = {**response, "object": "chat.completion.chunk"}
+        usage = shared.pop("usage")
+        deltas: list[Body] = [{"role": "assistant", "content": ""}]
+        deltas += [{name: message[name]} for name in ("reasoning_content", "content") if message.get(name)]
+        for index, call in enumerate(message.get("tool_calls", ())):
+            deltas.append({"tool_calls": [{"index": index, **call}]})
+        for delta in deltas:
+            yield {**shared, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+        yield {**shared, "choices": [{**choice, "delta": {}}]}
+        if (body.get("stream_options") or {}).get("include_usage"):
+            yield {**shared, "choices": [], "usage": usage}
+
+
+class Responses:
+    """`POST /v1/responses` of one rollout, whose conversations are kept for `previous_response_id`."""
+
+    end = b""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, list[ChatMessage]] = {}
+
+    def read(self, body: Body) -> Call:
+        """Returns the call that a request asks for. Raises `Refusal`."""
+        _accept_only(body, background=(False,), conversation=(), prompt=(), top_logprobs=(0,))
+        _accept_only(body.get("text") or {}, format=({"type": "text"},))
+        messages: list[ChatMessage] = []
+        if instructions := body.get("instructions"):
+            messages.append({"role": "system", "content": _text_of(instructions)})
+        if previous := body.get("previous_response_id"):
+            if previous not in self._kept:
+                message = f"Previous response with id '{previous}' not found."
+                raise Refusal(message, code="previous_response_not_found", param="previous_response_id")
+            messages += self._kept[previous]
+        items = body["input"]
+        messages += self._messages_of([{"role": "user", "content": items}] if isinstance(items, str) else items)
+        return Call(messages=messages, tools=_tools_of(body), sampling=_sampling_of(body, "max_output_tokens"))
+
+    def _messages_of(self, items: list[Body]) -> list[ChatMessage]:
+        """Returns input items as messages. Reasoning, text and calls in this order are one message."""
+        messages: list[ChatMessage] = []
+        last: ChatMessage | None = None  # the message of the model that the next item may belong to
+        for item in items:
+            kind = item.get("type", "message")
+            if kind == "function_call_output":
+                message = _tool_result(item["call_id"], _text_of(item["output"]))
+            elif kind == "reasoning":
+                texts = item.get("content") or item.get("summary") or ()
+                message = _assistant("", "\n".join(part["text"] for part in texts))
+            elif kind == "message":
+                message = message_of(item)
+                if last and message["role"] == "assistant" and not (last["content"] or "tool_calls" in last):
+                    last["content"] = message["content"]
+                    continue
+            elif kind == "function_call":
+                call = _tool_call(item["call_id"], item["name"], item["arguments"])
+                if last:
+                    last.setdefault("tool_calls", []).append(call)
+                    continue
+                message = _assistant("", calls=[call])
+            else:
+                raise Refusal(f"An input item of type '{kind}' is not supported with this model.", param="input")
+            messages.append(message)
+            last = message if message["role"] == "assistant" else None
+        return messages
+
+    def write(self, answer: Answer, call: Call, body: Body) -> Body:
+        """Returns the body of a response, and keeps its conversation."""
+        response_id = f"resp_{answer.id}"
+        if body.get("store") is not False:
+            history = [*call.messages[bool(body.get("instructions")) :], message_of(answer.message)]
+            for index, (before, now) in enumerate(zip(next(reversed(self._kept.values()), ()), history, strict=False)):
+                if before != now:
+                    break
+                history[index] = before  # an agent that sends its whole history each time costs its memory once
+            self._kept[response_id] = history
+        status = "incomplete" if answer.finish_reason == "length" else "completed"
+        output: list[Body] = []
+        if answer.reasoning:
+            part: Body = {"type": "reasoning_text", "text": answer.reasoning}
+            output.append({"type": "reasoning", "id": f"rs_{answer.id}", "summary": [], "content": [part]})
+        if answer.text or not answer.tool_calls:
+            part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
+            if "message.output_text.logprobs" in (body.get("include") or ()):
+                part["logprobs"] = _logprobs_of(answer)
+            output.append({"type": "message", "id": f"msg_{answer.id}", "role": "assistant", "content": [part]})
+        for index, tool in enumerate(answer.openai_tool_calls):
+            item = {"type": "function_call", "id": f"fc_{answer.id}_{index}", "call_id": tool["id"]}
+            output.append({**item, **tool["function"]})
+        usage: Body = _usage_of(answer, "input_tokens", "output_tokens")
+        usage["input_tokens_details"] = {"cached_tokens": 0, "cache_write_tokens": 0}
+        usage["output_tokens_details"] = {"reasoning_tokens": 0}
+        return {
+            "id": response_id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": body["model"],
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": [{**item, "status": status} for item in output],
+            "parallel_tool_calls": True,
+            "previous_response_id": body.get("previous_response_id"),
+            "tool_choice": body.get("tool_choice") or "auto",
+            "tools": body.get("tools") or [],
+            "usage": usage,
+        }
+
+    def events(self, response: Body, body: Body) -> Iterator[Body]:
+        """Yields a response as the events of a stream."""
+        for number, event in enumerate(self._events(response)):
+            yield {**event, "sequence_number": number}
+
+    def _events(self, response: Body) -> Iterator[Body]:
+        opened = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+        yield {"type": "response.created", "response": opened}
+        yield {"type": "response.in_progress", "response": opened}
+        for index, item in enumerate(response["output"]):
+            place = {"item_id": item["id"], "output_index": index}
+            is_call = item["type"] == "function_call"
+            added = {**item, "status": "in_progress", **({"arguments": ""} if is_call else {"content": []})}
+            yield {"type": "response.output_item.added", "output_index": index, "item": added}
+            if is_call:
+                kind, text = "response.function_call_arguments", item["arguments"]
+                yield {"type": f"{kind}.delta", **place, "delta": text}
+                yield {"type": f"{kind}.done", **place, "arguments": text, "name": item["name"]}
+            else:
+                part = item["content"][0]
+                place["content_index"] = 0
+                logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+                yield {"type": "response.content_part.added", **place, "part": {**part, "text": ""}}
+                yield {"type": f"response.{part['type']}.delta", **place, **logprobs, "delta": part["text"]}
+                yield {"type": f"response.{part['type']}.done", **place, **logprobs, "text": part["text"]}
+                yield {"type": "response.content_part.done", **place, "part": part}
+            yield {"type": "response.output_item.done", "output_index": index, "item": item}
+        yield {"type": f"response.{response['status']}", "response": response}
+
+
+class Messages:
+    """`POST /v1/messages`, and counting its tokens."""
+
+    end = b""
+
+    def read(self, body: Body) -> Call:
+        """Returns the call that a request asks for. Raises `Refusal`."""
+        if body.get("thread"):  # its SDK then sends the whole history
+            raise Refusal("Threads are not supported.", code="thread_unsupported_request", param="thread")
+        _accept_only(body, container=(), mcp_servers=([],), compaction=())
+        _accept_only(body.get("output_config") or {}, format=())
+        messages: list[ChatMessage] = []
+        if system := _text_of(body.get("system")):
+            messages.append({"role": "system", "content": system})
+        for message in body["messages"]:
+            messages += self._messages_of(message["role"], message["content"])
+        if messages and messages[-1]["role"] == "assistant":
+            raise Refusal("This model does not support assistant message prefill. End with a user message.")
+        sampling = _sampling_of(body, "max_tokens", stop="stop_sequences")
+        return Call(messages=messages, tools=_tools_of(body, "custom", "input_schema"), sampling=sampling)
+
+    def _messages_of(self, role: str, content: Any) -> Iterator[ChatMessage]:
+        """Yields one message as several: each tool result is a message of its own, before the user's text."""
+        texts: list[Body] = []
+        calls: list[Body] = []
+        reasoning, has_results = [], False
+        blocks: list[Body] = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        for block in blocks:
+            if block["type"] == "tool_result":
+                has_results = True
+                yield _tool_result(block["tool_use_id"], _text_of(block.get("content")))
+            elif block["type"] == "tool_use":
+                given = block["input"]
+                given = given[UNREADABLE] if given.keys() == {UNREADABLE} else given
+                calls.append(_tool_call(block["id"], block["name"], given))
+            elif block["type"] == "thinking":
+                reasoning.append(block["thinking"])
+            elif block["type"] != "redacted_thinking":
+                texts.append(block)
+        if role == "assistant":
+            yield _assistant(_text_of(texts), "\n".join(reasoning), calls)
+        elif texts or not has_results:
+            yield message_of({"role": role, "content": texts})
+
+    def write(self, answer: Answer, call: Call, body: Body) -> Body:
+        """Returns the body of a response."""
+        content: list[Body] = []
+        if answer.reasoning:
+            content.append({"type": "thinking", "thinking": answer.reasoning, "signature": answer.id})
+        if answer.text:
+            content.append({"type": "text", "text": answer.text})
+        for tool in answer.openai_tool_calls:
+            given = _parsed(tool["function"]["arguments"])
+            given = given if isinstance(given, dict) else {UNREADABLE: given}
+            content.append({"type": "tool_use", "id": tool["id"], "name": tool["function"]["name"], "input": given})
+        reason = {"tool_calls": "tool_use", "length": "max_tokens"}.get(answer.finish_reason, "end_turn")
+        usage = {"input_tokens": answer.num_prompt_tokens, "output_tokens": len(answer.token_ids)}
+        response = {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": body["model"]}
+        return {**response, "content": content, "stop_reason": reason, "stop_sequence": None, "usage": usage}
+
+    def events(self, response: Body, body: Body) -> Iterator[Body]:
+        """Yields a response as the events of a stream."""
+        usage = {**response["usage"], "output_tokens": 0}
+        yield {"type": "message_start", "message": {**response, "content": [], "stop_reason": None, "usage": usage}}
+        for index, block in enumerate(response["content"]):
+            deltas = {"text": block.get("text"), "thinking": block.get("thinking"), "signature": block.get("signature")}
+            deltas = {name: text for name, text in deltas.items() if text is not None}
+            empty: Body = dict.fromkeys(deltas, "")
+            kinds = [(f"{name}_delta", name, text) for name, text in deltas.items()]
+            if block["type"] == "tool_use":
+                empty = {"input": {}}
+                kinds = [("input_json_delta", "partial_json", json.dumps(block["input"]))]
+            yield {"type": "content_block_start", "index": index, "content_block": {**block, **empty}}
+            for kind, name, text in kinds:
+                yield {"type": "content_block_delta", "index": index, "delta": {"type": kind, name: text}}
+            yield {"type": "content_block_stop", "index": index}
+        ended = {name: response[name] for name in ("stop_reason", "stop_sequence")}
+        yield {"type": "message_delta", "delta": ended, "usage": response["usage"]}
+        yield {"type": "message_stop"}
+
+
+Dialect = ChatCompletions | Responses | Messages
+
+
+def new_dialects() -> dict[str, Dialect]:
+    """Returns the dialects of one rollout by their routes."""
+    return {"chat/completions": ChatCompletions(), "responses": Responses(), "messages": Messages()}

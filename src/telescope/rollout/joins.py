@@ -1,0 +1,202 @@
+"""Joins the calls of a rollout to conversations, so that no recorded token is ever made from text again.
+
+A call sends a whole conversation. It belongs to the recorded one that it extends: the longest whose messages it begins
+with. Its prompt is then the recorded token ids and what is new, rendered. Messages are compared in a canonical form
+(role, text, tool calls with parsed arguments), because an SDK sends an answer back with other ids, spaces or fields
+than it received; reasoning is not compared, since most do not send it back. A call that extends none begins a
+conversation. Where another recorded one has the same start, that is a fork, and its cause is recorded:
+
+- `retry`: the same prompt again
+- `branch`: another continuation of an answer that has been continued
+- `edited_history`: the call changed or left out a message of a recorded conversation
+- `tools`: it offers other tools, which the template shows at the start
+- `compaction`: the caller has shortened the history, and says so
+- a divergence from the chat template (`rendering.Divergence`), after which the whole prompt is rendered
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from telescope.environments.base import ChatMessage, assistant_message
+from telescope.environments.context import Call, RefusedCall
+from telescope.rollout.rendering import Dialogue, Renderer
+
+RETRY, BRANCH, EDITED_HISTORY, TOOLS = "retry", "branch", "edited_history", "tools"
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """A message in its conversation. `answer` is set for a recorded answer of the policy."""
+
+    children: dict[str, _Node] = field(default_factory=dict)
+    answer: _Answer | None = None
+    was_prompt: bool = False
+    """A call ended with this message."""
+
+
+@dataclass(slots=True, frozen=True)
+class _Answer:
+    """A recorded answer: its turn, its prompt, and what was sampled."""
+
+    turn: int
+    prompt: Prompt
+    token_ids: Sequence[int]
+    text: str
+    ended: bool
+
+
+@dataclass(slots=True, frozen=True)
+class Prompt:
+    """The prompt of a call, and how it joins what is recorded."""
+
+    token_ids: list[int]
+    added_token_ids: list[int]
+    """Its end, behind the answer of the turn `parent`; all of it without one."""
+    parent: int | None
+    cause: str | None
+    """Why it forks, or how its join differs from the chat template."""
+    messages: list[ChatMessage]
+    """As rendered: recorded answers are as they were sampled."""
+    new_messages: list[ChatMessage]
+    """Those behind the answer of the parent."""
+    dialogue: Dialogue
+    node: _Node
+
+
+class Joins:
+    """The conversations of one rollout. With `interleaved` False every prompt is rendered from the start."""
+
+    def __init__(self, renderer: Renderer, *, interleaved: bool = True) -> None:
+        self._renderer = renderer
+        self._interleaved = interleaved
+        self._roots: dict[str, dict[str, _Node]] = {}
+        """By chat and tools, the start of its conversations."""
+        self._by_ids: list[tuple[list[int], int]] = []
+        """Prompt and answer of each call by token ids, and its turn."""
+
+    def prompt(self, call: Call) -> Prompt:
+        """Returns the prompt of a call. Raises what the chat template raises."""
+        if call.token_ids is not None:
+            return self._prompt_of_ids(list(call.token_ids))
+        tools = [dict(tool) for tool in call.tools]
+        of_chat, key = self._roots.setdefault(call.chat, {}), json.dumps(tools, sort_keys=True)
+        canonical = [canonical_message(message) for message in call.messages]
+        node = of_chat.setdefault(key, _Node())
+        parent, depth, matched = None, 0, 0
+        for text in canonical:
+            if text not in node.children:
+                break
+            node, matched = node.children[text], matched + 1
+            if node.answer is not None:
+                parent, depth = node.answer, matched
+        cause = self._cause(node, depth, canonical[:matched], canonical[matched:])
+        if not matched and any(canonical[0] in root.children for root in of_chat.values()):
+            cause = TOOLS
+        if parent is None:
+            cause = call.cause or cause
+        for text in canonical[matched:]:
+            node = node.children.setdefault(text, _Node())
+        node.was_prompt = True
+        new = [template_message(message) for message in call.messages[depth:]]
+        if parent is None:
+            dialogue = Dialogue(self._renderer, interleaved=self._interleaved, tools=tools or None)
+            ids = dialogue.begin(new)
+            return Prompt(ids, ids, None, cause, new, new, dialogue, node)
+        before = parent.prompt
+        messages = [*before.messages, assistant_message(before.dialogue.opening + parent.text), *new]
+        dialogue = before.dialogue.branch()
+        added = dialogue.extend(parent.text, parent.token_ids, messages, ended=parent.ended)
+        cause, ids = cause or added.divergence, added.token_ids
+        if added.restarts:
+            return Prompt(ids, ids, None, cause, messages, messages, dialogue, node)
+        whole = [*before.token_ids, *parent.token_ids, *ids]
+        return Prompt(whole, ids, parent.turn, cause, messages, new, dialogue, node)
+
+    def count(self, call: Call) -> int:
+        """Returns the number of tokens of a call's messages, rendered anew. Records nothing."""
+        dialogue = Dialogue(self._renderer, tools=[dict(tool) for tool in call.tools] or None)
+        return len(dialogue.begin([template_message(message) for message in call.messages]))
+
+    def record(
+        self, prompt: Prompt, message: ChatMessage, turn: int, token_ids: Sequence[int], text: str, *, ended: bool
+    ) -> None:
+        """Records the answer to a prompt: the `message` that the caller gets, its turn, and what was sampled.
+
+        `text` is all of it without the end token, and `ended` whether the model ended it.
+        """
+        if not prompt.messages:
+            self._by_ids.append(([*prompt.token_ids, *token_ids], turn))
+            return
+        node = prompt.node.children.setdefault(canonical_message(message), _Node())
+        node.answer = _Answer(turn, prompt, token_ids, text, ended)
+
+    def _prompt_of_ids(self, ids: list[int]) -> Prompt:
+        known = [(len(before), turn) for before, turn in self._by_ids if ids[: len(before)] == before]
+        length, parent = max(known, default=(0, None))
+        text = self._renderer.decode(ids[length:], cut_end_token=False)
+        shown = [{"role": "prompt", "content": text}]
+        return Prompt(ids, ids[length:], parent, None, [], shown, Dialogue(self._renderer), _Node())
+
+    def _cause(self, node: _Node, depth: int, known: list[str], new: list[str]) -> str | None:
+        """Returns why a call forks. It extends an answer at `depth` of the `known` messages, which end at `node`."""
+        if not new:
+            return RETRY if node.was_prompt else None
+        if depth == len(known) and not node.children:
+            return None
+        if _role(new[0]) == "assistant" or (not depth and any(_role(text) != "system" for text in known)):
+            return EDITED_HISTORY
+        return BRANCH if depth else None
+
+
+def canonical_message(message: ChatMessage) -> str:
+    """Returns what identifies a message, whatever the form in which an SDK sends it. Raises `RefusedCall`."""
+    calls = [[call["name"], call["arguments"]] for call in _calls(message)]
+    return json.dumps([_role_of(message), _text_of(message).strip(), calls], sort_keys=True, ensure_ascii=False)
+
+
+def template_message(message: ChatMessage) -> ChatMessage:
+    """Returns a message as chat templates take it: a text as content, arguments of tool calls parsed."""
+    made: ChatMessage = {"role": _role_of(message), "content": _text_of(message)}
+    made |= {key: message[key] for key in ("name", "tool_call_id", "reasoning_content") if message.get(key)}
+    if calls := _calls(message):
+        made["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+    return made
+
+
+def _role(canonical: str) -> str:
+    return str(json.loads(canonical)[0])
+
+
+def _role_of(message: ChatMessage) -> str:
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise RefusedCall(f"a message has the role {role!r}")
+    return "system" if role == "developer" else role
+
+
+def _text_of(message: ChatMessage) -> str:
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if not isinstance(part, Mapping) or "text" not in part:
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise RefusedCall(f"the policy reads text only, and a message has a part of type {kind!r}")
+    return "".join(str(part["text"]) for part in content)
+
+
+def _calls(message: ChatMessage) -> list[dict[str, Any]]:
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError):
+                arguments = json.loads(arguments)
+        calls.append({"name": function.get("name"), "arguments": arguments})
+    return calls

@@ -1,0 +1,119 @@
+"""Rollouts of agents over the real environments, tokenizer and endpoint, with a scripted policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from tests.integration.environments.conftest import save_byte_tokenizer
+from tests.unit.rollout.fakes import FakeLanes, settings
+
+from telescope.environments.base import Environment, Sample
+from telescope.environments.registry import complete_class
+from telescope.environments.types import EnvironmentSpec
+from telescope.inference.base import GenerateRequest, Generation
+from telescope.rollout.environment_runner import EnvironmentRunner
+from telescope.rollout.environments import LoadedEnvironments
+from telescope.rollout.rendering import Renderer, RendererSpec
+from telescope.rollout.sample import Rollout, RolloutTask
+from telescope.rollout.trajectory import Trajectory
+
+
+def make(name: str, *, environments_path: Any, cls: type[Environment], **kwargs: Any) -> Environment:
+    """Makes an environment of a class of a test."""
+    cls = complete_class(cls, name)
+    environment = cls(**kwargs)
+    environment._name = name
+    return environment
+
+
+class Agent(Environment):
+    """The base of agents in these tests: a dataset of one question."""
+
+    def load_dataset(self, num_samples: int = -1) -> list[Sample]:
+        return [Sample("What is 2 + 2?", "4")]
+
+
+@dataclass
+class Policy:
+    """A scripted engine: `answers` are texts, or a function from the prompt's text to one. Errors are raised."""
+
+    renderer: Renderer
+    answers: Iterable[Any] | Callable[[str], Any]
+    version: int = 0
+    prompts: list[str] = field(default_factory=list)
+    requests: list[GenerateRequest] = field(default_factory=list)
+    before: Callable[[], Any] | None = None
+    """Awaited before each answer."""
+
+    def __post_init__(self) -> None:
+        self._answers = None if callable(self.answers) else iter(self.answers)
+
+    @property
+    def loaded_version(self) -> int:
+        return self.version
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        self.requests.append(request)
+        self.prompts.append(self.renderer.decode(request.prompt_token_ids, cut_end_token=False))
+        answer = self.answers(self.prompts[-1]) if self._answers is None else next(self._answers)
+        if self.before is not None:
+            await self.before()
+        if isinstance(answer, BaseException):
+            raise answer
+        ids = [*self.renderer.encode_continuation(answer), self.renderer.tokenizer.eos_token_id]
+        reason = "stop" if len(ids) <= request.max_tokens else "length"
+        ids = ids[: request.max_tokens]
+        logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32) / 100
+        return Generation(np.array(ids), logprobs, reason, [(self.version, 0, len(ids))])
+
+    async def abort(self, request_ids: list[str]) -> None:
+        return None
+
+
+@dataclass
+class Bench:
+    """Environments of one agent, and its policy. `run` runs one sample to its end."""
+
+    environments: LoadedEnvironments
+    policy: Policy
+    slots: FakeLanes = field(default_factory=FakeLanes)
+
+    def rollout(self, **changes: Any) -> Rollout:
+        runner = self.environments._runner
+        return Rollout(
+            RolloutTask("5-0", 5, 0, "agent", "agent", 0, runner.prepare(0, 0).token_ids, (7, 5, 0), is_agent=True),
+            slot_key=5, slots=self.slots, engine_of=lambda server: self.policy, environments=self.environments,
+            settings=settings(**{"max_context": 4096, "max_tokens": 512, **changes}),
+            on_engine_failure=lambda server, error: None,
+        )  # fmt: skip
+
+    async def run(self, **changes: Any) -> Trajectory:
+        return await self.rollout(**changes).run()
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_byte_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest_asyncio.fixture
+async def bench(tokenizer_folder: str) -> Any:
+    """Makes a bench of an agent's class and the policy's answers; it is closed at the end of the test."""
+    made: list[Bench] = []
+
+    async def make_bench(cls: type[Environment], answers: Any, **kwargs: Any) -> Bench:
+        renderer = Renderer(RendererSpec(tokenizer_folder))
+        spec = EnvironmentSpec("agent", {"cls": cls, **kwargs}, factory=f"{__name__}:make")
+        environments = LoadedEnvironments(EnvironmentRunner([spec], renderer, []), timeout_seconds=20.0)
+        await environments.start()
+        made.append(Bench(environments, Policy(renderer, answers)))
+        return made[-1]
+
+    yield make_bench
+    for each in made:
+        await each.environments.close()

@@ -1,0 +1,243 @@
+"""A rollout that a user writes trains exactly what was sampled, in one sequence per conversation."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.integration.agents.conftest import Agent
+
+from telescope.environments.base import RewardResult, Sample
+from telescope.errors import InfrastructureError
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 2}}</tool_call>'
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+def sampled_once(sample: Any, policy: Any) -> None:
+    """Each sampled token is trained once, after exactly the ids of its prompt, with its logprob and version."""
+    sequences = sample.sequences()
+    trained = [ids for s in sequences for ids in s.token_ids_L[s.trained_L].tolist()]
+    assert sorted(trained) == sorted(t for turn in sample.turns if turn.trained for t in turn.generation.token_ids_N)
+    whole = [(s.token_ids_L.tolist(), s.engine_logprob_L.tolist(), s.version_L.tolist()) for s in sequences]
+    for request, turn in zip(policy.requests, sample.turns, strict=True):
+        made = [*request.prompt_token_ids, *turn.generation.token_ids_N.tolist()]
+        start = len(request.prompt_token_ids)
+        (found,) = {tuple(i for i, (ids, *_) in enumerate(whole) if ids[: len(made)] == made)}
+        assert found, "the prompt and the answer are the beginning of a sequence"
+        _, logprobs, versions = whole[found[0]]
+        assert logprobs[start : len(made)] == pytest.approx(turn.generation.logprobs_N.tolist())
+        assert versions[start : len(made)] == turn.generation.version_N.tolist()
+
+
+class OneCall(Agent):
+    async def rollout(self, sample: Sample, context: Any) -> RewardResult:
+        answer = await context.generate([{"role": "user", "content": sample.prompt}])
+        context.metric("length", len(answer.text))
+        return RewardResult(float(answer.text == sample.answer), {"checked": 1.0})
+
+
+async def test_one_call_is_a_turn_with_a_reward_and_metrics(bench: Any) -> None:
+    made = await bench(OneCall, ["4"])
+    sample = await made.run()
+    assert (sample.reward.total_reward, sample.reward.sample_metrics) == (1.0, {"length": 1.0, "checked": 1.0})
+    assert [turn.text for turn in sample.turns] == ["4"]
+    sampled_once(sample, made.policy)
+    assert made.slots.num_leased == 0
+
+
+class Conversation(Agent):
+    async def rollout(self, sample: Sample, context: Any) -> RewardResult:
+        messages = [{"role": "user", "content": sample.prompt}]
+        for _ in range(3):
+            answer = await context.generate(messages, tools=[ADD])
+            # As SDKs send it back: without reasoning, with other spaces and ids.
+            calls = [{**c, "id": "x", "function": {**c["function"], "arguments": '{"b":2,"a":2}'}}
+                     for c in answer.openai_tool_calls]  # fmt: skip
+            messages = [*messages, {"role": "assistant", "content": answer.text, "tool_calls": calls},
+                        {"role": "tool", "tool_call_id": "x", "content": "4"}]  # fmt: skip
+        return RewardResult(1.0)
+
+
+async def test_calls_that_extend_each_other_are_one_sequence_without_a_fork(bench: Any) -> None:
+    made = await bench(Conversation, [CALL, f"Again. {CALL}", "It is 4."])
+    sample = await made.run()
+    assert [turn.parent for turn in sample.turns] == [None, 0, 1]
+    assert [turn.divergence for turn in sample.turns] == [None, None, None]
+    assert len(sample.sequences()) == 1
+    sampled_once(sample, made.policy)
+
+
+class Branches(Agent):
+    async def rollout(self, sample: Sample, context: Any) -> RewardResult:
+        start = [{"role": "user", "content": sample.prompt}]
+        first = await context.generate(start)
+        for more in ("Why?", "Sure?"):
+            await context.generate([*start, first.message, {"role": "user", "content": more}])
+        await context.generate(start)
+        await context.generate([*start, {"role": "assistant", "content": "5"}, {"role": "user", "content": "No."}])
+        await context.generate([{"role": "user", "content": "Something else."}])
+        return RewardResult(1.0)
+
+
+async def test_forks_are_sequences_of_their_own_with_their_cause(bench: Any) -> None:
+    made = await bench(Branches, ["4", "Because.", "Yes.", "four", "Sorry.", "Else."])
+    sample = await made.run()
+    assert [turn.parent for turn in sample.turns] == [None, 0, 0, None, None, None]
+    assert [turn.divergence for turn in sample.turns] == [None, None, "branch", "retry", "edited_history", None]
+    assert len(sample.sequences()) == 5
+    sampled_once(sample, made.policy)
+
+
+class Chats(Agent):
+    async def rollout(self, sample: Sample, context: Any) -> RewardResult:
+        with context.chat("checker", reward=0.25) as checker:
+            await asyncio.gather(
+                context.generate([{"role": "user", "content": sample.prompt}]),
+                checker.generate([{"role": "user", "content": sample.prompt}]),
+            )
+        await context.generate([{"role": "user", "content": "Unused."}], train=False)
+        return RewardResult(1.0)
+
+
+async def test_chats_have_their_own_sequences_and_rewards(bench: Any) -> None:
+    made = await bench(Chats, lambda prompt: "4")
+    sample = await made.run()
+    assert sample.chat_rewards == {"checker": 0.25}
+    assert sorted((s.chat, s.num_trained > 0) for s in sample.sequences()) == [
+        ("", False), ("", True), ("checker", True)]  # fmt: skip
+
+
+async def test_an_engine_that_fails_begins_the_rollout_again(bench: Any) -> None:
+    made = await bench(Conversation, [CALL, InfrastructureError("gone"), "No more.", "It is 4."])
+    sample = await made.run(max_infrastructure_retries=3)
+    assert sample.reward.total_reward == 1.0
+    assert sample.num_infrastructure_retries == 1
+
+
+class Swallows(Agent):
+    async def rollout(self, sample: Sample, context: Any) -> RewardResult:
+        try:
+            await context.generate([{"role": "user", "content": sample.prompt}])
+        except Exception:
+            return RewardResult(0.0)
+        return RewardResult(1.0)
+
+
+async def test_an_engine_failure_is_never_a_reward(bench: Any) -> None:
+    made = await bench(Swallows, [InfrastructureError("gone")] * 9)
+    sample = await made.run(max_infrastructure_retries=2)
+    assert (sample.reward, sample.failure_kind) == (None, "infrastructure")
+
+
+class Hangs(Agent):
+    rollout_timeout_seconds = 0.3
+
+    async def rollout(self, sample: Sample, context: Any) -> RewardResult:
+        await context.generate([{"role": "user", "content": sample.prompt}])
+        await asyncio.sleep(60)
+        raise AssertionError
+
+
+class Silent(Agent):
+    async def rollout(self, sample: Sample, context: Any) -> RewardResult:
+        return RewardResult(1.0)
+
+
+class Breaks(Agent):
+    async def rollout(self, sample: Sample, context: Any) -> Any:
+        await context.generate([{"role": "user", "content": sample.prompt}])
+        return "a text"
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [(Hangs, "rollout_timeout_seconds"), (Silent, "without an answer"), (Breaks, "not a RewardResult")],
+)
+async def test_a_rollout_without_a_score_masks_its_sample(bench: Any, cls: type, message: str) -> None:
+    sample = await (await bench(cls, ["4"])).run()
+    assert (sample.reward, sample.failure_kind) == (None, "environment")
+    assert message in sample.failure_message
+
+
+async def test_a_cancelled_rollout_ends_at_once(bench: Any) -> None:
+    made = await bench(OneCall, ["4"])
+    asked = asyncio.Event()
+
+    async def hang() -> None:
+        asked.set()
+        await asyncio.sleep(60)
+
+    made.policy.before = hang
+    rollout = made.rollout()
+    running = asyncio.ensure_future(rollout.run())
+    await asyncio.wait_for(asked.wait(), 5)
+    assert rollout.cancel() == [(0, made.policy.requests[0].request_id)]
+    sample = await asyncio.wait_for(running, 5)
+    assert (sample.cancelled, sample.reward, made.slots.num_leased) == (True, None, 0)
+
+
+class Compacts(Agent):
+    by = "summary"
+
+    async def rollout(self, sample: Sample, context: Any) -> RewardResult:
+        messages = [{"role": "system", "content": "Count."}, {"role": "user", "content": sample.prompt}]
+        for number in range(3):
+            answer = await context.generate(messages)
+            messages = [*messages, answer.message, {"role": "user", "content": f"Next {number}."}]
+        messages = await context.compact(messages, keep=2, by=self.by)
+        await context.generate(messages)
+        return RewardResult(1.0, sample_tags={"roles": " ".join(m["role"] for m in messages)})
+
+
+class Drops(Compacts):
+    by = "drop"
+
+
+async def test_a_summary_is_trained_and_begins_a_new_sequence(bench: Any) -> None:
+    made = await bench(Compacts, ["one", "two", "three", "I counted to three.", "four"])
+    sample = await made.run()
+    assert sample.reward.sample_tags["roles"] == "system user assistant user"
+    assert [turn.parent for turn in sample.turns] == [None, 0, 1, 2, None]
+    assert [turn.divergence for turn in sample.turns] == [None] * 4 + ["compaction"]
+    first, second = sample.sequences()
+    assert "I counted to three." in made.policy.renderer.decode(first.token_ids_L[first.trained_L], cut_end_token=False)
+    assert "I counted to three." in made.policy.prompts[-1] and "two" not in made.policy.prompts[-1]
+    assert second.num_trained == len(sample.turns[-1].generation.token_ids_N)
+    sampled_once(sample, made.policy)
+
+
+async def test_a_history_may_be_dropped(bench: Any) -> None:
+    made = await bench(Drops, ["one", "two", "three", "four"])
+    sample = await made.run()
+    assert [turn.divergence for turn in sample.turns] == [None] * 3 + ["compaction"]
+    assert "three" in made.policy.prompts[-1] and "two" not in made.policy.prompts[-1]
+
+
+class Process(Agent):
+    command = ("sh", "-c", "echo $OPENAI_BASE_URL; sleep 60 > /dev/null 2>&1 & echo $!; cat")
+
+    async def rollout(self, sample: Sample, context: Any) -> RewardResult:
+        await context.generate([{"role": "user", "content": sample.prompt}])
+        ended = await context.run(self.command, stdin="hello")
+        url, child, said = ended.stdout.split()
+        return RewardResult(1.0, sample_tags={"url": url, "child": child, "said": said})
+
+
+def ended(process: Path) -> bool:
+    """Whether a process ends within some seconds."""
+    for _ in range(100):
+        if not process.exists() or process.joinpath("stat").read_text().split()[2] == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+async def test_a_process_of_an_agent_ends_with_all_that_it_started(bench: Any) -> None:
+    made = await bench(Process, ["4"])
+    tags = (await made.run()).reward.sample_tags
+    assert (tags["url"].startswith("http://127.0.0.1:"), tags["said"]) == (True, "hello")
+    assert await asyncio.to_thread(ended, Path("/proc", tags["child"])), "its child lives on"

@@ -1,0 +1,525 @@
+"""The endpoint of a rollout worker answers the SDKs of OpenAI and Anthropic, and raw requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import anthropic
+import openai
+import pytest
+from anthropic.types import Message
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from telescope.environments.context import Answer, Call, RefusedCall
+from telescope.environments.tool_calls import ToolCall
+from telescope.errors import InfrastructureError
+from telescope.rollout import endpoint as module
+from telescope.rollout.dialects import message_of
+from telescope.rollout.endpoint import MAX_BODY_BYTES, MAX_IN_FLIGHT, Endpoint
+
+USER = {"role": "user", "content": "How warm is it?"}
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+ANSWER = Answer(
+    "Let me look.",
+    "Which city?",
+    [ToolCall("weather", {"city": "Zürich"}), ToolCall("clock", None, "clock(", "The call has no end.")],
+    "tool_calls",
+    [5, 6],
+    [-0.5, -0.25],
+    num_prompt_tokens=7,
+    id="a1",
+)
+
+
+class Policy:
+    """A scripted `Services.complete` with the endpoint before it."""
+
+    def __init__(self, server: Endpoint) -> None:
+        self.server = server
+        self.calls: list[Call] = []
+        self.cancelled: list[Call] = []
+        self.dropped: list[Answer] = []
+        self.answer: Answer | Exception = ANSWER
+        self.wait: asyncio.Event | None = None
+        self.key = server.open(self.complete, self.count, self.dropped.append)
+
+    async def complete(self, call: Call) -> Answer:
+        self.calls.append(call)
+        try:
+            if self.wait:
+                await self.wait.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(call)
+            raise
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    async def count(self, call: Call) -> int:
+        return 10 * len(call.messages)
+
+    def openai(self, chat: str = "", **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(**{"api_key": self.key, "base_url": self.server.base_url(chat), **options})
+
+    def anthropic(self, chat: str = "", **options: Any) -> anthropic.AsyncAnthropic:
+        url = self.server.base_url(chat).removesuffix("/v1")
+        return anthropic.AsyncAnthropic(**{"api_key": self.key, "base_url": url, **options})
+
+    async def post(self, route: str = "chat/completions", body: Any = None, **headers: str) -> tuple[int, Any, Any]:
+        data = body if isinstance(body, bytes) else json.dumps({"messages": [USER]} if body is None else body)
+        headers = {"Authorization": f"Bearer {self.key}", **headers}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{self.server.base_url()}/{route}", data=data, headers=headers) as response,
+        ):
+            text = await response.text()
+            return response.status, json.loads(text) if response.content_type.endswith("json") else text, response
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110 - the endpoint has no event for it
+        await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+async def policy() -> AsyncIterator[Policy]:
+    server = Endpoint(["policy", "org/model"])
+    await server.start()
+    yield Policy(server)
+    await server.stop()
+
+
+# Each asks in one dialect, whole or as a stream, and returns the SDK's object as a dict.
+
+
+async def ask_chat(policy: Policy, stream: bool, **options: Any) -> dict[str, Any]:
+    options = {"model": "policy", "messages": [USER], **options}
+    client = policy.openai().chat.completions
+    if not stream:
+        return (await client.create(**options)).to_dict()
+    async with client.stream(**options) as events:
+        return (await events.get_final_completion()).to_dict()
+
+
+async def ask_responses(policy: Policy, stream: bool, **options: Any) -> dict[str, Any]:
+    options = {"model": "policy", "input": USER["content"], **options}
+    client = policy.openai().responses
+    if not stream:
+        return (await client.create(**options)).to_dict()
+    async with client.stream(**options) as events:
+        return [event async for event in events][-1].response.to_dict()  # of an incomplete one too
+
+
+async def ask_messages(policy: Policy, stream: bool, **options: Any) -> dict[str, Any]:
+    options = {"model": "policy", "max_tokens": 50, "messages": [USER], **options}
+    client = policy.anthropic().messages
+    if not stream:
+        return (await client.create(**options)).to_dict()
+    async with client.stream(**options) as events:
+        return (await events.get_final_message()).to_dict()
+
+
+async def chat_turns(policy: Policy, stream: bool) -> None:
+    tool = {"type": "function", "function": {"name": "weather", "description": "Now", "parameters": PARAMETERS}}
+    messages: list[Any] = [{"role": "developer", "content": "Be brief."}, USER]
+    options = {"tools": [tool], "max_completion_tokens": 50, "stop": "END"}
+    message = (await ask_chat(policy, stream, messages=messages, **options))["choices"][0]["message"]
+    # As agents return it: parts, arguments written in another way, fields of their own.
+    message |= {"content": [{"type": "text", "text": message["content"]}], "annotations": None}
+    call, broken = message["tool_calls"]
+    call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), indent=1)
+    results = [{"role": "tool", "tool_call_id": each["id"], "content": "21"} for each in (call, broken)]
+    messages += [message, *results, {"role": "user", "content": [{"type": "text", "text": "Sure?"}]}]
+    await ask_chat(policy, stream, messages=messages, **options)
+
+
+def response_tool() -> dict[str, Any]:
+    return {"type": "function", "name": "weather", "description": "Now", "parameters": PARAMETERS, "strict": True}
+
+
+def outputs(response: dict[str, Any]) -> list[Any]:
+    calls = [item["call_id"] for item in response["output"] if item["type"] == "function_call"]
+    results = [{"type": "function_call_output", "call_id": each, "output": "21"} for each in calls]
+    return [*results, {"role": "user", "content": "Sure?"}]
+
+
+async def responses_turns(policy: Policy, stream: bool) -> None:
+    options = {"tools": [response_tool()], "max_output_tokens": 50, "instructions": "Be brief."}
+    first = await ask_responses(policy, stream, **options)
+    items = [{"role": "user", "content": [{"type": "input_text", "text": USER["content"]}]}, *first["output"]]
+    await ask_responses(policy, stream, input=[*items, *outputs(first)], **options)
+
+
+async def responses_by_id(policy: Policy, stream: bool) -> None:
+    options = {"tools": [response_tool()], "max_output_tokens": 50, "instructions": "Be brief."}
+    first = await ask_responses(policy, stream, **options)
+    await ask_responses(policy, stream, input=outputs(first), previous_response_id=first["id"], **options)
+
+
+async def messages_turns(policy: Policy, stream: bool) -> None:
+    tool = {"name": "weather", "description": "Now", "input_schema": PARAMETERS}
+    options = {"tools": [tool], "system": [{"type": "text", "text": "Be brief."}], "stop_sequences": ["END"]}
+    options |= {"tool_choice": {"type": "auto"}}
+    content = (await ask_messages(policy, stream, **options))["content"]
+    calls = [block["id"] for block in content if block["type"] == "tool_use"]
+    results = [
+        {"type": "tool_result", "tool_use_id": each, "content": [{"type": "text", "text": "21"}]} for each in calls
+    ]
+    messages = [USER, {"role": "assistant", "content": content}]
+    messages += [{"role": "user", "content": [*results, {"type": "text", "text": "Sure?"}]}]
+    await ask_messages(policy, stream, messages=messages, **options)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("turns", [chat_turns, responses_turns, responses_by_id, messages_turns])
+async def test_a_history_is_the_same_call_in_every_dialect(policy: Policy, turns: Any, stream: bool) -> None:
+    await turns(policy, stream)
+    first, second = policy.calls
+    ids = ["call_a1_0", "call_a1_1"]
+    functions = [{"name": "weather", "arguments": {"city": "Zürich"}}, {"name": "clock", "arguments": "clock("}]
+    assert second.messages == [
+        {"role": "system", "content": "Be brief."},
+        USER,
+        {
+            "role": "assistant",
+            "content": "Let me look.",
+            "reasoning_content": "Which city?",
+            "tool_calls": [
+                {"id": id, "type": "function", "function": function}
+                for id, function in zip(ids, functions, strict=True)
+            ],
+        },
+        *({"role": "tool", "tool_call_id": id, "content": "21"} for id in ids),
+        {"role": "user", "content": "Sure?"},
+    ]
+    assert first.messages == second.messages[:2]
+    assert message_of(ANSWER.message) == second.messages[2]
+    function = {"name": "weather", "description": "Now", "parameters": PARAMETERS}
+    assert first.tools == [{"type": "function", "function": function}]
+    stop = {} if turns in (responses_turns, responses_by_id) else {"stop": ["END"]}
+    assert first.sampling == {"max_tokens": 50, **stop}
+
+
+@pytest.mark.parametrize("ask", [ask_chat, ask_responses, ask_messages])
+@pytest.mark.parametrize("answer", [ANSWER, Answer("", id="a2"), Answer("Cut", "", (), "length", [1], [0.0], id="a3")])
+async def test_a_stream_ends_in_what_the_whole_response_says(policy: Policy, ask: Any, answer: Answer) -> None:
+    policy.answer = answer
+    options = {"stream_options": {"include_usage": True}} if ask is ask_chat else {}
+
+    def plain(value: Any) -> Any:  # without what the helpers of the SDKs add, and the time
+        if isinstance(value, dict):
+            ignored = ("created", "created_at", "object", "parsed", "parsed_arguments", "parsed_output", "index")
+            return {key: plain(each) for key, each in value.items() if each is not None and key not in ignored}
+        return [plain(each) for each in value] if isinstance(value, list) else value
+
+    async def asked(stream: bool) -> Any:
+        try:
+            return plain(await ask(policy, stream, **(options if stream else {})))
+        except openai.LengthFinishReasonError as error:  # the helper raises it, with the completion
+            return plain(error.completion.to_dict())
+
+    assert await asked(True) == await asked(False)
+
+
+@pytest.mark.parametrize(
+    ("route", "whole", "event"),
+    [
+        ("chat/completions", ChatCompletion, ChatCompletionChunk),
+        ("responses", Response, ResponseStreamEvent),
+        ("messages", Message, anthropic.types.RawMessageStreamEvent),
+    ],
+)
+async def test_bodies_are_valid_by_the_types_of_the_sdks(policy: Policy, route: str, whole: Any, event: Any) -> None:
+    tool = {**response_tool(), "function": {"name": "weather"}, "type": "custom" if route == "messages" else "function"}
+    body = {"messages": [USER], "input": "Hi", "tools": [tool], "logprobs": True}
+    body |= {"include": ["message.output_text.logprobs"]}
+    response = (await policy.post(route, body))[1]
+    TypeAdapter(whole).validate_python(response)
+    text = (await policy.post(route, {**body, "stream": True}))[1]
+    events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    for data in events:
+        if data != "[DONE]":
+            TypeAdapter(event).validate_json(data)
+    assert len(events) > 6
+
+
+async def test_logprobs_are_returned_to_who_asks(policy: Policy) -> None:
+    for stream in (False, True):
+        choice = (await ask_chat(policy, stream, logprobs=True))["choices"][0]
+        tokens = [(each["token"], each["logprob"]) for each in choice["logprobs"]["content"]]
+        assert tokens == [("token_id:5", -0.5), ("token_id:6", -0.25)]
+    assert "logprobs" not in {k: v for k, v in (await ask_chat(policy, False))["choices"][0].items() if v}
+
+
+async def test_conversations_are_named_by_path_or_header(policy: Policy) -> None:
+    headers = {"X-Session-Id": "worker", "x-parent-session-id": "main"}
+    await policy.openai("a b/c").chat.completions.create(model="policy", messages=[USER])
+    await policy.anthropic(default_headers=headers).messages.create(model="policy", max_tokens=9, messages=[USER])
+    await policy.anthropic("named", default_headers=headers).messages.create(
+        model="policy", max_tokens=9, messages=[USER]
+    )
+    assert [call.chat for call in policy.calls] == ["a b/c", "main/worker", "main/named"]
+
+
+async def test_models_are_listed_and_tokens_counted_without_a_call(policy: Policy) -> None:
+    listed = [model.id async for model in policy.openai().models.list()]
+    assert listed == [model.id async for model in policy.anthropic().models.list()] == ["policy", "org/model"]
+    counted = await policy.anthropic().messages.count_tokens(model="policy", messages=[USER], system="Be brief.")
+    assert counted.input_tokens == 20
+    assert not policy.calls
+
+
+async def test_an_agent_in_a_sandbox_uses_the_unix_socket(tmp_path: Path) -> None:
+    server = Endpoint(["policy"])
+    await server.start(tmp_path / "socket")
+    policy = Policy(server)
+    assert (tmp_path / "socket").stat().st_mode & 0o777 == 0o600
+    connector = aiohttp.UnixConnector(str(tmp_path / "socket"))
+    async with aiohttp.ClientSession(connector=connector) as session:
+        url = server.base_url("worker", port=8000)
+        assert url == "http://127.0.0.1:8000/chat/worker/v1"
+        headers = {"x-api-key": policy.key}
+        async with session.post(f"{url}/chat/completions", json={"messages": [USER]}, headers=headers) as response:
+            assert response.status == 200
+    await server.stop()
+    assert not (tmp_path / "socket").exists()
+
+
+IMAGE = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "a"}}
+REFUSED = {
+    "n": ("chat/completions", {"n": 4}, "'n' does not support 4"),
+    "logit_bias": ("chat/completions", {"logit_bias": {"5": 1}}, "'logit_bias'"),
+    "schema": ("chat/completions", {"response_format": SCHEMA}, "'response_format'"),
+    "image": ("chat/completions", {"messages": [{"role": "user", "content": IMAGE}]}, "reads text only"),
+    "role": ("chat/completions", {"messages": [{"role": "robot", "content": ""}]}, "'robot'"),
+    "no messages": ("chat/completions", {"messages": None}, "Invalid type"),
+    "no role": ("chat/completions", {"messages": [{"content": ""}]}, "Missing required parameter: 'role'"),
+    "limit": ("chat/completions", {"max_tokens": 0}, "expected a positive integer"),
+    "stop": ("chat/completions", {"stop": [""]}, "'stop'"),
+    "background": ("responses", {"background": True}, "'background'"),
+    "format": ("responses", {"text": {"format": SCHEMA}}, "'format'"),
+    "search": ("responses", {"tools": [{"type": "web_search"}]}, "'type' does not support"),
+    "item": ("responses", {"input": [{"type": "item_reference", "id": "1"}]}, "'item_reference'"),
+    "input image": ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "text only"),
+    "previous": ("responses", {"previous_response_id": "resp_9"}, "'resp_9' not found"),
+    "server tool": ("messages", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "'type' does not support"),
+    "document": ("messages", {"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "text only"),
+    "prefill": ("messages", {"messages": [USER, {"role": "assistant", "content": "It is"}]}, "prefill"),
+    "thread": ("messages", {"thread": {"type": "create"}}, "Threads are not supported"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_what_would_change_the_answer_is_refused(policy: Policy, name: str) -> None:
+    route, body, text = REFUSED[name]
+    status, error, response = await policy.post(route, {"messages": [USER], "input": "Hi", **body})
+    assert status == 400
+    assert error["type"] == "error"
+    assert error["error"]["type"] == "invalid_request_error"
+    assert text in error["error"]["message"]
+    assert response.headers["x-should-retry"] == "false"
+    assert not policy.calls
+
+
+async def test_harmless_fields_are_accepted(policy: Policy) -> None:
+    extra = {"n": 1, "seed": 3, "temperature": 0.2, "user": "me", "logit_bias": {}, "metadata": {}, "store": True}
+    extra |= {"parallel_tool_calls": True, "response_format": {"type": "text"}}
+    tool = {"type": "function", "function": {"name": "weather"}}
+    for choice in ("auto", "none", "required"):
+        body = {"messages": [USER], "tools": [tool], "tool_choice": choice, **extra}
+        assert (await policy.post(body=body))[0] == 200
+    assert [call.tools for call in policy.calls] == [[tool], [], [tool]]
+    ignored = {"seed": 3, "temperature": 0.2}
+    assert [call.sampling for call in policy.calls] == [ignored, ignored, {**ignored, "tool_choice": "required"}]
+
+
+async def test_the_tool_runner_of_anthropic_sends_its_whole_history(policy: Policy) -> None:
+    @anthropic.beta_async_tool
+    async def weather(city: str) -> str:
+        """Returns degrees."""
+        policy.answer = Answer("It is 21.", id="a2")
+        return "21"
+
+    policy.answer = replace(ANSWER, tool_calls=ANSWER.tool_calls[:1])
+    runner = policy.anthropic().beta.messages.tool_runner(
+        model="policy", max_tokens=9, messages=[USER], tools=[weather]
+    )
+    message = await runner.until_done()
+    assert message.content[0].text == "It is 21."
+    assert [each["role"] for each in policy.calls[1].messages] == ["user", "assistant", "tool"]
+
+
+async def test_bodies_that_cannot_be_read_are_refused(policy: Policy) -> None:
+    for body in (b"{", b"[]", b"\xff", b"[" * 100_000, b""):
+        status, error, _ = await policy.post(body=body)
+        assert status == 400
+        assert "JSON" in error["error"]["message"]
+    status, error, _ = await policy.post(body=b" " * (MAX_BODY_BYTES + 1))
+    assert status == 413
+    assert "32 MB" in error["error"]["message"]
+    ten_mb = {"role": "user", "content": "x" * 10 * 2**20}
+    assert (await policy.post(body={"messages": [ten_mb]}))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "code"),
+    [
+        (RefusedCall("This model's maximum context length is 8 tokens."), 400, "context_length_exceeded"),
+        (InfrastructureError("engine 10.0.0.3 is gone"), 503, "unavailable"),
+        (RuntimeError("secret"), 500, "internal_error"),
+    ],
+)
+async def test_failures_of_the_policy_reach_both_sdks(
+    policy: Policy, raised: Exception, status: int, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy.answer = raised
+    with pytest.raises(openai.APIStatusError) as caught:
+        await policy.openai(max_retries=0).chat.completions.create(model="policy", messages=[USER])
+    assert (caught.value.status_code, caught.value.code) == (status, code)
+    with pytest.raises(anthropic.APIStatusError) as caught_too:
+        await policy.anthropic(max_retries=0).messages.create(model="policy", max_tokens=9, messages=[USER])
+    assert caught_too.value.status_code == status
+    for text in (caught.value.message, caught_too.value.message):
+        assert ("maximum context length" in text and "prompt is too long" in text) == (status == 400)
+        assert "10.0.0.3" not in text
+        assert "secret" not in text
+    assert ("retry-after" in caught.value.response.headers) == (status == 503)
+    # After its first byte a stream can only end with an event.
+    monkeypatch.setattr(module, "PING_SECONDS", 0.01)
+    policy.wait = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.1, policy.wait.set)
+    text = (await policy.post(body={"messages": [USER], "stream": True}))[1]
+    assert text.startswith(": waiting\n\n")
+    assert f'"code":"{code}"' in text.splitlines()[-2]
+
+
+async def test_a_slow_stream_is_kept_alive(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PING_SECONDS", 0.01)
+    for ask in (ask_chat, ask_responses, ask_messages):
+        policy.wait = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.1, policy.wait.set)
+        assert "Let me look." in json.dumps(await ask(policy, True))
+
+
+async def test_another_model_key_or_url_is_not_found(policy: Policy) -> None:
+    other = Policy(policy.server)
+    with pytest.raises(openai.NotFoundError, match="`gpt-9` does not exist"):
+        await policy.openai().chat.completions.create(model="gpt-9", messages=[USER])
+    with pytest.raises(openai.AuthenticationError, match="Incorrect API key"):
+        await policy.openai(api_key="sk-guessed").models.list()
+    with pytest.raises(anthropic.NotFoundError, match="/v1/messages/batches"):
+        await policy.anthropic().messages.batches.list()
+    policy.server.close_rollout(policy.key)
+    with pytest.raises(anthropic.AuthenticationError, match="a rollout that is running"):
+        await policy.anthropic().messages.create(model="policy", max_tokens=9, messages=[USER])
+    await ask_chat(other, False)
+    assert (len(policy.calls), len(other.calls)) == (0, 1)
+
+
+async def test_a_retry_gets_the_recorded_answer(policy: Policy) -> None:
+    retry = {"x-stainless-retry-count": "1"}
+    first = (await policy.post())[1]
+    assert (await policy.post(**retry))[1]["id"] == first["id"]
+    assert len(policy.calls) == 1
+    await policy.post()  # the same body without the header: a second answer
+    await policy.post(body={"messages": [USER, USER]}, **retry)
+    assert len(policy.calls) == 3
+    for route in ("chat/completions", "responses"):
+        await policy.post(route, {"messages": [USER], "input": "Hi"}, **{"Idempotency-Key": "mine"})
+    assert len(policy.calls) == 4
+
+
+async def test_a_retry_waits_for_the_answer_that_is_being_sampled(policy: Policy) -> None:
+    policy.wait = asyncio.Event()
+    client = policy.openai(max_retries=2, timeout=0.3)
+    pending = asyncio.create_task(client.chat.completions.create(model="policy", messages=[USER]))
+    await asyncio.sleep(0.5)
+    policy.wait.set()
+    assert (await pending).choices[0].message.content == "Let me look."
+    assert (len(policy.calls), policy.cancelled, policy.dropped) == (1, [], [])
+
+
+async def test_a_retry_after_a_failure_samples_again(policy: Policy) -> None:
+    policy.answer = InfrastructureError("gone")
+    client = policy.openai(max_retries=1)
+    pending = asyncio.create_task(client.chat.completions.create(model="policy", messages=[USER]))
+    await until(lambda: policy.calls)
+    policy.answer = ANSWER
+    await pending
+    assert len(policy.calls) == 2
+
+
+async def test_an_answer_that_nobody_waits_for_is_cancelled(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.05)
+    policy.wait = asyncio.Event()
+    for stream in (False, True):
+        client = policy.openai(max_retries=0, timeout=0.1)
+        with pytest.raises(openai.APITimeoutError):
+            await client.chat.completions.create(model="policy", messages=[USER], stream=stream)
+    await until(lambda: len(policy.cancelled) == 2)
+    policy.wait = None
+    await ask_chat(policy, True)  # the server goes on
+
+
+async def test_an_answer_that_was_not_read_before_the_end_is_dropped(policy: Policy) -> None:
+    policy.wait = asyncio.Event()
+    with pytest.raises(openai.APITimeoutError):
+        await policy.openai(max_retries=0, timeout=0.1).chat.completions.create(model="policy", messages=[USER])
+    policy.wait.set()
+    await asyncio.sleep(0.05)
+    policy.server.close_rollout(policy.key)
+    assert policy.dropped == [ANSWER]
+
+
+async def test_a_client_that_leaves_in_mid_stream_drops_the_answer(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.05)
+    policy.answer = long = Answer("long " * 2_000_000, id="a1")
+    async with aclosing(
+        await policy.openai().chat.completions.create(model="policy", messages=[USER], stream=True)
+    ) as s:
+        await anext(aiter(s))
+    await until(lambda: policy.dropped == [long])
+    policy.answer = ANSWER
+    await ask_chat(policy, True)
+
+
+async def test_ending_a_rollout_ends_its_requests(policy: Policy) -> None:
+    policy.wait = asyncio.Event()
+    pending = asyncio.create_task(policy.openai().chat.completions.create(model="policy", messages=[USER]))
+    await until(lambda: policy.calls)
+    policy.server.close_rollout(policy.key)
+    with pytest.raises(openai.APIStatusError, match="The rollout was ended") as caught:
+        await pending
+    assert caught.value.status_code == 499
+    assert policy.cancelled == policy.calls
+
+
+async def test_a_flood_is_answered_with_429(policy: Policy) -> None:
+    policy.wait = asyncio.Event()
+    client = policy.openai(max_retries=4)
+    create = client.chat.completions.create
+    pending = [
+        asyncio.create_task(create(model="policy", messages=[USER], extra_headers={})) for _ in range(MAX_IN_FLIGHT)
+    ]
+    await until(lambda: len(policy.calls) == MAX_IN_FLIGHT)
+    status, error, response = await policy.post()
+    assert (status, error["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert response.headers["Retry-After"] == "1"
+    assert len(policy.calls) == MAX_IN_FLIGHT
+    policy.wait.set()
+    await asyncio.gather(*pending)
+    # The retry of a refused request is a call of its own, not a repetition of an equal one.
+    await policy.post(**{"x-stainless-retry-count": "1"})
+    assert len(policy.calls) == MAX_IN_FLIGHT + 1
