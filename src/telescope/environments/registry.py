@@ -362,8 +362,8 @@ def get_environment(name: str, /, *, environments_path: Sequence[str | Path] = (
 def make_environment(cls: type[Environment], name: str, kwargs: dict[str, Any]) -> Environment:
     """An instance of `cls` named `name`. Raises `UserError` for misspelled keyword arguments.
 
-    Of `tools`, `package.module:function` is imported, a name comes from `sandbox_tools`, and a mapping from `mcp_tools`. A
-    single-turn environment with tools becomes a `ToolEnvironment`.
+    Of `tools`, `package.module:function` is imported, a name comes from `sandbox_tools`, and a mapping is a server of
+    `mcp_tools`. A single-turn environment with tools becomes a `ToolEnvironment`.
     """
     if isinstance(tools := kwargs.get("tools"), list) and tools:
         # Imported here, because other environments do not need them.
