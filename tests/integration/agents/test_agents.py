@@ -248,8 +248,8 @@ class InSandbox(Agent):
         answer = await context.generate([{"role": "user", "content": sample.prompt}])
         sandbox = await context.sandbox()
         await sandbox.write("/tmp/answer", answer.text)
-        result = await sandbox.run("cat /tmp/answer; echo $OPENAI_BASE_URL", env=context.env())
-        said, url = result.stdout.split()
+        result = await sandbox.run("echo $OPENAI_BASE_URL; cat /tmp/answer", env=context.env())
+        url, said = result.stdout.split()
         return RewardResult(float(said == sample.answer), sample_tags={"url": url, "id": sandbox.handle.id})
 
 
