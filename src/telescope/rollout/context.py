@@ -44,7 +44,7 @@ class AgentRollout:
         self._joins = Joins(renderer, interleaved=rollout.settings.interleaved)
         self._failure: InfrastructureError | None = None
         self._counts: Counter[str] = Counter()
-        """Metrics: parameters of calls that were replaced, and answers that were not trained because nobody read them."""
+        """Metrics: parameters of calls that were replaced, and answers that nobody read."""
         self._sandboxes: list[Sandbox] = []
         self.api_key = ""
 
