@@ -66,8 +66,8 @@ class AgentRollout:
         finally:
             context.cancelled = True
             self._endpoint.close_rollout(self.api_key)
-            for sandbox in self._sandboxes:
-                await sandbox.close()
+            for resource in (*self._sandboxes, context, *context.chats.values()):
+                await resource.close()
         if self._failure is not None:
             raise self._failure
         rollout.trajectory.chat_rewards = {
