@@ -9,8 +9,6 @@ and evaluation use the same prompts.
 looked up among the environments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar

@@ -8,8 +8,6 @@ Invariants: a file that has not changed is uploaded once, also over several atte
 tails of a table, by a block) is removed, on the server some minutes later, when no reader needs it anymore.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -10,8 +10,6 @@ the shim starts. If the shim itself is killed, that signal ends the command at a
 ends the other processes of the engine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
