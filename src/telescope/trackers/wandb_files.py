@@ -34,7 +34,7 @@ MANIFEST = f"{FOLDER}/files.json"
 PATTERNS = {
     "code": ("code/*",),
     "logs": ("tables/logs/*",),
-    "logs_detailed": ("logs/driver.log", "logs/environment*.log"),
+    "logs_detailed": ("logs/driver.log", "logs/rollout-*.log"),
     "logs_stdout": ("logs/trainer-*.log", "logs/inference-*.log"),
 }
 """Files of each kind that a config can leave out. Other log files are never copied; everything else is `record`."""
