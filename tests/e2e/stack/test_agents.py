@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import pytest_asyncio
 from tests.e2e.stack.conftest import Outcome, Stack
 from transformers import AutoTokenizer
 
@@ -37,7 +38,7 @@ def trained_answers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return answers
 
 
-@pytest.fixture(scope="module")
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def run(stack: Stack) -> Outcome:
     return await stack.run(environment="forks", number_of_steps=4, max_async_rollout=2, record_tokens="all")
 

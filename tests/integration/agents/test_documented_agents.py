@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from tests.integration.agents.test_agents import sampled_once
 
-
 PAGE = (Path(__file__).parents[3] / "docs" / "agents.md").read_text(encoding="utf-8")
 CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 SUMS = [str(b) for b in range(20)]
