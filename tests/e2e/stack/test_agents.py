@@ -59,13 +59,14 @@ async def test_each_answer_is_trained_once_as_it_was_sampled(stack: Stack, run: 
         assert sorted(a["token_ids"] for a in trained) == sorted(a["token_ids"] for a in sampled)
         for answer in sampled:
             prompt = tokenizer.apply_chat_template(answer["messages"], tokenize=False, add_generation_prompt=True)
-            (found,) = [
+            found = [
                 a for a in trained
                 if a["token_ids"] == answer["token_ids"]
                 and a["engine_logprobs"] == pytest.approx(answer["logprobs"], abs=1e-6)
                 and tokenizer.decode(a["prompt"]) == prompt
             ]  # fmt: skip
-            trained.remove(found)
+            assert found, "it is trained after its prompt, and with its logprobs"
+            trained.remove(found[0])
 
 
 async def test_weights_change_in_the_middle_of_rollouts_and_every_token_has_its_version(run: Outcome) -> None:
@@ -74,7 +75,7 @@ async def test_weights_change_in_the_middle_of_rollouts_and_every_token_has_its_
         for answer in trained_answers([row]):
             versions[row["sample_id"]].update(answer["versions"])
             if len(set(answer["versions"])) == 1:
-                age = answer["step"] - 1 - answer["versions"][0]
+                age = answer["step"] - answer["versions"][0]
                 differences[age] += list(np.subtract(answer["trainer_logprobs"], answer["engine_logprobs"]))
     assert sum(len(of_sample) > 1 for of_sample in versions.values()) > 10
     assert np.abs(differences[0]).max() < 1e-4, "the trainer has the version with which they were sampled"
