@@ -22,7 +22,7 @@ from telescope.environments.user_code import DeadlinePassed, within, without_exi
 from telescope.errors import EnvironmentFailure, InfrastructureError, UserError
 from telescope.rollout.answers import parse_answer
 from telescope.rollout.endpoint import Endpoint
-from telescope.rollout.joins import Joins, Prompt
+from telescope.rollout.joins import Joins, Prompt, text_of
 from telescope.rollout.rendering import Renderer
 from telescope.rollout.sample import Rollout
 from telescope.sandbox.session import Sandbox
@@ -72,8 +72,8 @@ class AgentRollout:
         finally:
             context.cancelled = True
             self._endpoint.close_rollout(self.api_key)
-            for sandbox in self._sandboxes:
-                await sandbox.close()
+            for resource in (*self._sandboxes, context, *context.chats.values()):
+                await resource.close()
         if self._failure is not None:
             raise self._failure
         rollout.trajectory.chat_rewards = {
@@ -91,12 +91,14 @@ class AgentRollout:
         for name, value in call.sampling.items():
             if name not in KNOWN_SAMPLING and value != getattr(settings, name, None):
                 self._counts[f"agent/replaced_{name}"] += 1
-        prompt = self._joins.prompt(call)
-        num_free = settings.max_context - len(prompt.token_ids)
-        if num_free <= 0:
+        # Megabytes are refused by their length, because the event loop waits while a text is tokenized.
+        least = sum(len(text_of(message)) for message in call.messages) // self._renderer.longest_token
+        prompt = self._joins.prompt(call) if least < settings.max_context else None
+        num_tokens = len(prompt.token_ids) if prompt else least
+        if prompt is None or num_tokens >= settings.max_context:
             raise RefusedCall(
                 f"This model's maximum context length is {settings.max_context} tokens, and the messages have "
-                f"{len(prompt.token_ids)} tokens. Please reduce the length of the messages."
+                f"{'' if prompt else 'at least '}{num_tokens} tokens. Please reduce the length of the messages."
             )
         try:
             index = await self._rollout.sample(
