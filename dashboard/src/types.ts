@@ -138,6 +138,21 @@ export interface ConfigDifference {
   bookkeeping: boolean;
 }
 
+/** A conversation of an agent's rollout. `turns` are its messages, without `repeated` ones that an earlier one has.
+
+`origin` is the answer that it branches from, and `cause` says why it forks. `tokens` are those of its answers. */
+export interface Conversation {
+  chat: string | null;
+  depth: number;
+  cause: string | null;
+  origin: Value;
+  repeated: number;
+  calls: number;
+  tokens: number;
+  trained: boolean;
+  turns: number[];
+}
+
 /** The time of engines and ranks, in seconds of `unit` (GPU or process) by use, and tokens by outcome. */
 export interface Costs {
   unit: string;
@@ -637,6 +652,7 @@ export interface Sample {
   failure_message: string | null;
   divergences: Record<string, Value>;
   turns: Turn[];
+  conversations: Conversation[];
   tool_calls: ToolCall[];
   info: Info[];
   spans: SampleSpan[];
@@ -808,4 +824,7 @@ export interface Turn {
   ended_at: Value;
   restarts: boolean | null;
   divergence: string | null;
+  chat: string | null;
+  parent: Value;
+  trained: boolean | null;
 }

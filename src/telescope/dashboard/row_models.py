@@ -196,6 +196,23 @@ class SandboxSpan(BaseModel):
     error: str | None
 
 
+class Conversation(BaseModel):
+    """A conversation of an agent's rollout. `turns` are its messages, without `repeated` ones that an earlier one has.
+
+    `origin` is the answer that it branches from, and `cause` says why it forks. `tokens` are those of its answers.
+    """
+
+    chat: str | None
+    depth: int
+    cause: str | None
+    origin: int | None
+    repeated: int
+    calls: int
+    tokens: int
+    trained: bool
+    turns: list[int]
+
+
 class PromptMessage(BaseModel):
     """A message of a prompt. The role `prompt` is one of a prompt that no chat template rendered."""
 
@@ -213,6 +230,7 @@ class Sample(SampleNumbers):
     failure_message: str | None
     divergences: dict[str, Number]
     turns: list[Turn]
+    conversations: list[Conversation]
     tool_calls: list[ToolCall]
     info: list[Info]
     spans: list[SampleSpan]

@@ -44,6 +44,7 @@ def prompt_messages(prompt: str) -> list[Row]:
 
 def upgrade(sample: Row) -> None:
     """Gives a sample with its `turns` and `tool_calls`, in order, the form of this version, if it is an earlier one."""
+    _add_parents(sample["turns"])
     if sample["completion_text"] is None:
         return
     prompt = {message["content"] for message in sample["messages"]}
@@ -66,6 +67,22 @@ def upgrade(sample: Row) -> None:
             for call in _answered(turn["text"] or "", open_calls):
                 call["reply"] = turn["turn"]
             open_calls = [call for call in open_calls if call["reply"] is None]
+
+
+def is_answer(turn: Row) -> bool:
+    """Returns whether a row of `turns` is an answer of the model, not a message of a prompt with the role of one."""
+    return bool(turn["role"] == "assistant" and turn["restarts"] is None)
+
+
+def _add_parents(turns: Sequence[Row]) -> None:
+    """Gives answers without a parent the one before, unless a conversation begins between them."""
+    before, restarts = None, False
+    for turn in turns:
+        restarts |= bool(turn["restarts"])
+        if is_answer(turn):
+            if turn["parent"] is None and not restarts:
+                turn["parent"] = before
+            before, restarts = turn["turn"], False
 
 
 def _answered(text: str, calls: Sequence[Row]) -> Sequence[Row]:

@@ -1,0 +1,101 @@
+"""The conversations of a sample: its turns as a tree, with the causes of forks in words."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from telescope.dashboard.tables import Row
+from telescope.record.earlier import is_answer
+
+FORKS = {
+    "retry": "retry", "branch": "branch", "edited_history": "history edited", "tools": "other tools",
+    "compaction": "compaction",
+}  # fmt: skip
+"""Causes of forks in words (`rollout.joins`). Others are divergences from the chat template."""
+
+
+def conversations(turns: Sequence[Row]) -> list[Row]:
+    """Returns the conversations of a sample, each branch behind the conversation that it leaves (`Conversation`).
+
+    The first answer of a branch extends an answer that another one extends too. Empty for a conversation between model
+    and environment, which is one chain. Messages that a prompt has in common with an earlier one are not listed again.
+    """
+    if not turns or is_answer(turns[0]):
+        return []
+    found: list[Row] = []
+    owners: dict[int, Row] = {}
+    """Conversation of each answer."""
+    nodes: dict[tuple[int, str, str], int] = {}
+    """Messages as a tree: node before, role and text of each."""
+    at: dict[int | None, int] = {None: 0}
+    """Node of each answer."""
+    continued = _continued(turns)
+    has_main = any(turn["chat"] is None for turn in turns)
+    replies: list[Row] = []
+    for turn in turns:
+        if not is_answer(turn):
+            replies.append(turn)
+            continue
+        parent = turn["parent"]
+        begins = parent not in owners or continued[parent] != turn["turn"]
+        if begins:
+            origin = owners.get(parent)
+            depth = origin["depth"] + 1 if origin else int(has_main and turn["chat"] is not None)
+            cause = next((row["divergence"] for row in replies if row["divergence"]), None)
+            of_fork = {"cause": FORKS.get(cause, (cause or "").replace("_", " ")) or None, "origin": parent}
+            counts = {"repeated": 0, "calls": 0, "tokens": 0, "trained": False}
+            own: Row = {"chat": turn["chat"], "depth": depth, **of_fork, **counts, "turns": []}
+            found.insert(_place(found, origin), own)
+        else:
+            own = owners[parent]
+        node = at.get(parent, 0)
+        for message in [*replies, turn]:
+            key = node, message["role"] or "", (message["text"] or "").strip()
+            is_repeated = begins and key in nodes and message is not turn
+            node = nodes.setdefault(key, len(nodes) + 1)
+            own["repeated"] += is_repeated
+            own["turns"] += [] if is_repeated else [message["turn"]]
+        at[turn["turn"]], owners[turn["turn"]] = node, own
+        own["calls"] += 1
+        own["tokens"] += turn["num_tokens"] or 0
+        own["trained"] |= turn["trained"] is not False
+        replies = []
+    return found
+
+
+def paths(answers: Sequence[Row]) -> list[list[Row]]:
+    """Returns the answers of each sequence of tokens, from its beginning to an answer that no other extends."""
+    known = {turn["turn"]: turn for turn in answers}
+    inner = {turn["parent"] for turn in answers}
+    made = []
+    for leaf in (turn for turn in answers if turn["turn"] not in inner):
+        path = [leaf]
+        while (parent := known.get(path[-1]["parent"])) is not None and parent["turn"] < path[-1]["turn"]:
+            path.append(parent)
+        made.append(path[::-1])
+    return made
+
+
+def _continued(turns: Sequence[Row]) -> dict[int, int]:
+    """Returns the answer that continues the conversation of each: the first that is no fork, or else the first."""
+    children: dict[int, list[tuple[bool, int]]] = defaultdict(list)
+    is_fork = False
+    for turn in turns:
+        if is_answer(turn):
+            if turn["parent"] is not None:
+                children[turn["parent"]].append((is_fork, turn["turn"]))
+            is_fork = False
+        else:
+            is_fork |= turn["divergence"] in FORKS
+    return {parent: min(each)[1] for parent, each in children.items()}
+
+
+def _place(found: Sequence[Row], origin: Row | None) -> int:
+    """Returns where a new conversation stands: behind its origin and all below that, or at the end."""
+    if origin is None:
+        return len(found)
+    place = next(i for i, one in enumerate(found) if one is origin) + 1
+    while place < len(found) and found[place]["depth"] > origin["depth"]:
+        place += 1
+    return place
