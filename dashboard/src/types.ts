@@ -138,18 +138,13 @@ export interface ConfigDifference {
   bookkeeping: boolean;
 }
 
-/** A conversation of an agent's rollout. `turns` are its messages, without `repeated` ones that an earlier one has.
+/** A conversation of an agent's rollout. `turns` are its messages without those that an earlier one has.
 
-`origin` is the answer that it branches from, and `cause` says why it forks. `tokens` are those of its answers. */
+`depth` is that in the tree. `about` says why it begins, how much it has, and whether it is trained. */
 export interface Conversation {
-  chat: string | null;
+  name: string;
   depth: number;
-  cause: string | null;
-  origin: Value;
-  repeated: number;
-  calls: number;
-  tokens: number;
-  trained: boolean;
+  about: string;
   turns: number[];
 }
 

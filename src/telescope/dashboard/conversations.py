@@ -7,6 +7,10 @@ from collections.abc import Sequence
 
 from telescope.dashboard.tables import Row
 from telescope.record.earlier import is_answer
+from telescope.utils.text import pluralize
+
+MAIN = "main"
+"""Shown name of a rollout's own conversation."""
 
 FORKS = {
     "retry": "retry", "branch": "branch", "edited_history": "history edited", "tools": "other tools",
@@ -24,8 +28,8 @@ def conversations(turns: Sequence[Row]) -> list[Row]:
     if not turns or is_answer(turns[0]):
         return []
     found: list[Row] = []
-    owners: dict[int, Row] = {}
-    """Conversation of each answer."""
+    owners: dict[int, tuple[Row, str]] = {}
+    """Conversation of each answer, and its place there."""
     nodes: dict[tuple[int, str, str], int] = {}
     """Messages as a tree: node before, role and text of each."""
     at: dict[int | None, int] = {None: 0}
@@ -40,15 +44,15 @@ def conversations(turns: Sequence[Row]) -> list[Row]:
         parent = turn["parent"]
         begins = parent not in owners or continued[parent] != turn["turn"]
         if begins:
-            origin = owners.get(parent)
+            origin, where = owners.get(parent, (None, ""))
             depth = origin["depth"] + 1 if origin else int(has_main and turn["chat"] is not None)
-            cause = next((row["divergence"] for row in replies if row["divergence"]), None)
-            of_fork = {"cause": FORKS.get(cause, (cause or "").replace("_", " ")) or None, "origin": parent}
-            counts = {"repeated": 0, "calls": 0, "tokens": 0, "trained": False}
-            own: Row = {"chat": turn["chat"], "depth": depth, **of_fork, **counts, "turns": []}
+            cause = next((row["divergence"] for row in replies if row["divergence"]), None) or ""
+            own: Row = {"name": turn["chat"] or MAIN, "depth": depth, "turns": []}
+            own |= {"why": f"{FORKS.get(cause, cause.replace('_', ' '))}{where}"}
+            own |= {"repeated": 0, "calls": 0, "tokens": 0, "trained": False}
             found.insert(_place(found, origin), own)
         else:
-            own = owners[parent]
+            own, _ = owners[parent]
         node = at.get(parent, 0)
         for message in [*replies, turn]:
             key = node, message["role"] or "", (message["text"] or "").strip()
@@ -56,12 +60,22 @@ def conversations(turns: Sequence[Row]) -> list[Row]:
             node = nodes.setdefault(key, len(nodes) + 1)
             own["repeated"] += is_repeated
             own["turns"] += [] if is_repeated else [message["turn"]]
-        at[turn["turn"]], owners[turn["turn"]] = node, own
         own["calls"] += 1
+        at[turn["turn"]] = node
+        owners[turn["turn"]] = own, f" after call {own['calls']} of {own['name']}"
         own["tokens"] += turn["num_tokens"] or 0
         own["trained"] |= turn["trained"] is not False
         replies = []
-    return found
+    return [{name: one[name] for name in ("name", "depth", "turns")} | {"about": _about(one)} for one in found]
+
+
+def _about(conversation: Row) -> str:
+    """Returns in words why a conversation begins, its counts, and whether it is trained."""
+    parts = [conversation["why"].strip()]
+    parts += [f"{pluralize(conversation['repeated'], 'message')} as before"] * bool(conversation["repeated"])
+    parts += [pluralize(conversation["calls"], "call"), f"{conversation['tokens']:,} answer tokens"]
+    parts += ["not trained"] * (not conversation["trained"])
+    return ", ".join(filter(None, parts))
 
 
 def paths(answers: Sequence[Row]) -> list[list[Row]]:

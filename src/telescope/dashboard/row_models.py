@@ -197,19 +197,14 @@ class SandboxSpan(BaseModel):
 
 
 class Conversation(BaseModel):
-    """A conversation of an agent's rollout. `turns` are its messages, without `repeated` ones that an earlier one has.
+    """A conversation of an agent's rollout. `turns` are its messages without those that an earlier one has.
 
-    `origin` is the answer that it branches from, and `cause` says why it forks. `tokens` are those of its answers.
+    `depth` is that in the tree. `about` says why it begins, how much it has, and whether it is trained.
     """
 
-    chat: str | None
+    name: str
     depth: int
-    cause: str | None
-    origin: int | None
-    repeated: int
-    calls: int
-    tokens: int
-    trained: bool
+    about: str
     turns: list[int]
 
 
