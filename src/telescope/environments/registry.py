@@ -30,7 +30,7 @@ from typing import Any
 
 from telescope.environments.arguments import instantiate, known_arguments, refuse_misspelled
 from telescope.environments.base import Environment, MultiTurnEnvironment, SingleTurnEnvironment
-from telescope.environments.user_code import describe_error
+from telescope.environments.user_code import describe_error, load_function
 from telescope.errors import UserError
 from telescope.utils.text import did_you_mean, user_path
 
@@ -348,14 +348,27 @@ def get_environment(name: str, /, *, environments_path: Sequence[str | Path] = (
 def make_environment(cls: type[Environment], name: str, kwargs: dict[str, Any]) -> Environment:
     """An instance of `cls` named `name`. Raises `UserError` for misspelled keyword arguments.
 
-    A `ToolEnvironment` whose `tools` are names gets them from `sandbox_tools`.
+    Of `tools`, `package.module:function` is imported, and a name comes from `sandbox_tools`. A single-turn environment
+    with tools becomes a `ToolEnvironment`.
     """
-    if isinstance(tools := kwargs.get("tools"), list) and any(isinstance(tool, str) for tool in tools):
-        from telescope.environments.sandbox_tools import with_sandbox_tools  # which other environments do not need
+    if isinstance(tools := kwargs.get("tools"), list) and tools:
+        # Imported here, because other environments do not need them.
+        from telescope.environments.sandbox_tools import with_sandbox_tools
+        from telescope.environments.tool_env import with_tools
 
-        cls = with_sandbox_tools(cls)
+        is_path = [isinstance(tool, str) and ":" in tool for tool in tools]
+        tools = [load_function(t, f"{name}: the tool") if p else t for t, p in zip(tools, is_path, strict=True)]
+        kwargs = {**kwargs, "tools": tools}
+        if "tools" not in known_arguments(cls, Environment):
+            cls = with_tools(cls)
+        if any(isinstance(tool, str) for tool in tools):
+            cls = with_sandbox_tools(cls)
     refuse_misspelled(cls, kwargs, Environment, called=f"The environment {name!r}")
     environment: Environment = instantiate(cls, Environment, name, kwargs)
+    if isinstance(environment.judge, dict):  # of a constructor that drops it
+        from telescope.environments.judge import Judge
+
+        environment.judge = Judge.of(environment.judge)
     others = [key for key in kwargs if key not in known_arguments(cls, Environment)]
     if others:
         environment.notice(

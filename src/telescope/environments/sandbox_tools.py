@@ -71,8 +71,14 @@ class SandboxEnvironment(Environment):
             extra={"team_id": team_id} if team_id else {},
         )
 
+    async def check_resources(self) -> None:
+        """Makes the provider. Raises `UserError` for a program, a package or a key that it lacks."""
+        await get_provider(self.provider, **self.provider_kwargs).close()
+        await super().check_resources()
+
     async def prepare_resources(self) -> None:
         """Starts the pool."""
+        await super().prepare_resources()
         self.sandboxes = await _started(self, self.sandbox_config, *self.pool_options)
 
     @property
@@ -86,6 +92,7 @@ class SandboxEnvironment(Environment):
         for pool in [*pools, *(each.result() for each in self.__dict__.get("_pools", {}).values() if each.done())]:
             await pool.shutdown()
             await pool.provider.close()
+        await super().close_resources()
 
 
 async def pool_of(environment: Environment, image: str | None = None) -> GenericSandboxPool:

@@ -217,7 +217,7 @@ class StepRecorder:
         oldest = sample.version_range[0]
         age = version - oldest if oldest >= 0 else None
         row = record_rows.sample_row(sample, self._write_prompt(group), age=age, **outcome)
-        if not sample.turns:
+        if not sample.num_turns:
             row["prompt_tokens"] = row["total_tokens"] = len(group.prompt.token_ids)
         write("samples", row)
         status = row["status"]

@@ -29,6 +29,7 @@ import msgspec
 import numpy as np
 
 from telescope.environments.base import wrapped_environment
+from telescope.environments.judge import USAGE
 from telescope.environments.serialization import MalformedResultError
 from telescope.environments.types import Advance, FirstPrompt, PreparedPrompt, RewardRecord
 from telescope.environments.user_code import (
@@ -99,6 +100,7 @@ class LoadedEnvironments:
         """Scores the completion of a single-turn environment: its reward, or the metrics of an evaluation."""
         method = "compute_eval_metrics" if for_eval else "compute_reward"
         position, ids = self._positions[env_key], np.asarray(completion_token_ids).tolist()
+        USAGE.set({})
         await self.prepare_resources(position)
         steps = self._runner.score(position, index, ids, stop_reason, for_eval=for_eval)
         return await self._timed(steps, f"environment {env_key!r}, item {index}: {method}")
@@ -106,6 +108,7 @@ class LoadedEnvironments:
     async def begin(self, rollout: str, env_key: str, index: int, *, interleaved: bool = True) -> FirstPrompt:
         """Begins a multi-turn rollout. `interleaved` False renders the whole conversation for every turn."""
         label = f"environment {env_key!r}, item {index}, rollout {rollout!r}"
+        USAGE.set({})
         position = self._positions[env_key]
         steps = self._runner.begin(rollout, position, index, interleaved=interleaved)
         self._rollouts[rollout] = label, None
