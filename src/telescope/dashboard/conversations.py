@@ -27,7 +27,7 @@ def conversations(turns: Sequence[Row]) -> list[Row]:
     """
     if not turns or is_answer(turns[0]):
         return []
-    found: list[Row] = []
+    roots: list[Row] = []
     owners: dict[int, tuple[Row, str]] = {}
     """Conversation of each answer, and its place there."""
     nodes: dict[tuple[int, str, str], int] = {}
@@ -47,10 +47,10 @@ def conversations(turns: Sequence[Row]) -> list[Row]:
             origin, where = owners.get(parent, (None, ""))
             depth = origin["depth"] + 1 if origin else int(has_main and turn["chat"] is not None)
             cause = next((row["divergence"] for row in replies if row["divergence"]), None) or ""
-            own: Row = {"name": turn["chat"] or MAIN, "depth": depth, "turns": []}
+            own: Row = {"name": turn["chat"] or MAIN, "depth": depth, "turns": [], "below": []}
             own |= {"why": f"{FORKS.get(cause, cause.replace('_', ' '))}{where}"}
             own |= {"repeated": 0, "calls": 0, "tokens": 0, "trained": False}
-            found.insert(_place(found, origin), own)
+            (origin["below"] if origin else roots).append(own)
         else:
             own, _ = owners[parent]
         node = at.get(parent, 0)
@@ -66,7 +66,12 @@ def conversations(turns: Sequence[Row]) -> list[Row]:
         own["tokens"] += turn["num_tokens"] or 0
         own["trained"] |= turn["trained"] is not False
         replies = []
-    return [{name: one[name] for name in ("name", "depth", "turns")} | {"about": _about(one)} for one in found]
+    found, left = [], roots[::-1]
+    while left:
+        one = left.pop()
+        left += one["below"][::-1]
+        found.append({name: one[name] for name in ("name", "depth", "turns")} | {"about": _about(one)})
+    return found
 
 
 def _about(conversation: Row) -> str:
@@ -103,13 +108,3 @@ def _continued(turns: Sequence[Row]) -> dict[int, int]:
         else:
             is_fork |= turn["divergence"] in FORKS
     return {parent: min(each)[1] for parent, each in children.items()}
-
-
-def _place(found: Sequence[Row], origin: Row | None) -> int:
-    """Returns where a new conversation stands: behind its origin and all below that, or at the end."""
-    if origin is None:
-        return len(found)
-    place = next(i for i, one in enumerate(found) if one is origin) + 1
-    while place < len(found) and found[place]["depth"] > origin["depth"]:
-        place += 1
-    return place
