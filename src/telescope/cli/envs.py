@@ -1,7 +1,5 @@
 """`telescope envs`: lists, describes, tries or creates environments (from `environments/templates/`)."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from telescope.dashboard.tables import Row
-from telescope.record.earlier import is_answer
 from telescope.utils.text import pluralize
 
 MAIN = "main"
@@ -17,6 +16,11 @@ FORKS = {
     "compaction": "compaction",
 }  # fmt: skip
 """Causes of forks in words (`rollout.joins`). Others are divergences from the chat template."""
+
+
+def is_answer(turn: Row) -> bool:
+    """Returns whether a row of `turns` is an answer of the model, not a message of a prompt with the role of one."""
+    return bool(turn["role"] == "assistant" and turn["restarts"] is None)
 
 
 def conversations(turns: Sequence[Row]) -> list[Row]:
@@ -83,16 +87,26 @@ def _about(conversation: Row) -> str:
     return ", ".join(filter(None, parts))
 
 
-def paths(answers: Sequence[Row]) -> list[list[Row]]:
-    """Returns the answers of each sequence of tokens, from its beginning to an answer that no other extends."""
-    known = {turn["turn"]: turn for turn in answers}
-    inner = {turn["parent"] for turn in answers}
+def paths(turns: Sequence[Row]) -> list[list[Row]]:
+    """Returns the answers of each sequence of tokens, from its beginning to an answer that no other extends.
+
+    Where no parents are recorded, an answer extends the one before, unless a conversation begins between them.
+    """
+    parents: dict[int, int | None] = {}
+    answers: dict[int, Row] = {}
+    before, restarts = None, False
+    for turn in turns:
+        restarts |= bool(turn["restarts"])
+        if is_answer(turn):
+            answers[turn["turn"]] = turn
+            parents[turn["turn"]] = before if turn["parent"] is None and not restarts else turn["parent"]
+            before, restarts = turn["turn"], False
     made = []
-    for leaf in (turn for turn in answers if turn["turn"] not in inner):
+    for leaf in sorted(parents.keys() - parents.values()):
         path = [leaf]
-        while (parent := known.get(path[-1]["parent"])) is not None and parent["turn"] < path[-1]["turn"]:
+        while (parent := parents[path[-1]]) in parents and parent < path[-1]:
             path.append(parent)
-        made.append(path[::-1])
+        made.append([answers[place] for place in reversed(path)])
     return made
 
 

@@ -88,10 +88,8 @@ class SandboxEnvironment(Environment):
 
     async def close_resources(self) -> None:
         """Destroys all sandboxes."""
-        pools = [self.sandboxes] if hasattr(self, "sandboxes") else []  # unset if the provider cannot be used
-        for pool in [*pools, *(each.result() for each in self.__dict__.get("_pools", {}).values() if each.done())]:
-            await pool.shutdown()
-            await pool.provider.close()
+        if hasattr(self, "sandboxes"):  # unset if the provider cannot be used
+            await _end(self.sandboxes)
         await super().close_resources()
 
 
@@ -123,6 +121,19 @@ async def _started(
     pool = GenericSandboxPool(made, config, *sizes)
     await pool.start()
     return pool
+
+
+async def close_pools(environment: Environment) -> None:
+    """Destroys the sandboxes of the pools that `pool_of` made."""
+    pools: dict[str | None, asyncio.Future[GenericSandboxPool]] = environment.__dict__.get("_pools", {})
+    for pool in await asyncio.gather(*pools.values(), return_exceptions=True):
+        if isinstance(pool, GenericSandboxPool):
+            await _end(pool)
+
+
+async def _end(pool: GenericSandboxPool) -> None:
+    await pool.shutdown()
+    await pool.provider.close()
 
 
 class SandboxTools(SandboxEnvironment):

@@ -91,7 +91,7 @@ class ToolEnvironment(MultiTurnEnvironment):
 
     def __init__(
         self,
-        tools: list[Callable[..., Any]] | None = None,
+        tools: list[Callable[..., Any] | Tool] | None = None,
         max_turns: int = 10,
         tool_call_format: ToolCallFormat = "xml",
         include_tool_schemas_in_prompt: bool = True,
@@ -108,7 +108,7 @@ class ToolEnvironment(MultiTurnEnvironment):
         self.tools = list(tools or ())
         self._tools: dict[str, Tool] = {}
         for function in self.tools:
-            tool = Tool(function)
+            tool = function if isinstance(function, Tool) else Tool(function)
             if tool.name in self._tools:
                 raise UserError(f"{type(self).__name__} has two tools named {tool.name!r}.")
             self._tools[tool.name] = tool

@@ -3,8 +3,6 @@
 Pure functions; `record/tables.toml` describes the columns. A sample is written once, when its outcome is final.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

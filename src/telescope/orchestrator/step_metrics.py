@@ -3,8 +3,6 @@
 Names without `/` are in the section General, `a/b` is section a, metric b, and `a/b/c` is section a, group b, metric c.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Owns the record rows of the loops, the metrics of a step, and the counts of disc
 Makes no decisions. Invariant: a group, its samples and its turns are written once, when their outcome is final.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Distributions of the numbers of a step's samples: rows of `step_stats`. Pure functions on arrays."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from typing import Any
 
 from telescope.environments.tool_env import TOOL_RESULT
@@ -90,7 +90,8 @@ def tool_call_rows(sample: Trajectory) -> list[dict[str, Any]]:
         results, num_calls = following.get(index, []), len(turn.tool_calls)
         if len(results) != num_calls:
             results = results * num_calls if len(results) == 1 else []
-        for call, (reply, text) in zip_longest(turn.tool_calls, results, fillvalue=(None, None)):
+        padded: Sequence[tuple[int | None, str | None]] = results or [(None, None)] * num_calls
+        for call, (reply, text) in zip(turn.tool_calls, padded, strict=False):
             of_call = {"sample_id": sample.sample_id, "turn": index, "call": len(rows), "result": text}
             rows.append({**of_call, **call, "reply": reply})
     return rows
@@ -123,8 +124,9 @@ def info_rows(sample: Trajectory) -> list[dict[str, Any]]:
 def sample_span_rows(sample: Trajectory) -> list[dict[str, Any]]:
     """Returns the spans of a sample: of each turn, the generation and the environment's reply with its tool calls.
 
-    While other calls of the sample run, there is no reply. That to the last turn is the reward. Durations of tool calls are measured, their starts are not: the calls of
-    a turn are placed one after the other, or all at the start of the reply if they took longer than it in total.
+    There is no reply while other calls of the sample run, and that to the last turn is the reward. Durations of tool
+    calls are measured, their starts are not: the calls of a turn are placed one after the other, or all at the start of
+    the reply if they took longer than it in total.
     """
     rows = []
     # Turns are in the order of their ends: the next request is the first of those that end later.

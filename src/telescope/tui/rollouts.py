@@ -1,7 +1,5 @@
 """Samples: a list with a filter, and the conversation of one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any, ClassVar
@@ -15,10 +13,10 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widgets import DataTable, Input, Static
 
+from telescope.dashboard.conversations import is_answer
 from telescope.dashboard.rollouts import detail
 from telescope.dashboard.samples import FACETS, NUMBERS, Filters, SampleQuery, samples
 from telescope.errors import UserError
-from telescope.record.earlier import is_answer
 from telescope.tui.pages import Page, next_of
 from telescope.tui.text import number, safe
 from telescope.utils.text import single_line

@@ -8,10 +8,9 @@ import numpy as np
 from rich.console import Console
 from tests.unit.orchestrator.fakes import agent_sample, sample
 
-from telescope.dashboard.conversations import conversations
+from telescope.dashboard.conversations import conversations, paths
 from telescope.dashboard.rollouts import add_tokens, assemble
 from telescope.orchestrator import record_rows
-from telescope.record.earlier import upgrade
 from telescope.rollout import sample_rows
 from telescope.rollout.trajectory import Trajectory
 from telescope.tui.rollouts import draw_sample
@@ -30,9 +29,7 @@ def recorded(made: Trajectory) -> dict[str, Any]:
     row = record_rows.sample_row(made, "p", status="kept", reason=None, step=0)
     calls = [{"sandbox": None, **call} for call in sample_rows.tool_call_rows(made)]
     texts = {"completion_text": None, "messages": [{"role": "user", "content": "2 + 2?"}], "info": []}
-    found = {**row, **texts, "turns": sample_rows.turn_rows(made), "tool_calls": calls}
-    upgrade(found)
-    return found
+    return {**row, **texts, "turns": sample_rows.turn_rows(made), "tool_calls": calls}
 
 
 def test_a_conversation_has_its_name_its_cause_and_no_message_that_was_shown_before() -> None:
@@ -53,14 +50,12 @@ def test_a_conversation_with_an_environment_is_one_chain_also_where_it_restarts(
     assert conversations(recorded(made)["turns"]) == []
 
 
-def test_turns_recorded_without_parents_have_those_of_their_order() -> None:
+def test_answers_recorded_without_parents_extend_the_one_before_unless_they_restart() -> None:
     made = sample(lengths=(1, 1, 1))
     made.turns[1].replies, made.turns[2].replies, made.turns[2].parent = [("user", "On.")], [("user", "On.")], None
     rows = recorded(made)["turns"]
-    parents = [row["parent"] for row in rows if row["role"] == "assistant"]
-    before = [{**row, "parent": None} for row in rows]
-    upgrade({"turns": before, "completion_text": None})
-    assert [row["parent"] for row in before if row["role"] == "assistant"] == parents == [None, 0, None]
+    for known in (rows, [{**row, "parent": None} for row in rows]):
+        assert [[turn["turn"] for turn in path] for path in paths(known)] == [[0, 2], [4]]
 
 
 def test_each_answer_has_the_tokens_of_the_first_sequence_that_has_it() -> None:

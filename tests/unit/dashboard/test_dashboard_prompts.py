@@ -85,7 +85,7 @@ def test_a_list_shows_where_the_prompts_of_an_environment_differ(tmp_path):
 def test_tokens_of_training_sequences_go_to_the_answers_that_sampled_them():
     turns = [
         {"turn": 0, "role": "assistant", "num_tokens": 2, "restarts": None, "parent": None},
-        {"turn": 1, "role": "tool", "num_tokens": 1},
+        {"turn": 1, "role": "tool", "num_tokens": 1, "restarts": False},
         {"turn": 2, "role": "assistant", "num_tokens": 1, "restarts": None, "parent": 0},
     ]
     numbers = {name: [0.0, 0.1, 0.2, 0.3, 0.4] for name in ("engine_logprobs", "trainer_logprobs", "entropies")}
@@ -109,16 +109,16 @@ def test_tokens_have_texts_where_the_tokenizer_is_on_this_machine(client, monkey
 
 
 PROMPTS = {
-    "of a model": f"<|im_start|>system\n{'Be kind. ' * 60}<|im_end|>\n<|im_start|>user\nMake é 7<|im_end|>\n",
-    "with examples": f"<|user|>\nMake 5<|assistant|>\n{'x' * 400}<|user|>\nMake é 7<|assistant|>\n",
-    "without a template": "Make é 7",
+    "of a model": [("system", "Be kind. " * 60), ("user", "Make é 7")],
+    "with examples": [("user", "Make 5"), ("assistant", "x" * 400), ("user", "Make é 7")],
+    "without a template": [("prompt", "Make é 7")],
 }
 
 
-@pytest.mark.parametrize("earlier", [False, True])
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
-def test_a_list_shows_the_last_message_of_the_user_and_not_the_system_prompt(tmp_path, prompt, earlier):
+def test_a_list_shows_the_last_message_of_the_user_and_not_the_system_prompt(tmp_path, prompt):
+    messages = [{"role": role, "content": text} for role, text in prompt]
     with Recorder(tmp_path / "run") as recorder:
-        write_sample(recorder, {**sample_rows(0)[0], "prompt_text": prompt}, earlier=earlier)
+        write_sample(recorder, {**sample_rows(0)[0], "prompt_text": "rendered", "messages": messages})
     (row,) = TestClient(create_app([tmp_path]), base_url="http://localhost").get("/api/runs/run/samples").json()["rows"]
     assert "Make é 7" in row["prompt"][:30]

@@ -190,7 +190,7 @@ interface LineProps {
 /** Characters that a folded text shows. */
 const FOLDED_CHARS = 200;
 
-function Line({ message, turn, tokens = turn?.num_tokens ?? undefined, reply, folded, onFold, children }: LineProps) {
+function Line({ message, turn, tokens = turn?.num_tokens || undefined, reply, folded, onFold, children }: LineProps) {
   const seconds = turn?.started_at != null && turn.ended_at != null ? turn.ended_at - turn.started_at : null;
   const { call } = message;
   return (
@@ -200,7 +200,7 @@ function Line({ message, turn, tokens = turn?.num_tokens ?? undefined, reply, fo
         {message.name && <small className="m"><Plain text={message.name} /></small>}
         {tokens !== undefined && <small>{count(tokens)} tokens</small>}
         {turn && versions(turn) && <small>{versions(turn)}</small>}
-        {seconds !== null && <small>{duration(seconds)}</small>}
+        {!!seconds && <small>{duration(seconds)}</small>}
         {call?.seconds != null && <small>ran {duration(call.seconds)}</small>}
         {call?.sandbox && <small className="m" title="The sandbox that it used">sandbox <Plain text={call.sandbox} /></small>}
         {call?.error != null && <small className="w">failed</small>}
