@@ -84,6 +84,9 @@ class WordleEnvironment(MultiTurnEnvironment):
         prompt = PROMPT.format(turns=self.max_turns)
         return [Sample(prompt, answer=words[i % len(words)], metadata={"round": i // len(words)}) for i in range(count)]
 
+    def solution(self, sample: Sample) -> list[str]:
+        return [f"[{sample.answer}]"]
+
     def create_initial_state(self, sample: Sample) -> RolloutState:
         state = super().create_initial_state(sample)
         state.custom[GAME_KEY] = Game()
