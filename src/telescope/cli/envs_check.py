@@ -17,6 +17,7 @@ from telescope.environments.types import EnvironmentSpec
 from telescope.errors import UserError
 from telescope.rollout.check import CANNED, MODEL, REFERENCE, Checks, Trial
 from telescope.rollout.rendering import Renderer, RendererSpec
+from telescope.utils.text import pluralize
 
 FORKS = {
     "retry": "the same prompt again",
@@ -68,7 +69,7 @@ def _tree(trial: Trial) -> Tree:
     seconds = sample.finished_at - sample.started_at
     tree = Tree(
         Text(
-            f"item {trial.item}, {trial.name}: reward {_shown(trial.reward)}, {len(sample.turns)} calls, "
+            f"item {trial.item}, {trial.name}: reward {_shown(trial.reward)}, {pluralize(len(sample.turns), 'call')}, "
             f"{sample.num_tokens} tokens, {seconds:.2f} s",
             style="bold",
         )

@@ -152,8 +152,10 @@ class Checks:
             f"{item}-{name}", item, 0, self.info.name, self._key, item, prompt.token_ids, (0, item, name),
             is_multi_turn=self.info.is_multi_turn, is_agent=self.info.is_agent,
         )  # fmt: skip
+        slots = RequestSlotPool([MAX_CALLS])
+        slots.set_up(0, True)
         rollout = Rollout(
-            task, slot_key=item, slots=RequestSlotPool([MAX_CALLS]), engine_of=lambda _: engine,
+            task, slot_key=item, slots=slots, engine_of=lambda _: engine,
             environments=self._environments, settings=RolloutSettings(sampling, True, 600.0, 0),
             on_engine_failure=lambda *_: None,
         )  # fmt: skip
