@@ -4,9 +4,9 @@
     python benchmarks/endpoint.py --quick                  one second a row
     python benchmarks/endpoint.py --json results.json      with machine and commit
 
-The server has this process to itself and the client another one. `added ms` is the median time of a call while no
-other is open, the client's own work included. `calls/s` is with 32 connections, `CPU ms` is this process's time for
-such a call, and `calls/s a core` follows from it: what the endpoint could answer if it had to share nothing.
+The server is in this process, the client in another. `added ms` is the median time of a call while no other is open,
+with the client's own work. `calls/s` is with 32 connections. `CPU ms` is this process's time for such a call, whatever
+else the machine does, and `calls/s a core` what follows from it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def body_of(route: str, turns: int, stream: bool) -> bytes:
 
 
 def client(url: str, key: str, body: bytes, connections: int, seconds: float, results: Any) -> None:
-    """Sends calls for some seconds, each connection one after the other. Puts the seconds that each took."""
+    """Sends calls for some seconds, each connection one after the other. Sends back the seconds that each took."""
 
     async def run() -> list[float]:
         took: list[float] = []
@@ -79,7 +79,7 @@ def client(url: str, key: str, body: bytes, connections: int, seconds: float, re
             await asyncio.gather(*(caller(session, end) for _ in range(connections)))
         return took
 
-    results.put(asyncio.run(run()))
+    results.send(asyncio.run(run()))
 
 
 async def measure(route: str, turns: int, stream: bool, seconds: float) -> dict[str, float]:
@@ -99,11 +99,12 @@ async def measure(route: str, turns: int, stream: bool, seconds: float) -> dict[
 
     async def load(connections: int) -> list[float]:
         key = server.open(complete, count)
-        results = spawn.Queue()
-        arguments = (f"{server.base_url()}/{route}", key, body_of(route, turns, stream), connections, seconds, results)
+        results, theirs = spawn.Pipe(duplex=False)
+        arguments = (f"{server.base_url()}/{route}", key, body_of(route, turns, stream), connections, seconds, theirs)
         process = spawn.Process(target=client, args=arguments, daemon=True)
         process.start()
-        took = await asyncio.to_thread(results.get)
+        theirs.close()
+        took = await asyncio.to_thread(results.recv)  # raises if the client has failed
         process.join()
         server.close_rollout(key)
         return took
@@ -139,8 +140,8 @@ def main() -> int:
         slow = size == "2 KB" and (
             row["added_ms"] > MAX_ADDED_MS or row["calls_per_second_and_core"] < MIN_CALLS_PER_SECOND
         )
-        numbers = f"{row['added_ms']:.2f} {row['calls_per_second']:.0f} {row['cpu_ms']:.3f}".split()
-        cells = (route, size, "yes" if stream else "no", *numbers, f"{row['calls_per_second_and_core']:.0f}")
+        numbers = "{added_ms:.2f} {calls_per_second:.0f} {cpu_ms:.3f} {calls_per_second_and_core:.0f}".format(**row)
+        cells = (route, size, "yes" if stream else "no", *numbers.split())
         table.add_row(*cells, style="red" if slow else None)
     Console().print(table)
     if arguments.json:

@@ -15,8 +15,7 @@ from telescope.config.generate import GENERATED, FieldDescription, default_yaml,
 from telescope.config.loader import ENVIRONMENT_VARIABLES
 from telescope.config.rules import RULES
 from telescope.config.schema import SECTIONS
-from telescope.record.schema import type_name
-from telescope.record.tables import IN_FLIGHT, TABLES
+from telescope.record.tables import IN_FLIGHT, TABLES, type_name
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = "docs/record.md"

@@ -5,18 +5,18 @@ export type Value = number | null;
 
 /** Something that a person should know. Reported `count` times, from `first_step` and `first_time` on. */
 export interface Alert {
-  step: Value;
-  time: Value;
   first_step: Value;
   first_time: Value;
   count: number;
-  kind: string | null;
-  level: string | null;
   title: string;
   text: string;
+  resolved: boolean;
+  time: Value;
+  level: string | null;
+  kind: string | null;
+  step: Value;
   advice: string | null;
   metrics: string[];
-  resolved: boolean;
 }
 
 /** The model of a run. `kv_bytes_per_token` is of keys and values in bfloat16, over all layers. */
@@ -49,18 +49,18 @@ export interface Attempt {
 
 /** An answer that differs much from those before. `mean_before` is the mean of its environment and tags. */
 export interface ChangedAnswer {
-  attempt: number;
-  sample_id: string;
-  group_id: Value;
-  step: number;
-  environment: string | null;
   cell: string;
   value: Value;
   mean_before: Value;
-  reward: Value;
-  completion_tokens: Value;
-  stop_reason: string | null;
   answer: string;
+  attempt: number;
+  sample_id: string;
+  group_id: Value;
+  environment: string | null;
+  step: number;
+  reward: Value;
+  stop_reason: string | null;
+  completion_tokens: Value;
 }
 
 /** Samples of one environment with the same tags: `mix` and `within` of all cells add up to the change. */
@@ -78,11 +78,11 @@ export interface ChangedCell {
 /** An alert near the step. */
 export interface ChangedEvent {
   attempt: number;
-  step: Value;
   time: Value;
   level: string | null;
   kind: string | null;
   message: string | null;
+  step: Value;
 }
 
 /** Changes at a step. `decomposed` is the metric of the cells: the requested one, or the reward. */
@@ -228,18 +228,18 @@ export interface EvalRow {
 
 /** An answer of an eval. `score` is the metric of the eval, null if it has none. */
 export interface EvalSample {
-  attempt: number;
-  sample_id: string;
   item: number;
   completion: number;
-  step: Value;
   score: Value;
-  stop_reason: string | null;
-  completion_tokens: Value;
   prompt: string;
   answer: string;
+  attempt: number;
+  sample_id: string;
+  step: Value;
   golden: Record<string, string>;
   tags: Record<string, string>;
+  stop_reason: string | null;
+  completion_tokens: Value;
 }
 
 /** A value of a column, and the number of its samples. */
@@ -274,6 +274,10 @@ export interface GaugeName {
 
 /** Readings of one gauge: smallest, mean and largest per bucket of time. */
 export interface GaugeSeries {
+  time: number[];
+  min: Value[];
+  mean: Value[];
+  max: Value[];
   name: string;
   component: string;
   node: string | null;
@@ -281,24 +285,20 @@ export interface GaugeSeries {
   rank: Value;
   server: Value;
   labels: Record<string, string>;
-  time: number[];
-  min: Value[];
-  mean: Value[];
-  max: Value[];
 }
 
 /** A prompt that was opened for training, with its samples. */
 export interface Group {
-  attempt: number;
   id: number;
-  environment: string | null;
   prompt: string;
+  samples: GroupSample[];
+  attempt: number;
+  environment: string | null;
   status: string | null;
   reason: string | null;
   step: Value;
   reward_mean: Value;
   reward_std: Value;
-  samples: GroupSample[];
 }
 
 /** A sample as a square of its group. `ratio` is the trainer's probability of its tokens over the engine's. */
@@ -431,9 +431,9 @@ export interface Now {
 
 /** The last answer of a group that a step trained on. */
 export interface PathAnswer {
-  step: number;
   sample_id: string;
   group_id: number;
+  step: number;
   server: Value;
   lane: Value;
   finished_at: Value;
@@ -442,11 +442,11 @@ export interface PathAnswer {
 /** An interval that overlaps the step `of_step`. */
 export interface PathSpan {
   of_step: number;
-  component: string;
+  lane: Value;
   name: string;
+  component: string;
   rank: Value;
   server: Value;
-  lane: Value;
   step: Value;
   sample_id: string | null;
   start: number;
@@ -684,10 +684,10 @@ export interface SampleRow {
 
 /** An interval of a sample. `first_token_seconds`: of a `prefill`, from the arrival of its request. */
 export interface SampleSpan {
+  first_token_seconds: Value;
   name: string;
   start: number;
   end: number;
-  first_token_seconds: Value;
 }
 
 /** A page of samples, and counts over the whole search. */
@@ -700,11 +700,11 @@ export interface Samples {
 
 /** A call of a sandbox's provider for a sample. `error`: the class of the error that it raised. */
 export interface SandboxSpan {
+  sandbox: string | null;
+  error: string | null;
   name: string;
   start: number;
   end: number;
-  sandbox: string | null;
-  error: string | null;
 }
 
 /** Calls of the providers of sandboxes by operation, and their seconds: median and 95th percentile. */
@@ -757,9 +757,9 @@ export interface Start {
   started_at: Value;
   git_commit: string | null;
   git_dirty: boolean | null;
-  host: string | null;
   versions: Record<string, string>;
   topology: Record<string, string>;
+  host: string | null;
 }
 
 /** Rows of steps as columns. `next` is the cursor of the next request. */

@@ -25,7 +25,7 @@ class ConfigError(UserError):
 
 
 class UnreachableError(UserError):
-    """A dataset on a network that this machine does not reach, and another machine may."""
+    """A dataset, a judge or a sandbox that this machine does not reach, and another machine may."""
 
 
 class RunError(RuntimeError):

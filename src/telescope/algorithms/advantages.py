@@ -7,8 +7,6 @@ Invariants: a masked sample (no trained token, or a reward that is not a finite 
 A group whose rewards are all equal gets exactly 0. A group of one keeps its reward, because it has no baseline.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Protocol

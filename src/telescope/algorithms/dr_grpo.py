@@ -5,8 +5,6 @@ hard prompts; loss of a token -A logp. `dr_grpo_loss_agg_mode: token_sum_norm` d
 `max_tokens`, which does not depend on the lengths of answers; `token_mean` divides by trained tokens.
 """
 
-from __future__ import annotations
-
 from telescope.algorithms.base import Algorithm
 from telescope.algorithms.grpo import policy_gradient_loss
 from telescope.algorithms.reinforce_pp import center

@@ -4,8 +4,6 @@ As implemented: A = r - mean, then (A - batch mean) / (batch std + 1e-4), which 
 token -A logp. The paper's KL term is not part of the reward here.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from telescope.algorithms.base import Algorithm

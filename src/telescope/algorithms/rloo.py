@@ -4,8 +4,6 @@ As implemented: A = (r - mean) n / (n - 1), which is r minus the mean of the oth
 -A logp. The paper treats an answer as one action and sums its logprobs, which equals the sum over tokens.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from telescope.algorithms.base import Algorithm

@@ -1,7 +1,5 @@
 """`telescope compact`: few large files for ended runs. Parses arguments and prints; `record.compact` merges."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

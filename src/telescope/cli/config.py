@@ -1,7 +1,5 @@
 """`telescope config`: explains fields, prints resolved and default values; and the help of `telescope train`."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -1,7 +1,5 @@
 """`telescope convert`: checkpoints of a run to Hugging Face model folders. `orchestrator.conversion` converts."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from pathlib import Path

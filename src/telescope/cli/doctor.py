@@ -9,8 +9,6 @@ Invariant: every check returns a result on any machine. `bad` is for what preven
 that a user should know; both come with a fix.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import dataclasses

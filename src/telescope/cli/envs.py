@@ -1,7 +1,5 @@
 """`telescope envs`: lists, describes, tries or creates environments (from `environments/templates/`)."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json
@@ -97,6 +95,9 @@ def add_parser(subparsers: Any) -> None:
     trying.add_argument("--temperature", type=float, default=1.0, help="default: 1.0")
     checking.add_argument("--model", help="folder or hub model with the tokenizer (default: a tokenizer of bytes)")
     checking.add_argument("--samples", type=int, default=3, help="number of items, across the dataset (default: 3)")
+    checking.add_argument(
+        "--solution", metavar="TEXT", help="form of a right answer, with {} for the gold, if the environment has none"
+    )
     checking.add_argument(
         "--labels", type=user_path, metavar="FILE", help="JSON lines with prompt, answer and label, to try the judge on"
     )

@@ -1,10 +1,12 @@
-"""`telescope envs check`: prints the trials of an environment (`rollout.check`), and a judge's agreement with labels."""
+"""`telescope envs check`: prints the trials of an environment (`rollout.check`), and how a judge agrees with labels."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -12,9 +14,11 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from telescope.environments.grading import agreement
+from telescope.environments.judge import Judge
 from telescope.environments.local_rollout import ChatServer
 from telescope.environments.types import EnvironmentSpec
-from telescope.errors import UserError
+from telescope.errors import InfrastructureError, RunError, UserError
 from telescope.rollout.check import CANNED, MODEL, REFERENCE, Checks, Trial
 from telescope.rollout.rendering import Renderer, RendererSpec
 from telescope.utils.text import pluralize
@@ -38,7 +42,9 @@ def check(arguments: argparse.Namespace, kwargs: dict[str, Any]) -> int:
     if arguments.url and not arguments.model:
         raise UserError("--url needs the tokenizer of the served model: give its folder with --model.")
     server = ChatServer(arguments.url) if arguments.url else None
-    checks = Checks(EnvironmentSpec(arguments.name, kwargs), _renderer(arguments.model), arguments.path, server=server)
+    spec = EnvironmentSpec(arguments.name, kwargs)
+    checks = Checks(spec, _renderer(arguments.model), arguments.path, server=server, form=arguments.solution)
+    labels = _read_labels(arguments.labels, checks.environment.judge) if arguments.labels else []
     count = checks.info.num_samples
     items = list(range(0, count, -(-count // arguments.samples)))
     trials = asyncio.run(checks.run(items))
@@ -50,9 +56,45 @@ def check(arguments: argparse.Namespace, kwargs: dict[str, Any]) -> int:
     if any(trial.name == CANNED for trial in trials):
         print("The solution is not known: return it from `solution(self, sample)`, to check that it earns the reward.")
     problems = [f"{trial.name}, item {trial.item}: {trial.problem}." for trial in trials if trial.problem]
+    if labels:
+        problems += _judge_labels(labels, checks.environment.judge)
     for problem in problems:
         print(f"{arguments.name}: {problem}", file=sys.stderr)
     return int(bool(problems))
+
+
+def _read_labels(file: Path, judge: Judge | None) -> list[dict[str, Any]]:
+    if judge is None:
+        raise UserError("--labels is for a judge. Give one: --set 'judge={url: ..., model: ...}'.")
+    try:
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        return [
+            {"question": row.get("prompt"), **row, "label": float(row["label"]), "answer": row["answer"]}
+            for row in rows
+        ]
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        form = '{"prompt": "...", "answer": "...", "label": 1}'
+        raise UserError(f"--labels: {file} cannot be read ({error!r}). Write lines of the form {form}.") from error
+
+
+def _judge_labels(rows: list[dict[str, Any]], judge: Judge | None) -> list[str]:
+    """Prints how far the judge agrees with labels. Returns what is wrong with it."""
+    assert judge is not None
+
+    async def judged() -> tuple[float, float]:
+        try:
+            return await agreement(judge, rows)
+        finally:
+            await judge.close()
+
+    try:
+        share, kappa = asyncio.run(judged())
+    except InfrastructureError as error:
+        raise RunError(str(error)) from error
+    print(f"The judge agrees with {share:.1%} of {pluralize(len(rows), 'label')} (Cohen's kappa {kappa:.2f}).")
+    return (
+        [] if kappa > 0 else ["the judge agrees with the labels no more than chance does. Change it, or its criteria."]
+    )
 
 
 def _renderer(model: str | None) -> Renderer:

@@ -1,7 +1,5 @@
 """`telescope query`: SQL over the tables of one run or all. Parses arguments and prints; `record.query` answers."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

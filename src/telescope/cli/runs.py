@@ -1,7 +1,5 @@
 """`telescope runs`: the runs in a folder, newest first. Parses arguments and prints; `record.reader` reads."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """`telescope sandbox`: destroys what runs left behind, and opens a sandbox to look around."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import shlex

@@ -1,7 +1,5 @@
 """`telescope tiny-model`: builds or finds the tiny model, prints its folder. `telescope.tiny_model` makes it."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Iterator
@@ -38,8 +36,8 @@ def add_parser(subparsers: Any) -> None:
         "--cache-dir", type=user_path, metavar="DIR", help="cache to use (default: $XDG_CACHE_HOME/telescope)"
     )
     for field in fields(TinyModelSettings):
-        kind: dict[str, Any] = {"type": type(field.default), "metavar": "X" if field.type == "float" else "N"}
-        if field.type == "bool":
+        kind: dict[str, Any] = {"type": type(field.default), "metavar": "X" if field.type is float else "N"}
+        if field.type is bool:
             kind = {"action": argparse.BooleanOptionalAction}
         explanation = f"{field.metadata['help']} (default: {field.default})"
         parser.add_argument(f"--{field.name.replace('_', '-')}", default=field.default, help=explanation, **kind)

@@ -1,7 +1,5 @@
 """`telescope tui`: a run in the terminal. Arguments only; the view is `telescope.tui`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from typing import Any

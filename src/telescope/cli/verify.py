@@ -23,7 +23,7 @@ from telescope.tui.live import phases
 from telescope.utils.text import user_path
 
 if TYPE_CHECKING:
-    from telescope.verify.report import Check, Report
+    from telescope.verify.checks import Check, Report
 
 TINY_CONFIG = Path(__file__).parents[1] / "verify" / "tiny.yaml"
 

@@ -1,7 +1,5 @@
 """`telescope verify --template`: what the model reads and what is trained, without an engine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rich.console import Console

@@ -4,8 +4,6 @@ Actors are thin: each parses the config that it receives (never one from disk), 
 and forwards calls. Each reports the hash of its config, dumps its stacks, and stops the processes that it started.
 """
 
-from __future__ import annotations
-
 import asyncio
 import faulthandler
 import logging

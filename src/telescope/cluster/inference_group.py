@@ -3,8 +3,6 @@
 Owns addresses and the run's secret. `orchestrator.servers` tracks which servers are up and handles failures.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -5,8 +5,6 @@ resources that others use. Loopback connects processes that are all on one node,
 knows the node. Variables of NCCL and gloo that the user has set are left alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import os

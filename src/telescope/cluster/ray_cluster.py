@@ -11,8 +11,6 @@ cluster asks for: with "auto" it shows the token in the home directory if there 
 So the cluster is asked first, unless the user has set `RAY_AUTH_MODE`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import contextlib

@@ -4,8 +4,6 @@ The algorithm `x` is `ALGORITHM` in `telescope.algorithms.x`; that package needs
 To add an algorithm, add that file and one line here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal

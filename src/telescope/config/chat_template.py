@@ -3,8 +3,6 @@
 `render_problem` runs this file as a script, because a template may never end. Imports nothing of Telescope.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -5,8 +5,6 @@ A YAML file or flags set both. Fields that concern only training are refused. `b
 run's own values, so that prompts and sampling are those of the run.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

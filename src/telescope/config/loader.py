@@ -4,8 +4,6 @@ Later layers win, in that order. Owns the syntax of flags. Does not own files (`
 rules between fields (`rules`), or the wording of errors (`messages`).
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence

@@ -9,8 +9,6 @@ Linux's abstract namespace, which is per network namespace, as ports are, and wh
 Invariant: at most one server of all runs on a machine has a port reserved, starting before its process starts.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import platform

@@ -3,8 +3,6 @@
 Turns Pydantic's error records into sentences.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -4,8 +4,6 @@ Pure functions of parsed JSON and of the files' first bytes; no weights are read
 words the errors. `trainer.trial` compares the tensors with the architecture.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Names of settings in TRL, verl and other frameworks, and what stands for them here."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ one mapping is an error, and the line of every top-level key is kept for error m
 unchanged, also by a reader of version 1.1.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Owns status codes of errors, the page of the API and the built files. No address becomes a path below a run.
 """
 
-from __future__ import annotations
-
 import gzip
 from collections.abc import Iterable, Sequence
 from html import escape

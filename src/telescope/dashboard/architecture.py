@@ -4,8 +4,6 @@ The file is looked for in the record of the newest attempt, in the trained model
 well-known models, their sizes are known without one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -9,8 +9,6 @@ shares p and means m of a cell, before (0) and after (1), and the mean M of both
 All other numbers have an effect: the difference of the means in standard deviations of a window.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

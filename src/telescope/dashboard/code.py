@@ -4,8 +4,6 @@ Reads `code/attempt-<n>.tar.gz` (`record.code_snapshot`). A file is named by its
 there: nothing is unpacked to disk. The newest archives stay in memory.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tarfile

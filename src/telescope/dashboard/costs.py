@@ -5,8 +5,6 @@ time before the first request is the start, and the rest is divided by generated
 by the phases of the steps; what lies outside of the steps is the start, evals before training, and restarts.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Distributions over steps and evals: plain data for the API."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from telescope.dashboard.samples import NUMBERS, Filters

@@ -7,8 +7,6 @@ Invariants: the name of a file is a digest of the document's name and the run's 
 document is replaced as a whole, and only by a writer that has read the newest version.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

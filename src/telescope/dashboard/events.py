@@ -4,8 +4,6 @@ One stream serves all runs of a page, because a browser opens six connections to
 number of rows of each table, so that a page that reconnects gets what it missed and nothing else.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping

@@ -5,8 +5,6 @@ the file has at most the numbers below, whatever the size of the run, and names 
 from the network, and nothing in an answer of the model can run.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import re

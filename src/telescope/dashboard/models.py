@@ -1,8 +1,6 @@
 """What the API returns of runs, their code and configs (`row_models` has the rest). Times are Unix seconds."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -10,8 +8,7 @@ import pydantic_core
 from pydantic import BaseModel, create_model
 
 from telescope.dashboard.remote import RemoteCopy
-from telescope.record.schema import INT32_LIST, NUMBERS, TEXT_LIST, TEXTS
-from telescope.record.tables import TABLES
+from telescope.record.tables import INT32_LIST, NUMBERS, TABLES, TEXT_LIST, TEXTS
 
 Number = float | None
 Model = TypeVar("Model", bound=BaseModel)
@@ -22,13 +19,14 @@ TYPES: dict[pa.DataType, Any] = {
 }  # fmt: skip
 
 
-def columns_of(table: str, *, known: str, names: Sequence[str] = ()) -> Callable[[type[Model]], type[Model]]:
+def columns_of(table: str, *, known: str = "", names: str = "") -> Callable[[type[Model]], type[Model]]:
     """Adds columns of a table to a model, by default all. Only `known` ones and maps are never null."""
+    chosen = names.split() or TABLES[table].column_names
 
     def extend(model: type[Model]) -> type[Model]:
         fields: dict[str, Any] = {}
         for column in TABLES[table].columns:
-            if column.name in (names or TABLES[table].column_names) and column.name not in model.model_fields:
+            if column.name in chosen and column.name not in model.model_fields:
                 of_column = TYPES[column.type]
                 required = column.name in known.split() or column.type in (NUMBERS, TEXTS)
                 fields[column.name] = (of_column if required else of_column | None, ...)
@@ -138,7 +136,7 @@ class Runs(BaseModel):
 @columns_of(
     "attempts",
     known="attempt notes",
-    names=[name for name in TABLES["attempts"].column_names if name != "model_config"],
+    names=" ".join(name for name in TABLES["attempts"].column_names if name != "model_config"),
 )
 class Attempt(BaseModel):
     """A start of a run: a row of the table `attempts`."""
@@ -269,20 +267,15 @@ class HealthCell(BaseModel):
     attention: bool
 
 
+@columns_of("alerts", known="metrics", names="step time kind level advice metrics")
 class Alert(BaseModel):
     """Something that a person should know. Reported `count` times, from `first_step` and `first_time` on."""
 
-    step: int | None
-    time: Number
     first_step: int | None
     first_time: Number
     count: int
-    kind: str | None
-    level: str | None
     title: str
     text: str
-    advice: str | None
-    metrics: list[str]
     resolved: bool
 
 
@@ -311,16 +304,11 @@ class ConfigDifference(BaseModel):
     bookkeeping: bool
 
 
+@columns_of("attempts", names="started_at git_commit git_dirty host versions topology")
 class Start(BaseModel):
     """Code and machines of the newest attempt of a run."""
 
     run: str
-    started_at: Number
-    git_commit: str | None
-    git_dirty: bool | None
-    host: str | None
-    versions: dict[str, str]
-    topology: dict[str, str]
 
 
 class Comparison(BaseModel):

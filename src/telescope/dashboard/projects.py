@@ -4,8 +4,6 @@ Owns the list of projects. The page keeps the user's choice in the document `pro
 ENTITY/PROJECT. Does not own the runs of a project (`remote`).
 """
 
-from __future__ import annotations
-
 import re
 import threading
 import time

@@ -8,8 +8,6 @@ Invariant: listing reads small files and two columns, again only when files chan
 folder may hold hundreds of runs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -233,8 +231,6 @@ def config_of(run: Run) -> tuple[dict[str, Any], list[str]]:
     recorded = json_object(next((text for text in reversed(rows["config_json"].to_pylist()) if text), None))
     if isinstance(recorded.get("values"), dict):
         return recorded["values"], list(recorded.get("user_set") or [])
-    if recorded:
-        return recorded, []
     try:
         value = yaml.safe_load(run.files.config.read_text())
     except (OSError, ValueError, yaml.YAMLError):

@@ -206,7 +206,7 @@ class RunCopy:
         last = step.get("max") if isinstance(step, dict) else step
         known = {
             "steps": None if last is None else int(last) + 1,
-            "reward_last": summary.get("reward/all_groups/mean", summary.get("reward/total/mean")),
+            "reward_last": summary.get("reward/all_groups/mean"),
             "heldout_before": summary.get("heldout_before"),
             "heldout_after": summary.get("heldout_after"),
         }

@@ -1,7 +1,5 @@
 """What the API returns of samples, evals, spans, gauges and log lines. Times are Unix seconds; unmeasured is null."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import BaseModel
@@ -37,21 +35,17 @@ class EvalRow(BaseModel):
     """The result of one eval: a row of the table `evals`."""
 
 
+@columns_of(
+    "samples", known="attempt sample_id", names="attempt sample_id step stop_reason completion_tokens golden tags"
+)
 class EvalSample(BaseModel):
     """An answer of an eval. `score` is the metric of the eval, null if it has none."""
 
-    attempt: int
-    sample_id: str
     item: int
     completion: int
-    step: int | None
     score: Number
-    stop_reason: str | None
-    completion_tokens: int | None
     prompt: str
     answer: str
-    golden: dict[str, str]
-    tags: dict[str, str]
 
 
 class GroupSample(BaseModel):
@@ -68,22 +62,16 @@ class GroupSample(BaseModel):
     metrics: dict[str, Number]
 
 
+@columns_of("groups", known="attempt", names="attempt environment status reason step reward_mean reward_std")
 class Group(BaseModel):
     """A prompt that was opened for training, with its samples."""
 
-    attempt: int
     id: int
-    environment: str | None
     prompt: str
-    status: str | None
-    reason: str | None
-    step: int | None
-    reward_mean: Number
-    reward_std: Number
     samples: list[GroupSample]
 
 
-@columns_of("samples", known="attempt sample_id", names=IN_FLIGHT)
+@columns_of("samples", known="attempt sample_id", names=" ".join(IN_FLIGHT))
 class InFlight(BaseModel):
     """A sample that is being generated. `start_version` is the policy version when its group was opened."""
 
@@ -98,7 +86,7 @@ class Facet(BaseModel):
 @columns_of(
     "samples",
     known="attempt sample_id group_id sample_index environment status step",
-    names=[name for name in TABLES["samples"].column_names if name not in LONG_COLUMNS["samples"]],
+    names=" ".join(name for name in TABLES["samples"].column_names if name not in LONG_COLUMNS["samples"]),
 )
 class SampleNumbers(BaseModel):
     """What every answer about a sample has: its row of the table `samples`, without texts."""
@@ -177,21 +165,17 @@ class Info(BaseModel):
     """A note that an environment attached to a sample."""
 
 
+@columns_of("spans", known="name start end", names="name start end")
 class SampleSpan(BaseModel):
     """An interval of a sample. `first_token_seconds`: of a `prefill`, from the arrival of its request."""
 
-    name: str
-    start: float
-    end: float
     first_token_seconds: Number
 
 
+@columns_of("spans", known="name start end", names="name start end")
 class SandboxSpan(BaseModel):
     """A call of a sandbox's provider for a sample. `error`: the class of the error that it raised."""
 
-    name: str
-    start: float
-    end: float
     sandbox: str | None
     error: str | None
 
@@ -252,30 +236,17 @@ class PathStep(BaseModel):
     end: float
 
 
+@columns_of("samples", known="step sample_id group_id", names="step sample_id group_id server lane finished_at")
 class PathAnswer(BaseModel):
     """The last answer of a group that a step trained on."""
 
-    step: int
-    sample_id: str
-    group_id: int
-    server: int | None
-    lane: int | None
-    finished_at: Number
 
-
+@columns_of("spans", known="component name start end", names="component name rank server step sample_id start end")
 class PathSpan(BaseModel):
     """An interval that overlaps the step `of_step`."""
 
     of_step: int
-    component: str
-    name: str
-    rank: int | None
-    server: int | None
     lane: int | None
-    step: int | None
-    sample_id: str | None
-    start: float
-    end: float
 
 
 class Paths(BaseModel):
@@ -286,16 +257,10 @@ class Paths(BaseModel):
     spans: list[PathSpan]
 
 
+@columns_of("gauges", known="name component", names="name component node gpu rank server labels")
 class GaugeSeries(BaseModel):
     """Readings of one gauge: smallest, mean and largest per bucket of time."""
 
-    name: str
-    component: str
-    node: str | None
-    gpu: int | None
-    rank: int | None
-    server: int | None
-    labels: dict[str, str]
     time: list[float]
     min: list[Number]
     mean: list[Number]
@@ -358,31 +323,22 @@ class Effect(BaseModel):
     effect: float
 
 
+@columns_of("alerts", known="attempt", names="attempt step time level kind message")
 class ChangedEvent(BaseModel):
     """An alert near the step."""
 
-    attempt: int
-    step: int | None
-    time: Number
-    level: str | None
-    kind: str | None
-    message: str | None
 
-
+@columns_of(
+    "samples",
+    known="attempt sample_id step",
+    names="attempt sample_id group_id step environment reward completion_tokens stop_reason",
+)
 class ChangedAnswer(BaseModel):
     """An answer that differs much from those before. `mean_before` is the mean of its environment and tags."""
 
-    attempt: int
-    sample_id: str
-    group_id: int | None
-    step: int
-    environment: str | None
     cell: str
     value: Number
     mean_before: Number
-    reward: Number
-    completion_tokens: int | None
-    stop_reason: str | None
     answer: str
 
 

@@ -1,7 +1,5 @@
 """Plain data for the API: the list of runs, one run with its steps and health, the comparison of configs."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -5,8 +5,6 @@ neither read an answer nor send a request (Host and Origin are checked, which al
 and on a machine of several users, every request needs the token of this start, a cookie that the printed address sets.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import pwd

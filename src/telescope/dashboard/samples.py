@@ -4,8 +4,6 @@ Filters, sorting and facets run on the columns that the store keeps in memory; t
 rows of an answer only. A query works on its own view of the tables, so a search keeps no other request waiting.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sys

@@ -3,8 +3,6 @@
 `of_samples` reads them for some samples, from the files that have its rows, and `search` scans them.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict
@@ -16,8 +14,7 @@ import pyarrow as pa
 
 from telescope.dashboard.tables import OF_SAMPLE, Row, RunTables
 from telescope.errors import UserError
-from telescope.record.earlier import prompt_messages, upgrade
-from telescope.record.query import PROMPT_KEY, block_rows, exclude_damaged, sql_text
+from telescope.record.query import block_rows, exclude_damaged, sql_text
 from telescope.record.reader import READ_ATTEMPTS
 
 KEY = ", ".join(OF_SAMPLE)
@@ -26,10 +23,9 @@ SEARCHED = {
     "turns": ("text",),
     "tool_calls": ("arguments", "result"),
     "info": ("value",),
-    "samples": ("prompt_text", "completion_text"),
     "prompts": ("text",),
 }
-"""Texts that a search looks into. Those in `samples` are of earlier versions."""
+"""Texts that a search looks into."""
 
 NUM_SEARCHES = 16
 """Searches whose hits are kept, so that the pages of one result are scanned for once."""
@@ -89,13 +85,13 @@ class RunStore(RunTables):
             for key, rows in samples.items():
                 answers = sorted(turns[key], key=itemgetter("turn"))
                 for row in rows:
-                    said = row["completion_text"] or "\n".join(turn["text"] or "" for turn in answers)
+                    said = "\n".join(turn["text"] or "" for turn in answers)
                     yield {**row, **prompts[key], "completion_text": said}
 
     def conversations(self, keys: Collection[Key], where: str = "true") -> dict[Key, Row]:
         """Returns whole samples with `messages` of their prompts, `turns`, `tool_calls` and `info`, in order.
 
-        `where` is about columns of `samples`. A run of an earlier version reads as one of this version.
+        `where` is about columns of `samples`.
         """
         samples = self.of_samples("samples", keys, where)
         prompts = self.prompts(among(keys))
@@ -104,7 +100,6 @@ class RunStore(RunTables):
         found = {key: {**rows[0], **prompts[key]} for key, rows in samples.items() if rows}
         for key, sample in found.items():
             sample |= {name: sorted(whole[name][key], key=itemgetter(*order)) for name, order in orders.items()}
-            upgrade(sample)
         return found
 
     def of_samples(
@@ -124,17 +119,15 @@ class RunStore(RunTables):
 
         `where` is about columns that are in memory. `columns` are further ones of `samples`.
         """
-        shown = f"{KEY}, {PROMPT_KEY} AS prompt_key, prompt_text{columns}"
-        found = _by_key(self._files("samples", shown, where, *self._places("samples", where)))
-        own = among({(row["attempt"], row["prompt_key"]) for row in found.values()}, "prompt_key")
+        found = _by_key(self._files("samples", f"{KEY}, prompt_key{columns}", where, *self._places("samples", where)))
+        own = among({(row["attempt"], key) for row in found.values() if (key := row["prompt_key"])}, "prompt_key")
         rows = self._files("prompts", "attempt, prompt_key, text, messages", own, *self._places("prompts", own))
-        texts = {(row["attempt"], row["prompt_key"]): (row["text"], row["messages"]) for row in rows.to_pylist()}
-        parsed: dict[tuple[str | None, str | None], list[Row]] = {}
+        texts = {
+            (row["attempt"], row["prompt_key"]): {"prompt_text": row["text"], "messages": json.loads(row["messages"])}
+            for row in rows.to_pylist()
+        }
         for row in found.values():
-            prompt = texts.get((row["attempt"], row["prompt_key"]), (row["prompt_text"], None))
-            if prompt not in parsed:
-                parsed[prompt] = json.loads(prompt[1]) if prompt[1] else prompt_messages(prompt[0] or "")
-            row.update(prompt_text=prompt[0], messages=parsed[prompt])
+            row |= texts.get((row["attempt"], row["prompt_key"]), {"prompt_text": None, "messages": []})
         return found
 
     def beginnings(self, where: str, length: int, columns: str = "") -> dict[Key, Row]:
@@ -143,13 +136,13 @@ class RunStore(RunTables):
         Of a prompt it is the last user message: what is before it, such as a system prompt, is often the same. `where`
         is about columns that are in memory.
         """
-        found = self.prompts(where, f", left(completion_text, {length}) AS answer{columns}")
-        own = among(key for key, row in found.items() if row["answer"] is None)
+        found = self.prompts(where, columns)
+        own = among(found)
         first = f"{KEY}, arg_min(left(text, {length}), turn) AS answer"
         grouped = f"{own} AND role = 'assistant' GROUP BY {KEY}"
-        for key, row in _by_key(self._files("turns", first, grouped, *self._places("turns", own))).items():
-            found[key]["answer"] = row["answer"]
-        for row in found.values():
+        answers = _by_key(self._files("turns", first, grouped, *self._places("turns", own)))
+        for key, row in found.items():
+            row["answer"] = answers[key]["answer"] if key in answers else None
             messages = row["messages"]
             last = next((one for one in reversed(messages) if one["role"] == "user"), messages[-1] if messages else {})
             row["prompt"] = (last.get("content") or "")[:length]

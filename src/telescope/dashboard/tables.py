@@ -7,8 +7,6 @@ Invariants: a row is read once, so a request costs what is new since the last on
 another is read from the start. Nothing is written into a run.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import defaultdict
@@ -20,7 +18,7 @@ import duckdb
 import pyarrow as pa
 
 from telescope.dashboard.steps import StepColumns, StepMetrics
-from telescope.record.query import PROMPT_KEY, block_rows
+from telescope.record.query import block_rows
 from telescope.record.reader import Run, superseded_sql
 from telescope.record.tables import TABLES
 
@@ -28,9 +26,7 @@ OF_SAMPLE = ("attempt", "sample_id")
 """Columns that name the sample of a row."""
 
 LONG_COLUMNS = {
-    "samples": {
-        *("prompt_key", "prompt_text", "completion_text", "golden", "info_turns", "divergences", "failure_message")
-    },
+    "samples": {*("prompt_text", "completion_text", "golden", "info_turns", "divergences", "failure_message")},
     "prompts": {"environment", "text", "messages"},
     **{name: set(TABLES[name].column_names) - set(OF_SAMPLE) for name in ("turns", "tool_calls", "info")},
     "tokens": set(TABLES["tokens"].column_names) - {*OF_SAMPLE, "step"},
@@ -41,7 +37,6 @@ LONG_COLUMNS = {
 """Columns that stay in the files. Step metrics are in `StepColumns`."""
 
 DERIVED = {
-    "samples": ({"prompt_key", "prompt_text"}, f"{PROMPT_KEY} AS prompt_key"),
     "spans": ({"attributes"}, "try_cast(attributes['lane'] AS BIGINT) AS lane"),
     "step_stats": ({"bin_edges"}, "bin_edges[1] AS low, bin_edges[-1] AS high"),
 }

@@ -1,7 +1,5 @@
 """Spans, gauges and log lines of a time range: plain data for the API."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Annotated, Any
 

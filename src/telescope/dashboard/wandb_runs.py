@@ -4,8 +4,6 @@ Owns the questions to the server and what their failures mean. Does not own wher
 (`telescope.dashboard.remote`). Needs the package `wandb`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Iterator

@@ -18,10 +18,13 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from telescope.environments.arguments import load_arguments, refuse_misspelled, set_attributes
 from telescope.errors import UserError
+
+if TYPE_CHECKING:
+    from telescope.environments.judge import Judge
 
 ChatMessage = dict[str, Any]
 """A message for a chat template: `{"role": "user", "content": "..."}`. It may have a `turn_type`."""
@@ -216,6 +219,8 @@ class Environment(Dataset):
     add_thinking_prefix: bool = False
     uses_chat_template: bool = True
     keeps_eos_token: bool = False
+    judge: Judge | None = None
+    """A model that scores answers, from the keyword argument `judge`."""
     rollout: ClassVar[Callable[..., Awaitable[RewardResult]] | None] = None
     """`async def rollout(self, sample, context) -> RewardResult` replaces the turn loop and `compute_reward`. It gets
     answers of the policy from its `environments.context.RolloutContext`."""
@@ -227,7 +232,13 @@ class Environment(Dataset):
 
     _notices: tuple[str, ...] = ()
 
-    def __init__(self, eos_token: str | None = None, add_thinking_prefix: bool | None = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        eos_token: str | None = None,
+        add_thinking_prefix: bool | None = False,
+        judge: Judge | dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Receives the remaining keywords; those that `load_dataset` does not name become attributes.
 
         Raises `UserError` for a misspelled keyword.
@@ -236,6 +247,10 @@ class Environment(Dataset):
             self.eos_token = eos_token
         if add_thinking_prefix is not None:
             self.add_thinking_prefix = add_thinking_prefix
+        if judge is not None:
+            from telescope.environments.judge import Judge
+
+            self.judge = Judge.of(judge)
         refuse_misspelled(type(self), kwargs, Environment)
         self._load_arguments = load_arguments(type(self), kwargs, Environment)
         set_attributes(self, {key: value for key, value in kwargs.items() if key not in self._load_arguments})
@@ -274,6 +289,11 @@ class Environment(Dataset):
         prompt = "\n\n".join(str(message.get("content") or "") for message in messages)
         return {"empty answer": "", "prompt echoed": prompt} | ({GOLD: sample.answer} if sample.answer else {})
 
+    async def check_resources(self) -> None:
+        """Awaited once before a run, in a process of its own. Raises `UserError` for what resources lack."""
+        if self.judge is not None:
+            await self.judge.check()
+
     async def prepare_resources(self) -> None:
         """Awaited before the first completion is scored.
 
@@ -285,7 +305,8 @@ class Environment(Dataset):
 
     async def close_resources(self) -> None:
         """Awaited for some seconds when the process ends normally. Not called after a crash."""
-        return None
+        if self.judge is not None:
+            await self.judge.close()
 
 
 class SingleTurnEnvironment(Environment):

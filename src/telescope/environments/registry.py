@@ -2,7 +2,8 @@
 
 An environment named `<name>` is, in this order: `<name>/environment.py` in a folder of `environments_path`, an
 installed entry point of the group `telescope.environments`, or `src/telescope/environments/<name>/environment.py`. A
-name with a colon is `package.module:Class` and skips the search. Nothing needs to be registered.
+name with a colon is `<name>:<task>` if the file says `TAKES_TASK = True`; its class gets the attribute `task`. Any
+other is `package.module:Class`. Nothing needs to be registered.
 
 `Discovery` is the search, which evals share. It finds names and checks required packages from files and package
 metadata; only `load_class` imports user code.
@@ -22,7 +23,7 @@ import re
 import shlex
 import sys
 from abc import ABCMeta
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -30,7 +31,7 @@ from typing import Any
 
 from telescope.environments.arguments import instantiate, known_arguments, refuse_misspelled
 from telescope.environments.base import Environment, MultiTurnEnvironment, SingleTurnEnvironment
-from telescope.environments.user_code import describe_error
+from telescope.environments.user_code import describe_error, load_function
 from telescope.errors import UserError
 from telescope.utils.text import did_you_mean, user_path
 
@@ -48,6 +49,8 @@ class Source:
     file: Path | None
     folder: Path | None = None
     """Set for a folder of `environments_path`; its module is imported from there and not from `sys.path`."""
+    task: str = ""
+    """What follows the colon in `<name>:<task>`."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -76,18 +79,17 @@ class Discovery:
         return sorted(self._sources(folders))
 
     def has(self, name: str, folders: Sequence[str | Path] = ()) -> bool:
-        """Returns whether the search finds `name`. False for a name with a colon."""
-        return ":" not in name and name in self._sources(folders)
+        """Returns whether the search finds `name`. False for `package.module:Class`."""
+        return _named(name, self._sources(folders)) is not None
 
     def find(self, name: str, folders: Sequence[str | Path] = ()) -> Source:
         """The location of `name`. Raises `UserError` with the nearest name when there is none."""
+        sources = self._sources(folders)
+        if source := _named(name, sources):
+            return source if source.file else replace(source, file=_file_of(source.module, f"{self.kind} {name!r}"))
         if ":" in name:
             module, _, class_name = name.partition(":")
             return Source(name, module, class_name, _file_of(module, f"{self.kind} {name!r}"))
-        sources = self._sources(folders)
-        if name in sources:
-            source = sources[name]
-            return source if source.file else replace(source, file=_file_of(source.module, f"{self.kind} {name!r}"))
         raise UserError(self.no_such(name, sorted(sources)))
 
     def no_such(self, name: str, known: Sequence[str]) -> str:
@@ -123,7 +125,9 @@ class Discovery:
         source = self.check(name, folders)
         module = self._import(source)
         if source.class_name is None:
-            return self._only_class(module, source)
+            cls = self._only_class(module, source)
+            same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+            return type(cls.__name__, (cls,), {**same, "task": source.task}) if source.task else cls
         found = module
         for part in source.class_name.split("."):
             found = getattr(found, part, None)  # type: ignore[assignment]
@@ -191,6 +195,16 @@ class Discovery:
                 f"defines several: {', '.join(c.__name__ for c in leaves)}. Keep one, or name package.module:Class"
             )
         raise UserError(f"The {self.kind} {source.name!r} is not usable: {source.file} {problem}.")
+
+
+def _named(name: str, sources: Mapping[str, Source]) -> Source | None:
+    """The location of `<name>` or `<name>:<task>`, if there is one."""
+    name_of_folder, colon, task = name.partition(":")
+    source = sources.get(name_of_folder)
+    if source is None or not colon:
+        return source
+    takes_task = source.file is not None and "\nTAKES_TASK = True\n" in source.file.read_text(encoding="utf-8")
+    return replace(source, name=name, task=task) if takes_task else None
 
 
 def _file_of(module: str, what: str) -> Path | None:
@@ -348,14 +362,31 @@ def get_environment(name: str, /, *, environments_path: Sequence[str | Path] = (
 def make_environment(cls: type[Environment], name: str, kwargs: dict[str, Any]) -> Environment:
     """An instance of `cls` named `name`. Raises `UserError` for misspelled keyword arguments.
 
-    A `ToolEnvironment` whose `tools` are names gets them from `sandbox_tools`.
+    Of `tools`, `package.module:function` is imported, a name comes from `sandbox_tools`, and a mapping is a server of
+    `mcp_tools`. A single-turn environment with tools becomes a `ToolEnvironment`.
     """
-    if isinstance(tools := kwargs.get("tools"), list) and any(isinstance(tool, str) for tool in tools):
-        from telescope.environments.sandbox_tools import with_sandbox_tools  # which other environments do not need
+    if isinstance(tools := kwargs.get("tools"), list) and tools:
+        # Imported here, because other environments do not need them.
+        from telescope.environments.sandbox_tools import with_sandbox_tools
+        from telescope.environments.tool_env import with_tools
 
-        cls = with_sandbox_tools(cls)
+        is_path = [isinstance(tool, str) and ":" in tool for tool in tools]
+        tools = [load_function(t, f"{name}: the tool") if p else t for t, p in zip(tools, is_path, strict=True)]
+        kwargs = {**kwargs, "tools": tools}
+        if "tools" not in known_arguments(cls, Environment):
+            cls = with_tools(cls)
+        if any(isinstance(tool, str) for tool in tools):
+            cls = with_sandbox_tools(cls)
+        if any(isinstance(tool, dict) for tool in tools):
+            from telescope.environments.mcp_tools import with_mcp_tools
+
+            cls = with_mcp_tools(cls)
     refuse_misspelled(cls, kwargs, Environment, called=f"The environment {name!r}")
     environment: Environment = instantiate(cls, Environment, name, kwargs)
+    if isinstance(environment.judge, dict):  # of a constructor that drops it
+        from telescope.environments.judge import Judge
+
+        environment.judge = Judge.of(environment.judge)
     others = [key for key in kwargs if key not in known_arguments(cls, Environment)]
     if others:
         environment.notice(

@@ -91,8 +91,14 @@ class SandboxEnvironment(Environment):
         running = {name: self.answer_that_runs(command) for name, command in CHEATS.items()}
         return super().cheats(sample) | {name: answer for name, answer in running.items() if answer}
 
+    async def check_resources(self) -> None:
+        """Makes the provider. Raises `UserError` for a program, a package or a key that it lacks."""
+        await get_provider(self.provider, **self.provider_kwargs).close()
+        await super().check_resources()
+
     async def prepare_resources(self) -> None:
         """Starts the pool."""
+        await super().prepare_resources()
         self.sandboxes = await _started(self, self.sandbox_config, *self.pool_options)
 
     @property
@@ -102,10 +108,9 @@ class SandboxEnvironment(Environment):
 
     async def close_resources(self) -> None:
         """Destroys all sandboxes."""
-        pools = [self.sandboxes] if hasattr(self, "sandboxes") else []  # unset if the provider cannot be used
-        for pool in [*pools, *(each.result() for each in self.__dict__.get("_pools", {}).values() if each.done())]:
-            await pool.shutdown()
-            await pool.provider.close()
+        if hasattr(self, "sandboxes"):  # unset if the provider cannot be used
+            await _end(self.sandboxes)
+        await super().close_resources()
 
 
 async def pool_of(environment: Environment, image: str | None = None) -> GenericSandboxPool:
@@ -136,6 +141,19 @@ async def _started(
     pool = GenericSandboxPool(made, config, *sizes)
     await pool.start()
     return pool
+
+
+async def close_pools(environment: Environment) -> None:
+    """Destroys the sandboxes of the pools that `pool_of` made."""
+    pools: dict[str | None, asyncio.Future[GenericSandboxPool]] = environment.__dict__.get("_pools", {})
+    for pool in await asyncio.gather(*pools.values(), return_exceptions=True):
+        if isinstance(pool, GenericSandboxPool):
+            await _end(pool)
+
+
+async def _end(pool: GenericSandboxPool) -> None:
+    await pool.shutdown()
+    await pool.provider.close()
 
 
 class SandboxTools(SandboxEnvironment):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from telescope.environments.base import ChatMessage, EvalMetricsResult, RewardResult
+from telescope.environments.judge import USAGE
 
 LARGEST_NUMBER = 1e30
 """Largest reward or metric. Its square is finite in float64; advantages and their sum over a batch are finite in
@@ -45,7 +46,7 @@ def serialize_score(result: Any, for_eval: bool) -> dict[str, Any]:
     tags = {_text(key): _text(value) for key, value in _mapping(result.sample_tags, "sample_tags").items()}
     return {
         "total_reward": total,
-        "sample_metrics": metrics,
+        "sample_metrics": metrics | (USAGE.get() or {}),
         "golden_answers": golden,
         "info_turns": turns,
         "sample_tags": tags,

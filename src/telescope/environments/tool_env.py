@@ -19,9 +19,18 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-from telescope.environments.base import ChatMessage, MultiTurnEnvironment, RolloutState, Sample
+from telescope.environments.base import (
+    ChatMessage,
+    Environment,
+    MultiTurnEnvironment,
+    RewardResult,
+    RolloutState,
+    Sample,
+    SingleTurnEnvironment,
+)
 from telescope.environments.tool_calls import (
     FORM_SHOWN,
     ToolCall,
@@ -34,7 +43,7 @@ from telescope.environments.tool_calls import (
 )
 from telescope.environments.tool_schema import ArgumentError, Tool, func_to_tool_schema
 from telescope.environments.tool_template import ToolTemplate, tool_template
-from telescope.environments.user_code import DeadlinePassed, deadline, within
+from telescope.environments.user_code import DeadlinePassed, deadline, maybe_await, within
 from telescope.errors import InfrastructureError, UserError
 
 __all__ = [
@@ -82,7 +91,7 @@ class ToolEnvironment(MultiTurnEnvironment):
 
     def __init__(
         self,
-        tools: list[Callable[..., Any]] | None = None,
+        tools: list[Callable[..., Any] | Tool] | None = None,
         max_turns: int = 10,
         tool_call_format: ToolCallFormat = "xml",
         include_tool_schemas_in_prompt: bool = True,
@@ -99,7 +108,7 @@ class ToolEnvironment(MultiTurnEnvironment):
         self.tools = list(tools or ())
         self._tools: dict[str, Tool] = {}
         for function in self.tools:
-            tool = Tool(function)
+            tool = function if isinstance(function, Tool) else Tool(function)
             if tool.name in self._tools:
                 raise UserError(f"{type(self).__name__} has two tools named {tool.name!r}.")
             self._tools[tool.name] = tool
@@ -333,6 +342,29 @@ class _Response(list[ChatMessage]):
     def __await__(self) -> Generator[Any, None, list[ChatMessage]]:
         return self
         yield  # makes this a generator
+
+
+class _SingleTurnTools(ToolEnvironment):
+    """A mixin that gives a `SingleTurnEnvironment` tools. Its last answer is scored."""
+
+    tools_in_template = True
+
+    def get_initial_prompt(self, sample: Sample, tokenizer: Any = None) -> list[ChatMessage]:
+        messages = self.build_messages(sample.prompt)  # type: ignore[attr-defined]  # of the single-turn environment
+        return super().get_initial_prompt(replace(sample, prompt=messages), tokenizer)
+
+    async def compute_reward(self, state: RolloutState, eos_token: str = "") -> RewardResult:
+        score = super(MultiTurnEnvironment, self).compute_reward  # type: ignore[misc]
+        result: RewardResult = await maybe_await(score(state.trajectory[-1].text, state.sample, eos_token))
+        result.sample_metrics |= self.get_tool_metrics(state)
+        return result
+
+
+def with_tools(cls: type[Environment]) -> type[Environment]:
+    """Returns a single-turn environment as a `ToolEnvironment` that scores the last answer; another class as it is."""
+    if not issubclass(cls, SingleTurnEnvironment):
+        return cls
+    return type(cls.__name__, (_SingleTurnTools, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
 def _counts(state: RolloutState) -> dict[str, Any]:

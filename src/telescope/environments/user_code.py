@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import importlib.util
 import inspect
 import os
+import sys
 import sysconfig
 import threading
 import time
@@ -26,6 +28,8 @@ from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+
+from telescope.errors import UserError
 
 R = TypeVar("R")
 
@@ -193,6 +197,30 @@ def describe_error(error: BaseException, folder: Path | None = None) -> str:
     error = original_error(error)
     where = user_code_line(error, folder)
     return error_text(error) + (f" at {where}" if where else "")
+
+
+def load_function(name: str, use: str) -> Callable[..., Any]:
+    """Imports `package.module:function` or `file.py:function`. Raises `UserError`, which names its `use`."""
+    place, _, attribute = name.rpartition(":")
+    try:
+        if place.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(place).stem, Path(place).expanduser())
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules.setdefault(spec.name, module)  # dataclasses look their module up
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+    except Exception as error:
+        raise UserError(
+            f"{use} {name!r} cannot be imported: {describe_error(error)}. Write package.module:function of an "
+            "installed package, or path/to/file.py:function."
+        ) from error
+    function = getattr(module, attribute, None)
+    if not callable(function) or inspect.isclass(function):
+        known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise UserError(f"{use} {name!r}: {place} has no function {attribute!r}. It has: {', '.join(known) or 'none'}.")
+    return function
 
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")

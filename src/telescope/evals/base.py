@@ -9,8 +9,6 @@ and evaluation use the same prompts.
 looked up among the environments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -183,7 +181,7 @@ def get_eval(name: str, /, *, environments_path: Sequence[str | Path] = (), **kw
     does not know as attributes. Misspelled ones raise `UserError`, as do unknown ones of an eval without environment.
     """
     check_eval(name, environments_path)
-    if ":" not in name and not EVALS.has(name, environments_path):
+    if ENVIRONMENTS.has(name, environments_path) and not EVALS.has(name, environments_path):
         return _make_eval(EnvironmentEval, name, kwargs, environments_path, name)
     cls = EVALS.load_class(name, environments_path, also=Environment)
     if issubclass(cls, Eval):

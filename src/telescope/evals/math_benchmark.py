@@ -1,7 +1,5 @@
 """Base of the mathematical benchmarks: scoring of `hendrycks_math`, datasets of the hub."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, ClassVar

@@ -4,8 +4,6 @@ The unit of every interval is the item. Several completions of one item are aver
 independent; only items are resampled.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence

@@ -6,8 +6,6 @@ Does not own the metrics (docs/metrics.md), when an alert is repeated (`watch`) 
 The limits are wide: an alert that is often wrong is not read.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +42,7 @@ REPETITION = "rollouts/compression_ratio/mean"
 READ = frozenset(
     name
     for metric in (
-        *(WAIT, IDLE, REWARD, TRAINED_REWARD, NO_SIGNAL, STALE, TRUNCATED, KL, GRAD_NORM, ENTROPY, AGE, LENGTH),
+        *(WAIT, IDLE, REWARD, NO_SIGNAL, STALE, TRUNCATED, KL, GRAD_NORM, ENTROPY, AGE, LENGTH),
         *(REPETITION, MISMATCH, ALLOWED_MISMATCH),
     )
     for name in metric.split(" / ")
@@ -167,9 +165,8 @@ def entropy(history: History) -> Finding | None:
 
 def reward(history: History) -> Finding | None:
     """Finds a reward below half of the best ten steps, by more than three standard errors: not noise of few groups."""
-    name = REWARD if history.columns.get(REWARD) else TRAINED_REWARD
-    now = history.last(name)
-    windows = [history.last(name, WINDOW, skip) for skip in range(WINDOW, len(history.steps) - WINDOW + 1, WINDOW)]
+    now = history.last(REWARD)
+    windows = [history.last(REWARD, WINDOW, skip) for skip in range(WINDOW, len(history.steps) - WINDOW + 1, WINDOW)]
     best = max((window for window in windows if window), key=statistics.fmean, default=None)
     if best is None or len(now) < WINDOW // 2 or len(best) < WINDOW // 2:
         return None
@@ -179,7 +176,7 @@ def reward(history: History) -> Finding | None:
         return None
     return Finding(
         "reward", f"down from {top:.3g}", f"The reward fell to {mean:.3g} from {top:.3g}.",
-        "Read the newest answers, and continue from an earlier checkpoint with a lower learning_rate.", (name,),
+        "Read the newest answers, and continue from an earlier checkpoint with a lower learning_rate.", (REWARD,),
     )  # fmt: skip
 
 

@@ -1,7 +1,5 @@
 """The state of a run in words: verdict, health strip, progress and recorded alerts, for pages and terminals."""
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -235,17 +233,15 @@ def _outcome(history: History) -> list[dict[str, Any]]:
         points = [point for point in history.evals if point.name == history.evals[0].name]
         texts = [_accuracy(point) for point in (points[:1] if len(points) == 1 else (points[0], points[-1]))]
         return [_sentence(f"{points[0].name}: {', '.join(texts)}.", (), is_outcome=True)]
-    name = rules.REWARD if history.columns.get(rules.REWARD) else rules.TRAINED_REWARD
-    values = finite(history.columns.get(name, ()))
+    values = finite(history.columns.get(rules.REWARD, ()))
     if len(values) < 2:
         return []
     before, now = ends_of(values)
     window = min(WINDOW, len(values) // 2)
     span = "step" if window == 1 else f"{window} steps"
     texts = [f"{value:.3g}".replace("-", MINUS) for value in (before, now)]
-    groups = "all groups" if name == rules.REWARD else "the groups trained on"
-    text = f"Mean reward of {groups}: {texts[0]} in the first {span}, {texts[1]} in the last."
-    return [_sentence(text, (name,), is_outcome=True)]
+    text = f"Mean reward of all groups: {texts[0]} in the first {span}, {texts[1]} in the last."
+    return [_sentence(text, (rules.REWARD,), is_outcome=True)]
 
 
 def _accuracy(point: rules.EvalPoint) -> str:

@@ -4,8 +4,6 @@ Owns the history that the rules read and when an alert is repeated. A problem is
 `rules.WINDOW` steps, or has lasted for `SILENT_STEPS`, so that a lasting or a flickering one is not an alert per step.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable, Mapping

@@ -7,8 +7,6 @@ and websockets included, and requires `Authorization: Bearer <secret>`, which Op
 The server process reads the secret from its environment, never from its command line, which other users can read.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 from collections.abc import Awaitable, Callable, MutableMapping

@@ -4,8 +4,6 @@ Uses the server's OpenAI-compatible route, so the chat template and the parsers 
 with. Does not own the server.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any

@@ -6,8 +6,6 @@ every `BUCKET_SECONDS` its cumulative buckets (`_bucket` with the label `le`) fo
 for all metrics of a server are left out. Needs prometheus_client, as vLLM does.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -7,8 +7,6 @@ Invariant: no process of the group outlives `kill`, the exit of this object's ow
 (`child_guard`).
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -7,8 +7,6 @@ does not trace aborted requests. Invariants: the receiver requires the run's sec
 trace costs one warning; no request waits for its trace.
 """
 
-from __future__ import annotations
-
 import hmac
 import logging
 import secrets

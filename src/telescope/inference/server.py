@@ -10,8 +10,6 @@ port, answers its health route with an error (its engine has exited, or hangs: `
 `restart_window_seconds` the server is `failed` and stays so.
 """
 
-from __future__ import annotations
-
 import http.client
 import socket
 import threading

@@ -1,15 +1,11 @@
 """The error budget of each environment.
 
-Stops a run whose samples mostly fail.
-
 A failed sample is masked. But a run whose environment mostly fails does not train on what the user intended, so it
 stops with the causes.
 
 Prompts and samples are counted separately, against the same share, because prompts are rendered ahead: they would all
 fail before the first sample could succeed.
 """
-
-from __future__ import annotations
 
 import re
 from collections import Counter, deque
@@ -25,8 +21,6 @@ WINDOW = 512  # number of newest outcomes over which the share is computed
 _PLACE = re.compile(r"^environment .*?, item \d+(, rollout \S+)?: ")
 """Prefix of the pool's messages, which differs between samples with the same cause."""
 
-_WORKER_LOG = re.compile(r"environment-\d+\.log")
-
 
 What = Literal["samples", "prompts"]
 
@@ -35,11 +29,6 @@ What = Literal["samples", "prompts"]
 class _Failure:
     item: int
     message: str
-
-    @property
-    def cause(self) -> str:
-        """The message without the worker's number, equal for equal causes."""
-        return _WORKER_LOG.sub("environment.log", self.message)
 
 
 class ErrorBudget:
@@ -63,10 +52,10 @@ class ErrorBudget:
         failures = [outcome for outcome in outcomes if outcome is not None]
         if len(failures) < self._min_failures or len(failures) <= self._max_share * len(outcomes):
             return
-        newest = {failure.cause: failure for failure in failures}
+        last_item = {failure.message: failure.item for failure in failures}
         common = "; ".join(
-            f"{count} x {newest[cause].message}, last with item {newest[cause].item}"
-            for cause, count in Counter(failure.cause for failure in failures).most_common(3)
+            f"{count} x {cause}, last with item {last_item[cause]}"
+            for cause, count in Counter(failure.message for failure in failures).most_common(3)
         )
         raise RunError(
             f"environment {environment!r} failed {len(failures)} of its last {len(outcomes)} {what}, more than "

@@ -8,8 +8,6 @@ Results go to the record of the run that the checkpoints belong to, or to that o
 it is live.
 """
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from collections.abc import Sequence

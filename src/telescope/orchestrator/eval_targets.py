@@ -4,8 +4,6 @@ A target is a native checkpoint, a model folder, or a model of the Hugging Face 
 a temporary folder, unless its run has a converted one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

@@ -105,8 +105,8 @@ class SampleFilters:
 
     def _is_gibberish(self, sample: Trajectory) -> bool:
         return any(
-            bool(((g.token_ids_N > self.rare_token) & (g.logprobs_N < self.rare_logprob)).any())
-            for g in (turn.generation for turn in sample.turns)
+            bool(((s.token_ids_L > self.rare_token) & (s.engine_logprob_L < self.rare_logprob) & s.trained_L).any())
+            for s in sample.sequences()
         )
 
     def overlong_penalty(self, sample: Trajectory) -> float:
@@ -117,5 +117,5 @@ class SampleFilters:
         """
         if not self.penalty_factor:
             return 0.0
-        longest = max((len(turn.generation.token_ids_N) for turn in sample.turns), default=0)
+        longest = sample.totals.longest_answer
         return self.penalty_factor * min(max((longest - self.penalty_from) / self.penalty_buffer, 0.0), 1.0)

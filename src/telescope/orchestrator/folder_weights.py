@@ -6,8 +6,6 @@ code as a weight sync; its fingerprints are compared with those of the files. Ow
 Invariant: one server is loaded at a time by `sync_one`, and never twice with the same folder.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Sequence

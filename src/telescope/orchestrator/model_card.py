@@ -1,7 +1,5 @@
 """Model cards from the record of a run, and their upload."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -12,8 +12,6 @@ ends the run. The orchestrator knows samples and groups; a sample from its promp
 worker (`rollout.worker`), gradients to the trainer, and the record to the step recorder.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -4,8 +4,6 @@ Owns the buffer and the run's position in the prompt sequence. Prompts leave in 
 prompt comes first again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import deque

@@ -7,8 +7,6 @@ by weight; its items are visited without replacement and reshuffled each epoch. 
 calls, so resuming a run needs n only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Pure functions; `record/tables.toml` describes the columns. A sample is written once, when its outcome is final.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time
@@ -107,7 +105,7 @@ def sample_row(
         "metrics": dict(reward.sample_metrics) if reward is not None else {},
         "tags": dict(reward.sample_tags) if reward is not None else {},
         "stop_reason": sample.stop_reason,
-        "num_turns": len(sample.turns),
+        "num_turns": sample.num_turns,
         "prompt_tokens": sample.num_prompt_tokens,
         "completion_tokens": sample.num_completion_tokens,
         "start_version": start_version,
@@ -233,7 +231,7 @@ def tokens_row(tokens: SampleTokens, step: int | None) -> dict[str, Any]:
 def untrained_tokens_rows(sample: Trajectory, step: int | None) -> list[dict[str, Any]]:
     """Returns the rows of `tokens` of an untrained sample. They have no numbers of the trainer."""
     rows = []
-    for part in sample.sequences() if sample.turns else ():
+    for part in sample.sequences() if sample.num_turns else ():
         nan_L = np.full(part.length, np.nan, dtype=np.float32)
         mask_L = np.zeros(part.length, dtype=bool)
         arrays = part.token_ids_L, mask_L, part.engine_logprob_L, part.version_L, nan_L, nan_L

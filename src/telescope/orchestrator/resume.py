@@ -5,8 +5,6 @@ Compares the checkpoint with the files on disk, the model and the config, field 
 what the weights are: a change is refused, unless `resume_force` is set. All other changes are used, and listed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -4,8 +4,6 @@ Trains in a `session` with started components. Whatever happens, the components 
 the first error is raised.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import signal

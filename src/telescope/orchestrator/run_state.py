@@ -136,9 +136,7 @@ def _relabel(group: Group, step: int) -> bool:
         return min(version, 2 * step - version)
 
     for sample in group.samples:
-        for turn in sample.turns:
-            spans = turn.generation.version_spans
-            turn.generation.version_spans = [(label(version), first, end) for version, first, end in spans]
+        sample.relabel(label)
     oldest = group.oldest_version()
     group.start_version = min(label(group.start_version), group.start_version if oldest is None else oldest)
     return True

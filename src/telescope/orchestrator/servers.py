@@ -13,8 +13,6 @@ Invariant: a server's slots are open only while its process answers and has load
 of the eval that leases it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

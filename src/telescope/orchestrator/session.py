@@ -6,8 +6,6 @@ They end in reverse order, whatever happens; only the view outlives the record. 
 their own work in the middle.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, contextmanager

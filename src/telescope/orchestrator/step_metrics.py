@@ -3,8 +3,6 @@
 Names without `/` are in the section General, `a/b` is section a, metric b, and `a/b/c` is section a, group b, metric c.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -44,7 +42,7 @@ def batch_metrics(groups: Sequence[Group], advantages: Iterable[float], version:
         **_spread("rollouts/tokens_environment", (s.num_environment_tokens for s in samples)),
         **_spread("rollouts/tokens_total", (s.num_tokens for s in samples)),
         **_spread("rollouts/compression_ratio", (s.compression_ratio for s in samples if s.compression_ratio > 0)),
-        **_spread("rollouts/turns", (len(s.turns) for s in samples)),
+        **_spread("rollouts/turns", (s.num_turns for s in samples)),
         **_spread("staleness/steps", (version - s.version_range[0] for s in samples if s.version_range[0] >= 0)),
         "kept/groups": float(len(groups)),
         "kept/samples": float(len(samples)),
@@ -56,7 +54,7 @@ def batch_metrics(groups: Sequence[Group], advantages: Iterable[float], version:
             np.mean([max(row) / max(float(np.median(row)), 1.0) for row in lengths])
         ),
     }
-    divergences = sum((sample.divergences for sample in samples), Counter[str]())
+    divergences = sum((Counter(sample.divergences) for sample in samples), Counter[str]())
     metrics.update({f"rollouts/divergences/{name}": float(count) for name, count in sorted(divergences.items())})
     by_name: dict[str, list[float]] = defaultdict(list)
     for sample in samples:

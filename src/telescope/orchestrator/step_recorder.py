@@ -4,8 +4,6 @@ Owns the record rows of the loops, the metrics of a step, and the counts of disc
 Makes no decisions. Invariant: a group, its samples and its turns are written once, when their outcome is final.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Sequence
@@ -217,7 +215,7 @@ class StepRecorder:
         oldest = sample.version_range[0]
         age = version - oldest if oldest >= 0 else None
         row = record_rows.sample_row(sample, self._write_prompt(group), age=age, **outcome)
-        if not sample.turns:
+        if not sample.num_turns:
             row["prompt_tokens"] = row["total_tokens"] = len(group.prompt.token_ids)
         write("samples", row)
         status = row["status"]

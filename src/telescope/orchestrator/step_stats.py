@@ -1,7 +1,5 @@
 """Distributions of the numbers of a step's samples: rows of `step_stats`. Pure functions on arrays."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -132,7 +130,7 @@ def _numbers(sample: Trajectory, advantage: float, version: int) -> Numbers:
         "completion_tokens": sample.num_completion_tokens,
         "environment_tokens": sample.num_environment_tokens,
         "total_tokens": sample.num_tokens,
-        "num_turns": len(sample.turns),
+        "num_turns": sample.num_turns,
         **({"age": version - oldest} if oldest >= 0 else {}),
         **{f"sample_metrics/{name}": value for name, value in sample.reward.sample_metrics.items()},
     }

@@ -10,8 +10,6 @@ machine: after the second signal nothing is waited for, and the run's reaper (`c
 started.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io

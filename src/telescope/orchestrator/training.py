@@ -3,8 +3,6 @@
 Lost trainer ranks are restarted. After any other error, or a stop signal, a checkpoint is written if there is time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -15,8 +15,6 @@ server that fails is dropped from the rest of the sync with its communicator, an
 engine is resumed or closed. A trainer failure ends the sync at once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import shutil

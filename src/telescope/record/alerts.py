@@ -7,8 +7,6 @@ Invariants: `add` never waits. One command runs at a time, for at most `COMMAND_
 command cannot fill the disk.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Draws a line chart with intervals as SVG, without a plotting library."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape

@@ -10,8 +10,6 @@ Invariants: a file that cannot be read, or a missing git, costs an entry in `lef
 like secrets are never copied.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import logging

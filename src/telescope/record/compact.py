@@ -5,8 +5,6 @@ of the inputs is skipped by readers and removed by the next `compact`. A live ru
 compacted cannot be resumed.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from pathlib import Path

@@ -7,8 +7,6 @@ Invariant: a batch of rows always converts. A value that does not fit its column
 `problems`.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from telescope.record.schema import Table
+from telescope.record.tables import Table
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,6 @@ A `read` that raises is reported once per type of error and tried again. Problem
 appear in the log of the run.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

@@ -6,8 +6,6 @@ Invariants: logging never raises and never waits for the record. A disk that can
 stderr. Files and the terminal get lines without control sequences.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import sys

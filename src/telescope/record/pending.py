@@ -7,15 +7,12 @@ Invariants: only rows of `Keep.ALWAYS` tables may exceed the bounds. Tables with
 oldest rows of a table before newer ones. Every dropped row is counted.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from itertools import islice
 from typing import Any
 
 from telescope.record.convert import Batch
-from telescope.record.schema import Keep
-from telescope.record.tables import TABLES
+from telescope.record.tables import TABLES, Keep
 
 Row = dict[str, Any] | Batch
 """One row, or a batch of rows, which counts as one."""

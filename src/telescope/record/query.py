@@ -10,8 +10,6 @@ each row once and hides superseded steps, like `reader.Run.table`. A query start
 meanwhile, and when files are damaged; damaged files are left out and counted by `reader.Run.unreadable`.
 """
 
-from __future__ import annotations
-
 import re
 import tempfile
 from collections.abc import Sequence
@@ -24,9 +22,8 @@ import pyarrow as pa
 
 from telescope.errors import UserError
 from telescope.record.reader import READ_ATTEMPTS, Run, is_readable, superseded_sql
-from telescope.record.schema import type_name
 from telescope.record.table_files import TableFile
-from telescope.record.tables import IN_FLIGHT, PROMPT_KEY_DIGITS, TABLES
+from telescope.record.tables import IN_FLIGHT, TABLES, type_name
 from telescope.utils.text import did_you_mean, plain
 
 Connection = duckdb.DuckDBPyConnection
@@ -34,9 +31,6 @@ Files = list[tuple[Run, Path]]
 
 VIEWS = (*sorted(TABLES), IN_FLIGHT)
 """Views that a query can use."""
-
-PROMPT_KEY = f"coalesce(prompt_key, left(md5(concat(environment, chr(10), prompt_text)), {PROMPT_KEY_DIGITS}))"
-"""`prompt_key` of a row of `samples`. Earlier versions recorded the text of the prompt there."""
 
 _TEXTS = re.compile(r"prompt_text|completion_text|(?<!count\()\*|^\s*from|describe|summarize|show", re.IGNORECASE)
 """Matches queries that may need the texts of samples, which are joined from other tables."""
@@ -186,12 +180,6 @@ def all_rows(connection: Connection, run: Run, name: str, place: int, files: Fil
     if tails:
         tail = load(connection, f"{name}_{place}", pa.concat_tables(tails, promote_options="default"))
         rows = f"{rows} UNION ALL BY NAME {tail}"
-    if name == "samples":
-        return f"SELECT * REPLACE ({PROMPT_KEY} AS prompt_key) FROM ({rows})"
-    if name == "prompts":
-        samples = all_rows(connection, run, "samples", place, files)
-        earlier = "SELECT DISTINCT ON (attempt, prompt_key) attempt, prompt_key, environment, prompt_text AS text"
-        return f"{rows} UNION ALL BY NAME ({earlier} FROM ({samples}) WHERE prompt_text IS NOT NULL)"
     return rows
 
 
@@ -200,8 +188,7 @@ def _with_texts(connection: Connection, run: Run, samples: str, place: int, file
     prompts, turns = (all_rows(connection, run, name, place, files) for name in ("prompts", "turns"))
     answers = "SELECT attempt, sample_id, string_agg(text, chr(10) ORDER BY turn) AS answers"
     return (
-        "SELECT s.* REPLACE (coalesce(s.prompt_text, p.text) AS prompt_text, "
-        f"coalesce(s.completion_text, t.answers) AS completion_text) FROM ({samples}) s "
+        f"SELECT s.* REPLACE (p.text AS prompt_text, t.answers AS completion_text) FROM ({samples}) s "
         f"LEFT JOIN ({prompts}) p USING (attempt, prompt_key) LEFT JOIN ({answers} FROM ({turns}) "
         "WHERE role = 'assistant' GROUP BY attempt, sample_id) t USING (attempt, sample_id)"
     )

@@ -31,9 +31,8 @@ from telescope.record.convert import Batch
 from telescope.record.files import ProcessIdentity, RunFiles, WriterLock, overwrite_json, replace_json
 from telescope.record.pending import PendingRows, Row
 from telescope.record.run_info import HEARTBEAT_SECONDS
-from telescope.record.schema import Keep
 from telescope.record.table_writer import TableWriter
-from telescope.record.tables import COLUMN_NAMES, ROLLOUT_TABLES, TABLES
+from telescope.record.tables import COLUMN_NAMES, ROLLOUT_TABLES, TABLES, Keep
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,6 @@ are over all cores since the previous reading. Counters start with the machine. 
 the index that `nvidia-smi` shows; reading does not disturb their work.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import platform

@@ -4,15 +4,12 @@
     tables/samples/000000000640.arrows                 tail: rows from 640 on, an Arrow IPC stream
     tables/samples/000000000704.arrows                 the newest tail, which grows at every flush
 
-Rows are counted from 0 over the whole run. Tails become one block, which has their rows and replaces them. Blocks of
-earlier versions have a level in their name (`000000000000-000000000640.1.parquet`), which has no meaning anymore.
+Rows are counted from 0 over the whole run. Tails become one block, which has their rows and replaces them.
 
 Invariants: the rows on disk are `[0, n)`. A file appears complete, by a rename. A tail is removed after its block has
 appeared, and a reader lists tails before blocks: rows that are missing from its tails are in its blocks. There is no
 manifest: names, and the number of rows of the newest tail, show which files to open and which rows are missing.
 """
-
-from __future__ import annotations
 
 import os
 import re
@@ -22,7 +19,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-BLOCK_NAME = re.compile(r"^(\d+)-(\d+)(?:\.\d+)?\.parquet$")
+BLOCK_NAME = re.compile(r"^(\d+)-(\d+)\.parquet$")
 TAIL_NAME = re.compile(r"^(\d+)\.arrows$")
 
 AFTER_ALL_ROWS = 2**62

@@ -8,8 +8,6 @@ complete, by a rename. A block is on disk (fsync of file and folder) before its 
 before the next one begins. The folder's modification time changes with every append.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time
@@ -25,7 +23,6 @@ import pyarrow.parquet as pq
 from telescope.record.convert import Batch, conform, rows_to_table, warn_of
 from telescope.record.files import TEMPORARY_PREFIX, replace_file, sync, temporary_name
 from telescope.record.pending import Row
-from telescope.record.schema import Table
 from telescope.record.table_files import (
     BLOCK_NAME,
     TAIL_NAME,
@@ -36,6 +33,7 @@ from telescope.record.table_files import (
     read_tail,
     tail_name,
 )
+from telescope.record.tables import Table
 from telescope.utils.text import single_line
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from telescope.rollout.sample import Rollout, RolloutSettings, RolloutTask, Samp
 from telescope.rollout.trajectory import Trajectory
 
 REFERENCE, CANNED, MODEL = "reference solution", "canned answer", "the model"
-FORMS = ("<answer>{}</answer>", "\\boxed{{{}}}", "{}")
+FORMS = ("<answer>{}</answer>", "\\boxed{{}}", "{}")
 """Forms of an answer, the last of which is the gold alone."""
 CANNED_ANSWER = "I do not know."
 MAX_CALLS = 200
@@ -96,9 +96,10 @@ class Trial:
         needed = self.full_reward
         if reward > 0 if needed is None else reward >= needed - 1e-6:
             return None
+        wanted = "a reward" if needed is None else f"{needed:g}"
         return (
-            f"{self.answers[-1][:80]!r} earned {reward:g} instead of {'a reward' if needed is None else f'{needed:g}'}. "
-            "Correct the reward, or return answers that earn it from `solution(self, sample)`"
+            f"{self.answers[-1][:80]!r} earned {reward:g} instead of {wanted}. Correct the reward, or return answers "
+            "that earn it from `solution(self, sample)`"
         )
 
 
@@ -113,8 +114,13 @@ class Checks:
         *,
         timeout_seconds: float = 120.0,
         server: ChatServer | None = None,
+        form: str | None = None,
     ) -> None:
-        """Loads the environment and its dataset. Raises `UserError` as a run does."""
+        """Loads the environment and its dataset. Raises `UserError` as a run does.
+
+        `form` is that of the reference solution, with `{}` for the sample's answer.
+        """
+        self._forms = FORMS if form is None else (form,)
         self._renderer, self._server = renderer, server
         self._runner = EnvironmentRunner([spec], renderer, path)
         self._key = spec.identity
@@ -134,7 +140,7 @@ class Checks:
     async def _check(self, item: int) -> list[Trial]:
         sample = self.environment.get_sample(item)
         own = self.environment.solution(sample)
-        forms = [[form.format(sample.answer)] for form in FORMS] if sample.answer else []
+        forms = [[form.replace("{}", sample.answer)] for form in self._forms] if sample.answer else []
         tried = [await self._try(item, REFERENCE, answers) for answers in ([own] if own else forms)]
         trials = [next((trial for trial in tried if not trial.problem), *tried[:1])] if tried else []
         cheats = self.environment.cheats(sample)

@@ -13,6 +13,7 @@ from typing import Any
 
 from telescope.environments.base import Environment, RewardResult, Sample, eval_metrics_of
 from telescope.environments.context import Answer, Call, RefusedCall, RolloutContext
+from telescope.environments.judge import COMPLETE, USAGE
 from telescope.environments.sandbox_tools import pool_of
 from telescope.environments.serialization import serialize_score
 from telescope.environments.types import RewardRecord
@@ -54,6 +55,8 @@ class AgentRollout:
         assert environment.rollout is not None
         seconds = environment.rollout_timeout_seconds
         context = RolloutContext(self, time.monotonic() + seconds)
+        USAGE.set({})
+        COMPLETE.set(self._judge)
         self.api_key = self._endpoint.open(self.complete, self._count, self._drop)
         try:
             result = await within(seconds, without_exit(environment.rollout(sample, context)))
@@ -135,10 +138,9 @@ class AgentRollout:
 
     async def judge(self, prompt: str, schema: Mapping[str, Any] | None, model: str | None) -> Any:
         """Asks the environment's judge."""
-        judge = getattr(self._environment, "judge", None)
-        if judge is None:
+        if self._environment.judge is None:
             raise UserError(f"the environment {self._environment.name!r} has no judge: set `judge: {{url: ...}}`")
-        return await judge.ask(prompt, schema, model=model, policy=self._judge)
+        return await self._environment.judge.ask(prompt, schema, model)
 
     async def _judge(self, prompt: str) -> str:
         """Lets the policy judge. Its tokens are not trained."""

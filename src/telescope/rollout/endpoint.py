@@ -84,9 +84,9 @@ class _Rollout:
         earlier = self.calls[known]
         pending: _Pending | None = None
         if named or request.headers.get("x-stainless-retry-count", "0") != "0":
-            open_ = [each for each in earlier if not each.num_waiting and (each.lost or not each.is_read)]
-            if open_ or named or not self.num_refused:
-                pending = next(iter(open_ or earlier[-1:]), None)
+            unread = [each for each in earlier if not each.num_waiting and (each.lost or not each.is_read)]
+            if unread or named or not self.num_refused:
+                pending = next(iter(unread or earlier[-1:]), None)
             else:
                 self.num_refused -= 1  # it repeats a request that was refused, not one of these
         if pending is None:

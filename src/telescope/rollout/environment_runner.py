@@ -42,7 +42,7 @@ from telescope.environments.types import (
     digest_positions,
 )
 from telescope.environments.user_code import Steps, describe_error, settled, without_exit
-from telescope.errors import UserError
+from telescope.errors import UnreachableError, UserError
 from telescope.rollout.conversations import Conversations
 from telescope.rollout.rendering import Renderer, lost_message, without_breaks
 
@@ -132,8 +132,14 @@ class EnvironmentRunner:
         if checks_golds:
             with self._loading(spec, "dataset", "checking the answers of"):
                 report = report_golds(spec.name, environment)
-            if report is not None and (owner := wrapped_environment(environment)) is not None:
-                owner.notice(report)
+            if (owner := wrapped_environment(environment)) is not None:
+                if report is not None:
+                    owner.notice(report)
+                with self._loading(spec, "dataset", "checking the resources of"):
+                    try:
+                        asyncio.run(owner.check_resources())
+                    except UserError as error:  # another machine may have them
+                        raise UnreachableError(f"The environment {spec.name!r}: {error}") from error
         if self.renderer is not None:
             try:
                 self.prepare(position, 0)

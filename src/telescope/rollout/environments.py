@@ -29,6 +29,8 @@ import msgspec
 import numpy as np
 
 from telescope.environments.base import wrapped_environment
+from telescope.environments.judge import USAGE
+from telescope.environments.sandbox_tools import close_pools
 from telescope.environments.serialization import MalformedResultError
 from telescope.environments.types import Advance, FirstPrompt, PreparedPrompt, RewardRecord
 from telescope.environments.user_code import (
@@ -76,15 +78,16 @@ class LoadedEnvironments:
         self._thread = ThreadPoolExecutor(1, "user code")
         self._rollouts: dict[str, tuple[str, asyncio.Task[Any] | None]] = {}
         """Label and running call of each open rollout."""
+        found = [wrapped_environment(each) for each in runner.environments]
+        self._agents = [each for each in found if each is not None and each.rollout is not None]
         self._endpoint = Endpoint(["policy", *([runner.renderer.spec.tokenizer_path] if runner.renderer else [])])
 
     async def start(self) -> None:
         """Opens the endpoint for agents, if an environment has any, and prepares the resources of this process."""
-        agents = [each for each in map(wrapped_environment, self._runner.environments) if each and each.rollout]
-        if agents:
+        if self._agents:
             folder = tempfile.mkdtemp(prefix="telescope-")  # a path of a Unix socket has at most 107 characters
             await self._endpoint.start(Path(folder, "endpoint"))
-            for environment in agents:
+            for environment in self._agents:
                 environment.endpoint_socket = f"{folder}/endpoint"
         await self._runner.prepare_own_resources()
 
@@ -99,6 +102,7 @@ class LoadedEnvironments:
         """Scores the completion of a single-turn environment: its reward, or the metrics of an evaluation."""
         method = "compute_eval_metrics" if for_eval else "compute_reward"
         position, ids = self._positions[env_key], np.asarray(completion_token_ids).tolist()
+        USAGE.set({})
         await self.prepare_resources(position)
         steps = self._runner.score(position, index, ids, stop_reason, for_eval=for_eval)
         return await self._timed(steps, f"environment {env_key!r}, item {index}: {method}")
@@ -106,6 +110,7 @@ class LoadedEnvironments:
     async def begin(self, rollout: str, env_key: str, index: int, *, interleaved: bool = True) -> FirstPrompt:
         """Begins a multi-turn rollout. `interleaved` False renders the whole conversation for every turn."""
         label = f"environment {env_key!r}, item {index}, rollout {rollout!r}"
+        USAGE.set({})
         position = self._positions[env_key]
         steps = self._runner.begin(rollout, position, index, interleaved=interleaved)
         self._rollouts[rollout] = label, None
@@ -161,6 +166,8 @@ class LoadedEnvironments:
     async def close(self) -> None:
         """Ends open rollouts, and closes resources."""
         await self._endpoint.stop()
+        for environment in self._agents:
+            await close_pools(environment)
         try:
             await asyncio.wait_for(self._runner.close(), CLOSE_SECONDS)
         except TimeoutError:

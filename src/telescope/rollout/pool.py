@@ -344,8 +344,6 @@ class RolloutPool:
 
     def _ended(self, group: RunningGroup, index: int, sample: Trajectory | BaseException) -> None:
         del group.samples[index]
-        if isinstance(sample, Trajectory) and sample.turns and not sample.turns[0].added_token_ids:
-            sample.turns[0].added_token_ids = group.task.samples[index].prompt_token_ids
         if not group.samples:
             del self._groups[group.task.key]
             if group in self._suspects:

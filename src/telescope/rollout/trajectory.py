@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +52,21 @@ class Turn:
     """Calls in this answer, as `ToolCall.record` has them."""
     server: int = -1
     slot: int = -1
+
+
+@dataclass(slots=True)
+class Totals:
+    """Numbers of a sample's turns."""
+
+    num_turns: int
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_environment_tokens: int
+    longest_answer: int
+    """Tokens of the longest answer."""
+    finish_reason: str
+    version_range: tuple[int, int]
+    divergences: dict[str, int]
 
 
 @dataclass
@@ -92,6 +108,9 @@ class Trajectory:
     """Tokens of each conversation that began again because its state was lost."""
     payload: Any = None
     """What belongs to its tokens besides their ids (`GenerateRequest.payload`)."""
+    folded: Totals | None = None
+    parts: list[TrainSample] = field(default_factory=list)
+    """Its sequences, once it is folded."""
     rows: dict[str, Batch] = field(default_factory=dict)
     """Its rows of the record's tables, once the driver has it (`sample_rows`)."""
     server_index: int = -1
@@ -118,14 +137,23 @@ class Trajectory:
         return self.failure_kind or self.filtered_by
 
     @property
+    def totals(self) -> Totals:
+        """Numbers of its turns."""
+        return self.folded or self._totals()
+
+    @property
+    def num_turns(self) -> int:
+        return self.totals.num_turns
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Tokens of the first prompt."""
-        return len(self.turns[0].added_token_ids) if self.turns else 0
+        return self.totals.num_prompt_tokens
 
     @property
     def num_completion_tokens(self) -> int:
         """Sampled tokens of all turns."""
-        return sum(len(turn.generation.token_ids_N) for turn in self.turns)
+        return self.totals.num_completion_tokens
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -136,14 +164,43 @@ class Trajectory:
     @property
     def num_environment_tokens(self) -> int:
         """Tokens that the environment added between turns. Of a conversation that begins anew, what is new counts."""
-        total, before = 0, 0
+        return self.totals.num_environment_tokens
+
+    def fold(self) -> None:
+        """Replaces the turns of an ended sample by their numbers and sequences, whose size is that of the tokens."""
+        self.folded, self.parts, self.turns = self._totals(), self.sequences() if self.turns else [], []
+
+    def _totals(self) -> Totals:
+        environment, before = 0, 0
         lengths: list[int] = []
+        sampled = [len(turn.generation.token_ids_N) for turn in self.turns]
         for index, turn in enumerate(self.turns):
             added = len(turn.added_token_ids)
-            total += max(added - before if turn.parent is None else added, 0) if index else 0
-            before = (0 if turn.parent is None else lengths[turn.parent]) + added + len(turn.generation.token_ids_N)
+            environment += max(added - before if turn.parent is None else added, 0) if index else 0
+            before = (0 if turn.parent is None else lengths[turn.parent]) + added + sampled[index]
             lengths.append(before)
-        return total
+        versions = [span[0] for turn in self.turns if turn.trained for span in turn.generation.version_spans]
+        return Totals(
+            num_turns=len(self.turns),
+            num_prompt_tokens=len(self.turns[0].added_token_ids) if self.turns else 0,
+            num_completion_tokens=sum(sampled),
+            num_environment_tokens=environment,
+            longest_answer=max(sampled, default=0),
+            finish_reason=self.turns[-1].generation.finish_reason if self.turns else "",
+            version_range=(min(versions), max(versions)) if versions else (-1, -1),
+            divergences=Counter(turn.divergence for turn in self.turns if turn.divergence is not None),
+        )
+
+    def relabel(self, label: Callable[[int], int]) -> None:
+        """Gives its tokens other policy versions. `label` keeps -1, that of tokens that were not sampled."""
+        for turn in self.turns:
+            spans = turn.generation.version_spans
+            turn.generation.version_spans = [(label(version), first, end) for version, first, end in spans]
+        for part in self.parts:
+            part.version_L = np.array([label(version) for version in part.version_L.tolist()], dtype=np.int32)
+        if self.folded is not None and self.folded.version_range[0] >= 0:
+            known = {version for part in self.parts for version in part.version_L[part.trained_L].tolist()}
+            self.folded.version_range = min(known), max(known)
 
     def path(self, index: int) -> list[int]:
         """Returns the indices of the turns of a conversation, from its beginning to the turn at `index`."""
@@ -167,19 +224,18 @@ class Trajectory:
     @property
     def stop_reason(self) -> str:
         """`length` after a cut-off answer, else the environment's or engine's reason."""
-        finish_reason = self.turns[-1].generation.finish_reason if self.turns else ""
+        finish_reason = self.totals.finish_reason
         return finish_reason if finish_reason == "length" else self.end_reason or finish_reason
 
     @property
-    def divergences(self) -> Counter[str]:
-        """Counts of turn joins that differ from the chat template, by name."""
-        return Counter(turn.divergence for turn in self.turns if turn.divergence is not None)
+    def divergences(self) -> dict[str, int]:
+        """Counts of turn joins that differ from the chat template, and of forks, by name."""
+        return self.totals.divergences
 
     @property
     def version_range(self) -> tuple[int, int]:
-        """Oldest and newest policy version of the sampled tokens, or (-1, -1)."""
-        versions = [span[0] for turn in self.turns if turn.trained for span in turn.generation.version_spans]
-        return (min(versions), max(versions)) if versions else (-1, -1)
+        """Oldest and newest policy version of the trained tokens, or (-1, -1)."""
+        return self.totals.version_range
 
     @property
     def completion_text(self) -> str:
@@ -191,6 +247,8 @@ class Trajectory:
         It needs a turn. Each has token ids with a trained flag, the engine's logprob and the policy version per token;
         no reward. A sampled token is trained in the first sequence that has it.
         """
+        if self.folded is not None:
+            return self.parts
         inner = {turn.parent for turn in self.turns}
         leaves = [index for index in range(len(self.turns)) if index not in inner]
         done: set[int] = set()

@@ -22,7 +22,6 @@ from telescope.rollout.exchange import TRAINING, GroupTask, LaneState, Orders, R
 from telescope.rollout.request_slots import GroupSlotPool, RequestSlotPool
 from telescope.rollout.sample import Environments, Rollout, RolloutTask
 from telescope.rollout.sample_rows import encode_rows
-from telescope.rollout.trajectory import Trajectory
 from telescope.sandbox.activity import SAMPLE
 
 MANY_EVENTS = 32
@@ -76,6 +75,8 @@ class RolloutWorker:
                 await self._events(number, MANY_EVENTS, linger)
         report, self._report, self._is_slot_free = self._report, Report(), False
         report.rows = encode_rows(report.trajectories, self._warned)
+        for sample in report.trajectories:
+            sample.fold()
         report.running, report.is_stuck = self._news_of_running(), self._environments.is_stuck
         report.lanes = {
             name: LaneState([server.used for server in slots.servers], slots.num_free, slots.num_waiting)
@@ -163,10 +164,6 @@ class RolloutWorker:
             del self._groups[key]
             if group.task.lane in self.lanes:
                 self.lanes[group.task.lane].forget_group(key)
-        if isinstance(ended, Trajectory) and ended.turns:
-            first = ended.turns[0]
-            if first.added_token_ids is rollout.task.prompt_token_ids:
-                first.added_token_ids = []  # the driver has it
         self._report.samples.append((key, index, ended))
         self._changed.set()
 

@@ -4,8 +4,6 @@
 can be looked at, and ends, and removes the folder, when its standard input is closed.
 """
 
-from __future__ import annotations
-
 import select
 import shutil
 import subprocess

@@ -6,8 +6,6 @@ whose files do not match their checksums is removed and built again. Of two proc
 same time, both get the folder of the one that finished first.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

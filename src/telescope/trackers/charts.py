@@ -1,7 +1,5 @@
 """Turns rows of the record into what trackers draw: numbers of gauges, and histograms of steps."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any

@@ -6,8 +6,6 @@ Invariants: what trackers print goes to stderr, which is a log file. Stdout has 
 that blocks or fails costs its own numbers only. Nothing waits in memory: a slow tracker reads the record later.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -4,8 +4,6 @@ The axis of step metrics is the step; that of gauges is seconds since the run st
 but not torch or TensorFlow.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterable, Mapping

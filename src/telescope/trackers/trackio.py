@@ -3,8 +3,6 @@
 Gauges are trackio's system metrics, at the time of the call. Needs `pip install trackio`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

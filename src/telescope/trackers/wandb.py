@@ -6,8 +6,6 @@ Invariants: attempts of a run are one run of W&B, whose id is that in `run.json`
 offline.
 """
 
-from __future__ import annotations
-
 import configparser
 import contextlib
 import netrc

@@ -8,8 +8,6 @@ Invariants: a file that has not changed is uploaded once, also over several atte
 tails of a table, by a block) is removed, on the server some minutes later, when no reader needs it anymore.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -36,7 +34,7 @@ MANIFEST = f"{FOLDER}/files.json"
 PATTERNS = {
     "code": ("code/*",),
     "logs": ("tables/logs/*",),
-    "logs_detailed": ("logs/driver.log", "logs/environment*.log"),
+    "logs_detailed": ("logs/driver.log", "logs/rollout-*.log"),
     "logs_stdout": ("logs/trainer-*.log", "logs/inference-*.log"),
 }
 """Files of each kind that a config can leave out. Other log files are never copied; everything else is `record`."""

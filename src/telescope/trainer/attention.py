@@ -13,8 +13,6 @@ length share one causal scaled-dot-product call, where padding on the right need
 reach it. `padded` alone has soft-capped scores and attention sinks, for which it writes the scores to memory.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 from dataclasses import dataclass, field

@@ -8,8 +8,6 @@ One compiled function serves all recomputed blocks, another all others, with dyn
 length does not compile anything.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable

@@ -6,8 +6,6 @@ alone: a recurrence that would mix packed samples, a change of the logits that i
 cannot be replaced and rotary positions that depend on the row show as differences, whatever their cause.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

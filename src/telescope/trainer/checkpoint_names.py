@@ -5,8 +5,6 @@ a matrix per expert under other names. Owns the conversion, by transformers' own
 meta tensors. Only tensors of experts are copied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -5,8 +5,6 @@ another length, other rotary positions, a scale) would train the model to compen
 compared by position in the sample, since many of these errors begin behind a boundary of the model's config.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -8,8 +8,6 @@ github.com/Dao-AILab/flash-attention), called through the two functions that tor
 Invariants: a token attends to earlier tokens of its own segment only; outputs and gradients are contiguous.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable

@@ -6,8 +6,6 @@ them. The trainer gathers them, and `orchestrator.conversion` reads them from a 
 Invariant: a model folder is complete or absent. It is written under another name and renamed.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

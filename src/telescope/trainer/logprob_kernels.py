@@ -15,8 +15,6 @@ share a few spans of the vocabulary and cover all tokens in turn, so that the we
 is read from memory once.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -10,8 +10,6 @@ Invariant: the names of all other parameters do not change. Those of an adapter 
 `.lora_A.weight` and `.lora_B.weight`, in peft's files behind `FILE_PREFIX`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping

@@ -5,8 +5,6 @@ Invariant: a micro-batch contributes a sum over its trained tokens, never a mean
 do not change the weight of a token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

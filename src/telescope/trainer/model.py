@@ -4,8 +4,6 @@ Owns loading and the changes of the loaded model: packed attention, the output l
 images and sound. Does not own sharding. Invariant: parameter names without `PREFIX` are those of transformers.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass

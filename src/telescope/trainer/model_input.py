@@ -5,8 +5,6 @@ not own the tensors of the loss (`trainer.loss`), which are always those of the 
 trained tokens are chosen before the cut, so that the last token of a part predicts the first of the next.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

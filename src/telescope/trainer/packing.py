@@ -7,8 +7,6 @@ counts by which the loss is divided are those of all ranks. A dummy micro-batch 
 optimizer step has fewer samples than micro-batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise

@@ -12,8 +12,6 @@ Invariants: a token without recorded routes goes where the trainer would send it
 block is recomputed, and agreement is counted in forward passes of training alone.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

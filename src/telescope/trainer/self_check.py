@@ -5,8 +5,6 @@ own the verdicts (`telescope.verify`) nor the packing. Every function is collect
 step inputs.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

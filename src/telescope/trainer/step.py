@@ -9,8 +9,6 @@ computed from the logprobs of all of its trained tokens, on every rank that has 
 metrics depend on how ranks share a row. A gradient that is not finite ends the run before it reaches the weights.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from abc import abstractmethod

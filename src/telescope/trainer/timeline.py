@@ -3,8 +3,6 @@
 A reading of the allocator copies counters that it keeps anyway, and does not touch the stream.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -7,8 +7,6 @@ Invariants: every method except `setup` requires `setup`, and is called on all r
 ranks ends after `COLLECTIVE_TIMEOUT` with an error in every rank that still runs.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import time

@@ -4,8 +4,6 @@ Reading runs in threads, because a query may take a second over a slow disk. The
 opened, and again when the run has grown.
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import ClassVar
 

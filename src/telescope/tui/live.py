@@ -4,8 +4,6 @@ Each prints plain lines where stderr is no terminal. A view has its own thread, 
 time without affecting the run.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -3,8 +3,6 @@
 `read_overview` collects what is shown, with the functions of the dashboard's Overview, and `draw` renders it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Samples: a list with a filter, and the conversation of one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Texts and numbers of a run for a terminal, without control sequences or markup."""
 
-from __future__ import annotations
-
 import math
 from datetime import timedelta
 from typing import Any

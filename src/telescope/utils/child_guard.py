@@ -10,8 +10,6 @@ the shim starts. If the shim itself is killed, that signal ends the command at a
 ends the other processes of the engine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
@@ -82,11 +80,13 @@ def main(argv: list[str]) -> int:
     # SIGTERM goes to the engine, which shuts down by itself; the supervisor kills it after a grace period.
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    while (code := child.poll()) is None:
+    code = None
+    while code is None:
+        time.sleep(POLL_SECONDS)
+        code = child.poll()  # before the parent is looked at: a command that reads from it ends with it
         if os.getppid() != parent:
             kill_group(os.getpgid(0))
             time.sleep(60)  # killed with the group
-        time.sleep(POLL_SECONDS)
     sys.stderr.write(f"telescope: engine process {child.pid} {describe_exit(code)}\n")
     sys.stderr.flush()
     return code if code >= 0 else 128 - code

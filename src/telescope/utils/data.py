@@ -1,7 +1,5 @@
 """Reads the tables that modules have beside them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Digests of files (SHA-256, as `sha256sum` prints them), by which damage and exchanged files are recognized."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from collections.abc import Iterable, Mapping

@@ -6,8 +6,6 @@ Used by the control channel of weight transfers and the engine's binary response
 nothing is unpickled.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import struct

@@ -1,7 +1,5 @@
 """Whether optional packages are installed, without importing them."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 

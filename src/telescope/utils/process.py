@@ -8,8 +8,6 @@ of milliseconds, in which the driver's event loop reads no answer, or a trainer 
 all of these objects exist before the work begins and are never freed, so they are excluded.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import contextlib

@@ -1,7 +1,5 @@
 """Formats text and counts, suggests names for mistyped ones, and checks the text of paths."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable

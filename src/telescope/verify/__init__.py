@@ -1,4 +1,4 @@
 """Checks engine, trainer and weights on the user's hardware and configuration.
 
-`checks` measures the claims, `run` starts the components and orders the checks, `report` holds the results.
+`checks` measures the claims, `run` starts the components and orders the checks.
 """

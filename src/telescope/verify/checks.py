@@ -16,13 +16,12 @@ advantages are random and never 0, so that every sample contributes to a gradien
 equal.
 """
 
-from __future__ import annotations
-
 import asyncio
-import dataclasses
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -32,9 +31,38 @@ from telescope.rollout.sample import RolloutTask
 from telescope.rollout.trajectory import Trajectory
 from telescope.trainer.batch import StepInput, TrainSample
 from telescope.trainer.packing import pack_step, truncate_to
-from telescope.verify.report import Check, compare_logprobs
 from telescope.weights.plan import TensorMeta
 from telescope.weights.probe import ProbeReport, loosest_tolerance
+
+
+@dataclass(frozen=True)
+class Check:
+    """One claim with its measurement, its bound and the result. `values` holds all numbers."""
+
+    name: str
+    measured: str
+    bound: str
+    ok: bool
+    seconds: float = 0.0
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Report:
+    """All checks of one verification, in order."""
+
+    checks: list[Check] = field(default_factory=list)
+    config_hash: str = ""
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Returns whether there are checks and all of them passed."""
+        return bool(self.checks) and all(check.ok for check in self.checks)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the content of `--json`."""
+        return {"ok": self.ok, **asdict(self), "seconds": round(self.seconds, 3)}
 
 
 async def check_parity(components: RunComponents, samples: list[TrainSample], inputs: list[StepInput]) -> Check:
@@ -251,9 +279,7 @@ async def sample_groups(
     """
     config = components.config
     num_groups = max(config.num_inference_servers, math.ceil(NUM_SAMPLES / config.group_size))
-    settings = dataclasses.replace(
-        components.settings, sampling=dataclasses.replace(components.settings.sampling, top_p=top_p)
-    )
+    settings = replace(components.settings, sampling=replace(components.settings.sampling, top_p=top_p))
     key = components.keys.training[0]
     num_items = components.rollouts.infos[key].num_samples
 
@@ -297,3 +323,30 @@ async def sample_groups(
 def engine_logprobs(samples: list[TrainSample]) -> np.ndarray:
     """Returns the engine's logprobs of all trained tokens, sample by sample."""
     return np.concatenate([sample.engine_logprob_L[sample.trained_L] for sample in samples])
+
+
+def compare_logprobs(
+    name: str, one_N: np.ndarray, other_N: np.ndarray, dtypes: Sequence[str], temperature: float
+) -> Check:
+    """Compares two computations of the same logprobs. The tolerance is that of their dtypes.
+
+    The mean is bounded, and in float32 the maximum. In half precision a rare token can have a large error, so the 99th
+    percentile is bounded instead.
+    """
+    difference_N = np.abs(np.asarray(one_N, np.float64) - np.asarray(other_N, np.float64))
+    if difference_N.size == 0:
+        return Check(name, "no token to compare", "", ok=False)
+    dtype, tolerance = loosest_tolerance(dtypes, temperature)
+    maximum, mean, p99 = difference_N.max(), difference_N.mean(), np.quantile(difference_N, 0.99)
+    outermost, of = (p99, "p99") if dtype != "float32" else (maximum, "max")
+    return Check(
+        name,
+        f"mean {mean:.1e}, p99 {p99:.1e}, max {maximum:.1e} nats over {difference_N.size:,} tokens",
+        f"mean {tolerance.mean:.1e}, {of} {tolerance.maximum:.1e} ({dtype})",
+        # Written so that NaN fails.
+        ok=bool(mean <= tolerance.mean and outermost <= tolerance.maximum),
+        values={
+            "tokens": int(difference_N.size), "mean": float(mean), "p99": float(p99), "max": float(maximum),
+            "allowed_mean": tolerance.mean, f"allowed_{of}": tolerance.maximum, "temperature": temperature,
+        },
+    )  # fmt: skip

@@ -5,8 +5,6 @@ Owns the order of the checks and the temporary run directory. The components are
 the directory with the logs is removed unless a check fails.
 """
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 import time
@@ -22,7 +20,7 @@ from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.session import Session, View
 from telescope.orchestrator.status import Interrupted, RunStatus
 from telescope.verify import checks
-from telescope.verify.report import Check, Report
+from telescope.verify.checks import Check, Report
 
 
 def run_verification(

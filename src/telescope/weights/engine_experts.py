@@ -13,8 +13,6 @@ Invariants:
   type represents exactly.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

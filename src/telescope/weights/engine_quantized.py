@@ -13,8 +13,6 @@ Invariants:
 - Only fingerprints are kept, and one matrix for each fused layer, or expert, that has not arrived completely.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any

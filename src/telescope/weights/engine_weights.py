@@ -18,8 +18,6 @@ Invariants:
 - A tensor without a location, and a parameter that no tensor explains, are reported, never skipped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any

@@ -17,8 +17,6 @@ Values that matrix kernels do not distinguish have the same bits: zeros of eithe
 below the smallest normal number, which some CPU kernels flush.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

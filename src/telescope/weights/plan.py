@@ -9,8 +9,6 @@ larger. Both ends compare `UpdateInfo.digest` before the first byte, because glo
 about a size.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -8,8 +8,6 @@ learning rate. *Logprobs* are approximate, but cover the whole forward pass of b
 comparison of weights can: another RoPE, a wrong norm epsilon, a graph that reads old addresses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

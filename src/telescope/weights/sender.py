@@ -9,8 +9,6 @@ exits or misses the deadline fails its own communicator and is listed in the rep
 bucket i is sent. A buffer is written again only after all its broadcasts have ended.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import InitVar, dataclass, field

@@ -13,7 +13,7 @@ from tests.e2e.stack.conftest import Stack
 
 from telescope.orchestrator.run_components import RunComponents
 from telescope.orchestrator.status import RunStatus
-from telescope.verify.report import Check
+from telescope.verify.checks import Check
 from telescope.verify.run import run_checks
 
 pytestmark = pytest.mark.e2e

@@ -241,3 +241,24 @@ async def test_a_process_of_an_agent_ends_with_all_that_it_started(bench: Any) -
     tags = (await made.run()).reward.sample_tags
     assert (tags["url"].startswith("http://127.0.0.1:"), tags["said"]) == (True, "hello")
     assert await asyncio.to_thread(ended, Path("/proc", tags["child"])), "its child lives on"
+
+
+class InSandbox(Agent):
+    async def rollout(self, sample: Sample, context: Any) -> RewardResult:
+        answer = await context.generate([{"role": "user", "content": sample.prompt}])
+        sandbox = await context.sandbox()
+        await sandbox.write("/tmp/answer", answer.text)
+        result = await sandbox.run("cat /tmp/answer; echo $OPENAI_BASE_URL", env=context.env())
+        said, url = result.stdout.split()
+        return RewardResult(float(said == sample.answer), sample_tags={"url": url, "id": sandbox.handle.id})
+
+
+@pytest.mark.sandbox
+async def test_a_sandbox_of_an_agent_ends_with_its_rollout(bench: Any) -> None:
+    made = await bench(InSandbox, ["4"])
+    sample = await made.run()
+    assert sample.reward.total_reward == 1.0
+    assert sample.reward.sample_tags["url"] == "http://127.0.0.1:8000/v1", "where the sandbox shows the endpoint"
+    (environment,) = made.environments._agents
+    (pool,) = environment.__dict__["_pools"].values()
+    assert sample.reward.sample_tags["id"] not in {handle.id for handle in pool.result().all_sandboxes}

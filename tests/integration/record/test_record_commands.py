@@ -271,10 +271,10 @@ def test_control_sequences_in_names_and_errors_do_not_reach_a_terminal(capsys, t
     with Recorder(tmp_path / "run\x1b[2J", flush_seconds=0.01) as recorder:
         info = begin_run(recorder, name="na\x1b[31mme", config_hash="", config_json="{}")
         recorder.write("steps", {"step": 1, "metrics": {}})
-        recorder.write("samples", {"sample_id": "1", "prompt_text": "\x1b[31mred"})
+        recorder.write("prompts", {"prompt_key": "1", "text": "\x1b[31mred"})
         end_run(recorder, info, "failed", config_json="{}", error="it broke")
     assert main(["runs", "--root", str(tmp_path)]) == 0
-    assert main(["query", "SELECT prompt_text::INTEGER FROM samples", "--root", str(tmp_path)]) == 2
+    assert main(["query", "SELECT text::INTEGER FROM prompts", "--root", str(tmp_path)]) == 2
     out, error = capsys.readouterr()
     assert "name" in out and "it broke" in out and "red" in error
     assert "\x1b" not in out + error

@@ -71,7 +71,7 @@ def upload(stored: StoredRun, run_dir: Path) -> None:
 
 
 def stored_run(name: str, **fields: object) -> StoredRun:
-    summary = {"step": {"max": 7}, "reward/total/mean": 0.75, "heldout_after": 0.5}
+    summary = {"step": {"max": 7}, "reward/all_groups/mean": 0.75, "heldout_after": 0.5}
     return StoredRun(name, f"{name}-name", {VERSION_KEY: "1", **CONFIG}, summary, ["a"], **fields)
 
 

@@ -18,7 +18,6 @@ from telescope.dashboard.app import create_app
 from telescope.environments.types import PreparedPrompt
 from telescope.orchestrator.record_rows import prompt_row
 from telescope.orchestrator.step_stats import distribution
-from telescope.record.earlier import prompt_messages
 from telescope.record.files import RunFiles, replace_json
 from telescope.record.recorder import Recorder
 from telescope.record.run_info import begin_run, end_run
@@ -66,22 +65,23 @@ def sample_rows(step: int) -> list[dict[str, Any]]:
     return rows
 
 
-def write_sample(recorder: Recorder, row: Mapping[str, Any], *, earlier: bool = False) -> None:
-    """Writes a sample and its prompt. `earlier`: as earlier versions did, with the texts in `samples`."""
-    if not earlier and "prompt_text" in row:
+def write_sample(recorder: Recorder, row: Mapping[str, Any]) -> None:
+    """Writes a sample and its prompt, whose `messages` are by default one of the user."""
+    if "prompt_text" in row:
         row = dict(row)
-        messages = prompt_messages(text := row.pop("prompt_text"))
-        prompt = prompt_row(row["environment"], PreparedPrompt([], text, messages, ""))
+        text = row.pop("prompt_text")
+        only = {"role": "user", "content": text.removeprefix("<|im_start|>user\n").removesuffix("<|im_end|>\n")}
+        prompt = prompt_row(row["environment"], PreparedPrompt([], text, row.pop("messages", [only]), ""))
         recorder.write("prompts", prompt)
         row |= {"prompt_key": prompt["prompt_key"], "completion_text": None}
     recorder.write("samples", row)
 
 
-def write_step(recorder: Recorder, step: int, *, earlier: bool = False) -> None:
+def write_step(recorder: Recorder, step: int) -> None:
     """Writes the rows of one step."""
     rows = sample_rows(step)
     for row in rows:
-        write_sample(recorder, row, earlier=earlier)
+        write_sample(recorder, row)
         turn = {"sample_id": row["sample_id"], "turn": 0, "role": "assistant", "text": row["completion_text"]}
         recorder.write("turns", {**turn, "num_tokens": 3})
         numbers = {

@@ -30,7 +30,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> RunStore:
             rewards = {"easy": [1.0, 0.0] * 3 if not late else [1.0, 1.0], "hard": [0.0] * (2 if not late else 6)}
             for environment, values in rewards.items():
                 for index, reward in enumerate(values):
-                    recorder.write("samples", sample(step, environment, index, reward))
+                    row = sample(step, environment, index, reward)
+                    recorder.write("samples", row)
+                    turn = {"sample_id": row["sample_id"], "turn": 0, "role": "assistant"}
+                    recorder.write("turns", {**turn, "text": f"answer {row['sample_id']}"})
             recorder.write("spans", span("weight_sync", 110.0 + 10 * step, 2.0 if late else 1.0))
             metrics = {"entropy": 1.0 + late + 0.01 * (step % 2), "timing_engines_idle": 2.0, "timing_step_total": 10.0}
             times = {"started_at": 110.0 + 10 * step, "ended_at": 120.0 + 10 * step}
@@ -46,7 +49,7 @@ def sample(step: int, environment: str, index: int, reward: float) -> dict[str, 
     return {
         "sample_id": name, "group_id": step * 100 + index, "environment": environment, "step": step, "reward": reward,
         "status": "kept" if index % 2 else "discarded", "tags": {"level": environment}, "completion_tokens": 10,
-        "completion_text": f"answer {name}", "prompt_text": "p", "wasted_tokens": 5, **times,
+        "wasted_tokens": 5, **times,
     }  # fmt: skip
 
 

@@ -108,16 +108,16 @@ def test_tokens_have_texts_where_the_tokenizer_is_on_this_machine(client, monkey
 
 
 PROMPTS = {
-    "of a model": f"<|im_start|>system\n{'Be kind. ' * 60}<|im_end|>\n<|im_start|>user\nMake é 7<|im_end|>\n",
-    "with examples": f"<|user|>\nMake 5<|assistant|>\n{'x' * 400}<|user|>\nMake é 7<|assistant|>\n",
-    "without a template": "Make é 7",
+    "of a model": [("system", "Be kind. " * 60), ("user", "Make é 7")],
+    "with examples": [("user", "Make 5"), ("assistant", "x" * 400), ("user", "Make é 7")],
+    "without a template": [("prompt", "Make é 7")],
 }
 
 
-@pytest.mark.parametrize("earlier", [False, True])
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
-def test_a_list_shows_the_last_message_of_the_user_and_not_the_system_prompt(tmp_path, prompt, earlier):
+def test_a_list_shows_the_last_message_of_the_user_and_not_the_system_prompt(tmp_path, prompt):
+    messages = [{"role": role, "content": text} for role, text in prompt]
     with Recorder(tmp_path / "run") as recorder:
-        write_sample(recorder, {**sample_rows(0)[0], "prompt_text": prompt}, earlier=earlier)
+        write_sample(recorder, {**sample_rows(0)[0], "prompt_text": "rendered", "messages": messages})
     (row,) = TestClient(create_app([tmp_path]), base_url="http://localhost").get("/api/runs/run/samples").json()["rows"]
     assert "Make é 7" in row["prompt"][:30]

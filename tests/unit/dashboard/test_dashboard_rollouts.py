@@ -334,6 +334,7 @@ def test_samples_with_any_reward_and_without_a_group_are_listed(tmp_path, odd):
         for place, reward in enumerate([odd, 1.7e308 if odd < -1e300 else 0.5, *(float(one) for one in range(15))]):
             row = {**sample_rows(0)[0], "sample_id": str(place), "reward": reward}
             recorder.write("samples", {**row, "group_id": None if place % 2 else 7})
+            recorder.write("turns", {"sample_id": str(place), "turn": 0, "role": "assistant", "text": "answer"})
     found = TestClient(create_app([tmp_path]), base_url="http://localhost").get("/api/runs/run/samples").json()
     assert found["total"] == 17 and all(row["completion"] for row in found["rows"])
     counts = [one["count"] for one in found["facets"]["reward"]]

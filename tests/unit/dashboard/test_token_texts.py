@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from telescope.dashboard.token_texts import find_tokenizer, token_texts
+from telescope.dashboard.rollouts import find_tokenizer, token_texts
 
 
 def write_tokenizer(folder: Path) -> Path:

@@ -113,13 +113,6 @@ def test_rewards_below_zero_are_not_compared_by_their_ratio() -> None:
     assert rules.findings(history({rules.REWARD: [-1.0] * 60})) == []
 
 
-def test_a_run_without_rewards_of_all_groups_is_judged_by_the_trained_ones() -> None:
-    trained = {rules.REWARD: [], rules.TRAINED_REWARD: [0.8] * 30 + [0.1] * 30}
-    columns = dict(history().columns) | trained
-    (found,) = rules.findings(History(columns, range(60)))
-    assert found.metrics == (rules.TRAINED_REWARD,)
-
-
 class Recording(Mapping[str, list[float | None]]):
     """Columns that note which names are read."""
 
@@ -140,8 +133,7 @@ class Recording(Mapping[str, list[float | None]]):
 def test_rules_read_only_the_metrics_that_are_kept_for_them() -> None:
     columns = Recording({**history().columns, rules.REWARD: [0.8] * 60})  # type: ignore[dict-item]
     rules.findings(History(columns, range(60), (BEFORE, FALLEN)))
-    assert columns.read <= rules.READ
-    assert columns.read >= rules.READ - {rules.TRAINED_REWARD}
+    assert columns.read == rules.READ
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_each_cause_is_reported_once_with_an_example_item() -> None:
         for item in range(6):
             budget.failed("samples", "bad", item, f"environment 'bad', item {item}: {broken}")
         for item in range(5):
-            where = f"compute_reward did not end within 2 seconds; its stack is in /run/environment-{item}.log"
+            where = "compute_reward did not end within 2 seconds; its stack is in /run/rollout-0.log"
             budget.failed("samples", "bad", item, f"environment 'bad', item {item}, rollout '{item}/0.1': {where}")
         for item in range(5):
             budget.failed(
@@ -115,7 +115,7 @@ def test_each_cause_is_reported_once_with_an_example_item() -> None:
     reported = str(caught.value).partition("Most common: ")[2]
     assert reported.startswith(
         f"6 x {broken}, last with item 5; 5 x compute_reward did not end within 2 seconds; its stack is in "
-        "/run/environment-4.log, last with item 4; 5 x it exited: ... Segmentation fault, last with item 4. Fix"
+        "/run/rollout-0.log, last with item 4; 5 x it exited: ... Segmentation fault, last with item 4. Fix"
     )
 
 

@@ -4,8 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telescope.record.pending import PendingRows, row_bytes
-from telescope.record.schema import Keep
-from telescope.record.tables import TABLES
+from telescope.record.tables import TABLES, Keep
 
 NAMES = sorted(TABLES)
 

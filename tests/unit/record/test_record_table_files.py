@@ -65,8 +65,8 @@ def test_a_lost_file_is_a_gap_of_its_rows(sizes, data):
     assert not select(files, lost.end).gaps, "rows before a cursor are not missed"
 
 
-def test_blocks_of_earlier_versions_and_no_other_names_are_listed(tmp_path):
-    names = [block_name(0, 5), "000000000005-000000000009.3.parquet", "notes.txt", "9-12.csv", "x.arrows"]
+def test_blocks_and_no_other_names_are_listed(tmp_path):
+    names = [block_name(0, 5), block_name(5, 9), "notes.txt", "9-12.csv", "x.arrows"]
     for name in (*names, ".writing-1-" + block_name(12, 14)):
         (tmp_path / name).touch()
     assert [(file.first, file.end) for file in list_files(tmp_path).files] == [(0, 5), (5, 9)]

@@ -371,6 +371,13 @@ async def test_bodies_that_cannot_be_read_are_refused(policy: Policy) -> None:
     assert (await policy.post(body={"messages": [ten_mb]}))[0] == 200
 
 
+async def test_half_a_surrogate_pair_comes_back_as_it_was_sampled(policy: Policy) -> None:
+    policy.answer = Answer("", "", [ToolCall("say", {"text": "\ud800"})], "tool_calls", id="a1")
+    message = (await policy.post())[1]["choices"][0]["message"]
+    await policy.post(body={"messages": [USER, message]})
+    assert policy.calls[1].messages[1]["tool_calls"][0]["function"]["arguments"] == {"text": "\ud800"}
+
+
 @pytest.mark.parametrize(
     ("raised", "status", "code"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -258,7 +259,9 @@ async def test_texts_of_a_run_cannot_control_the_terminal(tmp_path: Path, open_v
     with Recorder(tmp_path / "hostile") as recorder:
         begin_run(recorder, name=HOSTILE, config_hash="c", config_json="{}", first_step=0, num_steps=5)
         named = {"sample_id": "0-0", "environment": HOSTILE, "status": "kept", "stop_reason": HOSTILE}
-        recorder.write("samples", {**named, "group_id": 0, "sample_index": 0, "step": 0, "prompt_text": HOSTILE,
+        messages = json.dumps([{"role": HOSTILE, "content": HOSTILE}])
+        recorder.write("prompts", {"prompt_key": "p", "environment": HOSTILE, "text": HOSTILE, "messages": messages})
+        recorder.write("samples", {**named, "group_id": 0, "sample_index": 0, "step": 0, "prompt_key": "p",
                                    "golden": {HOSTILE: HOSTILE}, "metrics": {HOSTILE: 1.0},
                                    "failure_message": HOSTILE})  # fmt: skip
         turn = {"sample_id": "0-0", "turn": 0, "role": HOSTILE, "text": HOSTILE}

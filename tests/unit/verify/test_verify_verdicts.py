@@ -14,8 +14,14 @@ import pytest
 from tests.model_folder import write_model_folder
 
 from telescope.errors import ConfigError, InfrastructureError, RunError, UserError
-from telescope.verify.checks import check_corrupted_tensor, check_weights, tensor_to_corrupt
-from telescope.verify.report import Check, Report, compare_logprobs
+from telescope.verify.checks import (
+    Check,
+    Report,
+    check_corrupted_tensor,
+    check_weights,
+    compare_logprobs,
+    tensor_to_corrupt,
+)
 from telescope.weights.plan import TensorMeta
 from telescope.weights.probe import ProbeReport
 

@@ -1,7 +1,5 @@
 """General settings: model, environments, workers, Ray, weight transfer."""
 
-from __future__ import annotations
-
 import os
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """Checkpoints, evals, and what a run records and uploads."""
 
-from __future__ import annotations
-
 import shlex
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """Inference servers, tracing, the orchestrator's loops, sampling and packing."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """The RL algorithm, filters on samples, the optimizer and the training backends."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """Addresses of the code that runs started with."""
 
-from __future__ import annotations
-
 from fastapi import APIRouter, Request
 
 from telescope.dashboard import code, models

@@ -1,7 +1,5 @@
 """Addresses of runs: the list, one run, its steps and health, events, comparison."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Addresses of samples: groups, search, one sample, distributions, evals."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Addresses of ranges of time: spans, gauges, log lines."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request

@@ -1,7 +1,5 @@
 """Addresses of what the user keeps: the only ones that change something, in the user's config folder."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated
 

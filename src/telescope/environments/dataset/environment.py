@@ -8,23 +8,34 @@ from __future__ import annotations
 
 import inspect
 import json
+import random
 import re
 from collections.abc import Awaitable, Sequence
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from telescope.environments import math_problems
 from telescope.environments.arguments import known_arguments, refuse_unknown
-from telescope.environments.base import ChatMessage, Environment, GoldCheck, RewardResult, Sample, shares
-from telescope.environments.dataset.functions import call_function, load_function, read_reward, refuse_missing_columns
-from telescope.environments.dataset.rows import GSM8K, choose_columns, list_columns, read_prompt, value_of
+from telescope.environments.base import GOLD, ChatMessage, Environment, GoldCheck, RewardResult, Sample, shares
+from telescope.environments.dataset.functions import call_function, read_reward, refuse_missing_columns
+from telescope.environments.dataset.rows import (
+    GSM8K,
+    choose_columns,
+    list_columns,
+    read_criteria,
+    read_prompt,
+    value_of,
+)
 from telescope.environments.hub import hub_rows
+from telescope.environments.i3_code.environment import INSTRUCTION_PROMPT as CODE_PROMPT
+from telescope.environments.i3_code.environment import I3CodeEnvironment, read_tests
 from telescope.environments.parsers import (
     extract_answer_tags,
     extract_stated_answer,
     strip_think_tags,
     verify_exact_match,
 )
-from telescope.environments.user_code import maybe_await
+from telescope.environments.registry import make_environment
+from telescope.environments.user_code import load_function, maybe_await
 from telescope.errors import UserError
 from telescope.utils.text import pluralize
 
@@ -32,8 +43,10 @@ REQUIRED_PACKAGES: list[str] = []
 OPTIONAL_PACKAGES = ["datasets", "math-verify"]
 
 TAGS_PROMPT = "Think step by step, and put your final answer between <answer> and </answer>."
-_INSTRUCTIONS = {"math": math_problems.INSTRUCTION_PROMPT, "exact": TAGS_PROMPT}
-_ASKS_FOR_A_FORM = re.compile(r"boxed|fbox|####|<answer>|answer\W{0,4}:", re.IGNORECASE)
+_INSTRUCTIONS = {"math": math_problems.INSTRUCTION_PROMPT, "exact": TAGS_PROMPT, "code": CODE_PROMPT}
+_ASKS_FOR_A_FORM = re.compile(r"boxed|fbox|####|<answer>|answer\W{0,4}:|```", re.IGNORECASE)
+_TESTS_KEY = "_tests"
+"""Key of a sample's metadata with the tests of `reward: code`."""
 _UNSET: Any = object()
 
 
@@ -43,13 +56,18 @@ class DatasetEnvironment(math_problems.MathEnvironment):
     `path` is a file (JSON, JSON lines, Parquet, CSV), a folder of them, or a dataset of the hub, with its `subset` and
     `split`. `prompt` and `answer` name columns, if they are not recognized; a dot leads into a column
     (`reward_model.ground_truth`). `reward` is `math` (equal by math-verify), `exact` (the same text), `regex` (the last
-    match of `pattern`, or its first group that matched, is the same text; without answers, it matches), or
-    `package.module:function` or `file.py:function` with TRL's signature; of a list, the sum counts.
+    match of `pattern`, or its first group that matched, is the same text; without answers, it matches), `judge` (the
+    share of `criteria` that the model of the argument `judge` finds met: a text, weights, or a column of them), `code`
+    (the program in the answer passes the row's `tests`; the argument `code` has arguments of `i3_code`), or
+    `package.module:function` or `file.py:function` with TRL's signature; of a list, the sum counts. `rollout` names an
+    async function of a sample and a context that replaces the turn loop. It returns the answer to score, or a
+    `RewardResult`.
     `instruction_prompt` precedes the user's message; by default it asks for the form of the answer unless the first
     prompt does.
     """
 
-    metrics_ranges = shares("correct", "format")
+    metrics_ranges = shares("correct", "format", "judge", "code")
+    resources_per: ClassVar[Literal["host", "process"]] = "process"
     answered_metric = "format"
 
     def __init__(
@@ -57,16 +75,22 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         reward: str | list[str] = "math",
         pattern: str | None = None,
         instruction_prompt: str | None = _UNSET,
+        criteria: str | dict[str, float] | None = None,
+        code: dict[str, Any] | None = None,
+        rollout: str | None = None,
         **kwargs: Any,
     ) -> None:
         refuse_unknown(kwargs, known_arguments(type(self), Environment), "The environment 'dataset'")
         rewards = [reward] if isinstance(reward, str) else list(reward)
-        named = [name for name in rewards if ":" not in name]
+        named = [name for name in rewards if ":" not in name and name not in ("judge", "code")]
         if len(named) > 1 or not rewards or set(named) - {"math", "exact", "regex"}:
             raise UserError(
-                f"dataset: reward is {reward!r}; use math, exact or regex, package.module:function, or a list with at "
-                "most one of the first three."
+                f"dataset: reward is {reward!r}; use math, exact or regex, package.module:function, judge, code, or a "
+                "list with at most one of the first three."
             )
+        for name, value, use in (("criteria", criteria, "judge"), ("code", code, "code")):
+            if value is not None and use not in rewards:
+                raise UserError(f"dataset: {name} belongs to reward: {use}, and reward is {reward!r}. Leave it out.")
         if (pattern is None) == ("regex" in named):
             raise UserError(f"dataset: reward is {reward!r} and pattern is {pattern!r}; reward: regex needs a pattern.")
         self.compares = named[0] if named else None
@@ -75,16 +99,44 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         except re.error as error:
             raise UserError(f"dataset: pattern {pattern!r} is not a regular expression: {error}.") from error
         places = [name for name in rewards if ":" in name]
-        names = [place.rpartition(":")[2] for place in places]
-        if twice := [name for name in names if names.count(name) > 1 or name in self.metrics_ranges]:
+        names = [name.rpartition(":")[2] for name in rewards if name not in named]
+        if twice := [name for name in names if names.count(name) > 1 or name in ("correct", "format")]:
             raise UserError(f"dataset: reward has two metrics named {twice[0]!r}. Rename a function.")
-        self.functions = {name: load_function(place) for name, place in zip(names, places, strict=True)}
+        self.functions = {place.rpartition(":")[2]: load_function(place, "dataset: the reward") for place in places}
+        self.criteria = criteria or "The answer is correct."
+        self._code: I3CodeEnvironment | None = None
+        if "code" in rewards:
+            self._code = make_environment(I3CodeEnvironment, "dataset: code", code or {})  # type: ignore[assignment]
         self._instruction_is_default = instruction_prompt is _UNSET
         if self._instruction_is_default:
-            instruction_prompt = _INSTRUCTIONS.get(self.compares or "")
+            instruction_prompt = _INSTRUCTIONS.get("code" if "code" in rewards else self.compares or "")
         super().__init__(instruction_prompt=instruction_prompt, **kwargs)
-        if self.functions:
+        self._judges = "judge" in rewards
+        if self._judges and (self.judge is None or (self.judge.is_policy and rollout is None)):
+            raise UserError(
+                "dataset: reward: judge needs judge: {url: ..., model: ...} in its kwargs; url: policy needs a rollout."
+            )
+        if self.functions or len(rewards) > 1:
             self.reward_min = self.reward_max = None
+        if rollout is not None:
+            self._rollout = load_function(rollout, "dataset: the rollout")
+            if not inspect.iscoroutinefunction(self._rollout):
+                raise UserError(f"dataset: the rollout {rollout!r} is no async function of a sample and a context.")
+            vars(self)["rollout"] = self._roll_out  # a class variable of other environments
+
+    async def check_resources(self) -> None:
+        await super().check_resources()
+        if self._code is not None:
+            await self._code.check_resources()
+
+    async def prepare_resources(self) -> None:
+        if self._code is not None:
+            await self._code.prepare_resources()
+
+    async def close_resources(self) -> None:
+        await super().close_resources()
+        if self._code is not None:
+            await self._code.close_resources()
 
     def load_dataset(  # type: ignore[override]  # takes no others, so that misspelled ones are refused
         self,
@@ -94,6 +146,7 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         split: str | None = None,
         prompt: str | None = None,
         answer: str | None = None,
+        tests: str | None = None,
         seed: int | None = None,
     ) -> list[Sample]:
         """Returns the rows as samples, whose metadata has all their columns. Raises `UserError` if there is none."""
@@ -103,7 +156,8 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         if not rows:
             raise UserError(f"dataset: {path} (split {split or 'train'!r}) is empty. Give a dataset with rows.")
         columns = list_columns(rows)
-        form, prompt, answer = choose_columns(path, rows, columns, prompt, answer, needs_answer=self._needs_answer)
+        needs = {"needs_answer": self._needs_answer, "needs_tests": self._code is not None}
+        form, prompt, answer, tests = choose_columns(path, rows, columns, prompt, answer, tests=tests, **needs)
         for name, function in self.functions.items():
             refuse_missing_columns(name, function, path, columns)
         # Texts that are compared as they are may contain "####" or "answer:" without being worked out.
@@ -115,6 +169,9 @@ class DatasetEnvironment(math_problems.MathEnvironment):
                 messages = read_prompt(value_of(row, prompt))
                 golds = math_problems.read_golds(value_of(row, answer), is_final=is_final) if answer else []
                 _refuse_surrogates([messages, golds])
+                if self._judges:
+                    self._criteria_of(row)
+                row = row | self._read_tests(row, tests, number)
             except (ValueError, UserError) as error:
                 unusable.append(f"row {number} (prompt in {prompt!r}, answer in {answer!r}): {error}")
                 continue
@@ -127,7 +184,8 @@ class DatasetEnvironment(math_problems.MathEnvironment):
             )
         if self._instruction_is_default and samples and _ASKS_FOR_A_FORM.search(str(samples[0].prompt)):
             self.instruction_prompt = None
-        rewards = " + ".join([*([self.compares] if self.compares else []), *self.functions])
+        extra = [name for name, is_used in (("judge", self._judges), ("code", self._code is not None)) if is_used]
+        rewards = " + ".join([*([self.compares] if self.compares else []), *extra, *self.functions])
         columns_used = f"prompt in {prompt!r}, answer in {answer!r}, reward {rewards}."
         if num_empty := len(rows) - len(samples) - len(unusable):
             columns_used += f" Left out without a prompt or an answer: {pluralize(num_empty, 'row')}."
@@ -135,6 +193,28 @@ class DatasetEnvironment(math_problems.MathEnvironment):
             columns_used += f" Left out as unusable: {pluralize(len(unusable), 'row')}, such as {unusable[0]}."
         self.notice(f"dataset: {path} has {form}: {pluralize(len(samples), 'item')}, {columns_used}")
         return self.select_samples(samples, num_samples, seed, path)
+
+    def _criteria_of(self, row: dict[str, Any]) -> dict[str, float]:
+        value = value_of(row, self.criteria) if isinstance(self.criteria, str) else None
+        return read_criteria(self.criteria if value is None else value)
+
+    def _read_tests(self, row: dict[str, Any], column: str | None, number: int) -> dict[str, Any]:
+        if self._code is None or column is None:
+            return {}
+        most = (self._code._load_arguments or {}).get("max_num_tests", 15)
+        return {_TESTS_KEY: read_tests(value_of(row, column), most, random.Random(number))}
+
+    async def _run_tests(self, text: str, sample: Sample, result: RewardResult) -> float:
+        """Returns 1 if the program in an answer passes the tests of its row, else 0. Adds what the tests tell."""
+        assert self._code is not None
+        tested = await self._code.compute_reward(text, Sample("", metadata={"tests": sample.metadata[_TESTS_KEY]}))
+        result.sample_metrics |= tested.sample_metrics
+        result.info_turns += tested.info_turns
+        return tested.total_reward
+
+    async def _roll_out(self, sample: Sample, context: Any) -> RewardResult:
+        result = await self._rollout(sample, context)
+        return result if isinstance(result, RewardResult) else await maybe_await(self.compute_reward(result, sample))
 
     @property
     def _needs_answer(self) -> bool:
@@ -170,6 +250,16 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         written = self.extract_answer(f"<answer>{sample.answer}</answer>")
         return GoldCheck(written, None if self.is_correct(written, sample) else "an extracted answer differs from it")
 
+    def solution(self, sample: Sample) -> list[str]:
+        program = self._code and (sample.metadata.get("solution") or sample.answer)
+        return [f"```python\n{program}\n```"] if program else []
+
+    def cheats(self, sample: Sample) -> dict[str, str]:
+        cheats = super().cheats(sample)
+        if self.compares != "math" or len(self.functions) + self._judges:
+            cheats.pop(GOLD, None)  # a right answer, whose form is free
+        return cheats if self._code is None else self._code.cheats(Sample("")) | cheats
+
     def compute_reward(  # type: ignore[override]  # awaitable with async functions
         self, completion: str, sample: Sample, eos_token: str = ""
     ) -> RewardResult | Awaitable[RewardResult]:
@@ -184,6 +274,11 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         if isinstance(source := sample.metadata.get("data_source"), str):
             result.sample_tags["data_source"] = source
         returned = {name: call_function(function, text, sample) for name, function in self.functions.items()}
+        if self.judge is not None and self._judges:
+            criteria = self._criteria_of(sample.metadata)
+            returned["judge"] = self.judge.score(sample.prompt, text, reference=sample.answer, criteria=criteria)
+        if self._code is not None:
+            returned["code"] = self._run_tests(text, sample, result)
         if not any(map(inspect.isawaitable, returned.values())):
             return self._add(result, returned)
 
@@ -193,7 +288,7 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         return add_later()
 
     def _add(self, result: RewardResult, returned: dict[str, Any]) -> RewardResult:
-        values = {name: read_reward(name, self.functions[name], value) for name, value in returned.items()}
+        values = {name: read_reward(name, self.functions.get(name), value) for name, value in returned.items()}
         result.sample_metrics |= values
         result.total_reward += sum(values.values())
         return result

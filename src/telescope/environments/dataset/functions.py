@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import math
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from telescope.environments.base import ENV_NAME_KEY, Sample, assistant_message
 from telescope.environments.math_problems import ANSWERS_KEY
-from telescope.environments.user_code import call_with_declared, describe_error
+from telescope.environments.user_code import call_with_declared
 from telescope.errors import UserError
 from telescope.utils.text import did_you_mean
 
@@ -21,30 +17,6 @@ GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra
 """Arguments besides the columns. The last four are what TRL adds; here they are empty."""
 HIDDEN = (ENV_NAME_KEY, ANSWERS_KEY, "prompt", "completion")
 """Keys of the metadata that are not given; TRL gives the last two as prompts and completions."""
-
-
-def load_function(name: str) -> Callable[..., Any]:
-    """Imports `package.module:function` or `file.py:function`. Raises `UserError` if there is none."""
-    place, _, attribute = name.rpartition(":")
-    try:
-        if place.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(place).stem, Path(place).expanduser())
-            assert spec is not None and spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules.setdefault(spec.name, module)  # dataclasses look their module up
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(place)
-    except Exception as error:
-        raise UserError(
-            f"dataset: the reward {name!r} cannot be imported: {describe_error(error)}. Write package.module:function "
-            "of an installed package, or path/to/file.py:function."
-        ) from error
-    function = getattr(module, attribute, None)
-    if not callable(function) or inspect.isclass(function):
-        known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise UserError(f"dataset: {place} has no function {attribute!r}. It has: {', '.join(known) or 'none'}.")
-    return function
 
 
 def refuse_missing_columns(name: str, function: Callable[..., Any], path: str, columns: list[str]) -> None:
@@ -73,7 +45,7 @@ def call_function(function: Callable[..., Any], text: str, sample: Sample) -> An
     return call_with_declared(function, **arguments)
 
 
-def read_reward(name: str, function: Callable[..., Any], returned: Any) -> float:
+def read_reward(name: str, function: Callable[..., Any] | None, returned: Any) -> float:
     """Returns a function's reward of one completion. None means that the function does not apply: 0."""
     value = returned[0] if isinstance(returned, list | tuple) and len(returned) == 1 else returned
     try:

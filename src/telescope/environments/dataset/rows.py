@@ -22,6 +22,7 @@ ANSWERS = (
     "solution",
     "target",
 )
+TESTS = ("tests", "info", "input_output", "reward_model.ground_truth", "ground_truth")
 GSM8K = "rows of GSM8K"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
@@ -82,6 +83,28 @@ def _read_message(message: Any) -> ChatMessage:
     return message
 
 
+def read_criteria(value: Any) -> dict[str, float]:
+    """Returns criteria with their weights. Raises `ValueError` if the value has another form.
+
+    It is a text, an object of weights, or a list of texts or of objects with `criterion` (or `description`) and
+    `weight` (or `points`); any of it may be JSON.
+    """
+    if isinstance(value, str):
+        if value[:1] not in ("{", "["):
+            return {value: 1.0}
+        value = json.loads(value)
+    if isinstance(value, dict):
+        return {str(text): float(weight) for text, weight in value.items()}
+    found = {}
+    for item in value if isinstance(value, list) else [None]:
+        given = {"criterion": item} if isinstance(item, str) else item if isinstance(item, dict) else {}
+        text = given.get("criterion") or given.get("description")
+        if not text:
+            raise ValueError(f"{str(value)[:60]!r} has no criteria. Write a text, or {{criterion: weight}}")
+        found[str(text)] = float(given.get("weight", given.get("points", 1.0)))
+    return found
+
+
 def value_of(row: dict[str, Any], column: str) -> Any:
     """Returns the value of a column, or of a field in it, as in `reward_model.ground_truth`. None if there is none."""
     value: Any = row
@@ -105,8 +128,10 @@ def choose_columns(
     answer: str | None,
     *,
     needs_answer: bool,
-) -> tuple[str, str, str | None]:
-    """Returns what the rows look like, and the columns of the prompt and the answer.
+    tests: str | None = None,
+    needs_tests: bool = False,
+) -> tuple[str, str, str | None, str | None]:
+    """Returns what the rows look like, and the columns of the prompt, the answer and the tests.
 
     Raises `UserError` with the columns that exist.
     """
@@ -115,7 +140,7 @@ def choose_columns(
     def has(column: str) -> bool:
         return any(value_of(row, column) is not None for row in rows)
 
-    for name, column in (("prompt", prompt), ("answer", answer)):
+    for name, column in (("prompt", prompt), ("answer", answer), ("tests", tests)):
         if column is not None and not has(column):
             raise UserError(
                 f"dataset: {path} has no column {column!r} ({name}).{did_you_mean(column, columns)} {it_has}"
@@ -129,10 +154,14 @@ def choose_columns(
             f"dataset: {path} has no answer ({', '.join(ANSWERS)}). {it_has} Set answer to a column, or reward to a "
             "function."
         )
+    tests = (tests or next(filter(has, TESTS), None)) if needs_tests else None
+    if needs_tests and tests is None:
+        raise UserError(f"dataset: {path} has no tests ({', '.join(TESTS)}). {it_has} Set tests to a column.")
+    form = "rows of TRL" if chosen == "prompt" else "questions with answers" if gold else "prompts"
     if (chosen, gold) == ("question", "answer") and "####" in str(value_of(rows[0], "answer")):
-        return GSM8K, chosen, gold
-    if prompt or answer:
-        return "rows of these columns", chosen, gold
-    if gold == "reward_model.ground_truth":
-        return "rows of verl", chosen, gold
-    return "rows of TRL" if chosen == "prompt" else "questions with answers" if gold else "prompts", chosen, gold
+        form = GSM8K
+    elif prompt or answer:
+        form = "rows of these columns"
+    elif gold == "reward_model.ground_truth":
+        form = "rows of verl"
+    return form, chosen, gold, tests

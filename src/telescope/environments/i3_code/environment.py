@@ -209,11 +209,20 @@ class I3CodeEnvironment(SandboxEnvironment, SingleTurnEnvironment):
 def read_tests(info: Any, max_num_tests: int, rng: random.Random) -> dict[str, Any]:
     """Returns `inputs`, `outputs` and, for functions, `fn_name` of a row, at most `max_num_tests` of the tests.
 
-    Lines become texts, and a function's arguments in JSON, a line each, become a list.
+    Lines become texts, and a function's arguments in JSON, a line each, become a list. `info` has these keys itself or
+    in `tests`, or is a list of objects with `input` and `output`; any of it may be JSON. Raises `ValueError`.
     """
-    info = json.loads(info) if isinstance(info, str) else info
-    tests = json.loads(info["tests"]) if isinstance(info["tests"], str) else info["tests"]
-    inputs, outputs, function = tests["inputs"], tests["outputs"], tests.get("fn_name")
+    try:
+        tests = json.loads(info) if isinstance(info, str) else info
+        if isinstance(tests, dict) and "tests" in tests:
+            tests = json.loads(tests["tests"]) if isinstance(tests["tests"], str) else tests["tests"]
+        if isinstance(tests, list):
+            tests = {"inputs": [test["input"] for test in tests], "outputs": [test["output"] for test in tests]}
+        inputs, outputs, function = tests["inputs"], tests["outputs"], tests.get("fn_name")
+        if len(inputs) != len(outputs):
+            raise ValueError
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f'{str(info)[:60]!r} is not of the form {{"inputs": [...], "outputs": [...]}}') from error
     chosen = sorted(rng.sample(range(len(inputs)), min(max_num_tests, len(inputs))))
     inputs, outputs = [inputs[i] for i in chosen], [outputs[i] for i in chosen]
     if function:

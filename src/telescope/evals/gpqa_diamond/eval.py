@@ -3,8 +3,6 @@
 The hub's dataset is gated: accept its terms there and log in (`hf auth login`, or `HF_TOKEN`).
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

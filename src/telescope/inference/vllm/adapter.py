@@ -14,8 +14,6 @@ parser reads both: ids from `token_ids`, values from `logprob`, and spans from t
 `policy_version.PolicyVersionMiddleware`.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import itertools

@@ -10,8 +10,6 @@ Owns the middleware, not the format (`adapter`). Clients that do not accept arra
 through unchanged. Where the application has no engine (a fake of vLLM), the arrays are read from its JSON.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from contextvars import ContextVar

@@ -13,8 +13,6 @@ most one is pending; time in which this HTTP process did not run (a paused machi
 into the workers, such as a weight update, keeps the loop busy and has its own limit.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

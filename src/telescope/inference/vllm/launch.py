@@ -12,8 +12,6 @@ profiling as its own, which gives a smaller cache or a failed assertion. So a re
 start, with which vLLM measures nothing, and requires less free memory.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -4,8 +4,6 @@ Registers the weight transfer engine by name, so that it is imported only where 
 supervisor. Must stay cheap and safe: it also runs in a vLLM that is unrelated to Telescope.
 """
 
-from __future__ import annotations
-
 import os
 
 from telescope.utils.child_guard import SUPERVISOR_PID_VARIABLE, die_with

@@ -16,8 +16,6 @@ Does not own the pause itself, nor the secret (`auth`). The counter moves with e
 included, because those may have changed weights too; so a salt never repeats.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -10,8 +10,6 @@ vLLM count it under the weights that sampled it. An aborted request loses its bu
 1. Imports vllm; only engine processes import this module.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ A failure is shown as what failed, the likely fix, the one or two relevant log l
 no known stage is ignored, so another version of vLLM shows fewer stages and no noise.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

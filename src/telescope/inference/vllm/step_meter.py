@@ -9,8 +9,6 @@ engine begins with zeros. `busy_seconds` of a reading includes the elapsed part 
 of two readings, divided by the difference of their `clock`, is exactly the share of time with a scheduled step.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import struct

@@ -5,8 +5,6 @@ names, since they change between versions, plugins may add to them, and importin
 parser asks nothing.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

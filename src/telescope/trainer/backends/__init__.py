@@ -7,8 +7,6 @@ and `super()` calls, are those of the FSDP backend. A backend that shards the mo
 in the same order, by one queue in the driver.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from abc import ABC, abstractmethod

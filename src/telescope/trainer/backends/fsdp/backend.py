@@ -10,8 +10,6 @@ Invariants: the host waits for the device at most twice per optimizer step, neve
 backward pass reduces its gradients into shards, so that no full gradient exists between micro-batches.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import math

@@ -7,8 +7,6 @@ for the copy only; the second process (`checkpoint_writer`) then writes the file
 Invariants: one save at a time. A save that fails leaves its folder incomplete and changes nothing else.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

@@ -7,8 +7,6 @@ group, not the format (`checkpoint`). Invariants: a writer handles one request a
 whose group is broken exits, so that all ranks start new ones together (`CheckpointWriter.is_alive`).
 """
 
-from __future__ import annotations
-
 import datetime
 import logging
 import multiprocessing

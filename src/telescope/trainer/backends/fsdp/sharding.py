@@ -16,8 +16,6 @@ to a millisecond of Python each, which takes longer than the transfer for the 43
 cast, concatenated, gathered at once, and separated.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

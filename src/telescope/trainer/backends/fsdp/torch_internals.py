@@ -3,8 +3,6 @@
 A new version of torch is checked here first (`tests/unit/trainer/test_torch_internals.py`). Tested with 2.11 and 2.13.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -8,8 +8,6 @@ Invariants: the gradient of a parameter is a sum over tokens, as in the FSDP bac
 `forward_backward` and `optimizer_step` and are zero otherwise.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -8,8 +8,6 @@ megatron-core 0.19 does not expect that in three places: `_give_steps`, `_with_s
 Without the last a resumed run differs without an error. A test compares one with a straight run, bit for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

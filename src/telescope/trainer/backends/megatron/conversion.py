@@ -7,8 +7,6 @@ besides the yielded tensors at most one bucket is in memory, once for each rank 
 shapes follow from the tables (`families`), so ranks exchange nothing but numbers.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack

@@ -10,8 +10,6 @@ group has some groups, some rows of both, some columns of the matrices after the
 tables.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """AdamW over Megatron's gradient buffers, equal to the FSDP backend's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

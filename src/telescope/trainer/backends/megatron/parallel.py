@@ -4,8 +4,6 @@ Megatron orders ranks by tensor, context, expert, data and pipeline parallelism:
 parallelism divides the ranks of a pipeline stage, also those that share rows: each has a part of the experts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ A checkpoint has whole tensors. Those of all layers are one tensor, with the lay
 experts too, with the expert as second. One parameter at a time is read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any

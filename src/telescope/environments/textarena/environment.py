@@ -1,0 +1,147 @@
+"""Games of the package textarena: `textarena:TicTacToe-v0`.
+
+The policy plays every seat, each in a conversation of its own with its own reward, or one seat against an `opponent`.
+Games draw from Python's shared random numbers; each rollout has its own state of them, so a seed decides a game.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pkgutil
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from telescope.environments.base import ChatMessage, Environment, RewardResult, Sample, shares
+from telescope.environments.context import Chat, RefusedCall, RolloutContext
+from telescope.errors import UserError
+from telescope.utils.text import did_you_mean
+
+REQUIRED_PACKAGES = ["textarena"]
+TAKES_TASK = True
+
+
+class TextArena(Environment):
+    """A game of textarena, named after a colon: `textarena:TicTacToe-v0`.
+
+    Item i is the game with the seed `seed` + i. `players` is by default the fewest that the game takes, and `options`
+    are those of the game. One player has one conversation. With several the policy plays all of them, in conversations
+    `player 0`, `player 1`, ... with the rewards that the game gives (self-play); the rollout's own is the first
+    player's. An `opponent`, `package.module:function` from what it sees to its action, plays all seats but one, and the
+    policy's seat changes from item to item. A game that takes over `max_turns` actions gives nobody a reward. An answer
+    that does not fit the context is an empty action.
+    """
+
+    task = ""
+    metrics_ranges = shares("won", "invalid", "finished")
+
+    def __init__(
+        self,
+        max_turns: int = 200,
+        players: int | None = None,
+        opponent: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.max_turns, self.players, self.options = max_turns, players or 0, options or {}
+        self.opponent: Callable[[str], str] | None = pkgutil.resolve_name(opponent) if opponent else None
+
+    def load_dataset(self, num_samples: int = -1, size: int = 1000, seed: int = 0, **_: Any) -> list[Sample]:
+        """Returns one item per seed, with what the first player sees."""
+        from textarena.envs.registration import ENV_REGISTRY
+
+        if f"{self.task}-raw" not in ENV_REGISTRY:
+            hint = did_you_mean(self.task, [name for name in ENV_REGISTRY if not name.endswith("-raw")])
+            raise UserError(f"textarena has no game {self.task!r}.{hint} Its games are textarena.envs.registration.")
+        for players in (self.players,) if self.players else range(1, 16):
+            self.players = players
+            with contextlib.suppress(AssertionError, ValueError):  # how games refuse a number of players
+                Game(self, seed)
+                break
+        if self.opponent is not None and self.players < 2:
+            raise UserError(f"The game {self.task!r} has one player; leave out opponent.")
+        seeds = range(seed, seed + (size if num_samples < 0 else min(num_samples, size)))
+        return [Sample(Game(self, seed).look()[1], metadata={"seed": seed}) for seed in seeds]
+
+    async def rollout(self, sample: Sample, context: RolloutContext) -> RewardResult:
+        """Plays one game."""
+        game = Game(self, sample.metadata["seed"])
+        seats = [sample.metadata["seed"] % self.players] if self.opponent else range(self.players)
+        chats: dict[int, Chat] = {seat: context.chat(f"player {seat}", 0.0) for seat in seats if len(seats) > 1}
+        chats = chats or {seats[0]: context}
+        histories: dict[int, list[ChatMessage]] = {seat: [] for seat in seats}
+        num_turns = 0
+        while not game.is_done and num_turns < self.max_turns:
+            num_turns += 1
+            player, seen = game.look()
+            if player in chats:
+                game.act(await _answer(chats[player], histories[player], seen))
+            elif self.opponent is not None:
+                game.act(self.opponent(seen))
+        if len(seats) > 1:
+            for seat, chat in chats.items():
+                chat.reward = game.rewards.get(seat, 0.0)
+        own = game.rewards.get(seats[0], 0.0)
+        metrics = {
+            "won": float(own > 0),
+            "invalid": float(any(game.info.get(seat, {}).get("invalid_move", False) for seat in seats)),
+            "finished": float(game.is_done),
+            "num_turns": float(num_turns),
+        }
+        return RewardResult(own, sample_metrics=metrics)
+
+
+class Game:
+    """One game in progress."""
+
+    def __init__(self, environment: TextArena, seed: int) -> None:
+        import textarena
+
+        self.is_done = False
+        self.rewards: dict[int, float] = {}
+        self.info: dict[int, dict[str, Any]] = {}
+        self._random = random.Random(seed).getstate()
+        with self._own_random():
+            self._game = textarena.make(f"{environment.task}-raw", **environment.options)
+            self._game.reset(num_players=environment.players, seed=seed)
+
+    def look(self) -> tuple[int, str]:
+        """Returns the player whose turn it is, and what is new to that player."""
+        with self._own_random():
+            player, observations = self._game.get_observation()
+        names = self._game.state.role_mapping
+        shown = [
+            text if kind.name in ("PROMPT", "GAME_BOARD") else f"[{names.get(sender, f'Player {sender}')}] {text}"
+            for sender, text, kind in observations
+            if not (sender == player and kind.name == "PLAYER_ACTION")
+        ]
+        return player, "\n\n".join(shown)
+
+    def act(self, action: str) -> None:
+        """Plays the action of the player whose turn it is."""
+        with self._own_random():
+            self.is_done, _ = self._game.step(action)
+        if self.is_done:
+            rewards, self.info = self._game.close()
+            self.rewards = {player: float(reward) for player, reward in (rewards or {}).items()}
+
+    @contextlib.contextmanager
+    def _own_random(self) -> Iterator[None]:
+        before = random.getstate()
+        random.setstate(self._random)
+        try:
+            yield
+        finally:
+            self._random = random.getstate()
+            random.setstate(before)
+
+
+async def _answer(chat: Chat, history: list[ChatMessage], seen: str) -> str:
+    """Adds what the player sees and the policy's answer to the conversation, and returns the answer."""
+    try:
+        answer = await chat.generate([*history, {"role": "user", "content": seen}])
+    except RefusedCall:
+        return ""
+    history += [{"role": "user", "content": seen}, answer.message]
+    return answer.text

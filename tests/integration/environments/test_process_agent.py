@@ -1,0 +1,199 @@
+"""Environments in a process of their own, by a bridge that uses the standard library alone."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+from aiohttp import web
+
+from telescope.environments import process_agent
+from telescope.environments.context import RolloutContext
+from telescope.environments.process_agent import ProcessAgent
+from telescope.environments.registry import environment_class
+from telescope.errors import EnvironmentFailure, UserError
+
+BRIDGE = """
+import asyncio, contextlib, json, os, subprocess, sys, time, types, urllib.request
+
+@contextlib.asynccontextmanager
+async def opened(name, options):
+    if options.get("breaks"):
+        raise RuntimeError("no such taskset")
+    print("a print of the bridge")
+    sleeper = subprocess.Popen(["sleep", "600"])
+
+    def ask(request):
+        body = {"model": request["model"], "messages": [{"role": "user", "content": "galaxy"}]}
+        headers = {"Authorization": f"Bearer {request['api_key']}", "Content-Type": "application/json"}
+        url = request["base_url"] + "/chat/completions"
+        with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as response:
+            return json.load(response)["choices"][0]["message"]["content"]
+
+    async def play(request):
+        kind = request["task"]
+        if kind == "exit":
+            print("last words", file=sys.stderr, flush=True)
+            os._exit(3)
+        if kind == "hang":
+            time.sleep(600)
+        if kind == "slow":
+            await asyncio.sleep(600)
+        if kind == "raise":
+            raise ValueError("a bad task")
+        answer = await asyncio.to_thread(ask, request)
+        return {"reward": float(answer == "yxalag"), "metrics": {"sleeper": sleeper.pid, "bridge": os.getpid()}}
+
+    yield [{"id": kind, "prompt": f"{name} {kind}"} for kind in ("answer", "exit", "hang", "slow", "raise")], play
+"""
+ANSWER, EXIT, HANG, SLOW, RAISE = range(5)
+
+
+class Scripted(ProcessAgent):
+    task = "words"
+    default_command = (sys.executable,)
+
+
+class Services:
+    """Where the policy answers."""
+
+    api_key = "secret"
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def base_url(self, chat: str) -> str:
+        return self.url
+
+
+@pytest.fixture
+async def services(unused_tcp_port) -> AsyncIterator[Services]:
+    """A policy that spells backwards, and needs its key."""
+
+    async def chat(request: web.Request) -> web.Response:
+        body = await request.json()
+        if (request.headers["Authorization"], body["model"]) != ("Bearer secret", "policy"):
+            return web.Response(status=401)
+        return web.json_response({"choices": [{"message": {"content": body["messages"][-1]["content"][::-1]}}]})
+
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model"}]})
+
+    app = web.Application()
+    app.add_routes([web.post("/v1/chat/completions", chat), web.get("/v1/models", models)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", unused_tcp_port).start()
+    yield Services(f"http://127.0.0.1:{unused_tcp_port}/v1")
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def environment(tmp_path) -> AsyncIterator[ProcessAgent]:
+    made = make(tmp_path)
+    await made.prepare_resources()
+    yield made
+    await made.close_resources()
+
+
+def make(folder: Path, **kwargs) -> ProcessAgent:
+    (folder / "bridge.py").write_text(BRIDGE)
+    return type("Scripted", (Scripted,), {"bridge": folder / "bridge.py"})(**kwargs)
+
+
+async def roll_out(environment: ProcessAgent, services: Services, item: int, seconds: float = 60.0):
+    return await environment.rollout(environment.get_sample(item), RolloutContext(services, time.monotonic() + seconds))
+
+
+async def test_tasks_of_a_process_are_played_by_the_policy_several_at_a_time(environment, services):
+    assert [environment.get_sample(i).prompt for i in (0, 1)] == ["words answer", "words exit"]
+    slow = asyncio.create_task(roll_out(environment, services, SLOW))
+    results = await asyncio.gather(*(roll_out(environment, services, ANSWER) for _ in range(3)))
+    assert [result.total_reward for result in results] == [1.0] * 3
+    assert len({result.sample_metrics["bridge"] for result in results}) == 1
+    with pytest.raises(EnvironmentFailure, match="ValueError: a bad task"):
+        await roll_out(environment, services, RAISE)
+    assert not slow.done()
+    slow.cancel()
+    await environment.close_resources()
+    assert not any(is_running(int(pid)) for pid in results[0].sample_metrics.values())
+
+
+async def test_a_process_that_exits_fails_its_tasks_and_is_started_again(environment, services):
+    slow = asyncio.create_task(roll_out(environment, services, SLOW))
+    first = await roll_out(environment, services, ANSWER)
+    for _ in range(process_agent.MAX_STARTS):
+        with pytest.raises(EnvironmentFailure, match="last words"):
+            await roll_out(environment, services, EXIT)
+        with pytest.raises(EnvironmentFailure, match="last words"):
+            await slow
+        again = await roll_out(environment, services, ANSWER)
+    assert again.total_reward == 1.0
+    assert again.sample_metrics["bridge"] != first.sample_metrics["bridge"]
+    for _ in range(1 + process_agent.MAX_STARTS):
+        with pytest.raises(EnvironmentFailure, match="last words"):
+            await roll_out(environment, services, EXIT)
+    with pytest.raises(EnvironmentFailure, match="started 3 times and finished no task"):
+        await roll_out(environment, services, ANSWER)
+
+
+async def test_a_task_that_takes_too_long_fails_alone_unless_its_process_hangs(environment, services, monkeypatch):
+    monkeypatch.setattr(process_agent, "CANCEL_SECONDS", 0.5)
+    first = await roll_out(environment, services, ANSWER)
+    with pytest.raises(EnvironmentFailure, match="took over 1 seconds"):
+        await roll_out(environment, services, SLOW, seconds=1.0)
+    await asyncio.sleep(1.0)
+    assert (await roll_out(environment, services, ANSWER)).sample_metrics == first.sample_metrics
+    with pytest.raises(EnvironmentFailure, match="took over 1 seconds"):
+        await roll_out(environment, services, HANG, seconds=1.0)
+    await asyncio.sleep(1.0)
+    assert not is_running(int(first.sample_metrics["bridge"]))
+    assert (await roll_out(environment, services, ANSWER)).total_reward == 1.0
+
+
+def test_a_process_that_lists_no_tasks_is_an_error_with_its_last_words(tmp_path):
+    with pytest.raises(UserError, match=r"(?s)cannot be listed.*no such taskset"):
+        len(make(tmp_path, options={"breaks": True}))
+    with pytest.raises(UserError, match=r"(?s)cannot be listed.*No such file"):
+        len(make(tmp_path, command=["no-such-python", "-X"]))
+
+
+def test_a_process_ends_with_a_worker_that_is_killed(tmp_path):
+    code = f"""
+        import asyncio, pathlib
+        from telescope.environments.process_agent import Child
+        from tests.integration.environments.test_process_agent import make
+        async def main():
+            child = Child()
+            await child.start(make(pathlib.Path({str(tmp_path)!r})))
+            print(child._process.pid, flush=True)
+            await asyncio.sleep(60)
+        asyncio.run(main())
+    """
+    worker = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    guard = psutil.Process(int(worker.stdout.readline()))
+    processes = [guard, *guard.children(recursive=True)]
+    assert len(processes) == 3  # with the bridge and its child
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.wait()
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not [process for process in alive if is_running(process.pid)]
+
+
+@pytest.mark.parametrize("name", ["verifiers:my-taskset", "openenv:http://127.0.0.1:8000"])
+def test_bridges_that_ship_are_found_by_their_names(name):
+    cls = environment_class(name)
+    assert issubclass(cls, ProcessAgent)
+    assert (cls.task, cls.bridge.is_file()) == (name.partition(":")[2], True)
+
+
+def is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
