@@ -47,7 +47,15 @@ export function timing(detail: Detail): { intervals: Interval[]; whole: number }
   const { started_at: start, generated_at: generated, finished_at: end } = detail;
   if (start === null || end === null) return null;
   const spans = detail.spans ?? [];
-  const of = (name: string) => spans.filter((span) => span.name === name).reduce((sum, span) => sum + span.end - span.start, 0);
+  // Calls of an agent can overlap: the time in which at least one ran. Spans are in the order of their starts.
+  const of = (name: string) => {
+    let [sum, to] = [0, -Infinity];
+    for (const span of spans.filter((one) => one.name === name)) {
+      sum += Math.max(0, span.end - Math.max(span.start, to));
+      to = Math.max(to, span.end);
+    }
+    return sum;
+  };
   const engine = of("queue") + of("prefill") + of("decode");
   // Tools run while the environment replies, some of them at the same time.
   const replies = of("environment");
