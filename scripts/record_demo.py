@@ -1,12 +1,13 @@
 """Records the runs that `telescope ui --demo` replays: trains them on this machine's CPU, and packs their records.
 
-    python scripts/record_demo.py                 trains all three, about ten minutes on two cores
+    python scripts/record_demo.py                 trains all four, about ten minutes on two cores
     python scripts/record_demo.py --steps 3       a short try
     python scripts/record_demo.py --pack          packs the runs that were trained before
 
 A tiny model learns Countdown and the calculator agent. In the first run, an inference server is killed (the run
 restarts it), and later a trainer rank is stopped for some seconds, which delays a step. The second run has a higher
-learning rate. In the third, a trainer rank is killed, which ends it. The packed records have no weights, and no name of
+learning rate. In the third, a trainer rank is killed, which ends it. In the fourth, agents play
+Countdown. The packed records have no weights, and no name of
 this machine, its folders or its users.
 """
 
@@ -94,6 +95,17 @@ SAVES: dict[str, Any] = {"checkpoint_every": 20, "checkpoint_keep_last": 1}
 COMPARED: dict[str, Any] = {"enable_vllm_tracing": False, "record_tokens": 1}
 """Settings of the runs to compare with, whose recordings are smaller."""
 
+AGENTS: dict[str, Any] = {
+    "model": str(ROOT / "models/tiny-countdown"), "group_size": 4, "prompts_batch_size_for_trainer": 4, "evals": [],
+    "environments": [
+        {"name": "agent_countdown", "reward_min": 0.0, "reward_max": 1.0,
+         "kwargs": {**{key: value for key, value in COUNTDOWN.items() if key != "prompt_style"}, "agent": agent}}
+        for agent in ("checker", "compacting")
+    ],
+    "max_model_len": 64, "inference_num_workers": 1, "trainer_num_workers": 1, "record_tokens": 4,
+    "enable_vllm_tracing": False, "seed": 3,
+}  # fmt: skip
+
 RECORDED: dict[str, tuple[dict[str, Any], float, list[Event]]] = {
     "demo": (SAVES, 1.0, [
         (0.13, partial(send, signal.SIGKILL, SERVER, 0.0)), (0.70, partial(send, signal.SIGSTOP, RANK, 15.0)),
@@ -102,6 +114,7 @@ RECORDED: dict[str, tuple[dict[str, Any], float, list[Event]]] = {
     "demo-lr-1e-4": (
         {**COMPARED, "learning_rate": 1e-4, "seed": 2}, 0.3, [(0.2, partial(send, signal.SIGKILL, RANK, 0.0))],
     ),
+    "demo-agents": (AGENTS, 0.06, []),
 }  # fmt: skip
 """Settings, share of the steps, and events of each run."""
 
@@ -115,7 +128,8 @@ def main() -> int:
     telescope = [sys.executable, "-m", "telescope.cli.main"]
     if not arguments.pack:
         made = ["tiny-model", "--task", "mixed", "--warm-start-steps", "1000", "--output", str(MODEL)]
-        subprocess.run([*telescope, *made], check=True)
+        for each in (made, ["tiny-model", "--output", AGENTS["model"]]):
+            subprocess.run([*telescope, *each], check=True)
     for name in arguments.only:
         if not arguments.pack:
             fields, share, events = RECORDED[name]
@@ -145,10 +159,11 @@ def pack(run_dir: Path, target: Path) -> None:
     """Copies the record of a run: one file per table, without the names of this machine. Times begin at 0."""
     shutil.rmtree(target, ignore_errors=True)
     (target / "model").mkdir(parents=True)
-    for file in ("config.json", "tokenizer.json"):
-        shutil.copyfile(MODEL / file, target / "model" / file)
     run = Run(run_dir)
     assert run.info is not None
+    model = json.loads(run.table("runs")["config_json"][0].as_py())["values"]["model"]
+    for file in ("config.json", "tokenizer.json"):
+        shutil.copyfile(Path(model) / file, target / "model" / file)
     tables = {name: without_names(shift(run.table(name), 0, -run.info.started_at)) for name in TABLES}
     written = written_at(tables)
     for name in TABLES.keys() - ONCE:
