@@ -7,8 +7,7 @@
 A tiny model learns Countdown and the calculator agent. In the first run, an inference server is killed (the run
 restarts it), and later a trainer rank is stopped for some seconds, which delays a step. The second run has a higher
 learning rate. In the third, a trainer rank is killed, which ends it. In the fourth, agents play
-Countdown. The packed records have no weights, and no name of
-this machine, its folders or its users.
+Countdown. The packed records have no weights, and no name of this machine, its folders or its users.
 """
 
 from __future__ import annotations

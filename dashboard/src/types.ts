@@ -138,7 +138,7 @@ export interface ConfigDifference {
   bookkeeping: boolean;
 }
 
-/** A conversation of an agent's rollout. `turns` are its messages without those that an earlier one has.
+/** A conversation of an agent's rollout. `turns` are its messages, without those of an earlier one of its chat.
 
 `depth` is that in the tree. `about` says why it begins, how much it has, and whether it is trained. */
 export interface Conversation {

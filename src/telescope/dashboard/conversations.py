@@ -27,7 +27,8 @@ def conversations(turns: Sequence[Row]) -> list[Row]:
     """Returns the conversations of a sample, each branch behind the conversation that it leaves (`Conversation`).
 
     The first answer of a branch extends an answer that another one extends too. Empty for a conversation between model
-    and environment, which is one chain. Messages that a prompt has in common with an earlier one are not listed again.
+    and environment, which is one chain. Messages that a prompt has in common with an earlier one of its chat are not
+    listed again.
     """
     if not turns or is_answer(turns[0]):
         return []
@@ -35,8 +36,8 @@ def conversations(turns: Sequence[Row]) -> list[Row]:
     owners: dict[int, tuple[Row, str]] = {}
     """Conversation of each answer, and its place there."""
     nodes: dict[tuple[int, str, str], int] = {}
-    """Messages as a tree: node before, role and text of each."""
-    at: dict[int | None, int] = {None: 0}
+    """Messages as a tree of each chat: node before, role and text of each."""
+    at: dict[int, int] = {}
     """Node of each answer."""
     continued = _continued(turns)
     has_main = any(turn["chat"] is None for turn in turns)
@@ -57,7 +58,7 @@ def conversations(turns: Sequence[Row]) -> list[Row]:
             (origin["below"] if origin else roots).append(own)
         else:
             own, _ = owners[parent]
-        node = at.get(parent, 0)
+        node = at[parent] if parent in at else nodes.setdefault((0, "", turn["chat"] or ""), len(nodes) + 1)
         for message in [*replies, turn]:
             key = node, message["role"] or "", (message["text"] or "").strip()
             is_repeated = begins and key in nodes and message is not turn

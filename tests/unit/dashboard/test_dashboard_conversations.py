@@ -37,6 +37,13 @@ def test_a_conversation_has_its_name_its_cause_and_no_message_that_was_shown_bef
     assert [(one["name"], one["depth"], one["about"], one["turns"]) for one in shown] == AGENT
 
 
+def test_a_message_that_another_chat_has_is_shown_again() -> None:
+    made = agent_sample()
+    made.turns[1].replies = made.turns[0].replies
+    judge = conversations(recorded(made)["turns"])[2]
+    assert judge["about"] == "1 call, 2 answer tokens, not trained" and len(judge["turns"]) == 3
+
+
 def test_a_retry_that_ends_first_leaves_the_conversation_to_the_first_call() -> None:
     made = agent_sample()
     made.turns[2].divergence, made.turns[3].divergence = "retry", None
