@@ -40,7 +40,7 @@ from telescope.environments.user_code import describe_error
 from telescope.errors import UserError
 from telescope.utils.text import pluralize, user_path
 
-KINDS = ("single", "multi", "tools")
+KINDS = ("single", "multi", "tools", "agent")
 NUM_GOLDS = 10  # items that are listed if there is no source of answers
 TEMPLATES = Path(telescope.environments.__path__[0], "templates")
 
@@ -65,26 +65,48 @@ def add_parser(subparsers: Any) -> None:
         "model, which vLLM serves here meanwhile), from --answer (given in order, one a turn), or from the terminal. "
         f"The key of --url is read from {API_KEY_VARIABLE}.",
     )
+    checking = commands.add_parser(
+        "check",
+        help="run items with scripted answers, and look for cheats that the reward pays for",
+        description="Run items of an environment through the rollouts, the tokenizer and the graders of a run, with "
+        "scripted answers. Prints the calls of the reference solution, forks with their cause, and what every answer "
+        "earned: the reference solution must earn the full reward; an empty answer, the prompt, the bare gold, and "
+        "where answers run commands also deleted tests, a planted conftest.py, spoofed output and a grader that hangs "
+        "must earn nothing. An environment names its own by `solution(self, sample)`, a list of answers, one a turn, "
+        "and `cheats(self, sample)`, a dict of names and answers. The exit code is 1 if one of them fails.",
+    )
     making = commands.add_parser("new", help="write a new environment and its test")
-    for command in (listing, describing, trying):
+    for command in (listing, describing, trying, checking):
         command.add_argument("--path", action="append", default=[], help="another folder to search (environments_path)")
-    for command in (describing, trying, making):
+    for command in (describing, trying, checking, making):
         command.add_argument("name", help="name of the environment")
     for command in (listing, trying):
         command.add_argument("--json", action="store_true", help="print JSON")
-    trying.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="keyword argument (YAML value)")
+    for command in (trying, checking):
+        command.add_argument(
+            "--set", action="append", default=[], metavar="KEY=VALUE", help="keyword argument (YAML value)"
+        )
+        command.add_argument("--url", help="model server, such as http://localhost:8000")
     trying.add_argument("--item", type=int, help="first item (default: 0; without answers, ten with golds are listed)")
     trying.add_argument("--items", type=int, default=1, help="number of items (default: 1)")
     trying.add_argument("--answer", action="append", help="next answer of the model; repeatable")
-    trying.add_argument("--url", help="model server, such as http://localhost:8000")
     trying.add_argument("--model", help="model to serve here, or to ask --url for (default: the first that it lists)")
     trying.add_argument("--max-tokens", type=int, help="tokens of one answer (default: 1024; with --model, what fits)")
     trying.add_argument("--temperature", type=float, default=1.0, help="default: 1.0")
-    making.add_argument("--kind", choices=KINDS, default="single", help="single turn, several turns, or tools")
+    checking.add_argument("--model", help="folder or hub model with the tokenizer (default: a tokenizer of bytes)")
+    checking.add_argument("--samples", type=int, default=3, help="number of items, across the dataset (default: 3)")
+    checking.add_argument(
+        "--solution", metavar="TEXT", help="form of a right answer, with {} for the gold, if the environment has none"
+    )
+    checking.add_argument(
+        "--labels", type=user_path, metavar="FILE", help="JSON lines with prompt, answer and label, to try the judge on"
+    )
+    making.add_argument("--kind", choices=KINDS, default="single", help="single turn, several turns, tools or agent")
     making.add_argument("--folder", type=user_path, default=Path("environments"), help="default: environments")
     listing.set_defaults(func=run_list)
     describing.set_defaults(func=run_describe)
     trying.set_defaults(func=run_try)
+    checking.set_defaults(func=run_check)
     making.set_defaults(func=run_new)
 
 
@@ -128,6 +150,13 @@ def run_try(arguments: argparse.Namespace) -> int:
         return 0
     with ExitStack() as stack:
         return _try(arguments, environment, _answerer(arguments, stack))
+
+
+def run_check(arguments: argparse.Namespace) -> int:
+    """Checks an environment and prints what its answers earned. Returns the exit status."""
+    from telescope.cli.envs_check import check  # which imports what a rollout worker does
+
+    return check(arguments, _keywords(arguments.set))
 
 
 def _try(arguments: argparse.Namespace, environment: Environment, answerer: Answerer) -> int:
@@ -189,6 +218,7 @@ def run_new(arguments: argparse.Namespace) -> int:
             f"\n{arguments.name} is also the name of an installed environment; in environments_path, this one is found."
         )
     print(f"\nTest it:  python -m pytest {files[1]}   (pip install pytest)")
+    print(f"Check it: telescope envs check {arguments.name} --path {arguments.folder}")
     print(f"Try it:   telescope envs try {arguments.name} --path {arguments.folder}")
     print(f'Train it: environments_path: ["{arguments.folder}"] and environments: [{{name: {arguments.name}}}]')
     return 0
@@ -229,6 +259,8 @@ def _description(cls: type[Environment]) -> str:
 
 
 def _kind(cls: type[Environment]) -> str:
+    if cls.rollout is not None:
+        return "agent"
     if issubclass(cls, ToolEnvironment):
         return "tools"
     return "several turns" if issubclass(cls, MultiTurnEnvironment) else "single turn"

@@ -40,6 +40,9 @@ MAX_TURNS_REACHED = "max_turns_reached"
 ENV_NAME_KEY = "_env_name"
 """Key of a sample's metadata that holds the name of its environment."""
 
+GOLD = "gold pasted"
+"""The cheat that answers with the sample's answer alone. It is none where that is the form of an answer."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -271,6 +274,20 @@ class Environment(Dataset):
         Called for some samples before a run. None: the environment has no such answers.
         """
         return None
+
+    def solution(self, sample: Sample) -> list[str]:
+        """Returns answers, one a turn, that earn the full reward (`telescope envs check`). Empty: they are unknown."""
+        return []
+
+    def cheats(self, sample: Sample) -> dict[str, str]:
+        """Returns answers that must earn nothing (`telescope envs check`), by what they do. Each is every turn's."""
+        messages: list[ChatMessage] = []
+        if isinstance(self, MultiTurnEnvironment):
+            messages = self.get_initial_prompt(sample)
+        elif isinstance(self, SingleTurnEnvironment):
+            messages = self.build_messages(sample.prompt)
+        prompt = "\n\n".join(str(message.get("content") or "") for message in messages)
+        return {"empty answer": "", "prompt echoed": prompt} | ({GOLD: sample.answer} if sample.answer else {})
 
     async def check_resources(self) -> None:
         """Awaited once before a run, in a process of its own. Raises `UserError` for what resources lack."""

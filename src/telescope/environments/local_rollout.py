@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Generator, Mapping
@@ -28,10 +29,14 @@ from telescope.environments.base import (
     assistant_message,
     conversation,
 )
-from telescope.environments.parsers import answer_text
+from telescope.environments.context import Answer as AgentAnswer
+from telescope.environments.context import Call, RolloutContext
+from telescope.environments.parsers import answer_text, strip_think_tags
+from telescope.environments.sandbox_tools import pool_of
 from telescope.environments.serialization import check_verdict, serialize_messages, serialize_score
 from telescope.environments.user_code import settled
 from telescope.errors import RunError, UserError
+from telescope.sandbox.session import Sandbox
 
 
 @dataclass(slots=True, frozen=True)
@@ -72,6 +77,8 @@ def roll_out_item(
     """
     if not 0 <= index < len(environment):
         raise UserError(f"There is no item {index}: the dataset has {len(environment)} items, counted from 0.")
+    if environment.rollout is not None:
+        return _finish(environment, _agent(environment, index, answer, on_message))
     if isinstance(environment, MultiTurnEnvironment):
         return _finish(environment, _several_turns(environment, index, answer, on_message))
     assert isinstance(environment, SingleTurnEnvironment)
@@ -166,6 +173,74 @@ def _several_turns(
         yield from settled(environment.end_rollout(state))
 
 
+class _TextServices:
+    """The `Services` of an agent without an engine: its calls go to an answerer, as text."""
+
+    api_key = ""
+
+    def __init__(self, environment: Environment, answer: Answerer, on_message: Callable[[ChatMessage], None]) -> None:
+        self._environment, self._answer, self._on_message = environment, answer, on_message
+        self.sandboxes: list[Sandbox] = []
+        self.messages: list[ChatMessage] = []
+        """Those of all calls. What a call repeats of the call before it is there once."""
+        self._last: list[ChatMessage] = []
+        self.num_calls = 0
+
+    async def complete(self, call: Call) -> AgentAnswer:
+        if call.token_ids is not None or call.tools:
+            raise self._refusal("tools" if call.tools else "token ids")
+        asked, messages = list(call.messages), self._last
+        new = asked[len(messages) :] if asked[: len(messages)] == messages else asked
+        for message in new:
+            self._on_message(message)
+        given = self._answer(asked)
+        if given is None:
+            raise NoAnswerError(f"There is no answer to call {self.num_calls + 1} of the agent.")
+        text = strip_think_tags(answer_text(given.text)).strip()
+        reason = "length" if given.is_truncated else "stop"
+        answer = AgentAnswer(text, finish_reason=reason, raw_text=given.text, id=str(self.num_calls))
+        self._on_message(answer.message)
+        self.messages += [*new, answer.message]
+        self._last, self.num_calls = [*asked, answer.message], self.num_calls + 1
+        return answer
+
+    async def judge(self, prompt: str, schema: Mapping[str, Any] | None, model: str | None) -> Any:
+        if (judge := getattr(self._environment, "judge", None)) is None:
+            raise UserError(f"the environment {self._environment.name!r} has no judge: set `judge: {{url: ...}}`")
+        return await judge.ask(prompt, schema, model=model)
+
+    async def sandbox(self, image: str | None) -> Sandbox:
+        pool = await pool_of(self._environment, image)
+        self.sandboxes.append(Sandbox(pool, await pool.acquire()))
+        return self.sandboxes[-1]
+
+    def base_url(self, chat: str) -> str:
+        raise self._refusal("the URL of an endpoint")
+
+    def _refusal(self, what: str) -> UserError:
+        name = self._environment.name
+        return UserError(
+            f"The agent uses {what}, for which it needs a tokenizer. Run `telescope envs check {name} --model FOLDER`, "
+            "with --url of a server of vLLM for a model's answers."
+        )
+
+
+def _agent(
+    environment: Environment, index: int, answer: Answerer, on_message: Callable[[ChatMessage], None]
+) -> Generator[Awaitable[Any], Any, LocalRollout]:
+    assert environment.rollout is not None
+    services = _TextServices(environment, answer, on_message)
+    context = RolloutContext(services, time.monotonic() + environment.rollout_timeout_seconds)
+    try:
+        result = yield from settled(environment.rollout(environment.get_sample(index), context))
+        if isinstance(result, RewardResult):
+            result.sample_metrics = {**context.metrics, **result.sample_metrics}
+        return LocalRollout(services.messages, serialize_score(result, for_eval=False), services.num_calls, None)
+    finally:
+        for sandbox in services.sandboxes:
+            yield from settled(sandbox.close())
+
+
 def _finish(environment: Environment, steps: Generator[Awaitable[Any], Any, LocalRollout]) -> LocalRollout:
     """Takes all steps as a worker does, between the environment's resources being prepared and closed.
 
@@ -237,6 +312,12 @@ class ChatServer:
             return Answer(choice["message"].get("content") or "", choice.get("finish_reason") == "length")
         except (KeyError, IndexError, TypeError, AttributeError):
             raise RunError(f"{self._base} returned a malformed answer: {json.dumps(answer)[:300]}") from None
+
+    def complete(self, prompt: list[int], stop_token_ids: list[int], stop: list[str]) -> tuple[str, bool]:
+        """Returns what a server of vLLM appends to token ids, and whether the model ended it."""
+        body = {"prompt": prompt, "stop_token_ids": stop_token_ids, "stop": stop, "skip_special_tokens": False}
+        choice = self._ask("/completions", {"model": self.model, **self._options, **body})["choices"][0]
+        return choice["text"], choice["finish_reason"] == "stop"
 
     def _ask(self, path: str, body: Mapping[str, Any] | None) -> Any:
         headers = {"Content-Type": "application/json"}

@@ -466,6 +466,11 @@ def _read_syntax(name: str, raw: str) -> ToolCall:
     return ToolCall(name, positional or named, raw)
 
 
+def written_call(name: str, **arguments: Any) -> str:
+    """Returns a call in a form that every environment with tools reads."""
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
 def as_text(value: Any) -> str:
     """Returns `str(value)`, or its type where that raises."""
     try:

@@ -8,6 +8,7 @@ the rollout begins again, and is never scored as if the policy had failed.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,6 +43,8 @@ class AgentRollout:
         self._endpoint = endpoint
         self._joins = Joins(renderer, interleaved=rollout.settings.interleaved)
         self._failure: InfrastructureError | None = None
+        self._counts: Counter[str] = Counter()
+        """Metrics: parameters of calls that were replaced, and answers that nobody read."""
         self._sandboxes: list[Sandbox] = []
         self.api_key = ""
 
@@ -78,15 +81,16 @@ class AgentRollout:
         }
         for_eval = rollout.settings.for_eval
         if isinstance(result, RewardResult):
-            result.sample_metrics = {**context.metrics, **result.sample_metrics}
+            counts = {**self._counts, "agent/calls": rollout.trajectory.num_turns}
+            result.sample_metrics = {**counts, **context.metrics, **result.sample_metrics}
         return RewardRecord(**serialize_score(eval_metrics_of(result) if for_eval else result, for_eval))
 
     async def complete(self, call: Call) -> Answer:
         """Samples an answer of the policy. Raises `RefusedCall` and `InfrastructureError`."""
-        counts, settings = self._rollout.trajectory.counts, self._rollout.settings.sampling
-        for name in call.sampling:
-            if name not in KNOWN_SAMPLING:
-                counts[f"replaced/{name}"] = counts.get(f"replaced/{name}", 0) + 1
+        settings = self._rollout.settings.sampling
+        for name, value in call.sampling.items():
+            if name not in KNOWN_SAMPLING and value != getattr(settings, name, None):
+                self._counts[f"agent/replaced_{name}"] += 1
         # Megabytes are refused by their length, because the event loop waits while a text is tokenized.
         least = sum(len(text_of(message)) for message in call.messages) // self._renderer.longest_token
         prompt = self._joins.prompt(call) if least < settings.max_context else None
@@ -134,9 +138,8 @@ class AgentRollout:
 
     def _drop(self, answer: Answer) -> None:
         """Leaves an answer that nobody has read out of training."""
-        trajectory = self._rollout.trajectory
-        trajectory.turns[int(answer.id)].trained = False
-        trajectory.counts["dropped"] = trajectory.counts.get("dropped", 0) + 1
+        self._rollout.trajectory.turns[int(answer.id)].trained = False
+        self._counts["agent/dropped_answers"] += 1
 
     async def judge(self, prompt: str, schema: Mapping[str, Any] | None, model: str | None) -> Any:
         """Asks the environment's judge."""

@@ -16,6 +16,7 @@ from telescope.environments.base import RewardResult, RolloutState, Sample, shar
 from telescope.environments.calculator_agent.questions import Question, QuestionSettings, generate_questions
 from telescope.environments.countdown.puzzles import ExpressionError, parse
 from telescope.environments.parsers import extract_answer_tags, strip_think_tags
+from telescope.environments.tool_calls import written_call
 from telescope.environments.tool_env import ToolCall, ToolEnvironment, ToolResult
 from telescope.errors import UserError
 
@@ -108,6 +109,16 @@ class CalculatorAgentEnvironment(ToolEnvironment):
         steps = [expression for expression, _ in question.steps]
         metadata = {"question": question.text, "operations": len(steps), "steps": steps}
         return Sample(prompt, answer=str(question.answer), metadata=metadata)
+
+    def solution(self, sample: Sample) -> list[str]:
+        steps = sample.metadata["steps"]
+        calls = [written_call("calculate", expression=step) for step in steps]
+        if self.short:
+            calls = [f"{CALL_OPEN}{step}{CALL_CLOSE}" for step in steps]
+        return [*calls, f"<answer>{sample.answer}</answer>"]
+
+    def cheats(self, sample: Sample) -> dict[str, str]:
+        return super().cheats(sample) | {"answer without the calculator": f"<answer>{sample.answer}</answer>"}
 
     def parse_tool_calls(self, completion: str) -> list[ToolCall]:
         if not self.short:

@@ -19,6 +19,7 @@ from telescope.environments.countdown.puzzles import (
     generate_puzzles,
     in_portion,
     parse,
+    solve,
 )
 from telescope.environments.hub import hub_rows
 from telescope.environments.parsers import answer_text, extract_answer_tags, strip_think_tags
@@ -165,6 +166,10 @@ class CountdownEnvironment(SingleTurnEnvironment):
         if self.prompt_style == "short":
             return f"{' '.join(map(str, numbers))} -> {target}"
         return f"Make {target} from the numbers {', '.join(map(str, numbers))}."
+
+    def solution(self, sample: Sample) -> list[str]:
+        found = solve(sample.metadata["numbers"], sample.metadata["target"], self.operations)
+        return [f"<answer>{found}</answer>"] if found else []
 
     def compute_reward(self, completion: str, sample: Sample, eos_token: str = "") -> RewardResult:
         text = completion.removesuffix(eos_token) if eos_token else completion

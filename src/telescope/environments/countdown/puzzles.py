@@ -16,10 +16,10 @@ import hashlib
 import operator
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, permutations
 from typing import Any, TypeVar, cast
 
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -116,6 +116,24 @@ def _random_puzzle(settings: PuzzleSettings, rng: random.Random) -> Puzzle | Non
     if not settings.min_target <= result.value <= settings.max_target:
         return None
     return Puzzle(numbers, result.value, result.text)
+
+
+def solve(numbers: Sequence[int], target: int, operations: str) -> str | None:
+    """Returns an expression that reaches the target by whole numbers. None if there is none."""
+
+    def search(terms: list[_Term]) -> str | None:
+        if len(terms) == 1:
+            return terms[0].text if terms[0].value == target else None
+        for left, right in permutations(range(len(terms)), 2):
+            rest = [term for place, term in enumerate(terms) if place not in (left, right)]
+            for sign in operations:
+                if sign == "/" and (not terms[right].value or terms[left].value % terms[right].value):
+                    continue
+                if found := search([*rest, _combine(terms[left], sign, terms[right])]):
+                    return found
+        return None
+
+    return search([_Term(number, str(number), "") for number in numbers])
 
 
 def _combine(left: _Term, sign: str, right: _Term) -> _Term:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from telescope.environments import math_problems
 from telescope.environments.arguments import known_arguments, refuse_unknown
-from telescope.environments.base import ChatMessage, Environment, GoldCheck, RewardResult, Sample, shares
+from telescope.environments.base import GOLD, ChatMessage, Environment, GoldCheck, RewardResult, Sample, shares
 from telescope.environments.dataset.functions import call_function, read_reward, refuse_missing_columns
 from telescope.environments.dataset.rows import (
     GSM8K,
@@ -249,6 +249,16 @@ class DatasetEnvironment(math_problems.MathEnvironment):
             return GoldCheck(sample.answer)
         written = self.extract_answer(f"<answer>{sample.answer}</answer>")
         return GoldCheck(written, None if self.is_correct(written, sample) else "an extracted answer differs from it")
+
+    def solution(self, sample: Sample) -> list[str]:
+        program = self._code and (sample.metadata.get("solution") or sample.answer)
+        return [f"```python\n{program}\n```"] if program else []
+
+    def cheats(self, sample: Sample) -> dict[str, str]:
+        cheats = super().cheats(sample)
+        if self.compares != "math" or len(self.functions) + self._judges:
+            cheats.pop(GOLD, None)  # a right answer, whose form is free
+        return cheats if self._code is None else self._code.cheats(Sample("")) | cheats
 
     def compute_reward(  # type: ignore[override]  # awaitable with async functions
         self, completion: str, sample: Sample, eos_token: str = ""

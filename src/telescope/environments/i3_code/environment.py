@@ -108,6 +108,16 @@ class I3CodeEnvironment(SandboxEnvironment, SingleTurnEnvironment):
             random.Random(f"i3_code {seed}").shuffle(samples)
         return samples if num_samples < 0 else samples[:num_samples]
 
+    def solution(self, sample: Sample) -> list[str]:
+        known = [row["solution"] for row in own_rows() if row["question"] == sample.prompt]
+        return [f"```python\n{program}\n```" for program in known]
+
+    def answer_that_runs(self, command: str) -> str:
+        return f"```python\nimport os\nos.system({command!r})\n```"
+
+    def cheats(self, sample: Sample) -> dict[str, str]:
+        return super().cheats(sample) | {"grader timed out": "```python\nimport time\ntime.sleep(1e6)\n```"}
+
     async def compute_reward(self, completion: str, sample: Sample, eos_token: str = "") -> RewardResult:
         text = completion.removesuffix(eos_token) if eos_token else completion
         program = extract_code_block(strip_think_tags(text))

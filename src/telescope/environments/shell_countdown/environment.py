@@ -30,6 +30,9 @@ class ShellCountdownEnvironment(SandboxEnvironment, CountdownEnvironment):
             raise UserError("shell_countdown: operations has '/', which a shell rounds; use some of + - *.")
         super().__init__(operations=operations, **kwargs)
 
+    def answer_that_runs(self, command: str) -> str:
+        return f"<answer>$({command})</answer>"
+
     async def compute_reward(  # type: ignore[override]  # the base is not async
         self, completion: str, sample: Sample, eos_token: str = ""
     ) -> RewardResult:

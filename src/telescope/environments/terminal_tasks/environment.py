@@ -6,13 +6,14 @@ last answer. `tests/test.sh` writes a reward to `/logs/verifier/reward.txt`; wit
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import random
 import shlex
 from pathlib import PurePosixPath
 from typing import Any
 
-from telescope.environments.base import RewardResult, RolloutState, Sample, shares
+from telescope.environments.base import GOLD, RewardResult, RolloutState, Sample, shares
 from telescope.environments.sandbox_tools import SandboxTools
 from telescope.environments.terminal_tasks.tasks import Files, Task, own_tasks, read_tasks
 from telescope.environments.tool_env import ToolEnvironment, ToolResult
@@ -64,6 +65,19 @@ class TerminalTasksEnvironment(SandboxTools, ToolEnvironment):
             Sample(task.instruction, metadata={"task": task.name, "difficulty": task.difficulty}) for task in chosen
         ]
         return samples if num_samples < 0 else samples[:num_samples]
+
+    def solution(self, sample: Sample) -> list[str]:
+        files = self._tasks[sample.metadata["task"]].solution
+        written = "".join(
+            f"mkdir -p {shlex.quote(str(PurePosixPath(path).parent))}; echo {base64.b64encode(content).decode()} | "
+            f"base64 -d > {shlex.quote(path)}; "
+            for path, content in files.items()
+        )
+        return [self.answer_that_runs(f"{written}bash /solution/solve.sh"), "It is done."] if files else []
+
+    def cheats(self, sample: Sample) -> dict[str, str]:
+        files = self._tasks[sample.metadata["task"]].solution
+        return super().cheats(sample) | {GOLD: b"\n".join(files.values()).decode("utf-8", "replace")}
 
     def task_of(self, state: RolloutState) -> Task:
         """Returns the task of a rollout."""

@@ -28,7 +28,7 @@ GAME_KEY = "wordle"
 
 PROMPT = (
     "You are playing Wordle. A secret word of five letters has been chosen. You have {turns} attempts to guess it.\n"
-    "In each attempt write one word in square brackets, for example [apple]. The response shows for each letter:\n"
+    "In each attempt write one word in square brackets, as in [word]. The response shows for each letter:\n"
     "G: it is in the word, in this place\nY: it is in the word, in another place\nX: it is not in the word\n"
     "Make your first guess."
 )
@@ -84,6 +84,9 @@ class WordleEnvironment(MultiTurnEnvironment):
         prompt = PROMPT.format(turns=self.max_turns)
         return [Sample(prompt, answer=words[i % len(words)], metadata={"round": i // len(words)}) for i in range(count)]
 
+    def solution(self, sample: Sample) -> list[str]:
+        return [f"[{sample.answer}]"]
+
     def create_initial_state(self, sample: Sample) -> RolloutState:
         state = super().create_initial_state(sample)
         state.custom[GAME_KEY] = Game()
@@ -127,7 +130,7 @@ class WordleEnvironment(MultiTurnEnvironment):
         """The guess, or None and what is wrong."""
         words = {word.lower() for word in _BRACKETED.findall(strip_think_tags(completion))}
         if len(words) != 1:
-            return None, "Write exactly one word in square brackets, for example [apple]."
+            return None, "Write exactly one word in square brackets, as in [word]."
         word = words.pop()
         if len(word) != WORD_LENGTH:
             return None, f"The word must have {WORD_LENGTH} letters."

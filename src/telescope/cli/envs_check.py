@@ -1,0 +1,147 @@
+"""`telescope envs check`: prints the trials of an environment (`rollout.check`), and how a judge agrees with labels."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from telescope.environments.grading import agreement
+from telescope.environments.judge import Judge
+from telescope.environments.local_rollout import ChatServer
+from telescope.environments.types import EnvironmentSpec
+from telescope.errors import InfrastructureError, RunError, UserError
+from telescope.rollout.check import CANNED, MODEL, REFERENCE, Checks, Trial
+from telescope.rollout.rendering import Renderer, RendererSpec
+from telescope.utils.text import pluralize
+
+FORKS = {
+    "retry": "the same prompt again",
+    "branch": "another continuation of an answer",
+    "edited_history": "the call changed or left out an earlier message",
+    "tools": "the call offers other tools",
+    "compaction": "the history was shortened",
+    "history": "the chat template changes earlier messages",
+}
+"""Causes of a conversation that begins anew."""
+SHOWN_CHARACTERS = 60
+
+
+def check(arguments: argparse.Namespace, kwargs: dict[str, Any]) -> int:
+    """Runs the trials. Returns the exit status: 1 if the reference solution fails or a cheat is rewarded."""
+    if arguments.samples < 1:
+        raise UserError(f"--samples is {arguments.samples}; use 1 or more.")
+    if arguments.url and not arguments.model:
+        raise UserError("--url needs the tokenizer of the served model: give its folder with --model.")
+    server = ChatServer(arguments.url) if arguments.url else None
+    spec = EnvironmentSpec(arguments.name, kwargs)
+    checks = Checks(spec, _renderer(arguments.model), arguments.path, server=server, form=arguments.solution)
+    labels = _read_labels(arguments.labels, checks.environment.judge) if arguments.labels else []
+    count = checks.info.num_samples
+    items = list(range(0, count, -(-count // arguments.samples)))
+    trials = asyncio.run(checks.run(items))
+    console = Console(highlight=False)
+    for trial in trials:
+        if trial.name in (REFERENCE, CANNED, MODEL):
+            console.print(_tree(trial), soft_wrap=True)
+    console.print(_table(trials))
+    if any(trial.name == CANNED for trial in trials):
+        print("The solution is not known: return it from `solution(self, sample)`, to check that it earns the reward.")
+    problems = [f"{trial.name}, item {trial.item}: {trial.problem}." for trial in trials if trial.problem]
+    if labels:
+        problems += _judge_labels(labels, checks.environment.judge)
+    for problem in problems:
+        print(f"{arguments.name}: {problem}", file=sys.stderr)
+    return int(bool(problems))
+
+
+def _read_labels(file: Path, judge: Judge | None) -> list[dict[str, Any]]:
+    if judge is None:
+        raise UserError("--labels is for a judge. Give one: --set 'judge={url: ..., model: ...}'.")
+    try:
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        return [
+            {"question": row.get("prompt"), **row, "label": float(row["label"]), "answer": row["answer"]}
+            for row in rows
+        ]
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        form = '{"prompt": "...", "answer": "...", "label": 1}'
+        raise UserError(f"--labels: {file} cannot be read ({error!r}). Write lines of the form {form}.") from error
+
+
+def _judge_labels(rows: list[dict[str, Any]], judge: Judge | None) -> list[str]:
+    """Prints how far the judge agrees with labels. Returns what is wrong with it."""
+    assert judge is not None
+
+    async def judged() -> tuple[float, float]:
+        try:
+            return await agreement(judge, rows)
+        finally:
+            await judge.close()
+
+    try:
+        share, kappa = asyncio.run(judged())
+    except InfrastructureError as error:
+        raise RunError(str(error)) from error
+    print(f"The judge agrees with {share:.1%} of {pluralize(len(rows), 'label')} (Cohen's kappa {kappa:.2f}).")
+    return (
+        [] if kappa > 0 else ["the judge agrees with the labels no more than chance does. Change it, or its criteria."]
+    )
+
+
+def _renderer(model: str | None) -> Renderer:
+    if model is not None:
+        return Renderer(RendererSpec(model))
+    from telescope.tiny_model.build import build_tokenizer
+
+    return Renderer(RendererSpec("a tokenizer of bytes"), build_tokenizer([], 384))
+
+
+def _tree(trial: Trial) -> Tree:
+    """Returns the calls of a rollout. One that forks is indented below the call where it leaves."""
+    sample = trial.trajectory
+    seconds = sample.finished_at - sample.started_at
+    tree = Tree(
+        Text(
+            f"item {trial.item}, {trial.name}: reward {_shown(trial.reward)}, {pluralize(len(sample.turns), 'call')}, "
+            f"{sample.num_tokens} tokens, {seconds:.2f} s",
+            style="bold",
+        )
+    )
+    place: dict[int | None, Tree] = {None: tree}
+    label: dict[int | None, Tree] = {None: tree}
+    continued: set[int] = set()
+    for number, turn in enumerate(sample.turns):
+        text = f"call {number + 1}{f' ({turn.chat})' if turn.chat else ''}: "
+        text += f"+{len(turn.added_token_ids)} tokens, sampled {len(turn.generation.token_ids_N)}, "
+        text += f"{turn.ended_at - turn.started_at:.2f} s: {turn.text[:SHOWN_CHARACTERS]!r}"
+        fork = ""
+        if turn.divergence:
+            fork = f"  fork {turn.divergence}: {FORKS.get(turn.divergence, 'the join differs from the chat template')}"
+        at = label[turn.parent] if turn.parent in continued else place[turn.parent]
+        if turn.parent is not None:
+            continued.add(turn.parent)
+        place[number], label[number] = at, at.add(Text(text) + Text(fork, style="yellow"))
+    return tree
+
+
+def _table(trials: list[Trial]) -> Table:
+    table = Table("answer", "reward", "", box=None, pad_edge=False)
+    for name in dict.fromkeys(trial.name for trial in trials):
+        named = [trial for trial in trials if trial.name == name]
+        rewards = dict.fromkeys(_shown(trial.reward) for trial in named)
+        verdict = Text("FAILED", style="red") if any(trial.problem for trial in named) else Text("ok", style="green")
+        table.add_row(name, ", ".join(rewards), verdict)
+    return table
+
+
+def _shown(reward: float | None) -> str:
+    return "none (masked)" if reward is None else f"{reward:.4g}"

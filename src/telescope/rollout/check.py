@@ -1,0 +1,168 @@
+"""Checks an environment: runs its items through rollout, tokenizer, joins and grader, with scripted answers.
+
+The reference solution must earn the full reward, and no cheat may earn any (`Environment.solution`, `cheats`). An
+environment that knows no solution is tried with the sample's answer in the forms that rewards usually read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from telescope.environments.base import GOLD, Environment
+from telescope.environments.local_rollout import ChatServer
+from telescope.environments.types import EnvironmentSpec
+from telescope.errors import InfrastructureError
+from telescope.inference.base import GenerateRequest, Generation
+from telescope.rollout.environment_runner import EnvironmentRunner
+from telescope.rollout.environments import LoadedEnvironments
+from telescope.rollout.rendering import Renderer
+from telescope.rollout.request_slots import RequestSlotPool
+from telescope.rollout.sample import Rollout, RolloutSettings, RolloutTask, SamplingSettings
+from telescope.rollout.trajectory import Trajectory
+
+REFERENCE, CANNED, MODEL = "reference solution", "canned answer", "the model"
+FORMS = ("<answer>{}</answer>", "\\boxed{{}}", "{}")
+"""Forms of an answer, the last of which is the gold alone."""
+CANNED_ANSWER = "I do not know."
+MAX_CALLS = 200
+"""Calls of one rollout. One that asks for more never ends."""
+MAX_CONTEXT, MAX_TOKENS = 65_536, 32_768
+
+
+@dataclass(slots=True)
+class ScriptedEngine:
+    """An engine that answers with texts, of which the last is repeated, or asks a `server` of vLLM."""
+
+    renderer: Renderer
+    answers: Sequence[str] = ()
+    server: ChatServer | None = None
+    loaded_version: int = 0
+    num_calls: int = 0
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Returns the next answer. Raises `InfrastructureError` after `MAX_CALLS`."""
+        if self.num_calls == MAX_CALLS:
+            raise InfrastructureError(f"it asked for more than {MAX_CALLS} answers")
+        self.num_calls += 1
+        if self.server is None:
+            text, ended = self.answers[min(self.num_calls, len(self.answers)) - 1], True
+        else:
+            text, ended = await asyncio.to_thread(
+                self.server.complete, request.prompt_token_ids, list(request.stop_token_ids), list(request.stop)
+            )
+        ends = self.renderer.stops.token_ids
+        ids = [*self.renderer.encode_continuation(text), *(ends[:1] if ended else ())]
+        ended, ids = ended and len(ids) <= request.max_tokens, ids[: request.max_tokens]
+        spans = [(0, 0, len(ids))] if ids else []
+        return Generation(np.array(ids, np.int64), np.zeros(len(ids), np.float32), "stop" if ended else "length", spans)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """Does nothing: an answer takes no time."""
+
+
+@dataclass(slots=True)
+class Trial:
+    """What answers to one item earned. `name` says which: the reference solution, a cheat, or others."""
+
+    item: int
+    name: str
+    answers: Sequence[str]
+    trajectory: Trajectory
+    full_reward: float | None
+    """None: any reward above 0 counts as full."""
+
+    @property
+    def reward(self) -> float | None:
+        """The reward. None for a failed rollout."""
+        record = self.trajectory.reward
+        return None if record is None else record.total_reward
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with the reward, and the fix. None if it is right."""
+        reward, kind = self.reward, self.trajectory.failure_kind
+        if reward is None:
+            is_fine = kind == "infrastructure" and self.name not in (REFERENCE, CANNED, MODEL)  # masked, not rewarded
+            return None if is_fine else f"the rollout failed: {self.trajectory.failure_message}"
+        if self.name in (CANNED, MODEL):
+            return None
+        if self.name != REFERENCE:
+            fix = f"{self.answers[0][:80]!r} earned {reward:g}. Let the reward be 0 for it, or override `cheats`"
+            return fix if reward > 0 else None
+        needed = self.full_reward
+        if reward > 0 if needed is None else reward >= needed - 1e-6:
+            return None
+        wanted = "a reward" if needed is None else f"{needed:g}"
+        return (
+            f"{self.answers[-1][:80]!r} earned {reward:g} instead of {wanted}. Correct the reward, or return answers "
+            "that earn it from `solution(self, sample)`"
+        )
+
+
+class Checks:
+    """The trials of one environment. Starts nothing before `run`."""
+
+    def __init__(
+        self,
+        spec: EnvironmentSpec,
+        renderer: Renderer,
+        path: Sequence[str] = (),
+        *,
+        timeout_seconds: float = 120.0,
+        server: ChatServer | None = None,
+        form: str | None = None,
+    ) -> None:
+        """Loads the environment and its dataset. Raises `UserError` as a run does.
+
+        `form` is that of the reference solution, with `{}` for the sample's answer.
+        """
+        self._forms = FORMS if form is None else (form,)
+        self._renderer, self._server = renderer, server
+        self._runner = EnvironmentRunner([spec], renderer, path)
+        self._key = spec.identity
+        self._timeout_seconds = timeout_seconds
+        self.info = self._runner.describe(0, checks_golds=True)
+        self.environment: Environment = self._runner.environments[0]
+
+    async def run(self, items: Sequence[int]) -> list[Trial]:
+        """Runs the reference solution and the cheats of these items, and the model if there is a server."""
+        self._environments = LoadedEnvironments(self._runner, timeout_seconds=self._timeout_seconds)
+        try:
+            await self._environments.start()
+            return [trial for trials in await asyncio.gather(*map(self._check, items)) for trial in trials]
+        finally:
+            await self._environments.close()
+
+    async def _check(self, item: int) -> list[Trial]:
+        sample = self.environment.get_sample(item)
+        own = self.environment.solution(sample)
+        forms = [[form.replace("{}", sample.answer)] for form in self._forms] if sample.answer else []
+        tried = [await self._try(item, REFERENCE, answers) for answers in ([own] if own else forms)]
+        trials = [next((trial for trial in tried if not trial.problem), *tried[:1])] if tried else []
+        cheats = self.environment.cheats(sample)
+        if trials and list(trials[0].answers) == [cheats.get(GOLD)]:
+            del cheats[GOLD]
+        others = {name: [answer] for name, answer in cheats.items()}
+        others |= ({} if trials else {CANNED: [CANNED_ANSWER]}) | ({MODEL: []} if self._server else {})
+        return [*trials, *await asyncio.gather(*(self._try(item, name, answers) for name, answers in others.items()))]
+
+    async def _try(self, item: int, name: str, answers: Sequence[str]) -> Trial:
+        engine = ScriptedEngine(self._renderer, answers, self._server if name == MODEL else None)
+        prompt = await self._environments.prepare(self._key, item)
+        sampling = SamplingSettings(1.0, None, MAX_TOKENS, MAX_CONTEXT, self._renderer.stops)
+        task = RolloutTask(
+            f"{item}-{name}", item, 0, self.info.name, self._key, item, prompt.token_ids, (0, item, name),
+            is_multi_turn=self.info.is_multi_turn, is_agent=self.info.is_agent,
+        )  # fmt: skip
+        slots = RequestSlotPool([MAX_CALLS])
+        slots.set_up(0, True)
+        rollout = Rollout(
+            task, slot_key=item, slots=slots, engine_of=lambda _: engine,
+            environments=self._environments, settings=RolloutSettings(sampling, True, 600.0, 0),
+            on_engine_failure=lambda *_: None,
+        )  # fmt: skip
+        return Trial(item, name, answers, await rollout.run(), self.environment.reward_max)
