@@ -70,7 +70,7 @@ class AgentCountdownEnvironment(SandboxEnvironment, CountdownEnvironment):
         if self.agent == "sandboxed":
             await super().prepare_resources()
 
-    async def rollout(self, sample: Sample, context: RolloutContext) -> RewardResult:  # type: ignore[override]
+    async def rollout(self, sample: Sample, context: RolloutContext) -> RewardResult:
         """Runs the agent."""
         result: RewardResult = await getattr(self, f"_{self.agent}")(sample, context)
         return result
