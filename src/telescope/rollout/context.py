@@ -72,7 +72,8 @@ class AgentRollout:
         finally:
             context.cancelled = True
             self._endpoint.close_rollout(self.api_key)
-            for resource in (*self._sandboxes, context, *context.chats.values()):
+            resources: list[Any] = [*self._sandboxes, context, *context.chats.values()]
+            for resource in resources:
                 await resource.close()
         if self._failure is not None:
             raise self._failure
