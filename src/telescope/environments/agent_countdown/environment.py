@@ -20,7 +20,7 @@ from telescope.errors import EnvironmentFailure, UserError
 REQUIRED_PACKAGES: list[str] = []
 OPTIONAL_PACKAGES = ["datasets"]
 
-NUM_ATTEMPTS = 4
+NUM_ATTEMPTS = 3
 """Answers of the agent that compacts, more than fit a small context."""
 
 AGENTS = ("sdk", "checker", "compacting", "sandboxed")
@@ -55,7 +55,7 @@ class AgentCountdownEnvironment(SandboxEnvironment, CountdownEnvironment):
 
     - `sdk` asks through the SDK of OpenAI, once more after a wrong answer
     - `checker` has a second conversation, with a reward of its own, solve what the first one missed
-    - `compacting` asks up to four times, and drops its history when the context is full
+    - `compacting` asks up to three times, and drops its history when the context is full
     - `sandboxed` is a program in a sandbox
     """
 
