@@ -72,9 +72,10 @@ class AgentRollout:
         finally:
             context.cancelled = True
             self._endpoint.close_rollout(self.api_key)
-            resources: list[Any] = [*self._sandboxes, context, *context.chats.values()]
-            for resource in resources:
-                await resource.close()
+            for sandbox in self._sandboxes:
+                await sandbox.close()
+            for chat in (context, *context.chats.values()):
+                await chat.close()
         if self._failure is not None:
             raise self._failure
         rollout.trajectory.chat_rewards = {

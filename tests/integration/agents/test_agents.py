@@ -43,7 +43,8 @@ class OneCall(Agent):
 async def test_one_call_is_a_turn_with_a_reward_and_metrics(bench: Any) -> None:
     made = await bench(OneCall, ["4"])
     sample = await made.run()
-    assert (sample.reward.total_reward, sample.reward.sample_metrics) == (1.0, {"agent/calls": 1, "length": 1.0, "checked": 1.0})
+    assert sample.reward.total_reward == 1.0
+    assert sample.reward.sample_metrics == {"agent/calls": 1, "length": 1.0, "checked": 1.0}
     assert [turn.text for turn in sample.turns] == ["4"]
     sampled_once(sample, made.policy)
     assert made.slots.num_leased == 0
