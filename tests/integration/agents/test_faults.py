@@ -113,7 +113,7 @@ class Faulty(Agent):
         super().__init__(**kwargs)
         self.act = act
 
-    async def rollout(self, sample: Sample, context: RolloutContext) -> RewardResult:  # type: ignore[override]
+    async def rollout(self, sample: Sample, context: RolloutContext) -> RewardResult:
         return RewardResult(1.0, sample_tags={"saw": await self.act(context)})
 
 

@@ -137,7 +137,7 @@ def shell(command: str) -> str:
 
 
 class Process(Agent):
-    async def rollout(self, sample: Sample, context: RolloutContext) -> RewardResult:  # type: ignore[override]
+    async def rollout(self, sample: Sample, context: RolloutContext) -> RewardResult:
         done = await context.run([sys.executable, "-c", SHELL_AGENT, "What is 2 + 2?"])
         return RewardResult(float(done.stdout.strip() == "It is 4."), sample_tags={"stderr": done.stderr})
 
@@ -153,7 +153,7 @@ async def test_a_program_calls_the_policy(bench: Any) -> None:
 class Terminal(TerminalTasksEnvironment):
     """The shipped tasks, worked on by a program inside of the sandbox."""
 
-    async def rollout(self, sample: Sample, context: RolloutContext) -> RewardResult:  # type: ignore[override]
+    async def rollout(self, sample: Sample, context: RolloutContext) -> RewardResult:
         state, sandbox = self.create_initial_state(sample), await context.sandbox()
         state.custom[SANDBOX_KEY] = sandbox.handle
         await self.set_up_sandbox(sandbox.handle, state)

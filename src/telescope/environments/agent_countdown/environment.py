@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-import random
+import itertools
 from typing import Any
 
 from telescope.environments.base import RewardResult, Sample
@@ -20,8 +20,8 @@ from telescope.errors import EnvironmentFailure, UserError
 REQUIRED_PACKAGES: list[str] = []
 OPTIONAL_PACKAGES = ["datasets"]
 
-NUM_PUZZLES = 3
-"""Puzzles of the agent that compacts."""
+NUM_ATTEMPTS = 3
+"""Answers of the agent that compacts, more than fit a small context."""
 
 AGENTS = ("sdk", "checker", "compacting", "sandboxed")
 
@@ -55,7 +55,7 @@ class AgentCountdownEnvironment(SandboxEnvironment, CountdownEnvironment):
 
     - `sdk` asks through the SDK of OpenAI, once more after a wrong answer
     - `checker` has a second conversation, with a reward of its own, solve what the first one missed
-    - `compacting` solves three puzzles, and drops its history when the context is full
+    - `compacting` asks up to three times, and drops its history when the context is full
     - `sandboxed` is a program in a sandbox
     """
 
@@ -87,7 +87,7 @@ class AgentCountdownEnvironment(SandboxEnvironment, CountdownEnvironment):
             messages.append({"role": "assistant", "content": answer})
 
     async def _checker(self, sample: Sample, context: RolloutContext) -> RewardResult:
-        answer = await context.generate(_question(sample))
+        answer = await context.generate([{"role": "user", "content": sample.prompt}])
         result = self.compute_reward(answer.text, sample)
         numbers = sample.metadata["numbers"][::-1]
         with contextlib.suppress(ExpressionError):  # the checker reads the numbers in the order of the solver
@@ -101,20 +101,18 @@ class AgentCountdownEnvironment(SandboxEnvironment, CountdownEnvironment):
         return result
 
     async def _compacting(self, sample: Sample, context: RolloutContext) -> RewardResult:
-        others = random.Random(str(sample.prompt)).choices(range(len(self)), k=NUM_PUZZLES - 1)
-        results, messages = [], []
-        for puzzle in (sample, *map(self.get_sample, others)):
-            messages += _question(puzzle)
+        messages = [{"role": "user", "content": sample.prompt}]
+        for attempt in itertools.count(1):
             try:
                 answer = await context.generate(messages)
             except RefusedCall:  # the context is full
-                messages = await context.compact(messages, keep=2, by="drop")
+                messages = await context.compact(messages, keep=0, by="drop")
                 answer = await context.generate(messages)
-            messages.append(answer.message)
-            results.append(self.compute_reward(answer.text, puzzle))
-        correct = sum(result.sample_metrics["correct"] for result in results) / NUM_PUZZLES
-        reward = sum(result.total_reward for result in results) / NUM_PUZZLES
-        return RewardResult(reward, {"correct": correct})
+            result = self.compute_reward(answer.text, sample)
+            if result.sample_metrics["correct"] or attempt == NUM_ATTEMPTS:
+                break
+            messages += [answer.message, {"role": "user", "content": sample.prompt}]
+        return result
 
     async def _sandboxed(self, sample: Sample, context: RolloutContext) -> RewardResult:
         sandbox = await context.sandbox()
@@ -123,7 +121,3 @@ class AgentCountdownEnvironment(SandboxEnvironment, CountdownEnvironment):
         if ended.exit_code:
             raise EnvironmentFailure(f"the agent failed: {ended.stderr[-500:]}")
         return self.compute_reward(ended.stdout, sample)
-
-
-def _question(sample: Sample) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": sample.prompt}]

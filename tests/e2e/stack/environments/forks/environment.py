@@ -18,7 +18,7 @@ REQUIRED_PACKAGES: list[str] = []
 class Forks(CountdownEnvironment):
     """The reward is that of the first answer, and the chat's that of its own."""
 
-    async def rollout(self, sample: Sample, context: RolloutContext) -> RewardResult:  # type: ignore[override]
+    async def rollout(self, sample: Sample, context: RolloutContext) -> RewardResult:
         notes: list[dict[str, Any]] = []
 
         def note(messages: list[Any], ids: Any, logprobs: Any) -> None:
