@@ -32,7 +32,7 @@ FORKS = {
     "history": "the chat template changes earlier messages",
 }
 """Causes of a conversation that begins anew."""
-SHOWN_CHARACTERS = 60
+SHOWN_CHARACTERS, LINE_CHARACTERS = 60, 200
 
 
 def check(arguments: argparse.Namespace, kwargs: dict[str, Any]) -> int:
@@ -51,10 +51,10 @@ def check(arguments: argparse.Namespace, kwargs: dict[str, Any]) -> int:
     console = Console(highlight=False)
     for trial in trials:
         if trial.name in (REFERENCE, CANNED, MODEL):
-            console.print(_tree(trial), soft_wrap=True)
+            console.print(_tree(trial), width=LINE_CHARACTERS, crop=False)
     console.print(_table(trials))
     if any(trial.name == CANNED for trial in trials):
-        print("The solution is not known: return it from `solution(self, sample)`, to check that it earns the reward.")
+        print("No solution is known. Return it from `solution(self, sample)`, to check that it earns the reward.")
     problems = [f"{trial.name}, item {trial.item}: {trial.problem}." for trial in trials if trial.problem]
     if labels:
         problems += _judge_labels(labels, checks.environment.judge)
@@ -120,16 +120,16 @@ def _tree(trial: Trial) -> Tree:
     label: dict[int | None, Tree] = {None: tree}
     continued: set[int] = set()
     for number, turn in enumerate(sample.turns):
-        text = f"call {number + 1}{f' ({turn.chat})' if turn.chat else ''}: "
-        text += f"+{len(turn.added_token_ids)} tokens, sampled {len(turn.generation.token_ids_N)}, "
-        text += f"{turn.ended_at - turn.started_at:.2f} s: {turn.text[:SHOWN_CHARACTERS]!r}"
-        fork = ""
+        text = Text(f"call {number + 1}{f' ({turn.chat})' if turn.chat else ''}: ")
         if turn.divergence:
-            fork = f"  fork {turn.divergence}: {FORKS.get(turn.divergence, 'the join differs from the chat template')}"
+            cause = FORKS.get(turn.divergence, "the join differs from the chat template")
+            text.append(f"fork {turn.divergence}: {cause}: ", style="yellow")
+        text.append(f"+{len(turn.added_token_ids)} tokens, sampled {len(turn.generation.token_ids_N)}, ")
+        text.append(f"{turn.ended_at - turn.started_at:.2f} s: {turn.text[:SHOWN_CHARACTERS]!r}")
         at = label[turn.parent] if turn.parent in continued else place[turn.parent]
         if turn.parent is not None:
             continued.add(turn.parent)
-        place[number], label[number] = at, at.add(Text(text) + Text(fork, style="yellow"))
+        place[number], label[number] = at, at.add(text)
     return tree
 
 

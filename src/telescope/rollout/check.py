@@ -99,7 +99,7 @@ class Trial:
         wanted = "a reward" if needed is None else f"{needed:g}"
         return (
             f"{self.answers[-1][:80]!r} earned {reward:g} instead of {wanted}. Correct the reward, or return answers "
-            "that earn it from `solution(self, sample)`"
+            "that earn it from `solution(self, sample)`, or give their form (--solution)"
         )
 
 
