@@ -48,10 +48,10 @@ def check(arguments: argparse.Namespace, kwargs: dict[str, Any]) -> int:
     count = checks.info.num_samples
     items = list(range(0, count, -(-count // arguments.samples)))
     trials = asyncio.run(checks.run(items))
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=LINE_CHARACTERS)
     for trial in trials:
         if trial.name in (REFERENCE, CANNED, MODEL):
-            console.print(_tree(trial), width=LINE_CHARACTERS, crop=False)
+            console.print(_tree(trial))
     console.print(_table(trials))
     if any(trial.name == CANNED for trial in trials):
         print("No solution is known. Return it from `solution(self, sample)`, to check that it earns the reward.")
