@@ -14,8 +14,10 @@ import argparse
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
-from demo_runs import ACCURACY_COLUMNS, DemoRun, accuracy_cells, gain, run_all
+import yaml
+from demo_runs import ACCURACY_COLUMNS, CONFIGS, DemoRun, accuracy_cells, gain, run_all
 from rich.console import Console
 from rich.table import Table
 
@@ -29,6 +31,7 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", choices=["untied", "tied"], default=["untied", "tied"], help="embeddings")
     parser.add_argument("--steps", type=int, help="training steps (default: the config's)")
     parser.add_argument("--config", default="demo_countdown.yaml", help="a file of configs/examples for this model")
+    parser.add_argument("--kwargs", type=yaml.safe_load, default={}, help="of its environments, as {agent: checker}")
     parser.add_argument("--port", type=int, default=8100, help="inference_base_port")
     parser.add_argument("--quick", action="store_true", help="seed 0, untied, 20 steps")
     parser.add_argument("--json", type=Path, help="write the results here, with machine and commit")
@@ -36,7 +39,11 @@ def main() -> int:
     if arguments.quick:
         arguments.seeds, arguments.kinds, arguments.steps = [0], ["untied"], 20
 
-    fields = {} if arguments.steps is None else {"number_of_steps": arguments.steps}
+    fields: dict[str, Any] = {} if arguments.steps is None else {"number_of_steps": arguments.steps}
+    if arguments.kwargs:
+        config = yaml.safe_load((CONFIGS / arguments.config).read_text())
+        for name in ("environments", "evals"):
+            fields[name] = [{**entry, "kwargs": {**entry["kwargs"], **arguments.kwargs}} for entry in config[name]]
     runs = [
         DemoRun(seed, fields, kind == "tied", config=arguments.config)
         for kind in arguments.kinds

@@ -138,6 +138,16 @@ export interface ConfigDifference {
   bookkeeping: boolean;
 }
 
+/** A conversation of an agent's rollout. `turns` are its messages without those that an earlier one has.
+
+`depth` is that in the tree. `about` says why it begins, how much it has, and whether it is trained. */
+export interface Conversation {
+  name: string;
+  depth: number;
+  about: string;
+  turns: number[];
+}
+
 /** The time of engines and ranks, in seconds of `unit` (GPU or process) by use, and tokens by outcome. */
 export interface Costs {
   unit: string;
@@ -637,6 +647,7 @@ export interface Sample {
   failure_message: string | null;
   divergences: Record<string, Value>;
   turns: Turn[];
+  conversations: Conversation[];
   tool_calls: ToolCall[];
   info: Info[];
   spans: SampleSpan[];
@@ -808,4 +819,7 @@ export interface Turn {
   ended_at: Value;
   restarts: boolean | null;
   divergence: string | null;
+  chat: string | null;
+  parent: Value;
+  trained: boolean | null;
 }

@@ -1,4 +1,4 @@
-"""A run with a tool as a person starts it: the tiny model learns to use a calculator."""
+"""Runs of agents as a person starts them: the tiny model learns to use a calculator, and to answer an SDK."""
 
 from __future__ import annotations
 
@@ -22,25 +22,37 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 600
 
 FLAGS = """
---number_of_steps 12 --eval_before_training false --eval_after_training false --use_wandb false
+--eval_before_training false --eval_after_training false --use_wandb false
 --inference_base_port 20100
 """
 
 
-def test_reward_rises_with_a_calculator_that_the_model_calls(tmp_path: Path) -> None:
-    model = ensure_tiny_model(task="calculator_agent")
-    config = ROOT / "configs" / "examples" / "demo_calculator_agent.yaml"
+def trained(folder: Path, config: str, num_steps: int, **model: Any) -> Run:
+    """Returns the record of a run in which the reward rose."""
+    command = [sys.executable, str(ROOT / "train.py"), "--config", str(ROOT / "configs" / "examples" / config)]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), "--config", str(config), f"--model={model}",
-         f"--run_dir={tmp_path / 'run'}", *FLAGS.split()],
-        cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=TIMEOUT_SECONDS,
+        [*command, f"--model={ensure_tiny_model(**model)}", f"--run_dir={folder / 'run'}", *FLAGS.split(),
+         f"--number_of_steps={num_steps}"],
+        cwd=folder, env=dict(os.environ), capture_output=True, text=True, timeout=TIMEOUT_SECONDS,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    record = Run(tmp_path / "run")
+    record = Run(folder / "run")
     steps = sorted(record.table("steps").to_pylist(maps_as_pydicts="strict"), key=lambda row: row["step"])
     rewards = [row["metrics"]["reward/all_groups/mean"] for row in steps]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15, rewards
+    return record
 
+
+def test_reward_rises_with_an_agent_that_uses_the_sdk_of_openai(tmp_path: Path) -> None:
+    record = trained(tmp_path, "demo_agent.yaml", 24)
+    samples = [row for row in record.table("samples").to_pylist() if row["status"] == "kept"]
+    assert {row["num_turns"] for row in samples} == {1, 2}
+    assert all(row["num_turns"] == 1 or row["divergences"] == [] for row in samples)
+    assert record.sql("select count(*) as n from samples where failure_kind is not null").to_dicts() == [{"n": 0}]
+
+
+def test_reward_rises_with_a_calculator_that_the_model_calls(tmp_path: Path) -> None:
+    record = trained(tmp_path, "demo_calculator_agent.yaml", 12, task="calculator_agent")
     turns: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in sorted(record.table("turns").to_pylist(), key=lambda row: row["turn"]):
         turns[row["sample_id"]].append(row)

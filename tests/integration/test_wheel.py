@@ -174,7 +174,9 @@ recorder.close()
 """
     run([sys.executable, "-c", writer], cwd=elsewhere)
     question = "select max(reward_mean) as best from steps"
-    printed = run([str(installed / "telescope"), "query", "--format", "json", question], cwd=elsewhere)
+    printed = run(
+        [str(installed / "telescope"), "query", "--run", "runs/one", "--format", "json", question], cwd=elsewhere
+    )
     assert json.loads(printed) == [{"best": 1.0}]
 
 

@@ -10,6 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from telescope.dashboard.conversations import conversations, paths
 from telescope.dashboard.registry import config_of
 from telescope.dashboard.samples import beginnings
 from telescope.dashboard.store import KEY, NotFoundError, RunStore, key_of
@@ -97,9 +98,12 @@ def detail(store: RunStore, attempt: int, sample_id: str) -> dict[str, Any]:
 def assemble(sample: Row, spans: Sequence[Row]) -> dict[str, Any]:
     """Returns a whole sample as the pages read it."""
     ordered = sorted(spans, key=itemgetter("start"))
+    listed = conversations(sample["turns"])
     return {
         **{name: value for name, value in sample.items() if name not in ("info_turns", "completion_text")},
         **{name: sample[name] or {} for name in ("metrics", "tags", "golden", "divergences")},
+        "messages": [] if listed else sample["messages"],  # `turns` has the prompts of an agent
+        "conversations": listed,
         "spans": [
             {name: row[name] for name in ("name", "start", "end", "first_token_seconds")}
             for row in ordered
@@ -120,7 +124,7 @@ def in_flight(store: RunStore) -> list[Row]:
 
 
 def add_tokens(turns: Sequence[Row], sequences: Sequence[Row]) -> None:
-    """Assigns each answer its part of the recorded sequences.
+    """Assigns each answer its part of the first recorded sequence that has it.
 
     Tokens that the model sampled have a version of 0 or more, in the order of the answers.
     """
@@ -130,7 +134,8 @@ def add_tokens(turns: Sequence[Row], sequences: Sequence[Row]) -> None:
         for place, version in enumerate(sequence["versions"] or ())
         if version >= 0
     ]
-    answers = [turn for turn in turns if turn["role"] == "assistant"]
+    ways = paths(turns)
+    answers = [turn for sequence in sequences if sequence["part"] < len(ways) for turn in ways[sequence["part"]]]
     lengths = [turn["num_tokens"] or 0 for turn in answers]
     if not sampled or sum(lengths) != len(sampled):
         return
@@ -138,7 +143,8 @@ def add_tokens(turns: Sequence[Row], sequences: Sequence[Row]) -> None:
     for turn, length in zip(answers, lengths, strict=True):
         own = sampled[begin : begin + length]
         begin += length
-        turn.update({name: [token[name] for token in own] for name in TOKEN_ARRAYS})
+        if "token_ids" not in turn:
+            turn.update({name: [token[name] for token in own] for name in TOKEN_ARRAYS})
 
 
 def add_texts(store: RunStore, turns: Sequence[Row]) -> None:

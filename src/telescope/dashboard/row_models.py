@@ -180,6 +180,18 @@ class SandboxSpan(BaseModel):
     error: str | None
 
 
+class Conversation(BaseModel):
+    """A conversation of an agent's rollout. `turns` are its messages without those that an earlier one has.
+
+    `depth` is that in the tree. `about` says why it begins, how much it has, and whether it is trained.
+    """
+
+    name: str
+    depth: int
+    about: str
+    turns: list[int]
+
+
 class PromptMessage(BaseModel):
     """A message of a prompt. The role `prompt` is one of a prompt that no chat template rendered."""
 
@@ -197,6 +209,7 @@ class Sample(SampleNumbers):
     failure_message: str | None
     divergences: dict[str, Number]
     turns: list[Turn]
+    conversations: list[Conversation]
     tool_calls: list[ToolCall]
     info: list[Info]
     spans: list[SampleSpan]

@@ -27,6 +27,9 @@ SEARCHED = {
 }
 """Texts that a search looks into."""
 
+IS_ANSWER = "role = 'assistant' AND restarts IS NULL"
+"""SQL condition for answers in `turns`. A message of a prompt can have the role of one."""
+
 NUM_SEARCHES = 16
 """Searches whose hits are kept, so that the pages of one result are scanned for once."""
 
@@ -78,7 +81,7 @@ class RunStore(RunTables):
         for first in range(0, chosen.num_rows, EXPORTED_AT_ONCE):
             piece = chosen.slice(first, EXPORTED_AT_ONCE).to_pylist()
             steps = [int(row["step"]) for row in piece]
-            near, answer = f"step BETWEEN {min(steps)} AND {max(steps)}", "role = 'assistant'"
+            near, answer = f"step BETWEEN {min(steps)} AND {max(steps)}", IS_ANSWER
             keys = list(map(key_of, piece))
             samples, turns = (self.of_samples(*what) for what in (("samples", keys, near), ("turns", keys, answer)))
             prompts = self.prompts(among(keys))
@@ -139,7 +142,7 @@ class RunStore(RunTables):
         found = self.prompts(where, columns)
         own = among(found)
         first = f"{KEY}, arg_min(left(text, {length}), turn) AS answer"
-        grouped = f"{own} AND role = 'assistant' GROUP BY {KEY}"
+        grouped = f"{own} AND {IS_ANSWER} GROUP BY {KEY}"
         answers = _by_key(self._files("turns", first, grouped, *self._places("turns", own)))
         for key, row in found.items():
             row["answer"] = answers[key]["answer"] if key in answers else None

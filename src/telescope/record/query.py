@@ -190,7 +190,7 @@ def _with_texts(connection: Connection, run: Run, samples: str, place: int, file
     return (
         f"SELECT s.* REPLACE (p.text AS prompt_text, t.answers AS completion_text) FROM ({samples}) s "
         f"LEFT JOIN ({prompts}) p USING (attempt, prompt_key) LEFT JOIN ({answers} FROM ({turns}) "
-        "WHERE role = 'assistant' GROUP BY attempt, sample_id) t USING (attempt, sample_id)"
+        "WHERE role = 'assistant' AND restarts IS NULL GROUP BY attempt, sample_id) t USING (attempt, sample_id)"
     )
 
 

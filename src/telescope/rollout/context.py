@@ -8,6 +8,7 @@ the rollout begins again, and is never scored as if the policy had failed.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ from telescope.environments.user_code import DeadlinePassed, within, without_exi
 from telescope.errors import EnvironmentFailure, InfrastructureError, UserError
 from telescope.rollout.answers import parse_answer
 from telescope.rollout.endpoint import Endpoint
-from telescope.rollout.joins import Joins, Prompt
+from telescope.rollout.joins import Joins, Prompt, text_of
 from telescope.rollout.rendering import Renderer
 from telescope.rollout.sample import Rollout
 from telescope.sandbox.session import Sandbox
@@ -42,6 +43,8 @@ class AgentRollout:
         self._endpoint = endpoint
         self._joins = Joins(renderer, interleaved=rollout.settings.interleaved)
         self._failure: InfrastructureError | None = None
+        self._counts: Counter[str] = Counter()
+        """Metrics: parameters of calls that were replaced, and answers that nobody read."""
         self._sandboxes: list[Sandbox] = []
         self.api_key = ""
 
@@ -71,6 +74,8 @@ class AgentRollout:
             self._endpoint.close_rollout(self.api_key)
             for sandbox in self._sandboxes:
                 await sandbox.close()
+            for chat in (context, *context.chats.values()):
+                await chat.close()
         if self._failure is not None:
             raise self._failure
         rollout.trajectory.chat_rewards = {
@@ -78,21 +83,24 @@ class AgentRollout:
         }
         for_eval = rollout.settings.for_eval
         if isinstance(result, RewardResult):
-            result.sample_metrics = {**context.metrics, **result.sample_metrics}
+            counts = {**self._counts, "agent/calls": rollout.trajectory.num_turns}
+            result.sample_metrics = {**counts, **context.metrics, **result.sample_metrics}
         return RewardRecord(**serialize_score(eval_metrics_of(result) if for_eval else result, for_eval))
 
     async def complete(self, call: Call) -> Answer:
         """Samples an answer of the policy. Raises `RefusedCall` and `InfrastructureError`."""
-        counts, settings = self._rollout.trajectory.counts, self._rollout.settings.sampling
-        for name in call.sampling:
-            if name not in KNOWN_SAMPLING:
-                counts[f"replaced/{name}"] = counts.get(f"replaced/{name}", 0) + 1
-        prompt = self._joins.prompt(call)
-        num_free = settings.max_context - len(prompt.token_ids)
-        if num_free <= 0:
+        settings = self._rollout.settings.sampling
+        for name, value in call.sampling.items():
+            if name not in KNOWN_SAMPLING and value != getattr(settings, name, None):
+                self._counts[f"agent/replaced_{name}"] += 1
+        # Megabytes are refused by their length, because the event loop waits while a text is tokenized.
+        least = sum(len(text_of(message)) for message in call.messages) // self._renderer.longest_token
+        prompt = self._joins.prompt(call) if least < settings.max_context else None
+        num_tokens = len(prompt.token_ids) if prompt else least
+        if prompt is None or num_tokens >= settings.max_context:
             raise RefusedCall(
                 f"This model's maximum context length is {settings.max_context} tokens, and the messages have "
-                f"{len(prompt.token_ids)} tokens. Please reduce the length of the messages."
+                f"{'' if prompt else 'at least '}{num_tokens} tokens. Please reduce the length of the messages."
             )
         try:
             index = await self._rollout.sample(
@@ -132,9 +140,8 @@ class AgentRollout:
 
     def _drop(self, answer: Answer) -> None:
         """Leaves an answer that nobody has read out of training."""
-        trajectory = self._rollout.trajectory
-        trajectory.turns[int(answer.id)].trained = False
-        trajectory.counts["dropped"] = trajectory.counts.get("dropped", 0) + 1
+        self._rollout.trajectory.turns[int(answer.id)].trained = False
+        self._counts["agent/dropped_answers"] += 1
 
     async def judge(self, prompt: str, schema: Mapping[str, Any] | None, model: str | None) -> Any:
         """Asks the environment's judge."""

@@ -36,6 +36,8 @@ from telescope.rollout.dialects import Body, Dialect, Refusal, new_dialects
 MAX_BODY_BYTES = 32 * 2**20
 MAX_IN_FLIGHT = 64
 """Requests of one rollout at a time; more are refused with 429."""
+MAX_CONNECTING = 4096
+"""Connections that wait to be accepted; the system resets more, such as those of rollouts that begin together."""
 RETRY_SECONDS = 10
 """How long an answer waits for the retry of a client that has gone. SDKs retry within 8 s."""
 PING_SECONDS = 15
@@ -129,10 +131,10 @@ class Endpoint:
         server = web.Server(self._respond, request_factory=request, handler_cancellation=True, access_log=None)
         self._runner, self._socket = web.ServerRunner(server, shutdown_timeout=1), socket
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=MAX_CONNECTING).start()
         self._port = self._runner.addresses[0][1]
         if socket:
-            await web.UnixSite(self._runner, str(socket)).start()
+            await web.UnixSite(self._runner, str(socket), backlog=MAX_CONNECTING).start()
             os.chmod(socket, 0o600)  # for this user alone
 
     async def stop(self) -> None:

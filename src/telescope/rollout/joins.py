@@ -156,12 +156,12 @@ class Joins:
 def canonical_message(message: ChatMessage) -> str:
     """Returns what identifies a message, whatever the form in which an SDK sends it. Raises `RefusedCall`."""
     calls = [[call["name"], call["arguments"]] for call in _calls(message)]
-    return json.dumps([_role_of(message), _text_of(message).strip(), calls], sort_keys=True, ensure_ascii=False)
+    return json.dumps([_role_of(message), text_of(message).strip(), calls], sort_keys=True, ensure_ascii=False)
 
 
 def template_message(message: ChatMessage) -> ChatMessage:
     """Returns a message as chat templates take it: a text as content, arguments of tool calls parsed."""
-    made: ChatMessage = {"role": _role_of(message), "content": _text_of(message)}
+    made: ChatMessage = {"role": _role_of(message), "content": text_of(message)}
     made |= {key: message[key] for key in ("name", "tool_call_id", "reasoning_content") if message.get(key)}
     if calls := _calls(message):
         made["tool_calls"] = [{"type": "function", "function": call} for call in calls]
@@ -179,7 +179,8 @@ def _role_of(message: ChatMessage) -> str:
     return "system" if role == "developer" else role
 
 
-def _text_of(message: ChatMessage) -> str:
+def text_of(message: ChatMessage) -> str:
+    """Returns the text of a message. Raises `RefusedCall` if it has anything else."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""

@@ -31,6 +31,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +115,11 @@ class Renderer:
         """The token that ends an answer: that of the chat template, else that of the tokenizer."""
         ends = self.stops.token_ids
         return self.tokenizer.decode([ends[0]]) if ends else ""
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token, so that a text has at least its length over this of tokens."""
+        return max(map(len, self.tokenizer.get_vocab()))
 
     def has_embedding(self, token_id: int) -> bool:
         """Returns whether the model has the token. True if its vocabulary is not known."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from itertools import accumulate
 from typing import Any
 
 from telescope.environments.tool_env import TOOL_RESULT
@@ -58,7 +58,7 @@ def turn_rows(sample: Trajectory) -> list[dict[str, Any]]:
 
     def add(role: str, text: str, num_tokens: int, started_at: float, ended_at: float, **of_reply: Any) -> None:
         message = {"role": role, "text": text, "num_tokens": num_tokens, "started_at": started_at, "ended_at": ended_at}
-        joined = {"turn_type": None, "restarts": None, "divergence": None, "chat": None, "parent": None} | of_reply
+        joined = dict.fromkeys(("turn_type", "restarts", "divergence", "chat", "parent", "trained")) | of_reply
         rows.append({"sample_id": sample.sample_id, "turn": len(rows), **message, **joined})
 
     for index, turn in enumerate(sample.turns):
@@ -72,6 +72,7 @@ def turn_rows(sample: Trajectory) -> list[dict[str, Any]]:
             of_reply = {"turn_type": kind, "restarts": restarts, "divergence": turn.divergence}
             add(role, text, len(added), asked_at, turn.started_at, **of_reply, **of_turn)
         answers.append(len(rows))
+        of_turn["trained"] = turn.trained
         add("assistant", turn.text, len(turn.generation.token_ids_N), turn.started_at, turn.ended_at, **of_turn)
     return rows
 
@@ -79,20 +80,27 @@ def turn_rows(sample: Trajectory) -> list[dict[str, Any]]:
 def tool_call_rows(sample: Trajectory) -> list[dict[str, Any]]:
     """Returns the rows of `tool_calls`."""
     rows: list[dict[str, Any]] = []
-    first = 0  # row of `turns` behind the answer
-    for turn, (made, following) in enumerate(zip_longest(sample.turns, sample.turns[1:])):
-        first += len(made.replies) + 1
-        replies = _result_rows(following, first, len(made.tool_calls))
-        for call, reply in zip(made.tool_calls, replies, strict=True):
-            rows.append({"sample_id": sample.sample_id, "turn": turn, "call": len(rows), **call, "reply": reply})
+    firsts = [0, *accumulate(len(turn.replies) + 1 for turn in sample.turns)]  # row of `turns` with which each begins
+    following: dict[int | None, list[tuple[int, str]]] = {}
+    is_loop = bool(sample.turns) and not sample.turns[0].replies  # then a turn that restarts follows the one before
+    for index, turn in enumerate(sample.turns):
+        before = index - 1 if turn.parent is None and is_loop else turn.parent
+        following.setdefault(before, _results(turn, firsts[index]))
+    for index, turn in enumerate(sample.turns):
+        results, num_calls = following.get(index, []), len(turn.tool_calls)
+        if len(results) != num_calls:
+            results = results * num_calls if len(results) == 1 else []
+        padded: Sequence[tuple[int | None, str | None]] = results or [(None, None)] * num_calls
+        for call, (reply, text) in zip(turn.tool_calls, padded, strict=False):
+            of_call = {"sample_id": sample.sample_id, "turn": index, "call": len(rows), "result": text}
+            rows.append({**of_call, **call, "reply": reply})
     return rows
 
 
-def _result_rows(following: Turn | None, first: int, num_calls: int) -> Sequence[int | None]:
-    """Returns the row of `turns` with the result of each call: a message each, or one with all. `first` is the next."""
-    replies = [] if following is None else following.replies
-    rows = [first + i for i, reply in enumerate(replies) if reply[0] == "tool" or reply[2:] == (TOOL_RESULT,)]
-    return rows if len(rows) == num_calls else (rows if len(rows) == 1 else [None]) * num_calls
+def _results(turn: Turn, first: int) -> list[tuple[int, str]]:
+    """Returns the messages with results of tools before an answer, by their rows of `turns`, which begin at `first`."""
+    replies = enumerate(turn.replies, first)
+    return [(row, reply[1]) for row, reply in replies if reply[0] == "tool" or reply[2:] == (TOOL_RESULT,)]
 
 
 def info_rows(sample: Trajectory) -> list[dict[str, Any]]:
@@ -116,13 +124,15 @@ def info_rows(sample: Trajectory) -> list[dict[str, Any]]:
 def sample_span_rows(sample: Trajectory) -> list[dict[str, Any]]:
     """Returns the spans of a sample: of each turn, the generation and the environment's reply with its tool calls.
 
-    The reply to the last turn is the reward. Durations of tool calls are measured, their starts are not: the calls of
-    a turn are placed one after the other, or all at the start of the reply if they took longer than it in total.
+    There is no reply while other calls of the sample run, and that to the last turn is the reward. Durations of tool
+    calls are measured, their starts are not: the calls of a turn are placed one after the other, or all at the start of
+    the reply if they took longer than it in total.
     """
     rows = []
-    for index, turn in enumerate(sample.turns):
+    # Turns are in the order of their ends: the next request is the first of those that end later.
+    starts = [sample.finished_at, *accumulate((turn.started_at for turn in sample.turns[:0:-1]), min)][::-1]
+    for index, (turn, replied_at) in enumerate(zip(sample.turns, starts, strict=False)):
         is_last = index == len(sample.turns) - 1
-        replied_at = sample.finished_at if is_last else sample.turns[index + 1].started_at
         intervals: list[Interval] = [("generate", turn.started_at, turn.ended_at, {})]
         if replied_at > turn.ended_at:
             intervals += [("reward" if is_last else "environment", turn.ended_at, replied_at, {})]

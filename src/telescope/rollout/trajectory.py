@@ -99,8 +99,6 @@ class Trajectory:
     """Bytes of its text over those of their zlib compression: prose 2 to 3, a loop over 10. 0 until it is scored."""
     chat_rewards: dict[str, float] = field(default_factory=dict)
     """Rewards of conversations that have their own."""
-    counts: dict[str, int] = field(default_factory=dict)
-    """What calls of an agent asked for and did not get, by name."""
     num_infrastructure_retries: int = 0
     failed_requests: list[int | None] = field(default_factory=list)
     """Tokens of each failed request; None where the engine ended before it reported them."""

@@ -1,9 +1,11 @@
 """Samples: a list with a filter, and the conversation of one."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, ClassVar
 
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.text import Text
 from textual import on
 from textual.app import ComposeResult
@@ -11,6 +13,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widgets import DataTable, Input, Static
 
+from telescope.dashboard.conversations import is_answer
 from telescope.dashboard.rollouts import detail
 from telescope.dashboard.samples import FACETS, NUMBERS, Filters, SampleQuery, samples
 from telescope.errors import UserError
@@ -32,6 +35,9 @@ ORDERS = {
 }  # fmt: skip
 KINDS = {"training": "kept,discarded,masked,cancelled", "eval": "eval", "": ""}
 """Which samples are shown, and their statuses. The evals of a step are often more than its training samples."""
+
+INDENT = 4
+"""Columns by which a conversation stands right of the one that it leaves."""
 
 ROLES = {"system": "dim", "user": "bold cyan", "assistant": "bold green", "tool": "bold yellow"}
 
@@ -182,14 +188,22 @@ def draw_sample(sample: dict[str, Any]) -> RenderableType:
     for message in sample["messages"]:
         parts += [Text(), Text(single_line(message["role"]), ROLES.get(message["role"], "bold"))]
         parts.append(safe(message.get("content")))
+    said: dict[int, list[RenderableType]] = {}
+    """What is shown of each turn."""
     answers = 0
     for turn in sample["turns"]:
         role = turn["role"] or ""
         shown = f"{role} ({kind})" if (kind := turn["turn_type"]) else role
-        parts += [Text(), Text(single_line(shown), ROLES.get(role, "bold")), safe(turn["text"])]
-        if role == "assistant":
-            parts += [_call(call) for call in sample["tool_calls"] if call["turn"] == answers]
+        own = said[turn["turn"]] = [Text(), Text(single_line(shown), ROLES.get(role, "bold")), safe(turn["text"])]
+        if is_answer(turn):
+            own += [_call(call) for call in sample["tool_calls"] if call["turn"] == answers]
             answers += 1
+    if len(sample["conversations"]) < 2:
+        parts += chain.from_iterable(said.values())
+    for chat in sample["conversations"] if len(sample["conversations"]) > 1 else ():
+        heading = Text.assemble((single_line(chat["name"]), "bold reverse"), f"  {single_line(chat['about'])}")
+        lines = Group(Text(), heading, *chain.from_iterable(said[turn] for turn in chat["turns"]))
+        parts.append(Padding(lines, (0, 0, 0, INDENT * chat["depth"])))
     for name, value in sample["golden"].items():
         parts += [Text(), Text.assemble((f"gold {single_line(name)}: ", "dim"), safe(value))]
     return Group(*parts)

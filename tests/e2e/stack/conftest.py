@@ -36,8 +36,7 @@ from telescope.rollout.sample import RolloutSettings
 DEMO = Path(__file__).parents[3] / "configs" / "examples" / "demo_countdown.yaml"
 
 ENVIRONMENTS = Path(__file__).parents[3] / "benchmarks" / "environments"
-OTHER_ENVIRONMENTS = ("puzzle_series",)
-"""What is loaded beside the demo's environment, for `Stack.run(environment=...)`."""
+OWN_ENVIRONMENTS = Path(__file__).parent / "environments"
 
 
 @dataclass
@@ -174,9 +173,11 @@ async def stack(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> A
         "--weight_sync_timeout_seconds=60",
     ]
     flags.append("--max_model_len=256")  # room for two of vLLM's KV blocks: the test of the prefix cache needs one
-    flags.append(f"--environments_path=[{ENVIRONMENTS}]")
+    flags.append(f"--environments_path=[{ENVIRONMENTS},{OWN_ENVIRONMENTS}]")
     demo: TelescopeConfig = load_config(DEMO, flags, environ={}).config
-    config = demo.replace(environments=[*demo.environments, *({"name": name} for name in OTHER_ENVIRONMENTS)])
+    # For `Stack.run(environment=...)`.
+    others = [{"name": "puzzle_series"}, {"name": "forks", "kwargs": demo.environments[0].kwargs}]
+    config = demo.replace(environments=[*demo.environments, *others])
     async with AsyncExitStack() as exit_stack:
         directory = RunDirectory.create(config, [])
         reaper = exit_stack.enter_context(Reaper())

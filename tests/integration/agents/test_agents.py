@@ -43,7 +43,8 @@ class OneCall(Agent):
 async def test_one_call_is_a_turn_with_a_reward_and_metrics(bench: Any) -> None:
     made = await bench(OneCall, ["4"])
     sample = await made.run()
-    assert (sample.reward.total_reward, sample.reward.sample_metrics) == (1.0, {"length": 1.0, "checked": 1.0})
+    assert sample.reward.total_reward == 1.0
+    assert sample.reward.sample_metrics == {"agent/calls": 1, "length": 1.0, "checked": 1.0}
     assert [turn.text for turn in sample.turns] == ["4"]
     sampled_once(sample, made.policy)
     assert made.slots.num_leased == 0
@@ -248,8 +249,8 @@ class InSandbox(Agent):
         answer = await context.generate([{"role": "user", "content": sample.prompt}])
         sandbox = await context.sandbox()
         await sandbox.write("/tmp/answer", answer.text)
-        result = await sandbox.run("cat /tmp/answer; echo $OPENAI_BASE_URL", env=context.env())
-        said, url = result.stdout.split()
+        result = await sandbox.run("echo $OPENAI_BASE_URL; cat /tmp/answer", env=context.env())
+        url, said = result.stdout.split()
         return RewardResult(float(said == sample.answer), sample_tags={"url": url, "id": sandbox.handle.id})
 
 

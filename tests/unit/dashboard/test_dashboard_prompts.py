@@ -84,12 +84,13 @@ def test_a_list_shows_where_the_prompts_of_an_environment_differ(tmp_path):
 
 def test_tokens_of_training_sequences_go_to_the_answers_that_sampled_them():
     turns = [
-        {"role": "assistant", "num_tokens": 2},
-        {"role": "tool", "num_tokens": 1},
-        {"role": "assistant", "num_tokens": 1},
+        {"turn": 0, "role": "assistant", "num_tokens": 2, "restarts": None, "parent": None},
+        {"turn": 1, "role": "tool", "num_tokens": 1, "restarts": False},
+        {"turn": 2, "role": "assistant", "num_tokens": 1, "restarts": None, "parent": 0},
     ]
     numbers = {name: [0.0, 0.1, 0.2, 0.3, 0.4] for name in ("engine_logprobs", "trainer_logprobs", "entropies")}
     sequence = {
+        "part": 0,
         "token_ids": [9, 1, 2, 8, 3],
         "versions": [-1, 4, 4, -1, 5],
         "trained": [False, True, True, False, True],

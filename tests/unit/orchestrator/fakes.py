@@ -136,3 +136,23 @@ class StrictRecorder:
     def of(self, table: str, **values: Any) -> list[dict[str, Any]]:
         """Rows of a table whose columns have these values."""
         return [row for row in self.rows.get(table, []) if all(row.get(k) == v for k, v in values.items())]
+
+
+def agent_sample() -> Trajectory:
+    """A finished sample of an agent: two calls, a judge, a branch beside the second call, and a compacted history."""
+    made = sample(lengths=())
+    system, call = ("system", "Be brief."), {"name": "add", "arguments": "{}", "error": None, "seconds": None}
+    turns: list[tuple[str, int | None, str, str | None, list[tuple[str, ...]], float, float]] = [
+        ("Adding.", None, "", None, [system, ("user", "2 + 2?")], 10.0, 11.0),
+        ("yes", None, "judge", None, [("user", "Is it 4?")], 11.0, 12.0),
+        ("It is 4.", 0, "", None, [("tool", "4")], 12.5, 13.5),
+        ("Why not 5?", 0, "", "branch", [("tool", "4"), ("user", "Sure?")], 12.5, 14.0),
+        ("Done.", None, "", "compaction", [system, ("user", "It was 4.")], 14.25, 15.0),
+    ]
+    for index, (text, parent, chat, divergence, replies, *times) in enumerate(turns):
+        own = {"parent": parent, "chat": chat, "divergence": divergence, "replies": replies, "server": 0, "slot": index}
+        sampled = generation([100 + index] * (index + 1))
+        made.turns.append(Turn([1, 2], sampled, text, *times, trained=chat != "judge", **own))  # type: ignore[arg-type]
+    made.turns[0].tool_calls = [call]
+    made.started_at, made.generated_at, made.finished_at = 10.0, 15.0, 15.5
+    return made

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from tests.unit.orchestrator.fakes import group, prompt, sample
+from tests.unit.orchestrator.fakes import agent_sample, group, prompt, sample
 
 from telescope.environments.types import EnvironmentInfo
 from telescope.evals.runner import EvalItem, EvalResult, PlannedEval
@@ -225,6 +225,21 @@ def test_spans_of_a_sample_are_its_turns_replies_and_reward() -> None:
     assert all(span["sample_id"] == "5-0" for span in spans)
     assert [span["attributes"]["lane"] for span in spans] == ["2", "2", "3", "3"], "a turn has its own slot"
     assert sample_rows.sample_span_rows(sample(1, None, lengths=())) == []
+
+
+def test_an_environment_has_no_span_while_another_call_of_the_sample_runs() -> None:
+    spans = sample_rows.sample_span_rows(agent_sample())
+    others = [(span["name"], span["start"], span["end"]) for span in spans if span["name"] != "generate"]
+    assert others == [("environment", 12.0, 12.5), ("environment", 14.0, 14.25), ("reward", 15.0, 15.5)]
+
+
+def test_the_result_of_a_call_is_the_message_in_the_conversation_that_goes_on_with_it() -> None:
+    (row,) = sample_rows.tool_call_rows(agent_sample())
+    assert (row["turn"], row["reply"], row["result"]) == (0, 5, "4")
+    turn = sample_rows.turn_rows(agent_sample())[row["reply"]]
+    assert (turn["role"], turn["text"], turn["trained"]) == ("tool", "4", None)
+    assert [one["trained"] for one in sample_rows.turn_rows(agent_sample()) if one["restarts"] is None] == [
+        True, False, True, True, True]  # fmt: skip
 
 
 def test_tool_calls_are_spans_inside_the_reply() -> None:

@@ -3,7 +3,7 @@ import { loaded } from "../../api";
 import { count, duration } from "../../format";
 import { wordDiff } from "./compare";
 import { useKeys } from "../../shell/keys";
-import { completion, conversation, type Message, type Role } from "./conversation";
+import { completion, conversation, sections, type Message, type Role } from "./conversation";
 import Markdown from "./Markdown";
 import { clip } from "../../text/hostile";
 import { Clipped, Plain } from "../../text/SafeText";
@@ -17,6 +17,10 @@ const Code = lazy(() => loaded(() => import("./Code")));
 const SHORT_GOLD = 80;
 /** A reply with at most this many tokens is first shown by token, a longer one as text. */
 const FEW_TOKENS = 64;
+/** In a tree of conversations, longer calls, results and messages of prompts are first folded, in characters. */
+const LONG_MESSAGE = 400;
+/** Deeper conversations are not indented further. */
+const MAX_DEPTH = 4;
 /** Longer thinking is first folded after this many characters. */
 const THINKING_CHARS = 4000;
 
@@ -65,12 +69,45 @@ export function ConversationPane({ detail, title, shown, setShown, search, again
   // Scrolls to the first match of a search.
   useEffect(() => void box.current?.querySelector("mark")?.scrollIntoView({ block: "center" }), [detail, search]);
   const places: Record<string, number> = {};
-  const named = messages.map((message) => ({ message, key: `${message.role} ${(places[message.role] = (places[message.role] ?? 0) + 1)}` }));
+  const named = messages.map((message, i) => ({ message, i, key: `${message.role} ${(places[message.role] = (places[message.role] ?? 0) + 1)}` }));
   const foldable = view === "raw" || view === "diff" ? [] : named.flatMap(({ message, key }) => (message.call ? [key, `result of ${key}`] : [key]));
-  const isFolded = (key: string, text: string | null | undefined) => folded.keys.has(key) && !has(text, search);
-  const fold = (keys: string[], on: boolean) => folded.set(new Set(on ? [...folded.keys, ...keys] : [...folded.keys].filter((key) => !keys.includes(key))));
-  const allFolded = foldable.length > 0 && foldable.every((key) => folded.keys.has(key));
-  useKeys("Conversation", [{ keys: ["z"], does: "fold all messages, or unfold them", run: () => fold(foldable, !allFolded) }]);
+  const chats = sections(detail.conversations, named);
+  const isTree = chats.length > 1;
+  // These are folded unless their key is in the set.
+  const long = new Set(!isTree ? [] : named.flatMap(({ message: { role, text, call }, key }) => [...(text.length > LONG_MESSAGE && role !== "assistant" ? [key] : []), ...((call?.result ?? "").length > LONG_MESSAGE ? [`result of ${key}`] : [])]));
+  const folds = (key: string) => folded.keys.has(key) !== long.has(key);
+  const isFolded = (key: string, text: string | null | undefined) => folds(key) && !has(text, search);
+  const fold = (keys: string[], on: boolean) => folded.set(new Set([...[...folded.keys].filter((key) => !keys.includes(key)), ...keys.filter((key) => long.has(key) !== on)]));
+  const allFolded = foldable.length > 0 && foldable.every(folds);
+  const jump = (by: number) => {
+    const headings = [...(box.current?.querySelectorAll<HTMLElement>(".chat > h3 > button") ?? [])];
+    const at = headings.indexOf(document.activeElement as HTMLElement);
+    headings[Math.min(Math.max(at + by, 0), headings.length - 1)]?.focus();
+  };
+  useKeys("Conversation", [
+    { keys: ["z"], does: "fold all messages, or unfold them", run: () => fold(foldable, !allFolded) },
+    ...(isTree ? [{ keys: ["."], does: "next conversation", run: () => jump(1) }, { keys: [","], does: "conversation before", run: () => jump(-1) }] : []),
+  ]);
+
+  const line = ({ message, key, i }: (typeof named)[number]) => {
+    const turn = detail.turns.find((one) => one.turn === message.turn);
+    const first = messages.findIndex((other) => other.turn === message.turn) === i;
+    const pieces = colored ? (parts.get(message.turn ?? -1) ?? []) : [];
+    // The nth part of a reply is its nth message.
+    const piece = pieces[i - messages.findIndex((other) => other.turn === message.turn)];
+    const reply = detail.turns.find((one) => one.turn === message.call?.reply);
+    return (
+      <Line key={key} message={message} turn={first ? turn : undefined} tokens={piece?.tokens.length} reply={reply} folded={isFolded(key, `${message.text}${message.notes?.map((note) => note.value).join("\n") ?? ""}`)} onFold={(on) => fold([key], on)}>
+        {piece && turn ? (
+          <TokenView tokens={piece.tokens} flows={pieces.length > 1} view={view as View} at={at?.turn === turn.turn ? at.index - piece.from : -1} onPoint={(index) => point({ turn: turn.turn, index: piece.from + index })} />
+        ) : pieces.length === 0 || message.call ? (
+          <Body message={message} search={search} />
+        ) : null}
+        <Result message={message} search={search} folded={isFolded(`result of ${key}`, `${message.call?.result}${message.call?.error}`)} onFold={(on) => fold([`result of ${key}`], on)} />
+        <Notes message={message} search={search} />
+      </Line>
+    );
+  };
 
   return (
     <section className="p2" aria-label="Conversation">
@@ -94,23 +131,17 @@ export function ConversationPane({ detail, title, shown, setShown, search, again
             <Clipped text={detail.failure_message}>{(text) => <div className="verbatim w"><Plain text={text} /></div>}</Clipped>
           </div>
         )}
-        {view === "diff" && against ? <Differences text={completion(detail.turns)} against={against} /> : view === "raw" ? <Raw detail={detail} search={search} /> : named.map(({ message, key }, i) => {
-          const turn = detail.turns.find((one) => one.turn === message.turn);
-          const first = messages.findIndex((other) => other.turn === message.turn) === i;
-          const pieces = colored ? (parts.get(message.turn ?? -1) ?? []) : [];
-          // The nth part of a reply is its nth message.
-          const piece = pieces[i - messages.findIndex((other) => other.turn === message.turn)];
-          const reply = detail.turns.find((one) => one.turn === message.call?.reply);
+        {view === "diff" && against ? <Differences text={completion(detail.turns)} against={against} /> : view === "raw" ? <Raw detail={detail} search={search} /> : chats.map(({ conversation: chat, lines }, number) => {
+          if (!chat) return lines.map(line);
+          const key = `conversation ${number}`;
+          const isShown = !folds(key) || search !== "";
           return (
-            <Line key={key} message={message} turn={first ? turn : undefined} tokens={piece?.tokens.length} reply={reply} folded={isFolded(key, `${message.text}${message.notes?.map((note) => note.value).join("\n") ?? ""}`)} onFold={(on) => fold([key], on)}>
-              {piece && turn ? (
-                <TokenView tokens={piece.tokens} flows={pieces.length > 1} view={view as View} at={at?.turn === turn.turn ? at.index - piece.from : -1} onPoint={(index) => point({ turn: turn.turn, index: piece.from + index })} />
-              ) : pieces.length === 0 || message.call ? (
-                <Body message={message} search={search} />
-              ) : null}
-              <Result message={message} search={search} folded={isFolded(`result of ${key}`, `${message.call?.result}${message.call?.error}`)} onFold={(on) => fold([`result of ${key}`], on)} />
-              <Notes message={message} search={search} />
-            </Line>
+            <section key={key} className="chat" style={{ "--depth": Math.min(chat.depth, MAX_DEPTH) } as React.CSSProperties}>
+              <h3>
+                <button className="fb" aria-expanded={isShown} onClick={() => fold([key], isShown)}><Plain text={chat.name} /></button> <span className="d">{chat.about}</span>
+              </h3>
+              {isShown && lines.map(line)}
+            </section>
           );
         })}
         <Gold golden={detail.golden} search={search} />
@@ -159,7 +190,7 @@ interface LineProps {
 /** Characters that a folded text shows. */
 const FOLDED_CHARS = 200;
 
-function Line({ message, turn, tokens = turn?.num_tokens ?? undefined, reply, folded, onFold, children }: LineProps) {
+function Line({ message, turn, tokens = turn?.num_tokens || undefined, reply, folded, onFold, children }: LineProps) {
   const seconds = turn?.started_at != null && turn.ended_at != null ? turn.ended_at - turn.started_at : null;
   const { call } = message;
   return (
@@ -169,12 +200,12 @@ function Line({ message, turn, tokens = turn?.num_tokens ?? undefined, reply, fo
         {message.name && <small className="m"><Plain text={message.name} /></small>}
         {tokens !== undefined && <small>{count(tokens)} tokens</small>}
         {turn && versions(turn) && <small>{versions(turn)}</small>}
-        {seconds !== null && <small>{duration(seconds)}</small>}
+        {!!seconds && <small>{duration(seconds)}</small>}
         {call?.seconds != null && <small>ran {duration(call.seconds)}</small>}
         {call?.sandbox && <small className="m" title="The sandbox that it used">sandbox <Plain text={call.sandbox} /></small>}
         {call?.error != null && <small className="w">failed</small>}
         {reply?.num_tokens != null && <small>result {count(reply.num_tokens)} tokens</small>}
-        {[turn?.divergence, reply?.divergence].map((divergence) => divergence && <small key={divergence} className="w" title="This join of two turns differs from the chat template">{divergence.replaceAll("_", " ")}</small>)}
+        {[turn?.divergence, reply?.divergence].map((divergence) => divergence && <small key={divergence} className="w" title="How this join differs from the chat template, or why a conversation begins or branches">{divergence.replaceAll("_", " ")}</small>)}
       </span>
       <div>{folded ? <p className="fold cut"><Plain text={message.text.slice(0, FOLDED_CHARS)} /></p> : children}</div>
     </div>

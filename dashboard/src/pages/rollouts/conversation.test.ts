@@ -1,5 +1,5 @@
 import { expect, test } from "vitest";
-import { completion, conversation, promptParts, replyParts, splitAnswer } from "./conversation";
+import { completion, conversation, promptParts, replyParts, sections, splitAnswer } from "./conversation";
 
 const PROMPT = [
   { role: "system", content: "Be brief." },
@@ -113,4 +113,19 @@ test("notes stand with the answer that they belong to, all others at the end", (
 
 test("the completion is what the model wrote, without replies of the environment", () => {
   expect(completion([{ role: "assistant", text: "a" }, { role: "tool", text: "2" }, { role: "assistant", text: "b" }])).toBe("a\nb");
+});
+
+test("a message of a prompt with the role of an answer is no answer", () => {
+  const turns = [{ turn: 0, role: "user", text: "go", restarts: false }, { turn: 1, role: "assistant", text: "edited", restarts: false }, { turn: 2, role: "assistant", text: CALL, restarts: null }];
+  const found = conversation(sample({ turns, tool_calls: [call(0, 0, "2", null)] }));
+  expect(found.map((one) => [one.role, one.turn, one.call?.call])).toEqual([["user", 0, undefined], ["assistant", 1, undefined], ["tool call", 2, 0]]);
+  expect(completion(turns)).toBe(CALL);
+});
+
+test("lines stand under their conversations, repeated messages under none, and a chain has no heading", () => {
+  const lines = [0, 1, 2, 3, 4].map((turn) => ({ message: { role: "user" as const, text: `${turn}`, turn } }));
+  const [main, judge] = [{ name: "main", depth: 0, about: "", turns: [0, 3] }, { name: "judge", depth: 1, about: "", turns: [2] }];
+  const shown = sections([main, judge], lines);
+  expect(shown.map((one) => [one.conversation?.name, one.lines.map(({ message }) => message.text)])).toEqual([["main", ["0", "3"]], ["judge", ["2"]]]);
+  expect(sections([main], lines)).toEqual([{ lines }]);
 });

@@ -1,6 +1,6 @@
 /** The conversation of a sample: from recorded texts to the messages that the page shows. */
 
-import type { Info, PromptMessage, Sample, ToolCall, Turn } from "../../types";
+import type { Conversation, Info, PromptMessage, Sample, ToolCall, Turn } from "../../types";
 
 export type Role = "system" | "user" | "thinking" | "assistant" | "tool call" | "tool" | "environment" | "prompt";
 
@@ -111,15 +111,20 @@ function withRecords(messages: Message[], calls: readonly ToolCall[]): Message[]
   return [...known, ...left.map(recordedCall)];
 }
 
-type Recorded = Pick<Sample, "messages" | "tool_calls" | "info"> & { turns: readonly (Pick<Turn, "turn" | "role" | "text"> & { turn_type?: string | null })[] };
+type Said = Pick<Turn, "role" | "text"> & Partial<Turn>;
+type Recorded = Pick<Sample, "messages" | "tool_calls" | "info"> & { turns: readonly (Said & { turn: number })[] };
+
+/** Whether a turn is an answer of the model, not a message of a prompt with the role of one. */
+const isAnswer = (turn: Said) => turn.role === "assistant" && turn.restarts == null;
 
 /** All messages of a sample: those of its prompt, then its turns. A call and its result are one message. */
 export function conversation({ messages: prompt, turns, tool_calls, info }: Recorded): Message[] {
   const said = promptParts(prompt);
   let answers = 0;
-  for (const { turn, role, text: recorded, turn_type } of turns) {
+  for (const row of turns) {
+    const { turn, role, text: recorded, turn_type } = row;
     const text = recorded ?? ""; // a damaged row does not hide the other turns
-    if (role === "assistant") {
+    if (isAnswer(row)) {
       const answer = answers++;
       const messages = withRecords(splitAnswer(text), tool_calls.filter((call) => call.turn === answer)).map((message): Message => ({ ...message, turn }));
       said.push(...noted(messages, info.filter((note) => note.turn === answer)));
@@ -131,7 +136,16 @@ export function conversation({ messages: prompt, turns, tool_calls, info }: Reco
 }
 
 /** What the model wrote in all turns. */
-export const completion = (turns: readonly Pick<Turn, "role" | "text">[]) => turns.filter((turn) => turn.role === "assistant").map((turn) => turn.text ?? "").join("\n");
+export const completion = (turns: readonly Said[]) => turns.filter(isAnswer).map((turn) => turn.text ?? "").join("\n");
+
+/** Splits lines by the conversations of a sample, in their order; all are one without a conversation if it has at most one. */
+export function sections<Line extends { message: Message }>(conversations: readonly Conversation[], lines: Line[]): { conversation?: Conversation; lines: Line[] }[] {
+  if (conversations.length < 2) return [{ lines }];
+  return conversations.map((conversation) => {
+    const own = new Set<number | undefined>(conversation.turns);
+    return { conversation, lines: lines.filter(({ message }) => own.has(message.turn)) };
+  });
+}
 
 /** Returns the messages with notes on the last one. */
 function noted(messages: Message[], notes: readonly Info[]): Message[] {

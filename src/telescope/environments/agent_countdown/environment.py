@@ -1,0 +1,129 @@
+"""Countdown played by agents: small examples of `rollout`, for demos on two CPU cores.
+
+`agent` names one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import Any
+
+from telescope.environments.base import RewardResult, Sample
+from telescope.environments.context import RefusedCall, RolloutContext
+from telescope.environments.countdown.environment import CountdownEnvironment
+from telescope.environments.countdown.puzzles import ExpressionError, parse
+from telescope.environments.parsers import extract_answer_tags
+from telescope.environments.sandbox_tools import SandboxEnvironment
+from telescope.errors import EnvironmentFailure, UserError
+
+REQUIRED_PACKAGES: list[str] = []
+OPTIONAL_PACKAGES = ["datasets"]
+
+NUM_PUZZLES = 3
+"""Puzzles of the agent that compacts."""
+
+AGENTS = ("sdk", "checker", "compacting", "sandboxed")
+
+SCRIPT = r"""
+import json, os, subprocess, sys, urllib.request
+
+numbers, target = sys.argv[1].split(" -> ")
+messages = []
+for _ in range(2):
+    messages.append({"role": "user", "content": sys.argv[1]})
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"messages": messages}).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+    )
+    message = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+    messages.append(message)
+    expression = message["content"].split("<answer>")[-1].split("</answer>")[0]
+    if not set(expression) <= set("0123456789+-() "):
+        continue
+    shell = subprocess.run(["sh", "-c", "echo $((" + expression + "))"], capture_output=True, text=True)
+    if shell.stdout.strip() == target:
+        break
+print(message["content"], end="")
+"""
+"""An agent in a sandbox: it computes an answer in a shell, and asks again if it misses the target."""
+
+
+class AgentCountdownEnvironment(SandboxEnvironment, CountdownEnvironment):
+    """Countdown solved by an `agent`; other arguments are those of `countdown` and of sandboxes.
+
+    - `sdk` asks through the SDK of OpenAI, once more after a wrong answer
+    - `checker` has a second conversation, with a reward of its own, solve what the first one missed
+    - `compacting` solves three puzzles, and drops its history when the context is full
+    - `sandboxed` is a program in a sandbox
+    """
+
+    def __init__(self, agent: str = "sdk", **kwargs: Any) -> None:
+        if agent not in AGENTS:
+            raise UserError(f"agent_countdown: agent is {agent!r}; use one of {', '.join(AGENTS)}.")
+        super().__init__(prompt_style="short", **kwargs)
+        self.agent = agent
+
+    async def prepare_resources(self) -> None:
+        """Starts the pool of sandboxes if the agent uses it."""
+        if self.agent == "sandboxed":
+            await super().prepare_resources()
+
+    async def rollout(self, sample: Sample, context: RolloutContext) -> RewardResult:
+        """Runs the agent."""
+        result: RewardResult = await getattr(self, f"_{self.agent}")(sample, context)
+        return result
+
+    async def _sdk(self, sample: Sample, context: RolloutContext) -> RewardResult:
+        client, messages = context.openai(), []
+        while True:
+            messages.append({"role": "user", "content": str(sample.prompt)})
+            response = await client.chat.completions.create(model="policy", messages=messages)
+            answer = response.choices[0].message.content
+            result = self.compute_reward(answer, sample)
+            if result.sample_metrics["correct"] or len(messages) > 1:
+                return result
+            messages.append({"role": "assistant", "content": answer})
+
+    async def _checker(self, sample: Sample, context: RolloutContext) -> RewardResult:
+        answer = await context.generate(_question(sample))
+        result = self.compute_reward(answer.text, sample)
+        numbers = sample.metadata["numbers"][::-1]
+        with contextlib.suppress(ExpressionError):  # the checker reads the numbers in the order of the solver
+            used = parse(extract_answer_tags(answer.text)).numbers
+            numbers = used if sorted(used) == sorted(numbers) else numbers
+        with context.chat("checker") as checker:
+            question = self.question(numbers, sample.metadata["target"])
+            checked = await checker.generate([{"role": "user", "content": question}])
+            checker.reward = self.compute_reward(checked.text, sample).total_reward
+        context.metric("checker_correct", checker.reward)
+        return result
+
+    async def _compacting(self, sample: Sample, context: RolloutContext) -> RewardResult:
+        others = random.Random(str(sample.prompt)).choices(range(len(self)), k=NUM_PUZZLES - 1)
+        results, messages = [], []
+        for puzzle in (sample, *map(self.get_sample, others)):
+            messages += _question(puzzle)
+            try:
+                answer = await context.generate(messages)
+            except RefusedCall:  # the context is full
+                messages = await context.compact(messages, keep=2, by="drop")
+                answer = await context.generate(messages)
+            messages.append(answer.message)
+            results.append(self.compute_reward(answer.text, puzzle))
+        correct = sum(result.sample_metrics["correct"] for result in results) / NUM_PUZZLES
+        reward = sum(result.total_reward for result in results) / NUM_PUZZLES
+        return RewardResult(reward, {"correct": correct})
+
+    async def _sandboxed(self, sample: Sample, context: RolloutContext) -> RewardResult:
+        sandbox = await context.sandbox()
+        await sandbox.write("agent.py", SCRIPT)
+        ended = await sandbox.run(f"python3 agent.py '{sample.prompt}'", env=context.env(), timeout=30)
+        if ended.exit_code:
+            raise EnvironmentFailure(f"the agent failed: {ended.stderr[-500:]}")
+        return self.compute_reward(ended.stdout, sample)
+
+
+def _question(sample: Sample) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": sample.prompt}]

@@ -1,0 +1,175 @@
+"""Agents that know nothing of Telescope run unchanged: SDKs, a framework, and programs, also in a sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import pytest
+from tests.integration.agents.conftest import Agent
+from tests.integration.agents.test_agents import ADD, CALL, sampled_once
+
+from telescope.environments.base import RewardResult, Sample
+from telescope.environments.context import RolloutContext
+from telescope.environments.terminal_tasks.environment import TerminalTasksEnvironment
+from telescope.environments.terminal_tasks.tasks import own_tasks
+from telescope.environments.tool_env import SANDBOX_KEY
+
+QUESTION = {"role": "user", "content": "What is 2 + 2?"}
+
+
+class Chat(Agent):
+    async def rollout(self, sample: Sample, context: Any) -> RewardResult:
+        messages: list[Any] = [QUESTION]
+        while True:
+            response = await context.openai().chat.completions.create(model="policy", messages=messages, tools=[ADD])
+            message = response.choices[0].message
+            messages.append(message)
+            if not message.tool_calls:
+                return RewardResult(float(message.content == "It is 4."))
+            for call in message.tool_calls:
+                result = sum(json.loads(call.function.arguments).values())
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
+
+
+class Responses(Agent):
+    async def rollout(self, sample: Sample, context: Any) -> RewardResult:
+        tool = {"type": "function", "strict": False, **ADD["function"]}  # type: ignore[dict-item]
+        items: list[Any] = [QUESTION]
+        while True:
+            response = await context.openai().responses.create(model="policy", input=items, tools=[tool], store=False)
+            items += response.output
+            calls = [item for item in response.output if item.type == "function_call"]
+            if not calls:
+                return RewardResult(float(response.output_text == "It is 4."))
+            for call in calls:
+                result = sum(json.loads(call.arguments).values())
+                items.append({"type": "function_call_output", "call_id": call.call_id, "output": str(result)})
+
+
+class Messages(Agent):
+    async def rollout(self, sample: Sample, context: Any) -> RewardResult:
+        tool = {"name": "add", "input_schema": {"type": "object", "properties": {}}}
+        messages: list[Any] = [QUESTION]
+        while True:
+            async with context.anthropic().messages.stream(
+                model="policy", max_tokens=200, messages=messages, tools=[tool]
+            ) as stream:
+                message = await stream.get_final_message()
+            messages.append({"role": "assistant", "content": message.content})
+            calls = [block for block in message.content if block.type == "tool_use"]
+            if not calls:
+                return RewardResult(float(message.content[-1].text == "It is 4."))
+            results = [
+                {"type": "tool_result", "tool_use_id": c.id, "content": str(sum(c.input.values()))} for c in calls
+            ]
+            messages.append({"role": "user", "content": results})
+
+
+class Framework(Agent):
+    async def rollout(self, sample: Sample, context: Any) -> RewardResult:
+        import smolagents
+
+        @smolagents.tool
+        def add(a: int, b: int) -> int:
+            """Adds two numbers.
+
+            Args:
+                a: the first
+                b: the second
+            """
+            return a + b
+
+        model = smolagents.OpenAIModel("policy", api_base=context.base_url, api_key=context.api_key)
+        agent = smolagents.ToolCallingAgent([add], model, verbosity_level=0)
+        said = await asyncio.to_thread(agent.run, str(sample.prompt))
+        return RewardResult(float(said == "It is 4."))
+
+
+FINAL = '<tool_call>{"name": "final_answer", "arguments": {"answer": "It is 4."}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("cls", "last", "joins"),
+    [
+        *((cls, "It is 4.", [(None, None), (0, None), (1, None)]) for cls in (Chat, Responses, Messages)),
+        # It sends its calls and their results back as texts of its own, so each call is a sequence.
+        (Framework, FINAL, [(None, None), (None, "edited_history"), (None, "edited_history")]),
+    ],
+)
+async def test_an_agent_over_an_sdk_trains_what_was_sampled(bench: Any, cls: type, last: str, joins: Any) -> None:
+    made = await bench(cls, [CALL, f"Again. {CALL}", last])
+    sample = await made.run(max_context=16384)
+    assert sample.failure_message is None
+    assert sample.reward.total_reward == 1.0
+    assert [(turn.parent, turn.divergence) for turn in sample.turns] == joins
+    sampled_once(sample, made.policy)
+
+
+SHELL_AGENT = r"""
+import json, os, subprocess, sys, urllib.request
+
+SHELL = {"type": "function", "function": {"name": "shell", "description": "Runs a command.", "parameters": {
+    "type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}}}
+messages = [{"role": "user", "content": sys.argv[1]}]
+while True:
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"model": "policy", "messages": messages, "tools": [SHELL]}).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+    )
+    message = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+    messages.append(message)
+    if not message.get("tool_calls"):
+        print(message["content"])
+        break
+    for call in message["tool_calls"]:
+        command = json.loads(call["function"]["arguments"])["command"]
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": done.stdout + done.stderr})
+"""
+
+
+def shell(command: str) -> str:
+    return f"<tool_call>{json.dumps({'name': 'shell', 'arguments': {'command': command}})}</tool_call>"
+
+
+class Process(Agent):
+    async def rollout(self, sample: Sample, context: RolloutContext) -> RewardResult:  # type: ignore[override]
+        done = await context.run([sys.executable, "-c", SHELL_AGENT, "What is 2 + 2?"])
+        return RewardResult(float(done.stdout.strip() == "It is 4."), sample_tags={"stderr": done.stderr})
+
+
+async def test_a_program_calls_the_policy(bench: Any) -> None:
+    made = await bench(Process, [shell("echo $((2 + 2))"), "It is 4."])
+    sample = await made.run()
+    assert (sample.reward.total_reward, sample.reward.sample_tags["stderr"]) == (1.0, "")
+    assert sample.turns[1].replies == [("tool", "4\n")]
+    sampled_once(sample, made.policy)
+
+
+class Terminal(TerminalTasksEnvironment):
+    """The shipped tasks, worked on by a program inside of the sandbox."""
+
+    async def rollout(self, sample: Sample, context: RolloutContext) -> RewardResult:  # type: ignore[override]
+        state, sandbox = self.create_initial_state(sample), await context.sandbox()
+        state.custom[SANDBOX_KEY] = sandbox.handle
+        await self.set_up_sandbox(sandbox.handle, state)
+        await sandbox.write("/tmp/agent.py", SHELL_AGENT)
+        cwd = self.working_dir_of(state)
+        done = await sandbox.run("python3 /tmp/agent.py 'Do the task.'", env=context.env(), cwd=cwd)
+        assert done.exit_code == 0, done.stderr
+        return await self.compute_reward(state)
+
+
+@pytest.mark.sandbox
+async def test_a_program_in_a_sandbox_without_network_solves_a_task(bench: Any) -> None:
+    (solution,) = own_tasks()[0].solution.values()
+    made = await bench(Terminal, [shell(solution.decode()), "Done."], pool_size=1)
+    sample = await made.run()
+    assert sample.failure_message is None
+    assert sample.reward.total_reward == 1.0
+    sampled_once(sample, made.policy)
+    assert not made.environments._runner.environments[0].sandboxes.in_use_sandboxes
