@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,7 @@ async def test_a_new_agent_is_trained(ground: Ground, tmp_path: Path):
         await run.run()
         assert run.orchestrator.ledger.is_balanced()
     record = Run(tmp_path / "run")
-    calls: dict[str, int] = {}
-    for turn in record.table("turns").to_pylist():
-        calls[turn["sample_id"]] = calls.get(turn["sample_id"], 0) + 1
+    turns = record.table("turns").to_pylist()
+    calls = Counter(turn["sample_id"] for turn in turns if turn["role"] == "assistant")
     scored = [sample for sample in record.table("samples").to_pylist() if sample["reward"] is not None]
     assert scored and {calls[sample["sample_id"]] for sample in scored} == {2}
