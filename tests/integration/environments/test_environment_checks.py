@@ -11,11 +11,13 @@ import yaml
 from tests.fakes.judge import grades, judge_server
 
 from telescope.cli.main import main
+from telescope.environments.agent_countdown.environment import AGENTS
 from telescope.environments.registry import list_environments
 from telescope.environments.terminal_tasks import environment as terminal
 from telescope.environments.terminal_tasks.tasks import own_tasks
 
 OFFLINE = {
+    "agent_countdown": {"dataset": "generated", "num_samples": 20, "pool_size": 1},
     "calculator_agent": {},
     "countdown": {"dataset": "generated", "num_samples": 20},
     "dapo_math": {"dataset": "own"},
@@ -116,6 +118,13 @@ def test_a_dataset_whose_answers_are_programs_is_checked_like_other_code(capsys,
     assert code == 0 and "grader timed out" in out and "reference solution" in out, out + err
 
 
+@pytest.mark.parametrize("agent", [agent for agent in AGENTS if agent != "sdk"])
+def test_every_agent_of_countdown_earns_its_reward_with_the_solution(capsys, agent):
+    kwargs = OFFLINE["agent_countdown"] | {"agent": agent}
+    code, out, err = check(capsys, "agent_countdown", "--samples", 1, kwargs=kwargs)
+    assert code == 0 and "reference solution" in out, out + err
+
+
 def test_a_rewarded_cheat_fails_the_check_with_the_answer_that_earned_it(capsys, tmp_path):
     code, out, err = check(capsys, "own", *write(tmp_path, LENIENT))
     assert code == 1 and "FAILED" in out
@@ -138,8 +147,8 @@ def test_forks_of_an_agent_are_shown_with_their_cause(capsys, tmp_path):
     tree = out.splitlines()
     assert tree[0].startswith("item 0, reference solution: reward 1, 4 calls, ")
     assert [line.partition("call ")[2][0] for line in tree[1:5]] == ["1", "3", "2", "4"]
-    assert "fork branch: another continuation of an answer" in tree[2]
-    assert "fork edited_history: the call changed or left out an earlier message" in tree[4]
+    assert "fork, branch: +" in tree[2]
+    assert "fork, edited_history: +" in tree[4]
 
 
 def test_a_new_agent_passes_the_check_and_its_answers_can_be_tried(capsys, tmp_path):

@@ -101,9 +101,8 @@ class AgentCountdownEnvironment(SandboxEnvironment, CountdownEnvironment):
         return result
 
     async def _compacting(self, sample: Sample, context: RolloutContext) -> RewardResult:
-        others = random.Random(str(sample.prompt)).choices(range(len(self)), k=NUM_PUZZLES - 1)
         results, messages = [], []
-        for puzzle in (sample, *map(self.get_sample, others)):
+        for puzzle in self._puzzles(sample):
             messages += _question(puzzle)
             try:
                 answer = await context.generate(messages)
@@ -115,6 +114,13 @@ class AgentCountdownEnvironment(SandboxEnvironment, CountdownEnvironment):
         correct = sum(result.sample_metrics["correct"] for result in results) / NUM_PUZZLES
         reward = sum(result.total_reward for result in results) / NUM_PUZZLES
         return RewardResult(reward, {"correct": correct})
+
+    def _puzzles(self, sample: Sample) -> list[Sample]:
+        others = random.Random(str(sample.prompt)).choices(range(len(self)), k=NUM_PUZZLES - 1)
+        return [sample, *map(self.get_sample, others)] if self.agent == "compacting" else [sample]
+
+    def solution(self, sample: Sample) -> list[str]:
+        return [answer for puzzle in self._puzzles(sample) for answer in CountdownEnvironment.solution(self, puzzle)]
 
     async def _sandboxed(self, sample: Sample, context: RolloutContext) -> RewardResult:
         sandbox = await context.sandbox()
