@@ -24,7 +24,7 @@ OFFLINE = {
     "dataset": {"reward": "exact"},
     "deepscaler": {"dataset": "own"},
     "hendrycks_math": {"dataset": "own"},
-    "i3_code": {"dataset": "own", "timeout_per_test": 2.0, "max_num_tests": 4, "pool_size": 2},
+    "i3_code": {"dataset": "own", "timeout_per_test": 4.0, "max_num_tests": 4, "pool_size": 2},
     "reasoning_gym": {"size": 20},
     "shell_countdown": {"dataset": "generated", "num_samples": 20, "pool_size": 2},
     "terminal_tasks": {"pool_size": 2},
