@@ -23,16 +23,7 @@ from telescope.rollout.check import CANNED, MODEL, REFERENCE, Checks, Trial
 from telescope.rollout.rendering import Renderer, RendererSpec
 from telescope.utils.text import pluralize
 
-FORKS = {
-    "retry": "the same prompt again",
-    "branch": "another continuation of an answer",
-    "edited_history": "the call changed or left out an earlier message",
-    "tools": "the call offers other tools",
-    "compaction": "the history was shortened",
-    "history": "the chat template changes earlier messages",
-}
-"""Causes of a conversation that begins anew."""
-SHOWN_CHARACTERS = 60
+SHOWN_CHARACTERS, LINE_CHARACTERS = 60, 200
 
 
 def check(arguments: argparse.Namespace, kwargs: dict[str, Any]) -> int:
@@ -48,13 +39,13 @@ def check(arguments: argparse.Namespace, kwargs: dict[str, Any]) -> int:
     count = checks.info.num_samples
     items = list(range(0, count, -(-count // arguments.samples)))
     trials = asyncio.run(checks.run(items))
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=LINE_CHARACTERS)
     for trial in trials:
         if trial.name in (REFERENCE, CANNED, MODEL):
-            console.print(_tree(trial), soft_wrap=True)
+            console.print(_tree(trial))
     console.print(_table(trials))
     if any(trial.name == CANNED for trial in trials):
-        print("The solution is not known: return it from `solution(self, sample)`, to check that it earns the reward.")
+        print("No solution is known. Return it from `solution(self, sample)`, to check that it earns the reward.")
     problems = [f"{trial.name}, item {trial.item}: {trial.problem}." for trial in trials if trial.problem]
     if labels:
         problems += _judge_labels(labels, checks.environment.judge)
@@ -106,31 +97,22 @@ def _renderer(model: str | None) -> Renderer:
 
 
 def _tree(trial: Trial) -> Tree:
-    """Returns the calls of a rollout. One that forks is indented below the call where it leaves."""
+    """Returns the calls of a rollout. One that forks is below the call that it leaves."""
     sample = trial.trajectory
-    seconds = sample.finished_at - sample.started_at
-    tree = Tree(
-        Text(
-            f"item {trial.item}, {trial.name}: reward {_shown(trial.reward)}, {pluralize(len(sample.turns), 'call')}, "
-            f"{sample.num_tokens} tokens, {seconds:.2f} s",
-            style="bold",
-        )
-    )
-    place: dict[int | None, Tree] = {None: tree}
-    label: dict[int | None, Tree] = {None: tree}
-    continued: set[int] = set()
+    seconds, calls = sample.finished_at - sample.started_at, pluralize(len(sample.turns), "call")
+    outcome = f"reward {_shown(trial.reward)}, {calls}, {sample.num_tokens} tokens, {seconds:.2f} s"
+    top = Tree(Text(f"item {trial.item}, {trial.name}: {outcome}", style="bold"))
+    trees: list[tuple[Tree, Tree]] = []  # where each call is, and its own tree
+    followed: dict[int | None, bool] = {}
     for number, turn in enumerate(sample.turns):
-        text = f"call {number + 1}{f' ({turn.chat})' if turn.chat else ''}: "
-        text += f"+{len(turn.added_token_ids)} tokens, sampled {len(turn.generation.token_ids_N)}, "
-        text += f"{turn.ended_at - turn.started_at:.2f} s: {turn.text[:SHOWN_CHARACTERS]!r}"
-        fork = ""
-        if turn.divergence:
-            fork = f"  fork {turn.divergence}: {FORKS.get(turn.divergence, 'the join differs from the chat template')}"
-        at = label[turn.parent] if turn.parent in continued else place[turn.parent]
-        if turn.parent is not None:
-            continued.add(turn.parent)
-        place[number], label[number] = at, at.add(Text(text) + Text(fork, style="yellow"))
-    return tree
+        line = Text(f"call {number + 1}{f' ({turn.chat})' if turn.chat else ''}: ")
+        line.append(f"fork, {turn.divergence}: " if turn.divergence else "", style="yellow")
+        line.append(f"+{len(turn.added_token_ids)} tokens, sampled {len(turn.generation.token_ids_N)}, ")
+        line.append(f"{turn.ended_at - turn.started_at:.2f} s: {turn.text[:SHOWN_CHARACTERS]!r}")
+        at = top if turn.parent is None else trees[turn.parent][followed.get(turn.parent, False)]
+        followed[turn.parent] = turn.parent is not None
+        trees.append((at, at.add(line)))
+    return top
 
 
 def _table(trials: list[Trial]) -> Table:

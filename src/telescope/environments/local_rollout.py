@@ -32,11 +32,9 @@ from telescope.environments.base import (
 from telescope.environments.context import Answer as AgentAnswer
 from telescope.environments.context import Call, RolloutContext
 from telescope.environments.parsers import answer_text, strip_think_tags
-from telescope.environments.sandbox_tools import pool_of
 from telescope.environments.serialization import check_verdict, serialize_messages, serialize_score
 from telescope.environments.user_code import settled
 from telescope.errors import RunError, UserError
-from telescope.sandbox.session import Sandbox
 
 
 @dataclass(slots=True, frozen=True)
@@ -174,54 +172,47 @@ def _several_turns(
 
 
 class _TextServices:
-    """The `Services` of an agent without an engine: its calls go to an answerer, as text."""
+    """The `Services` of an agent that generates text and nothing else, without an engine."""
 
     api_key = ""
 
     def __init__(self, environment: Environment, answer: Answerer, on_message: Callable[[ChatMessage], None]) -> None:
-        self._environment, self._answer, self._on_message = environment, answer, on_message
-        self.sandboxes: list[Sandbox] = []
+        self._name, self._answer, self._on_message = environment.name, answer, on_message
         self.messages: list[ChatMessage] = []
-        """Those of all calls. What a call repeats of the call before it is there once."""
+        """Those of all calls. What a call repeats of the one before is there once."""
         self._last: list[ChatMessage] = []
         self.num_calls = 0
 
     async def complete(self, call: Call) -> AgentAnswer:
         if call.token_ids is not None or call.tools:
-            raise self._refusal("tools" if call.tools else "token ids")
-        asked, messages = list(call.messages), self._last
-        new = asked[len(messages) :] if asked[: len(messages)] == messages else asked
+            raise self._refusal()
+        asked, last = list(call.messages), self._last
+        new = asked[len(last) :] if asked[: len(last)] == last else asked
         for message in new:
             self._on_message(message)
         given = self._answer(asked)
         if given is None:
             raise NoAnswerError(f"There is no answer to call {self.num_calls + 1} of the agent.")
         text = strip_think_tags(answer_text(given.text)).strip()
-        reason = "length" if given.is_truncated else "stop"
-        answer = AgentAnswer(text, finish_reason=reason, raw_text=given.text, id=str(self.num_calls))
+        answer = AgentAnswer(text, finish_reason="length" if given.is_truncated else "stop", raw_text=given.text)
         self._on_message(answer.message)
         self.messages += [*new, answer.message]
         self._last, self.num_calls = [*asked, answer.message], self.num_calls + 1
         return answer
 
     async def judge(self, prompt: str, schema: Mapping[str, Any] | None, model: str | None) -> Any:
-        if (judge := getattr(self._environment, "judge", None)) is None:
-            raise UserError(f"the environment {self._environment.name!r} has no judge: set `judge: {{url: ...}}`")
-        return await judge.ask(prompt, schema, model=model)
+        raise self._refusal()
 
-    async def sandbox(self, image: str | None) -> Sandbox:
-        pool = await pool_of(self._environment, image)
-        self.sandboxes.append(Sandbox(pool, await pool.acquire()))
-        return self.sandboxes[-1]
+    async def sandbox(self, image: str | None) -> Any:
+        raise self._refusal()
 
     def base_url(self, chat: str) -> str:
-        raise self._refusal("the URL of an endpoint")
+        raise self._refusal()
 
-    def _refusal(self, what: str) -> UserError:
-        name = self._environment.name
+    def _refusal(self) -> UserError:
         return UserError(
-            f"The agent uses {what}, for which it needs a tokenizer. Run `telescope envs check {name} --model FOLDER`, "
-            "with --url of a server of vLLM for a model's answers."
+            "The agent uses more than text (tools, token ids, a judge, a sandbox or its endpoint). Run `telescope envs "
+            f"check {self._name} --model FOLDER`, with --url of a server of vLLM for a model's answers."
         )
 
 
@@ -231,14 +222,10 @@ def _agent(
     assert environment.rollout is not None
     services = _TextServices(environment, answer, on_message)
     context = RolloutContext(services, time.monotonic() + environment.rollout_timeout_seconds)
-    try:
-        result = yield from settled(environment.rollout(environment.get_sample(index), context))
-        if isinstance(result, RewardResult):
-            result.sample_metrics = {**context.metrics, **result.sample_metrics}
-        return LocalRollout(services.messages, serialize_score(result, for_eval=False), services.num_calls, None)
-    finally:
-        for sandbox in services.sandboxes:
-            yield from settled(sandbox.close())
+    result = yield from settled(environment.rollout(environment.get_sample(index), context))
+    if isinstance(result, RewardResult):
+        result.sample_metrics = {**context.metrics, **result.sample_metrics}
+    return LocalRollout(services.messages, serialize_score(result, for_eval=False), services.num_calls, None)
 
 
 def _finish(environment: Environment, steps: Generator[Awaitable[Any], Any, LocalRollout]) -> LocalRollout:

@@ -99,7 +99,7 @@ class Trial:
         wanted = "a reward" if needed is None else f"{needed:g}"
         return (
             f"{self.answers[-1][:80]!r} earned {reward:g} instead of {wanted}. Correct the reward, or return answers "
-            "that earn it from `solution(self, sample)`"
+            "that earn it from `solution(self, sample)`, or give their form (--solution)"
         )
 
 
@@ -133,22 +133,28 @@ class Checks:
         self._environments = LoadedEnvironments(self._runner, timeout_seconds=self._timeout_seconds)
         try:
             await self._environments.start()
-            return [trial for trials in await asyncio.gather(*map(self._check, items)) for trial in trials]
+            # First and one by one, because a grader may have a deadline.
+            references = [await self._reference(item) for item in items]
+            others = await asyncio.gather(*map(self._others, items, references))
+            return [trial for trials in (*references, *others) for trial in trials]
         finally:
             await self._environments.close()
 
-    async def _check(self, item: int) -> list[Trial]:
+    async def _reference(self, item: int) -> list[Trial]:
+        """Returns the trial of the solution, or of the first form that is right. Empty if there is no answer."""
         sample = self.environment.get_sample(item)
         own = self.environment.solution(sample)
         forms = [[form.replace("{}", sample.answer)] for form in self._forms] if sample.answer else []
         tried = [await self._try(item, REFERENCE, answers) for answers in ([own] if own else forms)]
-        trials = [next((trial for trial in tried if not trial.problem), *tried[:1])] if tried else []
-        cheats = self.environment.cheats(sample)
-        if trials and list(trials[0].answers) == [cheats.get(GOLD)]:
+        return ([trial for trial in tried if not trial.problem] or tried)[:1]
+
+    async def _others(self, item: int, reference: list[Trial]) -> list[Trial]:
+        cheats = self.environment.cheats(self.environment.get_sample(item))
+        if reference and list(reference[0].answers) == [cheats.get(GOLD)]:
             del cheats[GOLD]
         others = {name: [answer] for name, answer in cheats.items()}
-        others |= ({} if trials else {CANNED: [CANNED_ANSWER]}) | ({MODEL: []} if self._server else {})
-        return [*trials, *await asyncio.gather(*(self._try(item, name, answers) for name, answers in others.items()))]
+        others |= ({} if reference else {CANNED: [CANNED_ANSWER]}) | ({MODEL: []} if self._server else {})
+        return await asyncio.gather(*(self._try(item, name, answers) for name, answers in others.items()))
 
     async def _try(self, item: int, name: str, answers: Sequence[str]) -> Trial:
         engine = ScriptedEngine(self._renderer, answers, self._server if name == MODEL else None)

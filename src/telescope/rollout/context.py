@@ -7,12 +7,13 @@ the rollout begins again, and is never scored as if the policy had failed.
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from telescope.environments.base import Environment, RewardResult, Sample, eval_metrics_of
+from telescope.environments.base import ChatMessage, Environment, RewardResult, Sample, eval_metrics_of
 from telescope.environments.context import Answer, Call, RefusedCall, RolloutContext
 from telescope.environments.judge import COMPLETE, USAGE
 from telescope.environments.sandbox_tools import pool_of
@@ -107,7 +108,7 @@ class AgentRollout:
                 prompt.token_ids, added_token_ids=prompt.added_token_ids, parent=prompt.parent, chat=call.chat,
                 divergence=prompt.cause, trained=call.train, max_tokens=call.sampling.get("max_tokens"),
                 stop=call.sampling.get("stop") or (),
-                replies=[(str(m["role"]), str(m.get("content") or "")) for m in prompt.new_messages],
+                replies=[(str(message["role"]), _shown(message)) for message in prompt.new_messages],
             )  # fmt: skip
         except InfrastructureError as error:
             self._failure = self._failure or error
@@ -164,3 +165,9 @@ class AgentRollout:
     def base_url(self, chat: str) -> str:
         """Returns the URL of the endpoint for one conversation."""
         return self._endpoint.base_url(chat)
+
+
+def _shown(message: ChatMessage) -> str:
+    """Returns a message as the record has it: its text, and its tool calls in the form of Hermes."""
+    calls = [f"<tool_call>{json.dumps(call['function'])}</tool_call>" for call in message.get("tool_calls") or ()]
+    return "\n".join(filter(None, (str(message.get("content") or ""), *calls)))

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from telescope.cli import chat
+from telescope.cli.envs import KINDS
 from telescope.cli.main import main
 from telescope.environments.local_rollout import Answer, roll_out_item
 from telescope.environments.registry import get_environment
@@ -214,20 +215,20 @@ def test_bad_input_is_reported_without_hanging(capsys, chat_server, monkeypatch)
 @pytest.mark.timeout(300)
 def test_new_writes_environments_whose_tests_pass_and_fail_when_the_reward_is_wrong(capsys, tmp_path):
     folder = tmp_path / "mine"
-    for kind in ("single", "multi", "tools"):
+    for kind in KINDS:
         code, out, _ = run(capsys, "new", f"my_{kind}", "--kind", kind, "--folder", str(folder))
         assert code == 0 and f"telescope envs try my_{kind} --path {folder}" in out
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(place) for place in sys.path)}
     pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."]
     finished = subprocess.run(pytest_command, cwd=folder, env=environ, capture_output=True, text=True, timeout=300)
-    assert finished.returncode == 0 and "8 passed" in finished.stdout, finished.stdout + finished.stderr
-    for kind in ("single", "multi", "tools"):
+    assert finished.returncode == 0 and "10 passed" in finished.stdout, finished.stdout + finished.stderr
+    for kind in KINDS:
         file = folder / f"my_{kind}" / "environment.py"
         source = file.read_text()
         assert source.count("correct = ") == 1
         file.write_text(source.replace("correct = ", "correct = True or "))
     finished = subprocess.run(pytest_command, cwd=folder, env=environ, capture_output=True, text=True, timeout=300)
-    assert finished.returncode == 1 and finished.stdout.count("\nFAILED") >= 3, finished.stdout
+    assert finished.returncode == 1 and finished.stdout.count("\nFAILED") >= 4, finished.stdout
 
 
 def test_new_refuses_a_used_or_invalid_name(capsys, tmp_path):

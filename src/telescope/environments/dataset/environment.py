@@ -251,7 +251,7 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         return GoldCheck(written, None if self.is_correct(written, sample) else "an extracted answer differs from it")
 
     def solution(self, sample: Sample) -> list[str]:
-        program = self._code and (sample.metadata.get("solution") or sample.answer)
+        program = self._code is not None and (sample.metadata.get("solution") or sample.answer)
         return [f"```python\n{program}\n```"] if program else []
 
     def cheats(self, sample: Sample) -> dict[str, str]:

@@ -73,7 +73,7 @@ class ReasoningGym(SingleTurnEnvironment):
 
     def compute_reward(self, completion: str, sample: Sample, eos_token: str = "") -> RewardResult:
         """Returns the task's score of the answer."""
-        answer = extract_answer_tags(completion)
+        answer = extract_answer_tags(completion.replace(self.instruction_prompt or "", ""))  # which has tags itself
         score = 0.0
         if not self._scores_formula or _FORMULA.fullmatch(answer):
             with contextlib.suppress(Exception):  # how some tasks refuse an answer that they cannot read

@@ -64,6 +64,9 @@ class TextArena(Environment):
         seeds = range(seed, seed + (size if num_samples < 0 else min(num_samples, size)))
         return [Sample(Game(self, seed).look()[1], metadata={"seed": seed}) for seed in seeds]
 
+    def cheats(self, sample: Sample) -> dict[str, str]:
+        return {"empty answer": ""}  # the prompt names actions, so that repeating it is a move
+
     async def rollout(self, sample: Sample, context: RolloutContext) -> RewardResult:
         """Plays one game."""
         game = Game(self, sample.metadata["seed"])
