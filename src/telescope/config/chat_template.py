@@ -44,9 +44,23 @@ class _GenerationBlock(jinja2.ext.Extension):
         return caller()
 
 
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox, which judges an attribute once per type: that is most of the time of a long conversation."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._safe: dict[tuple[type, str], bool] = {}
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        key = type(obj), attr
+        if key not in self._safe:
+            self._safe[key] = super().is_safe_attribute(obj, attr, value)
+        return self._safe[key]
+
+
 def compile_template(template: str) -> jinja2.Template:
     """Compiles a template with the extensions and functions of transformers. Raises `jinja2.TemplateSyntaxError`."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json

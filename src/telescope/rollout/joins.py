@@ -102,7 +102,7 @@ class Joins:
         for text in canonical[matched:]:
             node = node.children.setdefault(text, _Node())
         node.was_prompt = True
-        new = [template_message(message) for message in call.messages[depth:]]
+        new = template_messages(call.messages)[depth:]
         if parent is None:
             dialogue = Dialogue(self._renderer, interleaved=self._interleaved, tools=tools or None)
             ids = dialogue.begin(new)
@@ -120,7 +120,7 @@ class Joins:
     def count(self, call: Call) -> int:
         """Returns the number of tokens of a call's messages, rendered anew. Records nothing."""
         dialogue = Dialogue(self._renderer, tools=[dict(tool) for tool in call.tools] or None)
-        return len(dialogue.begin([template_message(message) for message in call.messages]))
+        return len(dialogue.begin(template_messages(call.messages)))
 
     def record(
         self, prompt: Prompt, message: ChatMessage, turn: int, token_ids: Sequence[int], text: str, *, ended: bool
@@ -159,13 +159,20 @@ def canonical_message(message: ChatMessage) -> str:
     return json.dumps([_role_of(message), text_of(message).strip(), calls], sort_keys=True, ensure_ascii=False)
 
 
-def template_message(message: ChatMessage) -> ChatMessage:
-    """Returns a message as chat templates take it: a text as content, arguments of tool calls parsed."""
-    made: ChatMessage = {"role": _role_of(message), "content": text_of(message)}
-    made |= {key: message[key] for key in ("name", "tool_call_id", "reasoning_content") if message.get(key)}
-    if calls := _calls(message):
-        made["tool_calls"] = [{"type": "function", "function": call} for call in calls]
-    return made
+def template_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Returns messages as chat templates take them: text as content, parsed arguments, results with the tool's name."""
+    names: dict[Any, Any] = {}
+    converted = []
+    for message in messages:
+        made: ChatMessage = {"role": _role_of(message), "content": text_of(message)}
+        made |= {key: message[key] for key in ("name", "tool_call_id", "reasoning_content") if message.get(key)}
+        if calls := _calls(message):
+            made["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+            names |= {each.get("id"): call["name"] for each, call in zip(message["tool_calls"], calls, strict=True)}
+        elif made["role"] == "tool" and (name := names.get(made.get("tool_call_id"))):
+            made.setdefault("name", name)
+        converted.append(made)
+    return converted
 
 
 def _role(canonical: str) -> str:

@@ -43,6 +43,7 @@ from telescope.environments.tool_template import with_channels_as_fields
 from telescope.environments.user_code import call_with_declared
 from telescope.errors import UserError
 from telescope.rollout.stops import ANSWER, find_stops
+from telescope.rollout.tool_results import ToolResults
 
 if TYPE_CHECKING:
     from telescope.config import TelescopeConfig
@@ -107,8 +108,11 @@ class Renderer:
         self._names = _pattern_of(map(self.name_of, self._control_ids))
         self._names_in_answers = _pattern_of(map(self.name_of, special))
         """An answer that is rendered again keeps tool calls in tokens that are not flagged as special."""
+        self._results: ToolResults | None = None
         self.stops = find_stops(self, files)
         self._end_ids = self._control_ids | set(self.stops.token_ids)
+        if tokenizer.chat_template:
+            self._results = ToolResults(self)
 
     @property
     def eos_token(self) -> str:
@@ -180,14 +184,19 @@ class Renderer:
         self, messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None = None, *, add_generation_prompt: bool
     ) -> str:
         """Renders a conversation, with breaks (`BREAK`)."""
-        text: str = self.tokenizer.apply_chat_template(
-            self.neutral(with_channels_as_fields(messages, str(self.tokenizer.chat_template))),
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            enable_thinking=self.spec.enable_thinking,
-            **({"tools": tools} if tools else {}),
-        )
-        return text
+
+        def render(messages: Sequence[ChatMessage]) -> str:
+            text: str = self.tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                enable_thinking=self.spec.enable_thinking,
+                **({"tools": tools} if tools else {}),
+            )
+            return text
+
+        shown = self.neutral(with_channels_as_fields(messages, str(self.tokenizer.chat_template)))
+        return self._results.render(shown, render) if self._results else render(shown)
 
     def encode_continuation(self, text: str) -> list[int]:
         """Returns token ids of a text that follows other text.

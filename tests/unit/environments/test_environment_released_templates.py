@@ -150,6 +150,39 @@ def test_no_released_template_forks_a_conversation_with_reasoning(enable_thinkin
     assert len(renderers) >= 30
 
 
+LOOK_UP = {"name": "look_up", "description": "finds a word", "parameters": {"type": "object", "properties": {}}}
+ONE_RESULT = {"llama3_1", "llama3_2", "gptoss"}
+"""Templates that allow one call in an answer."""
+
+
+def test_results_of_tools_follow_a_recorded_answer_as_they_follow_a_structured_call() -> None:
+    tools, taken = [{"type": "function", "function": LOOK_UP}], set()
+    for made in every_template(tokens=r"<[|\uff5c]\S+?[|\uff5c]>|<\|\w+>|<\|\"\|>|<\w+\|>"):
+        name = made.spec.tokenizer_path
+        if LOOK_UP["description"] not in made.chat_text(HISTORY[:1], tools) and name != "deepseekv3":
+            continue
+        taken.add(name)
+        dialogue, messages = Dialogue(made, tools=tools), HISTORY[:1]
+        dialogue.begin(messages)
+        for turn in range(3):
+            results = [
+                {"role": "tool", "name": "look_up", "tool_call_id": f"call0000{i}", "content": f"Result {turn}{i}."}
+                for i in range(1 if name in ONE_RESULT else 2)
+            ]
+            arguments = json.dumps({}) if name == "deepseekv3" else {}
+            function = {"name": "look_up", "arguments": arguments}
+            calls = [{"type": "function", "id": each["tool_call_id"], "function": function} for each in results]
+            call = {"role": "assistant", "content": "", "tool_calls": calls}
+            answer = "Hm.\n</think>\n\n" * bool(dialogue.opened) + CALL.get(name, f"Because {turn}.")
+            messages = [*messages, {"role": "assistant", "content": answer}, *results]
+            extension = dialogue.extend(answer, made.encode_continuation(answer), messages, ended=False)
+            appended = made.decode(extension.token_ids, cut_end_token=False)
+            assert without_breaks(made.chat_text([HISTORY[0], call, *results], tools)).endswith(appended), name
+            assert all(appended.count(each["content"]) == 1 for each in results), name
+            assert not extension.restarts, name
+    assert len(taken) >= 25 and taken >= {"gemma4", "gemma4_v5", "deepseekv3"}
+
+
 def raises_if(condition: str) -> str:
     return f"{{% if {condition} %}}{{{{ raise_exception('not\n  so') }}}}{{% endif %}}"
 

@@ -1,0 +1,78 @@
+"""Lets chat templates show the results of tools behind answers that are raw text.
+
+The template of Gemma 4 shows results only behind `tool_calls`, which a recorded answer does not have. So the answer is
+rendered as a call whose argument is a mark, and what the template writes around it is replaced by the answer. The
+template of DeepSeek opens only the first results of a conversation; later ones get what it writes before the first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from telescope.environments.base import ChatMessage
+from telescope.rollout.stops import ANSWER, REPLY
+
+if TYPE_CHECKING:
+    from telescope.rollout.rendering import Renderer
+
+MARK = "0telescope{}called0"
+"""Stands for the call of the answer at a position."""
+_QUESTION = {"role": "user", "content": "Why?"}
+_RESULT = {"role": "tool", "name": "look_up", "tool_call_id": "call00000", "content": REPLY}
+
+
+def _call(mark: str) -> ChatMessage:
+    function = {"name": "look_up", "arguments": {"word": mark}}
+    return {"role": "assistant", "content": "", "tool_calls": [{"id": mark, "type": "function", "function": function}]}
+
+
+class ToolResults:
+    """What a template needs to show results behind raw answers. Most need nothing."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._as_call, self._first, self._pattern = False, "", ""
+        mark = MARK.format(r"(\d+)")
+        try:
+            answer = {"role": "assistant", "content": ANSWER}
+            text = renderer.render([_QUESTION, answer, _RESULT, answer, _RESULT], add_generation_prompt=True)
+            before, *behind = text.split(ANSWER)
+            first, later = (each.partition(REPLY)[0] for each in behind)
+            if REPLY in text:
+                self._first = first
+                if first != later:
+                    self._pattern = f"{mark}(?:{re.escape(first)}|{re.escape(later)})"
+                return
+            opened, _, closed = renderer.render(
+                [_QUESTION, _call(ANSWER), _RESULT], add_generation_prompt=True
+            ).partition(ANSWER)
+        except Exception:  # a template is a program, and may refuse anything
+            return
+        closed, shown, _ = closed.partition(REPLY)
+        ends = [token_id for token_id in renderer.control_ids(closed) if token_id in renderer.stops.token_ids]
+        if shown and ends and opened.startswith(before):
+            closed = closed.partition(renderer.name_of(ends[0]))[0]
+            self._as_call = True
+            self._pattern = f"{re.escape(opened[len(before) :])}{mark}{re.escape(closed)}"
+
+    def render(self, messages: Sequence[ChatMessage], render: Callable[[Sequence[ChatMessage]], str]) -> str:
+        """Renders a conversation with `render`."""
+        if not self._pattern:
+            return render(messages)
+        marked, marks = list(messages), 0
+        for i, message in enumerate(messages):
+            before = messages[i - 1] if i else {}
+            if message.get("role") != "tool":
+                continue
+            if self._as_call and not message.get("name"):
+                marked[i] = {**message, "name": "unknown"}
+            if before.get("role") == "assistant" and "tool_calls" not in before:
+                mark, marks = MARK.format(i - 1), marks + 1
+                marked[i - 1] = _call(mark) if self._as_call else {**before, "content": f"{before['content']}{mark}"}
+
+        def shown(found: re.Match[str]) -> str:
+            return str(messages[int(found[1])]["content"]) if self._as_call else self._first
+
+        text, replaced = re.subn(self._pattern, shown, render(marked))
+        return text if replaced == marks else render(messages)
