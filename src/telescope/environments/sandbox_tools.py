@@ -99,61 +99,46 @@ class SandboxEnvironment(Environment):
     async def prepare_resources(self) -> None:
         """Starts the pool."""
         await super().prepare_resources()
-        self.sandboxes = await _started(self, self.sandbox_config, *self.pool_options)
-
-    @property
-    def pool_options(self) -> tuple[str | None, dict[str, Any], int, int]:
-        """Provider and its keywords, and the sizes of a pool."""
-        return self.provider, self.provider_kwargs, self.pool_size, self.max_concurrent_creates
+        self.sandboxes = await pool_of(self)
 
     async def close_resources(self) -> None:
         """Destroys all sandboxes."""
-        if hasattr(self, "sandboxes"):  # unset if the provider cannot be used
-            await _end(self.sandboxes)
+        await close_pools(self)
         await super().close_resources()
 
 
 async def pool_of(environment: Environment, image: str | None = None) -> GenericSandboxPool:
-    """Returns the environment's pool of sandboxes with an image, made at its first use.
+    """Returns the environment's pool of sandboxes with an image, started at its first use.
 
     An environment that is no `SandboxEnvironment` has local sandboxes.
     """
-    owner = environment if isinstance(environment, SandboxEnvironment) else None
-    if owner is not None and image in (None, owner.sandbox_config.image):
-        return owner.sandboxes
-    pools: dict[str | None, asyncio.Future[GenericSandboxPool]] = environment.__dict__.setdefault("_pools", {})
-    if image not in pools or (pools[image].done() and pools[image].exception() is not None):
-        config = replace(owner.sandbox_config if owner else SandboxConfig(), image=image or "")
-        pools[image] = asyncio.ensure_future(_started(environment, config, *(owner.pool_options if owner else ())))
-    return await asyncio.shield(pools[image])
+    own = environment if isinstance(environment, SandboxEnvironment) else None
+    config = own.sandbox_config if own else SandboxConfig()
+    config = replace(config, image=config.image if image is None else image)
+    pools: dict[str, asyncio.Future[GenericSandboxPool]] = vars(environment).setdefault("_pools", {})
 
+    async def start(config: SandboxConfig) -> GenericSandboxPool:
+        provider = get_provider(own.provider, **own.provider_kwargs) if own else get_provider()
+        if environment.endpoint_socket and provider.name == "local":
+            config = replace(config, extra={"endpoint": environment.endpoint_socket, **config.extra})
+        sizes = (own.pool_size, own.max_concurrent_creates) if own else ()
+        pool = GenericSandboxPool(provider, config, *sizes)
+        await pool.start()
+        return pool
 
-async def _started(
-    environment: Environment,
-    config: SandboxConfig,
-    provider: str | None = None,
-    options: Mapping[str, Any] | None = None,
-    *sizes: int,
-) -> GenericSandboxPool:
-    made = get_provider(provider, **(options or {}))
-    if environment.endpoint_socket and made.name == "local":
-        config = replace(config, extra={"endpoint": environment.endpoint_socket, **config.extra})
-    pool = GenericSandboxPool(made, config, *sizes)
-    await pool.start()
-    return pool
+    known = pools.get(config.image)
+    if known is None or (known.done() and known.exception() is not None):
+        pools[config.image] = asyncio.ensure_future(start(config))
+    return await asyncio.shield(pools[config.image])
 
 
 async def close_pools(environment: Environment) -> None:
-    """Destroys the sandboxes of the pools that `pool_of` made."""
-    pools: dict[str | None, asyncio.Future[GenericSandboxPool]] = environment.__dict__.get("_pools", {})
+    """Destroys the sandboxes of the pools that `pool_of` started."""
+    pools = vars(environment).pop("_pools", {})
     for pool in await asyncio.gather(*pools.values(), return_exceptions=True):
         if isinstance(pool, GenericSandboxPool):
-            await _end(pool)
-
-
-async def _end(pool: GenericSandboxPool) -> None:
-    await pool.shutdown()
-    await pool.provider.close()
+            await pool.shutdown()
+            await pool.provider.close()
 
 
 class SandboxTools(SandboxEnvironment):

@@ -166,10 +166,14 @@ class LoadedEnvironments:
     async def close(self) -> None:
         """Ends open rollouts, and closes resources."""
         await self._endpoint.stop()
-        for environment in self._agents:
-            await close_pools(environment)
+
+        async def close_resources() -> None:
+            await self._runner.close()
+            for environment in self._agents:
+                await close_pools(environment)
+
         try:
-            await asyncio.wait_for(self._runner.close(), CLOSE_SECONDS)
+            await asyncio.wait_for(close_resources(), CLOSE_SECONDS)
         except TimeoutError:
             logger.warning("Ending rollouts and resources took over %g seconds", CLOSE_SECONDS)
 
