@@ -85,10 +85,12 @@ class LoadedEnvironments:
     async def start(self) -> None:
         """Opens the endpoint for agents, if an environment has any, and prepares the resources of this process."""
         if self._agents:
-            folder = tempfile.mkdtemp(prefix="telescope-")  # a path of a Unix socket has at most 107 characters
-            await self._endpoint.start(Path(folder, "endpoint"))
+            # A path of a Unix socket has at most 107 characters.
+            self._folder = tempfile.TemporaryDirectory(prefix="telescope-", ignore_cleanup_errors=True)
+            socket = Path(self._folder.name, "endpoint")
+            await self._endpoint.start(socket)
             for environment in self._agents:
-                environment.endpoint_socket = f"{folder}/endpoint"
+                environment.endpoint_socket = str(socket)
         await self._runner.prepare_own_resources()
 
     async def prepare(self, env_key: str, index: int) -> PreparedPrompt:
