@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, Literal
 
 from telescope.environments.arguments import refuse_unknown
-from telescope.environments.base import Environment
 from telescope.environments.tool_calls import ToolResult
 from telescope.environments.tool_env import ToolEnvironment
 from telescope.environments.tool_schema import Tool
@@ -175,13 +174,6 @@ class Server:
             return problem
         text = problem if isinstance(problem, str) else error_text(problem)
         return InfrastructureError(f"The MCP server {self.address!r} failed: {text}")
-
-
-def with_mcp_tools(cls: type[Environment]) -> type[Environment]:
-    """Returns a `ToolEnvironment` with `McpTools`; any other class as it is."""
-    if not issubclass(cls, ToolEnvironment) or issubclass(cls, McpTools):
-        return cls
-    return type(cls.__name__, (McpTools, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
 def _block_text(block: Any) -> str:

@@ -126,8 +126,7 @@ class Discovery:
         module = self._import(source)
         if source.class_name is None:
             cls = self._only_class(module, source)
-            same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-            return type(cls.__name__, (cls,), {**same, "task": source.task}) if source.task else cls
+            return _derived(cls, cls, task=source.task) if source.task else cls
         found = module
         for part in source.class_name.split("."):
             found = getattr(found, part, None)  # type: ignore[assignment]
@@ -333,21 +332,26 @@ def environment_class(name: str, environments_path: Sequence[str | Path] = ()) -
 
 def complete_class(cls: type[Environment], name: str) -> type[Environment]:
     """Returns a class with the base and the methods that it needs, see `environment_class`."""
-    has_rollout = cls.rollout is not None
     bases: tuple[ABCMeta, ...] = (cls,)
     if not issubclass(cls, SingleTurnEnvironment | MultiTurnEnvironment):
-        if not (has_rollout or callable(getattr(cls, "compute_reward", None))):
+        if cls.rollout is None and not callable(getattr(cls, "compute_reward", None)):
             raise UserError(
                 f"The environment {name!r} has no compute_reward: {cls.__name__} is a direct subclass of Environment. "
                 "Subclass SingleTurnEnvironment or MultiTurnEnvironment (telescope.environments.base), or write "
                 "`async def rollout(self, sample, context)`."
             )
         bases = (cls, SingleTurnEnvironment)
-    same: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    if has_rollout:
+    unneeded = set()
+    if cls.rollout is not None:
         abstract = {name for base in bases for name in base.__abstractmethods__} - {"load_dataset"}
-        same |= {name: None for name in abstract if name in cls.__abstractmethods__ or not hasattr(cls, name)}
-    return cls if bases == (cls,) and len(same) == 3 else type(cls.__name__, bases, same)
+        unneeded = {name for name in abstract if name in cls.__abstractmethods__ or not hasattr(cls, name)}
+    return _derived(cls, *bases, **dict.fromkeys(unneeded)) if unneeded or len(bases) > 1 else cls
+
+
+def _derived(cls: type, /, *bases: type, **attributes: Any) -> type:
+    """Returns a subclass of `bases` that passes for `cls`."""
+    same = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(cls.__name__, bases, {**same, **attributes})
 
 
 def get_environment(name: str, /, *, environments_path: Sequence[str | Path] = (), **kwargs: Any) -> Environment:
@@ -366,21 +370,9 @@ def make_environment(cls: type[Environment], name: str, kwargs: dict[str, Any]) 
     `mcp_tools`. A single-turn environment with tools becomes a `ToolEnvironment`.
     """
     if isinstance(tools := kwargs.get("tools"), list) and tools:
-        # Imported here, because other environments do not need them.
-        from telescope.environments.sandbox_tools import with_sandbox_tools
-        from telescope.environments.tool_env import with_tools
-
         is_path = [isinstance(tool, str) and ":" in tool for tool in tools]
         tools = [load_function(t, f"{name}: the tool") if p else t for t, p in zip(tools, is_path, strict=True)]
-        kwargs = {**kwargs, "tools": tools}
-        if "tools" not in known_arguments(cls, Environment):
-            cls = with_tools(cls)
-        if any(isinstance(tool, str) for tool in tools):
-            cls = with_sandbox_tools(cls)
-        if any(isinstance(tool, dict) for tool in tools):
-            from telescope.environments.mcp_tools import with_mcp_tools
-
-            cls = with_mcp_tools(cls)
+        cls, kwargs = _with_tools(cls, tools), {**kwargs, "tools": tools}
     refuse_misspelled(cls, kwargs, Environment, called=f"The environment {name!r}")
     environment: Environment = instantiate(cls, Environment, name, kwargs)
     if isinstance(environment.judge, dict):  # of a constructor that drops it
@@ -394,3 +386,20 @@ def make_environment(cls: type[Environment], name: str, kwargs: dict[str, Any]) 
             "load_dataset names them."
         )
     return environment
+
+
+def _with_tools(cls: type[Environment], tools: list[Any]) -> type[Environment]:
+    """Returns a class that takes these tools. A class that has neither tools nor a single turn stays as it is."""
+    # Imported here, because other environments do not need them.
+    from telescope.environments.mcp_tools import McpTools
+    from telescope.environments.sandbox_tools import SandboxTools
+    from telescope.environments.tool_env import SingleTurnTools, ToolEnvironment
+
+    mixins: list[type] = []
+    if "tools" not in known_arguments(cls, Environment) and issubclass(cls, SingleTurnEnvironment):
+        mixins.append(SingleTurnTools)
+    if mixins or issubclass(cls, ToolEnvironment):
+        for mixin, form in ((SandboxTools, str), (McpTools, dict)):
+            if any(isinstance(tool, form) for tool in tools) and not issubclass(cls, mixin):
+                mixins.insert(0, mixin)
+    return _derived(cls, *mixins, cls) if mixins else cls

@@ -8,13 +8,13 @@ Invariant: a sandbox with tools serves one rollout and is destroyed with it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from telescope.environments.base import Environment, RolloutState, Sample
 from telescope.environments.tool_calls import written_call
-from telescope.environments.tool_env import SANDBOX_KEY, ToolEnvironment, ToolResult
+from telescope.environments.tool_env import SANDBOX_KEY, ToolResult
 from telescope.errors import UserError
 from telescope.sandbox import SandboxCommandTimeoutError, SandboxConfig, SandboxHandle, get_provider
 from telescope.sandbox.pool import GenericSandboxPool
@@ -112,17 +112,21 @@ async def pool_of(environment: Environment, image: str | None = None) -> Generic
 
     An environment that is no `SandboxEnvironment` has local sandboxes.
     """
-    own = environment if isinstance(environment, SandboxEnvironment) else None
-    config = own.sandbox_config if own else SandboxConfig()
+    provider: str | None = None
+    options: dict[str, Any] = {}
+    sizes: tuple[int, ...] = ()
+    config = SandboxConfig()
+    if isinstance(environment, SandboxEnvironment):
+        provider, options, config = environment.provider, environment.provider_kwargs, environment.sandbox_config
+        sizes = environment.pool_size, environment.max_concurrent_creates
     config = replace(config, image=config.image if image is None else image)
     pools: dict[str, asyncio.Future[GenericSandboxPool]] = vars(environment).setdefault("_pools", {})
 
     async def start(config: SandboxConfig) -> GenericSandboxPool:
-        provider = get_provider(own.provider, **own.provider_kwargs) if own else get_provider()
-        if environment.endpoint_socket and provider.name == "local":
+        made = get_provider(provider, **options)
+        if environment.endpoint_socket and made.name == "local":
             config = replace(config, extra={"endpoint": environment.endpoint_socket, **config.extra})
-        sizes = (own.pool_size, own.max_concurrent_creates) if own else ()
-        pool = GenericSandboxPool(provider, config, *sizes)
+        pool = GenericSandboxPool(made, config, *sizes)
         await pool.start()
         return pool
 
@@ -226,13 +230,6 @@ class SandboxTools(SandboxEnvironment):
         handle = state.custom.pop(SANDBOX_KEY, None)
         if handle is not None:
             await self.sandboxes.remove(handle)
-
-
-def with_sandbox_tools(cls: type[Environment]) -> type[Environment]:
-    """Returns a `ToolEnvironment` with `SandboxTools`; any other class as it is."""
-    if not issubclass(cls, ToolEnvironment) or issubclass(cls, SandboxTools):
-        return cls
-    return type(cls.__name__, (SandboxTools, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
 def _without_middle(text: str) -> str:

@@ -24,12 +24,10 @@ from typing import Any, ClassVar, Literal
 
 from telescope.environments.base import (
     ChatMessage,
-    Environment,
     MultiTurnEnvironment,
     RewardResult,
     RolloutState,
     Sample,
-    SingleTurnEnvironment,
 )
 from telescope.environments.tool_calls import (
     FORM_SHOWN,
@@ -344,7 +342,7 @@ class _Response(list[ChatMessage]):
         yield  # makes this a generator
 
 
-class _SingleTurnTools(ToolEnvironment):
+class SingleTurnTools(ToolEnvironment):
     """A mixin that gives a `SingleTurnEnvironment` tools. Its last answer is scored."""
 
     tools_in_template = True
@@ -358,13 +356,6 @@ class _SingleTurnTools(ToolEnvironment):
         result: RewardResult = await maybe_await(score(state.trajectory[-1].text, state.sample, eos_token))
         result.sample_metrics |= self.get_tool_metrics(state)
         return result
-
-
-def with_tools(cls: type[Environment]) -> type[Environment]:
-    """Returns a single-turn environment as a `ToolEnvironment` that scores the last answer; another class as it is."""
-    if not issubclass(cls, SingleTurnEnvironment):
-        return cls
-    return type(cls.__name__, (_SingleTurnTools, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
 def _counts(state: RolloutState) -> dict[str, Any]:
