@@ -75,10 +75,10 @@ class Judge(BaseModel):
             raise UserError(f"judge: {self.url} needs a key. Set {self.api_key_variable}, or api_key_variable.")
 
     @classmethod
-    def of(cls, value: Any) -> Judge | None:
-        """Returns the judge that a keyword argument means: its settings, or itself."""
+    def of(cls, value: Any) -> Judge:
+        """Returns the judge that a keyword argument means: its settings, or itself. Raises `UserError`."""
         try:
-            return None if value is None else cls.model_validate(value)
+            return cls.model_validate(value)
         except ValidationError as error:
             problem, known = error.errors(include_url=False)[0], ", ".join(cls.model_fields)
             name = "".join(f"{part}: " for part in problem["loc"])

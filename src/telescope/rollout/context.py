@@ -61,7 +61,7 @@ class AgentRollout:
         context = RolloutContext(self, time.monotonic() + seconds)
         USAGE.set({})
         COMPLETE.set(self._judge)
-        self.api_key = self._endpoint.open(self.complete, self._count, self._drop)
+        self.api_key = self._endpoint.open(self.complete, self._joins.count, self._drop)
         try:
             result = await within(seconds, without_exit(environment.rollout(sample, context)))
         except DeadlinePassed:
@@ -134,10 +134,6 @@ class AgentRollout:
         )  # fmt: skip
         self._joins.record(prompt, answer.message, index, ids, raw, ended=ended)
         return answer
-
-    async def _count(self, call: Call) -> int:
-        """Returns the number of tokens of a call's prompt, rendered anew."""
-        return self._joins.count(call)
 
     def _drop(self, answer: Answer) -> None:
         """Leaves an answer that nobody has read out of training."""

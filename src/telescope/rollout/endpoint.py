@@ -69,7 +69,7 @@ class _Rollout:
     """The calls of one rollout."""
 
     complete: Callable[[Call], Awaitable[Answer]]
-    count: Callable[[Call], Awaitable[int]]
+    count: Callable[[Call], int]
     dropped: Callable[[Answer], object]
     dialects: dict[str, Dialect] = field(default_factory=new_dialects)
     calls: defaultdict[str, list[_Pending]] = field(default_factory=lambda: defaultdict(list))
@@ -146,16 +146,16 @@ class Endpoint:
         if self._socket:
             self._socket.unlink(missing_ok=True)
 
-    def base_url(self, chat: str = "", port: int | None = None) -> str:
-        """Returns the URL for OpenAI's clients. `port` is that of a sandbox which relays it to the Unix socket."""
+    def base_url(self, chat: str = "") -> str:
+        """Returns the URL for OpenAI's clients."""
         name = f"/chat/{quote(chat, safe='')}" if chat else ""
-        return f"http://127.0.0.1:{port or self._port}{name}/v1"
+        return f"http://127.0.0.1:{self._port}{name}/v1"
 
     def open(
         self,
         complete: Callable[[Call], Awaitable[Answer]],
-        count: Callable[[Call], Awaitable[int]],
-        dropped: Callable[[Answer], object] = lambda answer: None,
+        count: Callable[[Call], int],
+        dropped: Callable[[Answer], object],
     ) -> str:
         """Returns the API key of a new rollout.
 
@@ -216,7 +216,7 @@ class Endpoint:
             name = unquote(path[1] or "") or headers.get("X-Session-Id", "")
             call = replace(call, chat="/".join(filter(None, (headers.get("x-parent-session-id"), name))))
             if counts:
-                return web.Response(body=_encode({"input_tokens": await rollout.count(call)}), content_type=_JSON)
+                return web.Response(body=_encode({"input_tokens": rollout.count(call)}), content_type=_JSON)
             pending = rollout.start(call, request, raw)
             is_stream = bool(body.get("stream"))
 

@@ -29,11 +29,15 @@ from telescope.rollout.rendering import Dialogue, Renderer
 RETRY, BRANCH, EDITED_HISTORY, TOOLS = "retry", "branch", "edited_history", "tools"
 
 
+Canonical = tuple[str, str, str]
+"""What identifies a message, whatever the form in which an SDK sends it: role, text, and tool calls as JSON."""
+
+
 @dataclass(slots=True, eq=False)
 class _Node:
     """A message in its conversation. `answer` is set for a recorded answer of the policy."""
 
-    children: dict[str, _Node] = field(default_factory=dict)
+    children: dict[Canonical, _Node] = field(default_factory=dict)
     answer: _Answer | None = None
     was_prompt: bool = False
     """A call ended with this message."""
@@ -85,13 +89,13 @@ class Joins:
             return self._prompt_of_ids(list(call.token_ids))
         tools = [dict(tool) for tool in call.tools]
         of_chat, key = self._roots.setdefault(call.chat, {}), json.dumps(tools, sort_keys=True)
-        canonical = [canonical_message(message) for message in call.messages]
+        canonical = [_canonical(message) for message in call.messages]
         node = of_chat.setdefault(key, _Node())
         parent, depth, matched = None, 0, 0
-        for text in canonical:
-            if text not in node.children:
+        for message in canonical:
+            if message not in node.children:
                 break
-            node, matched = node.children[text], matched + 1
+            node, matched = node.children[message], matched + 1
             if node.answer is not None:
                 parent, depth = node.answer, matched
         cause = self._cause(node, depth, canonical[:matched], canonical[matched:])
@@ -99,8 +103,8 @@ class Joins:
             cause = TOOLS
         if parent is None:
             cause = call.cause or cause
-        for text in canonical[matched:]:
-            node = node.children.setdefault(text, _Node())
+        for message in canonical[matched:]:
+            node = node.children.setdefault(message, _Node())
         node.was_prompt = True
         new = template_messages(call.messages)[depth:]
         if parent is None:
@@ -132,7 +136,7 @@ class Joins:
         if not prompt.messages:
             self._by_ids.append(([*prompt.token_ids, *token_ids], turn))
             return
-        node = prompt.node.children.setdefault(canonical_message(message), _Node())
+        node = prompt.node.children.setdefault(_canonical(message), _Node())
         node.answer = _Answer(turn, prompt, token_ids, text, ended)
 
     def _prompt_of_ids(self, ids: list[int]) -> Prompt:
@@ -142,21 +146,20 @@ class Joins:
         shown = [{"role": "prompt", "content": text}]
         return Prompt(ids, ids[length:], parent, None, [], shown, Dialogue(self._renderer), _Node())
 
-    def _cause(self, node: _Node, depth: int, known: list[str], new: list[str]) -> str | None:
+    def _cause(self, node: _Node, depth: int, known: list[Canonical], new: list[Canonical]) -> str | None:
         """Returns why a call forks. It extends an answer at `depth` of the `known` messages, which end at `node`."""
         if not new:
             return RETRY if node.was_prompt else None
         if depth == len(known) and not node.children:
             return None
-        if _role(new[0]) == "assistant" or (not depth and any(_role(text) != "system" for text in known)):
+        if new[0][0] == "assistant" or (not depth and any(role != "system" for role, *_ in known)):
             return EDITED_HISTORY
         return BRANCH if depth else None
 
 
-def canonical_message(message: ChatMessage) -> str:
-    """Returns what identifies a message, whatever the form in which an SDK sends it. Raises `RefusedCall`."""
-    calls = [[call["name"], call["arguments"]] for call in _calls(message)]
-    return json.dumps([_role_of(message), text_of(message).strip(), calls], sort_keys=True, ensure_ascii=False)
+def _canonical(message: ChatMessage) -> Canonical:
+    """Returns what identifies a message. Raises `RefusedCall`."""
+    return _role_of(message), text_of(message).strip(), json.dumps(_calls(message), sort_keys=True)
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
@@ -173,10 +176,6 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
             made.setdefault("name", name)
         converted.append(made)
     return converted
-
-
-def _role(canonical: str) -> str:
-    return str(json.loads(canonical)[0])
 
 
 def _role_of(message: ChatMessage) -> str:
