@@ -63,7 +63,7 @@ async def test_each_player_of_self_play_has_a_conversation_and_a_reward_of_its_o
     assert "[Player 1] I take" not in last.messages[2]["content"]
 
 
-async def test_an_opponent_plays_the_other_seat_and_the_seats_change():
+async def test_an_opponent_plays_the_other_player_and_they_change():
     environment = make(TIC_TAC_TOE, opponent=f"{__name__}:first_free", seed=4)
     for item, (moves, turns) in enumerate([(["[8]", "[7]", "[6]"], 5), (["[8]", "[7]", "[6]"], 6)]):
         policy = Policy(**{"": moves})

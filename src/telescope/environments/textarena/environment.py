@@ -1,6 +1,6 @@
 """Games of the package textarena: `textarena:TicTacToe-v0`.
 
-The policy plays every seat, each in a conversation of its own with its own reward, or one seat against an `opponent`.
+The policy plays all players, each in a conversation of its own with its own reward, or one against an `opponent`.
 Games draw from Python's shared random numbers; each rollout has its own state of them, so a seed decides a game.
 """
 
@@ -27,8 +27,8 @@ class TextArena(Environment):
     Item i is the game with the seed `seed` + i. `players` is by default the fewest that the game takes, and `options`
     are those of the game. One player has one conversation. With several the policy plays all of them, in conversations
     `player 0`, `player 1`, ... with the rewards that the game gives (self-play); the rollout's own is the first
-    player's. An `opponent`, `package.module:function` from what it sees to its action, plays all seats but one, and the
-    policy's seat changes from item to item. A game that takes over `max_turns` actions gives nobody a reward. An answer
+    player's. An `opponent`, `package.module:function` from what it sees to its action, plays all players but one, and
+    that one changes from item to item. A game that takes over `max_turns` actions gives nobody a reward. An answer
     that does not fit the context is an empty action.
     """
 
@@ -70,10 +70,11 @@ class TextArena(Environment):
     async def rollout(self, sample: Sample, context: RolloutContext) -> RewardResult:
         """Plays one game."""
         game = Game(self, sample.metadata["seed"])
-        seats = [sample.metadata["seed"] % self.players] if self.opponent else range(self.players)
-        chats: dict[int, Chat] = {seat: context.chat(f"player {seat}", 0.0) for seat in seats if len(seats) > 1}
-        chats = chats or {seats[0]: context}
-        histories: dict[int, list[ChatMessage]] = {seat: [] for seat in seats}
+        own = [sample.metadata["seed"] % self.players] if self.opponent else range(self.players)
+        chats: dict[int, Chat] = {own[0]: context}
+        if len(own) > 1:
+            chats = {player: context.chat(f"player {player}") for player in own}
+        histories: dict[int, list[ChatMessage]] = {player: [] for player in own}
         num_turns = 0
         while not game.is_done and num_turns < self.max_turns:
             num_turns += 1
@@ -82,17 +83,16 @@ class TextArena(Environment):
                 game.act(await _answer(chats[player], histories[player], seen))
             elif self.opponent is not None:
                 game.act(self.opponent(seen))
-        if len(seats) > 1:
-            for seat, chat in chats.items():
-                chat.reward = game.rewards.get(seat, 0.0)
-        own = game.rewards.get(seats[0], 0.0)
+        for player, chat in chats.items():
+            chat.reward = game.rewards.get(player, 0.0)
+        reward = game.rewards.get(own[0], 0.0)
         metrics = {
-            "won": float(own > 0),
-            "invalid": float(any(game.info.get(seat, {}).get("invalid_move", False) for seat in seats)),
+            "won": float(reward > 0),
+            "invalid": float(any(game.info.get(player, {}).get("invalid_move", False) for player in own)),
             "finished": float(game.is_done),
             "num_turns": float(num_turns),
         }
-        return RewardResult(own, sample_metrics=metrics)
+        return RewardResult(reward, sample_metrics=metrics)
 
 
 class Game:
