@@ -155,7 +155,7 @@ class Endpoint:
         self,
         complete: Callable[[Call], Awaitable[Answer]],
         count: Callable[[Call], int],
-        dropped: Callable[[Answer], object],
+        dropped: Callable[[Answer], object] = lambda answer: None,
     ) -> str:
         """Returns the API key of a new rollout.
 
