@@ -57,7 +57,7 @@ class ScriptedEngine:
         ends = self.renderer.stops.token_ids
         ids = [*self.renderer.encode_continuation(text), *(ends[:1] if ended else ())]
         ended, ids = ended and len(ids) <= request.max_tokens, ids[: request.max_tokens]
-        spans = [(0, 0, len(ids))] if ids else []
+        spans = [(self.loaded_version, 0, len(ids))] if ids else []
         return Generation(np.array(ids, np.int64), np.zeros(len(ids), np.float32), "stop" if ended else "length", spans)
 
     async def abort(self, request_ids: list[str]) -> None:

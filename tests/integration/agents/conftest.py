@@ -16,6 +16,7 @@ from telescope.environments.base import Environment, Sample
 from telescope.environments.registry import complete_class
 from telescope.environments.types import EnvironmentSpec
 from telescope.inference.base import GenerateRequest, Generation
+from telescope.rollout.check import ScriptedEngine
 from telescope.rollout.environment_runner import EnvironmentRunner
 from telescope.rollout.environments import LoadedEnvironments
 from telescope.rollout.rendering import Renderer, RendererSpec
@@ -38,41 +39,30 @@ class Agent(Environment):
         return [Sample("What is 2 + 2?", "4")]
 
 
-@dataclass
-class Policy:
-    """A scripted engine: `answers` are texts, or a function from the prompt's text to one. Errors are raised."""
+class Policy(ScriptedEngine):
+    """A scripted engine: `given` are texts, or a function from the prompt's text to one. Errors are raised."""
 
-    renderer: Renderer
-    answers: Iterable[Any] | Callable[[str], Any]
-    version: int = 0
-    prompts: list[str] = field(default_factory=list)
-    requests: list[GenerateRequest] = field(default_factory=list)
-    before: Callable[[], Any] | None = None
-    """Awaited before each answer."""
-
-    def __post_init__(self) -> None:
-        self._answers = None if callable(self.answers) else iter(self.answers)
-
-    @property
-    def loaded_version(self) -> int:
-        return self.version
+    def __init__(self, renderer: Renderer, given: Iterable[Any] | Callable[[str], Any]) -> None:
+        super().__init__(renderer)
+        texts = iter(() if callable(given) else given)
+        self.next_answer = given if callable(given) else lambda _: next(texts)
+        self.prompts: list[str] = []
+        self.requests: list[GenerateRequest] = []
+        self.before: Callable[[], Any] | None = None
+        """Awaited before each answer."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
         self.requests.append(request)
         self.prompts.append(self.renderer.decode(request.prompt_token_ids, cut_end_token=False))
-        answer = self.answers(self.prompts[-1]) if self._answers is None else next(self._answers)
+        answer = self.next_answer(self.prompts[-1])
         if self.before is not None:
             await self.before()
         if isinstance(answer, BaseException):
             raise answer
-        ids = [*self.renderer.encode_continuation(answer), self.renderer.tokenizer.eos_token_id]
-        reason = "stop" if len(ids) <= request.max_tokens else "length"
-        ids = ids[: request.max_tokens]
-        logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32) / 100
-        return Generation(np.array(ids), logprobs, reason, [(self.version, 0, len(ids))])
-
-    async def abort(self, request_ids: list[str]) -> None:
-        return None
+        self.answers = [answer]
+        generation = await super().generate(request)
+        generation.logprobs_N -= np.arange(1, len(generation.token_ids_N) + 1, dtype=np.float32) / 100
+        return generation
 
 
 @dataclass
