@@ -13,7 +13,7 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from telescope.environments.base import (
     MultiTurnEnvironment,
     RewardResult,
     RolloutState,
-    SingleTurnEnvironment,
+    Sample,
     TrajectoryStep,
     assistant_message,
     conversation,
@@ -75,12 +75,15 @@ def roll_out_item(
     """
     if not 0 <= index < len(environment):
         raise UserError(f"There is no item {index}: the dataset has {len(environment)} items, counted from 0.")
+    transcript = _Transcript(answer, on_message)
+    run = _single_turn
     if environment.rollout is not None:
-        return _finish(environment, _agent(environment, index, answer, on_message))
-    if isinstance(environment, MultiTurnEnvironment):
-        return _finish(environment, _several_turns(environment, index, answer, on_message))
-    assert isinstance(environment, SingleTurnEnvironment)
-    return _finish(environment, _single_turn(environment, index, answer, on_message))
+        run = _agent
+    elif isinstance(environment, MultiTurnEnvironment):
+        run = _several_turns
+    result, end_reason = _finish(environment, run(environment, environment.get_sample(index), transcript))
+    score = serialize_score(result, for_eval=False)
+    return LocalRollout(transcript.messages, score, transcript.num_answers, end_reason)
 
 
 @dataclass(slots=True, frozen=True)
@@ -115,60 +118,74 @@ def take_turn(environment: MultiTurnEnvironment, state: RolloutState) -> Generat
     return Reply(False, added=added, conversation=serialize_messages(following, "get_next_prompt_messages"))
 
 
-def _single_turn(
-    environment: SingleTurnEnvironment, index: int, answer: Answerer, on_message: Callable[[ChatMessage], None]
-) -> Generator[Awaitable[Any], Any, LocalRollout]:
-    sample = environment.get_sample(index)
+class _Transcript:
+    """The messages of a rollout, and where its answers come from."""
+
+    def __init__(self, answer: Answerer, on_message: Callable[[ChatMessage], None]) -> None:
+        self._answer, self._on_message = answer, on_message
+        self.messages: list[ChatMessage] = []
+        self.num_answers = 0
+
+    def add(self, messages: Iterable[ChatMessage]) -> None:
+        for message in messages:
+            self._on_message(message)
+            self.messages.append(message)
+
+    def ask(self, conversation: list[ChatMessage]) -> Answer | None:
+        """Returns the next answer, if there is one. Raises `NoAnswerError` without the first."""
+        given = self._answer(conversation)
+        if given is None and not self.num_answers:
+            raise NoAnswerError("There is no answer to the first prompt.")
+        self.num_answers += given is not None
+        return given
+
+
+Scored = Generator[Awaitable[Any], Any, tuple[RewardResult, str | None]]
+"""A rollout in steps. Returns the reward, and the reason for its end."""
+
+
+def _single_turn(environment: Any, sample: Sample, transcript: _Transcript) -> Scored:
     messages = environment.build_messages(sample.prompt)
-    for message in messages:
-        on_message(message)
-    given = answer(messages)
-    if given is None:
-        raise NoAnswerError("There is no answer to the prompt.")
-    messages = [*messages, assistant_message(answer_text(given.text))]
-    on_message(messages[-1])
-    result: RewardResult = yield from settled(
-        environment.compute_reward(messages[-1]["content"], sample, eos_token=environment.eos_token)
-    )
-    return LocalRollout(
-        messages, serialize_score(result, for_eval=False), 1, "truncated" if given.is_truncated else None
-    )
+    transcript.add(messages)
+    given = transcript.ask(messages)
+    assert given is not None
+    completion = answer_text(given.text)
+    transcript.add([assistant_message(completion)])
+    result = yield from settled(environment.compute_reward(completion, sample, eos_token=environment.eos_token))
+    return result, "truncated" if given.is_truncated else None
 
 
-def _several_turns(
-    environment: MultiTurnEnvironment, index: int, answer: Answerer, on_message: Callable[[ChatMessage], None]
-) -> Generator[Awaitable[Any], Any, LocalRollout]:
-    sample = environment.get_sample(index)
+def _several_turns(environment: Any, sample: Sample, transcript: _Transcript) -> Scored:
     state = yield from settled(environment.create_initial_state(sample))
     prompt = serialize_messages(environment.get_initial_prompt(sample), "get_initial_prompt")
-    for message in prompt:
-        on_message(message)
-    everything = list(prompt)
+    transcript.add(prompt)
+    reason: str | None = NO_MORE_ANSWERS
     try:
-        while True:
-            given = answer(prompt)
-            if given is None and not state.trajectory:
-                raise NoAnswerError("There is no answer to the first prompt.")
-            if given is None:
-                reason: str | None = NO_MORE_ANSWERS
-                break
-            answer_message = assistant_message(answer_text(given.text))
-            state.trajectory.append(TrajectoryStep(prompt, [answer_message], is_truncated=given.is_truncated))
-            everything.append(answer_message)
-            on_message(answer_message)
+        while (given := transcript.ask(prompt)) is not None:
+            message = assistant_message(answer_text(given.text))
+            state.trajectory.append(TrajectoryStep(prompt, [message], is_truncated=given.is_truncated))
+            transcript.add([message])
             reply = yield from take_turn(environment, state)
             if reply.done:
                 reason = reply.reason
                 break
-            for message in reply.added:
-                on_message(message)
-            everything += reply.added
+            transcript.add(reply.added)
             prompt = reply.conversation
         state.is_completed, state.stop_reason = True, reason or state.stop_reason
         result = yield from settled(environment.compute_reward(state, eos_token=environment.eos_token))
-        return LocalRollout(everything, serialize_score(result, for_eval=False), state.num_turns, state.stop_reason)
+        return result, state.stop_reason
     finally:
         yield from settled(environment.end_rollout(state))
+
+
+def _agent(environment: Any, sample: Sample, transcript: _Transcript) -> Scored:
+    context = RolloutContext(
+        _TextServices(environment.name, transcript), time.monotonic() + environment.rollout_timeout_seconds
+    )
+    result = yield from settled(environment.rollout(sample, context))
+    if isinstance(result, RewardResult):
+        result.sample_metrics = {**context.metrics, **result.sample_metrics}
+    return result, None
 
 
 class _TextServices:
@@ -176,28 +193,23 @@ class _TextServices:
 
     api_key = ""
 
-    def __init__(self, environment: Environment, answer: Answerer, on_message: Callable[[ChatMessage], None]) -> None:
-        self._name, self._answer, self._on_message = environment.name, answer, on_message
-        self.messages: list[ChatMessage] = []
-        """Those of all calls. What a call repeats of the one before is there once."""
+    def __init__(self, name: str, transcript: _Transcript) -> None:
+        self._name, self._transcript = name, transcript
         self._last: list[ChatMessage] = []
-        self.num_calls = 0
+        """The last conversation. What a call repeats of it is in the transcript once."""
 
     async def complete(self, call: Call) -> AgentAnswer:
         if call.token_ids is not None or call.tools:
             raise self._refusal()
         asked, last = list(call.messages), self._last
-        new = asked[len(last) :] if asked[: len(last)] == last else asked
-        for message in new:
-            self._on_message(message)
-        given = self._answer(asked)
+        self._transcript.add(asked[len(last) :] if asked[: len(last)] == last else asked)
+        given = self._transcript.ask(asked)
         if given is None:
-            raise NoAnswerError(f"There is no answer to call {self.num_calls + 1} of the agent.")
+            raise NoAnswerError(f"There is no answer to call {self._transcript.num_answers + 1} of the agent.")
         text = strip_think_tags(answer_text(given.text)).strip()
         answer = AgentAnswer(text, finish_reason="length" if given.is_truncated else "stop", raw_text=given.text)
-        self._on_message(answer.message)
-        self.messages += [*new, answer.message]
-        self._last, self.num_calls = [*asked, answer.message], self.num_calls + 1
+        self._transcript.add([answer.message])
+        self._last = [*asked, answer.message]
         return answer
 
     async def judge(self, prompt: str, schema: Mapping[str, Any] | None, model: str | None) -> Any:
@@ -216,19 +228,7 @@ class _TextServices:
         )
 
 
-def _agent(
-    environment: Environment, index: int, answer: Answerer, on_message: Callable[[ChatMessage], None]
-) -> Generator[Awaitable[Any], Any, LocalRollout]:
-    assert environment.rollout is not None
-    services = _TextServices(environment, answer, on_message)
-    context = RolloutContext(services, time.monotonic() + environment.rollout_timeout_seconds)
-    result = yield from settled(environment.rollout(environment.get_sample(index), context))
-    if isinstance(result, RewardResult):
-        result.sample_metrics = {**context.metrics, **result.sample_metrics}
-    return LocalRollout(services.messages, serialize_score(result, for_eval=False), services.num_calls, None)
-
-
-def _finish(environment: Environment, steps: Generator[Awaitable[Any], Any, LocalRollout]) -> LocalRollout:
+def _finish(environment: Environment, steps: Scored) -> tuple[RewardResult, str | None]:
     """Takes all steps as a worker does, between the environment's resources being prepared and closed.
 
     Awaitables run in a new event loop, synchronous code outside it.
@@ -242,8 +242,8 @@ def _finish(environment: Environment, steps: Generator[Awaitable[Any], Any, Loca
             try:
                 waits_for = resume()
             except StopIteration as end:
-                rollout: LocalRollout = end.value
-                return rollout
+                scored: tuple[RewardResult, str | None] = end.value
+                return scored
             try:
                 result = loop.run_until_complete(asyncio.ensure_future(waits_for, loop=loop))
                 resume = partial(steps.send, result)
