@@ -180,8 +180,8 @@ class Chat:
         if len(tail) == len(rest):
             return [*head, *tail]
         if by == "summary":
-            said = await self.generate([*messages, {"role": "user", "content": SUMMARY_REQUEST}])
-            head[-1]["content"] = f"{head[-1]['content']}\n\n{SUMMARY_HEADING}\n{said.text}"
+            summary = await self.generate([*messages, {"role": "user", "content": SUMMARY_REQUEST}])
+            head[-1]["content"] = f"{head[-1]['content']}\n\n{SUMMARY_HEADING}\n{summary.text}"
         self._is_compacted = True
         return [*head, *tail]
 
@@ -240,7 +240,7 @@ class RolloutContext(Chat):
     def __init__(self, services: Services, deadline: float) -> None:
         super().__init__(services)
         self.deadline = deadline
-        """When the rollout is ended, as `time.monotonic()`."""
+        """Time of `time.monotonic()` at which the rollout is ended."""
         self.cancelled = False
         """The rollout was cancelled: its answers are no longer wanted."""
         self.chats: dict[str, Chat] = {}

@@ -85,7 +85,7 @@ class Server:
     def __init__(self, address: str) -> None:
         self.address = address
         self._opened: asyncio.Future[Any] | None = None
-        self._over = asyncio.Event()
+        self._ended = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def load_tools(self, include: list[str] | None, taken: set[str]) -> list[McpTool]:
@@ -125,16 +125,16 @@ class Server:
         except Exception as error:
             if isinstance(error, MCPError) and error.code == INVALID_PARAMS:
                 return ToolResult("", str(error), success=False, error="argument_error")
-            self._over.set()  # the next call connects again
+            self._ended.set()  # the next call connects again
             raise self._failure(error) from error
         text = "\n".join(map(_block_text, result.content)) or json.dumps(result.structured_content)
         return ToolResult("", text, success=not result.is_error, error="tool_error" if result.is_error else None)
 
     async def client(self) -> Any:
         """Returns the connected client. Raises `InfrastructureError` when there is none after `START_SECONDS`."""
-        if self._opened is None or self._over.is_set():
-            self._opened, self._over = asyncio.get_running_loop().create_future(), asyncio.Event()
-            self._task = asyncio.create_task(self._hold(self._opened, self._over))
+        if self._opened is None or self._ended.is_set():
+            self._opened, self._ended = asyncio.get_running_loop().create_future(), asyncio.Event()
+            self._task = asyncio.create_task(self._keep_open(self._opened, self._ended))
         try:
             return await asyncio.wait_for(asyncio.shield(self._opened), START_SECONDS)
         except TimeoutError:
@@ -143,14 +143,14 @@ class Server:
 
     async def close(self) -> None:
         """Closes the connection."""
-        self._over.set()
+        self._ended.set()
         if self._task is not None:
             if self._opened is not None and not self._opened.done():
                 self._task.cancel()
             await asyncio.wait({self._task})
 
-    async def _hold(self, opened: asyncio.Future[Any], over: asyncio.Event) -> None:
-        """Keeps a connection until it is over. The scopes of `mcp` are entered and left in one task."""
+    async def _keep_open(self, opened: asyncio.Future[Any], ended: asyncio.Event) -> None:
+        """Keeps a connection open until it is `ended`. The scopes of `mcp` are entered and left in one task."""
         from mcp import Client, StdioServerParameters
         from mcp.client.stdio import stdio_client
 
@@ -163,9 +163,9 @@ class Server:
         try:
             async with Client(server) as client:
                 opened.set_result(client)
-                await over.wait()
+                await ended.wait()
         except Exception as error:
-            over.set()
+            ended.set()
             if not opened.done():
                 opened.set_exception(self._failure(error))
 
@@ -177,6 +177,6 @@ class Server:
 
 
 def _block_text(block: Any) -> str:
-    """The text of a block of a result, or its type in brackets, such as `[image]`."""
+    """Returns the text of a block of a result, or its type in brackets, such as `[image]`."""
     text = getattr(block, "text", None)
     return text if text is not None else getattr(getattr(block, "resource", None), "text", None) or f"[{block.type}]"

@@ -1,7 +1,7 @@
 """Environments that run in a process with a Python of their own, whose packages never enter this one.
 
 `ProcessAgent` starts `command process_bridge.py BRIDGE` and exchanges JSON lines with it: tasks, requests with the URL
-of the policy, rewards. A process that exits, or does not even answer a cancellation, fails its tasks as environment
+of the policy, rewards. A process that exits, or does not answer a cancellation, fails its tasks as environment
 failures and is started again, `MAX_STARTS` times without a finished task in between. It ends with this process.
 """
 
@@ -79,7 +79,7 @@ class ProcessAgent(Environment):
         await self._running()
 
     async def rollout(self, sample: Sample, context: RolloutContext) -> RewardResult:
-        """Lets the process play the task with the policy."""
+        """Has the process run the task with the policy."""
         child = await self._running()
         if not self._model:
             async with context.openai() as client:
@@ -96,7 +96,7 @@ class ProcessAgent(Environment):
         async with self._starting:
             if self._child is None or self._child.has_ended:
                 if not self._starts_left:
-                    end = self._child.last_words() if self._child else ""
+                    end = self._child.end_of_stderr() if self._child is not None else ""
                     raise EnvironmentFailure(f"{self.name} started {MAX_STARTS} times and finished no task: {end}")
                 self._starts_left -= 1
                 self._child = Child()
@@ -137,7 +137,7 @@ class Child:
                     tasks.append(message)
         except (EOFError, ValueError, TimeoutError) as error:
             await self.close()
-            raise EnvironmentFailure(f"{type(error).__name__} before its tasks: {self.last_words()}") from error
+            raise EnvironmentFailure(f"{type(error).__name__} before its tasks: {self.end_of_stderr()}") from error
         self._tasks.append(asyncio.create_task(self._read_answers()))
         return tasks
 
@@ -150,7 +150,7 @@ class Child:
             async with asyncio.timeout(seconds):
                 return await asyncio.shield(answer)
         except TimeoutError:
-            raise EnvironmentFailure(f"the task took over {seconds:.0f} seconds: {self.last_words()}") from None
+            raise EnvironmentFailure(f"the task took over {seconds:.0f} seconds: {self.end_of_stderr()}") from None
         finally:
             if not answer.done():
                 self._send({"cancel": key})
@@ -167,11 +167,11 @@ class Child:
                 task.cancel()
         for answer in self._answers.values():
             if not answer.done():
-                answer.set_exception(EnvironmentFailure(f"its process ended: {self.last_words()}"))
+                answer.set_exception(EnvironmentFailure(f"its process ended: {self.end_of_stderr()}"))
                 answer.exception()  # perhaps nobody waits any more
 
-    def last_words(self) -> str:
-        """The end of the process's standard error."""
+    def end_of_stderr(self) -> str:
+        """Returns the last lines of the process's standard error."""
         return "\n".join(self._stderr) or "it wrote nothing to standard error"
 
     def _send(self, message: Mapping[str, Any]) -> None:

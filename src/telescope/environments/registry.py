@@ -197,7 +197,7 @@ class Discovery:
 
 
 def _named(name: str, sources: Mapping[str, Source]) -> Source | None:
-    """The location of `<name>` or `<name>:<task>`, if there is one."""
+    """Returns the location of `<name>` or `<name>:<task>`, if there is one."""
     name_of_folder, colon, task = name.partition(":")
     source = sources.get(name_of_folder)
     if source is None or not colon:
@@ -364,7 +364,7 @@ def get_environment(name: str, /, *, environments_path: Sequence[str | Path] = (
 
 
 def make_environment(cls: type[Environment], name: str, kwargs: dict[str, Any]) -> Environment:
-    """An instance of `cls` named `name`. Raises `UserError` for misspelled keyword arguments.
+    """Returns an instance of `cls` named `name`. Raises `UserError` for misspelled keyword arguments.
 
     Of `tools`, `package.module:function` is imported, a name comes from `sandbox_tools`, and a mapping is a server of
     `mcp_tools`. A single-turn environment with tools becomes a `ToolEnvironment`.

@@ -69,7 +69,7 @@ class ReasoningGym(SingleTurnEnvironment):
             entries = [self._dataset[index] for index in range(size if num_samples < 0 else min(num_samples, size))]
         finally:
             random.setstate(state)
-        return [_sample(entry) for entry in entries]
+        return [_to_sample(entry) for entry in entries]
 
     def compute_reward(self, completion: str, sample: Sample, eos_token: str = "") -> RewardResult:
         """Returns the task's score of the answer."""
@@ -85,8 +85,8 @@ class ReasoningGym(SingleTurnEnvironment):
         )
 
 
-def _sample(entry: Mapping[str, Any]) -> Sample:
-    """The question as a sample, with the entry as an attribute: its metadata has the index, an item's identity not."""
+def _to_sample(entry: Mapping[str, Any]) -> Sample:
+    """Returns the question as a sample. The entry is an attribute, because its index must not identify the sample."""
     sample = Sample(entry["question"], answer="" if entry["answer"] is None else str(entry["answer"]))
     vars(sample)["entry"] = entry
     return sample
