@@ -44,9 +44,5 @@ class InfrastructureError(RuntimeError):
     """An engine, a sandbox or the network failed. Retried, then masked; never scored as a reward of 0."""
 
 
-class RolloutLost(InfrastructureError):
-    """The worker of a multi-turn rollout exited for another reason. Begin the rollout again."""
-
-
 class EnvironmentFailure(RuntimeError):
     """An environment's own code raised, hung, or returned a malformed value. The sample is masked and counted."""

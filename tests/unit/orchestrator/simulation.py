@@ -20,7 +20,7 @@ from tests.unit.orchestrator.fakes import StrictRecorder, pool_of
 
 from telescope.config import TelescopeConfig
 from telescope.environments.types import Advance, EnvironmentInfo, FirstPrompt, PreparedPrompt, RewardRecord
-from telescope.errors import EnvironmentFailure, InfrastructureError, RolloutLost
+from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.inference.base import GenerateRequest, Generation
 from telescope.orchestrator.async_window import MAX_REQUEUES
 from telescope.orchestrator.filters import SampleFilters
@@ -146,7 +146,7 @@ class SimulatedEnvironment:
         index = self.items[rollout]
         try:
             if self.rng.random() < self.pace.lost_conversations:
-                raise RolloutLost("the process of the rollout ended")
+                raise InfrastructureError("the process of the rollout ended")
             advanced = await self.advance("", index, token_ids, stop_reason)
         except (EnvironmentFailure, InfrastructureError):
             del self.items[rollout]

@@ -23,7 +23,7 @@ from tests.unit.rollout.fakes import settings as sample_settings
 
 from telescope.config import TelescopeConfig
 from telescope.environments.types import Advance
-from telescope.errors import DeadlineExceeded, EnvironmentFailure, InfrastructureError, RolloutLost
+from telescope.errors import DeadlineExceeded, EnvironmentFailure, InfrastructureError
 from telescope.inference.base import Generation, parse_request_id
 from telescope.rollout.request_slots import RequestSlotPool
 from telescope.rollout.sample import MAX_INFRASTRUCTURE_RETRIES, Rollout, RolloutSettings, request_seed
@@ -224,7 +224,11 @@ async def test_a_conversation_whose_state_is_lost_begins_again() -> None:
     bench = Bench(
         FakeEngine([generation([7]), generation([8]), generation([9]), generation([10])]),
         FakeEnvironments(
-            [Advance(False, [20], "first", None), RolloutLost("the process ended"), Advance(False, [21], "a", None)]
+            [
+                Advance(False, [20], "first", None),
+                InfrastructureError("the process ended"),
+                Advance(False, [21], "a", None),
+            ]
         ),
     )
     sample = await bench.run(turns=True)
@@ -239,7 +243,7 @@ async def test_a_conversation_whose_state_is_lost_begins_again() -> None:
 
 
 async def test_a_conversation_that_is_lost_again_and_again_masks_the_sample_as_infrastructure() -> None:
-    bench = Bench(environments=FakeEnvironments([RolloutLost("the process ended")] * 10))
+    bench = Bench(environments=FakeEnvironments([InfrastructureError("the process ended")] * 10))
     sample = await bench.run(turns=True)
     assert (sample.failure_kind, sample.failure_message) == ("infrastructure", "the process ended")
     assert sample.reward is None
