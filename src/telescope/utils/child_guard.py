@@ -73,10 +73,14 @@ def main(argv: list[str]) -> int:
     """Runs `PARENT_PID COMMAND...` until the command or the parent ends."""
     parent, command = int(argv[0]), argv[1:]
     environment = {**os.environ, SUPERVISOR_PID_VARIABLE: str(os.getpid())}
-    prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up here, because little is allowed after the fork
-    child = subprocess.Popen(
-        command, env=environment, preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    )
+    prctl, shim = ctypes.CDLL(None).prctl, os.getpid()  # looked up here, because little is allowed after the fork
+
+    def end_with_shim() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != shim:
+            os._exit(1)  # it was killed before this call
+
+    child = subprocess.Popen(command, env=environment, preexec_fn=end_with_shim)
     # SIGTERM goes to the engine, which shuts down by itself; the supervisor kills it after a grace period.
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -7,8 +7,11 @@ from functools import cache
 from typing import Any
 
 import pytest
+from jinja2.sandbox import SecurityError
 from tests import released
 
+from telescope.config.chat_template import compile_template
+from telescope.rollout.joins import template_messages
 from telescope.rollout.rendering import Dialogue, Renderer, RendererSpec
 
 FAMILIES = {
@@ -66,3 +69,21 @@ def test_joins_equal_those_of_rules_written_for_the_family(family: str, role: st
         ids = [*ids, *sampled, *extension.token_ids]
         if not (is_cut and family == "glm4moe"):  # which ends a cut answer with a token that its template never writes
             assert ids == list(bridged.token_ids), turn
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["''.__class__.mro()", "messages.append(1)", "messages[0].pop('role')", "messages[0].update(a=1)", "[].__len__()"],
+)
+def test_the_sandbox_of_templates_refuses_the_second_time_what_it_refuses_the_first(written: str) -> None:
+    template = compile_template(f"{{{{ messages[0].role }}}}{{{{ ({written}) ~ '' }}}}")
+    for _ in range(2):
+        with pytest.raises(SecurityError):
+            template.render(messages=[{"role": "user"}])
+
+
+def test_a_result_without_a_name_gets_that_of_the_call_that_it_answers() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
+    asked = {"role": "assistant", "content": None, "tool_calls": [call]}
+    answered = [{"role": "tool", "tool_call_id": name, "content": "4"} for name in ("c1", "c2")]
+    assert [each.get("name") for each in template_messages([asked, *answered])] == [None, "look_up", None]

@@ -65,6 +65,11 @@ class AgentCountdownEnvironment(SandboxEnvironment, CountdownEnvironment):
         super().__init__(prompt_style="short", **kwargs)
         self.agent = agent
 
+    async def check_resources(self) -> None:
+        """Checks the provider of sandboxes if the agent uses it."""
+        if self.agent == "sandboxed":
+            await super().check_resources()
+
     async def prepare_resources(self) -> None:
         """Starts the pool of sandboxes if the agent uses it."""
         if self.agent == "sandboxed":
