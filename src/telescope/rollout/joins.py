@@ -194,7 +194,7 @@ def text_of(message: ChatMessage) -> str:
         if not isinstance(part, Mapping) or "text" not in part:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise RefusedCall(f"the policy reads text only, and a message has a part of type {kind!r}")
-    return "".join(str(part["text"]) for part in content)
+    return "\n".join(str(part["text"]) for part in content)
 
 
 def _calls(message: ChatMessage) -> list[dict[str, Any]]:
