@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from telescope.environments.base import ChatMessage, assistant_message
-from telescope.environments.context import Call, RefusedCall
+from telescope.environments.context import Call
+from telescope.errors import UserError
 from telescope.rollout.rendering import Dialogue, Renderer
 
 RETRY, BRANCH, EDITED_HISTORY, TOOLS = "retry", "branch", "edited_history", "tools"
@@ -83,6 +84,8 @@ class Joins:
         """Returns the prompt of a call. Raises what the chat template raises."""
         if call.token_ids is not None:
             return self._prompt_of_ids(list(call.token_ids))
+        if not call.messages:
+            raise UserError("it has no messages")
         tools = [dict(tool) for tool in call.tools]
         of_chat, key = self._roots.setdefault(call.chat, {}), json.dumps(tools, sort_keys=True)
         canonical = [canonical_message(message) for message in call.messages]
@@ -136,6 +139,9 @@ class Joins:
         node.answer = _Answer(turn, prompt, token_ids, text, ended)
 
     def _prompt_of_ids(self, ids: list[int]) -> Prompt:
+        for each in ids:
+            if not (isinstance(each, int) and each >= 0 and self._renderer.has_embedding(each)):
+                raise UserError(f"the model has no token {each!r}")
         known = [(len(before), turn) for before, turn in self._by_ids if ids[: len(before)] == before]
         length, parent = max(known, default=(0, None))
         text = self._renderer.decode(ids[length:], cut_end_token=False)
@@ -154,7 +160,7 @@ class Joins:
 
 
 def canonical_message(message: ChatMessage) -> str:
-    """Returns what identifies a message, whatever the form in which an SDK sends it. Raises `RefusedCall`."""
+    """Returns what identifies a message, whatever the form in which an SDK sends it. Raises `UserError`."""
     calls = [[call["name"], call["arguments"]] for call in _calls(message)]
     return json.dumps([_role_of(message), text_of(message).strip(), calls], sort_keys=True, ensure_ascii=False)
 
@@ -182,19 +188,19 @@ def _role(canonical: str) -> str:
 def _role_of(message: ChatMessage) -> str:
     role = message.get("role")
     if not isinstance(role, str):
-        raise RefusedCall(f"a message has the role {role!r}")
+        raise UserError(f"a message has the role {role!r}: use system, user, assistant or tool")
     return "system" if role == "developer" else role
 
 
 def text_of(message: ChatMessage) -> str:
-    """Returns the text of a message. Raises `RefusedCall` if it has anything else."""
+    """Returns the text of a message. Raises `UserError` if it has anything else."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
         if not isinstance(part, Mapping) or "text" not in part:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise RefusedCall(f"the policy reads text only, and a message has a part of type {kind!r}")
+            raise UserError(f"the policy reads text only, and a message has a part of type {kind!r}")
     return "".join(str(part["text"]) for part in content)
 
 
