@@ -192,7 +192,9 @@ class _TextServices:
             self._on_message(message)
         given = self._answer(asked)
         if given is None:
-            raise NoAnswerError(f"There is no answer to call {self.num_calls + 1} of the agent.")
+            raise NoAnswerError(
+                f"There is no answer to call {self.num_calls + 1} of the agent: give one `--answer` for each call."
+            )
         text = strip_think_tags(answer_text(given.text)).strip()
         answer = AgentAnswer(text, finish_reason="length" if given.is_truncated else "stop", raw_text=given.text)
         self._on_message(answer.message)

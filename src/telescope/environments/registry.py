@@ -343,6 +343,10 @@ def complete_class(cls: type[Environment], name: str) -> type[Environment]:
                 "`async def rollout(self, sample, context)`."
             )
         bases = (cls, SingleTurnEnvironment)
+    if has_rollout and not inspect.iscoroutinefunction(cls.rollout):
+        raise UserError(
+            f"`rollout` of the environment {name!r} is no coroutine: write `async def rollout`, without yield."
+        )
     same: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     if has_rollout:
         abstract = {name for base in bases for name in base.__abstractmethods__} - {"load_dataset"}
