@@ -96,8 +96,8 @@ class Discovery:
         """Returns the message for an unknown name."""
         return (
             f"There is no {self.kind} {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}. To add your own, "
-            f"put a folder <name>/{self.file_name} into a folder named in environments_path, or write "
-            "package.module:Class."
+            f"put a folder <name>/{self.file_name} into a folder named in environments_path (`--path` of "
+            "`telescope envs`), or write package.module:Class."
         )
 
     def packages(self, source: Source) -> Packages:
