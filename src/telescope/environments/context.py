@@ -170,8 +170,8 @@ class Chat:
         it follows the first user message. A result of a tool whose call is dropped goes with it. Training goes on in a
         new sequence, which begins with the shorter conversation.
         """
-        if by not in ("summary", "drop"):
-            raise ValueError(f"by={by!r}: use summary or drop")
+        if by not in ("summary", "drop") or keep < 0:
+            raise ValueError(f"compact got by={by!r}, keep={keep!r}: use summary or drop, and 0 or more")
         position = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages) - 1)
         head, rest = [dict(message) for message in messages[: position + 1]], list(messages[position + 1 :])
         tail = rest[max(len(rest) - keep, 0) :]
@@ -180,8 +180,10 @@ class Chat:
         if len(tail) == len(rest):
             return [*head, *tail]
         if by == "summary":
-            summary = await self.generate([*messages, {"role": "user", "content": SUMMARY_REQUEST}])
-            head[-1]["content"] = f"{head[-1]['content']}\n\n{SUMMARY_HEADING}\n{summary.text}"
+            reply = await self.generate([*messages, {"role": "user", "content": SUMMARY_REQUEST}])
+            summary, before = f"\n\n{SUMMARY_HEADING}\n{reply.text}", head[-1]["content"]
+            is_text = isinstance(before, str)
+            head[-1]["content"] = before + summary if is_text else [*before, {"type": "text", "text": summary}]
         self._is_compacted = True
         return [*head, *tail]
 
@@ -257,8 +259,9 @@ class RolloutContext(Chat):
         With a `reward`, now or set later on the object, its tokens are compared with the same conversation of the
         other samples of the group; without one they get the rollout's advantage.
         """
-        if not name or name in self.chats:
-            raise ValueError(f"the rollout has a chat named {name!r} already" if name else "a chat needs a name")
+        if not isinstance(name, str) or not name or name in self.chats:
+            is_known = isinstance(name, str) and name
+            raise ValueError(f"the rollout has a chat named {name!r} already" if is_known else "a chat needs a name")
         self.chats[name] = chat = Chat(self._services, name, reward)
         return chat
 

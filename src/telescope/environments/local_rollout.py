@@ -205,7 +205,8 @@ class _TextServices:
         self._transcript.add(asked[len(last) :] if asked[: len(last)] == last else asked)
         given = self._transcript.ask(asked)
         if given is None:
-            raise NoAnswerError(f"There is no answer to call {self._transcript.num_answers + 1} of the agent.")
+            number = self._transcript.num_answers + 1
+            raise NoAnswerError(f"There is no answer to call {number} of the agent: give one `--answer` for each call.")
         text = strip_think_tags(answer_text(given.text)).strip()
         answer = AgentAnswer(text, finish_reason="length" if given.is_truncated else "stop", raw_text=given.text)
         self._transcript.add([answer.message])

@@ -70,7 +70,9 @@ class ProcessAgent(Environment):
             with ThreadPoolExecutor(1) as thread:  # this one may run an event loop
                 tasks = thread.submit(asyncio.run, load()).result()
         except EnvironmentFailure as error:
-            raise UserError(f"The tasks of {self.name!r} cannot be listed with {self.command}: {error}") from error
+            raise UserError(
+                f"The tasks of {self.name!r} cannot be listed with {self.command} (`command` of its kwargs): {error}"
+            ) from error
         samples = [Sample(t["prompt"], t.get("answer") or "", {"id": t["id"], "info": t.get("info")}) for t in tasks]
         return samples if num_samples < 0 else samples[:num_samples]
 

@@ -96,8 +96,8 @@ class Discovery:
         """Returns the message for an unknown name."""
         return (
             f"There is no {self.kind} {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}. To add your own, "
-            f"put a folder <name>/{self.file_name} into a folder named in environments_path, or write "
-            "package.module:Class."
+            f"put a folder <name>/{self.file_name} into a folder named in environments_path (`--path` of "
+            "`telescope envs`), or write package.module:Class."
         )
 
     def packages(self, source: Source) -> Packages:
@@ -343,6 +343,10 @@ def complete_class(cls: type[Environment], name: str) -> type[Environment]:
         bases = (cls, SingleTurnEnvironment)
     unneeded = set()
     if cls.rollout is not None:
+        if not inspect.iscoroutinefunction(cls.rollout):
+            raise UserError(
+                f"`rollout` of the environment {name!r} is no coroutine: write `async def rollout`, without yield."
+            )
         abstract = {name for base in bases for name in base.__abstractmethods__} - {"load_dataset"}
         unneeded = {name for name in abstract if name in cls.__abstractmethods__ or not hasattr(cls, name)}
     return _derived(cls, *bases, **dict.fromkeys(unneeded)) if unneeded or len(bases) > 1 else cls

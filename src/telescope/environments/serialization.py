@@ -24,10 +24,10 @@ class MalformedResultError(TypeError):
     """User code returned a value that its interface does not allow."""
 
 
-def serialize_score(result: Any, for_eval: bool) -> dict[str, Any]:
+def serialize_score(result: Any, for_eval: bool, method: str | None = None) -> dict[str, Any]:
     """Returns a user's result as the fields of `RewardRecord`. Raises `MalformedResultError` with field and value."""
     expected = EvalMetricsResult if for_eval else RewardResult
-    method = "compute_eval_metrics" if for_eval else "compute_reward"
+    method = method or ("compute_eval_metrics" if for_eval else "compute_reward")
     if not isinstance(result, expected):
         raise MalformedResultError(f"{method} returned {_shown(result)}, not a {expected.__name__}")
     if isinstance(result, EvalMetricsResult):
@@ -35,7 +35,7 @@ def serialize_score(result: Any, for_eval: bool) -> dict[str, Any]:
         total = metrics.get("reward")
     else:
         metrics = _numbers(result.sample_metrics, "sample_metrics")
-        total = _number(result.total_reward, "total_reward")
+        total = finite_number(result.total_reward, "total_reward")
     golden = {
         _text(key): None if value is None else _text(value)
         for key, value in _mapping(result.golden_answers, "golden_answers").items()
@@ -63,16 +63,17 @@ def serialize_tool_records(records: Any) -> list[dict[str, Any]]:
         texts = {key: values.get(key) for key in ("name", "arguments", "result", "error", "sandbox")}
         seconds = values.get("seconds")
         row: dict[str, Any] = {key: None if value is None else _text(value) for key, value in texts.items()}
-        row["seconds"] = None if seconds is None else _number(seconds, "seconds of a tool call")
+        row["seconds"] = None if seconds is None else finite_number(seconds, "seconds of a tool call")
         rows.append(row)
     return rows
 
 
 def _numbers(values: Any, field: str) -> dict[str, float]:
-    return {_text(key): _number(value, f"{field}[{key!r}]") for key, value in _mapping(values, field).items()}
+    return {_text(key): finite_number(value, f"{field}[{key!r}]") for key, value in _mapping(values, field).items()}
 
 
-def _number(value: Any, field: str) -> float:
+def finite_number(value: Any, field: str) -> float:
+    """Returns a number of user code. Raises `MalformedResultError` with field and value."""
     if isinstance(value, str):
         raise MalformedResultError(f"{field} is {_shown(value)}, not a number")
     try:

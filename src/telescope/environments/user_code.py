@@ -135,19 +135,22 @@ async def within(seconds: float, awaitable: Awaitable[T]) -> T:
 
 
 async def without_exit(awaitable: Awaitable[Any]) -> Any:
-    """Awaits user code. An exit or a cancellation that it raises itself becomes a `RuntimeError`."""
+    """Awaits user code. A `BaseException` that it raises itself, such as an exit, becomes a `RuntimeError`."""
     try:
         return await awaitable
-    except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+    except Exception:
+        raise
+    except BaseException as error:
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise
-        # SystemExit would stop the event loop of all rollouts; after CancelledError nothing would report the sample.
-        raise RuntimeError(f"user code raised {type(error).__name__}") from error
+        # SystemExit would stop the event loop of all rollouts; after the others nothing would report the sample.
+        what = RuntimeError(f"user code raised {error_text(error)}")
+        raise what.with_traceback(error.__traceback__) from error
 
 
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-_OWN_FOLDER = str(Path(__file__).parent)
+_PACKAGE = Path(__file__).parents[1]
 
 MAX_CHARACTERS = 2_000
 """Longest error text, which is sent to the driver, logged, and recorded for every sample that fails."""
@@ -164,11 +167,14 @@ def user_code_line(error: BaseException, folder: Path | None = None) -> str | No
         return None
     in_folder = [f for f in frames if folder is not None and Path(f.filename).is_relative_to(folder)]
     # Shipped environments are in subfolders of this package.
-    of_a_person = [
-        f for f in frames if not f.filename.startswith(_LIBRARIES) and str(Path(f.filename).parent) != _OWN_FOLDER
-    ]
+    of_a_person = [f for f in frames if not f.filename.startswith(_LIBRARIES) and not _is_of_package(Path(f.filename))]
     chosen = (in_folder or of_a_person or frames)[-1]
     return f"{chosen.filename}:{chosen.lineno}"
+
+
+def _is_of_package(file: Path) -> bool:
+    """Whether a file is of this package, and none of an environment or an eval that ships with it."""
+    return file.is_relative_to(_PACKAGE) and file.parent.parent not in (_PACKAGE / "environments", _PACKAGE / "evals")
 
 
 def error_text(error: BaseException) -> str:

@@ -7,21 +7,24 @@ the rollout begins again, and is never scored as if the policy had failed.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from telescope.environments.base import ChatMessage, Environment, RewardResult, Sample, eval_metrics_of
+from telescope.environments.base import ChatMessage, Environment, Sample, eval_metrics_of
 from telescope.environments.context import Answer, Call, RefusedCall, RolloutContext
 from telescope.environments.judge import COMPLETE, USAGE
 from telescope.environments.sandbox_tools import pool_of
-from telescope.environments.serialization import serialize_score
+from telescope.environments.serialization import finite_number, serialize_score
 from telescope.environments.types import RewardRecord
-from telescope.environments.user_code import DeadlinePassed, within, without_exit
+from telescope.environments.user_code import DeadlinePassed, error_text, within, without_exit
 from telescope.errors import EnvironmentFailure, InfrastructureError, UserError
 from telescope.rollout.answers import parse_answer
+from telescope.rollout.dialects import sampling_of
 from telescope.rollout.endpoint import Endpoint
 from telescope.rollout.joins import Joins, Prompt, text_of
 from telescope.rollout.rendering import Renderer
@@ -47,6 +50,9 @@ class AgentRollout:
         self._counts: Counter[str] = Counter()
         """Metrics: parameters of calls that were replaced, and answers that nobody read."""
         self._sandboxes: list[Sandbox] = []
+        self._callers: set[asyncio.Task[Any] | None] = set()
+        """Tasks that wait for an answer."""
+        self._is_over = False
         self.api_key = ""
 
     async def run(self, sample: Sample) -> RewardRecord:
@@ -71,7 +77,11 @@ class AgentRollout:
                 raise self._failure from None
             raise
         finally:
-            context.cancelled = True
+            # A turn that a background task adds from now on would be trained by no reward, or by that of a new attempt.
+            context.cancelled = self._is_over = True
+            for task in self._callers:
+                if task is not None and task is not asyncio.current_task():
+                    task.cancel()
             self._endpoint.close_rollout(self.api_key)
             for sandbox in self._sandboxes:
                 await sandbox.close()
@@ -80,39 +90,54 @@ class AgentRollout:
         if self._failure is not None:
             raise self._failure
         rollout.trajectory.chat_rewards = {
-            name: float(chat.reward) for name, chat in context.chats.items() if chat.reward is not None
+            name: finite_number(chat.reward, f"the reward of the chat {name!r}")
+            for name, chat in context.chats.items()
+            if chat.reward is not None
         }
+        serialize_score(result, for_eval=False, method="rollout")
+        counts = {**self._counts, "agent/calls": rollout.trajectory.num_turns}
+        result = replace(result, sample_metrics={**counts, **context.metrics, **result.sample_metrics})
         for_eval = rollout.settings.for_eval
-        if isinstance(result, RewardResult):
-            counts = {**self._counts, "agent/calls": rollout.trajectory.num_turns}
-            result.sample_metrics = {**counts, **context.metrics, **result.sample_metrics}
         return RewardRecord(**serialize_score(eval_metrics_of(result) if for_eval else result, for_eval))
 
     async def complete(self, call: Call) -> Answer:
-        """Samples an answer of the policy. Raises `RefusedCall` and `InfrastructureError`."""
+        """Samples an answer of the policy.
+
+        Raises `RefusedCall`, `UserError` for a malformed call, and `InfrastructureError`.
+        """
+        if self._is_over:
+            raise UserError("the rollout has ended: await all calls before `rollout` returns")
         settings = self._rollout.settings.sampling
+        try:
+            sampling = sampling_of(call.sampling, "max_tokens")
+            # Megabytes are refused by their length, because the event loop waits while a text is tokenized.
+            least = sum(len(text_of(message)) for message in call.messages) // self._renderer.longest_token
+            prompt = self._joins.prompt(call) if least < settings.max_context else None
+            shown = [(str(message["role"]), _shown(message)) for message in prompt.new_messages] if prompt else []
+        except Exception as error:  # of its messages, tools, token ids, sampling, or of the chat template
+            raise UserError(f"This call of the policy is malformed: {error_text(error)}") from error
         for name, value in call.sampling.items():
             if name not in KNOWN_SAMPLING and value != getattr(settings, name, None):
                 self._counts[f"agent/replaced_{name}"] += 1
-        # Megabytes are refused by their length, because the event loop waits while a text is tokenized.
-        least = sum(len(text_of(message)) for message in call.messages) // self._renderer.longest_token
-        prompt = self._joins.prompt(call) if least < settings.max_context else None
         num_tokens = len(prompt.token_ids) if prompt else least
         if prompt is None or num_tokens >= settings.max_context:
             raise RefusedCall(
                 f"This model's maximum context length is {settings.max_context} tokens, and the messages have "
                 f"{'' if prompt else 'at least '}{num_tokens} tokens. Please reduce the length of the messages."
             )
+        caller = asyncio.current_task()
+        self._callers.add(caller)
         try:
             index = await self._rollout.sample(
                 prompt.token_ids, added_token_ids=prompt.added_token_ids, parent=prompt.parent, chat=call.chat,
-                divergence=prompt.cause, trained=call.train, max_tokens=call.sampling.get("max_tokens"),
-                stop=call.sampling.get("stop") or (),
-                replies=[(str(message["role"]), _shown(message)) for message in prompt.new_messages],
+                divergence=prompt.cause, trained=call.train, max_tokens=sampling.get("max_tokens"),
+                stop=sampling.get("stop") or (), replies=shown,
             )  # fmt: skip
         except InfrastructureError as error:
             self._failure = self._failure or error
             raise
+        finally:
+            self._callers.discard(caller)
         return self._answer(call, prompt, index)
 
     def _answer(self, call: Call, prompt: Prompt, index: int) -> Answer:

@@ -105,7 +105,7 @@ def _tools_of(body: Body, kind: str = "function", parameters: str = "parameters"
     return [] if body.get("tool_choice") in ("none", {"type": "none"}) else tools
 
 
-def _sampling_of(body: Body, *limits: str, stop: str = "stop") -> Body:
+def sampling_of(body: Mapping[str, Any], *limits: str, stop: str = "stop") -> Body:
     """Returns `Call.sampling` from the fields that limit the number of tokens, and that of texts to stop at."""
     sampling = {name: body[name] for name in PASSED_ON if body.get(name) is not None and body[name] not in _CHOICES}
     for name in limits:
@@ -143,7 +143,7 @@ class ChatCompletions:
             body, n=(1,), logit_bias=({},), response_format=({"type": "text"},), functions=([],), function_call=(),
             audio=(), modalities=(["text"],), web_search_options=(), top_logprobs=(0,),
         )  # fmt: skip
-        sampling = _sampling_of(body, "max_completion_tokens", "max_tokens")
+        sampling = sampling_of(body, "max_completion_tokens", "max_tokens")
         tools = _tools_of(body, inside="function")
         return Call(messages=[message_of(message) for message in body["messages"]], tools=tools, sampling=sampling)
 
@@ -196,7 +196,7 @@ class Responses:
             messages += self._kept[previous]
         items = body["input"]
         messages += self._messages_of([{"role": "user", "content": items}] if isinstance(items, str) else items)
-        return Call(messages=messages, tools=_tools_of(body), sampling=_sampling_of(body, "max_output_tokens"))
+        return Call(messages=messages, tools=_tools_of(body), sampling=sampling_of(body, "max_output_tokens"))
 
     def _messages_of(self, items: list[Body]) -> list[ChatMessage]:
         """Returns input items as messages. Reasoning, text and calls in this order are one message."""
@@ -316,7 +316,7 @@ class Messages:
             messages += self._messages_of(message["role"], message["content"])
         if messages and messages[-1]["role"] == "assistant":
             raise Refusal("This model does not support assistant message prefill. End with a user message.")
-        sampling = _sampling_of(body, "max_tokens", stop="stop_sequences")
+        sampling = sampling_of(body, "max_tokens", stop="stop_sequences")
         return Call(messages=messages, tools=_tools_of(body, "custom", "input_schema"), sampling=sampling)
 
     def _messages_of(self, role: str, content: Any) -> Iterator[ChatMessage]:

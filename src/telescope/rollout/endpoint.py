@@ -30,7 +30,7 @@ import msgspec
 from aiohttp import web
 
 from telescope.environments.context import Answer, Call, RefusedCall
-from telescope.errors import InfrastructureError
+from telescope.errors import InfrastructureError, UserError
 from telescope.rollout.dialects import Body, Dialect, Refusal, new_dialects
 
 MAX_BODY_BYTES = 32 * 2**20
@@ -299,6 +299,8 @@ def _result(task: asyncio.Future[Answer]) -> Answer:
     except RefusedCall as error:
         # Agents look for this text, or for the code, to compact their history.
         raise Refusal(f"prompt is too long: {error}", code=error.code) from error
+    except UserError as error:
+        raise Refusal(str(error)) from error
     except InfrastructureError as error:
         logger.warning("no engine answered an agent's call: %s", error)
         raise Refusal("The model is not available at the moment. Try again.", 503, "unavailable") from None

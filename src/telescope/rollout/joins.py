@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from telescope.environments.base import ChatMessage, assistant_message
-from telescope.environments.context import Call, RefusedCall
+from telescope.environments.context import Call
+from telescope.errors import UserError
 from telescope.rollout.rendering import Dialogue, Renderer
 
 RETRY, BRANCH, EDITED_HISTORY, TOOLS = "retry", "branch", "edited_history", "tools"
@@ -87,6 +88,8 @@ class Joins:
         """Returns the prompt of a call. Raises what the chat template raises."""
         if call.token_ids is not None:
             return self._prompt_of_ids(list(call.token_ids))
+        if not call.messages:
+            raise UserError("it has no messages")
         tools = [dict(tool) for tool in call.tools]
         of_chat, key = self._roots.setdefault(call.chat, {}), json.dumps(tools, sort_keys=True)
         canonical = [_canonical(message) for message in call.messages]
@@ -140,6 +143,9 @@ class Joins:
         node.answer = _Answer(turn, prompt, token_ids, text, ended)
 
     def _prompt_of_ids(self, ids: list[int]) -> Prompt:
+        for each in ids:
+            if not (isinstance(each, int) and each >= 0 and self._renderer.has_embedding(each)):
+                raise UserError(f"the model has no token {each!r}")
         known = [(len(before), turn) for before, turn in self._by_ids if ids[: len(before)] == before]
         length, parent = max(known, default=(0, None))
         text = self._renderer.decode(ids[length:], cut_end_token=False)
@@ -158,7 +164,7 @@ class Joins:
 
 
 def _canonical(message: ChatMessage) -> Canonical:
-    """Returns what identifies a message. Raises `RefusedCall`."""
+    """Returns what identifies a message. Raises `UserError`."""
     return _role_of(message), text_of(message).strip(), json.dumps(_calls(message), sort_keys=True)
 
 
@@ -181,19 +187,19 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
 def _role_of(message: ChatMessage) -> str:
     role = message.get("role")
     if not isinstance(role, str):
-        raise RefusedCall(f"a message has the role {role!r}")
+        raise UserError(f"a message has the role {role!r}: use system, user, assistant or tool")
     return "system" if role == "developer" else role
 
 
 def text_of(message: ChatMessage) -> str:
-    """Returns the text of a message. Raises `RefusedCall` if it has anything else."""
+    """Returns the text of a message. Raises `UserError` if it has anything else."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
         if not isinstance(part, Mapping) or "text" not in part:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise RefusedCall(f"the policy reads text only, and a message has a part of type {kind!r}")
+            raise UserError(f"the policy reads text only, and a message has a part of type {kind!r}")
     return "\n".join(str(part["text"]) for part in content)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from tests.integration.agents.test_agents import ended, sampled_once
 
 from telescope.environments.base import RewardResult, Sample
 from telescope.environments.context import RolloutContext
+from telescope.environments.registry import complete_class
+from telescope.errors import UserError
 from telescope.rollout.endpoint import MAX_IN_FLIGHT
 
 CALLS = """
@@ -150,6 +153,140 @@ async def test_an_agent_that_does_nothing_masks_its_sample(
     assert message in sample.failure_message
     if act is hangs:
         assert await asyncio.to_thread(ended, Path("/proc", (tmp_path / "pid").read_text())), "its process lives on"
+
+
+class Odd(BaseException):
+    """An error that `except Exception` does not catch."""
+
+
+HI: Any = [{"role": "user", "content": "Hi"}]
+
+
+def raises(error: BaseException) -> Any:
+    async def act(context: RolloutContext) -> str:
+        await context.generate(HI)
+        raise error
+
+    return act
+
+
+def generates(prompt: Any = HI, **options: Any) -> Any:
+    async def act(context: RolloutContext) -> str:
+        return (await context.generate(prompt, **options)).text
+
+    return act
+
+
+def names(*chats: Any, reward: Any = None) -> Any:
+    async def act(context: RolloutContext) -> str:
+        for name in chats:
+            await context.chat(name, reward).generate(HI)
+        return ""
+
+    return act
+
+
+def compacts(messages: Any, **options: Any) -> Any:
+    async def act(context: RolloutContext) -> str:
+        await context.generate(HI)
+        return str(await context.compact(messages, **options))
+
+    return act
+
+
+async def asks_no_judge(context: RolloutContext) -> str:
+    return str(await context.judge("Is it right?"))
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        *((raises(error), f"user code raised {type(error).__name__}") for error in (
+            Odd("x"), asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt(), GeneratorExit(),
+            BaseExceptionGroup("some", [Odd("x")]))),
+        (raises(RecursionError()), "RecursionError (test_faults.py:"),
+        (generates([]), "it has no messages"), (generates("Hi"), "malformed"), (generates(None), "malformed"),
+        (generates([{"content": "Hi"}]), "has the role None"),
+        (generates([{"role": "user", "content": b"Hi"}]), "a part of type 'int'"),
+        (generates([{"role": "user", "content": 5}]), "malformed"),
+        (generates([{"role": "user", "content": "\ud800"}]), "malformed"),
+        (generates([{"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}]), "KeyError: 'function'"),
+        (generates(HI * 1000), "maximum context length"),
+        (generates(HI, tools=["add"]), "malformed"), (generates(HI, tools=[print]), "malformed"),
+        (generates([-1, 2]), "no token -1"), (generates([1, "a"]), "no token 'a'"),
+        *((generates(HI, sampling={"max_tokens": value}), f"positive integer, but got {value!r}")
+          for value in (0, -1, "5", 2.5)),
+        (generates(HI, sampling={"stop": [""]}), "Invalid 'stop'"),
+        (generates(HI, sampling={"stop": [5]}), "Invalid 'stop'"),
+        (generates(HI, sampling=["max_tokens"]), "malformed"),
+        *((names("x", reward=value), f"the reward of the chat 'x' is {shown}") for value, shown in (
+            (float("nan"), "nan"), (float("inf"), "inf"), (1e300, "1e+300"), ("good", "str 'good'"))),
+        (names("a", "a"), "named 'a' already"), (names(""), "needs a name"), (names(["a"]), "needs a name"),
+        (compacts(HI, keep=-1), "keep=-1"), (compacts(HI, by="x"), "by='x'"),
+        (asks_no_judge, "has no judge: set"),
+    ],
+)  # fmt: skip
+async def test_an_odd_error_or_call_masks_its_sample_with_a_reason(bench: Any, act: Any, message: str) -> None:
+    made = await bench(Faulty, lambda prompt: "Hello.", act=act)
+    sample = await asyncio.wait_for(made.run(), 10)
+    assert (sample.reward, sample.failure_kind, made.slots.num_leased) == (None, "environment", 0)
+    assert message in sample.failure_message
+    assert not sample.num_infrastructure_retries, "an engine is blamed"
+
+
+@pytest.mark.parametrize("result", ["a text", None, RewardResult(1.0, sample_metrics=None)])  # type: ignore[arg-type]
+async def test_a_result_of_the_wrong_type_is_shown(bench: Any, result: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def rollout(self: Any, sample: Sample, context: RolloutContext) -> Any:
+        await context.generate(HI)
+        return result
+
+    monkeypatch.setattr(Faulty, "rollout", rollout)
+    sample = await (await bench(Faulty, lambda prompt: "Hello.", act=None)).run()
+    assert "MalformedResultError" in sample.failure_message
+
+
+@pytest.mark.parametrize(
+    ("act", "num_turns"),
+    [(names("a/../b", "ü 漢"), 2), (names("a", reward=None), 1), (generates(HI, sampling={"stop": "lo."}), 1),
+     (compacts([]), 1)],
+)  # fmt: skip
+async def test_an_odd_call_that_has_a_meaning_is_answered(bench: Any, act: Any, num_turns: int) -> None:
+    made = await bench(Faulty, lambda prompt: "Hello.", act=act)
+    sample = await made.run()
+    assert (sample.reward.total_reward, len(sample.turns), sample.chat_rewards) == (1.0, num_turns, {})
+    assert all(request.stop in ((), ["lo."]) for request in made.policy.requests)
+    sampled_once(sample, made.policy)
+
+
+async def test_calls_that_nobody_waits_for_end_with_the_rollout(bench: Any) -> None:
+    left: list[asyncio.Task[Any]] = []
+
+    async def leaves_a_call(context: RolloutContext) -> str:
+        async def call_twice() -> None:
+            with contextlib.suppress(asyncio.CancelledError):
+                await context.generate([{"role": "user", "content": SLOW}])
+            await context.generate(HI)
+
+        await context.generate(HI)
+        left.append(asyncio.ensure_future(call_twice()))
+        await asyncio.sleep(0.1)
+        return ""
+
+    made = await bench(Faulty, lambda prompt: "Hello.", act=leaves_a_call)
+    made.policy.before = lambda: asyncio.sleep(60 if SLOW in made.policy.prompts[-1] else 0)
+    sample = await made.run()
+    with pytest.raises(UserError, match="the rollout has ended"):
+        await asyncio.wait_for(left[0], 5)
+    assert (sample.reward.total_reward, len(sample.turns), made.slots.num_leased) == (1.0, 1, 0)
+
+
+def test_a_rollout_that_is_no_coroutine_is_refused_when_it_is_loaded() -> None:
+    class Plain(Agent):
+        def rollout(self, sample: Sample, context: RolloutContext) -> RewardResult:  # type: ignore[override]
+            return RewardResult(1.0)
+
+    with pytest.raises(UserError, match="write `async def rollout`"):
+        complete_class(Plain, "plain")
 
 
 async def test_a_call_after_the_end_is_refused(bench: Any) -> None:
