@@ -38,7 +38,7 @@ from telescope.sandbox import (
     get_provider,
 )
 from telescope.sandbox.base import MAX_OUTPUT_BYTES, run_sync
-from telescope.sandbox.local import ENDPOINT_PORT
+from telescope.sandbox.session import ENDPOINT_INSIDE
 
 pytestmark = pytest.mark.sandbox
 
@@ -358,7 +358,7 @@ async def test_an_agent_inside_reaches_the_endpoint_of_its_rollout(provider, tmp
     server = Endpoint(["policy"])
     await server.start(path)
     request = {
-        "url": server.base_url("worker", ENDPOINT_PORT) + "/chat/completions",
+        "url": f"{ENDPOINT_INSIDE}/chat/worker/v1/chat/completions",
         "headers": {"x-api-key": server.open(complete, count)},
         "data": json.dumps({"messages": [{"role": "user", "content": "this"}]}).encode(),
     }
