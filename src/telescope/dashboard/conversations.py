@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from telescope.dashboard.tables import Row
 from telescope.utils.text import pluralize
@@ -23,6 +24,31 @@ def is_answer(turn: Row) -> bool:
     return bool(turn["role"] == "assistant" and turn["restarts"] is None)
 
 
+@dataclass
+class _Conversation:
+    """A conversation while it is read. `cause` is why it begins."""
+
+    name: str
+    depth: int
+    cause: str
+    turns: list[int] = field(default_factory=list)
+    """Rows of `turns` that it shows."""
+    branches: list[_Conversation] = field(default_factory=list)
+    """Conversations that leave it."""
+    num_repeated: int = 0
+    num_calls: int = 0
+    num_tokens: int = 0
+    trained: bool = False
+
+    def row(self) -> Row:
+        """Returns the conversation as the pages read it: `about` has its cause and its counts in words."""
+        parts = [self.cause]
+        parts += [f"{pluralize(self.num_repeated, 'message')} as before"] * bool(self.num_repeated)
+        parts += [pluralize(self.num_calls, "call"), f"{self.num_tokens:,} answer tokens"]
+        parts += ["not trained"] * (not self.trained)
+        return {"name": self.name, "depth": self.depth, "turns": self.turns, "about": ", ".join(filter(None, parts))}
+
+
 def conversations(turns: Sequence[Row]) -> list[Row]:
     """Returns the conversations of a sample, each branch behind the conversation that it leaves (`Conversation`).
 
@@ -32,12 +58,12 @@ def conversations(turns: Sequence[Row]) -> list[Row]:
     """
     if not turns or is_answer(turns[0]):
         return []
-    roots: list[Row] = []
-    owners: dict[int, tuple[Row, str]] = {}
-    """Conversation of each answer, and its place there."""
+    roots: list[_Conversation] = []
+    owners: dict[int, tuple[_Conversation, int]] = {}
+    """Conversation of each answer, and its number there."""
     nodes: dict[tuple[int, str, str], int] = {}
     """Messages as a tree of each chat: node before, role and text of each."""
-    at: dict[int, int] = {}
+    node_of: dict[int, int] = {}
     """Node of each answer."""
     continued = _continued(turns)
     has_main = any(turn["chat"] is None for turn in turns)
@@ -49,43 +75,37 @@ def conversations(turns: Sequence[Row]) -> list[Row]:
         parent = turn["parent"]
         begins = parent not in owners or continued[parent] != turn["turn"]
         if begins:
-            origin, where = owners.get(parent, (None, ""))
-            depth = origin["depth"] + 1 if origin else int(has_main and turn["chat"] is not None)
             cause = next((row["divergence"] for row in replies if row["divergence"]), None) or ""
-            own: Row = {"name": turn["chat"] or MAIN, "depth": depth, "turns": [], "below": []}
-            own |= {"why": f"{FORKS.get(cause, cause.replace('_', ' '))}{where}"}
-            own |= {"repeated": 0, "calls": 0, "tokens": 0, "trained": False}
-            (origin["below"] if origin else roots).append(own)
+            cause, depth, siblings = FORKS.get(cause, cause.replace("_", " ")), 0, roots
+            if parent in owners:
+                origin, number = owners[parent]
+                cause, depth = f"{cause} after call {number} of {origin.name}".strip(), origin.depth + 1
+                siblings = origin.branches
+            elif has_main and turn["chat"] is not None:
+                depth = 1
+            conversation = _Conversation(turn["chat"] or MAIN, depth, cause)
+            siblings.append(conversation)
         else:
-            own, _ = owners[parent]
-        node = at[parent] if parent in at else nodes.setdefault((0, "", turn["chat"] or ""), len(nodes) + 1)
+            conversation, _ = owners[parent]
+        node = node_of.get(parent) or nodes.setdefault((0, "", turn["chat"] or ""), len(nodes) + 1)
         for message in [*replies, turn]:
             key = node, message["role"] or "", (message["text"] or "").strip()
-            is_repeated = begins and key in nodes and message is not turn
+            if begins and key in nodes and message is not turn:
+                conversation.num_repeated += 1
+            else:
+                conversation.turns.append(message["turn"])
             node = nodes.setdefault(key, len(nodes) + 1)
-            own["repeated"] += is_repeated
-            own["turns"] += [] if is_repeated else [message["turn"]]
-        own["calls"] += 1
-        at[turn["turn"]] = node
-        owners[turn["turn"]] = own, f" after call {own['calls']} of {own['name']}"
-        own["tokens"] += turn["num_tokens"] or 0
-        own["trained"] |= turn["trained"] is not False
+        conversation.num_calls += 1
+        conversation.num_tokens += turn["num_tokens"] or 0
+        conversation.trained |= turn["trained"] is not False
+        node_of[turn["turn"]], owners[turn["turn"]] = node, (conversation, conversation.num_calls)
         replies = []
-    found, left = [], roots[::-1]
-    while left:
-        one = left.pop()
-        left += one["below"][::-1]
-        found.append({name: one[name] for name in ("name", "depth", "turns")} | {"about": _about(one)})
-    return found
-
-
-def _about(conversation: Row) -> str:
-    """Returns in words why a conversation begins, its counts, and whether it is trained."""
-    parts = [conversation["why"].strip()]
-    parts += [f"{pluralize(conversation['repeated'], 'message')} as before"] * bool(conversation["repeated"])
-    parts += [pluralize(conversation["calls"], "call"), f"{conversation['tokens']:,} answer tokens"]
-    parts += ["not trained"] * (not conversation["trained"])
-    return ", ".join(filter(None, parts))
+    rows, left = [], roots[::-1]
+    while left:  # no recursion, because an agent may branch a thousand times
+        conversation = left.pop()
+        rows.append(conversation.row())
+        left += conversation.branches[::-1]
+    return rows
 
 
 def paths(turns: Sequence[Row]) -> list[list[Row]]:

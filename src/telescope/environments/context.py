@@ -28,6 +28,8 @@ from telescope.environments.tool_calls import ToolCall
 from telescope.errors import UserError
 from telescope.sandbox.base import ExecResult
 
+MODEL = "policy"
+"""Name of the policy at the endpoint."""
 COMPACTION = "compaction"
 """Cause of a conversation that begins anew with a shorter history."""
 SUMMARY_REQUEST = (

@@ -14,7 +14,6 @@ import re
 import shlex
 import sys
 from collections.abc import Awaitable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, Literal
 
 from telescope.environments.arguments import refuse_unknown
@@ -23,6 +22,7 @@ from telescope.environments.tool_env import ToolEnvironment
 from telescope.environments.tool_schema import Tool
 from telescope.environments.user_code import error_text
 from telescope.errors import InfrastructureError, UserError
+from telescope.sandbox.base import run_sync
 
 START_SECONDS = 60.0
 """Time for a server to start and to list its tools. `uvx` and `npx` may download it first."""
@@ -104,8 +104,7 @@ class Server:
                 await self.close()
 
         try:
-            with ThreadPoolExecutor(1) as thread:  # this one may run an event loop
-                prefix, known = thread.submit(asyncio.run, load()).result()
+            prefix, known = run_sync(load())  # in another thread, because this one may run an event loop
         except Exception as error:
             raise UserError(f"{self._failure(error)}. Start it by hand to see why.") from error
         if missing := [name for name in include or () if name not in known]:

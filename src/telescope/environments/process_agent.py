@@ -15,13 +15,13 @@ import os
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from telescope.environments.base import Environment, RewardResult, Sample
-from telescope.environments.context import RolloutContext
+from telescope.environments.context import MODEL, RolloutContext
 from telescope.errors import EnvironmentFailure, UserError
+from telescope.sandbox.base import run_sync
 from telescope.utils.child_guard import kill_group
 
 MAX_STARTS = 3
@@ -54,7 +54,6 @@ class ProcessAgent(Environment):
         self._starting = asyncio.Lock()
         self._starts_left = MAX_STARTS
         self._ids = map(str, itertools.count())
-        self._model = ""
 
     def load_dataset(self, num_samples: int = -1, **_: Any) -> list[Sample]:
         """Lists the tasks with a process of its own. Raises `UserError`."""
@@ -67,8 +66,7 @@ class ProcessAgent(Environment):
                 await child.close()
 
         try:
-            with ThreadPoolExecutor(1) as thread:  # this one may run an event loop
-                tasks = thread.submit(asyncio.run, load()).result()
+            tasks = run_sync(load())  # in another thread, because this one may run an event loop
         except EnvironmentFailure as error:
             raise UserError(
                 f"The tasks of {self.name!r} cannot be listed with {self.command} (`command` of its kwargs): {error}"
@@ -83,10 +81,7 @@ class ProcessAgent(Environment):
     async def rollout(self, sample: Sample, context: RolloutContext) -> RewardResult:
         """Has the process run the task with the policy."""
         child = await self._running()
-        if not self._model:
-            async with context.openai() as client:
-                self._model = (await client.models.list()).data[0].id
-        request = {"id": next(self._ids), "task": sample.metadata["id"], "model": self._model}
+        request = {"id": next(self._ids), "task": sample.metadata["id"], "model": MODEL}
         request |= {"base_url": context.base_url, "api_key": context.api_key}
         result = await child.ask(request, context.seconds_left)
         self._starts_left = MAX_STARTS
@@ -156,7 +151,9 @@ class Child:
         finally:
             if not answer.done():
                 self._send({"cancel": key})
-                self._tasks.append(asyncio.create_task(self._kill_if_silent(answer)))
+                watch = asyncio.create_task(self._kill_if_silent(answer))
+                self._tasks.append(watch)
+                watch.add_done_callback(self._tasks.remove)
 
     async def close(self) -> None:
         """Kills the process group."""
@@ -170,7 +167,7 @@ class Child:
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(EnvironmentFailure(f"its process ended: {self.end_of_stderr()}"))
-                answer.exception()  # perhaps nobody waits any more
+                answer.exception()  # retrieved here, because its caller may be gone
 
     def end_of_stderr(self) -> str:
         """Returns the last lines of the process's standard error."""

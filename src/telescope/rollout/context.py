@@ -48,7 +48,7 @@ class AgentRollout:
         self._joins = Joins(renderer, interleaved=rollout.settings.interleaved)
         self._failure: InfrastructureError | None = None
         self._counts: Counter[str] = Counter()
-        """Metrics: parameters of calls that were replaced, and answers that nobody read."""
+        """Metrics: parameters of calls that were replaced, and answers that no client has read."""
         self._sandboxes: list[Sandbox] = []
         self._callers: set[asyncio.Task[Any] | None] = set()
         """Tasks that wait for an answer."""
@@ -148,20 +148,20 @@ class AgentRollout:
         ids = generation.token_ids_N.tolist()
         raw = self._renderer.decode(ids, cut_end_token=ended)
         text, reasoning, calls = parse_answer(raw, opened=prompt.dialogue.opened, tools=call.tools, is_cut=not ended)
-        turn.text = raw
-        turn.tool_calls = [
-            {"name": each.name, "arguments": str(each.arguments), "error": each.error, "seconds": None}
-            for each in calls
-        ]
         answer = Answer(
             text, reasoning, calls, "tool_calls" if calls and ended else generation.finish_reason, ids,
             generation.logprobs_N.tolist(), len(prompt.token_ids), raw, str(index),
         )  # fmt: skip
+        turn.text = raw
+        turn.tool_calls = [
+            {**shown["function"], "error": call.error, "seconds": None}
+            for call, shown in zip(calls, answer.openai_tool_calls, strict=True)
+        ]
         self._joins.record(prompt, answer.message, index, ids, raw, ended=ended)
         return answer
 
     def _drop(self, answer: Answer) -> None:
-        """Leaves an answer that nobody has read out of training."""
+        """Leaves an answer that no client has read out of training."""
         self._rollout.trajectory.turns[int(answer.id)].trained = False
         self._counts["agent/dropped_answers"] += 1
 

@@ -102,7 +102,7 @@ class _Rollout:
         return pending
 
     def drop(self, pending: _Pending, even_if_waited_for: bool = False) -> None:
-        """Gives up an answer that nobody waits for."""
+        """Gives up an answer without a client that waits for it."""
         if pending in self.unread and (even_if_waited_for or not pending.num_waiting):
             self.unread.discard(pending)
             if pending.task and not pending.task.done():

@@ -29,6 +29,7 @@ import msgspec
 import numpy as np
 
 from telescope.environments.base import wrapped_environment
+from telescope.environments.context import MODEL
 from telescope.environments.judge import USAGE
 from telescope.environments.sandbox_tools import close_pools
 from telescope.environments.serialization import MalformedResultError
@@ -80,7 +81,7 @@ class LoadedEnvironments:
         """Label and running call of each open rollout."""
         found = [wrapped_environment(each) for each in runner.environments]
         self._agents = [each for each in found if each is not None and each.rollout is not None]
-        self._endpoint = Endpoint(["policy", *([runner.renderer.spec.tokenizer_path] if runner.renderer else [])])
+        self._endpoint = Endpoint([MODEL, *([runner.renderer.spec.tokenizer_path] if runner.renderer else [])])
 
     async def start(self) -> None:
         """Opens the endpoint for agents, if an environment has any, and prepares the resources of this process."""

@@ -11,7 +11,9 @@ conversation. Where another recorded one has the same start, that is a fork, and
 - `edited_history`: the call changed or left out a message of a recorded conversation
 - `tools`: it offers other tools, which the template shows at the start
 - `compaction`: the caller has shortened the history, and says so
-- a divergence from the chat template (`rendering.Divergence`), after which the whole prompt is rendered
+
+A join that differs from the chat template has the name of its divergence as cause (`rendering.Divergence`). It is no
+fork: the recorded ids stay, unless every prompt is rendered from the start.
 """
 
 from __future__ import annotations

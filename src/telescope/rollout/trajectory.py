@@ -107,6 +107,7 @@ class Trajectory:
     payload: Any = None
     """What belongs to its tokens besides their ids (`GenerateRequest.payload`)."""
     folded: Totals | None = None
+    """Numbers of its turns, once it is folded."""
     parts: list[TrainSample] = field(default_factory=list)
     """Its sequences, once it is folded."""
     rows: dict[str, Batch] = field(default_factory=dict)

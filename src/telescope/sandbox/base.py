@@ -31,6 +31,9 @@ MAX_OUTPUT_BYTES = 2**20
 MAX_FILE_BYTES = 64 * 2**20
 """Largest file that is read from a sandbox."""
 
+ENDPOINT_PORT = 8000
+"""Port of a local sandbox's own loopback that shows the agents' endpoint."""
+
 
 @dataclass
 class SandboxConfig:

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 from telescope.errors import UserError
 from telescope.sandbox import exec_server
 from telescope.sandbox.base import (
+    ENDPOINT_PORT,
     MAX_FILE_BYTES,
     MAX_OUTPUT_BYTES,
     ExecResult,
@@ -52,7 +53,6 @@ _PROTECTED = ("sys", "pressure", "fs", "driver", "tty", "acpi", "mtrr", "scsi", 
 SYSTEM_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64")
 SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ssl", "/etc/ca-certificates", "/etc/localtime")
 ENDPOINT = "/run/telescope.sock"
-ENDPOINT_PORT = 8000
 INSTALL = """The sandbox provider 'local' needs bubblewrap. Install it:
   Debian, Ubuntu:  apt-get install bubblewrap
   Fedora, RHEL:    dnf install bubblewrap

@@ -5,11 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from telescope.sandbox.base import ExecResult
+from telescope.sandbox.base import ENDPOINT_PORT, ExecResult
 from telescope.sandbox.errors import SandboxSetupError
 from telescope.sandbox.pool import GenericSandboxPool, SandboxHandle
 
-ENDPOINT_INSIDE = "http://127.0.0.1:8000"
+ENDPOINT_INSIDE = f"http://127.0.0.1:{ENDPOINT_PORT}"
 """Where a local sandbox shows the endpoint."""
 
 

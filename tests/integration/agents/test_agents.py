@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 from tests.integration.agents.conftest import Agent
 
 from telescope.environments.base import RewardResult, Sample
+from telescope.environments.context import Chat
 from telescope.errors import InfrastructureError
+from telescope.rollout.sample_rows import tool_call_rows
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 2}}</tool_call>'
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -70,6 +73,10 @@ async def test_calls_that_extend_each_other_are_one_sequence_without_a_fork(benc
     assert [turn.divergence for turn in sample.turns] == [None, None, None]
     assert len(sample.sequences()) == 1
     sampled_once(sample, made.policy)
+    recorded = tool_call_rows(sample)
+    assert [(row["turn"], row["name"], json.loads(row["arguments"]), row["result"]) for row in recorded] == [
+        (0, "add", {"a": 2, "b": 2}, "4"), (1, "add", {"a": 2, "b": 2}, "4"),
+    ]  # fmt: skip
 
 
 class Branches(Agent):
@@ -216,6 +223,16 @@ async def test_a_history_may_be_dropped(bench: Any) -> None:
     sample = await made.run()
     assert [turn.divergence for turn in sample.turns] == [None] * 3 + ["compaction"]
     assert "three" in made.policy.prompts[-1] and "two" not in made.policy.prompts[-1]
+
+
+async def test_the_result_of_a_dropped_call_is_dropped_with_it() -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}
+    result, question = {"role": "tool", "tool_call_id": "x", "content": "4"}, {"role": "user", "content": "2 + 2?"}
+    chat = Chat(None)
+    messages = [question, call, result, {"role": "assistant", "content": "It is 4."}]
+    assert await chat.compact(messages, keep=2, by="drop") == [question, messages[-1]]
+    assert await chat.compact(messages, keep=3, by="drop") == messages, "nothing is between"
+    assert await chat.compact(messages, keep=0, by="drop") == [question]
 
 
 class Process(Agent):

@@ -106,7 +106,9 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         self.criteria = criteria or "The answer is correct."
         self._code: I3CodeEnvironment | None = None
         if "code" in rewards:
-            self._code = make_environment(I3CodeEnvironment, "dataset: code", code or {})  # type: ignore[assignment]
+            tested = make_environment(I3CodeEnvironment, "dataset: code", code or {})
+            assert isinstance(tested, I3CodeEnvironment)
+            self._code = tested
         self._instruction_is_default = instruction_prompt is _UNSET
         if self._instruction_is_default:
             instruction_prompt = _INSTRUCTIONS.get("code" if "code" in rewards else self.compares or "")

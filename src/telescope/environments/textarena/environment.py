@@ -28,7 +28,7 @@ class TextArena(Environment):
     are those of the game. One player has one conversation. With several the policy plays all of them, in conversations
     `player 0`, `player 1`, ... with the rewards that the game gives (self-play); the rollout's own is the first
     player's. An `opponent`, `package.module:function` from what it sees to its action, plays all players but one, and
-    that one changes from item to item. A game that takes over `max_turns` actions gives nobody a reward. An answer
+    that one changes from item to item. A game that takes over `max_turns` actions ends without a reward. An answer
     that does not fit the context is an empty action.
     """
 

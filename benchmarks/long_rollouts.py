@@ -1,0 +1,90 @@
+"""Measures what a rollout of many calls costs the driver, against one call with as many tokens.
+
+    python benchmarks/long_rollouts.py                       1, 8, 50 and 200 calls
+    python benchmarks/long_rollouts.py --quick               fewer repetitions
+    python benchmarks/long_rollouts.py --json results.json   written at the end, with machine and commit
+
+CPU time in microseconds for one sample of 2,000 sampled tokens: to unpickle it, to take its training sequences, and to
+build its row of the record. A rollout worker folds an ended sample (`Trajectory.fold`); `turns` shows the cost of one
+that is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from measure import provenance
+from rich.console import Console
+from rich.table import Table
+
+from telescope.environments.types import RewardRecord
+from telescope.inference.base import Generation
+from telescope.orchestrator.record_rows import sample_row
+from telescope.rollout.trajectory import Trajectory, Turn
+
+NUM_TOKENS = 2_000
+PARTS: dict[str, Callable[[Trajectory, bytes], object]] = {
+    "unpickle": lambda sample, data: pickle.loads(data),
+    "sequences": lambda sample, data: sample.sequences(),
+    "row": lambda sample, data: sample_row(sample, "prompt", status="kept", reason=None, step=1),
+}
+
+
+def sample_of(num_calls: int) -> Trajectory:
+    """Returns a scored sample whose calls extend each other."""
+    made = Trajectory("5-0", 5, 0, "agent", reward=RewardRecord(1.0, {"correct": 1.0}, {}, [], {}))
+    for call in range(num_calls):
+        length = NUM_TOKENS // num_calls
+        ids, logprobs = np.arange(length, dtype=np.int64), np.full(length, -0.5, np.float32)
+        generation = Generation(ids, logprobs, "stop", [(3, 0, length)])
+        made.turns.append(Turn([1] * 20, generation, parent=call - 1 if call else None))
+    return made
+
+
+def microseconds(work: Callable[[], object], repetitions: int) -> float:
+    """Returns the median CPU time of 5 rounds, for one repetition."""
+    rounds = []
+    for _ in range(5):
+        begin = time.process_time()
+        for _ in range(repetitions):
+            work()
+        rounds.append((time.process_time() - begin) / repetitions * 1e6)
+    return statistics.median(rounds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    table = Table("calls", "sample", *(f"{name}, us" for name in PARTS), "bytes")
+    for num_calls in (1, 8, 50, 200):
+        for form in ("folded", "turns"):
+            sample = sample_of(num_calls)
+            if form == "folded":
+                sample.fold()
+            data = pickle.dumps(sample, 5)
+            repetitions = 50 if arguments.quick else 500
+            costs = {name: microseconds(partial(part, sample, data), repetitions) for name, part in PARTS.items()}
+            rows.append({"calls": num_calls, "sample": form, "bytes": len(data), **costs})
+            table.add_row(str(num_calls), form, *(f"{cost:.0f}" for cost in costs.values()), f"{len(data):,}")
+    Console().print(table)
+    if arguments.json:
+        report = {"benchmark": "long_rollouts", "where": provenance(["numpy"]), "results": rows}
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
