@@ -462,6 +462,13 @@ def wrapped_environment(owner: Any) -> Environment | None:
     return owner if isinstance(owner, Environment) else owner.env
 
 
+def multi_turn_environment(owner: Any) -> MultiTurnEnvironment:
+    """The multi-turn environment itself, or the one that an eval wraps."""
+    found = wrapped_environment(owner)
+    assert isinstance(found, MultiTurnEnvironment)
+    return found
+
+
 def notices_of(owner: Any) -> list[str]:
     """Returns the notices of an environment, or of an eval's environment."""
     environment = wrapped_environment(owner)
