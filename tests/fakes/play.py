@@ -140,7 +140,7 @@ class Player:
 
     async def close(self) -> None:
         """Ends open rollouts as a worker does, and the environments."""
-        running = [played.running for played in self._rollouts.values()]
+        running = [played.running for played in self._rollouts.values() if not played.running.done()]
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)

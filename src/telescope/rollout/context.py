@@ -11,11 +11,11 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from telescope.environments.base import ChatMessage, Environment, Sample, eval_metrics_of
+from telescope.environments.base import ChatMessage, Environment, RewardResult, Sample, eval_metrics_of
 from telescope.environments.context import Answer, Call, RefusedCall, RolloutContext
 from telescope.environments.judge import COMPLETE, USAGE
 from telescope.environments.sandbox_tools import pool_of
@@ -40,7 +40,16 @@ JUDGE = "judge"
 class AgentRollout:
     """The `Services` of one rollout."""
 
-    def __init__(self, rollout: Rollout, environment: Environment, renderer: Renderer, endpoint: Endpoint) -> None:
+    def __init__(
+        self,
+        rollout: Rollout,
+        environment: Environment,
+        renderer: Renderer,
+        endpoint: Endpoint,
+        turns: Callable[[], Awaitable[RewardRecord]],
+    ) -> None:
+        """`turns` is the turn loop."""
+        self._turns = turns
         self._rollout = rollout
         self._environment = environment
         self._renderer = renderer
@@ -62,7 +71,6 @@ class AgentRollout:
         calls.
         """
         environment, rollout = self._environment, self._rollout
-        assert environment.rollout is not None
         seconds = environment.rollout_timeout_seconds
         context = RolloutContext(self, time.monotonic() + seconds)
         USAGE.set({})
@@ -164,6 +172,15 @@ class AgentRollout:
         """Leaves an answer that no client has read out of training."""
         self._rollout.trajectory.turns[int(answer.id)].trained = False
         self._counts["agent/dropped_answers"] += 1
+
+    async def take_turns(self) -> RewardResult:
+        """Runs the turn loop."""
+        try:
+            scored = await self._turns()
+        except InfrastructureError as error:
+            self._failure = self._failure or error
+            raise
+        return RewardResult(**{**vars(scored), "total_reward": scored.total_reward or 0.0})
 
     async def judge(self, prompt: str, schema: Mapping[str, Any] | None, model: str | None) -> Any:
         """Asks the environment's judge."""

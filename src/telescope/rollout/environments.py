@@ -1,6 +1,6 @@
 """The environments of a rollout worker: user code in this process, with deadlines.
 
-A rollout is the environment's own (`Environment.rollout`, run by `rollout.context`) or the turn loop (`rollout.turns`).
+`Environment.rollout` is the turn loop (`rollout.turns`), unless an environment has its own (`rollout.context`).
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
+from collections.abc import Awaitable
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from telescope.environments.base import wrapped_environment
+from telescope.environments.base import is_agent, wrapped_environment
 from telescope.environments.context import MODEL
 from telescope.environments.judge import USAGE
 from telescope.environments.sandbox_tools import close_pools
@@ -49,7 +50,7 @@ class LoadedEnvironments:
         self._thread = UserThread(timeout_seconds)
         self._start_timeout = start_timeout_seconds
         found = [wrapped_environment(each) for each in runner.environments]
-        self._agents = [each for each in found if each is not None and each.rollout is not None]
+        self._agents = [each for each in found if each is not None and is_agent(each)]
         self._endpoint = Endpoint([MODEL, *([runner.renderer.spec.tokenizer_path] if runner.renderer else [])])
 
     @property
@@ -82,12 +83,16 @@ class LoadedEnvironments:
         assert runner.renderer is not None
         USAGE.set({})
         await self.prepare_resources(position)
-        if environment is None or environment.rollout is None:
+
+        def turns() -> Awaitable[RewardRecord]:
             kind = MultiTurn if owner.is_multi_turn else SingleTurn
-            reward = await take_turns(rollout, kind(rollout, runner, position, self._thread))
+            return take_turns(rollout, kind(rollout, runner, position, self._thread))
+
+        if environment is None or not is_agent(environment):
+            reward = await turns()
         else:
             try:
-                agent = AgentRollout(rollout, environment, runner.renderer, self._endpoint)
+                agent = AgentRollout(rollout, environment, runner.renderer, self._endpoint, turns)
                 reward = await agent.run(owner.get_sample(task.item_index))
             except Exception as error:
                 raise user_failure(error, f"{rollout.label}: rollout") from None

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from tests.fakes.turns import ScriptedTurns
@@ -177,7 +177,7 @@ class Bench:
             slot_key=5,
             slots=self.slots,
             engine_of=lambda server: self.engine,
-            environments=self.environments,
+            environments=cast(Any, self.environments),
             settings=settings(**changes),
             on_engine_failure=self.on_engine_failure,
         ).run()
