@@ -26,7 +26,8 @@ from telescope.errors import EnvironmentFailure, InfrastructureError, UserError
 from telescope.rollout.answers import parse_answer
 from telescope.rollout.dialects import sampling_of
 from telescope.rollout.endpoint import Endpoint
-from telescope.rollout.joins import Joins, Prompt, text_of
+from telescope.rollout.joins import Joins, Prompt
+from telescope.rollout.messages import text_of
 from telescope.rollout.rendering import Renderer
 from telescope.rollout.sample import Rollout
 from telescope.sandbox.session import Sandbox
@@ -111,7 +112,9 @@ class AgentRollout:
         try:
             sampling = sampling_of(call.sampling, "max_tokens")
             # Megabytes are refused by their length, because the event loop waits while a text is tokenized.
-            least = sum(len(text_of(message)) for message in call.messages) // self._renderer.longest_token
+            least = (
+                sum(len(text_of(message.get("content"))) for message in call.messages) // self._renderer.longest_token
+            )
             prompt = self._joins.prompt(call) if least < settings.max_context else None
             shown = [(str(message["role"]), _shown(message)) for message in prompt.new_messages] if prompt else []
         except Exception as error:  # of its messages, tools, token ids, sampling, or of the chat template
