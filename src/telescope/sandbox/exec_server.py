@@ -264,7 +264,7 @@ def relay(path: bytes, port: int, descriptor: int) -> None:
     posix.close(descriptor)
     _thread.stack_size(2**18)
     while True:
-        client = _socket.socket(fileno=listener._accept()[0])
+        client = _socket.socket(fileno=listener._accept()[0])  # type: ignore[attr-defined]
         host = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
         try:
             host.connect(path)
