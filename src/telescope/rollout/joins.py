@@ -167,4 +167,5 @@ class Joins:
 
 def _identity(message: ChatMessage) -> Identity:
     """Returns what identifies a message of a chat template."""
-    return message["role"], message["content"].strip(), json.dumps(message.get("tool_calls"), sort_keys=True)
+    calls = message.get("tool_calls")
+    return message["role"], message["content"].strip(), json.dumps(calls, sort_keys=True) if calls else ""
