@@ -158,7 +158,12 @@ def contain_exits(loop: asyncio.AbstractEventLoop) -> None:
         except (SystemExit, KeyboardInterrupt) as error:
             raise RuntimeError(f"user code raised {error_text(error)}") from error
 
-    loop.set_task_factory(lambda loop, work, **options: asyncio.Task(contained(work), loop=loop, **options))
+    def start(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+        task = asyncio.Task(contained(work), loop=loop, **options)
+        task.add_done_callback(lambda _: work.close())  # which has not begun if the task was cancelled at once
+        return task
+
+    loop.set_task_factory(start)
 
 
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
