@@ -203,10 +203,9 @@ class LocalSandboxProvider(SandboxProvider):
         python = Path(sys.base_prefix).resolve()
         shown, endpoint = _paths_of(config, "read_only"), _paths_of(config, "endpoint")
         user = None
-        if os.geteuid() == 0 and all(_is_open_to_all(path) for path in (root, python, *shown)):
-            user = (
-                UNPRIVILEGED_USER  # root could read every mounted file, and the limit of processes does not apply to it
-            )
+        # Root could read every mounted file, and the limit of processes does not apply to it.
+        if os.geteuid() == 0 and all(map(_is_open_to_all, (root, python, *shown, *(path.parent for path in endpoint)))):
+            user = UNPRIVILEGED_USER
         command = [
             self._bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "1000",
             "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox",
