@@ -48,8 +48,6 @@ MAX_PROCESSES = 256
 START_SECONDS = 30.0
 UNPRIVILEGED_USER = 65534
 """User id that owns no file."""
-_PROTECTED = ("sys", "pressure", "fs", "driver", "tty", "acpi", "mtrr", "scsi", "sysrq-trigger", "irq", "bus")
-"""Entries of `/proc`, other than processes, that are writable."""
 SYSTEM_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64")
 SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ssl", "/etc/ca-certificates", "/etc/localtime")
 ENDPOINT = "/run/telescope.sock"
@@ -237,9 +235,7 @@ class LocalSandboxProvider(SandboxProvider):
         for path in [python, *shown]:
             if not path.is_relative_to("/usr"):
                 command += ["--ro-bind", str(path), str(path)]
-        command += ["--proc", "/proc"]
-        for name in _PROTECTED:  # an owner may write there without capabilities, and root's processes own them
-            command += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]
+        command += ["--proc", "/proc", "--remount-ro", "/proc"]  # its owner may write to some files, e.g. of /proc/sys
         command += ["--dev", "/dev", "--size", str(disk), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
         command += ["--perms", "1777", "--dir", "/tmp", "--dir", "/run", "--dir", WORKSPACE]
         command += ["--chdir", WORKSPACE, "--clearenv"]
