@@ -43,7 +43,7 @@ CHEATS = {
 class SandboxEnvironment(Environment):
     """A mixin with a pool of sandboxes: put it before the base class of the environment.
 
-    `provider` is a name of `telescope.sandbox` (also null: `local`) or a class, with its `provider_kwargs`. A worker keeps
+    `provider` is a name of `telescope.sandbox` (also null: `local`) or a class, with its `provider_kwargs`. A worker
     `pool_size` sandboxes ready and creates at most `max_concurrent_creates` at once; each lives `timeout_minutes` at
     most, with `docker_image` (where the provider has images), `cpu` cores, `memory_mb`, `disk_size_gb`, `gpu_count` and
     `environment_vars`. `team_id` is the account that pays at Prime.
