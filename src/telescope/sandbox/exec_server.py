@@ -245,7 +245,6 @@ def relay(path: bytes, port: int, descriptor: int) -> None:
     """Starts a process that relays a port of the sandbox's own loopback to a Unix socket of the host."""
     import _socket  # of which only sandboxes with an endpoint pay the start, as of a fork
     import _thread
-    import posix
 
     listener = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
     listener.bind(("127.0.0.1", port))
