@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from telescope import sandbox
+from telescope.environments import _sandbox
 from telescope.environments.i3_code.environment import I3CodeEnvironment
 from telescope.errors import UserError
 from telescope.sandbox import (
@@ -285,6 +287,11 @@ async def test_one_that_waits_hears_of_the_end(service: Service):
 def test_what_no_sandbox_can_have_is_refused(values: dict[str, Any]):
     with pytest.raises(UserError, match=next(iter(values))):
         SandboxConfig(**values)
+
+
+def test_classes_of_providers_have_both_import_paths():
+    assert sandbox.E2BSandboxProvider is _sandbox.E2BSandboxProvider
+    assert not hasattr(_sandbox, "NoSandboxProvider")
 
 
 def test_an_environment_names_its_argument_for_a_field_of_the_configuration():
