@@ -4,7 +4,7 @@
  * Tab reaches one of them, arrows the others.
  */
 
-import { type ReactNode, useEffect, useMemo, useRef, useState } from "react";
+import { memo, type ReactNode, useDeferredValue, useEffect, useMemo, useRef, useState } from "react";
 import { ticks } from "../charts/math";
 import { count, duration } from "../format";
 import { placeOf } from "../state/alerts";
@@ -22,7 +22,8 @@ export function Ruler() {
   const read = useRunInfo(run).data;
   const info = read?.info;
   const health = useHealth(run).data;
-  const evals = useEvals(run).data ?? [];
+  const evals = useEvals(run).data;
+  const written = useNotes(run).notes;
   const { live } = useStatus(run);
   const [range, setRange] = useRange();
   const host = useRef<HTMLDivElement>(null);
@@ -38,6 +39,8 @@ export function Ruler() {
   const done = last === undefined ? (info?.steps ?? 0) : last + 1;
   const end = Math.max(done, info?.num_steps ?? 0, 1);
   const here = usePlace();
+  // Hundreds of marks lead elsewhere after each change of the address: the page itself is drawn first.
+  const later = useDeferredValue(here);
   const selected = Number(here.params.step ?? NaN);
   const step = (by: 1 | -1) => {
     const now = Number.isNaN(selected) ? (by > 0 ? -1 : done) : selected;
@@ -85,42 +88,43 @@ export function Ruler() {
   const minor = end <= width / 5 ? Array.from({ length: end + 1 }, (_, i) => i) : ticks(0, end, Math.max(4, width / 8));
   const attempts = (read?.attempts ?? []).filter((attempt) => attempt.first_step !== null && attempt.first_step > 0);
   const checkpoints = useMemo(() => checkpointMarks(steps, read?.checkpoints ?? []), [steps, read?.checkpoints]);
-  const notes = useNotes(run).notes.filter((note) => note.step !== null && note.step < end);
-  const versions = [...new Set(evals.map((row) => row.version))];
-  const alerts = (health?.alerts ?? []).filter((alert) => alert.step !== null && alert.level !== "info");
+  const notes = useMemo(() => written.filter((note) => note.step !== null && note.step < end), [written, end]);
+  const alerts = useMemo(() => (health?.alerts ?? []).filter((alert) => alert.step !== null && alert.level !== "info"), [health]);
   const marked = [...alerts, ...notes].map((one) => one.step!);
-  const atStep = (step: number) => format({ ...here, params: { ...here.params, step: String(step) } });
-  const marks: MarkProps[] = [
-    ...notes.map((note) => ({
-      at: note.step! + 0.5,
-      y: 7,
-      label: `step ${note.step}: ${note.text}`,
-      href: atStep(note.step!),
-      open: () => openNote(note),
-      shape: <path d="M-3.5 -3.5h7v5h-3l-2 2.5v-2.5h-2z" fill="var(--ground)" stroke="var(--ink3)" />,
-    })),
-    ...versions.map((version) => ({
-      at: version,
-      y: 32,
-      label: `eval after ${version} steps`,
-      href: format(elsewhere(here, { page: "evals" }, { after: String(version) })),
-      shape: <path d="M0 -4l4 4-4 4-4-4z" fill="var(--ground)" stroke="var(--ink2)" strokeWidth={1.2} />,
-    })),
-    ...checkpoints.map(({ step: at, kept }) => ({
-      at,
-      y: 32,
-      label: kept ? `checkpoint after ${at} steps` : `checkpoint after ${at} steps, not in the run directory any more`,
-      href: atStep(Math.max(0, at - 1)),
-      shape: <rect x={-2} y={-2} width={4} height={4} fill={kept ? "var(--ink)" : "var(--ground)"} stroke={kept ? "none" : "var(--ink3)"} />,
-    })),
-    ...alerts.map((alert) => ({
-      at: alert.step! + 0.5,
-      y: 7,
-      label: `${alert.count > 1 ? `steps ${alert.first_step} to` : "step"} ${alert.step}: ${visible(alert.title)}`,
-      href: format(placeOf(alert, here)),
-      shape: <path d="M0 -5l5 9h-10z" fill={alert.resolved || !live ? "var(--ink3)" : "var(--warn)"} />,
-    })),
-  ].sort((a, b) => a.at - b.at);
+  const marks = useMemo((): MarkProps[] => {
+    const atStep = (step: number) => format({ ...later, params: { ...later.params, step: String(step) } });
+    return [
+      ...notes.map((note) => ({
+        at: note.step! + 0.5,
+        y: 7,
+        label: `step ${note.step}: ${note.text}`,
+        href: atStep(note.step!),
+        open: () => openNote(note),
+        shape: <path d="M-3.5 -3.5h7v5h-3l-2 2.5v-2.5h-2z" fill="var(--ground)" stroke="var(--ink3)" />,
+      })),
+      ...[...new Set(evals?.map((row) => row.version))].map((version) => ({
+        at: version,
+        y: 32,
+        label: `eval after ${version} steps`,
+        href: format(elsewhere(later, { page: "evals" }, { after: String(version) })),
+        shape: <path d="M0 -4l4 4-4 4-4-4z" fill="var(--ground)" stroke="var(--ink2)" strokeWidth={1.2} />,
+      })),
+      ...checkpoints.map(({ step: at, kept }) => ({
+        at,
+        y: 32,
+        label: kept ? `checkpoint after ${at} steps` : `checkpoint after ${at} steps, not in the run directory any more`,
+        href: atStep(Math.max(0, at - 1)),
+        shape: <rect x={-2} y={-2} width={4} height={4} fill={kept ? "var(--ink)" : "var(--ground)"} stroke={kept ? "none" : "var(--ink3)"} />,
+      })),
+      ...alerts.map((alert) => ({
+        at: alert.step! + 0.5,
+        y: 7,
+        label: `${alert.count > 1 ? `steps ${alert.first_step} to` : "step"} ${alert.step}: ${visible(alert.title)}`,
+        href: format(placeOf(alert, later)),
+        shape: <path d="M0 -5l5 9h-10z" fill={alert.resolved || !live ? "var(--ink3)" : "var(--warn)"} />,
+      })),
+    ].sort((a, b) => a.at - b.at);
+  }, [notes, evals, checkpoints, alerts, later, live]);
   return (
     <section className="ruler" aria-label="Progress">
       <span title={done > 0 ? `Steps are numbered from 0: the newest is step ${done - 1}` : undefined}>
@@ -154,7 +158,7 @@ export function Ruler() {
               <title>{`attempt ${attempt} from step ${first_step}`}</title>
             </path>
           ))}
-          <Marks marks={marks} X={X} />
+          <Marks marks={marks} scale={width / end} />
           {live && <circle cx={X(done)} cy={25.5} r={4.5} fill="var(--live)" stroke="var(--ground)" strokeWidth={1.5} />}
         </svg>
       </div>
@@ -185,7 +189,7 @@ interface MarkProps {
 /** Pixels around a mark that belong to it. */
 const HIT = 6;
 
-function Marks({ marks, X }: { marks: MarkProps[]; X: (value: number) => number }) {
+const Marks = memo(function Marks({ marks, scale }: { marks: MarkProps[]; scale: number }) {
   const [reached, reach] = useState(0);
   const key = (event: React.KeyboardEvent, at: number) => {
     const by = event.key === "ArrowRight" ? 1 : event.key === "ArrowLeft" ? -1 : 0;
@@ -206,13 +210,13 @@ function Marks({ marks, X }: { marks: MarkProps[]; X: (value: number) => number 
       onClick={(event) => mark.open && (event.preventDefault(), mark.open())}
     >
       <title>{mark.label}</title>
-      <g transform={`translate(${X(mark.at)} ${mark.y})`}>
+      <g transform={`translate(${mark.at * scale} ${mark.y})`}>
         <rect x={-HIT} y={-HIT} width={2 * HIT} height={2 * HIT} fill="transparent" />
         {mark.shape}
       </g>
     </a>
   ));
-}
+});
 
 function Selection({ from, to }: { from: number; to: number }) {
   const right = Math.max(to, from + 2);

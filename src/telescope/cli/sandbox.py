@@ -45,7 +45,7 @@ def add_parser(subparsers: Any) -> None:
         "shell",
         help="open a sandbox and run commands in it",
         description="Open a sandbox, run the commands that you type, each by a shell of its own, and destroy the "
-        "sandbox at the end (Ctrl-D). Files and background processes stay between commands.",
+        "sandbox at the end (exit, or Ctrl-D). Files and background processes stay between commands.",
         epilog="example: telescope sandbox shell local --memory-mb 512",
     )
     shell.add_argument(
@@ -82,7 +82,7 @@ async def _shell(arguments: argparse.Namespace) -> int:
     folder: str | None = None
     code = 0
     try:
-        print(f"sandbox {handle.id}; Ctrl-D ends it, and Ctrl-C", file=sys.stderr)
+        print(f"sandbox {handle.id}; exit ends it, and Ctrl-D", file=sys.stderr)
         mark = uuid.uuid4().hex
         while line := await _read_line(f"{folder or '~'} $ "):
             # The shell of each command is a new one, so that its folder is carried over.
@@ -99,6 +99,8 @@ async def _shell(arguments: argparse.Namespace) -> int:
             sys.stdout.write(result.stdout)
             sys.stderr.write(errors + "".join(told[1:]))
             code = result.exit_code
+            if line.split()[:1] == ["exit"]:
+                break
     except SandboxError as error:
         raise UserError(str(error)) from error
     finally:

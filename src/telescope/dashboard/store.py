@@ -120,9 +120,14 @@ class RunStore(RunTables):
     def prompts(self, where: str, columns: str = "") -> dict[Key, Row]:
         """Returns `prompt_key`, `prompt_text` and `messages` of samples, by attempt and sample.
 
-        `where` is about columns that are in memory. `columns` are further ones of `samples`.
+        `where` is about columns that are in memory. `columns` are further ones of `samples`, which are read from files.
         """
-        found = _by_key(self._files("samples", f"{KEY}, prompt_key{columns}", where, *self._places("samples", where)))
+        self.refresh("samples")
+        if columns:
+            rows = self._files("samples", f"{KEY}, prompt_key{columns}", where, *self._places("samples", where))
+        else:
+            rows = self.columns(f"SELECT {KEY}, prompt_key FROM samples WHERE {where}")
+        found = _by_key(rows)
         own = among({(row["attempt"], key) for row in found.values() if (key := row["prompt_key"])}, "prompt_key")
         rows = self._files("prompts", "attempt, prompt_key, text, messages", own, *self._places("prompts", own))
         texts = {

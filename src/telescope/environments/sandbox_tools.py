@@ -17,6 +17,7 @@ from telescope.environments.tool_calls import written_call
 from telescope.environments.tool_env import SANDBOX_KEY, ToolResult
 from telescope.errors import UserError
 from telescope.sandbox import SandboxCommandTimeoutError, SandboxConfig, SandboxHandle, get_provider
+from telescope.sandbox.base import ENVIRONMENT_NAMES
 from telescope.sandbox.pool import GenericSandboxPool
 from telescope.sandbox.registry import provider_class
 
@@ -42,7 +43,7 @@ CHEATS = {
 class SandboxEnvironment(Environment):
     """A mixin with a pool of sandboxes: put it before the base class of the environment.
 
-    `provider` is a name of `telescope.sandbox` (null: `local`) or a class, with its `provider_kwargs`. A worker keeps
+    `provider` is a name of `telescope.sandbox` (also null: `local`) or a class, with its `provider_kwargs`. A worker
     `pool_size` sandboxes ready and creates at most `max_concurrent_creates` at once; each lives `timeout_minutes` at
     most, with `docker_image` (where the provider has images), `cpu` cores, `memory_mb`, `disk_size_gb`, `gpu_count` and
     `environment_vars`. `team_id` is the account that pays at Prime.
@@ -54,7 +55,7 @@ class SandboxEnvironment(Environment):
 
     def __init__(
         self,
-        provider: str | None = None,
+        provider: str | None = "local",
         provider_kwargs: dict[str, Any] | None = None,
         pool_size: int = 10,
         max_concurrent_creates: int = 100,
@@ -68,6 +69,10 @@ class SandboxEnvironment(Environment):
         team_id: str | None = None,
         **kwargs: Any,
     ) -> None:
+        for theirs in kwargs.keys() & ENVIRONMENT_NAMES.keys():
+            raise UserError(
+                f"{type(self).__name__} has {ENVIRONMENT_NAMES[theirs]!r}; {theirs!r} is of a SandboxConfig"
+            )
         super().__init__(**kwargs)
         provider_class(provider)  # a misspelled name is an error before anything starts
         self.provider, self.provider_kwargs = provider, provider_kwargs or {}

@@ -1,5 +1,8 @@
 """Sandboxes: one interface over local isolation, containers and cloud services (docs/sandboxes.md)."""
 
+import pkgutil
+from typing import Any
+
 from telescope.sandbox.base import ExecResult, SandboxConfig, SandboxHandle, SandboxProvider
 from telescope.sandbox.errors import (
     SandboxBusyError,
@@ -11,7 +14,7 @@ from telescope.sandbox.errors import (
     SandboxSetupError,
 )
 from telescope.sandbox.pool import GenericSandboxPool
-from telescope.sandbox.registry import get_provider
+from telescope.sandbox.registry import PROVIDERS, get_provider
 
 __all__ = [
     "ExecResult",
@@ -28,3 +31,11 @@ __all__ = [
     "SandboxSetupError",
     "get_provider",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Returns the class of a shipped provider, whose module is imported at its first use."""
+    path = next((path for path in PROVIDERS.values() if path.endswith(f".{name}")), None)
+    if path is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return pkgutil.resolve_name(path)

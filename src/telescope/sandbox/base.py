@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from telescope.errors import UserError
 from telescope.sandbox.activity import measured
@@ -33,6 +33,9 @@ MAX_FILE_BYTES = 64 * 2**20
 
 ENDPOINT_PORT = 8000
 """Port of a local sandbox's own loopback that shows the agents' endpoint."""
+
+ENVIRONMENT_NAMES = {"image": "docker_image", "timeout_seconds": "timeout_minutes"}
+"""Fields of a configuration whose argument of environments has another name."""
 
 
 @dataclass
@@ -52,6 +55,12 @@ class SandboxConfig:
     environment_vars: dict[str, str] = field(default_factory=dict)
     name: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
+
+    def __new__(cls, *_: Any, **values: Any) -> Self:
+        for ours, theirs in ENVIRONMENT_NAMES.items():
+            if theirs in values:
+                raise UserError(f"a SandboxConfig has {ours!r}; {theirs!r} is an argument of environments")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name in ("cpu", "memory_mb", "disk_size_gb", "timeout_seconds"):

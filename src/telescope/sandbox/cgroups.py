@@ -44,7 +44,7 @@ def are_usable() -> bool:
         child.kill()
         child.wait()
         cgroup.remove()
-    return bool(cgroup.enforced)
+    return bool(cgroup.enforced) and Path("/proc/thread-self/children").exists()  # by which sandboxes are found
 
 
 class Cgroup:

@@ -48,11 +48,10 @@ MAX_PROCESSES = 256
 START_SECONDS = 30.0
 UNPRIVILEGED_USER = 65534
 """User id that owns no file."""
-_PROTECTED = ("sys", "pressure", "fs", "driver", "tty", "acpi", "mtrr", "scsi", "sysrq-trigger", "irq", "bus")
-"""Entries of `/proc`, other than processes, that are writable."""
 SYSTEM_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64")
 SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ssl", "/etc/ca-certificates", "/etc/localtime")
 ENDPOINT = "/run/telescope.sock"
+CLOSED = "the provider of local sandboxes was closed"
 INSTALL = """The sandbox provider 'local' needs bubblewrap. Install it:
   Debian, Ubuntu:  apt-get install bubblewrap
   Fedora, RHEL:    dnf install bubblewrap
@@ -88,7 +87,8 @@ class LocalSandboxProvider(SandboxProvider):
         # A thread of its own: bubblewrap ends with the thread that started it, and calls may come from any event loop.
         self._loop = asyncio.new_event_loop()
         self._is_closed = False
-        threading.Thread(target=self._serve, name="sandboxes", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name="sandboxes", daemon=True)
+        self._thread.start()
 
     async def create(self, config: SandboxConfig) -> SandboxHandle:
         name = f"local-{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -103,7 +103,8 @@ class LocalSandboxProvider(SandboxProvider):
     async def _abandon(self, name: str) -> None:
         """Destroys a sandbox whose creation was cancelled, even if the creation has just ended."""
         if (creating := self._creating.get(name)) is not None:
-            creating.cancel()
+            if not creating.cancelling():  # a second time would end its wait for the destruction
+                creating.cancel()
             await asyncio.wait({creating})
         if (sandbox := self._sandboxes.pop(name, None)) is not None:
             await sandbox.destroy()
@@ -139,15 +140,22 @@ class LocalSandboxProvider(SandboxProvider):
     async def close(self) -> None:
         """Destroys the remaining sandboxes, and ends the thread of the provider."""
         if not self._is_closed:
-            await asyncio.gather(*(self._run(sandbox.destroy()) for sandbox in list(self._sandboxes.values())))
-            self._sandboxes.clear()
             self._is_closed = True
             self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.to_thread(self._thread.join)
 
     def _serve(self) -> None:
         self._loop.run_forever()
+        self._loop.run_until_complete(self._end())
         self._loop.close()
         os.close(self._code)
+
+    async def _end(self) -> None:
+        """Destroys all sandboxes, and waits for the calls that this ends."""
+        await asyncio.sleep(0)  # starts the last calls
+        await asyncio.gather(*map(self._abandon, [*self._creating, *self._sandboxes]))
+        calls = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*calls, return_exceptions=True)
 
     def _sandbox(self, handle: SandboxHandle) -> LocalSandbox:
         sandbox = self._sandboxes.get(handle.id)
@@ -158,12 +166,14 @@ class LocalSandboxProvider(SandboxProvider):
     async def _run(self, coroutine: Coroutine[Any, Any, R]) -> R:
         if self._is_closed:
             coroutine.close()
-            raise SandboxNotRunningError("the provider of local sandboxes was closed")
+            raise SandboxNotRunningError(CLOSED)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     async def _create(self, name: str, config: SandboxConfig) -> SandboxHandle:
         task = asyncio.current_task()
         assert task is not None
+        if self._is_closed:
+            raise SandboxNotRunningError(CLOSED)
         self._creating[name] = task
         task.add_done_callback(lambda _: self._creating.pop(name, None))
         num_processes = int(config.extra.get("max_processes", MAX_PROCESSES))
@@ -221,9 +231,7 @@ class LocalSandboxProvider(SandboxProvider):
         for path in [python, *shown]:
             if not path.is_relative_to("/usr"):
                 command += ["--ro-bind", str(path), str(path)]
-        command += ["--proc", "/proc"]
-        for name in _PROTECTED:  # an owner may write there without capabilities, and root's processes own them
-            command += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]
+        command += ["--proc", "/proc", "--remount-ro", "/proc"]  # its owner may write to some files, e.g. of /proc/sys
         command += ["--dev", "/dev", "--size", str(disk), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
         command += ["--perms", "1777", "--dir", "/tmp", "--dir", "/run", "--dir", WORKSPACE]
         command += ["--chdir", WORKSPACE, "--clearenv"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import re
 import signal
@@ -61,31 +60,29 @@ class LocalSandbox:
     async def start(self, command: list[str], code: int, limits: tuple[int, ...], user: int | None, mark: str) -> None:
         """Starts bubblewrap, and waits for the server inside, whose program is the file `code`."""
         ours, theirs = socket.socketpair()
-        block, go = os.pipe()
-        info, told = os.pipe()
-        passed = [theirs.fileno(), block, told, code]
         server = [f"{sys.base_prefix}/bin/python3", "-I", "-S", f"/proc/self/fd/{code}", str(theirs.fileno())]
-        options = ["--block-fd", str(block), "--info-fd", str(told)] if self._cgroup is not None else []
         try:
             self._process = subprocess.Popen(  # noqa: ASYNC220 (by vfork, in the loop of the provider alone)
-                [*command, *options, "--", *server, *map(str, limits)],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, pass_fds=passed,
+                [*command, "--", *server, *map(str, limits)], pass_fds=[theirs.fileno(), code],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                 env={MARK_VARIABLE: mark}, user=user, group=user, extra_groups=None if user is None else [], cwd="/",
             )  # fmt: skip
-            os.close(passed.pop(2))
-            if self._cgroup is not None and (first := await asyncio.to_thread(_first_process, info)):
-                with contextlib.suppress(ProcessLookupError):  # bubblewrap failed, and says why
-                    self._cgroup.add(first)
             reader, self._writer = await asyncio.open_connection(sock=ours, limit=2**20)
         except BaseException:
             ours.close()
             raise
         finally:
             theirs.close()
-            for descriptor in (go, info, *passed[1:-1]):
-                os.close(descriptor)
         self._reading = asyncio.ensure_future(self._read(reader))
+        if self._cgroup is not None:  # the first move waits for the kernel for some ms, while the server starts
+            with contextlib.suppress(ProcessLookupError):  # bubblewrap failed, and says why
+                await asyncio.to_thread(self._cgroup.add, self._process.pid)
         await self._replies[0]
+        if self._cgroup is not None:  # the server, which may have been forked before that move
+            try:
+                self._cgroup.add(_child(_child(self._process.pid)))
+            except (OSError, ValueError) as error:
+                raise SandboxNotRunningError(f"the sandbox {self.name!r} ended while it started: {error}") from error
         del self._replies[0]
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
@@ -215,17 +212,9 @@ def _as_text(total: int, content: bytes) -> str:
     return content.decode(errors="replace")
 
 
-def _first_process(info: int) -> int | None:
-    """Returns the pid of a sandbox's first process, which bubblewrap writes to `info` and then lets wait.
-
-    None if bubblewrap has ended.
-    """
-    text = b""
-    while piece := os.read(info, 4096):
-        text += piece
-        with contextlib.suppress(ValueError):
-            return int(json.loads(text)["child-pid"])
-    return None
+def _child(pid: int) -> int:
+    """Returns the only child of a process."""
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
 
 
 def marked(word: bytes) -> list[tuple[int, str]]:

@@ -21,11 +21,14 @@ import pytest
 import ray
 from ray import cloudpickle
 from ray._raylet import AuthenticationTokenLoader
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tests.integration.cluster.conftest import HEAD, OTHER, TwoNodes, config_of
 from tests.integration.cluster.test_rollout_workers import FINE, Ground, eventually, rewards, workers
 from tests.integration.environments.conftest import save_byte_tokenizer
+from tests.unit.sandbox.conftest import docker  # noqa: F401 (a fixture)
 from transformers import AutoTokenizer
 
+from telescope.cli.main import main
 from telescope.cluster.actors import HostGroup, make_actor
 from telescope.cluster.placement import Placement, network_of, reserve
 from telescope.cluster.ray_cluster import admits, disconnect, settle_authentication
@@ -38,6 +41,8 @@ from telescope.orchestrator.run_directory import RunDirectory
 from telescope.record.gauges import ReadingBatch
 from telescope.record.reader import Run
 from telescope.record.system_metrics import MachineSampler
+from telescope.sandbox import GenericSandboxPool, SandboxConfig, get_provider
+from telescope.sandbox.ledger import DIRECTORY_VARIABLE, SandboxLedger
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not have the tests on their path
 
@@ -335,6 +340,65 @@ async def test_ranks_restart_on_the_nodes_that_are_left_when_one_is_lost(two_nod
         placement.remove()
 
 
+async def test_rollout_workers_are_on_both_nodes_and_go_on_with_one(two_nodes: TwoNodes, tmp_path: Path) -> None:
+    raylets = two_nodes.raylets
+    added = raylets.add_node(num_cpus=4, object_store_memory=80 << 20, node_ip_address="127.0.0.5")
+    save_byte_tokenizer(tmp_path / "tokenizer")
+    here, there = two_nodes.cluster.driver_node, added.node_id
+    cluster = replace(two_nodes.cluster, node_names={there: "there", here: "here"})
+    ground = Ground(cluster, tmp_path, AutoTokenizer.from_pretrained(tmp_path / "tokenizer"))
+    async with workers(ground, tmp_path, rollout_num_workers=4) as run:
+        assert [handle.node for handle in run.group.handles] == [here, there, here, there]
+        run.group.infos[0] = replace(run.group.infos[0], shares_resources=True)
+        assert run.group.homes("hostile") == [0, 1], "one on each node"
+        running = asyncio.ensure_future(run.run(*["wait 5"] * 20))
+        assert rewards(await run.run(*[FINE] * 20)) == [1.0] * 20
+        await asyncio.to_thread(raylets.remove_node, added, allow_graceful=False)
+        assert rewards(await running) == [1.0] * 20
+        await eventually(lambda: [handle.node for handle in run.group.handles] == [here] * 4)
+        assert run.group.homes("hostile") == [0]
+
+
+class Keeper:
+    """Keeps sandboxes in use, as a rollout worker does."""
+
+    async def keep(self, providers: tuple[str, ...]) -> None:
+        config = SandboxConfig(memory_mb=256, disk_size_gb=0.05)
+        self.pools = [GenericSandboxPool(get_provider(name), config, pool_size=3) for name in providers]
+        for pool in self.pools:
+            await pool.start()
+            for _ in range(3):
+                await pool.acquire(timeout=60)
+
+
+@pytest.mark.sandbox
+async def test_reap_finds_the_sandboxes_of_a_lost_node_without_its_file(
+    two_nodes: TwoNodes,
+    tmp_path: Path,
+    docker: Path,  # noqa: F811
+) -> None:
+    """Containers outlive the node, as sandboxes in the cloud do; local ones end with it."""
+    ledger, providers = SandboxLedger(tmp_path / "run"), ("docker", "local")
+    (tmp_path / "run" / "tables").mkdir(parents=True)
+    added = two_nodes.raylets.add_node(num_cpus=1, object_store_memory=80 << 20, node_ip_address="127.0.0.6")
+    variables = {DIRECTORY_VARIABLE: str(tmp_path / "run"), "DOCKER_FAKE": str(docker), "PATH": os.environ["PATH"]}
+    there = NodeAffinitySchedulingStrategy(added.node_id, soft=False)
+    options = {"num_cpus": 0.1, "scheduling_strategy": there, "runtime_env": {"env_vars": variables}}
+    keeper = make_actor(Keeper, options).remote()
+    await asyncio.wait_for(keeper.keep.remote(providers), 120)
+    before = [await get_provider(name).find(ledger.run) for name in providers]
+    assert [len(handles) for handles in before] == [3, 3]
+    assert ledger.path is not None
+    assert {row["id"] for row in ledger.rows()} == {handle.id for handles in before for handle in handles}
+    await asyncio.to_thread(two_nodes.raylets.remove_node, added, allow_graceful=False)
+    ledger.path.unlink()
+    assert await asyncio.to_thread(main, ["sandbox", "reap", str(tmp_path / "run"), "--provider", "docker"]) == 0
+    assert await get_provider("docker").find(ledger.run) == []
+    async with asyncio.timeout(30):
+        while await get_provider("local").find(ledger.run):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
 def test_ray_shutdown_on_exit_stops_the_joined_cluster_and_nothing_else(
     two_nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,22 +460,3 @@ async def rows_until(
         assert time.monotonic() < deadline, f"{table} after {seconds:g} s: {rows[-5:]}"
         await asyncio.sleep(0.2)
         rows = await asyncio.to_thread(lambda: Run(run_dir).table(table).to_pylist())
-
-
-async def test_rollout_workers_are_on_both_nodes_and_go_on_with_one(two_nodes: TwoNodes, tmp_path: Path) -> None:
-    raylets = two_nodes.raylets
-    added = raylets.add_node(num_cpus=4, object_store_memory=80 << 20, node_ip_address="127.0.0.5")
-    save_byte_tokenizer(tmp_path / "tokenizer")
-    here, there = two_nodes.cluster.driver_node, added.node_id
-    cluster = replace(two_nodes.cluster, node_names={there: "there", here: "here"})
-    ground = Ground(cluster, tmp_path, AutoTokenizer.from_pretrained(tmp_path / "tokenizer"))
-    async with workers(ground, tmp_path, rollout_num_workers=4) as run:
-        assert [handle.node for handle in run.group.handles] == [here, there, here, there]
-        run.group.infos[0] = replace(run.group.infos[0], shares_resources=True)
-        assert run.group.homes("hostile") == [0, 1], "one on each node"
-        running = asyncio.ensure_future(run.run(*["wait 5"] * 20))
-        assert rewards(await run.run(*[FINE] * 20)) == [1.0] * 20
-        await asyncio.to_thread(raylets.remove_node, added, allow_graceful=False)
-        assert rewards(await running) == [1.0] * 20
-        await eventually(lambda: [handle.node for handle in run.group.handles] == [here] * 4)
-        assert run.group.homes("hostile") == [0]

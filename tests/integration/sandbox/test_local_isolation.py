@@ -315,11 +315,31 @@ def test_the_shell_keeps_its_folder_whatever_is_typed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     lines = ["ls /nope; exit 2", "if", "echo a\0b", "pwd", "mkdir d; cd d; rmdir ../d", "pwd", "cd /tmp", "pwd"]
+    lines += ["exit 3", "echo after the end"]
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-    assert run_shell(argparse.Namespace(provider="local", image="", memory_mb=256)) == 0
+    assert run_shell(argparse.Namespace(provider="local", image="", memory_mb=256)) == 3
     shown = capsys.readouterr()
     assert shown.out == "/workspace\n/workspace\n/tmp\n"
     assert "cannot access '/nope'" in shown.err and "NUL" in shown.err
+
+
+@pytest.mark.parametrize(
+    "last", ["", "for task in tasks: task.cancel()\n    await asyncio.wait(tasks)\n    await provider.close()"]
+)
+def test_a_loop_that_ends_during_creations_leaves_no_tasks(last: str):
+    code = (
+        "import asyncio\n"
+        "from telescope.sandbox import SandboxConfig, get_provider\n"
+        "async def main():\n"
+        "    provider = get_provider()\n"
+        "    config = SandboxConfig(memory_mb=256, disk_size_gb=0.05)\n"
+        "    tasks = [asyncio.ensure_future(provider.create(config)) for _ in range(4)]\n"
+        "    await asyncio.sleep(0.02)\n"
+        f"    {last}\n"
+        "asyncio.run(main())\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "asyncio" not in ended.stderr and "Task" not in ended.stderr, ended.stderr
 
 
 def test_a_killed_host_process_leaves_nothing(tmp_path: Path):

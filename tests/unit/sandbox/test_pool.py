@@ -11,6 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from telescope import sandbox
+from telescope.environments import _sandbox
+from telescope.environments.i3_code.environment import I3CodeEnvironment
 from telescope.errors import UserError
 from telescope.sandbox import (
     ExecResult,
@@ -278,11 +281,22 @@ async def test_one_that_waits_hears_of_the_end(service: Service):
         {"environment_vars": {"A=B": "x"}},
         {"environment_vars": {"A": "x\0y"}},
         {"environment_vars": {"": "x"}},
+        {"docker_image": "debian"},
     ],
 )
 def test_what_no_sandbox_can_have_is_refused(values: dict[str, Any]):
     with pytest.raises(UserError, match=next(iter(values))):
         SandboxConfig(**values)
+
+
+def test_classes_of_providers_have_both_import_paths():
+    assert sandbox.E2BSandboxProvider is _sandbox.E2BSandboxProvider
+    assert not hasattr(_sandbox, "NoSandboxProvider")
+
+
+def test_an_environment_names_its_argument_for_a_field_of_the_configuration():
+    with pytest.raises(UserError, match="'timeout_minutes'"):
+        I3CodeEnvironment(dataset="own", timeout_seconds=60)
 
 
 async def test_calls_are_spans_with_their_sandbox_and_error(service: Service):

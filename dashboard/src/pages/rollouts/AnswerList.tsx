@@ -11,7 +11,7 @@ import type { SamplePage, SampleRow } from "./types";
 const ROW = 20;
 /** Height of a search hit: one line for its numbers, one for the text around the match. */
 const HIT = 42;
-export const PAGE_ROWS = 200;
+export const PAGE_ROWS = 100;
 
 export const SORTS: [value: string, title: string][] = [
   ["step", "step"],
@@ -100,7 +100,8 @@ export function AnswerList({ path, query, version, first, sort, search, sample, 
   }, [first, pages, items[0]?.index, items.at(-1)?.index]);
   useEffect(() => {
     const at = items.find((item) => rowAt(item.index)?.sample_id === sample)?.index;
-    if (at !== undefined) rows.scrollToIndex(at, { align: "auto" });
+    // At the top, the first row is in view: a new filter need not wait for the layout.
+    if (at !== undefined && (at > 0 || rows.scrollOffset)) rows.scrollToIndex(at, { align: "auto" });
   }, [sample]);
   return (
     <>
