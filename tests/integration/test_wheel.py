@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
 from telescope import __version__
 
 pytestmark = pytest.mark.slow
