@@ -9,7 +9,7 @@
 #   make demo ARGS="--seed 1"                 with other settings of the run
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint types test-unit test-reference test-integration test-dashboard test-pages e2e dashboard doctor pin clean
+.PHONY: help setup demo test test-all lint types test-unit test-reference test-integration test-dashboard test-pages e2e dashboard image image-cpu doctor pin clean
 
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
@@ -79,8 +79,15 @@ test-pages: setup run-pages  ## the pages in Chromium (root on Debian: installs 
 e2e: setup  ## tests with Ray, vLLM and the trainer
 	@$(PYTEST) -m "e2e and not slow $(WITHOUT)" $(PARALLEL) $(E2E) $(ARGS)
 
-dashboard:  ## build the pages of `telescope ui` (needs Node.js)
+dashboard:  ## build the pages of `telescope ui` (without Node.js: download those of the newest release)
 	@$(or $(PYTHON),python3) scripts/build_dashboard.py
+
+IMAGE := telescope
+DOCKER_BUILD = docker build --build-arg SOURCE_COMMIT=$(shell git rev-parse HEAD)
+image:  ## build the Docker image for NVIDIA GPUs: docs/docker.md
+	$(DOCKER_BUILD) --file docker/Dockerfile --build-arg MAX_JOBS=$(shell nproc) --tag $(IMAGE) .
+image-cpu:  ## build the Docker image for machines without a GPU
+	$(DOCKER_BUILD) --file docker/Dockerfile.cpu --tag $(IMAGE):cpu .
 
 doctor: setup  ## what works on this machine, and what is missing
 	@$(PY) -m telescope.cli.main doctor

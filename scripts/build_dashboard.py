@@ -1,7 +1,8 @@
 """Builds the pages of `telescope ui` from dashboard/ into the package, if Node.js is there.
 
-The set-up runs it after `.venv` is ready, `make dashboard` on its own. Without Node.js nothing is built and a message
-says so; a failed build does not end the set-up, because training needs no pages.
+The set-up runs it after `.venv` is ready, `make dashboard` on its own, and scripts/build_backend.py before it makes a
+distribution. Without Node.js the pages of the newest release are downloaded; a failure does not end the set-up, because
+training needs no pages.
 
 A file inside the built pages holds the digest of their sources: a second run with the same sources ends at once.
 """
@@ -10,18 +11,23 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import re
 import shutil
 import subprocess
 import sys
 import time
+import urllib.request
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "dashboard"
 BUILT = ROOT / "src" / "telescope" / "dashboard" / "static"
+RELEASE = "https://github.com/eduardoslonski/telescope/releases/latest/download/dashboard.zip"
 OLDEST_NODE = (20, 19)
 TIMEOUT_SECONDS = 600
+DOWNLOAD_TIMEOUT_SECONDS = 20  # without an answer, as in a cluster without the internet
 
 
 class BuildError(Exception):
@@ -31,13 +37,20 @@ class BuildError(Exception):
 def build() -> str | None:
     """Builds the pages if their sources changed. Returns what it did in one line, None if nothing was left to do.
 
-    Raises `BuildError` without Node.js, or when npm fails.
+    Without Node.js it keeps the pages that are there, or downloads those of the newest release. Raises `BuildError` if
+    that or npm fails.
     """
+    has_pages = (BUILT / "index.html").is_file()
+    if has_pages and not SOURCES.is_dir():  # a source distribution
+        return None
     wanted = digest_of_sources(SOURCES)
     stamp = BUILT / "sources.txt"
     if stamp.is_file() and stamp.read_text() == wanted:
         return None
-    npm = find_npm()
+    try:
+        npm = find_npm()
+    except BuildError as error:
+        return f"{error}. The pages that are there stay" if has_pages else download(str(error))
     started = time.monotonic()
     lock = SOURCES / "package-lock.json"
     installed = SOURCES / "node_modules" / ".telescope-lock"
@@ -72,6 +85,16 @@ def find_npm() -> str:
     if version < OLDEST_NODE:
         raise BuildError(f"Node.js {answer.strip() or 'of an unknown version'} is too old: {fix}")
     return npm
+
+
+def download(reason: str) -> str:
+    """Puts the pages of the newest release in place and says so; raises `BuildError` with `reason` if it cannot."""
+    try:
+        with urllib.request.urlopen(RELEASE, timeout=DOWNLOAD_TIMEOUT_SECONDS) as response:
+            zipfile.ZipFile(io.BytesIO(response.read())).extractall(BUILT)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise BuildError(f"{reason}. Those of the newest release cannot be downloaded: {error}") from error
+    return "downloaded the pages of the newest release, because there is no Node.js to build them"
 
 
 def run_npm(command: list[str]) -> None:

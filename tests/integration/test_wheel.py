@@ -1,4 +1,4 @@
-"""The wheel, installed where nothing else is: complete, and its commands work from any folder.
+"""The wheel of the source distribution, installed where nothing else is: complete, its commands work from any folder.
 
 It is installed beside the packages that `pip install telescope` brings, and those are linked from the environment of
 these tests so that nothing is downloaded. There is no torch, no Ray and no vLLM, and no way back to the checkout.
@@ -12,12 +12,15 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+from telescope import __version__
 
 pytestmark = pytest.mark.slow
 
@@ -27,13 +30,21 @@ DEADLINE_SECONDS = 120
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this checkout, built from a copy so that the checkout stays as it is."""
+    """The wheel, made as for a release: from the source distribution of a copy of this checkout."""
     source, output = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
+    for name in ("src", "scripts"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
+    pages = source / "src" / "telescope" / "dashboard" / "static" / "index.html"
+    if not pages.is_file():  # built pages need Node.js
+        pages.parent.mkdir()
+        pages.write_text("pages")
+    make = "import sys; sys.path.insert(0, 'scripts'); import build_backend; build_backend.build_sdist(sys.argv[1])"
+    run([sys.executable, "-c", make, str(output)], cwd=source)
+    (archive,) = output.glob("telescope-*.tar.gz")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
-    run([*command, "--wheel-dir", str(output), str(source)], cwd=source)
+    run([*command, "--wheel-dir", str(output), str(archive)], cwd=output)
     (built,) = output.glob("telescope-*.whl")
     return built
 
@@ -93,6 +104,7 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel: Path):
     }
     names = set(zipfile.ZipFile(wheel).namelist())
     assert kept <= names, sorted(kept - names)
+    assert "telescope/dashboard/static/index.html" in names
     assert not [name for name in names if not name.startswith("telescope")], "the wheel installs foreign folders"
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
@@ -110,6 +122,14 @@ def test_the_installed_package_is_the_wheels_and_has_nothing_heavy(installed: Pa
     path, heavy = printed.splitlines()
     assert Path(path).is_relative_to(installed.parent)
     assert heavy == "[]"
+
+
+def test_telescope_ui_is_the_same_package_without_what_trains(installed: Path, elsewhere: Path):
+    project = tomllib.loads((ROOT / "packages" / "telescope-ui" / "pyproject.toml").read_text())["project"]
+    assert project["version"] == __version__
+    assert project["dependencies"] == [f"telescope=={__version__}", "wandb>=0.23"]
+    code = "import telescope.dashboard.app, telescope.dashboard.remote, telescope.tui.app"
+    run([str(installed / "python"), "-c", code], cwd=elsewhere)
 
 
 def test_commands_work_from_another_folder(installed: Path, elsewhere: Path):

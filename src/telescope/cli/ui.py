@@ -112,11 +112,13 @@ def serve(arguments: argparse.Namespace, folders: list[Path], remotes: Sequence[
     """Serves the runs in `folders` and of `remotes` until Ctrl-C. Returns the exit code."""
     import uvicorn
 
-    from telescope.dashboard.app import create_app
+    from telescope.dashboard.app import STATIC, create_app
     from telescope.dashboard.safety import is_loopback, is_shared, new_token
 
     if arguments.token is False and not is_loopback(arguments.host):
         raise UserError(f"--no-token is for this machine alone, and --host is {arguments.host}. Omit one of them.")
+    if not (STATIC / "index.html").is_file():
+        print("The pages are not built. `make dashboard` in the clone builds or downloads them.", file=sys.stderr)
     listener, is_in_use = listen(arguments.host, arguments.port)
     port = listener.getsockname()[1]
     token = new_token() if arguments.token or not is_loopback(arguments.host) else None

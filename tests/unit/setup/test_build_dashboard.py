@@ -1,5 +1,6 @@
 """The build of the dashboard's pages without npm: when it runs, and what it says without Node.js."""
 
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -20,13 +21,14 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTyp
         (sources / "src" / "a.ts").write_text("1")
         monkeypatch.setattr(module, "SOURCES", sources)
         monkeypatch.setattr(module, "BUILT", built)
-        monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+        monkeypatch.setattr(module, "RELEASE", (tmp_path / "release.zip").as_uri())
+        monkeypatch.setenv("PATH", str(programs))
         yield module
 
 
 def put(build: ModuleType, name: str, script: str) -> None:
     path = build.SOURCES.parent / "bin" / name
-    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{script}\n")
     path.chmod(0o755)
 
 
@@ -59,8 +61,19 @@ def test_changed_packages_are_installed_again(build: ModuleType):
 
 def test_an_old_node_is_named_with_the_fix(build: ModuleType):
     use_fake_npm(build, "v18.19.0")
-    with pytest.raises(build.BuildError, match=r"Node\.js v18\.19\.0 is too old.*make dashboard"):
+    with pytest.raises(build.BuildError, match=r"Node\.js v18\.19\.0 is too old.*make dashboard.*cannot be downloaded"):
         build.build()
+
+
+def test_without_node_the_pages_of_the_newest_release_are_taken_once(build: ModuleType):
+    with zipfile.ZipFile(build.SOURCES.parent / "release.zip", "w") as release:
+        release.writestr("index.html", "released")
+        release.writestr("assets/a.js", "1")
+    assert build.build().startswith("downloaded the pages of the newest release")
+    assert (build.BUILT / "assets" / "a.js").is_file()
+    (build.BUILT / "index.html").write_text("mine")
+    assert "no Node.js found" in build.build()
+    assert (build.BUILT / "index.html").read_text() == "mine"
 
 
 def test_a_failed_build_shows_its_last_lines_and_is_tried_again(build: ModuleType):

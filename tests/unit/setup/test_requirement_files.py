@@ -10,7 +10,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[3]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-FILES = ("cpu", "cuda", "dev")
+FILES = ("cpu", "cuda", "dev", "transformer-engine")
 PIN = re.compile(r"[A-Za-z0-9_.-]+==[A-Za-z0-9.!+]+")
 
 
@@ -47,6 +47,14 @@ def test_pins_satisfy_the_projects_requirements(name: str):
         version = have.get(str(canonicalize_name(requirement.name)))
         assert version is not None, f"{requirement.name} is not pinned in {name}.txt"
         assert requirement.specifier.contains(version, prereleases=True), f"{text}: {name}.txt pins {version}"
+
+
+def test_uv_installs_the_pins_from_pypi():
+    packages = tomllib.loads((ROOT / "uv.lock").read_text())["package"]
+    locked = {package["name"]: package for package in packages if package["name"] != "telescope"}
+    versions = {name: package["version"] for name, package in locked.items()}
+    assert versions.items() >= (pins("dev") | pins("megatron") | pins("cuda")).items()
+    assert {package["source"].get("registry") for package in locked.values()} == {"https://pypi.org/simple"}
 
 
 def test_the_engines_are_the_tested_pairs():
