@@ -9,7 +9,7 @@
 #   make demo ARGS="--seed 1"                 with other settings of the run
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint types test-unit test-reference test-integration test-dashboard test-pages e2e dashboard doctor pin clean
+.PHONY: help setup demo test test-all lint types test-unit test-reference test-integration test-dashboard test-pages e2e dashboard site doctor pin clean
 
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
@@ -82,6 +82,10 @@ e2e: setup  ## tests with Ray, vLLM and the trainer
 dashboard:  ## build the pages of `telescope ui` (needs Node.js)
 	@$(or $(PYTHON),python3) scripts/build_dashboard.py
 
+site:  ## build the documentation site into site/, with links checked
+	@[ -x .cache/site/bin/mkdocs ] || { $(or $(PYTHON),python3) -m venv .cache/site && .cache/site/bin/pip install -qU pip && .cache/site/bin/pip install -q --group docs; }
+	@NO_MKDOCS_2_WARNING=1 .cache/site/bin/mkdocs build -q --strict
+
 doctor: setup  ## what works on this machine, and what is missing
 	@$(PY) -m telescope.cli.main doctor
 
@@ -89,7 +93,7 @@ pin:  ## resolve requirements/*.txt anew
 	@scripts/pin_requirements.sh
 
 clean:  ## remove caches and builds; runs/ and .venv stay
-	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 .PHONY: run-lint run-types run-dashboard run-pages
